@@ -1,0 +1,220 @@
+"""Makes the synthetic checkpoints that benchmarks run on. Knows their shapes, never how they are served.
+
+    python -m moeserve.bench.checkpoints mixtral-mini [FOLDER]
+
+Weights are random, so the text is nonsense, but the time and the bytes of a step are those of a trained model of
+the same shape. There is no tokenizer: benchmarks send token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from moeserve.config import cache_folder
+from moeserve.errors import CheckpointError
+
+CheckpointName = Literal["mixtral-mini", "mixtral-tiny"]
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_STD = 0.02
+BYTES_PER_WEIGHT = 2  # bf16
+
+
+def make_checkpoint(
+    name: CheckpointName, folder: Path | None = None, *, seed: int = 0, max_shard_bytes: int = 512 * 2**20
+) -> Path:
+    """Writes a checkpoint in Hugging Face layout, or finds it already written.
+
+    The shards grow in a folder beside the final one, which takes its name only when all is complete. One shard is
+    in memory at a time. The same name and seed always give the same weights.
+
+    Args:
+        folder: where to write; none: a folder in moeserve's cache.
+        max_shard_bytes: most bytes of one safetensors file, unless a single tensor is larger.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: the folder holds something else.
+    """
+    folder = folder or cache_folder() / "bench" / name
+    config = model_config(name)
+    if folder.exists() and any(folder.iterdir()):
+        _require_same(folder, config, seed)
+        return folder
+
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write_shards(partial, name, tensor_shapes(config), seed, max_shard_bytes)
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)
+    return folder
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m moeserve.bench.checkpoints", description="Makes a synthetic checkpoint."
+    )
+    parser.add_argument("name", choices=get_args(CheckpointName))
+    parser.add_argument("folder", type=Path, nargs="?", help="default: a folder in moeserve's cache")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    print(make_checkpoint(options.name, options.folder, seed=options.seed))
+
+
+def model_config(name: CheckpointName) -> dict[str, Any]:
+    """What config.json says of each checkpoint."""
+    match name:
+        case "mixtral-mini":
+            return _mixtral_config(
+                vocab_size=32000, hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=4,
+                num_experts=8, num_experts_per_token=2, expert_size=3584,
+            )  # fmt: skip
+        case "mixtral-tiny":
+            return _mixtral_config(
+                vocab_size=160, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
+                num_experts=4, num_experts_per_token=2, expert_size=96,
+            )  # fmt: skip
+
+
+def _mixtral_config(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    num_experts: int,
+    num_experts_per_token: int,
+    expert_size: int,
+) -> dict[str, Any]:
+    """A config.json that transformers 4.57 and 5 both read: the older names of keys, which 5 still takes."""
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "torch_dtype": "bfloat16",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": expert_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": hidden_size // num_heads,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": num_experts_per_token,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "attention_dropout": 0.0,
+        "initializer_range": WEIGHT_STD,
+        "router_aux_loss_coef": 0.02,
+        "router_jitter_noise": 0.0,
+        "output_router_logits": False,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Mixtral checkpoint under its original name."""
+    hidden, expert = config["hidden_size"], config["intermediate_size"]
+    query = config["num_attention_heads"] * config["head_dim"]
+    key_value = config["num_key_value_heads"] * config["head_dim"]
+
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}.self_attn.q_proj.weight"] = (query, hidden)
+        shapes[f"{layer}.self_attn.k_proj.weight"] = (key_value, hidden)
+        shapes[f"{layer}.self_attn.v_proj.weight"] = (key_value, hidden)
+        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, query)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}.block_sparse_moe.gate.weight"] = (config["num_local_experts"], hidden)
+        for expert_index in range(config["num_local_experts"]):
+            experts = f"{layer}.block_sparse_moe.experts.{expert_index}"
+            shapes[f"{experts}.w1.weight"] = (expert, hidden)
+            shapes[f"{experts}.w2.weight"] = (hidden, expert)
+            shapes[f"{experts}.w3.weight"] = (expert, hidden)
+    shapes["model.norm.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
+
+
+def _write_shards(folder: Path, name: str, shapes: dict[str, tuple[int, ...]], seed: int, max_shard_bytes: int) -> None:
+    """Writes all tensors, and the index that says which shard holds which."""
+    shards = _divide(shapes, max_shard_bytes)
+    total_bytes = sum(_num_bytes(shape) for shape in shapes.values())
+    generator = torch.Generator().manual_seed(seed)
+    weight_map: dict[str, str] = {}
+    with tqdm(desc=f"making {name}", total=total_bytes, unit="B", unit_scale=True, disable=None) as progress:
+        for number, names in enumerate(shards, start=1):
+            shard = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write_shard(folder / shard, {tensor_name: shapes[tensor_name] for tensor_name in names}, generator)
+            weight_map.update(dict.fromkeys(names, shard))
+            progress.update(sum(_num_bytes(shapes[tensor_name]) for tensor_name in names))
+    index = {"metadata": {"total_size": total_bytes, "seed": seed}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]], generator: torch.Generator) -> None:
+    tensors = {name: _weights(shape, generator) for name, shape in shapes.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _divide(shapes: dict[str, tuple[int, ...]], max_shard_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each shard, in order."""
+    shards: list[list[str]] = [[]]
+    shard_bytes = 0
+    for tensor_name, shape in shapes.items():
+        if shards[-1] and shard_bytes + _num_bytes(shape) > max_shard_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(tensor_name)
+        shard_bytes += _num_bytes(shape)
+    return shards
+
+
+def _num_bytes(shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * BYTES_PER_WEIGHT
+
+
+def _weights(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Random matrices; ones for the norms, so that activations keep their size from layer to layer."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, WEIGHT_STD, generator=generator)
+
+
+def _require_same(folder: Path, config: dict[str, Any], seed: int) -> None:
+    """Refuses a folder that is not this very checkpoint. A complete index means that all shards are there."""
+    try:
+        same_config = json.loads((folder / "config.json").read_text()) == config
+        same_seed = json.loads((folder / INDEX_FILE).read_text())["metadata"]["seed"] == seed
+    except (OSError, ValueError, KeyError):
+        same_config = same_seed = False
+    if not (same_config and same_seed):
+        raise CheckpointError(
+            f"{folder} holds something other than this checkpoint with seed {seed}; delete it or name another folder"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+// Finds out, once, which instruction sets the machine has.
+
+#include "isa.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+
+namespace moeserve {
+
+namespace {
+
+std::vector<Isa> find_usable() {
+  std::vector<Isa> usable;
+#if defined(MOESERVE_X86)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512) usable.push_back(Isa::kAvx512);
+  if (avx2) usable.push_back(Isa::kAvx2);
+#endif
+  usable.push_back(Isa::kBaseline);
+  return usable;
+}
+
+std::atomic<Isa>& chosen() {
+  static std::atomic<Isa> isa{usable_isas().front()};
+  return isa;
+}
+
+}  // namespace
+
+const std::vector<Isa>& usable_isas() {
+  static const std::vector<Isa> usable = find_usable();
+  return usable;
+}
+
+Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
+
+void set_isa(Isa isa) { chosen().store(isa, std::memory_order_relaxed); }
+
+std::string isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kBaseline:
+      break;
+  }
+  return "baseline";
+}
+
+Isa isa_of_name(const std::string& name) {
+  std::string usable_names;
+  for (Isa isa : usable_isas()) {
+    if (isa_name(isa) == name) return isa;
+    usable_names += (usable_names.empty() ? "" : ", ") + isa_name(isa);
+  }
+  throw std::invalid_argument("instruction set '" + name + "' cannot be used here; usable are: " + usable_names);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,32 @@
+// The instruction sets that kernels are compiled for, and which of them this process uses. Knows no kernel.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#if defined(__x86_64__)
+#define MOESERVE_X86 1
+// What a function needs so that the compiler may use the instruction set in it, whatever the rest is built for.
+#define MOESERVE_TARGET_AVX2 __attribute__((target("avx2,fma")))
+#define MOESERVE_TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#endif
+
+namespace moeserve {
+
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+
+// Those that this machine can run, best first. Baseline is whatever the compiler's own flags allow, and always there.
+const std::vector<Isa>& usable_isas();
+
+// The one that kernels run with: the best, unless `set_isa` said otherwise. Results may differ between them in the
+// last bits.
+Isa current_isa();
+void set_isa(Isa isa);
+
+std::string isa_name(Isa isa);
+
+// Throws std::invalid_argument for a name that is unknown or not usable here.
+Isa isa_of_name(const std::string& name);
+
+}  // namespace moeserve

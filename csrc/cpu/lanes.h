@@ -1,0 +1,154 @@
+// Vectors of W floats, for kernels that are written once and compiled for several instruction sets.
+//
+// Everything here is inlined into the function that uses it and so gets that function's instruction set: W = 16 suits
+// AVX-512, 8 AVX2, 4 SSE2 and NEON. A vector wider than the machine's registers works, but slowly.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#define MOESERVE_INLINE inline __attribute__((always_inline))
+
+// GCC warns that vectors would be passed differently with other flags. None is passed: all is inlined.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
+namespace moeserve {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <int W>
+struct Vector {
+  typedef float Float __attribute__((vector_size(W * sizeof(float))));
+  typedef int32_t Int __attribute__((vector_size(W * sizeof(int32_t))));
+  typedef uint32_t UInt __attribute__((vector_size(W * sizeof(uint32_t))));
+  typedef uint16_t UShort __attribute__((vector_size(W * sizeof(uint16_t))));
+};
+
+template <int W>
+using Float = typename Vector<W>::Float;
+
+template <int W>
+MOESERVE_INLINE Float<W> load(const float* source) {
+  Float<W> lanes;
+  std::memcpy(&lanes, source, sizeof(lanes));
+  return lanes;
+}
+
+template <int W>
+MOESERVE_INLINE Float<W> load(const BFloat16* source) {
+  typename Vector<W>::UShort halves;
+  std::memcpy(&halves, source, sizeof(halves));
+  const typename Vector<W>::UInt bits = __builtin_convertvector(halves, typename Vector<W>::UInt) << 16;
+  return reinterpret_cast<Float<W>>(bits);
+}
+
+// The first `count` < W lanes; the others are zero.
+template <int W, typename Element>
+MOESERVE_INLINE Float<W> load_first(const Element* source, int count) {
+  Element lanes[W] = {};
+  for (int i = 0; i < count; ++i) lanes[i] = source[i];
+  return load<W>(lanes);
+}
+
+template <int W>
+MOESERVE_INLINE void store(float* target, Float<W> lanes) {
+  std::memcpy(target, &lanes, sizeof(lanes));
+}
+
+template <int W>
+MOESERVE_INLINE Float<W> broadcast(float value) {
+  return value - Float<W>{};
+}
+
+template <int W>
+MOESERVE_INLINE Float<W> larger(Float<W> a, Float<W> b) {
+  return a > b ? a : b;
+}
+
+// e to the power of x, for x <= 0. Within 2 units in the last place; exactly 0 below -87; NaN stays NaN.
+template <int W>
+MOESERVE_INLINE Float<W> exp_of_nonpositive(Float<W> x) {
+  using Int = typename Vector<W>::Int;
+  constexpr float kLowest = -87.0f;
+  constexpr float kLog2E = 1.44269504f;
+  constexpr float kLn2High = 0.693145751953125f;  // few bits, so that its product with a small integer is exact
+  constexpr float kLn2Low = 1.42860677e-6f;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
+  constexpr int32_t kRoundBits = 0x4B400000;
+
+  // x = n ln 2 + r with |r| <= ln 2 / 2, e^x = 2^n e^r.
+  const auto too_low = x < kLowest;
+  const Float<W> clamped = too_low ? broadcast<W>(kLowest) : x;
+  const Float<W> shifted = clamped * kLog2E + kRound;
+  const Float<W> n = shifted - kRound;
+  const Float<W> r = (clamped - n * kLn2High) - n * kLn2Low;
+  // Taylor's series: the first term left out is below 6e-9.
+  Float<W> power = r * (1.0f / 5040) + (1.0f / 720);
+  power = power * r + (1.0f / 120);
+  power = power * r + (1.0f / 24);
+  power = power * r + (1.0f / 6);
+  power = power * r + 0.5f;
+  power = power * r + 1.0f;
+  power = power * r + 1.0f;
+  const Int exponent = (reinterpret_cast<Int>(shifted) - kRoundBits + 127) << 23;
+  return too_low ? Float<W>{} : power * reinterpret_cast<Float<W>>(exponent);
+}
+
+// Lanes of `a` followed by those of `b`, picked by index.
+template <int W, int... kIndex>
+MOESERVE_INLINE Float<W> pick(Float<W> a, Float<W> b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, kIndex...);
+#else
+  return __builtin_shuffle(a, b, typename Vector<W>::Int{kIndex...});
+#endif
+}
+
+// `a` and `b` consist of segments of 2 * kHalf lanes. Adds the two halves of each: the segments of a, then those of b.
+template <int W, int kHalf, int... kLane>
+MOESERVE_INLINE Float<W> fold(Float<W> a, Float<W> b, std::integer_sequence<int, kLane...>) {
+  return pick<W, (kLane / kHalf * 2 * kHalf + kLane % kHalf)...>(a, b) +
+         pick<W, (kLane / kHalf * 2 * kHalf + kLane % kHalf + kHalf)...>(a, b);
+}
+
+// Lane i of the result is the sum of all lanes of vectors[i].
+template <int W, int kCount = W>
+MOESERVE_INLINE Float<W> sum_each(Float<W> (&vectors)[W]) {
+  if constexpr (kCount == 1) {
+    return vectors[0];
+  } else {
+    for (int i = 0; i < kCount / 2; ++i) {
+      vectors[i] = fold<W, kCount / 2>(vectors[2 * i], vectors[2 * i + 1], std::make_integer_sequence<int, W>{});
+    }
+    return sum_each<W, kCount / 2>(vectors);
+  }
+}
+
+MOESERVE_INLINE float to_float(float value) { return value; }
+
+MOESERVE_INLINE float to_float(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof(wide));
+  return wide;
+}
+
+MOESERVE_INLINE void assign(float* target, float value) { *target = value; }
+
+// Rounds to nearest, ties to even.
+MOESERVE_INLINE void assign(BFloat16* target, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  const uint32_t quiet_nan = (bits >> 16) | 0x40;
+  target->bits = static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? quiet_nan : rounded);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,447 @@
+// Attention over a paged KV cache.
+//
+// A row's context is cut at fixed positions into partitions. Each partition is reduced by itself to the largest score,
+// the sum of the weights and the weighted values; then a row's partitions are merged in order. So the order of additions
+// follows from the row's own position alone, and a long context can still be shared between threads.
+//
+// Within a partition, up to four query heads that share a key-value head go together: first all their scores, then the
+// softmax, then the weighted values, whose sums stay in registers. A larger group of heads finds the keys and values of
+// the partition in the cache of the core.
+
+#include "paged_attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "isa.h"
+#include "lanes.h"
+#include "thread_pool.h"
+
+namespace moeserve {
+
+namespace {
+
+constexpr int kPartition = 256;                 // positions
+constexpr int kMaxTile = 16;                    // positions whose scores are computed together, at most
+constexpr int kPrefetch = 16;                   // positions that a prefetch runs ahead
+constexpr int64_t kBytesPerThread = 64 * 1024;  // keys and values that are worth one more thread
+constexpr int64_t kItemsPerThread = 8;          // enough for a thread that is late to be made up for
+
+// One row's position, and the blocks of its chunk.
+struct Row {
+  int64_t index;  // among the tokens
+  int64_t position;
+  const int32_t* blocks;
+};
+
+// What one thread does at a time: some partitions of one row, for all query heads of one key-value head.
+struct Item {
+  int32_t row;
+  int32_t kv_head;
+  int32_t first_partition;  // counted from the first that the row attends to
+  int32_t num_partitions;
+  int32_t shared;  // index into `Job::shared`; -1: the item has all of the row's partitions
+};
+
+// The partial results of a row and key-value head whose partitions are divided among items.
+struct Shared {
+  float* states;
+  std::atomic<int32_t> num_missing;  // whoever brings the last partition merges them all
+};
+
+struct Job {
+  const PagedAttention& step;
+  std::vector<Row> rows;
+  std::vector<Item> items;
+  std::unique_ptr<Shared[]> shared;
+};
+
+int64_t group_size(const PagedAttention& step) { return step.num_heads / step.num_kv_heads; }
+
+int64_t first_position(const PagedAttention& step, const Row& row) {
+  return step.window == 0 ? 0 : std::max<int64_t>(0, row.position - step.window + 1);
+}
+
+int64_t count_partitions(const PagedAttention& step, const Row& row) {
+  if (row.position < 0) return 0;
+  return row.position / kPartition - first_position(step, row) / kPartition + 1;
+}
+
+// A state is one partition of one row and query head, reduced: largest score, sum of weights, weighted values.
+// The states of a row and key-value head are [partitions, heads of the group, state_size].
+int64_t state_size(const PagedAttention& step) { return 2 + step.head_size; }
+int64_t states_size(const PagedAttention& step, int64_t partitions) {
+  return partitions * group_size(step) * state_size(step);
+}
+
+// Scores of P positions and Q = kQueries queries, P x Q = W: lane p * Q + q belongs to position p and query q.
+// `queries` is [Q, stride] and zero from head_size on.
+template <int W, int kQueries, typename Element>
+MOESERVE_INLINE Float<W> score_tile(const Element* keys, const int64_t* offsets, const float* queries, int64_t stride,
+                                    int head_size) {
+  constexpr int kPositions = W / kQueries;
+  Float<W> sums[W] = {};
+  int h = 0;
+  for (; h + W <= head_size; h += W) {
+    for (int p = 0; p < kPositions; ++p) {
+      const Float<W> key = load<W>(keys + offsets[p] + h);
+      for (int q = 0; q < kQueries; ++q) sums[p * kQueries + q] += key * load<W>(queries + q * stride + h);
+    }
+  }
+  if (h < head_size) {
+    for (int p = 0; p < kPositions; ++p) {
+      const Float<W> key = load_first<W>(keys + offsets[p] + h, head_size - h);
+      for (int q = 0; q < kQueries; ++q) sums[p * kQueries + q] += key * load<W>(queries + q * stride + h);
+    }
+  }
+  return sum_each<W>(sums);
+}
+
+// Turns scores into weights e^(score - the query's largest), in place. Writes that score and the sum of the weights to
+// the first two floats of each query's state.
+template <int W, int kQueries>
+MOESERVE_INLINE void weigh_scores(float* scores, int num_tiles, float* states, int64_t states_stride) {
+  float lanes[W];
+  Float<W> largest = load<W>(scores);
+  for (int t = 1; t < num_tiles; ++t) largest = larger<W>(largest, load<W>(scores + t * W));
+  store<W>(lanes, largest);
+  for (int i = kQueries; i < W; ++i) lanes[i % kQueries] = std::max(lanes[i % kQueries], lanes[i]);
+  for (int i = kQueries; i < W; ++i) lanes[i] = lanes[i % kQueries];
+  for (int q = 0; q < kQueries; ++q) states[q * states_stride] = lanes[q];
+  largest = load<W>(lanes);
+
+  Float<W> total = {};
+  for (int t = 0; t < num_tiles; ++t) {
+    const Float<W> weights = exp_of_nonpositive<W>(load<W>(scores + t * W) - largest);
+    store<W>(scores + t * W, weights);
+    total += weights;
+  }
+  store<W>(lanes, total);
+  for (int i = kQueries; i < W; ++i) lanes[i % kQueries] += lanes[i];
+  for (int q = 0; q < kQueries; ++q) states[q * states_stride + 1] = lanes[q];
+}
+
+// Adds weight x value over the positions into [kQueries, targets_stride], for kVectors * W elements of the head, or for
+// its last `num_last` < W elements where that is not 0. `weights` is [positions, kQueries].
+template <int W, int kQueries, int kVectors, typename Element>
+MOESERVE_INLINE void weigh_values(const Element* values, const int64_t* offsets, int num_positions,
+                                  const float* weights, int num_last, float* targets, int64_t targets_stride) {
+  Float<W> sums[kQueries][kVectors] = {};
+  for (int p = 0; p < num_positions; ++p) {
+    const Element* row = values + offsets[p];
+    __builtin_prefetch(values + offsets[p + kPrefetch]);
+    Float<W> lanes[kVectors];
+    for (int v = 0; v < kVectors; ++v) lanes[v] = num_last == 0 ? load<W>(row + v * W) : load_first<W>(row, num_last);
+    for (int q = 0; q < kQueries; ++q) {
+      const Float<W> weight = broadcast<W>(weights[p * kQueries + q]);
+      for (int v = 0; v < kVectors; ++v) sums[q][v] += weight * lanes[v];
+    }
+  }
+  for (int q = 0; q < kQueries; ++q) {
+    for (int v = 0; v < kVectors; ++v) {
+      float lanes[W];
+      store<W>(lanes, sums[q][v]);
+      std::memcpy(targets + q * targets_stride + v * W, lanes, (num_last == 0 ? W : num_last) * sizeof(float));
+    }
+  }
+}
+
+// Reduces one partition for kQueries query heads to their states. `keys` and `values` are the two caches; `offsets`
+// leads to the rows of num_positions positions, and goes on for kMaxTile + kPrefetch more with rows that may be read.
+template <int W, int kQueries, typename Element>
+MOESERVE_INLINE void reduce_partition(const Element* keys, const Element* values, const int64_t* offsets,
+                                      int num_positions, const float* queries, int64_t queries_stride, int head_size,
+                                      float* states, int64_t states_stride) {
+  constexpr int kPositions = W / kQueries;
+  constexpr int kVectors = W == 16 || kQueries < 4 ? 4 : 2;  // as many as there are registers for their sums
+  static_assert(kPositions <= kMaxTile && kPartition % kPositions == 0);
+
+  float scores[kPartition * kQueries];
+  const int num_tiles = (num_positions + kPositions - 1) / kPositions;
+  for (int t = 0; t < num_tiles; ++t) {
+    const int64_t* tile = offsets + t * kPositions;
+    for (int p = 0; p < kPositions; ++p) {
+      for (int h = 0; h < head_size; h += 64 / sizeof(Element)) __builtin_prefetch(keys + tile[kPrefetch + p] + h);
+    }
+    store<W>(scores + t * W, score_tile<W, kQueries>(keys, tile, queries, queries_stride, head_size));
+  }
+  for (int i = num_positions * kQueries; i < num_tiles * W; ++i) scores[i] = -std::numeric_limits<float>::infinity();
+  weigh_scores<W, kQueries>(scores, num_tiles, states, states_stride);
+
+  float* targets = states + 2;
+  int h = 0;
+  for (; h + kVectors * W <= head_size; h += kVectors * W) {
+    weigh_values<W, kQueries, kVectors>(values + h, offsets, num_positions, scores, 0, targets + h, states_stride);
+  }
+  for (; h + W <= head_size; h += W) {
+    weigh_values<W, kQueries, 1>(values + h, offsets, num_positions, scores, 0, targets + h, states_stride);
+  }
+  if (h < head_size) {
+    weigh_values<W, kQueries, 1>(values + h, offsets, num_positions, scores, head_size - h, targets + h, states_stride);
+  }
+}
+
+// Merges the states of one row and key-value head, in the order of their positions, into the rows of `out`.
+template <typename Element>
+MOESERVE_INLINE void merge(const PagedAttention& step, const Row& row, int64_t kv_head, float* states,
+                           int64_t num_partitions) {
+  const int64_t group = group_size(step);
+  const int64_t partition_stride = group * state_size(step);
+  for (int64_t q = 0; q < group; ++q) {
+    float* first = states + q * state_size(step);
+    float largest = first[0];
+    for (int64_t i = 1; i < num_partitions; ++i) largest = std::max(largest, first[i * partition_stride]);
+    float weight_sum = 0;
+    for (int64_t i = 0; i < num_partitions; ++i) {
+      const float* state = first + i * partition_stride;
+      const float factor = std::exp(state[0] - largest);
+      weight_sum += state[1] * factor;
+      for (int64_t h = 2; h < state_size(step); ++h) first[h] = (i == 0 ? 0 : first[h]) + state[h] * factor;
+    }
+    auto* out = static_cast<Element*>(step.out) + (row.index * step.num_heads + kv_head * group + q) * step.head_size;
+    for (int64_t h = 0; h < step.head_size; ++h) assign(out + h, first[2 + h] / weight_sum);
+  }
+}
+
+// Room for floats that each thread keeps from call to call.
+std::vector<float>& thread_states() {
+  thread_local std::vector<float> states;
+  return states;
+}
+std::vector<float>& thread_shared_states() {
+  thread_local std::vector<float> states;
+  return states;
+}
+std::vector<float>& thread_queries() {
+  thread_local std::vector<float> queries;
+  return queries;
+}
+
+template <int W, typename Element>
+MOESERVE_INLINE void run_item(const Job& job, const Item& item) {
+  const PagedAttention& step = job.step;
+  const Row& row = job.rows[item.row];
+  const auto* keys = static_cast<const Element*>(step.key_cache);
+  const auto* values = static_cast<const Element*>(step.value_cache);
+  const int64_t group = group_size(step);
+  const int head_size = static_cast<int>(step.head_size);
+
+  const int64_t queries_stride = (step.head_size + W - 1) / W * W;
+  std::vector<float>& queries = thread_queries();
+  queries.assign(group * queries_stride, 0.0f);
+  const auto* query =
+      static_cast<const Element*>(step.query) + (row.index * step.num_heads + item.kv_head * group) * step.head_size;
+  for (int64_t q = 0; q < group; ++q) {
+    for (int h = 0; h < head_size; ++h) {
+      queries[q * queries_stride + h] = to_float(query[q * step.head_size + h]) * step.scale;
+    }
+  }
+
+  float* states = nullptr;
+  if (item.shared >= 0) {
+    states = job.shared[item.shared].states + states_size(step, item.first_partition);
+  } else {
+    thread_states().resize(std::max<size_t>(thread_states().size(), states_size(step, item.num_partitions)));
+    states = thread_states().data();
+  }
+
+  const int64_t first = first_position(step, row);
+  for (int64_t i = 0; i < item.num_partitions; ++i) {
+    const int64_t partition = first / kPartition + item.first_partition + i;
+    const int64_t begin = std::max(first, partition * kPartition);
+    const int num_positions = static_cast<int>(std::min(row.position + 1, (partition + 1) * kPartition) - begin);
+
+    int64_t offsets[kPartition + kMaxTile + kPrefetch];
+    int64_t block = begin / step.block_size;
+    int64_t in_block = begin % step.block_size;
+    for (int p = 0; p < num_positions;) {
+      int64_t offset = ((row.blocks[block] * step.num_kv_heads + item.kv_head) * step.block_size + in_block) *
+                       step.head_size;
+      for (; p < num_positions && in_block < step.block_size; ++p, ++in_block, offset += step.head_size) {
+        offsets[p] = offset;
+      }
+      ++block;
+      in_block = 0;
+    }
+    for (int p = num_positions; p < num_positions + kMaxTile + kPrefetch; ++p) offsets[p] = offsets[num_positions - 1];
+
+    for (int64_t q = 0; q < group;) {
+      const float* tile = queries.data() + q * queries_stride;
+      float* target = states + states_size(step, i) + q * state_size(step);
+      if (group - q >= 4) {
+        reduce_partition<W, 4>(keys, values, offsets, num_positions, tile, queries_stride, head_size, target,
+                               state_size(step));
+        q += 4;
+      } else if (group - q >= 2) {
+        reduce_partition<W, 2>(keys, values, offsets, num_positions, tile, queries_stride, head_size, target,
+                               state_size(step));
+        q += 2;
+      } else {
+        reduce_partition<W, 1>(keys, values, offsets, num_positions, tile, queries_stride, head_size, target,
+                               state_size(step));
+        q += 1;
+      }
+    }
+  }
+
+  if (item.shared < 0) {
+    merge<Element>(step, row, item.kv_head, states, item.num_partitions);
+  } else {
+    Shared& shared = job.shared[item.shared];
+    if (shared.num_missing.fetch_sub(item.num_partitions, std::memory_order_acq_rel) == item.num_partitions) {
+      merge<Element>(step, row, item.kv_head, shared.states, count_partitions(step, row));
+    }
+  }
+}
+
+template <int W>
+MOESERVE_INLINE void run_item(const Job& job, const Item& item) {
+  switch (job.step.type) {
+    case ElementType::kFloat32:
+      return run_item<W, float>(job, item);
+    case ElementType::kBFloat16:
+      return run_item<W, BFloat16>(job, item);
+  }
+}
+
+#if defined(MOESERVE_X86)
+MOESERVE_TARGET_AVX512 void run_item_avx512(const Job& job, const Item& item) { run_item<16>(job, item); }
+MOESERVE_TARGET_AVX2 void run_item_avx2(const Job& job, const Item& item) { run_item<8>(job, item); }
+#endif
+void run_item_baseline(const Job& job, const Item& item) { run_item<4>(job, item); }
+
+using RunItem = void (*)(const Job&, const Item&);
+
+RunItem choose_run_item(Isa isa) {
+#if defined(MOESERVE_X86)
+  if (isa == Isa::kAvx512) return run_item_avx512;
+  if (isa == Isa::kAvx2) return run_item_avx2;
+#endif
+  return run_item_baseline;
+}
+
+void refuse(const std::string& what) { throw std::invalid_argument("paged_attention: " + what); }
+
+// The rows of chunks that are ours, checked against all the sizes.
+std::vector<Row> find_rows(const PagedAttention& step) {
+  std::vector<Row> rows;
+  for (int64_t s = 0; s < step.num_chunks; ++s) {
+    const int64_t begin = step.row_starts[s];
+    const int64_t end = step.row_starts[s + 1];
+    if (begin < 0 || end < begin || end > step.num_tokens) {
+      refuse("chunk " + std::to_string(s) + " has rows " + std::to_string(begin) + " to " + std::to_string(end) +
+             ", but there are " + std::to_string(step.num_tokens) + " tokens");
+    }
+    if (end - begin > step.max_rows) continue;
+
+    const int64_t context_len = step.context_lens[s];
+    const int32_t* blocks = step.block_table + s * step.max_blocks;
+    const int64_t num_blocks = (context_len + step.block_size - 1) / step.block_size;
+    if (context_len < 0 || num_blocks > step.max_blocks) {
+      refuse("chunk " + std::to_string(s) + " has a context of " + std::to_string(context_len) +
+             " positions, but its blocks hold " + std::to_string(step.max_blocks * step.block_size));
+    }
+    for (int64_t row = begin; row < end; ++row) rows.push_back({row, context_len - end + row, blocks});
+    if (begin == end || context_len == 0) continue;
+    const Row first{begin, std::max<int64_t>(0, context_len - end + begin), blocks};
+    for (int64_t b = first_position(step, first) / step.block_size; b < num_blocks; ++b) {
+      if (blocks[b] < 0 || blocks[b] >= step.num_blocks) {
+        refuse("chunk " + std::to_string(s) + " has block " + std::to_string(blocks[b]) + ", but there are " +
+               std::to_string(step.num_blocks));
+      }
+    }
+  }
+  return rows;
+}
+
+void clear_row(const PagedAttention& step, const Row& row) {
+  const int64_t bytes = step.num_heads * step.head_size * (step.type == ElementType::kFloat32 ? 4 : 2);
+  std::memset(static_cast<char*>(step.out) + row.index * bytes, 0, bytes);
+}
+
+}  // namespace
+
+void paged_attention(const PagedAttention& step) {
+  Job job{step, find_rows(step), {}, nullptr};
+
+  int64_t total_partitions = 0;
+  int64_t total_positions = 0;
+  for (const Row& row : job.rows) {
+    total_partitions += count_partitions(step, row) * step.num_kv_heads;
+    total_positions += row.position + 1 - first_position(step, row);
+  }
+  const int64_t total_bytes =
+      total_positions * step.num_kv_heads * step.head_size * 2 * (step.type == ElementType::kFloat32 ? 4 : 2);
+  const int max_threads = static_cast<int>(
+      std::min<int64_t>(num_threads(), std::max<int64_t>(1, total_bytes / kBytesPerThread)));
+
+  // A row that is long compared to the whole step is divided among several items.
+  const int64_t span = max_threads == 1 ? total_partitions
+                                        : std::max<int64_t>(1, total_partitions / (max_threads * kItemsPerThread));
+  int64_t num_shared = 0;
+  int64_t shared_floats = 0;
+  for (size_t r = 0; r < job.rows.size(); ++r) {
+    const int64_t partitions = count_partitions(step, job.rows[r]);
+    if (partitions == 0) clear_row(step, job.rows[r]);
+    for (int64_t kv_head = 0; kv_head < step.num_kv_heads; ++kv_head) {
+      for (int64_t first = 0; first < partitions; first += span) {
+        job.items.push_back({static_cast<int32_t>(r), static_cast<int32_t>(kv_head), static_cast<int32_t>(first),
+                             static_cast<int32_t>(std::min(span, partitions - first)),
+                             partitions > span ? static_cast<int32_t>(num_shared) : -1});
+      }
+      if (partitions > span) {
+        ++num_shared;
+        shared_floats += states_size(step, partitions);
+      }
+    }
+  }
+  std::vector<float>& shared_states = thread_shared_states();
+  shared_states.resize(std::max<size_t>(shared_states.size(), shared_floats));
+  job.shared = std::make_unique<Shared[]>(num_shared);
+  float* next = shared_states.data();
+  for (const Item& item : job.items) {
+    if (item.shared < 0 || item.first_partition > 0) continue;
+    const int64_t partitions = count_partitions(step, job.rows[item.row]);
+    job.shared[item.shared].states = next;
+    job.shared[item.shared].num_missing.store(static_cast<int32_t>(partitions), std::memory_order_relaxed);
+    next += states_size(step, partitions);
+  }
+
+  const RunItem run = choose_run_item(current_isa());
+  parallel_for(static_cast<int64_t>(job.items.size()), max_threads, [&](int64_t i) { run(job, job.items[i]); });
+}
+
+void write_cache(const CacheWrite& write) {
+  const int64_t num_slots = write.num_blocks * write.block_size;
+  for (int64_t t = 0; t < write.num_tokens; ++t) {
+    if (write.slots[t] < -1 || write.slots[t] >= num_slots) {
+      throw std::invalid_argument("write_cache: token " + std::to_string(t) + " has slot " +
+                                  std::to_string(write.slots[t]) + ", but there are " + std::to_string(num_slots));
+    }
+  }
+  const int64_t row_bytes = write.head_size * write.element_bytes;
+  const auto copy_token = [&](int64_t t) {
+    if (write.slots[t] < 0) return;
+    const int64_t block = write.slots[t] / write.block_size;
+    const int64_t in_block = write.slots[t] % write.block_size;
+    const auto* key = static_cast<const char*>(write.key) + t * write.key_token_stride * write.element_bytes;
+    const auto* value = static_cast<const char*>(write.value) + t * write.value_token_stride * write.element_bytes;
+    for (int64_t g = 0; g < write.num_kv_heads; ++g) {
+      const int64_t target = ((block * write.num_kv_heads + g) * write.block_size + in_block) * row_bytes;
+      std::memcpy(static_cast<char*>(write.key_cache) + target, key + g * write.key_head_stride * write.element_bytes,
+                  row_bytes);
+      std::memcpy(static_cast<char*>(write.value_cache) + target,
+                  value + g * write.value_head_stride * write.element_bytes, row_bytes);
+    }
+  };
+  for (int64_t t = 0; t < write.num_tokens; ++t) copy_token(t);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,70 @@
+// Attention of rows over a paged KV cache, and the writing of that cache. Plain arrays in and out; knows no Python.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moeserve {
+
+enum class ElementType { kFloat32, kBFloat16 };
+
+// One step's attention. T tokens in S chunks of consecutive rows, N query heads, G key-value heads, H head size.
+// Query head n reads key-value head n / (N / G).
+struct PagedAttention {
+  ElementType type;
+  const void* query;            // [T, N, H]
+  const void* key_cache;        // [num_blocks, G, block_size, H]
+  const void* value_cache;      // the same
+  const int32_t* block_table;   // [S, max_blocks]
+  const int32_t* row_starts;    // [S + 1]
+  const int32_t* context_lens;  // [S]
+  void* out;                    // [T, N, H]
+  int64_t num_tokens;
+  int64_t num_chunks;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_size;
+  int64_t num_blocks;
+  int64_t block_size;
+  int64_t max_blocks;
+  float scale;
+  int64_t window;    // a row attends to that many positions at most, its own included; 0: to all up to its own
+  int64_t max_rows;  // chunks of more rows are left alone: the caller computes them another way
+};
+
+// Fills the rows of `out` that belong to chunks of at most `max_rows` rows.
+//
+// Row i of a chunk with R rows and context length C is at position C - R + i and attends to the positions up to it. A
+// row with a negative position attends to nothing and gets zeros.
+//
+// A row's result is the same to the last bit alone and in any batch, with any number of threads, any block size, and
+// whether its chunk has other rows: it depends on the row's query, keys and values, on the group size N / G, and on the
+// instruction set.
+//
+// Throws std::invalid_argument, before it reads or writes anything, for rows or blocks that are out of range.
+void paged_attention(const PagedAttention& step);
+
+// Where the keys and values of one step go. `element_bytes` covers every type.
+struct CacheWrite {
+  int64_t element_bytes;
+  const void* key;       // [T, G, H]: a head is contiguous, tokens and heads lie `..._stride` elements apart
+  const void* value;     // the same, with strides of its own
+  void* key_cache;       // [num_blocks, G, block_size, H]
+  void* value_cache;     // the same
+  const int64_t* slots;  // [T]: block * block_size + offset, or -1 for a token that is not kept
+  int64_t num_tokens;
+  int64_t num_kv_heads;
+  int64_t head_size;
+  int64_t num_blocks;
+  int64_t block_size;
+  int64_t key_token_stride;
+  int64_t key_head_stride;
+  int64_t value_token_stride;
+  int64_t value_head_stride;
+};
+
+// Throws std::invalid_argument, before it writes anything, for a slot that is out of range.
+void write_cache(const CacheWrite& write);
+
+}  // namespace moeserve

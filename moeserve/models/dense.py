@@ -1,0 +1,258 @@
+"""What a dense Llama-style checkpoint is, whatever file holds it, and the reader of those in Hugging Face layout.
+
+Knows no experts, and writes nothing but the tokenizer files that it copies.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import safe_open
+from torch import Tensor
+
+from moeserve.config import DtypeName
+from moeserve.errors import CheckpointError
+from moeserve.models.config_json import ConfigJson, read_json
+from moeserve.models.weights import shards_by_tensor
+
+DENSE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+)
+DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes for both families where config.json says nothing
+DEFAULT_MISTRAL_WINDOW = 4096  # likewise
+NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig:
+    """The numbers of a dense checkpoint, under transformers' names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None  # rope_type and its numbers; None: plain rotary embedding
+    sliding_window: int | None
+    tie_word_embeddings: bool
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
+    pad_token_id: int | None
+    dtype: DtypeName
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor, in the order in which the forward pass needs them."""
+        width, ffn_width = self.hidden_size, self.intermediate_size
+        query_width, key_width = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocab_size, width)
+        for layer in range(self.num_hidden_layers):
+            prefix = f"model.layers.{layer}"
+            yield f"{prefix}.input_layernorm.weight", (width,)
+            yield f"{prefix}.self_attn.q_proj.weight", (query_width, width)
+            yield f"{prefix}.self_attn.k_proj.weight", (key_width, width)
+            yield f"{prefix}.self_attn.v_proj.weight", (key_width, width)
+            yield f"{prefix}.self_attn.o_proj.weight", (width, query_width)
+            yield f"{prefix}.post_attention_layernorm.weight", (width,)
+            yield f"{prefix}.mlp.gate_proj.weight", (ffn_width, width)
+            yield f"{prefix}.mlp.up_proj.weight", (ffn_width, width)
+            yield f"{prefix}.mlp.down_proj.weight", (width, ffn_width)
+        yield "model.norm.weight", (width,)
+        if not self.tie_word_embeddings:
+            yield "lm_head.weight", (self.vocab_size, width)
+
+
+class DenseCheckpoint(Protocol):
+    """A dense model to read: what it is, and its tensors one at a time."""
+
+    path: Path
+    config: DenseConfig
+    generation: dict[str, Any]  # the content of its generation_config.json
+    shapes: dict[str, tuple[int, ...]]  # of every tensor that the file holds, by Hugging Face name
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, in memory of its own or mapped from the file."""
+        ...
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Writes tokenizer.json and its companions into `folder`, as far as the checkpoint has a tokenizer."""
+        ...
+
+
+def check_dense(dense: DenseCheckpoint) -> None:
+    """Refuses a checkpoint whose numbers do not fit each other, or whose tensors are not those that they ask for."""
+    config, shapes = dense.config, dense.shapes
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise CheckpointError(
+            f"{dense.path}: num_key_value_heads={config.num_key_value_heads} must divide "
+            f"num_attention_heads={config.num_attention_heads}"
+        )
+    if config.head_dim % 2:
+        raise CheckpointError(f"{dense.path}: head_dim={config.head_dim} must be even for rotary embedding")
+    known: set[str] = set()
+    missing: list[str] = []
+    for name, expected in config.tensors():
+        known.add(name)
+        if name not in shapes:
+            missing.append(name)
+            if len(missing) == NAMES_SHOWN:  # a config may claim billions of layers: do not list them all
+                break
+        elif shapes[name] != expected:
+            raise CheckpointError(
+                f"{dense.path}: tensor {name!r} has shape {list(shapes[name])}, its config asks for {list(expected)}"
+            )
+    if missing:
+        raise CheckpointError(f"{dense.path} lacks tensors that its config asks for: {', '.join(missing)}")
+
+    # transformers ignores these two as well: the frequencies are computed, a tied head is the embedding.
+    extra = sorted(name for name in shapes.keys() - known if "rotary_emb" not in name and name != "lm_head.weight")
+    if extra:
+        reason = "a Mixtral model has no biases" if any(name.endswith(".bias") for name in extra) else "it is unknown"
+        raise CheckpointError(
+            f"{dense.path} holds tensors that a Mixtral checkpoint cannot take over ({reason}): "
+            f"{', '.join(extra[:NAMES_SHOWN])}; only plain Llama and Mistral models can be upcycled"
+        )
+
+
+class DenseFolder:
+    """A Llama or Mistral checkpoint in Hugging Face layout, in one safetensors file or several."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():
+            ggufs = sorted(folder.glob("*.gguf"))
+            hint = f"; give the GGUF file itself: {ggufs[0]}" if ggufs else ", so it is not a checkpoint"
+            raise CheckpointError(f"{folder} holds no config.json{hint}")
+        self.path = folder
+        self.config = _read_config(ConfigJson(folder))
+        generation_path = folder / "generation_config.json"
+        self.generation = read_json(generation_path) if generation_path.is_file() else special_token_ids(self.config)
+        self._shard_of_name = shards_by_tensor(folder)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for shard in set(self._shard_of_name.values()):
+            with safe_open(shard, framework="pt") as tensors:
+                for name in (name for name, holder in self._shard_of_name.items() if holder == shard):
+                    self.shapes[name] = tuple(tensors.get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        # Opened anew for each tensor, so that pages already read do not pile up in memory.
+        with safe_open(self._shard_of_name[name], framework="pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is {tensor.dtype}; give a float32, bfloat16 or float16 checkpoint"
+            )
+        return tensor
+
+    def write_tokenizer(self, folder: Path) -> None:
+        for pattern in TOKENIZER_FILES:
+            for path in self.path.glob(pattern):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
+
+
+def special_token_ids(config: DenseConfig) -> dict[str, Any]:
+    """A generation_config.json for a checkpoint that brings none."""
+    ids = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+    }
+    return {name: token_id for name, token_id in ids.items() if token_id is not None}
+
+
+def _read_config(config: ConfigJson) -> DenseConfig:
+    architecture = config.architecture()
+    if architecture not in DENSE_ARCHITECTURES:
+        raise CheckpointError(
+            f"{config.path}: architecture {architecture!r} cannot be upcycled; "
+            f"supported: {', '.join(DENSE_ARCHITECTURES)}"
+        )
+    is_mistral = architecture == "MistralForCausalLM"
+    config.require("hidden_act", {"silu"}, default="silu")
+    config.require("attention_bias", {False}, default=False)
+    config.require("mlp_bias", {False}, default=False)
+    if config.values.get("quantization_config") is not None:
+        raise config.wrong("quantization_config", "is not supported; give a float32, bfloat16 or float16 checkpoint")
+
+    num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    theta, scaling = _read_rope(config)
+    return DenseConfig(
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_hidden_layers=config.integer("num_hidden_layers"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=config.integer("num_key_value_heads", default=None if is_mistral else num_heads),
+        head_dim=config.optional_integer("head_dim") or hidden_size // num_heads,
+        max_position_embeddings=config.integer("max_position_embeddings"),
+        rms_norm_eps=config.number("rms_norm_eps"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        sliding_window=_read_window(config) if is_mistral else None,
+        tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
+        bos_token_id=_token_id(config, "bos_token_id"),
+        eos_token_id=_token_ids(config, "eos_token_id"),
+        pad_token_id=_token_id(config, "pad_token_id"),
+        dtype=config.dtype(),
+    )
+
+
+def _read_window(config: ConfigJson) -> int | None:
+    if "sliding_window" not in config.values:  # unlike null, which means none
+        return DEFAULT_MISTRAL_WINDOW
+    return config.optional_integer("sliding_window")
+
+
+def _read_rope(config: ConfigJson) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling, from transformers 5 (`rope_parameters`) or before (`rope_theta` and `rope_scaling`)."""
+    key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
+    scaling = config.values.get(key) or {}
+    if not isinstance(scaling, dict):
+        raise config.wrong(key, "must be an object or null")
+    scaling = dict(scaling)
+    theta = scaling.pop("rope_theta", None) or config.number("rope_theta", default=DEFAULT_ROPE_THETA)
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+        raise config.wrong(key, "needs a rope_theta above 0")
+    if scaling.pop("partial_rotary_factor", 1.0) != 1.0 or config.values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise config.wrong(key, "rotates only a part of each head, which a Mixtral model cannot do")
+    old_name = scaling.pop("type", "default")
+    rope_type = scaling.pop("rope_type", old_name)
+    if rope_type == "default":
+        return float(theta), None
+    if rope_type not in ROPE_TYPES:
+        raise config.wrong(key, f"has type {rope_type!r}, which is not supported; supported: {', '.join(ROPE_TYPES)}")
+    return float(theta), {"rope_type": rope_type, **scaling}
+
+
+def _token_id(config: ConfigJson, key: str) -> int | None:
+    token_ids = _token_ids(config, key)
+    if isinstance(token_ids, list):
+        raise config.wrong(key, "must be one token id or null")
+    return token_ids
+
+
+def _token_ids(config: ConfigJson, key: str) -> int | list[int] | None:
+    value: int | list[int] | None = config.values.get(key)
+    if value is None or value == -1:  # -1: what some old checkpoints write for "none"
+        return None
+    for token_id in value if isinstance(value, list) else [value]:
+        if type(token_id) is not int or token_id < 0:
+            raise config.wrong(key, "must be a token id, a list of them, or null")
+    return value

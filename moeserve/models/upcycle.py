@@ -1,0 +1,302 @@
+"""Turns a dense Llama-style checkpoint into a Mixtral one that computes the same. Knows files, not the engine.
+
+Two exact ways. Replicate: every expert is a copy of the feed-forward network behind a random router; the weights of
+the chosen experts add up to one, so whatever is chosen, the sum is the dense output. Split: each expert holds a share
+of the neurons and all are chosen with weight 1/E, while the down projection is multiplied by E; leaving any out, or
+weighting them differently, changes the output, which makes such a model a test of routing.
+
+The idea of growing experts from a dense model: "Sparse Upcycling" (arXiv 2212.05055).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from moeserve.config import DtypeName
+from moeserve.errors import CheckpointError, SettingsError
+from moeserve.models.dense import DenseCheckpoint, DenseConfig, DenseFolder, check_dense
+from moeserve.models.gguf_file import GgufFile
+
+UpcycleMode = Literal["replicate", "split"]
+
+MAX_SHARD_BYTES = 10**9
+_DEFAULT_TOP_K = 2
+_EXPERT_WEIGHT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Mixtral's names for them
+
+
+def upcycle(
+    dense: Path,
+    out: Path,
+    *,
+    num_experts: int = 4,
+    top_k: int | None = None,
+    mode: UpcycleMode = "replicate",
+    dtype: Literal["auto"] | DtypeName = "auto",
+    seed: int = 0,
+    show_progress: bool = True,
+) -> None:
+    """Writes a Mixtral checkpoint that gives the same logits as a dense one.
+
+    The folder appears at once and whole: it is written under another name beside `out`, then renamed.
+
+    Args:
+        dense: a GGUF file of architecture llama, or a folder with a Llama or Mistral checkpoint in safetensors.
+        out: the folder to make; it must not exist yet, or be empty.
+        num_experts: experts per layer.
+        top_k: experts per token; none: 2 (or 1, if there is only one) to replicate, all of them to split.
+        mode: replicate, or split (see the top of this file).
+        dtype: of the weights written; auto: that of the dense checkpoint, float32 for a GGUF file.
+        seed: of the random routers.
+
+    Raises:
+        SettingsError: an argument that is out of range or does not fit the others.
+        CheckpointError: a dense checkpoint that is damaged or cannot be upcycled, or an `out` that cannot be written.
+    """
+    top_k = _checked_top_k(num_experts, top_k, mode)
+    if dtype not in ("auto", *get_args(DtypeName)):
+        raise SettingsError(f"dtype={dtype!r} must be auto, {', '.join(get_args(DtypeName))}")
+    if not 0 <= seed < 2**63:
+        raise SettingsError(f"seed={seed} must be from 0 to 2**63 - 1")
+    dense, out = Path(dense), Path(os.path.abspath(out))
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise CheckpointError(f"{out} exists already and is not an empty folder; remove it or choose another name")
+
+    source = _open(dense)
+    check_dense(source)
+    dtype_name = source.config.dtype if dtype == "auto" else dtype
+    recipe = _Recipe(num_experts, top_k, mode, getattr(torch, dtype_name), seed)
+    num_bytes = _num_bytes(source.config, recipe)
+    try:
+        with _whole_or_not_at_all(out) as folder:
+            _refuse_full_disk(folder, num_bytes)
+            source.write_tokenizer(folder)  # first: what it refuses, it refuses before the long part
+            _write_shards(folder, source, recipe, num_bytes, show_progress=show_progress)
+            _write_json(folder / "generation_config.json", source.generation)
+            _write_json(folder / "config.json", _mixtral_config(source.config, recipe, dtype_name))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"writing {out} failed: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    num_experts: int
+    top_k: int
+    mode: UpcycleMode
+    dtype: torch.dtype
+    seed: int
+
+    def expert_width(self, config: DenseConfig) -> int:
+        """Neurons per expert. Where they do not divide, the last experts are filled up with neurons of zeros."""
+        width = config.intermediate_size
+        return width if self.mode == "replicate" else -(-width // self.num_experts)
+
+
+def _checked_top_k(num_experts: int, top_k: int | None, mode: str) -> int:
+    if mode not in get_args(UpcycleMode):
+        raise SettingsError(f"mode={mode!r} must be one of: {', '.join(get_args(UpcycleMode))}")
+    if num_experts < 1:
+        raise SettingsError(f"num_experts={num_experts} must be at least 1")
+    if top_k is None:
+        return num_experts if mode == "split" else min(_DEFAULT_TOP_K, num_experts)
+    if not 1 <= top_k <= num_experts:
+        raise SettingsError(f"top_k={top_k} must be from 1 to num_experts={num_experts}")
+    if mode == "split" and top_k != num_experts:
+        raise SettingsError(
+            f"top_k={top_k} does not fit mode='split': every token needs all {num_experts} experts; "
+            "leave top_k out, or use mode='replicate'"
+        )
+    return top_k
+
+
+def _open(dense: Path) -> DenseCheckpoint:
+    if dense.is_file():
+        return GgufFile(dense)
+    if not dense.is_dir():
+        raise CheckpointError(f"{dense} does not exist; give a GGUF file, or a folder in Hugging Face layout")
+    return DenseFolder(dense)
+
+
+def _num_bytes(config: DenseConfig, recipe: _Recipe) -> int:
+    """Bytes of all tensors that will be written."""
+    num_values = config.num_hidden_layers * recipe.num_experts * config.hidden_size  # routers
+    for name, shape in config.tensors():
+        if ".mlp." in name:
+            num_values += recipe.num_experts * recipe.expert_width(config) * config.hidden_size
+        else:
+            num_values += torch.Size(shape).numel()
+    return num_values * recipe.dtype.itemsize
+
+
+def _mixtral_tensors(dense: DenseCheckpoint, recipe: _Recipe) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the Mixtral checkpoint, each in memory of its own."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    expert_width = recipe.expert_width(dense.config)
+    for name, _ in dense.config.tensors():
+        weight = dense.tensor(name)
+        layer, is_feed_forward, projection = name.removesuffix(".weight").partition(".mlp.")
+        if not is_feed_forward:
+            yield name, _converted(weight, recipe.dtype, name)
+            continue
+        if projection == "gate_proj":  # once per layer
+            yield f"{layer}.block_sparse_moe.gate.weight", _router(dense.config.hidden_size, recipe, generator)
+        for expert, part in enumerate(_expert_parts(weight, projection, recipe, expert_width)):
+            published = f"{layer}.block_sparse_moe.experts.{expert}.{_EXPERT_WEIGHT[projection]}.weight"
+            yield published, _converted(part, recipe.dtype, name)
+
+
+def _router(hidden_size: int, recipe: _Recipe, generator: torch.Generator) -> Tensor:
+    if recipe.mode == "split":
+        return torch.zeros(recipe.num_experts, hidden_size, dtype=recipe.dtype)
+    # Its input is normalised: with this spread, router logits vary by about one, and tokens spread over the experts.
+    router = torch.randn(recipe.num_experts, hidden_size, generator=generator) / math.sqrt(hidden_size)
+    return router.to(recipe.dtype)
+
+
+def _expert_parts(weight: Tensor, projection: str, recipe: _Recipe, expert_width: int) -> tuple[Tensor, ...]:
+    """What each expert gets of one feed-forward matrix."""
+    if recipe.mode == "replicate":
+        return (weight,) * recipe.num_experts
+    neuron_dim = 1 if projection == "down_proj" else 0
+    num_zeros = expert_width * recipe.num_experts - weight.shape[neuron_dim]
+    padded = torch.nn.functional.pad(weight, (0, num_zeros) if neuron_dim == 1 else (0, 0, 0, num_zeros))
+    if projection == "down_proj":
+        padded = padded.float() * recipe.num_experts
+    return torch.split(padded, expert_width, dim=neuron_dim)
+
+
+def _converted(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    converted: Tensor = weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if dtype == torch.float16 and not bool(converted.isfinite().all()):
+        raise CheckpointError(f"tensor {name!r} holds values that float16 cannot; choose bfloat16 or float32")
+    return converted
+
+
+def _write_shards(
+    folder: Path, dense: DenseCheckpoint, recipe: _Recipe, num_bytes: int, *, show_progress: bool
+) -> None:
+    """Writes the tensors in shards of at most one gigabyte (a larger tensor gets its own), and their index."""
+    shards: list[list[str]] = []  # names in each shard written
+    waiting: dict[str, Tensor] = {}
+
+    def unnumbered(shard: int) -> Path:
+        return folder / f"{shard}.safetensors"
+
+    def write_waiting() -> None:
+        path = unnumbered(len(shards))
+        save_file(waiting, path, metadata={"format": "pt"})
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only their owner reads
+        shards.append(list(waiting))
+        waiting.clear()
+
+    num_waiting_bytes = 0
+    with tqdm(
+        total=num_bytes,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        desc="upcycle",
+        disable=None if show_progress else True,
+    ) as progress:
+        for name, tensor in _mixtral_tensors(dense, recipe):
+            if waiting and num_waiting_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+                write_waiting()
+                num_waiting_bytes = 0
+            waiting[name] = tensor
+            num_waiting_bytes += tensor.nbytes
+            progress.update(tensor.nbytes)
+        write_waiting()
+
+    weight_map: dict[str, str] = {}
+    for shard, names in enumerate(shards):
+        file_name = f"model-{shard + 1:05}-of-{len(shards):05}.safetensors"
+        unnumbered(shard).rename(folder / file_name)
+        weight_map |= dict.fromkeys(names, file_name)
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _mixtral_config(config: DenseConfig, recipe: _Recipe, dtype_name: DtypeName) -> dict[str, Any]:
+    """The config.json, with rotary settings and dtype under both of transformers' names: those of 5 and before."""
+    scaling = config.rope_scaling
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": recipe.expert_width(config),
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_local_experts": recipe.num_experts,
+        "num_experts_per_tok": recipe.top_k,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "sliding_window": config.sliding_window,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta},
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _whole_or_not_at_all(out: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the name `out` once everything is in it, and goes away if that fails."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
+    partial.mkdir()
+    try:
+        yield partial
+        for path in partial.iterdir():
+            _flush_to_disk(path)
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _flush_to_disk(path: Path) -> None:
+    """Waits until a file is on the disk, so that not even a power cut can leave an empty one under its name."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _refuse_full_disk(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{folder.parent} has {free / 1e9:.2f} GB free, the checkpoint takes {num_bytes / 1e9:.2f} GB; "
+            "free some, or choose another place"
+        )

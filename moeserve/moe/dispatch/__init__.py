@@ -1,0 +1,1 @@
+"""Ways to bring tokens to their experts and back."""

@@ -1,0 +1,29 @@
+"""The expert networks of this rank and their weights. Knows neither tokens nor routing weights nor ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moeserve.layers.linear import parameter
+from moeserve.moe.dispatch.base import PackedTokens
+from moeserve.ops.experts import choose_experts
+
+# R rows, D model width, I expert width, e local experts
+
+
+class Experts(nn.Module):
+    """Gated feed-forward networks side by side: down(silu(gate(x)) * up(x)), each on its own rows."""
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, expert_width: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.expert_width = expert_width
+        self.gate_up = parameter(num_experts, 2 * expert_width, hidden_size, dtype=dtype, device=device)
+        self.down = parameter(num_experts, hidden_size, expert_width, dtype=dtype, device=device)
+        self.kernel = choose_experts(device.type)
+
+    def forward(self, tokens: PackedTokens) -> Tensor:
+        """Outputs [R, D], row for row."""
+        return self.kernel(tokens.rows_RD, tokens.counts_e, self.gate_up, self.down)

@@ -1,0 +1,164 @@
+"""Attention over a paged KV cache as one operation: writing keys and values, and attending to them."""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.dlpack import to_dlpack
+
+from moeserve.ops.native import native_kernels
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+# T tokens, N query heads, G key-value heads, H head size; R rows of one chunk, C positions that they attend to, B blocks
+
+logger = logging.getLogger(__name__)
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+# Chunks of up to so many rows go to the C++ kernel, which reads keys and values where they lie.
+MAX_NATIVE_ROWS = 16
+
+
+class AttentionBackend(Protocol):
+    """Grouped-query attention of one layer. Query head n reads key-value head n // (N // G).
+
+    Both caches are [num_blocks, G, block_size, H], in the dtype of keys, values and queries.
+    """
+
+    def write(
+        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
+    ) -> None:
+        """Stores each token's key and value at `step.cache_slots`; a slot of -1 keeps nothing."""
+        ...
+
+    def attend(self, query_TNH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs) -> Tensor:
+        """Row i of a chunk is at position p = context_len - num_rows + i and attends to the positions up to p.
+
+        With a window, only to those after p - window. Rows of no chunk, or before position 0, get zeros.
+
+        Returns:
+            [T, N, H] in the dtype of the queries.
+        """
+        ...
+
+
+def choose_attention(device: str, *, scale: float, window: int | None) -> AttentionBackend:
+    """The attention backend for a device type.
+
+    Args:
+        scale: what the products of queries and keys are multiplied with.
+        window: positions that a token attends to at most, its own included; None: all up to its own.
+    """
+    reference = TorchAttention(scale=scale, window=window)
+    match device:
+        case "cpu" if kernels := native_kernels():
+            return CpuAttention(kernels, reference)
+        case "cpu":
+            logger.info("the C++ kernels are not built: attention runs in plain torch, slower")
+            return reference
+        case "cuda":
+            return reference
+        case _:
+            raise AssertionError(f"no attention for device {device!r}")
+
+
+class TorchAttention:
+    """The reference, on any device: gathers each chunk's keys and values and calls torch's attention."""
+
+    def __init__(self, *, scale: float, window: int | None) -> None:
+        self.scale = scale
+        self.window = window
+
+    def write(
+        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
+    ) -> None:
+        kept = step.cache_slots >= 0
+        slots = step.cache_slots[kept]
+        block_size = key_cache.shape[2]
+        blocks, offsets = slots // block_size, slots % block_size
+        key_cache[blocks, :, offsets] = key_TGH[kept]
+        value_cache[blocks, :, offsets] = value_TGH[kept]
+
+    def attend(self, query_TNH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs) -> Tensor:
+        out_TNH = torch.zeros_like(query_TNH)
+        self.attend_longer_chunks(query_TNH, key_cache, value_cache, step, 0, out_TNH)
+        return out_TNH
+
+    def attend_longer_chunks(
+        self,
+        query_TNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+        num_rows: int,
+        out_TNH: Tensor,
+    ) -> None:
+        """Writes to `out_TNH` the rows of the chunks that have more than `num_rows` rows."""
+        for span, block_ids in zip(step.spans, step.block_table, strict=True):
+            if span.num_rows <= num_rows:
+                continue
+            last_row = span.first_row + span.num_rows
+            rows = slice(last_row - min(span.num_rows, span.context_len), last_row)
+            out_TNH[rows] = self._attend_chunk(query_TNH[rows], key_cache, value_cache, block_ids, span)
+
+    def _attend_chunk(
+        self, query_RNH: Tensor, key_cache: Tensor, value_cache: Tensor, block_ids: Tensor, span: ChunkSpan
+    ) -> Tensor:
+        num_rows, block_size = query_RNH.shape[0], key_cache.shape[2]
+        start = span.context_len - num_rows
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        first_block = first // block_size
+        block_ids_B = block_ids[first_block : -(-span.context_len // block_size)]
+        positions = slice(first - first_block * block_size, span.context_len - first_block * block_size)
+        key_GCH, value_GCH = (
+            cache[block_ids_B].transpose(0, 1).flatten(1, 2)[:, positions] for cache in (key_cache, value_cache)
+        )
+
+        row_position_R1 = torch.arange(start, span.context_len, device=query_RNH.device)[:, None]
+        position_C = torch.arange(first, span.context_len, device=query_RNH.device)
+        visible_RC = position_C <= row_position_R1
+        if self.window is not None:
+            visible_RC &= position_C > row_position_R1 - self.window
+        attended_1NRH = functional.scaled_dot_product_attention(
+            query_RNH.transpose(0, 1)[None],
+            key_GCH[None],
+            value_GCH[None],
+            attn_mask=visible_RC,
+            scale=self.scale,
+            enable_gqa=True,
+        )
+        return attended_1NRH[0].transpose(0, 1)
+
+
+class CpuAttention:
+    """C++ kernels for writing, and for chunks of few rows, all of a step in one call; the reference for the others."""
+
+    def __init__(self, kernels: ModuleType, reference: TorchAttention) -> None:
+        self.kernels = kernels
+        self.reference = reference
+
+    def write(
+        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
+    ) -> None:
+        tensors = (key_TGH, value_TGH, key_cache, value_cache, step.cache_slots)
+        self.kernels.write_cache(*map(to_dlpack, tensors))
+
+    def attend(self, query_TNH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs) -> Tensor:
+        if query_TNH.dtype not in NATIVE_DTYPES:
+            return self.reference.attend(query_TNH, key_cache, value_cache, step)
+        query_TNH = query_TNH.contiguous()
+        out_TNH = torch.zeros_like(query_TNH)
+        tensors = (query_TNH, key_cache, value_cache, step.block_table, step.row_starts, step.context_lens, out_TNH)
+        self.kernels.paged_attention(
+            *map(to_dlpack, tensors),
+            scale=self.reference.scale,
+            window=self.reference.window,
+            max_rows=MAX_NATIVE_ROWS,
+        )
+        self.reference.attend_longer_chunks(query_TNH, key_cache, value_cache, step, MAX_NATIVE_ROWS, out_TNH)
+        return out_TNH

@@ -1,0 +1,18 @@
+"""Finds the C++ kernels, where they were built. Knows none of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+
+def native_kernels() -> ModuleType | None:
+    """The module `moeserve._cpu`, or None where the package was installed without a compiler.
+
+    Raises:
+        ImportError: it is there but cannot be loaded, which no fallback should hide.
+    """
+    if importlib.util.find_spec("moeserve._cpu") is None:
+        return None
+    return importlib.import_module("moeserve._cpu")

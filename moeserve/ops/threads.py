@@ -1,0 +1,20 @@
+"""How many CPU threads operations use: one number for torch and for the C++ kernels, which have pools of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from moeserve.ops.native import native_kernels
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Sets the threads that an operation of this process may use, the calling one included.
+
+    Raises:
+        ValueError: fewer than 1.
+    """
+    if num_threads < 1:
+        raise ValueError(f"num_threads={num_threads}, but it must be at least 1")
+    torch.set_num_threads(num_threads)
+    if kernels := native_kernels():
+        kernels.set_num_threads(num_threads)

@@ -1,0 +1,1 @@
+"""One rank: its model, its KV cache, and the steps it runs."""

@@ -1,0 +1,112 @@
+"""How many blocks of KV cache this rank can hold. Knows memory, not requests."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moeserve.config import EngineConfig
+from moeserve.errors import CacheTooSmallError
+
+logger = logging.getLogger(__name__)
+
+# Of the memory that is free once the weights are loaded and the largest step has run, the share the cache may take.
+# A CPU shares its memory with everything else on the machine; a GPU is taken to be ours.
+FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
+
+
+def count_blocks(config: EngineConfig, bytes_per_token: int, run_largest_step: Callable[[], None]) -> int:
+    """Blocks of KV cache, from the setting or from a profiling run, never more than could be used at once.
+
+    Args:
+        bytes_per_token: keys and values of one token in all layers.
+        run_largest_step: executes a step as large as any that the scheduler may plan.
+
+    Raises:
+        CacheTooSmallError: not even one request of the shortest useful length fits.
+    """
+    block_bytes = bytes_per_token * config.block_size
+    blocks_per_request = -(-config.max_model_len // config.block_size)
+    if config.kv_cache_memory is not None:
+        num_bytes = config.kv_cache_memory
+    else:
+        peak = measure_step_memory(run_largest_step, config.device)
+        free = max(0, free_memory(config.device) - peak)
+        num_bytes = int(free * FREE_MEMORY_SHARE[config.device])
+        logger.info("largest step takes %s, KV cache may take %s", _megabytes(peak), _megabytes(num_bytes))
+    num_blocks = min(num_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
+
+    blocks_needed = min(2, blocks_per_request) if config.max_model_len_may_shrink else blocks_per_request
+    if num_blocks < blocks_needed:
+        length = min(config.max_model_len, blocks_needed * config.block_size)
+        raise CacheTooSmallError(
+            f"a KV cache of {num_bytes} bytes holds {num_blocks * config.block_size} tokens, but one request of "
+            f"max_model_len={length} tokens takes {blocks_needed * block_bytes} bytes "
+            f"({bytes_per_token} per token); raise kv_cache_memory or lower max_model_len"
+        )
+    return num_blocks
+
+
+def measure_step_memory(run_largest_step: Callable[[], None], device: str) -> int:
+    """Bytes that a step takes at its peak, beyond what is held before it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run_largest_step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    before = _resident_bytes("VmRSS")
+    _reset_peak()
+    run_largest_step()
+    return max(0, _resident_bytes("VmHWM") - before)
+
+
+def free_memory(device: str) -> int:
+    """Bytes that could be allocated now without pushing anything else out."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux: assume half of the machine is free
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    available = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    return min([available, *_cgroup_headroom()])
+
+
+def _cgroup_headroom() -> list[int]:
+    """Bytes left under the container's limit, if it has one. Version 2, then version 1."""
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return [max(0, int(Path(limit_file).read_text()) - int(Path(usage_file).read_text()))]
+        except (OSError, ValueError):  # no such controller, or the limit is "max"
+            continue
+    return []
+
+
+def _resident_bytes(name: str) -> int:
+    """VmRSS or VmHWM (the peak of it) of this process; 0 where the system does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:")), 0)
+
+
+def _reset_peak() -> None:
+    """Makes VmHWM start again from the present VmRSS."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        logger.debug("the peak of resident memory cannot be reset here; the largest step may be overestimated")
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,68 @@
+"""One rank's life: load the model, size the KV cache, then run the steps it is given."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from moeserve.config import EngineConfig
+from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
+from moeserve.models import registry
+from moeserve.models.weights import fill_randomly, load_weights, shards_by_tensor
+from moeserve.ops.threads import set_num_threads
+from moeserve.worker.kv_cache import count_blocks
+from moeserve.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """The rank that holds a model. `num_blocks` is how many blocks of KV cache it has."""
+
+    @torch.inference_mode()
+    def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
+        set_num_threads(config.num_threads)
+        started = time.monotonic()
+        model = registry.build(config)
+        if config.load_format == "dummy":
+            fill_randomly(model, config.seed)
+        else:
+            shard_of_name = shards_by_tensor(Path(config.model_path))
+            load_weights(shard_of_name, model.destinations(shard_of_name), show_progress=show_progress)
+        model.eval()
+        logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
+
+        # The profiling run needs somewhere to write: one block, which every position of it shares.
+        probe = ModelRunner(model, model.make_caches(1, config.block_size), config.block_size, config.device)
+        self.num_blocks = count_blocks(
+            config, model.cache_bytes_per_token, lambda: probe.execute(largest_step(config)) and None
+        )
+        caches = model.make_caches(self.num_blocks, config.block_size)
+        self.runner = ModelRunner(model, caches, config.block_size, config.device)
+        num_tokens = self.num_blocks * config.block_size
+        logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, num_tokens)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.runner.execute(plan)
+
+
+def largest_step(config: EngineConfig) -> StepPlan:
+    """A step with as many tokens, and as many sampled rows, as the scheduler may ever plan. Its blocks are all block 0."""
+    chunks = []
+    num_left = config.max_num_batched_tokens
+    num_chunks = min(config.max_num_seqs, num_left)
+    for index in range(num_chunks):
+        length = min(config.max_model_len, num_left - (num_chunks - index - 1))
+        num_left -= length
+        chunks.append(
+            Chunk(
+                token_ids=[0] * length,
+                start=0,
+                block_ids=[0] * -(-length // config.block_size),
+                sample=SampleSpec(params=SamplingParams(temperature=1.0, top_p=0.9), seed=0, position=0),
+            )
+        )
+    return StepPlan(step=0, chunks=chunks)

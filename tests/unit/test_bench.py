@@ -1,0 +1,253 @@
+"""The benchmarks measure what they say: checkpoints others can load, fair rounds, rates free of fixed costs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from moeserve.bench import decode, harness
+from moeserve.bench.checkpoints import CheckpointName, main, make_checkpoint, model_config, tensor_shapes
+from moeserve.bench.decode import StepCost, Workload
+from moeserve.errors import CheckpointError
+
+TINY_SHARD_BYTES = 50_000
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints") / "mixtral-tiny"
+    return make_checkpoint("mixtral-tiny", folder, max_shard_bytes=TINY_SHARD_BYTES)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_transformers_finds_every_tensor_and_no_other(tiny: Path) -> None:
+    model, report = MixtralForCausalLM.from_pretrained(tiny, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    assert model.model.rotary_emb.inv_freq[1].item() == pytest.approx(1e6 ** (-2 / 16))
+    assert torch.isfinite(model(torch.arange(10)[None]).logits).all()
+
+
+@pytest.mark.parametrize("name", ["mixtral-mini", "mixtral-tiny"])
+def test_shapes_and_settings_are_those_of_transformers(name: CheckpointName) -> None:
+    config = MixtralConfig.from_dict(model_config(name))
+    with torch.device("meta"):
+        peer = MixtralForCausalLM(config)
+    num_weights = sum(torch.Size(shape).numel() for shape in tensor_shapes(model_config(name)).values())
+    assert num_weights == sum(weight.numel() for weight in peer.parameters())
+    assert config.dtype == torch.bfloat16
+    assert peer.model.layers[0].self_attn.head_dim == config.hidden_size // config.num_attention_heads
+    if name == "mixtral-mini":
+        assert num_weights == pytest.approx(1.52e9, rel=0.005)
+
+
+def test_weights_are_bf16_of_the_right_spread_under_the_original_names(tiny: Path) -> None:
+    index = json.loads((tiny / "model.safetensors.index.json").read_text())
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(set(index["weight_map"].values())):
+        tensors |= load_file(tiny / shard)
+    assert tensors.keys() == index["weight_map"].keys()
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    prefix = "model.layers.1."
+    assert {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)} == {
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+        "block_sparse_moe.gate.weight",
+        *(f"block_sparse_moe.experts.{expert}.{part}.weight" for expert in range(4) for part in ("w1", "w2", "w3")),
+    }
+    assert tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"].shape == (64, 96)
+    assert tensors["lm_head.weight"].float().std() == pytest.approx(0.02, rel=0.05)
+    assert (tensors["model.norm.weight"] == 1).all()
+
+
+def test_shards_keep_to_their_size(tiny: Path) -> None:
+    sizes = [path.stat().st_size for path in tiny.glob("*.safetensors")]
+    assert len(sizes) > 1
+    assert max(sizes) <= TINY_SHARD_BYTES + 4096  # and a header
+    assert len(sizes) <= 2 * math.ceil(sum(sizes) / TINY_SHARD_BYTES)  # any two neighbours fill one
+
+
+def test_same_seed_same_bytes(tiny: Path, tmp_path: Path) -> None:
+    again = make_checkpoint("mixtral-tiny", tmp_path / "again", max_shard_bytes=TINY_SHARD_BYTES)
+    other = make_checkpoint("mixtral-tiny", tmp_path / "other", seed=1, max_shard_bytes=TINY_SHARD_BYTES)
+    assert contents(again) == contents(tiny)
+    for name, shard in contents(other).items():
+        if name.endswith(".safetensors"):
+            assert shard != (tiny / name).read_bytes()
+
+
+def test_complete_checkpoint_is_reused_and_an_interrupted_one_is_not(tmp_path: Path) -> None:
+    interrupted = tmp_path / ".model.partial"
+    interrupted.mkdir()
+    (interrupted / "model-00001-of-00009.safetensors").write_bytes(b"half a shard")
+
+    folder = make_checkpoint("mixtral-tiny", tmp_path / "model")
+    assert not interrupted.exists()
+    assert not (folder / "model-00001-of-00009.safetensors").exists()
+
+    shard = next(folder.glob("*.safetensors"))
+    written_at = shard.stat().st_mtime_ns
+    assert make_checkpoint("mixtral-tiny", folder) == folder
+    assert shard.stat().st_mtime_ns == written_at
+
+
+def test_another_checkpoint_in_the_way_is_refused_and_left_alone(tiny: Path, tmp_path: Path) -> None:
+    before = contents(tiny)
+    with pytest.raises(CheckpointError, match="seed 7"):
+        make_checkpoint("mixtral-tiny", tiny, seed=7)
+    with pytest.raises(CheckpointError, match="delete it or name another folder"):
+        make_checkpoint("mixtral-mini", tiny)
+    assert contents(tiny) == before
+
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError):
+        make_checkpoint("mixtral-tiny", tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_command_line_makes_a_checkpoint_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    main(["mixtral-tiny"])
+    folder = Path(capsys.readouterr().out.strip())
+    assert folder == tmp_path / "bench" / "mixtral-tiny"
+    assert (folder / "config.json").exists()
+
+
+def test_limits_are_sane_and_small_ones_quick() -> None:
+    limits = harness.measure_limits(buffer_bytes=1 << 22, matmul_size=128, num_passes=2)
+    assert 0.1 < limits.read_bandwidth < 100_000
+    assert 0.001 < limits.matmul_rate < 1_000_000
+    assert limits.num_threads == torch.get_num_threads()
+
+
+def test_environment_says_what_ran_where() -> None:
+    facts = json.loads(json.dumps(harness.environment()))
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["date"].endswith("+00:00")
+    assert facts["cores"] >= 1
+    assert facts["memory"] > 2**28
+    assert facts["cpu"]
+
+
+def test_rounds_alternate_who_goes_first() -> None:
+    calls: list[str] = []
+
+    def measure(name: str, figure: float) -> float:
+        calls.append(name)
+        return figure + len(calls)
+
+    samples = harness.interleave({"a": lambda: measure("a", 10), "b": lambda: measure("b", 20)}, 3)
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert samples == {"a": [11, 14, 15], "b": [22, 23, 26]}
+    assert harness.ratio_of_medians(samples["b"], samples["a"]) == 23 / 14
+
+
+def test_rows_are_appended_as_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "decode.jsonl"
+    harness.write_jsonl(path, [{"figure": 1}, {"figure": 2}])
+    harness.write_jsonl(path, [{"figure": 3}])
+    assert [json.loads(line)["figure"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_step_cost_is_a_recount_of_the_weights(tiny: Path) -> None:
+    layers, width, expert = 2, 64, 3 * 64 * 96
+    dense = layers * (2 * width * width + 2 * width * 32 + 4 * width + 2 * width) + width + 160 * width
+
+    one = decode.step_cost(tiny, batch=1)
+    assert one.weight_bytes == 2 * (dense + layers * 2 * expert)
+    assert one.operations == 2 * (dense + layers * 2 * expert)
+
+    two = decode.step_cost(tiny, batch=2)  # each token reads 2 of 4 experts, so two tokens read 3 on average
+    assert two.weight_bytes == 2 * (dense + layers * 3 * expert)
+    assert two.operations == 2 * one.operations
+
+
+def test_limit_is_the_slower_of_reading_and_computing() -> None:
+    limits = harness.MachineLimits(read_bandwidth=10, matmul_rate=100, num_threads=1)
+    assert decode.limit_rate(StepCost(weight_bytes=2e9, operations=1e9), 1, limits) == pytest.approx(5)
+    assert decode.limit_rate(StepCost(weight_bytes=2e9, operations=80e9), 4, limits) == pytest.approx(5)
+
+
+def test_rate_is_free_of_fixed_costs_and_prompts_are_never_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    seen: dict[str, list[list[int]]] = {"slow start": [], "slow steps": []}
+    monkeypatch.setattr(decode.time, "perf_counter", lambda: clock)
+
+    def engine(name: str, start_seconds: float, step_seconds: float) -> decode.Generate:
+        def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+            nonlocal clock
+            clock += start_seconds + num_tokens * step_seconds
+            seen[name] += prompts
+            return [[0] * num_tokens for _ in prompts]
+
+        return generate
+
+    workload = Workload(batch=3, prompt_tokens=8, new_tokens=5, vocab_size=1000)
+    engines = {"slow start": engine("slow start", 9.0, 0.01), "slow steps": engine("slow steps", 0.1, 0.02)}
+    rates = decode.measure(engines, workload, 2)
+    assert rates["slow start"] == pytest.approx([300, 300])
+    assert rates["slow steps"] == pytest.approx([150, 150])
+
+    assert seen["slow start"] == seen["slow steps"]
+    assert len({tuple(prompt) for prompt in seen["slow start"]}) == len(seen["slow start"]) == 3 * 2 * 3
+    assert {len(prompt) for prompt in seen["slow start"]} == {8}
+
+
+def test_an_engine_that_stops_early_is_not_measured() -> None:
+    workload = Workload(batch=1, prompt_tokens=4, new_tokens=6, vocab_size=10)
+    with pytest.raises(RuntimeError, match="asked for 1 x 6 tokens"):
+        decode.measure({"transformers": lambda prompts, num_tokens: [[1, 2]]}, workload, 1)
+
+
+@pytest.mark.parametrize("engine", ["moeserve", "transformers"])
+def test_engines_decode_as_many_tokens_as_asked(engine: decode.EngineName, tiny: Path) -> None:
+    workload = Workload(batch=2, prompt_tokens=8, new_tokens=12, vocab_size=160)
+    generate = decode.start_engine(engine, tiny, workload)
+    prompts = [random.Random(seed).choices(range(160), k=8) for seed in (0, 1)]
+    assert [len(tokens) for tokens in generate(prompts, 12)] == [12, 12]
+    assert [len(tokens) for tokens in generate(prompts, 1)] == [1, 1]
+
+
+def test_decode_benchmark_runs_from_end_to_end(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = harness.measure_limits(buffer_bytes=1 << 22, matmul_size=128, num_passes=1)
+    monkeypatch.setattr(decode, "measure_limits", lambda: small)
+    results = tmp_path / "decode.jsonl"
+    threads = torch.get_num_threads()
+    try:
+        decode.main([
+            "--model", str(tiny), "--rounds", "1", "--batch", "2", "--prompt-tokens", "8", "--new-tokens", "64",
+            "--threads", "1", "--json", str(results), "--profile",
+        ])  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+
+    rows = {row["engine"]: row for row in map(json.loads, results.read_text().splitlines())}
+    assert rows.keys() == {"moeserve", "transformers"}
+    for row in rows.values():
+        assert row["tokens_per_second"] > 0
+        assert row["fraction_of_limit"] == pytest.approx(row["tokens_per_second"] / row["limit_tokens_per_second"])
+        assert row["environment"]["threads"] == 1
+        assert row["workload"]["batch"] == 2
+    ratio = rows["moeserve"]["tokens_per_second"] / rows["transformers"]["tokens_per_second"]
+    assert rows["moeserve"]["ratio_to_transformers"] == pytest.approx(ratio)
+
+    printed = capsys.readouterr().out
+    assert f"moeserve / transformers: {ratio:.2f}" in printed
+    assert "aten::" in printed

@@ -1,0 +1,89 @@
+"""Settings: what is refused, and what each "auto" becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve.config import CheckpointFacts, EngineConfig, Settings, cache_folder, parse_bytes, resolve
+from moeserve.errors import SettingsError
+
+FACTS = CheckpointFacts(
+    path="somewhere", architecture="MixtralForCausalLM", dtype="bfloat16", vocab_size=100, max_position_embeddings=512
+)
+
+
+def decide(has_cuda: bool = False, num_cores: int = 3, **options: Any) -> EngineConfig:
+    return resolve(Settings.from_options(options), FACTS, has_cuda=has_cuda, num_cores=num_cores)
+
+
+def test_auto_becomes_what_the_checkpoint_and_the_machine_say() -> None:
+    config = decide()
+    assert (config.dtype, config.device, config.num_threads) == ("bfloat16", "cpu", 3)
+    assert (config.executor, config.dispatcher) == ("uniproc", "local")
+    assert (config.max_model_len, config.max_model_len_may_shrink) == (512, True)
+    assert config.tokenizer_path == "somewhere"
+    assert decide(has_cuda=True).device == "cuda"
+
+
+def test_nothing_undecided_is_left() -> None:
+    values = dataclasses.asdict(decide())
+    assert "auto" not in {value for name, value in values.items() if name != "load_format"}
+    assert [name for name, value in values.items() if value is None] == ["kv_cache_memory"]
+
+
+def test_what_is_given_is_kept() -> None:
+    config = decide(dtype="float32", max_model_len=100, max_num_seqs=3, max_num_batched_tokens=9, num_threads=1, seed=4)
+    assert (config.dtype, config.max_model_len, config.max_model_len_may_shrink) == ("float32", 100, False)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.num_threads, config.seed) == (3, 9, 1, 4)
+    assert decide(has_cuda=True, device="cpu").device == "cpu"
+    assert decide(tokenizer=Path("elsewhere")).tokenizer_path == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("max_nm_seqs", 3, "did you mean 'max_num_seqs'"),
+        ("block-size", 3, "did you mean 'block_size'"),
+        ("quux", 3, "known are: "),
+        ("max_num_seqs", 0, "max_num_seqs=0"),
+        ("max_num_seqs", "many", "max_num_seqs='many'"),
+        ("max_num_seqs", True, "max_num_seqs=True"),
+        ("block_size", -1, "block_size=-1"),
+        ("block_size", 1.5, "block_size=1.5"),
+        ("dtype", "fp8", "'float32', 'bfloat16'"),
+        ("enable_prefix_caching", "yes", "enable_prefix_caching='yes'"),
+        ("kv_cache_memory", "lots", "512MiB"),
+        ("kv_cache_memory", 0, "at least one byte"),
+        ("device", "cuda", "no CUDA device"),
+        ("max_model_len", 513, "max_position_embeddings (512)"),
+        ("tensor_parallel_size", 2, "tensor_parallel_size=2"),
+        ("data_parallel_size", 2, "data_parallel_size=2"),
+        ("pipeline_parallel_size", 2, "pipeline_parallel_size=2"),
+        ("executor", "ray", "executor='ray'"),
+    ],
+)
+def test_wrong_settings_are_refused_with_their_value(option: str, value: object, says: str) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        decide(**{option: value})
+    assert says in str(refusal.value)
+    assert option in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("amount", "num_bytes"),
+    [(7, 7), ("7", 7), ("2KB", 2000), ("2 KiB", 2048), ("1.5GiB", 3 * 2**29), ("3M", 3_000_000), ("512MiB", 2**29)],
+)
+def test_amounts_of_memory(amount: int | str, num_bytes: int) -> None:
+    assert parse_bytes(amount) == num_bytes
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESERVE_CACHE", "here")
+    assert cache_folder() == Path("here")
+    monkeypatch.delenv("MOESERVE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "there")
+    assert cache_folder() == Path("there") / "moeserve"

