@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -26,44 +27,42 @@ namespace {
 
 using Tensor = nb::ndarray<nb::device::cpu>;
 
-std::string shape_text(const std::vector<int64_t>& shape) {
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+std::string shape_text(const Tensor& tensor) {
   std::string text = "[";
-  for (int64_t size : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  for (size_t i = 0; i < tensor.ndim(); ++i) text += (i > 0 ? ", " : "") + std::to_string(tensor.shape(i));
   return text + "]";
 }
 
-std::vector<int64_t> shape_of(const Tensor& tensor) {
-  std::vector<int64_t> shape;
-  for (size_t i = 0; i < tensor.ndim(); ++i) shape.push_back(static_cast<int64_t>(tensor.shape(i)));
-  return shape;
-}
-
-void check(bool fine, const std::string& message) {
-  if (!fine) throw std::invalid_argument(message);
-}
-
-void check_shape(const char* name, const Tensor& tensor, const std::vector<int64_t>& expected) {
-  const std::vector<int64_t> shape = shape_of(tensor);
-  check(shape == expected, std::string(name) + " has shape " + shape_text(shape) + ", expected " + shape_text(expected));
-}
+int64_t size(const Tensor& tensor, size_t dim) { return static_cast<int64_t>(tensor.shape(dim)); }
 
 void check_dims(const char* name, const Tensor& tensor, size_t dims) {
-  check(tensor.ndim() == dims, std::string(name) + " has shape " + shape_text(shape_of(tensor)) + ", expected " +
-                                   std::to_string(dims) + " dimensions");
+  if (tensor.ndim() == dims) return;
+  refuse(std::string(name) + " has shape " + shape_text(tensor) + ", expected " + std::to_string(dims) + " dimensions");
+}
+
+void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> expected) {
+  bool equal = tensor.ndim() == expected.size();
+  for (size_t i = 0; equal && i < tensor.ndim(); ++i) equal = size(tensor, i) == expected.begin()[i];
+  if (equal) return;
+  std::string text;
+  for (int64_t size : expected) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  refuse(std::string(name) + " has shape " + shape_text(tensor) + ", expected [" + text + "]");
 }
 
 // Contiguous from `first_dim` on. A dimension of size 1 may have any stride.
 void check_contiguous(const char* name, const Tensor& tensor, size_t first_dim = 0) {
+  if (tensor.size() == 0) return;
   int64_t expected = 1;
   for (size_t i = tensor.ndim(); i-- > first_dim;) {
-    check(tensor.shape(i) <= 1 || tensor.size() == 0 || tensor.stride(i) == expected,
-          std::string(name) + " is not contiguous");
-    expected *= static_cast<int64_t>(tensor.shape(i));
+    if (size(tensor, i) > 1 && tensor.stride(i) != expected) refuse(std::string(name) + " is not contiguous");
+    expected *= size(tensor, i);
   }
 }
 
 void check_type(const char* name, const Tensor& tensor, nb::dlpack::dtype expected, const char* expected_name) {
-  check(tensor.dtype() == expected, std::string(name) + " is not of type " + expected_name);
+  if (tensor.dtype() != expected) refuse(std::string(name) + " is not of type " + expected_name);
 }
 
 template <typename Number>
@@ -71,45 +70,49 @@ const Number* numbers(const Tensor& tensor) {
   return static_cast<const Number*>(tensor.data());
 }
 
-// What keys, values and their two caches have in common.
 void check_caches(const Tensor& key_cache, const Tensor& value_cache) {
   check_dims("key_cache", key_cache, 4);
-  check_shape("value_cache", value_cache, shape_of(key_cache));
-  check(value_cache.dtype() == key_cache.dtype(), "value_cache and key_cache differ in type");
+  check_shape("value_cache", value_cache,
+              {size(key_cache, 0), size(key_cache, 1), size(key_cache, 2), size(key_cache, 3)});
+  check_type("value_cache", value_cache, key_cache.dtype(), "key_cache's");
   check_contiguous("key_cache", key_cache);
   check_contiguous("value_cache", value_cache);
-  check(key_cache.shape(2) > 0, "key_cache has blocks of size 0");
+  if (size(key_cache, 1) == 0 || size(key_cache, 2) == 0) {
+    refuse("key_cache has shape " + shape_text(key_cache) + ", expected at least 1 head and blocks of at least 1");
+  }
 }
 
 void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
             const Tensor& row_starts, const Tensor& context_lens, const Tensor& out, double scale,
             std::optional<int64_t> window, int64_t max_rows) {
   constexpr nb::dlpack::dtype kBFloat16{static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
-  check_dims("query", query, 3);
   check_caches(key_cache, value_cache);
+  check_dims("query", query, 3);
+  const int64_t num_heads = size(query, 1);
+  const int64_t head_size = size(query, 2);
+  const int64_t num_kv_heads = size(key_cache, 1);
+  if (head_size != size(key_cache, 3) || num_heads % num_kv_heads != 0) {
+    refuse("query of shape " + shape_text(query) + " does not fit key_cache of shape " + shape_text(key_cache));
+  }
+  check_shape("out", out, {size(query, 0), num_heads, head_size});
   check_dims("block_table", block_table, 2);
-  const auto num_chunks = static_cast<int64_t>(block_table.shape(0));
-  const auto num_heads = static_cast<int64_t>(query.shape(1));
-  const auto num_kv_heads = static_cast<int64_t>(key_cache.shape(1));
+  const int64_t num_chunks = size(block_table, 0);
   check_shape("row_starts", row_starts, {num_chunks + 1});
   check_shape("context_lens", context_lens, {num_chunks});
-  check_shape("out", out, shape_of(query));
-  check(query.shape(2) == key_cache.shape(3), "query has heads of size " + std::to_string(query.shape(2)) +
-                                                  ", key_cache of " + std::to_string(key_cache.shape(3)));
-  check(num_kv_heads > 0 && num_heads % num_kv_heads == 0,
-        "query has " + std::to_string(num_heads) + " heads, not a multiple of the " + std::to_string(num_kv_heads) +
-            " of key_cache");
-  check(query.dtype() == nb::dtype<float>() || query.dtype() == kBFloat16, "query is neither float32 nor bfloat16");
-  check(key_cache.dtype() == query.dtype() && out.dtype() == query.dtype(), "query, caches and out differ in type");
+
+  if (query.dtype() != kBFloat16) check_type("query", query, nb::dtype<float>(), "float32 or bfloat16");
+  check_type("key_cache", key_cache, query.dtype(), "query's");
+  check_type("out", out, query.dtype(), "query's");
   check_type("block_table", block_table, nb::dtype<int32_t>(), "int32");
   check_type("row_starts", row_starts, nb::dtype<int32_t>(), "int32");
   check_type("context_lens", context_lens, nb::dtype<int32_t>(), "int32");
+
   check_contiguous("query", query);
   check_contiguous("out", out);
   check_contiguous("block_table", block_table);
   check_contiguous("row_starts", row_starts);
   check_contiguous("context_lens", context_lens);
-  check(!window || *window > 0, "window=" + std::to_string(window.value_or(0)) + ", but it must be at least 1 or None");
+  if (window && *window < 1) refuse("window=" + std::to_string(*window) + ", but it must be at least 1 or None");
 
   PagedAttention step{};
   step.type = query.dtype() == kBFloat16 ? ElementType::kBFloat16 : ElementType::kFloat32;
@@ -120,14 +123,14 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   step.row_starts = numbers<int32_t>(row_starts);
   step.context_lens = numbers<int32_t>(context_lens);
   step.out = out.data();
-  step.num_tokens = static_cast<int64_t>(query.shape(0));
+  step.num_tokens = size(query, 0);
   step.num_chunks = num_chunks;
   step.num_heads = num_heads;
   step.num_kv_heads = num_kv_heads;
-  step.head_size = static_cast<int64_t>(query.shape(2));
-  step.num_blocks = static_cast<int64_t>(key_cache.shape(0));
-  step.block_size = static_cast<int64_t>(key_cache.shape(2));
-  step.max_blocks = static_cast<int64_t>(block_table.shape(1));
+  step.head_size = head_size;
+  step.num_blocks = size(key_cache, 0);
+  step.block_size = size(key_cache, 2);
+  step.max_blocks = size(block_table, 1);
   step.scale = static_cast<float>(scale);
   step.window = window.value_or(0);
   step.max_rows = max_rows;
@@ -137,34 +140,29 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
 
 void write(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
            const Tensor& slots) {
-  check_dims("key", key, 3);
   check_caches(key_cache, value_cache);
-  const auto num_tokens = static_cast<int64_t>(key.shape(0));
-  const auto num_kv_heads = static_cast<int64_t>(key_cache.shape(1));
-  const auto head_size = static_cast<int64_t>(key_cache.shape(3));
-  check_shape("key", key, {num_tokens, num_kv_heads, head_size});
-  check_shape("value", value, {num_tokens, num_kv_heads, head_size});
-  check_shape("slots", slots, {num_tokens});
-  check(key.dtype() == key_cache.dtype() && value.dtype() == key_cache.dtype(),
-        "key, value and the caches differ in type");
-  check(key.dtype().lanes == 1 && key.dtype().bits % 8 == 0, "key has elements that are not whole bytes");
+  check_dims("slots", slots, 1);
+  check_shape("key", key, {size(slots, 0), size(key_cache, 1), size(key_cache, 3)});
+  check_shape("value", value, {size(slots, 0), size(key_cache, 1), size(key_cache, 3)});
+  check_type("key", key, key_cache.dtype(), "key_cache's");
+  check_type("value", value, key_cache.dtype(), "key_cache's");
   check_type("slots", slots, nb::dtype<int64_t>(), "int64");
   check_contiguous("key", key, 2);
   check_contiguous("value", value, 2);
   check_contiguous("slots", slots);
 
   CacheWrite step{};
-  step.element_bytes = key.dtype().bits / 8;
+  step.element_bytes = static_cast<int64_t>(key.itemsize());
   step.key = key.data();
   step.value = value.data();
   step.key_cache = key_cache.data();
   step.value_cache = value_cache.data();
   step.slots = numbers<int64_t>(slots);
-  step.num_tokens = num_tokens;
-  step.num_kv_heads = num_kv_heads;
-  step.head_size = head_size;
-  step.num_blocks = static_cast<int64_t>(key_cache.shape(0));
-  step.block_size = static_cast<int64_t>(key_cache.shape(2));
+  step.num_tokens = size(slots, 0);
+  step.num_kv_heads = size(key_cache, 1);
+  step.head_size = size(key_cache, 3);
+  step.num_blocks = size(key_cache, 0);
+  step.block_size = size(key_cache, 2);
   step.key_token_stride = key.stride(0);
   step.key_head_stride = key.stride(1);
   step.value_token_stride = value.stride(0);
@@ -195,9 +193,10 @@ NB_MODULE(_cpu, module) {
 
   module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a, "Threads that kernels may use.");
   module.def("num_threads", &moeserve::num_threads);
-  module.def("isa", [] { return moeserve::isa_name(moeserve::current_isa()); },
-             "The instruction set that kernels run with.");
+  module.def(
+      "isa", [] { return moeserve::isa_name(moeserve::current_isa()); }, "The instruction set that kernels run with.");
   module.def("usable_isas", &moeserve::usable_isa_names, "Those that this machine can run, best first.");
-  module.def("set_isa", [](const std::string& name) { moeserve::set_isa(moeserve::isa_of_name(name)); }, "name"_a,
-             "Makes kernels run with one of `usable_isas()`; for tests and benchmarks.");
+  module.def(
+      "set_isa", [](const std::string& name) { moeserve::set_isa(moeserve::isa_of_name(name)); }, "name"_a,
+      "Makes kernels run with one of `usable_isas()`; for tests and benchmarks.");
 }

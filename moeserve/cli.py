@@ -26,6 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     command: Parser = options.parser
     if unknown:
         command.refuse(unknown[0])
+    if options.run is generate and not options.prompt:
+        command.error("--prompt is missing: what to ask")
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     try:
         options.run(options)
@@ -44,8 +46,10 @@ def generate(options: argparse.Namespace) -> None:
     settings = _given(options, *Settings.groups().values())
     if options.model_folder is not None:
         settings["model"] = options.model_folder
+    sampling = _given(options, SamplingParams)
+    SamplingParams(**sampling)  # refuses what is wrong before a model is loaded
     with moeserve.LLM(**settings) as llm:
-        params = dataclasses.replace(llm.get_default_sampling_params(), **_given(options, SamplingParams))
+        params = dataclasses.replace(llm.get_default_sampling_params(), **sampling)
         for prompt in options.prompt:
             text_shown = 0
             as_message = llm.has_chat_template and not options.raw
@@ -102,9 +106,15 @@ def _parser() -> Parser:
 
     command = _add_command(commands, "generate", generate)
     command.add_argument("model_folder", nargs="?", metavar="MODEL", help="same as --model")
-    command.add_argument("--prompt", action="append", required=True, help="what to ask; may be given several times")
+    command.add_argument("--prompt", action="append", help="what to ask; may be given several times")
     command.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    _add_flags(command.add_argument_group("Sampling"), SamplingParams, without={"n", "logprobs", "prompt_logprobs"})
+    sampling = command.add_argument_group("Sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, default=256, metavar="TOKENS", help="most tokens to generate (default: 256)"
+    )
+    # One text is shown, so one output; --seed is the engine's.
+    shown_elsewhere = {"max_tokens", "n", "logprobs", "prompt_logprobs", "seed"}
+    _add_flags(sampling, SamplingParams, without=shown_elsewhere)
     for settings in Settings.groups().values():
         _add_flags(command.add_argument_group(settings.__doc__), settings)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -76,9 +77,11 @@ class SamplingParams:
     repetition_penalty: float = _parameter(1.0, "divides the logits of tokens in prompt or output; 1: off")
 
     def __post_init__(self) -> None:
-        stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
+        stop = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop, "texts")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", list(self.stop_token_ids or []))
+        object.__setattr__(self, "stop_token_ids", _as_list("stop_token_ids", self.stop_token_ids, "token ids"))
         object.__setattr__(self, "logit_bias", _integer_keys(self.logit_bias))
 
         _require_integer("n", self.n, 1, LIMITS.max_n)
@@ -88,10 +91,14 @@ class SamplingParams:
         _require_number("min_p", self.min_p, 0.0, 1.0)
         _require_integer("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
         _require_integer("max_tokens", self.max_tokens, 1, None, optional=True)
-        _require_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _require_integer("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; raise max_tokens"
+            )
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
+                raise RequestError(f"{name}={getattr(self, name)!r:.60} must be True or False")
         _require_integer("logprobs", self.logprobs, 0, LIMITS.max_logprobs, optional=True)
         _require_integer("prompt_logprobs", self.prompt_logprobs, 0, LIMITS.max_logprobs, optional=True)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -106,14 +113,16 @@ class SamplingParams:
                     f"stop={text!r:.60}: each must be a text of 1 to {LIMITS.max_stop_string_length} characters"
                 )
         if len(self.stop_token_ids) > LIMITS.max_stop_token_ids:
-            raise RequestError(f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {LIMITS.max_stop_token_ids}")
+            raise RequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {LIMITS.max_stop_token_ids}"
+            )
         for token_id in self.stop_token_ids:
             _require_integer("stop_token_ids", token_id, 0, None)
         if len(self.logit_bias) > LIMITS.max_logit_bias:
             raise RequestError(f"logit_bias has {len(self.logit_bias)} entries; at most {LIMITS.max_logit_bias}")
         for token_id, bias in self.logit_bias.items():
-            _require_integer("logit_bias", token_id, 0, None)
-            _require_number("logit_bias", bias, -100.0, 100.0)
+            _require_integer("logit_bias key", token_id, 0, None)
+            _require_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
     @property
     def has_penalties(self) -> bool:
@@ -233,18 +242,34 @@ class RequestOutput:
 
 def _require_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
     bounds = f"{'above' if above else 'from'} {low:g} to {high:g}"
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Written so that NaN, which is neither within nor outside any bounds, is refused.
     if not is_number or not low <= value <= high or (above and value == low):
-        raise RequestError(f"{name}={value!r} must be a number {bounds}")
+        raise RequestError(f"{name}={value!r:.60} must be a number {bounds}")
 
 
 def _require_integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False) -> None:
     if value is None and optional:
         return
-    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+    bounds = f"from {low} to {'2**63 - 1' if high is None else high}"
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or value < low or (high is not None and value > high):
-        raise RequestError(f"{name}={value!r} must be an integer {bounds}{' or None' if optional else ''}")
+    if not is_integer or not low <= value <= (2**63 - 1 if high is None else high):
+        raise RequestError(f"{name}={value!r:.60} must be an integer {bounds}{' or None' if optional else ''}")
+
+
+def _plain(value: Any) -> Any:
+    """A number of another library, such as numpy's, as Python's own: only those cross a process border."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _as_list(name: str, values: Any, of_what: str) -> list[Any]:
+    if values is None:
+        return []
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise RequestError(f"{name}={values!r:.60} must be a list of {of_what}")
+    return [_plain(value) for value in values]
 
 
 def _integer_keys(logit_bias: Any) -> dict[int, float]:
@@ -252,7 +277,8 @@ def _integer_keys(logit_bias: Any) -> dict[int, float]:
         return {}
     if not isinstance(logit_bias, dict):
         raise RequestError(f"logit_bias={logit_bias!r:.60} must be a dict of token id to bias")
-    try:
-        return {int(token_id): bias for token_id, bias in logit_bias.items()}
-    except (TypeError, ValueError):
-        raise RequestError(f"logit_bias={logit_bias!r:.60}: its keys must be token ids") from None
+    # JSON has only texts as keys.
+    return {
+        int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else _plain(key): _plain(bias)
+        for key, bias in logit_bias.items()
+    }

@@ -1,20 +1,22 @@
 // Vectors of W floats, for kernels that are written once and compiled for several instruction sets.
 //
 // Everything here is inlined into the function that uses it and so gets that function's instruction set: W = 16 suits
-// AVX-512, 8 AVX2, 4 SSE2 and NEON. A vector wider than the machine's registers works, but slowly.
+// AVX-512, 8 AVX2, 4 SSE2 and NEON. A vector wider than the machine's registers works, but slowly. As no vector is ever
+// passed in a call, what GCC says about the ABI of such calls (-Wpsabi) is of no concern.
 
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
 #define MOESERVE_INLINE inline __attribute__((always_inline))
 
-// GCC warns that vectors would be passed differently with other flags. None is passed: all is inlined.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"
+// Before a loop whose arrays of vectors are meant to be registers.
+#if defined(__clang__)
+#define MOESERVE_UNROLL _Pragma("unroll")
+#else
+#define MOESERVE_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 namespace moeserve {
@@ -28,7 +30,6 @@ struct Vector {
   typedef float Float __attribute__((vector_size(W * sizeof(float))));
   typedef int32_t Int __attribute__((vector_size(W * sizeof(int32_t))));
   typedef uint32_t UInt __attribute__((vector_size(W * sizeof(uint32_t))));
-  typedef uint16_t UShort __attribute__((vector_size(W * sizeof(uint16_t))));
 };
 
 template <int W>
@@ -39,22 +40,6 @@ MOESERVE_INLINE Float<W> load(const float* source) {
   Float<W> lanes;
   std::memcpy(&lanes, source, sizeof(lanes));
   return lanes;
-}
-
-template <int W>
-MOESERVE_INLINE Float<W> load(const BFloat16* source) {
-  typename Vector<W>::UShort halves;
-  std::memcpy(&halves, source, sizeof(halves));
-  const typename Vector<W>::UInt bits = __builtin_convertvector(halves, typename Vector<W>::UInt) << 16;
-  return reinterpret_cast<Float<W>>(bits);
-}
-
-// The first `count` < W lanes; the others are zero.
-template <int W, typename Element>
-MOESERVE_INLINE Float<W> load_first(const Element* source, int count) {
-  Element lanes[W] = {};
-  for (int i = 0; i < count; ++i) lanes[i] = source[i];
-  return load<W>(lanes);
 }
 
 template <int W>
@@ -124,6 +109,7 @@ MOESERVE_INLINE Float<W> sum_each(Float<W> (&vectors)[W]) {
   if constexpr (kCount == 1) {
     return vectors[0];
   } else {
+    MOESERVE_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {
       vectors[i] = fold<W, kCount / 2>(vectors[2 * i], vectors[2 * i + 1], std::make_integer_sequence<int, W>{});
     }
@@ -131,13 +117,43 @@ MOESERVE_INLINE Float<W> sum_each(Float<W> (&vectors)[W]) {
   }
 }
 
-MOESERVE_INLINE float to_float(float value) { return value; }
+// 2 * W consecutive elements, as two vectors. How they are divided is up to the element type, and the same everywhere:
+// `place` tells.
+template <int W>
+struct Pair {
+  Float<W> first;
+  Float<W> second;
+};
 
-MOESERVE_INLINE float to_float(BFloat16 value) {
-  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof(wide));
-  return wide;
+template <int W>
+MOESERVE_INLINE Pair<W> load_pair(const float* source) {
+  return {load<W>(source), load<W>(source + W)};
+}
+
+// Even elements, then odd ones: they lie in the two halves of 32-bit words, and widening is no more than a shift.
+template <int W>
+MOESERVE_INLINE Pair<W> load_pair(const BFloat16* source) {
+  typename Vector<W>::UInt words;
+  std::memcpy(&words, source, sizeof(words));
+  return {reinterpret_cast<Float<W>>(words << 16), reinterpret_cast<Float<W>>(words & 0xFFFF0000u)};
+}
+
+// Where element i of 2 * W is found when the first vector of its pair is stored before the second.
+template <int W>
+constexpr int place(const float*, int i) {
+  return i;
+}
+template <int W>
+constexpr int place(const BFloat16*, int i) {
+  return i / 2 + i % 2 * W;
+}
+
+// Only the first `count` elements are read; the others are zero.
+template <int W, typename Element>
+MOESERVE_INLINE Pair<W> load_first(const Element* source, int count) {
+  Element elements[2 * W] = {};
+  for (int i = 0; i < count; ++i) elements[i] = source[i];
+  return load_pair<W>(elements);
 }
 
 MOESERVE_INLINE void assign(float* target, float value) { *target = value; }

@@ -1,8 +1,8 @@
 // Attention over a paged KV cache.
 //
 // A row's context is cut at fixed positions into partitions. Each partition is reduced by itself to the largest score,
-// the sum of the weights and the weighted values; then a row's partitions are merged in order. So the order of additions
-// follows from the row's own position alone, and a long context can still be shared between threads.
+// the sum of the weights and the weighted values; then a row's partitions are merged in order. So the order of
+// additions follows from the row's own position alone, and a long context can still be shared between threads.
 //
 // Within a partition, up to four query heads that share a key-value head go together: first all their scores, then the
 // softmax, then the weighted values, whose sums stay in registers. A larger group of heads finds the keys and values of
@@ -81,24 +81,36 @@ int64_t states_size(const PagedAttention& step, int64_t partitions) {
   return partitions * group_size(step) * state_size(step);
 }
 
+// sums[p][q] += products of 2 * W elements of the key of position p and of query q.
+template <int W, int kQueries>
+MOESERVE_INLINE void multiply_add(Float<W>* sums, const Pair<W>& key, const float* queries, int64_t stride) {
+  MOESERVE_UNROLL
+  for (int q = 0; q < kQueries; ++q) {
+    sums[q] += key.first * load<W>(queries + q * stride);
+    sums[q] += key.second * load<W>(queries + q * stride + W);
+  }
+}
+
 // Scores of P positions and Q = kQueries queries, P x Q = W: lane p * Q + q belongs to position p and query q.
-// `queries` is [Q, stride] and zero from head_size on.
+// `queries` is [Q, stride], every 2 * W elements in their places as a pair and zero from head_size on.
 template <int W, int kQueries, typename Element>
 MOESERVE_INLINE Float<W> score_tile(const Element* keys, const int64_t* offsets, const float* queries, int64_t stride,
                                     int head_size) {
   constexpr int kPositions = W / kQueries;
   Float<W> sums[W] = {};
   int h = 0;
-  for (; h + W <= head_size; h += W) {
+  for (; h + 2 * W <= head_size; h += 2 * W) {
+    MOESERVE_UNROLL
     for (int p = 0; p < kPositions; ++p) {
-      const Float<W> key = load<W>(keys + offsets[p] + h);
-      for (int q = 0; q < kQueries; ++q) sums[p * kQueries + q] += key * load<W>(queries + q * stride + h);
+      const Pair<W> key = load_pair<W>(keys + offsets[p] + h);
+      multiply_add<W, kQueries>(sums + p * kQueries, key, queries + h, stride);
     }
   }
   if (h < head_size) {
+    MOESERVE_UNROLL
     for (int p = 0; p < kPositions; ++p) {
-      const Float<W> key = load_first<W>(keys + offsets[p] + h, head_size - h);
-      for (int q = 0; q < kQueries; ++q) sums[p * kQueries + q] += key * load<W>(queries + q * stride + h);
+      const Pair<W> key = load_first<W>(keys + offsets[p] + h, head_size - h);
+      multiply_add<W, kQueries>(sums + p * kQueries, key, queries + h, stride);
     }
   }
   return sum_each<W>(sums);
@@ -128,27 +140,42 @@ MOESERVE_INLINE void weigh_scores(float* scores, int num_tiles, float* states, i
   for (int q = 0; q < kQueries; ++q) states[q * states_stride + 1] = lanes[q];
 }
 
-// Adds weight x value over the positions into [kQueries, targets_stride], for kVectors * W elements of the head, or for
-// its last `num_last` < W elements where that is not 0. `weights` is [positions, kQueries].
-template <int W, int kQueries, int kVectors, typename Element>
+// Adds weight x value over the positions into [kQueries, targets_stride], for kPairs * 2 * W elements of the head, or
+// for its last `num_last` < 2 * W elements where that is not 0. `weights` is [positions, kQueries].
+template <int W, int kQueries, int kPairs, typename Element>
 MOESERVE_INLINE void weigh_values(const Element* values, const int64_t* offsets, int num_positions,
                                   const float* weights, int num_last, float* targets, int64_t targets_stride) {
-  Float<W> sums[kQueries][kVectors] = {};
+  Float<W> sums[kQueries][2 * kPairs] = {};
   for (int p = 0; p < num_positions; ++p) {
     const Element* row = values + offsets[p];
-    __builtin_prefetch(values + offsets[p + kPrefetch]);
-    Float<W> lanes[kVectors];
-    for (int v = 0; v < kVectors; ++v) lanes[v] = num_last == 0 ? load<W>(row + v * W) : load_first<W>(row, num_last);
+    MOESERVE_UNROLL
+    for (size_t byte = 0; byte < kPairs * 2 * W * sizeof(Element); byte += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(values + offsets[p + kPrefetch]) + byte);
+    }
+    Pair<W> lanes[kPairs];
+    MOESERVE_UNROLL
+    for (int i = 0; i < kPairs; ++i) {
+      lanes[i] = num_last == 0 ? load_pair<W>(row + i * 2 * W) : load_first<W>(row, num_last);
+    }
+    MOESERVE_UNROLL
     for (int q = 0; q < kQueries; ++q) {
-      const Float<W> weight = broadcast<W>(weights[p * kQueries + q]);
-      for (int v = 0; v < kVectors; ++v) sums[q][v] += weight * lanes[v];
+      const float weight = weights[p * kQueries + q];
+      MOESERVE_UNROLL
+      for (int i = 0; i < kPairs; ++i) {
+        sums[q][2 * i] += weight * lanes[i].first;
+        sums[q][2 * i + 1] += weight * lanes[i].second;
+      }
     }
   }
+  MOESERVE_UNROLL
   for (int q = 0; q < kQueries; ++q) {
-    for (int v = 0; v < kVectors; ++v) {
-      float lanes[W];
-      store<W>(lanes, sums[q][v]);
-      std::memcpy(targets + q * targets_stride + v * W, lanes, (num_last == 0 ? W : num_last) * sizeof(float));
+    MOESERVE_UNROLL
+    for (int i = 0; i < kPairs; ++i) {
+      float lanes[2 * W];
+      store<W>(lanes, sums[q][2 * i]);
+      store<W>(lanes + W, sums[q][2 * i + 1]);
+      float* target = targets + q * targets_stride + i * 2 * W;
+      for (int h = 0; h < (num_last == 0 ? 2 * W : num_last); ++h) target[h] = lanes[place<W>(values, h)];
     }
   }
 }
@@ -160,7 +187,7 @@ MOESERVE_INLINE void reduce_partition(const Element* keys, const Element* values
                                       int num_positions, const float* queries, int64_t queries_stride, int head_size,
                                       float* states, int64_t states_stride) {
   constexpr int kPositions = W / kQueries;
-  constexpr int kVectors = W == 16 || kQueries < 4 ? 4 : 2;  // as many as there are registers for their sums
+  constexpr int kPairs = W == 16 || kQueries < 4 ? 2 : 1;  // as many as there are registers for their sums
   static_assert(kPositions <= kMaxTile && kPartition % kPositions == 0);
 
   float scores[kPartition * kQueries];
@@ -177,14 +204,12 @@ MOESERVE_INLINE void reduce_partition(const Element* keys, const Element* values
 
   float* targets = states + 2;
   int h = 0;
-  for (; h + kVectors * W <= head_size; h += kVectors * W) {
-    weigh_values<W, kQueries, kVectors>(values + h, offsets, num_positions, scores, 0, targets + h, states_stride);
+  for (; h + kPairs * 2 * W <= head_size; h += kPairs * 2 * W) {
+    weigh_values<W, kQueries, kPairs>(values + h, offsets, num_positions, scores, 0, targets + h, states_stride);
   }
-  for (; h + W <= head_size; h += W) {
-    weigh_values<W, kQueries, 1>(values + h, offsets, num_positions, scores, 0, targets + h, states_stride);
-  }
-  if (h < head_size) {
-    weigh_values<W, kQueries, 1>(values + h, offsets, num_positions, scores, head_size - h, targets + h, states_stride);
+  for (; h < head_size; h += 2 * W) {
+    const int num_last = h + 2 * W <= head_size ? 0 : head_size - h;
+    weigh_values<W, kQueries, 1>(values + h, offsets, num_positions, scores, num_last, targets + h, states_stride);
   }
 }
 
@@ -200,10 +225,12 @@ MOESERVE_INLINE void merge(const PagedAttention& step, const Row& row, int64_t k
     for (int64_t i = 1; i < num_partitions; ++i) largest = std::max(largest, first[i * partition_stride]);
     float weight_sum = 0;
     for (int64_t i = 0; i < num_partitions; ++i) {
-      const float* state = first + i * partition_stride;
+      float* state = first + i * partition_stride;
       const float factor = std::exp(state[0] - largest);
       weight_sum += state[1] * factor;
-      for (int64_t h = 2; h < state_size(step); ++h) first[h] = (i == 0 ? 0 : first[h]) + state[h] * factor;
+      for (int64_t h = 2; h < state_size(step); ++h) {
+        first[h] = i == 0 ? state[h] * factor : first[h] + state[h] * factor;
+      }
     }
     auto* out = static_cast<Element*>(step.out) + (row.index * step.num_heads + kv_head * group + q) * step.head_size;
     for (int64_t h = 0; h < step.head_size; ++h) assign(out + h, first[2 + h] / weight_sum);
@@ -233,14 +260,18 @@ MOESERVE_INLINE void run_item(const Job& job, const Item& item) {
   const int64_t group = group_size(step);
   const int head_size = static_cast<int>(step.head_size);
 
-  const int64_t queries_stride = (step.head_size + W - 1) / W * W;
+  const int64_t queries_stride = (step.head_size + 2 * W - 1) / (2 * W) * (2 * W);
   std::vector<float>& queries = thread_queries();
-  queries.assign(group * queries_stride, 0.0f);
+  queries.resize(group * queries_stride);
   const auto* query =
       static_cast<const Element*>(step.query) + (row.index * step.num_heads + item.kv_head * group) * step.head_size;
   for (int64_t q = 0; q < group; ++q) {
-    for (int h = 0; h < head_size; ++h) {
-      queries[q * queries_stride + h] = to_float(query[q * step.head_size + h]) * step.scale;
+    for (int h = 0; h < head_size; h += 2 * W) {
+      const Element* source = query + q * step.head_size + h;
+      const Pair<W> pair = h + 2 * W <= head_size ? load_pair<W>(source) : load_first<W>(source, head_size - h);
+      float* target = queries.data() + q * queries_stride + h;
+      store<W>(target, pair.first * step.scale);
+      store<W>(target + W, pair.second * step.scale);
     }
   }
 
@@ -262,8 +293,8 @@ MOESERVE_INLINE void run_item(const Job& job, const Item& item) {
     int64_t block = begin / step.block_size;
     int64_t in_block = begin % step.block_size;
     for (int p = 0; p < num_positions;) {
-      int64_t offset = ((row.blocks[block] * step.num_kv_heads + item.kv_head) * step.block_size + in_block) *
-                       step.head_size;
+      int64_t offset =
+          ((row.blocks[block] * step.num_kv_heads + item.kv_head) * step.block_size + in_block) * step.head_size;
       for (; p < num_positions && in_block < step.block_size; ++p, ++in_block, offset += step.head_size) {
         offsets[p] = offset;
       }
@@ -319,7 +350,7 @@ void run_item_baseline(const Job& job, const Item& item) { run_item<4>(job, item
 
 using RunItem = void (*)(const Job&, const Item&);
 
-RunItem choose_run_item(Isa isa) {
+RunItem choose_run_item([[maybe_unused]] Isa isa) {
 #if defined(MOESERVE_X86)
   if (isa == Isa::kAvx512) return run_item_avx512;
   if (isa == Isa::kAvx2) return run_item_avx2;
@@ -379,12 +410,12 @@ void paged_attention(const PagedAttention& step) {
   }
   const int64_t total_bytes =
       total_positions * step.num_kv_heads * step.head_size * 2 * (step.type == ElementType::kFloat32 ? 4 : 2);
-  const int max_threads = static_cast<int>(
-      std::min<int64_t>(num_threads(), std::max<int64_t>(1, total_bytes / kBytesPerThread)));
+  const int max_threads =
+      static_cast<int>(std::min<int64_t>(num_threads(), std::max<int64_t>(1, total_bytes / kBytesPerThread)));
 
   // A row that is long compared to the whole step is divided among several items.
-  const int64_t span = max_threads == 1 ? total_partitions
-                                        : std::max<int64_t>(1, total_partitions / (max_threads * kItemsPerThread));
+  const int64_t span =
+      max_threads == 1 ? total_partitions : std::max<int64_t>(1, total_partitions / (max_threads * kItemsPerThread));
   int64_t num_shared = 0;
   int64_t shared_floats = 0;
   for (size_t r = 0; r < job.rows.size(); ++r) {

@@ -76,7 +76,9 @@ class Pool {
     round_.fetch_add(1);
     if (num_sleeping_.load() > 0) {
       // Taking the lock makes sure that a thread about to sleep either sees the new round or hears the call.
-      { std::lock_guard<std::mutex> lock(mutex_); }
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+      }
       wake_.notify_all();
     }
     take_items();

@@ -65,8 +65,8 @@ class TextCodec:
         self._has_byte_tokens = "ByteFallback" in kinds
         if not self.is_byte_level and not _is_stepwise(decoder):
             raise CheckpointError(
-                f"the tokenizer's decoder is {' + '.join(kinds)}, which cannot be streamed; "
-                f"supported are ByteLevel alone, and sequences of {', '.join(sorted(STEPWISE_DECODERS))}"
+                f"the tokenizer in {tokenizer.name_or_path} has the decoder {' + '.join(kinds)}, which cannot be "
+                f"streamed; supported are ByteLevel alone, and sequences of {', '.join(sorted(STEPWISE_DECODERS))}"
             )
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
@@ -400,7 +400,8 @@ def _damage(root: Path, names: list[str], error: Exception) -> str:
             "add a tokenizer.json and name no auto_map in tokenizer_config.json"
         )
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"the tokenizer in {root / names[0]} cannot be loaded: {reason:.400}"
+    remedy = "" if "tokenizer.json" in names else "; add the checkpoint's tokenizer.json, or pip install sentencepiece"
+    return f"the tokenizer in {root / names[0]} cannot be loaded: {reason:.400}{remedy}"
 
 
 def _decoder_steps(backend: Any) -> list[dict[str, Any]]:

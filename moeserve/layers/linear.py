@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moeserve.ops.linear import choose_linear
+
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Memory for a weight that a checkpoint will fill."""
@@ -21,9 +23,10 @@ class Linear(nn.Module):
     def __init__(self, num_inputs: int, num_outputs: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = parameter(num_outputs, num_inputs, dtype=dtype, device=device)
+        self.linear = choose_linear(device.type)
 
     def forward(self, input_TI: Tensor) -> Tensor:
-        return functional.linear(input_TI, self.weight)
+        return self.linear(input_TI, self.weight)
 
 
 class Embedding(nn.Module):
@@ -51,6 +54,7 @@ class OutputHead(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = tied_to.weight if tied_to else parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.linear = choose_linear(device.type)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        return functional.linear(hidden_TD, self.weight)
+        return self.linear(hidden_TD, self.weight)

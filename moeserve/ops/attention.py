@@ -99,12 +99,12 @@ class TorchAttention:
         out_TNH: Tensor,
     ) -> None:
         """Writes to `out_TNH` the rows of the chunks that have more than `num_rows` rows."""
-        for span, block_ids in zip(step.spans, step.block_table, strict=True):
+        for chunk, span in enumerate(step.spans):
             if span.num_rows <= num_rows:
                 continue
             last_row = span.first_row + span.num_rows
             rows = slice(last_row - min(span.num_rows, span.context_len), last_row)
-            out_TNH[rows] = self._attend_chunk(query_TNH[rows], key_cache, value_cache, block_ids, span)
+            out_TNH[rows] = self._attend_chunk(query_TNH[rows], key_cache, value_cache, step.block_table[chunk], span)
 
     def _attend_chunk(
         self, query_RNH: Tensor, key_cache: Tensor, value_cache: Tensor, block_ids: Tensor, span: ChunkSpan

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from moeserve.ops.linear import LinearKernel, choose_linear
 
 # R rows sorted by expert, D model width, I expert width, e experts
 
@@ -29,22 +32,20 @@ class ExpertKernel(Protocol):
 
 def choose_experts(device: str) -> ExpertKernel:
     """The expert kernel for a device type."""
-    match device:
-        case "cpu" | "cuda":
-            return torch_experts
-        case _:
-            raise AssertionError(f"no expert kernel for device {device!r}")
+    return functools.partial(experts_in_turn, linear=choose_linear(device))
 
 
-def torch_experts(rows_RD: Tensor, counts_e: Tensor, gate_up_eFD: Tensor, down_eDI: Tensor) -> Tensor:
-    """The reference: one expert after the other. See `ExpertKernel`."""
+def experts_in_turn(
+    rows_RD: Tensor, counts_e: Tensor, gate_up_eFD: Tensor, down_eDI: Tensor, *, linear: LinearKernel
+) -> Tensor:
+    """One expert after the other, each as two products. See `ExpertKernel`."""
     output_RD = torch.empty_like(rows_RD)
     first = 0
     for expert, count in enumerate(counts_e.tolist()):
         if count == 0:
             continue
         rows = slice(first, first + count)
-        gate, up = functional.linear(rows_RD[rows], gate_up_eFD[expert]).chunk(2, dim=-1)
-        output_RD[rows] = functional.linear(functional.silu(gate) * up, down_eDI[expert])
+        gate, up = linear(rows_RD[rows], gate_up_eFD[expert]).chunk(2, dim=-1)
+        output_RD[rows] = linear(functional.silu(gate) * up, down_eDI[expert])
         first += count
     return output_RD

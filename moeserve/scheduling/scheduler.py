@@ -113,7 +113,10 @@ class Scheduler:
         return [update for request_id in request_ids if (update := self.abort(request_id)) is not None]
 
     def schedule(self) -> StepPlan | None:
-        """Plans the next step and gives its requests the blocks it needs. None if there is no request."""
+        """Plans the next step and takes the blocks it needs. None if there is no request.
+
+        The chunks are those of the oldest requests, in order of arrival, one each.
+        """
         assert all(request.ended for request in self._in_flight), f"step {self._step} is neither committed nor aborted"
         planned: dict[LiveRequest, int] = {}
         num_preemptions_before = self.num_preemptions

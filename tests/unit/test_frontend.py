@@ -164,9 +164,11 @@ def test_sampling_parameters_outside_the_vocabulary_are_refused(params: dict[str
 @pytest.mark.parametrize("parameter", ["logprobs", "prompt_logprobs"])
 def test_more_logprobs_than_tokens_are_refused(parameter: str) -> None:
     frontend = Frontend(None, vocab_size=4, max_model_len=10, eos_token_ids=[], engine_seed=0)
-    frontend.submit([1], SamplingParams(**{parameter: 4}))
+    params: dict[str, Any] = {parameter: 4}
+    frontend.submit([1], SamplingParams(**params))
+    params[parameter] = 5
     with pytest.raises(RequestError, match=f"{parameter}=5, but the vocabulary has only 4 tokens"):
-        frontend.submit([1], SamplingParams(**{parameter: 5}))
+        frontend.submit([1], SamplingParams(**params))
 
 
 def test_without_a_tokenizer_only_token_ids_are_served() -> None:
@@ -316,7 +318,7 @@ def test_logprobs_name_the_chosen_token_first() -> None:
     requests_of(frontend, "Hi", SamplingParams(logprobs=2))
     a, b, space = CODEC.encode("ab ")
     logprobs = [
-        TokenLogprobs([a, b, a], [-1.5, -0.5, -1.5], [2, 1, 2]),
+        TokenLogprobs([a, b, a], [-1.5, -0.5, -1.5], [2, 1, 3]),  # a tie: the rank of the chosen token counts
         TokenLogprobs([b, space], [-3.0, -0.25], [9, 1]),
     ]
     tell(frontend, "0", "ab", logprobs=logprobs)

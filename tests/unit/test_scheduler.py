@@ -23,15 +23,15 @@ EOS, STOP = 99, 98
 
 
 def scheduler_with(**changes: Any) -> Scheduler:
-    settings: dict[str, Any] = dict(
-        num_blocks=16,
-        block_size=4,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=64,
-        enable_prefix_caching=True,
-        cache_salt=b"engine",
-    )
+    settings: dict[str, Any] = {
+        "num_blocks": 16,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "enable_prefix_caching": True,
+        "cache_salt": b"engine",
+    }
     return Scheduler(**(settings | changes))
 
 
@@ -137,7 +137,7 @@ def test_no_more_requests_run_than_allowed_and_they_are_served_in_order() -> Non
     scheduler = scheduler_with(max_num_seqs=2)
     for name in "abc":
         scheduler.add(request(name, 3, max_tokens=2))
-    plan, updates = step(scheduler)
+    updates = step(scheduler)[1]
     assert [update.request_id for update in updates] == ["a", "b"]
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
     assert [update.request_id for update in run(scheduler)] == ["a", "b", "c", "c"]
@@ -313,6 +313,24 @@ def test_nothing_is_shared_before_it_is_computed() -> None:
     assert not set(plan.chunks[0].block_ids) & set(plan.chunks[1].block_ids)
 
 
+def test_a_block_is_not_shared_before_its_last_token_is_computed() -> None:
+    scheduler = scheduler_with(max_num_batched_tokens=6)
+    prompt = list(range(10, 20))
+    scheduler.add(request("a", prompt))
+    step(scheduler)
+    scheduler.abort("a")
+    scheduler.add(request("b", prompt))
+    assert step(scheduler)[0].chunks[0].start == 4
+
+
+def test_equal_tokens_behind_other_tokens_are_not_shared() -> None:
+    scheduler = scheduler_with()
+    scheduler.add(request("a", [1, 1, 1, 1, 2, 2, 2, 2, 3]))
+    run(scheduler)
+    scheduler.add(request("b", [2, 2, 2, 2, 3]))
+    assert step(scheduler)[0].chunks[0].start == 0
+
+
 @pytest.mark.parametrize(("salt", "start"), [("tenant", 8), ("other", 0), ("", 0)])
 def test_requests_share_only_with_their_own_salt(salt: str, start: int) -> None:
     scheduler = scheduler_with()
@@ -380,15 +398,26 @@ def test_a_preempted_request_finds_its_own_blocks_in_the_cache_but_does_not_coun
     assert {update.num_cached_tokens for update in updates} == {0}
 
 
+def test_an_output_computed_again_in_pieces_samples_only_at_its_end() -> None:
+    scheduler = scheduler_with(num_blocks=6, max_model_len=24, max_num_batched_tokens=8, enable_prefix_caching=False)
+    for name in "ab":
+        scheduler.add(request(name, 4, max_tokens=10))
+    for _ in range(10):
+        step(scheduler)
+    assert scheduler.num_preemptions == 1
+    chunks = [step(scheduler)[0].chunks[0] for _ in range(2)]
+    assert [(len(chunk.token_ids), chunk.sample is not None) for chunk in chunks] == [(8, False), (5, True)]
+
+
 def test_nobody_is_admitted_in_a_step_that_sent_somebody_away() -> None:
-    scheduler = scheduler_with(num_blocks=6, max_model_len=24, enable_prefix_caching=False)
-    for name, prompt in [("a", 7), ("b", 11)]:
-        scheduler.add(request(name, prompt, max_tokens=10))
+    scheduler = scheduler_with(num_blocks=5, max_model_len=20)
+    prompt = list(range(10, 18))
+    scheduler.add(request("a", prompt))
+    scheduler.add(request("b", prompt))  # computed at the same time, so in blocks of its own
     step(scheduler)
-    scheduler.add(request("c", 1))
-    while not scheduler.num_preemptions:
-        plan, _ = step(scheduler)
-    assert len(plan.chunks) == 1
+    assert [chunk.start for chunk in step(scheduler)[0].chunks] == [8]
+    assert scheduler.num_preemptions == 1
+    assert [chunk.start for chunk in step(scheduler)[0].chunks] == [9, 8]  # now it shares those of "a"
 
 
 def test_a_request_is_admitted_only_if_every_running_one_can_still_grow() -> None:

@@ -42,7 +42,7 @@ def byte_level_tokenizer() -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=360, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(SENTENCES * 5, trainer)
-    tokenizer.add_tokens(["<two words>", "größe"])  # plain text in the vocabulary, not byte by byte
+    tokenizer.add_tokens(["<two words>", "\ufffd", "größe"])  # plain text in the vocabulary, not byte by byte
     return tokenizer
 
 
@@ -250,7 +250,7 @@ def letters_codec(pieces_of_text: list[str]) -> TextCodec:
     return TextCodec(fast_tokenizer(tokenizer, unk_token="<unk>"))
 
 
-LETTERS = ["a", "b", "ab", "ba", "aab", "bb"]
+LETTERS = ["a", "b", "ab", "ba", "aab", "bbaab"]
 
 
 def expected_with_stops(texts: list[str], stops: list[str], min_tokens: int, keep: bool) -> tuple[str, str | None, int]:
@@ -272,6 +272,7 @@ def expected_with_stops(texts: list[str], stops: list[str], min_tokens: int, kee
     min_tokens=st.integers(0, 6),
     keep=st.booleans(),
 )
+@example(tokens=[2, 5], stops=["baab", "aa"], min_tokens=0, keep=True)  # the one that begins later ends first
 @settings(max_examples=300, deadline=None)
 def test_stop_strings_end_the_text_where_a_character_by_character_search_does(
     tokens: list[int], stops: list[str], min_tokens: int, keep: bool
@@ -452,6 +453,10 @@ def cut_short(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
+def sentencepiece_only(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+
+
 def remote_code(folder: Path) -> None:
     shutil.copy(folder / "tokenizer.json", folder / "vocab.json")
     (folder / "tokenizer.json").unlink()
@@ -466,7 +471,7 @@ def remote_code(folder: Path) -> None:
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer\.json cannot be loaded: \w+"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{no"), r"tokenizer_config\.json is damaged"),
         (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer_config\.json belongs .* no vocabulary"),
-        (lambda folder: (folder / "config.json").write_text("{"), r"config\.json is damaged"),
+        (sentencepiece_only, r"tokenizer\.model cannot be loaded: .*; add the checkpoint's tokenizer\.json, or"),
         (remote_code, "comes as Python code"),
     ],
 )
@@ -479,6 +484,13 @@ def test_a_damaged_tokenizer_is_named(
     with pytest.raises(CheckpointError, match=message) as caught:
         TextCodec.load(str(folder))
     assert str(folder) in str(caught.value)
+
+
+def test_a_tokenizer_without_a_fast_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    (tmp_path / "vocab.txt").write_text("")
+    with pytest.raises(CheckpointError, match=r"without a fast version \(ByT5Tokenizer\); add the tokenizer\.json"):
+        TextCodec.load(str(tmp_path))
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "qwen3_moe"])
@@ -508,5 +520,6 @@ def test_the_vocabulary_file_decides_and_not_the_class_named_beside_it(
 )
 def test_a_decoder_that_cannot_be_streamed_is_refused(tmp_path: Path, decoder: Any) -> None:
     folder = save(word_tokenizer(["<unk>", "a"], decoder), tmp_path)
-    with pytest.raises(CheckpointError, match="cannot be streamed; supported are ByteLevel"):
+    with pytest.raises(CheckpointError, match="cannot be streamed; supported are ByteLevel") as caught:
         TextCodec.load(folder)
+    assert folder in str(caught.value)

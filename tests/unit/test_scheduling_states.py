@@ -1,0 +1,504 @@
+"""Random histories of the block pool and of the scheduler, held against models that know only what an outsider sees.
+
+The scheduler's model executes each plan on a cache that remembers, slot by slot, which tokens its key and value were
+computed from. Whatever is shared, evicted, preempted or aborted, an attended slot must hold exactly the prefix of the
+request that attends to it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from moeserve.errors import RequestError
+from moeserve.messages import (
+    Chunk,
+    ChunkResult,
+    Request,
+    RequestUpdate,
+    SampleSpec,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from moeserve.scheduling.block_pool import BlockPool
+from moeserve.scheduling.scheduler import Scheduler
+
+picks = st.integers(min_value=0, max_value=1000)  # an index into whatever there is, modulo its length
+seldom = st.integers(0, 5).map(lambda number: number == 5)  # for rules that end most of what goes on
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """The model: who holds which blocks, which digests are registered, and when each free block became free."""
+
+    @initialize(num_blocks=st.integers(1, 8))
+    def start(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.num_blocks = num_blocks
+        self.holders: list[list[int]] = []
+        self.registered: dict[bytes, int] = {}
+        self.freed_at = dict.fromkeys(range(num_blocks), 0)
+        self.now = 0
+
+    def held(self) -> list[int]:
+        return [block_id for holder in self.holders for block_id in holder]
+
+    @rule(wanted=st.integers(0, 4))
+    def allocate(self, wanted: int) -> None:
+        wanted = min(wanted, len(self.freed_at))
+        cached = set(self.registered.values())
+        taken = self.pool.allocate(wanted)
+        assert len(set(taken)) == wanted
+        assert set(taken) <= set(self.freed_at), "a block was handed out that was not free"
+        cached_free = sorted(cached & set(self.freed_at), key=self.freed_at.__getitem__)
+        num_evicted = max(0, wanted - (len(self.freed_at) - len(cached_free)))
+        evicted = set(cached_free[:num_evicted])  # no more than needed, and the least recently used
+        assert set(taken) & cached == evicted
+        self.registered = {digest: block for digest, block in self.registered.items() if block not in evicted}
+        for block_id in taken:
+            del self.freed_at[block_id]
+        self.holders.append(taken)
+
+    @precondition(lambda self: self.registered)
+    @rule(pick=picks, num_blocks=st.integers(1, 3))
+    def share(self, pick: int, num_blocks: int) -> None:
+        digests = sorted(self.registered)
+        found = [self.pool.find(digest) for digest in digests]
+        assert found == [self.registered[digest] for digest in digests]
+        shared = [block_id for block_id in found if block_id is not None][pick % len(digests) :][:num_blocks]
+        self.pool.share(shared)
+        for block_id in shared:
+            self.freed_at.pop(block_id, None)
+        self.holders.append(shared)
+
+    @precondition(lambda self: self.holders)
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        holder = self.holders.pop(pick % len(self.holders))
+        self.pool.release(holder)
+        still_held = set(self.held())
+        for block_id in reversed(holder):
+            if block_id not in still_held:
+                self.now += 1
+                self.freed_at[block_id] = self.now
+
+    @rule(pick=picks, digest=st.sampled_from([b"a", b"b", b"c", b"d", b"e", b"f"]))
+    def register(self, pick: int, digest: bytes) -> None:
+        candidates = sorted(set(self.held()) - set(self.registered.values()))
+        if candidates:
+            block_id = candidates[pick % len(candidates)]
+            self.pool.register(block_id, digest)
+            self.registered.setdefault(digest, block_id)
+
+    @invariant()
+    def books_balance(self) -> None:
+        assert self.pool.num_free == len(self.freed_at) == self.num_blocks - len(set(self.held()))
+        assert all(self.pool.is_free(block_id) == (block_id in self.freed_at) for block_id in range(self.num_blocks))
+        for digest in (b"a", b"b", b"c", b"d", b"e", b"f"):
+            assert self.pool.find(digest) == self.registered.get(digest)
+        self.pool.check_invariants(self.held())
+
+
+NUM_TOKEN_IDS = 12
+EOS, STOP = 10, 11
+Contents = tuple[str, tuple[int, ...]]  # what a slot was computed from: the salt, and all tokens up to its own
+
+
+@dataclass(eq=False)
+class Outsider:
+    """What can be known of a request without looking into the scheduler."""
+
+    request: Request
+    tokens: list[int]
+    num_computed: int = 0
+    num_cached: int = 0
+    was_admitted: bool = False
+    updates: list[RequestUpdate] = field(default_factory=list)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def owed_rows(self) -> bool:
+        return self.request.params.prompt_logprobs is not None and self.num_output == 0
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.updates) and self.updates[-1].finish_reason is not None
+
+    def contents(self, position: int) -> Contents:
+        return self.request.cache_salt, tuple(self.tokens[: position + 1])
+
+
+def barred_at(request: Request, position: int) -> list[int]:
+    return request.eos_token_ids + request.params.stop_token_ids if position < request.params.min_tokens else []
+
+
+def choose(seed: int, position: int, barred: list[int]) -> int:
+    """A token that follows from the seed and the position alone, as a sampler's does."""
+    token_id = zlib.crc32(b"%d at %d" % (seed, position)) % NUM_TOKEN_IDS
+    while token_id in barred:
+        token_id = (token_id + 1) % NUM_TOKEN_IDS
+    return token_id
+
+
+def whole_output(request: Request, max_model_len: int) -> tuple[list[int], str, int | None]:
+    """The tokens, finish reason and stop reason of a request that is left alone, counted without any scheduler."""
+    output: list[int] = []
+    while True:
+        barred = barred_at(request, len(output))
+        token_id = choose(request.seed, len(output), barred)
+        output.append(token_id)
+        if token_id in request.eos_token_ids and not barred:
+            return output, "stop", None
+        if token_id in request.params.stop_token_ids and not barred:
+            return output, "stop", token_id
+        if len(output) == request.params.max_tokens or len(request.prompt_token_ids) + len(output) == max_model_len:
+            return output, "length", None
+
+
+def prompt_row(token_id: int, position: int) -> TokenLogprobs:
+    return TokenLogprobs([token_id], [-float(position)], [1])
+
+
+@st.composite
+def params(draw: st.DrawFn) -> SamplingParams:
+    max_tokens = draw(st.sampled_from([20, None, 16, 12, 8, 3, 1]))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.sampled_from([0, 0, 3])) if max_tokens is None or max_tokens >= 3 else 0,
+        stop_token_ids=draw(st.sampled_from([[], [], [STOP]])),
+        logprobs=draw(st.sampled_from([None, None, 0])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.0])),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.integers(1, 4),
+        max_model_len=st.integers(4, 32),
+        num_spare_blocks=st.integers(0, 3),
+        max_num_seqs=st.sampled_from([5, 4, 3, 2, 1]),
+        max_num_batched_tokens=st.sampled_from([8, 12, 32, 5, 3, 2, 1]),
+        enable_prefix_caching=st.sampled_from([True, True, False]),
+    )
+    def start(
+        self,
+        block_size: int,
+        max_model_len: int,
+        num_spare_blocks: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
+    ) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.num_blocks = -(-max_model_len // block_size) + num_spare_blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.enable_prefix_caching = enable_prefix_caching
+        self.scheduler = Scheduler(
+            num_blocks=self.num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            cache_salt=b"engine",
+        )
+        self.live: list[Outsider] = []  # in order of arrival
+        self.past: list[Outsider] = []
+        self.cache: dict[tuple[int, int], Contents] = {}  # slot, as block id and offset
+        self.plan: StepPlan | None = None
+        self.in_flight: list[Outsider] = []  # whose chunks the plan has
+        self.last_step = 0
+
+    # What the world does to the scheduler.
+
+    @rule(
+        base=st.sampled_from([0, 1]),
+        length=st.sampled_from([2, 8, 0, 4, 6, 12, 16]),
+        tail=st.lists(st.integers(0, 2), min_size=1, max_size=2),
+        params=params(),
+        seed=st.integers(0, 40),
+        has_eos=st.booleans(),
+        salt=st.sampled_from(["", "", "tenant"]),
+        old_id=st.booleans(),
+    )
+    def add(
+        self,
+        base: int,
+        length: int,
+        tail: list[int],
+        params: SamplingParams,
+        seed: int,
+        has_eos: bool,
+        salt: str,
+        old_id: bool,
+    ) -> None:
+        self.add_prompt([base] * length + tail, params, seed, has_eos, salt, old_id)
+
+    @precondition(lambda self: self.live or self.past)
+    @rule(pick=picks, length=st.integers(1, 32), params=params(), seed=st.integers(0, 40))
+    def add_one_that_goes_on_from_another(self, pick: int, length: int, params: SamplingParams, seed: int) -> None:
+        others = self.live + self.past
+        other = others[pick % len(others)]
+        self.add_prompt(other.tokens[:length], params, seed, True, other.request.cache_salt, False)
+
+    def add_prompt(
+        self, prompt: list[int], params: SamplingParams, seed: int, has_eos: bool, salt: str, old_id: bool
+    ) -> None:
+        live_ids = {outsider.request.request_id for outsider in self.live}
+        free_ids = [o.request.request_id for o in self.past if o.request.request_id not in live_ids]
+        request = Request(
+            request_id=free_ids[-1] if old_id and free_ids else f"request {len(self.live) + len(self.past)}",
+            prompt_token_ids=prompt[: self.max_model_len - 1],
+            params=params,
+            seed=seed,
+            eos_token_ids=[EOS] if has_eos else [],
+            cache_salt=salt,
+        )
+        self.scheduler.add(request)
+        self.live.append(Outsider(request, list(request.prompt_token_ids)))
+
+    @rule(length=st.integers(0, 3), uses_live_id=st.booleans())
+    def add_one_that_is_refused(self, length: int, uses_live_id: bool) -> None:
+        request_id = "refused"
+        length = 0 if length == 0 else self.max_model_len + length - 1
+        if uses_live_id and self.live:
+            request_id, length = self.live[0].request.request_id, 1
+        try:
+            self.scheduler.add(
+                Request(request_id=request_id, prompt_token_ids=[0] * length, params=SamplingParams(), seed=0)
+            )
+        except RequestError:
+            return
+        raise AssertionError("a request was accepted that cannot run")
+
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, happens=st.booleans())
+    def abort(self, pick: int, happens: bool) -> None:
+        if not happens:
+            return
+        outsider = self.live[pick % len(self.live)]
+        update = self.scheduler.abort(outsider.request.request_id)
+        assert update is not None
+        self.take_news(outsider, update)
+        assert update.finish_reason == "abort"
+
+    @rule(pick=picks)
+    def abort_one_that_is_not_there(self, pick: int) -> None:
+        live_ids = {outsider.request.request_id for outsider in self.live}
+        gone = [o.request.request_id for o in self.past if o.request.request_id not in live_ids]
+        assert self.scheduler.abort(gone[pick % len(gone)] if gone else "unknown") is None
+
+    @rule(happens=seldom)
+    def abort_all(self, happens: bool) -> None:
+        if not happens:
+            return
+        updates = self.scheduler.abort_all()
+        assert [update.request_id for update in updates] == [o.request.request_id for o in self.live]
+        for outsider, update in zip(list(self.live), updates, strict=True):
+            self.take_news(outsider, update)
+            assert update.finish_reason == "abort"
+
+    @precondition(lambda self: all(outsider.ended for outsider in self.in_flight))
+    @rule()
+    def schedule(self) -> None:
+        num_preemptions = self.scheduler.num_preemptions
+        self.plan = self.scheduler.schedule()
+        assert (self.plan is None) == (not self.live), "the oldest request must move on in every step"
+        num_running = self.scheduler.num_running
+        preempted = [outsider for outsider in self.live[num_running:] if outsider.num_computed > 0]
+        assert self.scheduler.num_preemptions - num_preemptions == len(preempted)
+        for outsider in preempted:
+            outsider.num_computed = 0
+        if self.plan is None:
+            self.in_flight = []
+            return
+        assert self.plan.step > self.last_step
+        self.last_step = self.plan.step
+        self.in_flight = self.live[: len(self.plan.chunks)]
+        for outsider, chunk in zip(self.in_flight, self.plan.chunks, strict=True):
+            self.check_chunk(outsider, chunk)
+            if not outsider.was_admitted:
+                outsider.was_admitted = True
+                outsider.num_cached = chunk.start
+        assert sum(len(chunk.token_ids) for chunk in self.plan.chunks) <= self.max_num_batched_tokens
+        assert len(self.plan.chunks) <= num_running <= self.max_num_seqs
+        self.check_sharing()
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def commit(self) -> None:
+        assert self.plan is not None
+        result = self.execute(self.plan)
+        expected = [o for o, chunk in zip(self.in_flight, self.plan.chunks, strict=True) if chunk.sample]
+        expected = [outsider for outsider in expected if not outsider.ended]
+        updates = self.scheduler.commit(self.plan, result)
+        assert [update.request_id for update in updates] == [o.request.request_id for o in expected]
+        for outsider, chunk in zip(self.in_flight, self.plan.chunks, strict=True):
+            outsider.num_computed = chunk.start + len(chunk.token_ids)
+        for outsider, update in zip(expected, updates, strict=True):
+            self.take_news(outsider, update)
+        self.plan, self.in_flight = None, []
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(happens=seldom)
+    def fail(self, happens: bool) -> None:
+        """The step raises after it wrote who knows what into the slots that it was to write."""
+        if not happens:
+            return
+        assert self.plan is not None
+        for chunk in self.plan.chunks:
+            for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
+                self.cache[self.slot(chunk, position)] = ("garbage", ())
+        self.abort_all(happens=True)
+        self.plan, self.in_flight = None, []
+
+    @precondition(lambda self: all(outsider.ended for outsider in self.in_flight))
+    @rule(num_steps=st.integers(2, 8))
+    def run(self, num_steps: int) -> None:
+        """Several whole steps, so that a history gets far in few rules."""
+        for _ in range(num_steps):
+            self.schedule()
+            self.books_balance()
+            if self.plan is not None:
+                self.commit()
+                self.books_balance()
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.scheduler.check_invariants()
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+        assert self.scheduler.has_work == bool(self.live)
+        if not self.live:
+            assert self.scheduler.num_free_blocks == self.num_blocks
+
+    def teardown(self) -> None:
+        """Left to itself, every request finishes, with the output it would have had alone."""
+        if not hasattr(self, "scheduler"):
+            return
+        if self.plan is not None:
+            self.commit()
+        for _ in range(len(self.live) * self.max_model_len):  # the oldest gains a token in each step
+            if self.live:
+                self.schedule()
+                self.commit()
+        assert not self.live, "requests did not finish"
+        self.books_balance()
+        for outsider in self.past:
+            self.check_output(outsider)
+
+    # What the model makes of it.
+
+    def slot(self, chunk: Chunk, position: int) -> tuple[int, int]:
+        return chunk.block_ids[position // self.block_size], position % self.block_size
+
+    def check_chunk(self, outsider: Outsider, chunk: Chunk) -> None:
+        """One chunk is what its request needs next."""
+        request, end = outsider.request, chunk.start + len(chunk.token_ids)
+        assert chunk.token_ids
+        assert chunk.token_ids == outsider.tokens[chunk.start : end]
+        if outsider.num_computed > 0:
+            assert chunk.start == outsider.num_computed
+        elif chunk.start > 0:
+            assert chunk.start % self.block_size == 0
+            assert self.enable_prefix_caching
+            assert not outsider.owed_rows
+        assert len(chunk.block_ids) == -(-end // self.block_size)
+        assert len(set(chunk.block_ids)) == len(chunk.block_ids)
+        assert chunk.prompt_targets == (outsider.tokens[chunk.start + 1 : end + 1] if outsider.owed_rows else [])
+        assert chunk.num_prompt_logprobs == (request.params.prompt_logprobs if outsider.owed_rows else None)
+        looks_back = request.params.has_penalties
+        spec = SampleSpec(
+            params=request.params,
+            seed=request.seed,
+            position=outsider.num_output,
+            barred_token_ids=barred_at(request, outsider.num_output),
+            prompt_token_ids=request.prompt_token_ids if looks_back else [],
+            output_token_ids=outsider.tokens[len(request.prompt_token_ids) :] if looks_back else [],
+        )
+        assert chunk.sample == (spec if end == len(outsider.tokens) else None)
+
+    def check_sharing(self) -> None:
+        """Two requests share a block only at the same place of equal prefixes, full and computed before this step."""
+        assert self.plan is not None
+        first_user: dict[int, tuple[int, Outsider, Chunk]] = {}
+        for outsider, chunk in zip(self.in_flight, self.plan.chunks, strict=True):
+            for index, block_id in enumerate(chunk.block_ids):
+                if block_id not in first_user:
+                    first_user[block_id] = index, outsider, chunk
+                    continue
+                other_index, other, other_chunk = first_user[block_id]
+                assert self.enable_prefix_caching
+                assert index == other_index
+                assert (index + 1) * self.block_size <= min(chunk.start, other_chunk.start)
+                last = (index + 1) * self.block_size - 1
+                assert outsider.contents(last) == other.contents(last)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs a step on the model's cache, also for those aborted meanwhile: the ranks know nothing of it."""
+        pairs = list(zip(self.in_flight, plan.chunks, strict=True))
+        for outsider, chunk in pairs:
+            for position in range(chunk.start):
+                assert self.cache.get(self.slot(chunk, position)) == outsider.contents(position), "attends before"
+        for outsider, chunk in pairs:
+            for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
+                self.cache[self.slot(chunk, position)] = outsider.contents(position)
+        for outsider, chunk in pairs:
+            for position in range(chunk.start + len(chunk.token_ids)):
+                assert self.cache[self.slot(chunk, position)] == outsider.contents(position), "overwritten in the step"
+        return StepResult(step=plan.step, chunks=[self.result_of(chunk) for chunk in plan.chunks])
+
+    def result_of(self, chunk: Chunk) -> ChunkResult:
+        rows = [prompt_row(target, chunk.start + row) for row, target in enumerate(chunk.prompt_targets)]
+        if chunk.sample is None:
+            return ChunkResult(prompt_logprobs=rows)
+        spec = chunk.sample
+        token_id = choose(spec.seed, spec.position, spec.barred_token_ids)
+        logprobs = None if spec.params.logprobs is None else prompt_row(token_id, spec.position)
+        return ChunkResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=rows)
+
+    def take_news(self, outsider: Outsider, update: RequestUpdate) -> None:
+        assert not outsider.ended, "a request ended twice"
+        assert update.request_id == outsider.request.request_id
+        assert update.num_cached_tokens == outsider.num_cached
+        outsider.updates.append(update)
+        outsider.tokens += update.token_ids
+        if outsider.ended:
+            self.live.remove(outsider)
+            self.past.append(outsider)
+
+    def check_output(self, outsider: Outsider) -> None:
+        """All the news of a request, put together."""
+        request, updates = outsider.request, outsider.updates
+        assert [update.finish_reason is None for update in updates] == [True] * (len(updates) - 1) + [False]
+        output = [token_id for update in updates for token_id in update.token_ids]
+        tokens, finish_reason, stop_reason = whole_output(request, self.max_model_len)
+        if updates[-1].finish_reason == "abort":
+            assert output == tokens[: len(output)]
+            assert len(output) < len(tokens)
+        else:
+            assert output == tokens
+            assert (updates[-1].finish_reason, updates[-1].stop_reason) == (finish_reason, stop_reason)
+        logprobs = [row for update in updates for row in update.logprobs]
+        assert logprobs == ([] if request.params.logprobs is None else [prompt_row(t, p) for p, t in enumerate(output)])
+        given = [update.prompt_logprobs for update in updates if update.token_ids]
+        if given:
+            targets = [] if request.params.prompt_logprobs is None else request.prompt_token_ids[1:]
+            assert given[0] == [prompt_row(target, position) for position, target in enumerate(targets)]
+            assert not any(given[1:])
+
+
+BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=500, stateful_step_count=50, deadline=None)
+test_block_pool_histories = BlockPoolMachine.TestCase
+test_scheduler_histories = SchedulerMachine.TestCase
