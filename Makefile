@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 VENV := .venv
-QUIET := $(if $(V),,-qq)
+QUIET := $(if $(V),-v,-qq)
 PIP_INSTALL := $(VENV)/bin/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt
 
 PYTHON_FOLDERS := moeserve bench triton_kernels
@@ -20,12 +20,14 @@ CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' | LC_ALL=C sort)
 LAYOUT := $(shell { pwd; find $(PYTHON_FOLDERS) csrc -name '*.py' -o -name '*.cpp' -o -name '*.h'; } \
 	| LC_ALL=C sort | cksum | cut -d ' ' -f 1)
 
+# With a compiler, a build that fails is an error. Without one, moeserve is installed without its C++ kernels.
+COMPILER := $(shell for name in $$CXX c++ g++ clang++; do command -v $$name && break; done)
+
 INSTALLED := $(VENV)/.installed-$(LAYOUT)
 DEFAULT_MODEL := $(VENV)/.default-model
-# The package as it is installed, made of links, for the tools that read files instead of importing them.
 PACKAGE := build/package
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check lint types floors package bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,13 +49,26 @@ test: setup
 bench: setup
 	$(VENV)/bin/python -m moeserve.bench.decode
 
-check: $(INSTALLED)
+check: lint types floors
+
+lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
+
+types: package
+	cd $(PACKAGE) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+
+# Without `site`, which would lead the tool to the checkout, where moeserve/bench and moeserve/triton_kernels are missing.
+floors: package
+	cd $(PACKAGE) && PYTHONPATH=`$(CURDIR)/$(VENV)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))'` \
+		$(CURDIR)/$(VENV)/bin/python -S -c 'from importlinter.cli import lint_imports_command as c; c()' \
+		--config $(CURDIR)/pyproject.toml --no-logo --cache-dir $(CURDIR)/.import_linter_cache
+
+# The package as it is installed, made of links, for the tools that read files instead of importing them.
+package: $(INSTALLED)
 	@rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)/moeserve
 	@ln -s $(CURDIR)/moeserve/* $(CURDIR)/bench $(CURDIR)/triton_kernels $(PACKAGE)/moeserve/
-	cd $(PACKAGE) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
-	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
@@ -71,10 +86,10 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPP_FILES)
 	@rm -f $(VENV)/.installed-*
 	@echo "Installing moeserve and what it needs (minutes the first time; V=1 shows it)"
 	@$(PIP_INSTALL) cmake nanobind ninja scikit-build-core
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@MOESERVE_REQUIRE_KERNELS=$(if $(COMPILER),1,0) $(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@$(VENV)/bin/python -c 'import sys, importlib.util as i; sys.exit(i.find_spec("moeserve._cpu") is None)' || { \
-		echo "WARNING: the C++ kernels could not be built, so moeserve runs on torch alone, which is slow on a CPU."; \
-		echo "WARNING: Install a C++17 compiler (g++ or clang++), then: rm $@; make setup"; }
+		echo "WARNING: there is no C++ compiler here, so moeserve is installed WITHOUT its C++ kernels. It runs on torch"; \
+		echo "WARNING: alone, which is slow on a CPU. Install g++ or clang++, then: rm $@; make setup"; }
 	@touch $@
 
 # Without its dependencies, which would compile another engine: only the model file in it is used.

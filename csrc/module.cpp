@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/cache_write.h"
 #include "cpu/isa.h"
 #include "cpu/paged_attention.h"
 #include "cpu/thread_pool.h"

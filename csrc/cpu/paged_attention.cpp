@@ -63,6 +63,7 @@ struct Job {
   std::unique_ptr<Shared[]> shared;
 };
 
+int64_t element_bytes(const PagedAttention& step) { return step.type == ElementType::kFloat32 ? 4 : 2; }
 int64_t group_size(const PagedAttention& step) { return step.num_heads / step.num_kv_heads; }
 
 int64_t first_position(const PagedAttention& step, const Row& row) {
@@ -237,18 +238,51 @@ MOESERVE_INLINE void merge(const PagedAttention& step, const Row& row, int64_t k
   }
 }
 
-// Room for floats that each thread keeps from call to call.
-std::vector<float>& thread_states() {
-  thread_local std::vector<float> states;
-  return states;
+// Room that each thread keeps from call to call.
+struct Scratch {
+  std::vector<float> queries;
+  std::vector<float> states;
+  std::vector<float> shared_states;  // of the thread that calls the kernel, for all
+};
+
+Scratch& scratch() {
+  thread_local Scratch of_this_thread;
+  return of_this_thread;
 }
-std::vector<float>& thread_shared_states() {
-  thread_local std::vector<float> states;
-  return states;
+
+float* at_least(std::vector<float>& room, int64_t size) {
+  if (static_cast<int64_t>(room.size()) < size) room.resize(size);
+  return room.data();
 }
-std::vector<float>& thread_queries() {
-  thread_local std::vector<float> queries;
-  return queries;
+
+// One row's query heads from `first_head` on, times scale, as score_tile wants them.
+template <int W, typename Element>
+MOESERVE_INLINE void scale_queries(const PagedAttention& step, const Row& row, int64_t first_head, float* queries,
+                                   int64_t stride) {
+  const int head_size = static_cast<int>(step.head_size);
+  const auto* source = static_cast<const Element*>(step.query) + (row.index * step.num_heads + first_head) * head_size;
+  for (int64_t q = 0; q < group_size(step); ++q, source += head_size, queries += stride) {
+    for (int h = 0; h < head_size; h += 2 * W) {
+      const Pair<W> pair = h + 2 * W <= head_size ? load_pair<W>(source + h) : load_first<W>(source + h, head_size - h);
+      store<W>(queries + h, pair.first * step.scale);
+      store<W>(queries + h + W, pair.second * step.scale);
+    }
+  }
+}
+
+// Where the key and value of `num_positions` positions from `first` on lie in the caches, and for what is read or
+// prefetched beyond them the last again.
+void find_offsets(const PagedAttention& step, const Row& row, int64_t kv_head, int64_t first, int num_positions,
+                  int64_t* offsets) {
+  int64_t block = first / step.block_size;
+  int64_t in_block = first % step.block_size;
+  for (int p = 0; p < num_positions; ++block, in_block = 0) {
+    const int64_t slot = (row.blocks[block] * step.num_kv_heads + kv_head) * step.block_size;
+    for (; p < num_positions && in_block < step.block_size; ++p, ++in_block) {
+      offsets[p] = (slot + in_block) * step.head_size;
+    }
+  }
+  std::fill_n(offsets + num_positions, kMaxTile + kPrefetch, offsets[num_positions - 1]);
 }
 
 template <int W, typename Element>
@@ -260,63 +294,32 @@ MOESERVE_INLINE void run_item(const Job& job, const Item& item) {
   const int64_t group = group_size(step);
   const int head_size = static_cast<int>(step.head_size);
 
-  const int64_t queries_stride = (step.head_size + 2 * W - 1) / (2 * W) * (2 * W);
-  std::vector<float>& queries = thread_queries();
-  queries.resize(group * queries_stride);
-  const auto* query =
-      static_cast<const Element*>(step.query) + (row.index * step.num_heads + item.kv_head * group) * step.head_size;
-  for (int64_t q = 0; q < group; ++q) {
-    for (int h = 0; h < head_size; h += 2 * W) {
-      const Element* source = query + q * step.head_size + h;
-      const Pair<W> pair = h + 2 * W <= head_size ? load_pair<W>(source) : load_first<W>(source, head_size - h);
-      float* target = queries.data() + q * queries_stride + h;
-      store<W>(target, pair.first * step.scale);
-      store<W>(target + W, pair.second * step.scale);
-    }
-  }
+  const int64_t stride = (step.head_size + 2 * W - 1) / (2 * W) * (2 * W);
+  float* queries = at_least(scratch().queries, group * stride);
+  scale_queries<W, Element>(step, row, item.kv_head * group, queries, stride);
 
-  float* states = nullptr;
-  if (item.shared >= 0) {
-    states = job.shared[item.shared].states + states_size(step, item.first_partition);
-  } else {
-    thread_states().resize(std::max<size_t>(thread_states().size(), states_size(step, item.num_partitions)));
-    states = thread_states().data();
-  }
-
+  float* states = item.shared < 0 ? at_least(scratch().states, states_size(step, item.num_partitions))
+                                  : job.shared[item.shared].states + states_size(step, item.first_partition);
   const int64_t first = first_position(step, row);
   for (int64_t i = 0; i < item.num_partitions; ++i) {
     const int64_t partition = first / kPartition + item.first_partition + i;
     const int64_t begin = std::max(first, partition * kPartition);
     const int num_positions = static_cast<int>(std::min(row.position + 1, (partition + 1) * kPartition) - begin);
-
     int64_t offsets[kPartition + kMaxTile + kPrefetch];
-    int64_t block = begin / step.block_size;
-    int64_t in_block = begin % step.block_size;
-    for (int p = 0; p < num_positions;) {
-      int64_t offset =
-          ((row.blocks[block] * step.num_kv_heads + item.kv_head) * step.block_size + in_block) * step.head_size;
-      for (; p < num_positions && in_block < step.block_size; ++p, ++in_block, offset += step.head_size) {
-        offsets[p] = offset;
-      }
-      ++block;
-      in_block = 0;
-    }
-    for (int p = num_positions; p < num_positions + kMaxTile + kPrefetch; ++p) offsets[p] = offsets[num_positions - 1];
+    find_offsets(step, row, item.kv_head, begin, num_positions, offsets);
 
     for (int64_t q = 0; q < group;) {
-      const float* tile = queries.data() + q * queries_stride;
-      float* target = states + states_size(step, i) + q * state_size(step);
-      if (group - q >= 4) {
-        reduce_partition<W, 4>(keys, values, offsets, num_positions, tile, queries_stride, head_size, target,
-                               state_size(step));
+      const float* tile = queries + q * stride;
+      float* state = states + states_size(step, i) + q * state_size(step);
+      const int64_t num_left = group - q;
+      if (num_left >= 4) {
+        reduce_partition<W, 4>(keys, values, offsets, num_positions, tile, stride, head_size, state, state_size(step));
         q += 4;
-      } else if (group - q >= 2) {
-        reduce_partition<W, 2>(keys, values, offsets, num_positions, tile, queries_stride, head_size, target,
-                               state_size(step));
+      } else if (num_left >= 2) {
+        reduce_partition<W, 2>(keys, values, offsets, num_positions, tile, stride, head_size, state, state_size(step));
         q += 2;
       } else {
-        reduce_partition<W, 1>(keys, values, offsets, num_positions, tile, queries_stride, head_size, target,
-                               state_size(step));
+        reduce_partition<W, 1>(keys, values, offsets, num_positions, tile, stride, head_size, state, state_size(step));
         q += 1;
       }
     }
@@ -324,11 +327,11 @@ MOESERVE_INLINE void run_item(const Job& job, const Item& item) {
 
   if (item.shared < 0) {
     merge<Element>(step, row, item.kv_head, states, item.num_partitions);
-  } else {
-    Shared& shared = job.shared[item.shared];
-    if (shared.num_missing.fetch_sub(item.num_partitions, std::memory_order_acq_rel) == item.num_partitions) {
-      merge<Element>(step, row, item.kv_head, shared.states, count_partitions(step, row));
-    }
+    return;
+  }
+  Shared& shared = job.shared[item.shared];
+  if (shared.num_missing.fetch_sub(item.num_partitions, std::memory_order_acq_rel) == item.num_partitions) {
+    merge<Element>(step, row, item.kv_head, shared.states, count_partitions(step, row));
   }
 }
 
@@ -393,86 +396,64 @@ std::vector<Row> find_rows(const PagedAttention& step) {
 }
 
 void clear_row(const PagedAttention& step, const Row& row) {
-  const int64_t bytes = step.num_heads * step.head_size * (step.type == ElementType::kFloat32 ? 4 : 2);
+  const int64_t bytes = step.num_heads * step.head_size * element_bytes(step);
   std::memset(static_cast<char*>(step.out) + row.index * bytes, 0, bytes);
+}
+
+// Threads that the rows are worth.
+int choose_num_threads(const PagedAttention& step, const std::vector<Row>& rows) {
+  int64_t num_positions = 0;
+  for (const Row& row : rows) num_positions += std::max<int64_t>(0, row.position + 1 - first_position(step, row));
+  const int64_t bytes = num_positions * step.num_kv_heads * step.head_size * 2 * element_bytes(step);
+  return static_cast<int>(std::clamp<int64_t>(bytes / kBytesPerThread, 1, num_threads()));
+}
+
+// Divides the rows' partitions into items: all of a row's in one, unless the row is long compared to the whole step.
+void plan(Job& job, int num_threads) {
+  const PagedAttention& step = job.step;
+  int64_t total = 0;
+  for (const Row& row : job.rows) total += count_partitions(step, row) * step.num_kv_heads;
+  const int64_t most = num_threads == 1 ? total : std::max<int64_t>(1, total / (num_threads * kItemsPerThread));
+
+  std::vector<int64_t> shared_partitions;
+  int64_t shared_floats = 0;
+  for (size_t r = 0; r < job.rows.size(); ++r) {
+    const int64_t partitions = count_partitions(step, job.rows[r]);
+    for (int64_t kv_head = 0; kv_head < step.num_kv_heads; ++kv_head) {
+      Item item{static_cast<int32_t>(r), static_cast<int32_t>(kv_head), 0, 0, -1};
+      if (partitions > most) {
+        item.shared = static_cast<int32_t>(shared_partitions.size());
+        shared_partitions.push_back(partitions);
+        shared_floats += states_size(step, partitions);
+      }
+      for (int64_t first = 0; first < partitions; first += most) {
+        item.first_partition = static_cast<int32_t>(first);
+        item.num_partitions = static_cast<int32_t>(std::min(most, partitions - first));
+        job.items.push_back(item);
+      }
+    }
+  }
+
+  job.shared = std::make_unique<Shared[]>(shared_partitions.size());
+  float* states = at_least(scratch().shared_states, shared_floats);
+  for (size_t i = 0; i < shared_partitions.size(); ++i) {
+    job.shared[i].states = states;
+    job.shared[i].num_missing.store(static_cast<int32_t>(shared_partitions[i]), std::memory_order_relaxed);
+    states += states_size(step, shared_partitions[i]);
+  }
 }
 
 }  // namespace
 
 void paged_attention(const PagedAttention& step) {
   Job job{step, find_rows(step), {}, nullptr};
-
-  int64_t total_partitions = 0;
-  int64_t total_positions = 0;
+  const int max_threads = choose_num_threads(step, job.rows);
+  plan(job, max_threads);
   for (const Row& row : job.rows) {
-    total_partitions += count_partitions(step, row) * step.num_kv_heads;
-    total_positions += row.position + 1 - first_position(step, row);
+    if (row.position < 0) clear_row(step, row);
   }
-  const int64_t total_bytes =
-      total_positions * step.num_kv_heads * step.head_size * 2 * (step.type == ElementType::kFloat32 ? 4 : 2);
-  const int max_threads =
-      static_cast<int>(std::min<int64_t>(num_threads(), std::max<int64_t>(1, total_bytes / kBytesPerThread)));
-
-  // A row that is long compared to the whole step is divided among several items.
-  const int64_t span =
-      max_threads == 1 ? total_partitions : std::max<int64_t>(1, total_partitions / (max_threads * kItemsPerThread));
-  int64_t num_shared = 0;
-  int64_t shared_floats = 0;
-  for (size_t r = 0; r < job.rows.size(); ++r) {
-    const int64_t partitions = count_partitions(step, job.rows[r]);
-    if (partitions == 0) clear_row(step, job.rows[r]);
-    for (int64_t kv_head = 0; kv_head < step.num_kv_heads; ++kv_head) {
-      for (int64_t first = 0; first < partitions; first += span) {
-        job.items.push_back({static_cast<int32_t>(r), static_cast<int32_t>(kv_head), static_cast<int32_t>(first),
-                             static_cast<int32_t>(std::min(span, partitions - first)),
-                             partitions > span ? static_cast<int32_t>(num_shared) : -1});
-      }
-      if (partitions > span) {
-        ++num_shared;
-        shared_floats += states_size(step, partitions);
-      }
-    }
-  }
-  std::vector<float>& shared_states = thread_shared_states();
-  shared_states.resize(std::max<size_t>(shared_states.size(), shared_floats));
-  job.shared = std::make_unique<Shared[]>(num_shared);
-  float* next = shared_states.data();
-  for (const Item& item : job.items) {
-    if (item.shared < 0 || item.first_partition > 0) continue;
-    const int64_t partitions = count_partitions(step, job.rows[item.row]);
-    job.shared[item.shared].states = next;
-    job.shared[item.shared].num_missing.store(static_cast<int32_t>(partitions), std::memory_order_relaxed);
-    next += states_size(step, partitions);
-  }
-
   const RunItem run = choose_run_item(current_isa());
   parallel_for(static_cast<int64_t>(job.items.size()), max_threads, [&](int64_t i) { run(job, job.items[i]); });
-}
-
-void write_cache(const CacheWrite& write) {
-  const int64_t num_slots = write.num_blocks * write.block_size;
-  for (int64_t t = 0; t < write.num_tokens; ++t) {
-    if (write.slots[t] < -1 || write.slots[t] >= num_slots) {
-      throw std::invalid_argument("write_cache: token " + std::to_string(t) + " has slot " +
-                                  std::to_string(write.slots[t]) + ", but there are " + std::to_string(num_slots));
-    }
-  }
-  const int64_t row_bytes = write.head_size * write.element_bytes;
-  const auto copy_token = [&](int64_t t) {
-    if (write.slots[t] < 0) return;
-    const int64_t block = write.slots[t] / write.block_size;
-    const int64_t in_block = write.slots[t] % write.block_size;
-    const auto* key = static_cast<const char*>(write.key) + t * write.key_token_stride * write.element_bytes;
-    const auto* value = static_cast<const char*>(write.value) + t * write.value_token_stride * write.element_bytes;
-    for (int64_t g = 0; g < write.num_kv_heads; ++g) {
-      const int64_t target = ((block * write.num_kv_heads + g) * write.block_size + in_block) * row_bytes;
-      std::memcpy(static_cast<char*>(write.key_cache) + target, key + g * write.key_head_stride * write.element_bytes,
-                  row_bytes);
-      std::memcpy(static_cast<char*>(write.value_cache) + target,
-                  value + g * write.value_head_stride * write.element_bytes, row_bytes);
-    }
-  };
-  for (int64_t t = 0; t < write.num_tokens; ++t) copy_token(t);
 }
 
 }  // namespace moeserve

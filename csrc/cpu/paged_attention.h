@@ -1,8 +1,7 @@
-// Attention of rows over a paged KV cache, and the writing of that cache. Plain arrays in and out; knows no Python.
+// Attention of rows over a paged KV cache. Plain arrays in and out; knows no Python.
 
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace moeserve {
@@ -44,27 +43,5 @@ struct PagedAttention {
 //
 // Throws std::invalid_argument, before it reads or writes anything, for rows or blocks that are out of range.
 void paged_attention(const PagedAttention& step);
-
-// Where the keys and values of one step go. `element_bytes` covers every type.
-struct CacheWrite {
-  int64_t element_bytes;
-  const void* key;       // [T, G, H]: a head is contiguous, tokens and heads lie `..._stride` elements apart
-  const void* value;     // the same, with strides of its own
-  void* key_cache;       // [num_blocks, G, block_size, H]
-  void* value_cache;     // the same
-  const int64_t* slots;  // [T]: block * block_size + offset, or -1 for a token that is not kept
-  int64_t num_tokens;
-  int64_t num_kv_heads;
-  int64_t head_size;
-  int64_t num_blocks;
-  int64_t block_size;
-  int64_t key_token_stride;
-  int64_t key_head_stride;
-  int64_t value_token_stride;
-  int64_t value_head_stride;
-};
-
-// Throws std::invalid_argument, before it writes anything, for a slot that is out of range.
-void write_cache(const CacheWrite& write);
 
 }  // namespace moeserve

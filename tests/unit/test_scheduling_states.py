@@ -32,6 +32,8 @@ from moeserve.scheduling.scheduler import Scheduler
 picks = st.integers(min_value=0, max_value=1000)  # an index into whatever there is, modulo its length
 seldom = st.integers(0, 5).map(lambda number: number == 5)  # for rules that end most of what goes on
 
+DIGESTS = [bytes([letter]) for letter in b"abcdefgh"]
+
 
 class BlockPoolMachine(RuleBasedStateMachine):
     """The model: who holds which blocks, which digests are registered, and when each free block became free."""
@@ -87,11 +89,14 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 self.now += 1
                 self.freed_at[block_id] = self.now
 
-    @rule(pick=picks, digest=st.sampled_from([b"a", b"b", b"c", b"d", b"e", b"f"]))
-    def register(self, pick: int, digest: bytes) -> None:
-        candidates = sorted(set(self.held()) - set(self.registered.values()))
-        if candidates:
-            block_id = candidates[pick % len(candidates)]
+    @precondition(lambda self: self.holders)
+    @rule(pick=picks, first_digest=picks, num_blocks=st.integers(1, 4))
+    def register(self, pick: int, first_digest: int, num_blocks: int) -> None:
+        """As much of one holder's blocks as is not yet registered, under digests that may be taken."""
+        holder = self.holders[pick % len(self.holders)]
+        new = [block_id for block_id in holder if block_id not in self.registered.values()][:num_blocks]
+        for place, block_id in enumerate(new, start=first_digest):
+            digest = DIGESTS[place % len(DIGESTS)]
             self.pool.register(block_id, digest)
             self.registered.setdefault(digest, block_id)
 
@@ -99,7 +104,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         assert self.pool.num_free == len(self.freed_at) == self.num_blocks - len(set(self.held()))
         assert all(self.pool.is_free(block_id) == (block_id in self.freed_at) for block_id in range(self.num_blocks))
-        for digest in (b"a", b"b", b"c", b"d", b"e", b"f"):
+        for digest in DIGESTS:
             assert self.pool.find(digest) == self.registered.get(digest)
         self.pool.check_invariants(self.held())
 
@@ -498,7 +503,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(given[1:])
 
 
-BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+BlockPoolMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 SchedulerMachine.TestCase.settings = settings(max_examples=500, stateful_step_count=50, deadline=None)
 test_block_pool_histories = BlockPoolMachine.TestCase
 test_scheduler_histories = SchedulerMachine.TestCase

@@ -1,0 +1,523 @@
+"""Paged attention, in torch and in C++ with each instruction set: its numbers, its order of additions, its threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from moeserve.ops import attention
+from moeserve.ops.attention import AttentionBackend, CpuAttention, TorchAttention, choose_attention
+from moeserve.ops.native import native_kernels
+from moeserve.ops.threads import set_num_threads
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+# T tokens, N query heads, G key-value heads, H head size; R rows of one chunk, C positions of its context
+
+NUM_SPARE_BLOCKS = 3
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+
+kernels = native_kernels()
+needs_kernels = pytest.mark.skipif(kernels is None, reason="moeserve._cpu is not built")
+
+ChooseBackend = Callable[..., AttentionBackend]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step over caches that hold NaN wherever no row may look."""
+
+    step: StepInputs
+    query_TNH: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    keys_CGH: list[Tensor]  # per chunk, the same keys and values without blocks
+    values_CGH: list[Tensor]
+    scale: float
+    window: int | None
+
+
+@pytest.fixture(autouse=True)
+def _settings_restored() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    isa = kernels.isa() if kernels else None
+    set_num_threads(2)
+    yield
+    set_num_threads(num_threads)
+    if kernels:
+        kernels.set_isa(isa)
+
+
+@pytest.fixture(params=["torch", *INSTRUCTION_SETS])
+def choose(request: pytest.FixtureRequest) -> ChooseBackend:
+    """Makes a backend: the reference, or C++ with one instruction set."""
+    if request.param == "torch":
+        return TorchAttention
+    return choose_with(request.param)
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def choose_native(request: pytest.FixtureRequest) -> ChooseBackend:
+    return choose_with(request.param)
+
+
+def choose_with(isa: str) -> ChooseBackend:
+    if kernels is None:
+        pytest.skip("moeserve._cpu is not built")
+    if isa not in kernels.usable_isas():
+        pytest.skip(f"this processor has no {isa}")
+    kernels.set_isa(isa)
+    return lambda **arguments: choose_attention("cpu", **arguments)
+
+
+def make_step(lengths: list[tuple[int, int]], block_ids: list[list[int]], block_size: int) -> StepInputs:
+    """A step of chunks given as (rows, context length)."""
+    spans, slots, first_row = [], [], 0
+    table = torch.zeros(len(lengths), max(map(len, block_ids), default=0), dtype=torch.int32)
+    for chunk, ((num_rows, context_len), ids) in enumerate(zip(lengths, block_ids, strict=True)):
+        table[chunk, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        slots += [
+            ids[p // block_size] * block_size + p % block_size for p in range(context_len - num_rows, context_len)
+        ]
+        spans.append(ChunkSpan(first_row, num_rows, context_len))
+        first_row += num_rows
+    return StepInputs(
+        token_ids=torch.zeros(first_row, dtype=torch.int64),
+        positions=torch.tensor([p for rows, length in lengths for p in range(length - rows, length)]),
+        cache_slots=torch.tensor(slots, dtype=torch.int64),
+        row_starts=torch.tensor([0, *(span.first_row + span.num_rows for span in spans)], dtype=torch.int32),
+        context_lens=torch.tensor([length for _, length in lengths], dtype=torch.int32),
+        block_table=table,
+        logits_rows=torch.zeros(0, dtype=torch.int64),
+        spans=tuple(spans),
+    )
+
+
+def make_case(
+    lengths: list[tuple[int, int]],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int = 16,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    scale: float | None = None,
+    seed: int = 0,
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    num_blocks = [-(-context_len // block_size) for _, context_len in lengths]
+    free = torch.randperm(sum(num_blocks) + NUM_SPARE_BLOCKS, generator=generator).tolist()
+    block_ids = [[free.pop() for _ in range(count)] for count in num_blocks]
+    step = make_step(lengths, block_ids, block_size)
+
+    cache_shape = (sum(num_blocks) + NUM_SPARE_BLOCKS, num_kv_heads, block_size, head_size)
+    key_cache, value_cache = (torch.full(cache_shape, float("nan"), dtype=dtype) for _ in range(2))
+    keys, values = [], []
+    for ids, (num_rows, context_len) in zip(block_ids, lengths, strict=True):
+        keys.append(draw(context_len, num_kv_heads, head_size))
+        values.append(draw(context_len, num_kv_heads, head_size))
+        first = 0 if window is None else max(0, context_len - num_rows - window + 1)
+        for p in range(first, context_len):
+            key_cache[ids[p // block_size], :, p % block_size] = keys[-1][p]
+            value_cache[ids[p // block_size], :, p % block_size] = values[-1][p]
+    query_TNH = draw(step.num_tokens, num_heads, head_size)
+    return Case(step, query_TNH, key_cache, value_cache, keys, values, scale or head_size**-0.5, window)
+
+
+@functools.cache
+def random_case(seed: int, dtype: torch.dtype) -> tuple[Case, Tensor]:
+    """A case, and what is expected of it. Not to be written to."""
+    draw = random.Random(seed)
+    num_kv_heads = draw.choice([1, 2, 3, 5])
+    lengths = []
+    for _ in range(draw.randint(1, 6)):
+        num_rows = draw.choice([1, 1, 1, 2, 3, 8, 9, 20])
+        lengths.append((num_rows, num_rows + draw.choice([0, 1, 15, 16, 40, 255, 256, 600])))
+    case = make_case(
+        lengths,
+        num_heads=num_kv_heads * draw.choice([1, 2, 3, 4, 5, 7, 8]),
+        num_kv_heads=num_kv_heads,
+        head_size=draw.choice([1, 8, 20, 64, 80, 96, 128, 256]),
+        block_size=draw.choice([1, 3, 7, 16, 32]),
+        window=draw.choice([None, None, 1, 5, 100, 300, 10_000]),
+        dtype=dtype,
+        scale=draw.choice([None, 0.3]),
+        seed=seed,
+    )
+    return case, expected_attention(case)
+
+
+def expected_attention(case: Case) -> Tensor:
+    """Softmax attention written out densely, in float64."""
+    rows = []
+    for span, keys_CGH, values_CGH in zip(case.step.spans, case.keys_CGH, case.values_CGH, strict=True):
+        group = case.query_TNH.shape[1] // keys_CGH.shape[1]
+        keys_CNH = keys_CGH.double().repeat_interleave(group, dim=1)
+        values_CNH = values_CGH.double().repeat_interleave(group, dim=1)
+        for i in range(span.num_rows):
+            last = span.context_len - span.num_rows + i
+            first = 0 if case.window is None else max(0, last + 1 - case.window)
+            query_NH = case.query_TNH[span.first_row + i].double()
+            scores_NC = torch.einsum("nh,cnh->nc", query_NH, keys_CNH[first : last + 1]) * case.scale
+            weights_NC = (scores_NC - scores_NC.amax(-1, keepdim=True)).exp()
+            weights_NC = weights_NC / weights_NC.sum(-1, keepdim=True)
+            rows.append(torch.einsum("nc,cnh->nh", weights_NC, values_CNH[first : last + 1]))
+    return torch.stack(rows)
+
+
+def attend(choose: ChooseBackend, case: Case) -> Tensor:
+    backend = choose(scale=case.scale, window=case.window)
+    return backend.attend(case.query_TNH, case.key_cache, case.value_cache, case.step)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_float32_matches_dense_float64(choose: ChooseBackend, seed: int) -> None:
+    case, expected = random_case(seed, torch.float32)
+    actual = attend(choose, case)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(30, 42))
+def test_bfloat16_matches_dense_float64(choose: ChooseBackend, seed: int) -> None:
+    case, expected = random_case(seed, torch.bfloat16)
+    actual = attend(choose, case)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_native_bfloat16_rounds_only_the_result(choose_native: ChooseBackend) -> None:
+    case = make_case([(1, 700), (8, 300)], num_heads=12, num_kv_heads=3, head_size=80, dtype=torch.bfloat16)
+    actual, expected = attend(choose_native, case).double(), expected_attention(case)
+    assert ((actual - expected).abs() <= expected.abs() * 2**-8 * 1.01 + 1e-5).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_float16_matches_dense_float64(choose: ChooseBackend, seed: int) -> None:
+    case, expected = random_case(seed, torch.float16)
+    torch.testing.assert_close(attend(choose, case).double(), expected, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 40])
+def test_window_is_that_of_transformers(window: int) -> None:
+    start, context_len = 11, 31
+    visible = TorchAttention(scale=1.0, window=window)._visible(start, 0, context_len, torch.device("cpu"))
+    theirs = sliding_window_causal_mask_function(window)
+    expected = theirs(0, 0, torch.arange(start, context_len)[:, None], torch.arange(context_len))
+    assert torch.equal(visible, expected)
+
+
+def test_large_scores_stay_finite(choose: ChooseBackend) -> None:
+    case = make_case([(1, 300), (3, 40)], num_heads=4, num_kv_heads=2, head_size=64, scale=50.0)
+    torch.testing.assert_close(attend(choose, case).double(), expected_attention(case), atol=1e-4, rtol=1e-4)
+
+
+def test_nan_in_one_request_stays_there(choose: ChooseBackend) -> None:
+    case = make_case([(1, 300), (1, 290), (12, 30)], num_heads=4, num_kv_heads=2, head_size=64)
+    clean = attend(choose, case)
+    block = int(case.step.block_table[1, 4])
+    case.key_cache[block, 0, 3, 5] = float("nan")
+    actual = attend(choose, case)
+    assert actual[1, :2].isnan().all()
+    others = [0, *range(2, 14)]
+    assert same_bytes(actual[others], clean[others])
+    assert same_bytes(actual[1, 2:], clean[1, 2:])
+
+
+def test_query_may_be_strided(choose: ChooseBackend) -> None:
+    case = make_case([(1, 20), (10, 12)], num_heads=4, num_kv_heads=2, head_size=64)
+    wide = torch.randn(11, 4, 100)
+    wide[..., 7:71] = case.query_TNH
+    strided = dataclasses.replace(case, query_TNH=wide[..., 7:71])
+    assert same_bytes(attend(choose, strided), attend(choose, case))
+
+
+def test_no_tokens(choose: ChooseBackend) -> None:
+    case = make_case([], num_heads=4, num_kv_heads=2, head_size=64)
+    backend = choose(scale=1.0, window=None)
+    assert backend.attend(case.query_TNH, case.key_cache, case.value_cache, case.step).shape == (0, 4, 64)
+    nothing = torch.empty(0, 2, 64)
+    backend.write(nothing, nothing, case.key_cache, case.value_cache, case.step)
+    assert case.key_cache.isnan().all()
+
+
+def test_chunks_without_rows_and_rows_without_chunk(choose: ChooseBackend) -> None:
+    case = make_case([(1, 20), (0, 30), (10, 40)], num_heads=4, num_kv_heads=2, head_size=64)
+    padded = dataclasses.replace(case, query_TNH=torch.cat([case.query_TNH, torch.randn(3, 4, 64)]))
+    actual = attend(choose, padded)
+    torch.testing.assert_close(actual[:11].double(), expected_attention(case), atol=1e-5, rtol=1e-5)
+    assert not actual[11:].any()
+
+
+def test_rows_before_position_0_get_zeros(choose: ChooseBackend) -> None:
+    case = make_case([(2, 20), (12, 30)], num_heads=4, num_kv_heads=2, head_size=64)
+    expected = attend(choose, case)
+    # The same rows, said to be the first of shorter contexts.
+    contexts = [1, 0]
+    spans = tuple(dataclasses.replace(s, context_len=c) for s, c in zip(case.step.spans, contexts, strict=True))
+    step = dataclasses.replace(case.step, context_lens=torch.tensor(contexts, dtype=torch.int32), spans=spans)
+    actual = attend(choose, dataclasses.replace(case, step=step))
+    assert not actual[0].any()
+    assert not actual[2:].any()
+    first_value_GH = case.values_CGH[0][0]
+    torch.testing.assert_close(actual[1], first_value_GH.repeat_interleave(2, dim=0))
+    assert expected.all()
+
+
+# Order of additions
+
+
+def parts_of(case: Case, chunk: int) -> Case:
+    """One chunk of a case, alone in its step, in the same caches."""
+    span = case.step.spans[chunk]
+    rows = slice(span.first_row, span.first_row + span.num_rows)
+    num_blocks = -(-span.context_len // case.key_cache.shape[2])
+    block_ids = case.step.block_table[chunk, :num_blocks].tolist()
+    step = make_step([(span.num_rows, span.context_len)], [block_ids], case.key_cache.shape[2])
+    return dataclasses.replace(case, step=step, query_TNH=case.query_TNH[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(
+    choose: ChooseBackend, dtype: torch.dtype, window: int | None
+) -> None:
+    lengths = [(1, 1), (1, 63), (3, 500), (1, 2100), (20, 90), (1, 256), (8, 1030), (1, 257)]
+    case = make_case(lengths, num_heads=10, num_kv_heads=2, head_size=80, window=window, dtype=dtype)
+    together = attend(choose, case)
+    for chunk, span in enumerate(case.step.spans):
+        rows = slice(span.first_row, span.first_row + span.num_rows)
+        assert same_bytes(attend(choose, parts_of(case, chunk)), together[rows]), f"chunk {chunk}: {span}"
+
+
+@pytest.mark.parametrize("lengths", [[(1, 3000)], [(1, 40)] * 30 + [(1, 2500)], [(8, 2000), (1, 700)]])
+def test_threads_do_not_change_a_byte(choose_native: ChooseBackend, lengths: list[tuple[int, int]]) -> None:
+    case = make_case(lengths, num_heads=6, num_kv_heads=2, head_size=64)
+    set_num_threads(1)
+    expected = attend(choose_native, case)
+    for num_threads in (2, 3, 8):
+        set_num_threads(num_threads)
+        for _ in range(20):
+            assert same_bytes(attend(choose_native, case), expected), f"{num_threads} threads"
+
+
+def test_neither_block_size_nor_other_rows_change_a_byte(choose_native: ChooseBackend) -> None:
+    for window in (None, 300):
+        outputs = []
+        for block_size in (1, 7, 16, 32):
+            case = make_case(
+                [(8, 900)], num_heads=6, num_kv_heads=2, head_size=64, block_size=block_size, window=window, seed=1
+            )
+            # Blocks are drawn first, so what follows differs with their size: take the data of the first case.
+            first = case if not outputs else first
+            for p in range(0 if window is None else 900 - 8 - window + 1, 900):
+                block = int(case.step.block_table[0, p // block_size])
+                case.key_cache[block, :, p % block_size] = first.keys_CGH[0][p]
+                case.value_cache[block, :, p % block_size] = first.values_CGH[0][p]
+            case = dataclasses.replace(case, query_TNH=first.query_TNH)
+            outputs.append(attend(choose_native, case))
+            block_ids = case.step.block_table[0].tolist()
+            for row in range(8):
+                context_len = 900 - 7 + row
+                step = make_step([(1, context_len)], [block_ids[: -(-context_len // block_size)]], block_size)
+                alone = dataclasses.replace(case, step=step, query_TNH=case.query_TNH[row : row + 1])
+                assert same_bytes(attend(choose_native, alone)[0], outputs[-1][row])
+        assert all(same_bytes(output, outputs[0]) for output in outputs[1:])
+
+
+# Writing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+def test_write_stores_each_token_at_its_slot(choose: ChooseBackend, dtype: torch.dtype, block_size: int) -> None:
+    num_tokens, num_kv_heads, head_size, num_blocks = 40, 3, 20, 90 // block_size
+    case = make_case([], num_heads=3, num_kv_heads=num_kv_heads, head_size=head_size)
+    slots = torch.randperm(num_blocks * block_size)[:num_tokens]
+    slots[::5] = -1
+    # Values as a projection's slice gives them: neither tokens nor heads lie side by side.
+    projected = torch.randn(num_tokens, 4 * num_kv_heads, head_size + 3).to(dtype)
+    key_TGH, value_TGH = projected[:, :num_kv_heads, 3:], projected[:, 5 : 5 + 2 * num_kv_heads : 2, :head_size]
+    caches = [torch.randn(num_blocks, num_kv_heads, block_size, head_size).to(dtype) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            for cache, source in zip(expected, (key_TGH, value_TGH), strict=True):
+                cache[slot // block_size, :, slot % block_size] = source[token]
+
+    step = dataclasses.replace(case.step, cache_slots=slots)
+    choose(scale=1.0, window=None).write(key_TGH, value_TGH, caches[0], caches[1], step)
+    assert same_bytes(caches[0], expected[0])
+    assert same_bytes(caches[1], expected[1])
+
+
+# What the C++ entry points refuse
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("argument", "wrong", "message"),
+    [
+        ("query", lambda t: t[:, :3], "does not fit key_cache"),
+        ("query", lambda t: t[..., :32].contiguous(), "does not fit key_cache"),
+        ("query", lambda t: t.half(), "float32 or bfloat16"),
+        ("query", lambda t: t[0], "3 dimensions"),
+        ("query", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), "query is not contiguous"),
+        ("key_cache", lambda t: t.bfloat16(), "value_cache is not of type"),
+        ("value_cache", lambda t: t[1:], "value_cache has shape"),
+        ("key_cache", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "key_cache is not contiguous"),
+        ("block_table", lambda t: t.long(), "block_table is not of type int32"),
+        ("block_table", lambda t: t + 1000, "has block"),
+        ("block_table", lambda t: t - 1000, "has block -"),
+        ("block_table", lambda t: t[:, :2].contiguous(), "its blocks hold 32"),
+        ("row_starts", lambda t: t[1:], "row_starts has shape"),
+        ("row_starts", lambda t: t + 1, "but there are 3 tokens"),
+        ("row_starts", lambda t: t - 1, "but there are 3 tokens"),
+        ("row_starts", lambda t: t.flip(0), "but there are 3 tokens"),
+        ("context_lens", lambda t: t.long(), "context_lens is not of type int32"),
+        ("context_lens", lambda t: -t, "context of -"),
+        ("out", lambda t: t[:2], "out has shape"),
+        ("window", lambda _: 0, "window=0"),
+    ],
+)
+def test_wrong_arguments_are_refused(argument: str, wrong: Callable[..., object], message: str) -> None:
+    case = make_case([(1, 40), (2, 50)], num_heads=4, num_kv_heads=2, head_size=64)
+    arguments = {
+        "query": case.query_TNH,
+        "key_cache": case.key_cache,
+        "value_cache": case.value_cache,
+        "block_table": case.step.block_table,
+        "row_starts": case.step.row_starts,
+        "context_lens": case.step.context_lens,
+        "out": torch.zeros_like(case.query_TNH),
+        "scale": 1.0,
+        "window": None,
+        "max_rows": 8,
+    }
+
+    def call() -> None:
+        kernels.paged_attention(**{k: to_dlpack(v) if isinstance(v, Tensor) else v for k, v in arguments.items()})
+
+    call()
+    arguments[argument] = wrong(arguments[argument])
+    out = torch.full_like(case.query_TNH, 7.0)
+    if argument != "out":
+        arguments["out"] = out
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert (out == 7.0).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("slot", [-2, 160])
+def test_wrong_slots_are_refused(slot: int) -> None:
+    cache = torch.zeros(10, 2, 16, 64)
+    step = dataclasses.replace(make_step([], [], 16), cache_slots=torch.tensor([3, slot]))
+    backend = choose_attention("cpu", scale=1.0, window=None)
+    with pytest.raises(ValueError, match=f"has slot {slot}"):
+        backend.write(torch.ones(2, 2, 64), torch.ones(2, 2, 64), cache, cache, step)
+    assert not cache.any()
+
+
+@needs_kernels
+def test_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'mmx'.*baseline"):
+        kernels.set_isa("mmx")
+
+
+@pytest.mark.parametrize("num_threads", [0, -1])
+def test_fewer_threads_than_one_are_refused(num_threads: int) -> None:
+    with pytest.raises(ValueError, match=f"num_threads={num_threads}"):
+        set_num_threads(num_threads)
+
+
+# The choice
+
+
+@needs_kernels
+def test_cpu_uses_the_kernels() -> None:
+    assert isinstance(choose_attention("cpu", scale=1.0, window=None), CpuAttention)
+
+
+def test_cpu_without_kernels_uses_torch_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "native_kernels", lambda: None)
+    with caplog.at_level(logging.INFO, logger=attention.__name__):
+        assert isinstance(choose_attention("cpu", scale=1.0, window=None), TorchAttention)
+    assert "not built" in caplog.text
+
+
+# Threads
+
+
+@needs_kernels
+def test_thread_count_reaches_both_pools() -> None:
+    set_num_threads(3)
+    assert (torch.get_num_threads(), kernels.num_threads()) == (3, 3)
+
+
+@needs_kernels
+def test_calls_from_several_python_threads_at_once() -> None:
+    case = make_case([(1, 1500), (1, 30)], num_heads=8, num_kv_heads=2, head_size=64)
+    expected = attend(choose_with(kernels.isa()), case)
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda _: attend(choose_with(kernels.isa()), case), range(30)))
+    assert all(same_bytes(output, expected) for output in outputs)
+
+
+CHILD = """
+import os, sys, torch
+from moeserve.ops.native import native_kernels
+from torch.utils.dlpack import to_dlpack
+
+kernels = native_kernels()
+
+def attend():
+    query, cache = torch.ones(1, 4, 64), torch.ones(200, 2, 16, 64)
+    lengths = [torch.arange(200, dtype=torch.int32)[None], torch.tensor([0, 1]).int(), torch.tensor([3200]).int()]
+    out = torch.zeros_like(query)
+    kernels.paged_attention(
+        *map(to_dlpack, (query, cache, cache, *lengths, out)), scale=1.0, window=None, max_rows=1
+    )
+    assert torch.equal(out, torch.ones_like(out))
+
+torch.set_num_threads(1)  # torch's own threads do not survive a fork
+kernels.set_num_threads(4)
+attend()
+if "fork" in sys.argv:
+    child = os.fork()
+    attend()
+    if child:
+        attend()
+        _, status = os.waitpid(child, 0)
+        sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize("arguments", [[], ["fork"]])
+def test_process_with_kernel_threads_forks_and_ends(arguments: list[str]) -> None:
+    finished = subprocess.run([sys.executable, "-c", CHILD, *arguments], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr

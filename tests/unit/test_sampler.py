@@ -1,0 +1,548 @@
+"""The sampler against a slow reference written here, against transformers' logits processors, and against itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from moeserve.errors import EngineError
+from moeserve.messages import SampleSpec, SamplingParams, TokenLogprobs
+from moeserve.worker import sampler
+from moeserve.worker.sampler import SampledToken, prompt_logprobs, sample, uniform
+
+# L rows, V vocabulary
+
+# Closer than this to a bound of min_p or top_p, or to the border of two tokens, rounding decides.
+ROUNDING = 1e-9
+
+
+def spec(
+    *,
+    seed: int = 0,
+    position: int = 0,
+    barred: list[int] | None = None,
+    prompt: list[int] | None = None,
+    output: list[int] | None = None,
+    **params: Any,
+) -> SampleSpec:
+    return SampleSpec(
+        params=SamplingParams(**params),
+        seed=seed,
+        position=position,
+        barred_token_ids=barred or [],
+        prompt_token_ids=prompt or [],
+        output_token_ids=output or [],
+    )
+
+
+def tokens(logits_LV: Tensor, specs: list[SampleSpec]) -> list[int]:
+    return [sampled.token_id for sampled in sample(logits_LV, specs)]
+
+
+def random_logits(rows: int, vocabulary: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Sets how many tokens the head of a row holds, and how many scores are looked at together."""
+
+    def set_sizes(head_size: int, piece_size: int) -> None:
+        monkeypatch.setattr(sampler, "HEAD_SIZE", head_size)
+        monkeypatch.setattr(sampler, "PIECE_SIZE", {"cpu": piece_size, "cuda": piece_size})
+
+    return set_sizes
+
+
+# ---- The reference: one row, plain loops, float64.
+
+
+def reference_scores(logits: list[float], spec: SampleSpec) -> list[float]:
+    params, scores = spec.params, list(logits)
+    for token in range(len(scores)):
+        scores[token] += params.logit_bias.get(token, 0.0)
+        if token in spec.barred_token_ids:
+            scores[token] = -math.inf
+        if token in spec.prompt_token_ids or token in spec.output_token_ids:
+            if scores[token] > 0:
+                scores[token] /= params.repetition_penalty
+            else:
+                scores[token] *= params.repetition_penalty
+        count = spec.output_token_ids.count(token)
+        scores[token] -= params.frequency_penalty * count
+        scores[token] -= params.presence_penalty * (count > 0)
+    return scores
+
+
+def reference_kept(scores: list[float], params: SamplingParams) -> list[tuple[int, float]]:
+    """The tokens that may be drawn with their probabilities, most likely first. Too close a call is refused."""
+    highest = max(scores)
+    weights = {
+        token: math.exp((score - highest) / params.temperature) for token, score in enumerate(scores) if score > -1e30
+    }
+    order = sorted(weights, key=lambda token: (-scores[token], token))
+    assume(all(not 0 < abs(weights[token] - params.min_p) < ROUNDING for token in order))
+    order = [token for token in order if weights[token] >= params.min_p and weights[token] > 0]
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    total = math.fsum(weights[token] for token in order)
+    kept: list[int] = []
+    for token in order:
+        kept.append(token)
+        share = math.fsum(weights[token] for token in kept) / total
+        if params.top_p < 1.0:
+            assume(abs(share - params.top_p) > ROUNDING)
+            if share >= params.top_p:
+                break
+    total = math.fsum(weights[token] for token in kept)
+    return [(token, weights[token] / total) for token in kept]
+
+
+def reference_token(logits: list[float], spec: SampleSpec) -> int:
+    scores = reference_scores(logits, spec)
+    if spec.params.temperature == 0:
+        return min(range(len(scores)), key=lambda token: (-scores[token], token))
+    number, passed = reference_uniform(spec.seed, spec.position), 0.0
+    for token, probability in reference_kept(scores, spec.params):
+        passed += probability
+        assume(abs(passed - number) > ROUNDING)
+        if number < passed:
+            return token
+    raise AssertionError("probabilities do not sum to one")
+
+
+def reference_uniform(seed: int, position: int) -> float:
+    """Philox 4x64-10 as in the paper (Salmon et al., SC 2011). numpy counts up by one before its first block."""
+    mask = 2**64 - 1
+    keys, words = [seed, 0], [position + 1, 0, 0, 0]
+    for _ in range(10):
+        first, second = words[0] * 0xD2E7470EE14C6C93, words[2] * 0xCA5A826395121157
+        words = [(second >> 64) ^ words[1] ^ keys[0], second & mask, (first >> 64) ^ words[3] ^ keys[1], first & mask]
+        keys = [(keys[0] + 0x9E3779B97F4A7C15) & mask, (keys[1] + 0xBB67AE8584CAA73B) & mask]
+    return (words[0] >> 11) / 2**53
+
+
+# Quarters, so that sums are exact in every type and many tokens are equally likely.
+quarters = st.integers(-16, 16).map(lambda quarter: quarter / 4)
+
+
+@st.composite
+def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[SampleSpec]]:
+    vocabulary = draw(st.integers(5, 60))
+    token_ids = st.lists(st.integers(0, vocabulary - 1), max_size=8)
+    rows = draw(st.lists(st.lists(quarters, min_size=vocabulary, max_size=vocabulary), min_size=1, max_size=4))
+    specs = [
+        spec(
+            seed=draw(st.integers(0, 2**64 - 1)),
+            position=draw(st.integers(0, 2**40)),
+            barred=draw(token_ids)[: vocabulary - 1] if vocabulary > 8 else [],
+            prompt=draw(token_ids),
+            output=draw(token_ids),
+            temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])),
+            top_k=draw(st.sampled_from([-1, 0, 0, 1, 3, 7, 100])),
+            top_p=draw(st.sampled_from([1.0, 1.0, 0.95, 0.6, 0.01])),
+            min_p=draw(st.sampled_from([0.0, 0.0, 0.03, 0.4, 1.0])),
+            repetition_penalty=draw(st.sampled_from([1.0, 2.0, 0.5])),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.25, -0.5])),
+            presence_penalty=draw(st.sampled_from([0.0, 0.75, -1.5])),
+            logit_bias=draw(st.dictionaries(st.integers(0, vocabulary + 5), quarters, max_size=4)),
+        )
+        for _ in rows
+    ]
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    return torch.tensor(rows, dtype=dtype), specs
+
+
+@given(rows_and_specs(), st.sampled_from([1, 2, 5, 256]), st.sampled_from([1, 100, 2**18]))
+@settings(max_examples=400, deadline=None)
+def test_tokens_are_those_of_the_reference(
+    batch: tuple[Tensor, list[SampleSpec]], head_size: int, piece_size: int
+) -> None:
+    logits_LV, specs = batch
+    expected = [reference_token(logits, spec) for logits, spec in zip(logits_LV.tolist(), specs, strict=True)]
+    before_LV = logits_LV.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "HEAD_SIZE", head_size)
+        patch.setattr(sampler, "PIECE_SIZE", {"cpu": piece_size})
+        assert tokens(logits_LV, specs) == expected
+    assert torch.equal(logits_LV, before_LV), "the caller's logits were changed"
+
+
+# ---- Greedy.
+
+
+def test_greedy_takes_the_highest_and_of_equals_the_lowest_id() -> None:
+    logits_LV = torch.tensor([[1.0, 5.0, 2.0, 5.0], [7.0, -1.0, 7.0, 7.0], [-3.0, -4.0, -2.0, -2.0]])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert tokens(logits_LV.to(dtype), [spec(temperature=0)] * 3) == [1, 0, 2]
+
+
+def test_greedy_breaks_ties_alike_in_a_large_vocabulary() -> None:
+    logits_LV = torch.zeros(3, 50_021, dtype=torch.bfloat16)
+    logits_LV[0, [40_000, 17, 50_020]] = 2.0
+    logits_LV[1, [50_020, 50_019]] = 2.0
+    assert tokens(logits_LV, [spec(temperature=0)] * 3) == [17, 50_019, 0]
+
+
+def test_bias_bars_and_penalties_change_the_greedy_choice() -> None:
+    logits_LV = torch.tensor([[4.0, 3.0, 2.0, -1.0]])
+    for changes, expected in [
+        ({}, 0),
+        ({"logit_bias": {2: 2.5}}, 2),
+        ({"logit_bias": {4: 100.0}}, 0),  # outside the vocabulary
+        ({"barred": [0, 2**40]}, 1),
+        ({"barred": [0, 1]}, 2),
+        ({"barred": [2], "logit_bias": {2: 100.0}}, 0),
+        ({"repetition_penalty": 2.0, "prompt": [0]}, 1),
+        ({"repetition_penalty": 2.0, "output": [0]}, 1),
+        ({"presence_penalty": 1.5, "prompt": [0]}, 0),
+        ({"presence_penalty": 1.5, "output": [0]}, 1),
+        ({"frequency_penalty": 0.75, "output": [0]}, 0),
+        ({"frequency_penalty": 0.75, "output": [0, 0]}, 1),
+        ({"frequency_penalty": 0.75, "prompt": [0, 0], "output": [1]}, 0),
+    ]:
+        assert tokens(logits_LV, [spec(temperature=0, **changes)]) == [expected], changes
+
+
+def test_extreme_penalties_leave_a_choice() -> None:
+    logits_LV = torch.tensor([[4.0, 3.0, -2.0, 1e38]])
+    for penalty in (1e-300, 100.0):
+        for temperature in (0.0, 5e-324, 100.0):
+            chosen = tokens(
+                logits_LV,
+                [spec(repetition_penalty=penalty, prompt=[0, 1, 2, 3], barred=[0], temperature=temperature)],
+            )
+            assert chosen[0] in (1, 2, 3)
+
+
+# ---- Random choice.
+
+
+def test_the_random_number_is_philox_of_seed_and_position() -> None:
+    for seed, position in [(0, 0), (0, 1), (1, 0), (2**64 - 1, 2**40), (123456789, 987654321)]:
+        assert uniform(seed, position) == reference_uniform(seed, position)
+
+
+def test_distinct_seeds_and_positions_give_distinct_numbers() -> None:
+    seeds = [0, 1, 2, 3, 1000, 2**32, 2**63, 2**64 - 1]
+    numbers = {uniform(seed, position) for seed in seeds for position in range(500)}
+    assert len(numbers) == len(seeds) * 500
+    assert min(numbers) >= 0.0
+    assert max(numbers) < 1.0
+
+
+def chi_square(observed: np.ndarray, probabilities: np.ndarray) -> float:
+    expected = probabilities * observed.sum()
+    return float(((observed - expected) ** 2 / expected).sum())
+
+
+def test_tokens_come_as_often_as_they_are_likely() -> None:
+    row_V = torch.tensor([2.0, 1.0, 1.0, 0.0, -0.5, 0.3, 1.7, -1.0])
+    probabilities = torch.softmax(row_V.double() / 0.8, 0).numpy()
+    num_draws = 10_000
+    by_position = tokens(
+        row_V.expand(num_draws, -1), [spec(seed=7, position=i, temperature=0.8) for i in range(num_draws)]
+    )
+    by_seed = tokens(row_V.expand(num_draws, -1), [spec(seed=i, position=7, temperature=0.8) for i in range(num_draws)])
+    for drawn in (by_position, by_seed):
+        # 99.9th percentile of chi-square: 24.3 with 7 degrees of freedom, 103.4 with 63
+        assert chi_square(np.bincount(drawn, minlength=8), probabilities) < 24.3
+        pairs = np.array(drawn[:-1:2]) * 8 + np.array(drawn[1::2])
+        assert chi_square(np.bincount(pairs, minlength=64), np.outer(probabilities, probabilities).ravel()) < 103.4
+    assert by_position != by_seed
+
+
+def test_a_tiny_temperature_is_greedy_but_for_ties() -> None:
+    logits_LV = torch.tensor([[1.0, 3.0, 2.999, 3.0]]).expand(200, -1)
+    assert set(tokens(logits_LV, [spec(temperature=1e-300, seed=i) for i in range(200)])) == {1, 3}
+
+
+def test_a_vocabulary_of_one_token_and_a_batch_of_no_rows() -> None:
+    assert tokens(torch.zeros(1, 1), [spec(top_p=0.5, logprobs=1)]) == [0]
+    assert sample(torch.zeros(0, 5), []) == []
+
+
+def test_top_p_keeps_the_token_that_crosses_the_bound_and_the_lowest_of_equals() -> None:
+    equal_LV = torch.zeros(400, 4)
+    for top_p, kept in [(0.5, {0, 1}), (0.5001, {0, 1, 2}), (0.25, {0}), (1e-9, {0}), (0.7501, {0, 1, 2, 3})]:
+        assert set(tokens(equal_LV, [spec(top_p=top_p, seed=i) for i in range(400)])) == kept
+    for top_k in (1, 2, 3):
+        assert set(tokens(equal_LV, [spec(top_k=top_k, seed=i) for i in range(400)])) == set(range(top_k))
+    assert set(tokens(equal_LV, [spec(min_p=1.0, seed=i) for i in range(400)])) == {0, 1, 2, 3}
+
+
+def test_the_last_number_below_one_gives_the_last_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position: 1 - 2.0**-53)
+    logits_LV = torch.tensor([[-5000.0, 1.0, -math.inf, 2.0, -5000.0, 0.0]])
+    assert tokens(logits_LV, [spec()]) == [5]
+    assert tokens(logits_LV, [spec(barred=[5])]) == [1]
+    assert tokens(logits_LV, [spec(top_p=0.5)]) == [3]
+
+
+# ---- Against transformers.
+
+
+def chosen_at(row_V: Tensor, numbers: list[float], monkeypatch: pytest.MonkeyPatch, **params: Any) -> list[int]:
+    """The tokens that these numbers between 0 and 1 choose."""
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position: numbers[position])
+    return tokens(row_V.expand(len(numbers), -1), [spec(position=i, **params) for i in range(len(numbers))])
+
+
+@pytest.mark.parametrize("head_size", [3, 256])
+@pytest.mark.parametrize("vocabulary", [6, 57, 700])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.3},
+        {"temperature": 2.0},
+        {"top_k": 1},
+        {"top_k": 5},
+        {"top_k": 40, "temperature": 1.5},
+        {"top_p": 0.9},
+        {"top_p": 0.3, "temperature": 1.5},
+        {"top_p": 0.999, "temperature": 3.0},
+        {"min_p": 0.1},
+        {"min_p": 0.002, "temperature": 1.5},
+        {"min_p": 0.02, "top_k": 4, "top_p": 0.8, "temperature": 1.3},
+        {"min_p": 0.02, "top_k": 50, "top_p": 0.95, "temperature": 1.3},
+    ],
+)
+def test_kept_tokens_and_their_probabilities_are_those_of_transformers(
+    params: dict[str, Any],
+    vocabulary: int,
+    head_size: int,
+    small_pieces: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small_pieces(head_size, 2**18)
+    row_V = random_logits(1, vocabulary, seed=vocabulary)[0]
+    scores_LV = row_V[None].double()
+    # in the order of SamplingParams
+    for warper in (
+        TemperatureLogitsWarper(float(params.get("temperature", 1.0))),
+        MinPLogitsWarper(params.get("min_p", 0.0)),
+        TopKLogitsWarper(min(params.get("top_k", vocabulary), vocabulary)),
+        TopPLogitsWarper(params.get("top_p", 1.0)),
+    ):
+        scores_LV = warper(torch.zeros(1, 1, dtype=torch.long), scores_LV)
+    probabilities = torch.softmax(scores_LV[0], -1).numpy()
+    kept = sorted(np.flatnonzero(probabilities), key=lambda token: -probabilities[token])
+    bounds = np.concatenate([[0.0], np.cumsum(probabilities[kept])])
+
+    # A number just above the lower bound of each kept token, and one just below the upper bound. The cold tail of a
+    # row is narrower than the spacing of numbers near one.
+    width = np.diff(bounds)
+    wide = width > 1e-12
+    assert wide.all() or params == {"temperature": 0.3}
+    for numbers in (bounds[:-1] + 0.01 * width, bounds[1:] - 0.01 * width):
+        assert chosen_at(row_V, numbers[wide].tolist(), monkeypatch, **params) == np.array(kept)[wide].tolist()
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    logits_LV = random_logits(5, 40)
+    prompts, outputs = [[1, 2, 3, 1], [5], [0, 39], [7, 8], [11] * 9], [[2, 9], [], [1], [7, 7, 7], [12]]
+    for row in range(5):
+        seen = torch.tensor([prompts[row] + outputs[row]])
+        expected_V = RepetitionPenaltyLogitsProcessor(penalty)(seen, logits_LV[row : row + 1].clone())[0]
+        scores_V = logits_LV[row].clone()
+        sampler._apply_bias_penalties_and_bars(
+            scores_V, spec(repetition_penalty=penalty, prompt=prompts[row], output=outputs[row])
+        )
+        torch.testing.assert_close(scores_V, expected_V, rtol=1e-6, atol=0)
+        assert (scores_V != logits_LV[row]).sum() == len(set(prompts[row] + outputs[row]))
+
+
+def test_presence_and_frequency_penalties_follow_their_formula() -> None:
+    row_V = random_logits(1, 12)[0]
+    scores_V = row_V.clone()
+    sampler._apply_bias_penalties_and_bars(
+        scores_V, spec(frequency_penalty=0.3, presence_penalty=-1.1, prompt=[3, 4], output=[4, 4, 9])
+    )
+    changes_V = torch.zeros(12)
+    changes_V[4] = -2 * 0.3 + 1.1
+    changes_V[9] = -0.3 + 1.1
+    torch.testing.assert_close(scores_V, row_V + changes_V)
+
+
+# ---- Log-probabilities.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_log_softmax_of_the_raw_logits(dtype: torch.dtype) -> None:
+    logits_LV = random_logits(6, 300, dtype=dtype)
+    nums = [0, 1, 5, None, 64, 3]
+    params = {"temperature": 2.0, "top_k": 20, "logit_bias": {3: 50.0}, "min_p": 0.01}
+    batch = sample(logits_LV, [spec(seed=row, logprobs=num, **params) for row, num in enumerate(nums)])
+    expected_LV = torch.log_softmax(logits_LV.float(), -1)
+    for row, (num, sampled) in enumerate(zip(nums, batch, strict=True)):
+        if num is None:
+            assert sampled.logprobs is None
+            continue
+        found = sampled.logprobs
+        assert found is not None
+        assert found.token_ids[0] == sampled.token_id == 3  # by its bias, which log-probabilities do not know
+        order = sorted(range(300), key=lambda token: (-logits_LV[row, token].item(), token))
+        assert found.token_ids[1:] == order[:num]
+        torch.testing.assert_close(
+            torch.tensor(found.logprobs), expected_LV[row, found.token_ids], rtol=1e-5, atol=1e-5
+        )
+        assert found.ranks == [1 + int((logits_LV[row] > logits_LV[row, token]).sum()) for token in found.token_ids]
+
+
+def test_equal_logits_share_a_rank_and_come_by_token_id() -> None:
+    logits_LV = torch.tensor([[0.0, 2.0, -0.0, 3.0, 2.0, 2.0]])
+    [sampled] = sample(logits_LV, [spec(temperature=0, logprobs=6)])
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.token_ids == [3, 3, 1, 4, 5, 0, 2]
+    assert sampled.logprobs.ranks == [1, 1, 2, 2, 2, 5, 5]
+
+
+def test_more_logprobs_than_tokens_give_all_tokens() -> None:
+    [sampled] = sample(torch.tensor([[1.0, 2.0]]), [spec(temperature=0, logprobs=10)])
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.token_ids == [1, 1, 0]
+
+
+@pytest.mark.parametrize("piece_size", [1, 700, 2**18])
+def test_prompt_logprobs_are_those_of_each_target(piece_size: int, small_pieces: Callable[[int, int], None]) -> None:
+    small_pieces(256, piece_size)
+    logits_RV = random_logits(7, 300, dtype=torch.bfloat16)
+    targets = [0, 299, 5, 5, 77, 150, 3]
+    expected_RV = torch.log_softmax(logits_RV.float(), -1)
+    for num_top in (0, 4):
+        found = prompt_logprobs(logits_RV, targets, num_top)
+        assert len(found) == 7
+        for row, (target, told) in enumerate(zip(targets, found, strict=True)):
+            order = sorted(range(300), key=lambda token: (-logits_RV[row, token].item(), token))
+            assert told.token_ids == [target, *order[:num_top]]
+            assert told.ranks == [1 + int((logits_RV[row] > logits_RV[row, t]).sum()) for t in told.token_ids]
+            torch.testing.assert_close(torch.tensor(told.logprobs), expected_RV[row, told.token_ids])
+    assert prompt_logprobs(logits_RV[:0], [], 4) == []
+
+
+# ---- A row does not know its neighbours.
+
+
+def as_bytes(results: list[SampledToken]) -> list[bytes]:
+    return [msgspec.msgpack.encode([result.token_id, result.logprobs]) for result in results]
+
+
+def mixed_specs(num: int, vocabulary: int) -> list[SampleSpec]:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 3},
+        {"temperature": 0.7, "logprobs": 0},
+        {"temperature": 3.0},
+        {"temperature": 1.0, "top_p": 0.9, "logprobs": 5},
+        {"temperature": 20.0, "top_p": 0.99},
+        {"temperature": 1.0, "top_k": 300},
+        {"temperature": 1.0, "min_p": 1e-6, "logprobs": 1},
+        {"temperature": 1.3, "top_k": 20, "min_p": 0.01, "top_p": 0.8, "presence_penalty": 0.6, "logit_bias": {5: 4.0}},
+    ]
+    return [
+        spec(
+            seed=1000 + i,
+            position=i * i,
+            prompt=list(range(i, i + 20)),
+            output=[i % vocabulary, 3, 3],
+            barred=[i] if i % 4 == 0 else [],
+            **kinds[i % len(kinds)],
+        )
+        for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(40, 1003), (9, 50_021)])
+def test_a_row_gives_the_same_bytes_in_any_company(
+    rows: int, vocabulary: int, dtype: torch.dtype, small_pieces: Callable[[int, int], None]
+) -> None:
+    logits_LV = random_logits(rows, vocabulary, dtype=dtype)
+    specs = mixed_specs(rows, vocabulary)
+    together = as_bytes(sample(logits_LV, specs))
+
+    alone = [as_bytes(sample(logits_LV[row : row + 1], [specs[row]]))[0] for row in range(rows)]
+    assert alone == together
+
+    order = np.random.default_rng(3).permutation(rows).tolist()
+    shuffled = as_bytes(sample(logits_LV[order], [specs[row] for row in order]))
+    assert shuffled == [together[row] for row in order]
+
+    num_threads = torch.get_num_threads()
+    for piece_size, threads in [(1, 1), (vocabulary * 3, 2), (2**30, 3)]:
+        small_pieces(256, piece_size)
+        torch.set_num_threads(threads)
+        try:
+            assert as_bytes(sample(logits_LV, specs)) == together
+        finally:
+            torch.set_num_threads(num_threads)
+
+
+def test_prompt_logprobs_give_the_same_bytes_in_any_chunks() -> None:
+    logits_RV = random_logits(11, 5003, dtype=torch.bfloat16)
+    targets = list(range(40, 51))
+
+    def told(first: int, last: int) -> list[TokenLogprobs]:
+        return prompt_logprobs(logits_RV[first:last], targets[first:last], 3)
+
+    whole = msgspec.msgpack.encode(told(0, 11))
+    assert msgspec.msgpack.encode([one for row in range(11) for one in told(row, row + 1)]) == whole
+    assert msgspec.msgpack.encode(told(0, 4) + told(4, 11)) == whole
+
+
+def test_position_and_seed_alone_move_a_choice() -> None:
+    logits_LV = torch.zeros(1, 1000).expand(50, -1)
+    same = tokens(logits_LV, [spec(seed=5, position=5)] * 50)
+    assert len(set(same)) == 1
+    assert len(set(tokens(logits_LV, [spec(seed=5, position=i) for i in range(50)]))) > 40
+    assert len(set(tokens(logits_LV, [spec(seed=i, position=5) for i in range(50)]))) > 40
+
+
+# ---- Faults.
+
+
+@pytest.mark.parametrize(("fault", "word"), [(math.nan, "NaN"), (math.inf, "infinite")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_a_number_is_named(fault: float, word: str, temperature: float) -> None:
+    logits_LV = random_logits(4, 50)
+    logits_LV[2, 31] = fault
+    with pytest.raises(EngineError, match=rf"the model produced {word} logits in row 2 of 4"):
+        sample(logits_LV, [spec(temperature=temperature)] * 4)
+    with pytest.raises(EngineError, match=rf"the model produced {word} logits in row 2 of 4"):
+        prompt_logprobs(logits_LV, [0] * 4, 1)
+
+
+def test_a_row_without_any_possible_token_is_an_error() -> None:
+    with pytest.raises(EngineError, match="infinite logits in row 0"):
+        sample(torch.full((1, 5), -math.inf), [spec()])
+    for temperature in (0.0, 1.0):
+        with pytest.raises(EngineError, match="all 5 tokens are barred"):
+            sample(torch.zeros(1, 5), [spec(temperature=temperature, barred=[0, 1, 2, 3, 4])])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_chooses_as_the_cpu_does(dtype: torch.dtype) -> None:
+    logits_LV = random_logits(40, 50_021, dtype=dtype)
+    specs = mixed_specs(40, 50_021)
+    on_gpu, on_cpu = sample(logits_LV.cuda(), specs), sample(logits_LV, specs)
+    assert as_bytes(on_gpu) == as_bytes(on_cpu)
+    assert as_bytes(sample(logits_LV[7:8].cuda(), specs[7:8])) == as_bytes(on_gpu[7:8])

@@ -1,0 +1,273 @@
+"""What sampling parameters refuse, what they become, and that they cross a process border unchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from moeserve.config import LIMITS
+from moeserve.errors import RequestError
+from moeserve.messages import Chunk, Request, SampleSpec, SamplingParams, StepPlan
+
+EVERYTHING = SamplingParams(
+    n=3,
+    temperature=0.25,
+    top_p=0.5,
+    top_k=7,
+    min_p=0.125,
+    seed=2**64 - 1,
+    max_tokens=100,
+    min_tokens=5,
+    stop=["end", "ünd"],
+    stop_token_ids=[4, 5],
+    include_stop_str_in_output=True,
+    ignore_eos=True,
+    skip_special_tokens=False,
+    logprobs=2,
+    prompt_logprobs=0,
+    logit_bias={1: -100.0, 70_000: 2.5},
+    presence_penalty=-0.5,
+    frequency_penalty=0.5,
+    repetition_penalty=1.5,
+)
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    params = SamplingParams()
+    assert dataclasses.asdict(params) == {
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": None,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "stop": [],
+        "stop_token_ids": [],
+        "include_stop_str_in_output": False,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "logit_bias": {},
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    assert not params.has_penalties
+    assert params.stop_token_ids is not SamplingParams().stop_token_ids
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_each_penalty_needs_the_tokens_before(penalty: str) -> None:
+    assert SamplingParams(**{penalty: 0.5}).has_penalties
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n", [0, -1, LIMITS.max_n + 1, 1.0, True, None, "1"]),
+        ("temperature", [-0.1, 100.5, math.nan, math.inf, -math.inf, 10**400, True, None, "hot", [1.0]]),
+        ("top_p", [0.0, -0.1, 1.001, math.nan, math.inf, None, "0.9"]),
+        ("top_k", [-2, 2**63, 10**30, 1.5, True, None]),
+        ("min_p", [-0.01, 1.01, math.nan, None]),
+        ("seed", [-(2**63) - 1, 2**64, 0.5, True, "7"]),
+        ("max_tokens", [0, -1, 2**63, 5.0, True]),
+        ("min_tokens", [-1, 2**63, 1.0, None, False]),
+        ("include_stop_str_in_output", [1, None, "yes"]),
+        ("ignore_eos", [0, None, "x" * 20]),
+        ("skip_special_tokens", [1, None]),
+        ("logprobs", [-1, LIMITS.max_logprobs + 1, True, 1.0]),
+        ("prompt_logprobs", [-1, LIMITS.max_logprobs + 1, True, 1.0]),
+        ("presence_penalty", [-2.5, 2.5, math.nan, None]),
+        ("frequency_penalty", [-2.5, 2.5, math.nan, None]),
+        ("repetition_penalty", [0.0, -1.0, 100.5, math.nan, None]),
+        ("stop", [5, True, b"end", {"end": 1}]),
+        ("stop_token_ids", [5, "ab", b"ab", {1: 2}]),
+        ("logit_bias", [5, [1], "1"]),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name_and_value(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(RequestError) as refusal:
+            SamplingParams(**{name: value})
+        assert str(refusal.value).startswith(f"{name}={value!r:.60}"), refusal.value
+        assert " must be " in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n", [1, LIMITS.max_n]),
+        ("temperature", [0, 0.0, 1e-300, 100.0]),
+        ("top_p", [1e-9, 1, 1.0]),
+        ("top_k", [-1, 0, 1, 2**63 - 1]),
+        ("min_p", [0, 1.0]),
+        ("seed", [None, 0, -(2**63), 2**64 - 1]),
+        ("max_tokens", [1, None, 2**63 - 1]),
+        ("min_tokens", [0, 16]),
+        ("logprobs", [None, 0, LIMITS.max_logprobs]),
+        ("prompt_logprobs", [None, 0, LIMITS.max_logprobs]),
+        ("presence_penalty", [-2.0, 2]),
+        ("frequency_penalty", [-2.0, 2]),
+        ("repetition_penalty", [1e-9, 100]),
+    ],
+)
+def test_values_at_the_bounds_are_taken(name: str, values: list[Any]) -> None:
+    for value in values:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": [5]}, "stop=5: each must be a text of 1 to 1024 characters"),
+        ({"stop": ""}, "stop='': each must be"),
+        ({"stop": ["ok", "x" * (LIMITS.max_stop_string_length + 1)]}, "stop='xxx"),
+        ({"stop": ["x"] * (LIMITS.max_stop_strings + 1)}, "stop has 65 texts; at most 64"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids=-1 must be an integer from 0"),
+        ({"stop_token_ids": [True]}, "stop_token_ids=True must be"),
+        ({"stop_token_ids": [2**63]}, f"stop_token_ids={2**63} must be"),
+        ({"stop_token_ids": [None]}, "stop_token_ids=None must be"),
+        ({"stop_token_ids": [0] * (LIMITS.max_stop_token_ids + 1)}, "stop_token_ids has 1025 ids; at most 1024"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias key=-1 must be an integer"),
+        ({"logit_bias": {1.5: 1.0}}, "logit_bias key=1.5 must be"),
+        ({"logit_bias": {math.inf: 1.0}}, "logit_bias key=inf must be"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias key=True must be"),
+        ({"logit_bias": {None: 1.0}}, "logit_bias key=None must be"),
+        ({"logit_bias": {"the": 1.0}}, "logit_bias key='the' must be"),
+        ({"logit_bias": {2**63: 1.0}}, f"logit_bias key={2**63} must be"),
+        ({"logit_bias": {"9" * 30: 1.0}}, "logit_bias key='999"),
+        ({"logit_bias": {5: 100.5}}, "logit_bias[5]=100.5 must be a number from -100 to 100"),
+        ({"logit_bias": {5: math.nan}}, "logit_bias[5]=nan must be"),
+        ({"logit_bias": {5: None}}, "logit_bias[5]=None must be"),
+        ({"logit_bias": dict.fromkeys(range(LIMITS.max_logit_bias + 1), 1.0)}, "logit_bias has 4097 entries"),
+        ({"min_tokens": 17}, "min_tokens=17 is more than max_tokens=16; raise max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is more than max_tokens=8"),
+    ],
+)
+def test_values_inside_lists_and_pairs_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        SamplingParams(**params)
+    assert str(refusal.value).startswith(message), refusal.value
+    assert len(str(refusal.value)) < 200
+
+
+def test_a_long_value_does_not_make_a_long_message() -> None:
+    for name in ("temperature", "n", "ignore_eos", "logit_bias"):
+        with pytest.raises(RequestError) as refusal:
+            SamplingParams(**{name: "x" * 100_000})
+        assert len(str(refusal.value)) < 200
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest() -> None:
+    for mistyped, meant in [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("top-p", "top_p"),
+        ("stop_tokens_ids", "stop_token_ids"),
+        ("Seed", "seed"),
+    ]:
+        with pytest.raises(RequestError, match=f"unknown sampling parameter '{mistyped}': did you mean '{meant}'"):
+            SamplingParams(**{mistyped: 1})
+    with pytest.raises(RequestError, match=r"unknown sampling parameter 'zzz': known are: .*temperature"):
+        SamplingParams(zzz=1)
+
+
+def test_one_stop_text_or_many_and_none_for_nothing() -> None:
+    assert SamplingParams(stop="end").stop == ["end"]
+    assert SamplingParams(stop=("a", "b")).stop == ["a", "b"]
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()
+
+
+def test_keys_of_logit_bias_may_be_texts_as_in_json() -> None:
+    from_json = json.loads('{"7": 1, "50256": -100}')
+    assert SamplingParams(logit_bias=from_json).logit_bias == {7: 1, 50256: -100}
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.5),
+        top_k=np.int64(3),
+        seed=np.uint64(2**64 - 1),
+        max_tokens=np.int32(9),
+        stop_token_ids=np.array([1, 2]),
+        logit_bias={np.int64(4): np.float64(0.5)},
+    )
+    plain = SamplingParams(
+        temperature=0.5, top_p=0.5, top_k=3, seed=2**64 - 1, max_tokens=9, stop_token_ids=[1, 2], logit_bias={4: 0.5}
+    )
+    assert params == plain
+    assert msgspec.msgpack.encode(params) == msgspec.msgpack.encode(plain)
+    for name, value in [("temperature", np.float32(101.0)), ("top_k", np.int64(-2)), ("top_k", np.float64(3.0))]:
+        with pytest.raises(RequestError, match=rf"^{name}=\S+ must be"):
+            SamplingParams(**{name: value})
+
+
+def test_what_the_caller_passed_is_not_shared() -> None:
+    stop, ids, bias = ["a"], [1], {1: 1.0}
+    params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
+    stop.append("b")
+    ids.append(2)
+    bias[2] = 2.0
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (["a"], [1], {1: 1.0})
+
+
+def test_parameters_cannot_be_changed_but_can_be_replaced() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EVERYTHING.temperature = 1.0  # type: ignore[misc]
+    assert dataclasses.replace(EVERYTHING, temperature=0.5).temperature == 0.5
+    with pytest.raises(RequestError, match="temperature=-1"):
+        dataclasses.replace(EVERYTHING, temperature=-1)
+
+
+REQUEST = Request(
+    request_id="7-1",
+    prompt_token_ids=[1, 2, 3],
+    params=EVERYTHING,
+    seed=2**64 - 1,
+    eos_token_ids=[2],
+    cache_salt="häuser",
+)
+PLAN = StepPlan(
+    step=12,
+    chunks=[
+        Chunk(token_ids=[5], start=9, block_ids=[3, 1]),
+        Chunk(
+            token_ids=[6, 7],
+            start=0,
+            block_ids=[2],
+            sample=SampleSpec(
+                params=EVERYTHING,
+                seed=2**63,
+                position=4,
+                barred_token_ids=[2],
+                prompt_token_ids=[6, 7],
+                output_token_ids=[8],
+            ),
+            num_prompt_logprobs=3,
+            prompt_targets=[7],
+        ),
+    ],
+)
+
+
+@pytest.mark.parametrize("message", [SamplingParams(), EVERYTHING, REQUEST, PLAN], ids=lambda m: type(m).__name__)
+def test_a_message_crosses_a_process_border_unchanged(message: Any) -> None:
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
+    assert arrived == message
+    assert msgspec.to_builtins(arrived) == msgspec.to_builtins(message)
+
+
+def test_what_arrives_is_checked_again() -> None:
+    sent = msgspec.msgpack.encode({**dataclasses.asdict(EVERYTHING), "top_p": 1.5})
+    with pytest.raises(ValueError, match=r"top_p=1\.5 must be a number above 0 to 1"):
+        msgspec.msgpack.decode(sent, type=SamplingParams)
