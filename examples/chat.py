@@ -1,7 +1,4 @@
-"""Answers questions typed on standard input, word by word, remembering the conversation.
-
-    python examples/chat.py [MODEL]
-"""
+"""Answers each line of standard input as a conversation, word by word. Run: `python examples/chat.py [MODEL]`."""
 
 import sys
 

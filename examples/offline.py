@@ -1,7 +1,4 @@
-"""Completes a few prompts at once.
-
-    python examples/offline.py [MODEL]
-"""
+"""Completes a few prompts at once. Run it with `python examples/offline.py [MODEL]`."""
 
 import sys
 

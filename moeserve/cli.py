@@ -80,8 +80,8 @@ def upcycle(options: argparse.Namespace) -> None:
 class Parser(argparse.ArgumentParser):
     """Takes no abbreviations, and answers an unknown flag with the nearest known one."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, formatter_class=_Formatter, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
 
     def refuse(self, argument: str) -> NoReturn:
         flag, _, _ = argument.partition("=")
@@ -153,8 +153,8 @@ def _add_flags(group: Any, settings: type, without: Iterable[str] = ()) -> None:
     for field in dataclasses.fields(settings):
         if field.name in without:
             continue
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-        shown = "" if default in (None, [], {}) else f" (default: {default})"
+        has_plain_default = field.default is not dataclasses.MISSING and field.default is not None
+        shown = f" (default: {field.default})" if has_plain_default else ""
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.metadata['help']}{shown}"}
         expected = hints[field.name]
         if expected is bool:

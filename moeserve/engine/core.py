@@ -21,17 +21,8 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         self.executor = _start_executor(config, show_progress=show_progress)
-        num_blocks = self.executor.num_blocks
-        self.config = _fit_to_cache(config, num_blocks)
-        self.scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.config.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            cache_salt=secrets.token_bytes(32),
-        )
+        self.config = _fit_to_cache(config, self.executor.num_blocks)
+        self.scheduler = self._new_scheduler()
         self._undelivered: list[RequestUpdate] = []  # ends of requests that a failed step could not return
 
     @property
@@ -56,23 +47,35 @@ class EngineCore:
         if self._undelivered:
             ended, self._undelivered = self._undelivered, []
             return ended
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return []
         try:
-            result = self.executor.execute(plan)
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return []
+            return self.scheduler.commit(plan, self.executor.execute(plan))
         except BaseException as error:
-            self._undelivered = self.scheduler.abort_all()
-            if not isinstance(error, Exception):  # Ctrl-C and the like go on to whoever asked
+            # Ctrl-C may come in the middle of the books being changed, so new ones are begun.
+            request_ids, self.scheduler = self.scheduler.live_request_ids, self._new_scheduler()
+            self._undelivered = [RequestUpdate(request_id=name, finish_reason="abort") for name in request_ids]
+            if not isinstance(error, Exception):
                 raise
             raise EngineError(
-                f"step {plan.step} failed and ended {len(self._undelivered)} requests: {type(error).__name__}: {error}"
+                f"a step failed and ended {len(request_ids)} requests: {type(error).__name__}: {error}"
             ) from error
-        return self.scheduler.commit(plan, result)
 
     def shutdown(self) -> None:
         self.scheduler.abort_all()
         self.executor.shutdown()
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            num_blocks=self.executor.num_blocks,
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.config.max_model_len,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            cache_salt=secrets.token_bytes(32),
+        )
 
 
 def _start_executor(config: EngineConfig, *, show_progress: bool) -> Executor:

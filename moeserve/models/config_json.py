@@ -55,11 +55,10 @@ class ConfigJson:
     def optional_integer(self, key: str, *, low: int = 1) -> int | None:
         return None if self.values.get(key) is None else self.integer(key, low=low)
 
-    def require(self, key: str, supported: set[Any], default: Any) -> None:
-        """Refuses a value that this family cannot honour."""
-        value = self._get(key, default)
-        if value not in supported:
-            raise self.wrong(key, f"is not supported; supported: {sorted(map(str, supported))}")
+    def require(self, key: str, *supported: object) -> None:
+        """Refuses a value that this family cannot honour. A missing one is taken to be the first of the supported."""
+        if self._get(key, supported[0]) not in supported:
+            raise self.wrong(key, f"is not supported; supported: {', '.join(map(repr, supported))}")
 
     def architecture(self) -> str:
         names = self.values.get("architectures")
@@ -77,7 +76,7 @@ class ConfigJson:
         return cast(DtypeName, value)
 
     def rotary(self, head_dim: int) -> RotaryConfig:
-        """Rotary settings, as transformers 5 (`rope_parameters`) and before (`rope_theta`, `rope_scaling`) write them."""
+        """Rotary settings, from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`."""
         if head_dim % 2:
             raise self.wrong("head_dim", f"gives heads of {head_dim} values; rotary embedding needs an even number")
         key = "rope_parameters" if self.values.get("rope_parameters") is not None else "rope_scaling"

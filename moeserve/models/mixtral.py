@@ -45,7 +45,7 @@ class MixtralConfig:
 
     @classmethod
     def from_json(cls, config: ConfigJson) -> MixtralConfig:
-        config.require("hidden_act", {"silu"}, default="silu")
+        config.require("hidden_act", "silu")
         hidden_size = config.integer("hidden_size")
         num_heads = config.integer("num_attention_heads")
         num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
@@ -113,9 +113,8 @@ class Mixtral(nn.Module):
         dtype, device = getattr(torch, engine.dtype), torch.device(engine.device)
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            MixtralLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)
-        )
+        self.layers = [MixtralLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.registered_layers = nn.ModuleList(self.layers)  # so that torch finds their weights
         self.norm = RMSNorm(config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = OutputHead(config.vocab_size, config.hidden_size, tied_to=tied_to, dtype=dtype, device=device)
@@ -153,7 +152,7 @@ class Mixtral(nn.Module):
         }
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}"
-            attention: Attention = layer.attention
+            attention = layer.attention
             query, key, value = attention.query_key_value.weight.split(attention.projected_sizes)
             into |= {
                 f"{prefix}.input_layernorm.weight": layer.attention_norm.weight,
@@ -163,7 +162,7 @@ class Mixtral(nn.Module):
                 f"{prefix}.self_attn.o_proj.weight": attention.output.weight,
                 f"{prefix}.post_attention_layernorm.weight": layer.moe_norm.weight,
             }
-            experts: Experts = layer.moe.experts
+            experts = layer.moe.experts
             if f"{prefix}.mlp.experts.gate_up_proj" in names:
                 into |= {
                     f"{prefix}.mlp.gate.weight": layer.moe.router.weight,

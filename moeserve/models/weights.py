@@ -49,10 +49,10 @@ def shards_by_tensor(folder: Path) -> dict[str, Path]:
             raise CheckpointError(f"{single} holds no tensors")
         return shards
     shard_of_name = read_json(index_path).get("weight_map")
-    if not isinstance(shard_of_name, dict) or not shard_of_name or not all(isinstance(shard, str) for shard in shard_of_name.values()):
+    if not isinstance(shard_of_name, dict) or not shard_of_name:
         raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")
-    for file_name in sorted(set(shard_of_name.values())):
-        if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
+    for file_name in sorted({str(file_name) for file_name in shard_of_name.values()}):
+        if Path(file_name).name != file_name or Path(file_name).suffix != ".safetensors":
             raise CheckpointError(f"{index_path}: {file_name!r} is not the name of a safetensors file in this folder")
         held = _names_in(folder / file_name)
         for name in (name for name, shard in shard_of_name.items() if shard == file_name):

@@ -22,7 +22,7 @@ class Routing:
 
 
 class SoftmaxRouter(nn.Module):
-    """Softmax over all experts, the top k kept, their probabilities scaled to sum to one (Mixtral, arXiv 2401.04088)."""
+    """Softmax over all experts, the top k kept and scaled to sum to one (Mixtral, arXiv 2401.04088)."""
 
     def __init__(
         self, hidden_size: int, num_experts: int, top_k: int, *, dtype: torch.dtype, device: torch.device

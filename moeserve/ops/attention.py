@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.dlpack import to_dlpack
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from moeserve.ops.native import native_kernels
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
-# T tokens, N query heads, G key-value heads, H head size; R rows of one chunk, C positions that they attend to, B blocks
+# T tokens, N query heads, G key-value heads, H head size; R rows of one chunk, C positions they attend to, B blocks
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class TorchAttention:
     ) -> None:
         """Writes to `out_TNH` the rows of the chunks that have more than `num_rows` rows."""
         for chunk, span in enumerate(step.spans):
-            if span.num_rows <= num_rows:
+            if span.num_rows <= num_rows or span.context_len == 0:
                 continue
             last_row = span.first_row + span.num_rows
             rows = slice(last_row - min(span.num_rows, span.context_len), last_row)

@@ -61,6 +61,11 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def live_request_ids(self) -> list[str]:
+        """Requests that have not ended, in the order they came."""
+        return [*self._running, *self._waiting]
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -109,8 +114,7 @@ class Scheduler:
 
     def abort_all(self) -> list[RequestUpdate]:
         """Ends every request. After a failed step this is all there is to do: nothing of that step is kept."""
-        request_ids = [*self._running, *self._waiting]
-        return [update for request_id in request_ids if (update := self.abort(request_id)) is not None]
+        return [update for request_id in self.live_request_ids if (update := self.abort(request_id)) is not None]
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step and takes the blocks it needs. None if there is no request.

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
-def count_blocks(config: EngineConfig, bytes_per_token: int, run_largest_step: Callable[[], None]) -> int:
+def count_blocks(config: EngineConfig, bytes_per_token: int, run_largest_step: Callable[[], object]) -> int:
     """Blocks of KV cache, from the setting or from a profiling run, never more than could be used at once.
 
     Args:
@@ -51,7 +51,7 @@ def count_blocks(config: EngineConfig, bytes_per_token: int, run_largest_step: C
     return num_blocks
 
 
-def measure_step_memory(run_largest_step: Callable[[], None], device: str) -> int:
+def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> int:
     """Bytes that a step takes at its peak, beyond what is held before it."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -48,9 +48,9 @@ class ModelRunner:
         lengths = [len(chunk.token_ids) for chunk in plan.chunks]
         row_starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
         token_ids = np.fromiter((token for chunk in plan.chunks for token in chunk.token_ids), np.int64, sum(lengths))
-        positions = np.concatenate(
-            [np.arange(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in plan.chunks] or [[]]
-        ).astype(np.int64)
+        starts = np.array([chunk.start for chunk in plan.chunks], np.int64)
+        # Counts up within each chunk: the row's place in the step, less the place of its chunk, plus the chunk's start.
+        positions = np.arange(sum(lengths)) + np.repeat(starts - row_starts[:-1], lengths)
         block_table = np.zeros((len(plan.chunks), max((len(c.block_ids) for c in plan.chunks), default=0)), np.int32)
         for row, chunk in enumerate(plan.chunks):
             block_table[row, : len(chunk.block_ids)] = chunk.block_ids
@@ -72,9 +72,7 @@ class ModelRunner:
             spans=spans,
         )
 
-    def _prompt_logprobs(
-        self, hidden_RD: torch.Tensor, targets: list[int], num_top: int | None
-    ) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, hidden_RD: torch.Tensor, targets: list[int], num_top: int | None) -> list[TokenLogprobs]:
         if num_top is None:
             return []
         found: list[TokenLogprobs] = []

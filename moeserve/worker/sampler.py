@@ -50,7 +50,7 @@ def sample(logits_LV: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
     chosen = _most_likely_token(logits_LV).tolist()
     not_simply_that = [row for row, spec in enumerate(specs) if spec.params.temperature > 0 or _changes_scores(spec)]
     for rows in _pieces(not_simply_that, logits_LV):
-        tokens = _choose(logits_LV[rows], [specs[row] for row in rows])
+        tokens = _choose(logits_LV[rows].float(), [specs[row] for row in rows])
         for row, token_id in zip(rows, tokens, strict=True):
             chosen[row] = token_id
 
@@ -95,8 +95,8 @@ def _most_likely_token(logits_LV: Tensor) -> Tensor:
     return most_likely_L
 
 
-def _choose(logits_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
-    scores_RV = logits_RV.to(torch.float32, copy=True)
+def _choose(scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
+    """Chooses one token per row of float32 scores, and changes these in place."""
     for row, spec in enumerate(specs):
         _apply_bias_penalties_and_bars(scores_RV[row], spec)
     highest_R, most_likely_R = scores_RV.max(dim=-1)
@@ -123,7 +123,7 @@ def _apply_bias_penalties_and_bars(scores_V: Tensor, spec: SampleSpec) -> None:
     if bias:
         scores_V[_on(scores_V, list(bias))] += torch.tensor(list(bias.values()), device=scores_V.device)
     if params.repetition_penalty != 1.0:
-        seen = _on(scores_V, np.unique(spec.prompt_token_ids + spec.output_token_ids))
+        seen = _on(scores_V, spec.prompt_token_ids + spec.output_token_ids)  # a token seen twice is written twice
         scores = scores_V[seen].double()
         penalised = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
         scores_V[seen] = penalised.clamp(-LARGEST_SCORE, LARGEST_SCORE).float()
@@ -170,12 +170,11 @@ def _place(probabilities_H: np.ndarray, params: SamplingParams, number: float, *
 
     Since the most likely come first, each of `min_p`, `top_k` and `top_p` keeps a beginning of the row.
     """
-    floor = params.min_p * probabilities_H[0]
-    num_kept = int(np.count_nonzero((probabilities_H >= floor) & (probabilities_H > 0)))
+    num_kept = int(np.count_nonzero(probabilities_H >= params.min_p * probabilities_H[0]))
     if params.top_k > 0:
         num_kept = min(num_kept, params.top_k)
     cumulative_H = np.cumsum(probabilities_H[:num_kept])
-    if is_whole_row or num_kept < len(probabilities_H) or num_kept == params.top_k:
+    if is_whole_row or num_kept < len(probabilities_H):
         total = cumulative_H[-1]
     elif params.min_p == 0.0 and params.top_k <= 0:
         total = 1.0  # nothing is left out, so the kept tokens beyond the head need not be looked at
@@ -183,18 +182,14 @@ def _place(probabilities_H: np.ndarray, params: SamplingParams, number: float, *
         return None
 
     if params.top_p < 1.0:
-        # The token that crosses the bound is kept.
-        num_kept = int(np.searchsorted(cumulative_H, params.top_p * total)) + 1
-        if num_kept > len(cumulative_H):
-            if not is_whole_row:
-                return None
-            num_kept = len(cumulative_H)  # the bound is the total itself, but for rounding
-        cumulative_H = cumulative_H[:num_kept]
-        total = cumulative_H[-1]
+        crossing = int(np.searchsorted(cumulative_H, params.top_p * total))  # the token that reaches the bound
+        if crossing == len(cumulative_H):
+            return None
+        total = cumulative_H[crossing]
+    # On a whole row this always finds a token, one that is not impossible: a number below one times a total rounds to
+    # less than that total.
     place = int(np.searchsorted(cumulative_H, number * total, side="right"))
-    if place < len(cumulative_H):
-        return place
-    return len(cumulative_H) - 1 if total == cumulative_H[-1] else None
+    return place if place < len(cumulative_H) else None
 
 
 def _order_keys(scores_RV: Tensor) -> Tensor:

@@ -37,9 +37,7 @@ class Worker:
 
         # The profiling run needs somewhere to write: one block, which every position of it shares.
         probe = ModelRunner(model, model.make_caches(1, config.block_size), config.block_size, config.device)
-        self.num_blocks = count_blocks(
-            config, model.cache_bytes_per_token, lambda: probe.execute(largest_step(config)) and None
-        )
+        self.num_blocks = count_blocks(config, model.cache_bytes_per_token, lambda: probe.execute(largest_step(config)))
         caches = model.make_caches(self.num_blocks, config.block_size)
         self.runner = ModelRunner(model, caches, config.block_size, config.device)
         num_tokens = self.num_blocks * config.block_size
@@ -50,7 +48,7 @@ class Worker:
 
 
 def largest_step(config: EngineConfig) -> StepPlan:
-    """A step with as many tokens, and as many sampled rows, as the scheduler may ever plan. Its blocks are all block 0."""
+    """As many tokens, and as many sampled rows, as the scheduler may ever plan. All of its blocks are block 0."""
     chunks = []
     num_left = config.max_num_batched_tokens
     num_chunks = min(config.max_num_seqs, num_left)

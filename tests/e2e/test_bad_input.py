@@ -84,6 +84,7 @@ def test_unsupported_architecture_lists_the_supported(broken: Path) -> None:
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, "must be a multiple of num_attention_heads=5"),
         ({"head_dim": 7}, "head_dim=7"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": []}, "hidden_act=[]"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "default, linear, llama3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -48,7 +49,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 def test_a_stream_grows_to_what_generate_gives(llm: LLM) -> None:
     texts = [output.outputs[0].text for output in llm.stream("One, two, three,", GREEDY)]
     assert len(texts) > 10
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     assert texts[-1] == llm.generate("One, two, three,", GREEDY)[0].outputs[0].text
 
 

@@ -105,11 +105,13 @@ def test_prompt_logprobs_equal_the_reference(reference: Reference) -> None:
     assert output.prompt_logprobs[0] is None
     for position, given in enumerate(output.prompt_logprobs[1:]):
         assert given is not None
-        assert given[prompt[position + 1]].logprob == pytest.approx(wanted[position, prompt[position + 1]], abs=1e-4)
+        assert given[prompt[position + 1]].logprob == pytest.approx(
+            float(wanted[position, prompt[position + 1]]), abs=1e-4
+        )
         best = int(wanted[position].argmax())
         assert given[best].rank == 1
     first = output.outputs[0].logprobs[0]  # type: ignore[index]
-    assert first[output.outputs[0].token_ids[0]].logprob == pytest.approx(wanted[-1].max(), abs=1e-4)
+    assert first[output.outputs[0].token_ids[0]].logprob == pytest.approx(float(wanted[-1].max()), abs=1e-4)
 
 
 def test_experts_fused_in_one_tensor_load_alike(plain: Reference, tmp_path: Path) -> None:
