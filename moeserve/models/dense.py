@@ -185,9 +185,9 @@ def _read_config(config: ConfigJson) -> DenseConfig:
             f"supported: {', '.join(DENSE_ARCHITECTURES)}"
         )
     is_mistral = architecture == "MistralForCausalLM"
-    config.require("hidden_act", {"silu"}, default="silu")
-    config.require("attention_bias", {False}, default=False)
-    config.require("mlp_bias", {False}, default=False)
+    config.require("hidden_act", "silu")
+    config.require("attention_bias", False)
+    config.require("mlp_bias", False)
     if config.values.get("quantization_config") is not None:
         raise config.wrong("quantization_config", "is not supported; give a float32, bfloat16 or float16 checkpoint")
 
