@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,15 @@ def make_reference(folder: Path, *, seed: int = 0, **shape: object) -> Reference
     model.config._experts_implementation = "eager"  # transformers' faster one refuses odd widths
     model.save_pretrained(folder)
     return Reference(folder, model)
+
+
+@pytest.fixture(scope="session")
+def default_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of the tests' own, in which the default model is made once."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOESERVE_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session", params=list(SHAPES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +15,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOESERVE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        with LLM(max_model_len=512, kv_cache_memory="200MiB") as llm:
-            yield llm
+def llm(default_cache: Path) -> Iterator[LLM]:
+    with LLM(max_model_len=512, kv_cache_memory="200MiB") as llm:
+        yield llm
 
 
 def test_the_default_model_knows_the_capital_of_france(llm: LLM) -> None:

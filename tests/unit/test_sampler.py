@@ -170,7 +170,7 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[SampleSpec]]:
 
 
 @given(rows_and_specs(), st.sampled_from([1, 2, 5, 256]), st.sampled_from([1, 100, 2**18]))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_tokens_are_those_of_the_reference(
     batch: tuple[Tensor, list[SampleSpec]], head_size: int, piece_size: int
 ) -> None:
@@ -305,7 +305,7 @@ def chosen_at(row_V: Tensor, numbers: list[float], monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("head_size", [3, 256])
-@pytest.mark.parametrize("vocabulary", [6, 57, 700])
+@pytest.mark.parametrize("vocabulary", [6, 57, 400])
 @pytest.mark.parametrize(
     "params",
     [
@@ -408,7 +408,7 @@ def test_logprobs_are_log_softmax_of_the_raw_logits(dtype: torch.dtype) -> None:
 
 
 def test_equal_logits_share_a_rank_and_come_by_token_id() -> None:
-    logits_LV = torch.tensor([[0.0, 2.0, -0.0, 3.0, 2.0, 2.0]])
+    logits_LV = torch.tensor([[-0.0, 2.0, 0.0, 3.0, 2.0, 2.0]])
     [sampled] = sample(logits_LV, [spec(temperature=0, logprobs=6)])
     assert sampled.logprobs is not None
     assert sampled.logprobs.token_ids == [3, 3, 1, 4, 5, 0, 2]

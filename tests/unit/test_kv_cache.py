@@ -1,0 +1,87 @@
+"""How many blocks a rank gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeserve.config import CheckpointFacts, EngineConfig, Settings, resolve
+from moeserve.errors import CacheTooSmallError
+from moeserve.worker import kv_cache
+from moeserve.worker.kv_cache import count_blocks, free_memory, measure_step_memory
+from moeserve.worker.worker import largest_step
+
+BYTES_PER_TOKEN = 100
+
+
+def config(**options: object) -> EngineConfig:
+    facts = CheckpointFacts(
+        path="x", architecture="MixtralForCausalLM", dtype="float32", vocab_size=10, max_position_embeddings=1000
+    )
+    return resolve(Settings.from_options({"block_size": 10, **options}), facts, has_cuda=False, num_cores=1)
+
+
+def not_called() -> None:
+    raise AssertionError("the profiling run was not needed")
+
+
+def test_a_given_amount_is_divided_into_blocks() -> None:
+    assert count_blocks(config(kv_cache_memory=52_999, max_model_len=80), BYTES_PER_TOKEN, not_called) == 52
+
+
+def test_never_more_than_all_requests_could_use() -> None:
+    options = {"kv_cache_memory": "1GB", "max_model_len": 95, "max_num_seqs": 3}
+    assert count_blocks(config(**options), BYTES_PER_TOKEN, not_called) == 3 * 10
+
+
+@pytest.mark.parametrize("memory", [999, 9_999])
+def test_too_small_for_one_request(memory: int) -> None:
+    with pytest.raises(CacheTooSmallError, match="takes 10000 bytes"):
+        count_blocks(config(kv_cache_memory=memory, max_model_len=100), BYTES_PER_TOKEN, not_called)
+
+
+def test_an_open_length_needs_two_blocks() -> None:
+    assert count_blocks(config(kv_cache_memory=2_000), BYTES_PER_TOKEN, not_called) == 2
+    with pytest.raises(CacheTooSmallError, match="takes 2000 bytes"):
+        count_blocks(config(kv_cache_memory=1_999), BYTES_PER_TOKEN, not_called)
+
+
+def test_the_profiling_run_is_taken_off_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device: 300 * 2**20)
+    step_bytes = 100 * 2**20
+
+    def step() -> None:
+        torch.ones(step_bytes // 4)
+
+    num_blocks = count_blocks(config(max_num_seqs=10_000), BYTES_PER_TOKEN, step)
+    assert num_blocks * BYTES_PER_TOKEN * 10 == pytest.approx(0.5 * (300 * 2**20 - step_bytes), rel=0.1)
+
+
+def test_step_memory_is_the_peak_beyond_what_is_held() -> None:
+    held = torch.ones(30 * 2**20 // 4)
+
+    def step() -> None:
+        torch.ones(60 * 2**20 // 4)
+        torch.ones(20 * 2**20 // 4)
+
+    assert measure_step_memory(step, "cpu") == pytest.approx(60 * 2**20, rel=0.2)
+    assert held.sum() > 0
+
+
+def test_free_memory_is_some_of_the_machines() -> None:
+    assert 2**20 < free_memory("cpu") < 2**50
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_seqs", "max_len"), [(2048, 64, 1000), (7, 64, 100), (50, 3, 10), (5, 5, 5)]
+)
+def test_the_largest_step_is_as_large_as_the_limits_allow(max_tokens: int, max_seqs: int, max_len: int) -> None:
+    plan = largest_step(
+        config(max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs, max_model_len=max_len, block_size=4)
+    )
+    lengths = [len(chunk.token_ids) for chunk in plan.chunks]
+    assert sum(lengths) == min(max_tokens, max_seqs * max_len)
+    assert len(lengths) == min(max_seqs, max_tokens)
+    assert max(lengths) <= max_len
+    assert all(len(chunk.block_ids) * 4 >= len(chunk.token_ids) for chunk in plan.chunks)
+    assert all(chunk.sample is not None for chunk in plan.chunks)
