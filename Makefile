@@ -4,8 +4,7 @@
 # interrupted is done again. For a new .venv with another Python: make PYTHON=python3.12 ... To watch pip: make V=1 ...
 #
 # constraints.txt pins every package. torch has builds of the same version without CUDA, which are far smaller; pip
-# prefers one where its settings offer it, for example with
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+# takes one where its settings offer it (torch's installation page says which extra index to set).
 
 PYTHON ?= python3
 VENV := .venv
