@@ -204,6 +204,12 @@ class Frontend:
                         f"{parameter} names token {token_id}, outside the vocabulary of {self._vocab_size}; "
                         f"ids are 0 to {self._vocab_size - 1}"
                     )
+        stop_ids = {*params.stop_token_ids, *([] if params.ignore_eos else self._eos_token_ids)}
+        if params.min_tokens and len(stop_ids) >= self._vocab_size:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} bars the {len(stop_ids)} tokens that end an output, which are all "
+                f"{self._vocab_size} there are; give fewer stop_token_ids, or min_tokens=0"
+            )
         for parameter, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if number is not None and number > self._vocab_size:
                 raise RequestError(f"{parameter}={number}, but the vocabulary has only {self._vocab_size} tokens")

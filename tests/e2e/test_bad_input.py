@@ -230,6 +230,8 @@ def test_parameters_that_do_not_fit_the_vocabulary(llm: LLM, plain: Reference) -
         llm.generate([[5]], SamplingParams(stop_token_ids=[101]))
     with pytest.raises(RequestError, match="logit_bias names token 500"):
         llm.generate([[5]], SamplingParams(logit_bias={500: 1.0}))
+    with pytest.raises(RequestError, match="min_tokens=1 bars the 101 tokens"):
+        llm.generate([[5]], SamplingParams(stop_token_ids=list(range(101)), min_tokens=1))
     with pytest.raises(RequestError, match="no tokenizer"):
         llm.generate([[5]], SamplingParams(stop="x"))
     with pytest.raises(RequestError, match="no tokenizer"):

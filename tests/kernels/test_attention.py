@@ -481,37 +481,58 @@ def test_calls_from_several_python_threads_at_once() -> None:
     assert all(same_bytes(output, expected) for output in outputs)
 
 
-CHILD = """
-import os, sys, torch
-from moeserve.ops.native import native_kernels
-from torch.utils.dlpack import to_dlpack
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP runtime is another one here")
+def test_kernels_run_on_the_threads_of_torch() -> None:
+    assert kernels.uses_openmp()
 
-kernels = native_kernels()
 
-def attend():
-    query, cache = torch.ones(1, 4, 64), torch.ones(200, 2, 16, 64)
-    lengths = [torch.arange(200, dtype=torch.int32)[None], torch.tensor([0, 1]).int(), torch.tensor([3200]).int()]
-    out = torch.zeros_like(query)
-    kernels.paged_attention(
-        *map(to_dlpack, (query, cache, cache, *lengths, out)), scale=1.0, window=None, max_rows=1
-    )
-    assert torch.equal(out, torch.ones_like(out))
+ATTEND_WITHOUT_TORCH = """
+import os, sys
+import numpy as np
+from moeserve import _cpu
 
-torch.set_num_threads(1)  # torch's own threads do not survive a fork
-kernels.set_num_threads(4)
-attend()
-if "fork" in sys.argv:
-    child = os.fork()
-    attend()
-    if child:
-        attend()
-        _, status = os.waitpid(child, 0)
-        sys.exit(os.waitstatus_to_exitcode(status))
+draw = np.random.default_rng(0)
+query = draw.standard_normal((2, 4, 64), np.float32)
+keys, values = (draw.standard_normal((250, 2, 16, 64), np.float32) for _ in range(2))
+blocks = np.stack([draw.permutation(250)[:200] for _ in range(2)]).astype(np.int32)
+starts, lengths = np.array([0, 1, 2], np.int32), np.array([3200, 100], np.int32)
+
+def attend(num_threads):
+    _cpu.set_num_threads(num_threads)
+    out = np.zeros_like(query)
+    _cpu.paged_attention(query, keys, values, blocks, starts, lengths, out, scale=0.1, window=None, max_rows=1)
+    return out.tobytes()
+
+expected = attend(1)
+
+def check():
+    for num_threads in (4, 2, 3, 8):
+        for _ in range(50):
+            assert attend(num_threads) == expected
+"""
+
+# Torch is gone through before the fork, so that its threads are the ones that the child does not have.
+FORK = """
+import torch
+
+assert _cpu.uses_openmp() == (sys.platform == "linux")
+check()
+child = os.fork()
+assert _cpu.uses_openmp() == (child != 0 and sys.platform == "linux")
+check()
+if child:
+    _, status = os.waitpid(child, 0)
+    sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
 @needs_kernels
-@pytest.mark.parametrize("arguments", [[], ["fork"]])
-def test_process_with_kernel_threads_forks_and_ends(arguments: list[str]) -> None:
-    finished = subprocess.run([sys.executable, "-c", CHILD, *arguments], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    "script", ["assert not _cpu.uses_openmp()\ncheck()", "check()\nos.fork() and os.wait()\ncheck()", FORK]
+)
+def test_a_process_without_openmp_threads_uses_its_own_and_ends(script: str) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", ATTEND_WITHOUT_TORCH + script], capture_output=True, text=True, timeout=120
+    )
     assert finished.returncode == 0, finished.stderr
