@@ -77,9 +77,10 @@ clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find $(PYTHON_FOLDERS) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# A .venv that was left half made, or that was moved or copied here, is made anew.
 # Without build isolation, so that a later build finds the output of the last one and compiles only what changed.
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPP_FILES)
-	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \
+	@{ grep -qF "$(BIN)/" $(VENV)/bin/pip && $(VENV)/bin/pip --version; } >/dev/null 2>&1 || { \
 		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 			echo "moeserve needs Python 3.10 or newer, but '$(PYTHON)' is: `$(PYTHON) --version 2>&1`"; \
 			echo "Name a newer one: make PYTHON=python3.12"; exit 1; }; \

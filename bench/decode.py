@@ -44,7 +44,7 @@ from moeserve.bench.harness import (
     ratio_of_medians,
     write_jsonl,
 )
-from moeserve.config import usable_cores
+from moeserve.machine import usable_cores
 
 EngineName = Literal["moeserve", "transformers"]
 Generate = Callable[[list[list[int]], int], list[list[int]]]  # prompts, tokens to add to each -> the tokens added

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moeserve.config import usable_cores
+from moeserve.machine import usable_cores
 
 ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
 

@@ -18,7 +18,7 @@
 #include "cpu/cache_write.h"
 #include "cpu/isa.h"
 #include "cpu/paged_attention.h"
-#include "cpu/thread_pool.h"
+#include "cpu/parallel.h"
 
 namespace nb = nanobind;
 
@@ -194,6 +194,7 @@ NB_MODULE(_cpu, module) {
 
   module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a, "Threads that kernels may use.");
   module.def("num_threads", &moeserve::num_threads);
+  module.def("uses_openmp", &moeserve::uses_openmp, "Whether these are torch's OpenMP threads, or a pool of our own.");
   module.def(
       "isa", [] { return moeserve::isa_name(moeserve::current_isa()); }, "The instruction set that kernels run with.");
   module.def("usable_isas", &moeserve::usable_isa_names, "Those that this machine can run, best first.");

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,8 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     command: Parser = options.parser
     if unknown:
         command.refuse(unknown[0])
-    if options.run is generate and not options.prompt:
+    if options.run is generate and not any(options.prompt or []):
         command.error("--prompt is missing: what to ask")
+    if options.run is generate and options.model_folder is not None and "model" in options:
+        command.error(f"MODEL={options.model_folder} and --model={options.model} are both given; give one")
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     try:
         options.run(options)
@@ -38,6 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 
@@ -108,7 +114,7 @@ def _parser() -> Parser:
     command.add_argument("model_folder", nargs="?", metavar="MODEL", help="same as --model")
     command.add_argument("--prompt", action="append", help="what to ask; may be given several times")
     command.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    sampling = command.add_argument_group("Sampling")
+    sampling = command.add_argument_group("Sampling", "Defaults are those of the checkpoint's generation_config.json.")
     sampling.add_argument(
         "--max-tokens", type=int, default=256, metavar="TOKENS", help="most tokens to generate (default: 256)"
     )
@@ -154,7 +160,8 @@ def _add_flags(group: Any, settings: type, without: Iterable[str] = ()) -> None:
         if field.name in without:
             continue
         has_plain_default = field.default is not dataclasses.MISSING and field.default is not None
-        shown = f" (default: {field.default})" if has_plain_default else ""
+        # The defaults of sampling are the checkpoint's, where its generation_config.json has them.
+        shown = f" (default: {field.default})" if has_plain_default and settings is not SamplingParams else ""
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.metadata['help']}{shown}"}
         expected = hints[field.name]
         if expected is bool:
@@ -162,8 +169,9 @@ def _add_flags(group: Any, settings: type, without: Iterable[str] = ()) -> None:
         elif get_origin(expected) is Literal:
             options["choices"] = get_args(expected)
         elif "list" in str(expected):
-            options |= {"nargs": "+", "type": int if "int" in str(expected) else str}
-            options["metavar"] = "ID" if "int" in str(expected) else "TEXT"
+            is_ids = "int" in str(expected)
+            options |= {"action": "append", "type": int if is_ids else str, "metavar": "ID" if is_ids else "TEXT"}
+            options["help"] += "; may be given several times"
         else:
             options |= {"type": _reader(expected), "metavar": field.name.rpartition("_")[2].upper()}
         group.add_argument(f"--{field.name.replace('_', '-')}", **options)

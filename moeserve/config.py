@@ -15,10 +15,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from moeserve.errors import SettingsError, nearest
+from moeserve.errors import SettingsError, nearest, shown
 
-PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+# Bounds that no sensible value reaches, so that a slip of the pen is an error here and not far inside the engine.
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+MAX_BYTES = 2**50
 DtypeName = Literal["float32", "bfloat16", "float16"]
+DispatcherName = Literal["local"]
 
 
 def setting(default: Any, help: str) -> Any:
@@ -37,10 +40,12 @@ class ModelSettings:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "number format of weights, activations and KV cache; auto: the checkpoint's"
     )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where tensors live; auto: a GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where tensors live; auto: cpu")
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights, only config.json is read")
-    seed: int = setting(0, "seeds dummy weights, and the sampling of requests that bring no seed")
-    max_model_len: PositiveInt | None = setting(
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = setting(
+        0, "seeds dummy weights, and the sampling of requests that bring no seed"
+    )
+    max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)] | None = setting(
         None, "most tokens of one request, prompt and output; none: what the model and the KV cache allow"
     )
 
@@ -49,7 +54,7 @@ class ModelSettings:
 class CacheSettings:
     """KV cache"""
 
-    block_size: PositiveInt = setting(16, "tokens per block of the KV cache")
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = setting(16, "tokens per block of the KV cache")
     kv_cache_memory: int | str | None = setting(
         None, "bytes of the KV cache, as a number or like 512MiB; none: measured by a profiling run"
     )
@@ -77,7 +82,7 @@ class ParallelSettings:
     pipeline_parallel_size: PositiveInt = setting(1, "stages that the layers are divided into")
     executor: Literal["auto", "uniproc"] = setting("auto", "what runs the ranks; uniproc: this process")
     dispatcher: Literal["auto", "local"] = setting("auto", "what carries tokens to their experts; local: no exchange")
-    num_threads: PositiveInt | None = setting(
+    num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = setting(
         None, "CPU threads of each rank; none: the cores this process may use, divided by the ranks on this host"
     )
 
@@ -145,7 +150,7 @@ class EngineConfig:
     max_num_batched_tokens: int
     num_threads: int
     executor: Literal["uniproc"]
-    dispatcher: Literal["local"]
+    dispatcher: DispatcherName
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ def resolve(settings: Settings, checkpoint: CheckpointFacts, *, has_cuda: bool, 
     _refuse_more_than_one_rank(parallel)
     if model.device == "cuda" and not has_cuda:
         raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
-    device: Literal["cpu", "cuda"] = "cuda" if model.device != "cpu" and has_cuda else "cpu"
+    device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
 
     if model.max_model_len is not None and model.max_model_len > checkpoint.max_position_embeddings:
         raise SettingsError(
@@ -213,20 +218,15 @@ def parse_bytes(amount: int | str) -> int:
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", amount)
         if match is None:
-            raise SettingsError(f"kv_cache_memory={amount!r} is not an amount of memory; write it like 512MiB or 2GB")
+            raise SettingsError(
+                f"kv_cache_memory={shown(amount)} is not an amount of memory; write it like 512MiB or 2GB"
+            )
         prefix = match[2] or ""
         base = 1024 if prefix.endswith("i") else 1000
-        num_bytes = int(float(match[1]) * base ** " KMGT".index(prefix[:1] or " "))
-    if num_bytes < 1:
-        raise SettingsError(f"kv_cache_memory={amount!r} must be at least one byte")
+        num_bytes = int(min(float(match[1]), 1e30) * base ** " KMGT".index(prefix[:1] or " "))
+    if not 1 <= num_bytes <= MAX_BYTES:
+        raise SettingsError(f"kv_cache_memory={shown(amount)} must be from 1 byte to {MAX_BYTES} bytes")
     return num_bytes
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cache_folder() -> Path:
@@ -247,7 +247,7 @@ def _checked(option: str, value: Any, group: type) -> Any:
         help = next(f.metadata["help"] for f in dataclasses.fields(group) if f.name == option)
         is_choice = get_origin(expected) is Literal
         reason = f"must be one of {get_args(expected)}" if is_choice else str(error).split(" - at ")[0]
-        raise SettingsError(f"{option}={value!r}: {reason} ({option}: {help})") from None
+        raise SettingsError(f"{option}={shown(value)}: {reason} ({option}: {help})") from None
 
 
 def _refuse_more_than_one_rank(parallel: ParallelSettings) -> None:

@@ -35,3 +35,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     choices = sorted(known)
     near = difflib.get_close_matches(word.replace("-", "_").lower(), choices, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(choices)}"
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: its beginning, whatever its size."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes out
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= 60 else text[:57] + "..."

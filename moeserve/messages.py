@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from moeserve.config import LIMITS
-from moeserve.errors import RequestError, nearest
+from moeserve.errors import RequestError, nearest, shown
 
 FinishReason = Literal["stop", "length", "abort"]
 T = TypeVar("T")
@@ -71,7 +71,9 @@ class SamplingParams:
     skip_special_tokens: bool = _parameter(True, "leave special tokens out of the text")
     logprobs: int | None = _parameter(None, "log-probabilities of this many most likely tokens per output token")
     prompt_logprobs: int | None = _parameter(None, "the same, per prompt token")
-    logit_bias: dict[int, float] = _parameter({}, "added to the logits of these token ids")
+    logit_bias: dict[int, float] = _parameter(
+        {}, 'added to the logits of these token ids, as a dict such as {"5": -1.5}'
+    )
     presence_penalty: float = _parameter(0.0, "taken from the logits of tokens already generated")
     frequency_penalty: float = _parameter(0.0, "the same, once per occurrence")
     repetition_penalty: float = _parameter(1.0, "divides the logits of tokens in prompt or output; 1: off")
@@ -98,7 +100,7 @@ class SamplingParams:
             )
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r:.60} must be True or False")
+                raise RequestError(f"{name}={shown(getattr(self, name))} must be True or False")
         _require_integer("logprobs", self.logprobs, 0, LIMITS.max_logprobs, optional=True)
         _require_integer("prompt_logprobs", self.prompt_logprobs, 0, LIMITS.max_logprobs, optional=True)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -110,7 +112,7 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not 1 <= len(text) <= LIMITS.max_stop_string_length:
                 raise RequestError(
-                    f"stop={text!r:.60}: each must be a text of 1 to {LIMITS.max_stop_string_length} characters"
+                    f"stop={shown(text)}: each must be a text of 1 to {LIMITS.max_stop_string_length} characters"
                 )
         if len(self.stop_token_ids) > LIMITS.max_stop_token_ids:
             raise RequestError(
@@ -245,7 +247,7 @@ def _require_number(name: str, value: Any, low: float, high: float, *, above: bo
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # Written so that NaN, which is neither within nor outside any bounds, is refused.
     if not is_number or not low <= value <= high or (above and value == low):
-        raise RequestError(f"{name}={value!r:.60} must be a number {bounds}")
+        raise RequestError(f"{name}={shown(value)} must be a number {bounds}")
 
 
 def _require_integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False) -> None:
@@ -254,7 +256,7 @@ def _require_integer(name: str, value: Any, low: int, high: int | None, *, optio
     bounds = f"from {low} to {'2**63 - 1' if high is None else high}"
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer or not low <= value <= (2**63 - 1 if high is None else high):
-        raise RequestError(f"{name}={value!r:.60} must be an integer {bounds}{' or None' if optional else ''}")
+        raise RequestError(f"{name}={shown(value)} must be an integer {bounds}{' or None' if optional else ''}")
 
 
 def _plain(value: Any) -> Any:
@@ -268,7 +270,7 @@ def _as_list(name: str, values: Any, of_what: str) -> list[Any]:
     if values is None:
         return []
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise RequestError(f"{name}={values!r:.60} must be a list of {of_what}")
+        raise RequestError(f"{name}={shown(values)} must be a list of {of_what}")
     return [_plain(value) for value in values]
 
 
@@ -276,7 +278,7 @@ def _integer_keys(logit_bias: Any) -> dict[int, float]:
     if logit_bias is None:
         return {}
     if not isinstance(logit_bias, dict):
-        raise RequestError(f"logit_bias={logit_bias!r:.60} must be a dict of token id to bias")
+        raise RequestError(f"logit_bias={shown(logit_bias)} must be a dict of token id to bias")
     # JSON has only texts as keys.
     return {
         int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else _plain(key): _plain(bias)

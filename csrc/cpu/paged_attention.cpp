@@ -22,7 +22,7 @@
 
 #include "isa.h"
 #include "lanes.h"
-#include "thread_pool.h"
+#include "parallel.h"
 
 namespace moeserve {
 
@@ -31,7 +31,7 @@ namespace {
 constexpr int kPartition = 256;                 // positions
 constexpr int kMaxTile = 16;                    // positions whose scores are computed together, at most
 constexpr int kPrefetch = 16;                   // positions that a prefetch runs ahead
-constexpr int64_t kBytesPerThread = 64 * 1024;  // keys and values that are worth one more thread
+constexpr int64_t kParallelBytes = 128 * 1024;  // keys and values that are worth more than one thread
 constexpr int64_t kItemsPerThread = 8;          // enough for a thread that is late to be made up for
 
 // One row's position, and the blocks of its chunk.
@@ -405,7 +405,7 @@ int choose_num_threads(const PagedAttention& step, const std::vector<Row>& rows)
   int64_t num_positions = 0;
   for (const Row& row : rows) num_positions += std::max<int64_t>(0, row.position + 1 - first_position(step, row));
   const int64_t bytes = num_positions * step.num_kv_heads * step.head_size * 2 * element_bytes(step);
-  return static_cast<int>(std::clamp<int64_t>(bytes / kBytesPerThread, 1, num_threads()));
+  return bytes < kParallelBytes ? 1 : num_threads();
 }
 
 // Divides the rows' partitions into items: all of a row's in one, unless the row is long compared to the whole step.
@@ -447,13 +447,17 @@ void plan(Job& job, int num_threads) {
 
 void paged_attention(const PagedAttention& step) {
   Job job{step, find_rows(step), {}, nullptr};
-  const int max_threads = choose_num_threads(step, job.rows);
-  plan(job, max_threads);
+  const int threads = choose_num_threads(step, job.rows);
+  plan(job, threads);
   for (const Row& row : job.rows) {
     if (row.position < 0) clear_row(step, row);
   }
   const RunItem run = choose_run_item(current_isa());
-  parallel_for(static_cast<int64_t>(job.items.size()), max_threads, [&](int64_t i) { run(job, job.items[i]); });
+  if (threads == 1) {
+    for (const Item& item : job.items) run(job, item);
+  } else {
+    parallel_for(static_cast<int64_t>(job.items.size()), [&](int64_t i) { run(job, job.items[i]); });
+  }
 }
 
 }  // namespace moeserve

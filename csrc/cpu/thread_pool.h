@@ -1,28 +1,65 @@
-// The threads that C++ kernels run on: one pool per process. Knows no kernel.
-//
-// It stands beside torch's own pool, never inside it: a kernel and a torch operator do not run at the same time in one
-// rank, and a second OpenMP runtime would keep its threads spinning while torch's want the cores.
+// A pool of threads that work on one job at a time. Knows no kernel.
 
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 namespace moeserve {
 
-// Threads that `parallel_for` may use, the calling one included. 1 until set. Threads are started by the first call
-// that wants them, and stopped by the next one that wants another number. Throws std::invalid_argument below 1.
-void set_num_threads(int num_threads);
-int num_threads();
+// The items of a job, which any number of threads take one by one until none is left.
+class Items {
+ public:
+  Items(int64_t num_items, const std::function<void(int64_t)>& work) : num_items_(num_items), work_(work) {}
 
-// Calls work(item) once for every item in [0, num_items), on at most `max_threads` threads, and returns when all are
-// done. Whoever is free takes the next item, so which thread runs an item says nothing. `work` must not throw.
-//
-// - With one thread, one item, or while another call is in progress (from an item, or from another thread), all items
-//   run on the calling thread.
-// - The caller waits for items, not for threads: one that the system wakes late finds the work done by others.
-// - After a fork the child starts threads of its own.
-// - Threads sleep between calls and are never joined at exit: nothing can hang there.
-void parallel_for(int64_t num_items, int max_threads, const std::function<void(int64_t)>& work);
+  void take() {
+    for (;;) {
+      const int64_t item = next_.fetch_add(1, std::memory_order_relaxed);
+      if (item >= num_items_) return;
+      work_(item);
+    }
+  }
+
+ private:
+  const int64_t num_items_;
+  const std::function<void(int64_t)>& work_;
+  std::atomic<int64_t> next_{0};
+};
+
+// Workers look for a new job for a moment, then sleep. The caller of `run` works too, and waits for items, not for
+// workers: one that the system wakes late finds the work done and is not waited for.
+class ThreadPool {
+ public:
+  ThreadPool() = default;
+  ~ThreadPool();
+
+  // Throws std::system_error where the system refuses a thread. To be called once.
+  void start(int num_workers);
+  int num_workers() const { return static_cast<int>(workers_.size()); }
+
+  // Not from two threads at once.
+  void run(Items& items);
+
+ private:
+  void live();
+  bool join_job();
+
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<int> num_sleeping_{0};
+  std::atomic<bool> stopping_{false};
+  std::atomic<uint64_t> round_{0};  // jobs so far
+
+  // The job. Written by the caller while no worker has joined, read by workers that have.
+  Items* items_ = nullptr;
+  std::atomic<int> num_seats_{0};     // workers that may still join
+  std::atomic<int> num_finished_{0};  // workers that joined and are done
+};
 
 }  // namespace moeserve

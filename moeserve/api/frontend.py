@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from moeserve.api.text import OutputText, TextCodec
-from moeserve.errors import RequestError, nearest
+from moeserve.errors import RequestError, nearest, shown
 from moeserve.messages import (
     CompletionOutput,
     FinishReason,
@@ -116,10 +116,16 @@ class Frontend:
         """All outputs of a prompt, complete so far. It is built at each call and does not change later."""
         return self._prompts[prompt_id].snapshot()
 
+    def unfinished(self, prompt_id: str) -> list[str]:
+        """Requests of a prompt that have not ended. None where there is no such prompt."""
+        prompt = self._prompts.get(prompt_id)
+        outputs = [] if prompt is None else prompt.outputs
+        return [output.request_id for output in outputs if output.finish_reason is None]
+
     def discard(self, prompt_id: str) -> list[str]:
         """Forgets a prompt. Returns its unfinished requests, which the engine must end."""
-        prompt = self._prompts.pop(prompt_id)
-        unfinished = [output.request_id for output in prompt.outputs if output.finish_reason is None]
+        unfinished = self.unfinished(prompt_id)
+        del self._prompts[prompt_id]
         for request_id in unfinished:
             del self._place_of_request[request_id]
         return unfinished
@@ -156,10 +162,10 @@ class Frontend:
         if text is None:
             token_ids = self._checked_token_ids(name, fields["prompt_token_ids"])
         elif not isinstance(text, str):
-            raise RequestError(f"{name}={text!r:.60} must be a text (or pass token ids as prompt_token_ids)")
+            raise RequestError(f"{name}={shown(text)} must be a text (or pass token ids as prompt_token_ids)")
         elif self._codec is None:
             raise RequestError(
-                f"{name}={text!r:.60} is a text, but there is no tokenizer; "
+                f"{name}={shown(text)} is a text, but there is no tokenizer; "
                 "pass token ids, or name the folder of one as tokenizer"
             )
         else:
@@ -168,12 +174,12 @@ class Frontend:
             token_ids = self._checked_token_ids(name, self._codec.encode(text))
         cache_salt = fields.get("cache_salt", "")
         if not isinstance(cache_salt, str):
-            raise RequestError(f"{name}: cache_salt={cache_salt!r:.60} must be a text")
+            raise RequestError(f"{name}: cache_salt={shown(cache_salt)} must be a text")
         return _CheckedPrompt(text, token_ids, cache_salt)
 
     def _checked_token_ids(self, name: str, token_ids: Any) -> list[int]:
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
-            raise RequestError(f"{name}: prompt_token_ids={token_ids!r:.60} must be a list of token ids")
+            raise RequestError(f"{name}: prompt_token_ids={shown(token_ids)} must be a list of token ids")
         if not token_ids:
             raise RequestError(f"{name} is empty; pass at least one token")
         if len(token_ids) > self._max_model_len - 1:
@@ -183,7 +189,7 @@ class Frontend:
             )
         for place, token_id in enumerate(token_ids):
             if not _is_integer(token_id):
-                raise RequestError(f"{name}: token {place} is {token_id!r:.60}; token ids are integers")
+                raise RequestError(f"{name}: token {place} is {shown(token_id)}; token ids are integers")
             if not 0 <= token_id < self._vocab_size:
                 raise RequestError(
                     f"{name}: token {place} is {token_id}, outside the vocabulary of {self._vocab_size}; "
@@ -194,7 +200,7 @@ class Frontend:
     def _check_params(self, params: SamplingParams) -> None:
         if params.stop and self._codec is None:
             raise RequestError(
-                f"stop={params.stop!r:.60} needs a text, but there is no tokenizer; "
+                f"stop={shown(params.stop)} needs a text, but there is no tokenizer; "
                 "use stop_token_ids, or name the folder of a tokenizer"
             )
         for parameter, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
@@ -225,7 +231,7 @@ def normalise(
     """
     if isinstance(prompts, bytes) or not isinstance(prompts, (str, Mapping, Sequence)):
         raise RequestError(
-            f"prompts={prompts!r:.60} ({type(prompts).__name__}) must be a text, a list of token ids, "
+            f"prompts={shown(prompts)} ({type(prompts).__name__}) must be a text, a list of token ids, "
             'a dict with "prompt" or "prompt_token_ids", or a list of these'
         )
     is_one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and _is_integer(prompts[0]))
@@ -241,7 +247,9 @@ def normalise(
         params_of_prompts = [sampling_params] * len(each)
     for params in params_of_prompts:
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params={params!r:.60} is a {type(params).__name__}; pass SamplingParams(...)")
+            raise RequestError(
+                f"sampling_params={shown(params)} is a {type(params).__name__}; pass SamplingParams(...)"
+            )
     return list(zip(each, params_of_prompts, strict=True))
 
 
@@ -337,7 +345,7 @@ def _prompt_fields(name: str, prompt: Any) -> Mapping[str, Any]:
         return {"prompt_token_ids": prompt}
     if not isinstance(prompt, Mapping):
         raise RequestError(
-            f"{name}={prompt!r:.60} ({type(prompt).__name__}) must be a text, a list of token ids, "
+            f"{name}={shown(prompt)} ({type(prompt).__name__}) must be a text, a list of token ids, "
             'or a dict with "prompt" or "prompt_token_ids"'
         )
     for key in prompt:

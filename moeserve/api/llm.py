@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -13,9 +15,10 @@ from tqdm import tqdm
 from moeserve.api.default_model import default_model
 from moeserve.api.frontend import Frontend, Prompt, Prompts
 from moeserve.api.text import TextCodec
-from moeserve.config import Settings, resolve, usable_cores
+from moeserve.config import Settings, resolve
 from moeserve.engine.core import EngineCore
 from moeserve.errors import CheckpointError, RequestError
+from moeserve.machine import usable_cores
 from moeserve.messages import RequestOutput, SamplingParams
 from moeserve.models import registry
 
@@ -69,7 +72,7 @@ class LLM:
             self.codec,
             vocab_size=config.vocab_size,
             max_model_len=self.config.max_model_len,
-            eos_token_ids=defaults.eos_token_ids,
+            eos_token_ids=sorted({*defaults.eos_token_ids, *(self.codec.eos_token_ids if self.codec else [])}),
             engine_seed=config.seed,
         )
 
@@ -99,7 +102,9 @@ class LLM:
             RequestError: a prompt or a parameter cannot be served. Nothing was generated; the engine lives on.
             EngineError: a step failed. The engine lives on, without the requests that were in flight.
         """
-        submissions = self.frontend.submit(prompts, sampling_params or self._default_params)
+        submissions = self.frontend.submit(
+            prompts, self._default_params if sampling_params is None else sampling_params
+        )
         prompt_ids = [submission.prompt_id for submission in submissions]
         try:
             for submission in submissions:
@@ -121,7 +126,8 @@ class LLM:
         Closing the iterator, or leaving it to the garbage collector, ends the request. Arguments and errors are those
         of `generate`; errors come with the first output.
         """
-        (submission,) = self.frontend.submit([prompt], sampling_params or self._default_params)
+        params = self._default_params if sampling_params is None else sampling_params
+        (submission,) = self.frontend.submit([prompt], params)
         num_tokens_shown = -1
         try:
             for request in submission.requests:
@@ -156,10 +162,15 @@ class LLM:
         Raises:
             RequestError, EngineError: as `generate`; also where there is no chat template.
         """
-        is_one = not messages or isinstance(messages[0], Mapping)
+        is_one = isinstance(messages, Mapping) or not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
         prompts = [self.chat_prompt(each, add_generation_prompt=add_generation_prompt) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a prompt in flight, named by its output's `request_id`. Its stream gives what there is, and stops."""
+        for unfinished in self.frontend.unfinished(request_id):
+            self.core.abort(unfinished)
 
     @property
     def has_chat_template(self) -> bool:
@@ -172,7 +183,7 @@ class LLM:
         return {"prompt_token_ids": self.codec.chat_prompt(messages, add_generation_prompt=add_generation_prompt)}
 
     def shutdown(self) -> None:
-        """Ends all requests and frees the model. May be called twice."""
+        """Ends all requests and frees the model. May be called twice; afterwards only what was generated is there."""
         self.core.shutdown()
 
     def __enter__(self) -> LLM:
@@ -200,3 +211,19 @@ class LLM:
         for prompt_id in prompt_ids:
             for request_id in self.frontend.discard(prompt_id):
                 self.core.abort(request_id)
+
+
+def _signature() -> inspect.Signature:
+    """What `help(LLM)` and editors show: every setting by name, with its type and default."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = list(inspect.signature(LLM.__init__).parameters.values())[:-1]  # all but **settings
+    for group in Settings.groups().values():
+        for setting in dataclasses.fields(group):
+            if setting.name != "model":
+                parameters.append(
+                    inspect.Parameter(setting.name, keyword, default=setting.default, annotation=setting.type)
+                )
+    return inspect.Signature(parameters)
+
+
+LLM.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

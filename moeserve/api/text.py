@@ -127,6 +127,12 @@ class TextCodec:
         return StepwiseDetokenizer(self, hidden_ids)
 
     @property
+    def eos_token_ids(self) -> list[int]:
+        """The token that the tokenizer says ends a text, if it says so."""
+        eos = self._tokenizer.eos_token_id
+        return [] if eos is None else [eos]
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 

@@ -23,39 +23,45 @@ class EngineCore:
         self.executor = _start_executor(config, show_progress=show_progress)
         self.config = _fit_to_cache(config, self.executor.num_blocks)
         self.scheduler = self._new_scheduler()
-        self._undelivered: list[RequestUpdate] = []  # ends of requests that a failed step could not return
+        self._undelivered: list[RequestUpdate] = []  # ends that came outside a step: the next one returns them
+        self._is_open = True
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._undelivered)
+        """Whether a request has not ended."""
+        return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError, and changes nothing, if it can never run."""
+        self._require_open()
         self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> RequestUpdate | None:
-        """Ends a request at once and frees its blocks. None if there is no such request."""
-        return self.scheduler.abort(request_id)
+    def abort(self, request_id: str) -> None:
+        """Ends a request at once and frees its blocks, if there is such a request. The next step tells of it."""
+        update = self.scheduler.abort(request_id)
+        if update is not None:
+            self._undelivered.append(update)
 
     def step(self) -> list[RequestUpdate]:
         """Runs one step. Returns the new tokens, and the ends, of the requests that were in it.
 
         Raises:
             EngineError: the step failed. All requests have ended and their blocks are free; new ones may be added.
-                The next call returns the ends.
+                The next call returns the ends. Or the engine was shut down, and its last ends were returned.
         """
-        if self._undelivered:
-            ended, self._undelivered = self._undelivered, []
-            return ended
+        updates, self._undelivered = self._undelivered, []
+        if not updates:
+            self._require_open()
         try:
             plan = self.scheduler.schedule()
             if plan is None:
-                return []
-            return self.scheduler.commit(plan, self.executor.execute(plan))
+                return updates
+            return updates + self.scheduler.commit(plan, self.executor.execute(plan))
         except BaseException as error:
             # Ctrl-C may come in the middle of the books being changed, so new ones are begun.
             request_ids, self.scheduler = self.scheduler.live_request_ids, self._new_scheduler()
-            self._undelivered = [RequestUpdate(request_id=name, finish_reason="abort") for name in request_ids]
+            ended = [RequestUpdate(request_id=name, finish_reason="abort") for name in request_ids]
+            self._undelivered = updates + ended
             if not isinstance(error, Exception):
                 raise
             raise EngineError(
@@ -63,8 +69,14 @@ class EngineCore:
             ) from error
 
     def shutdown(self) -> None:
-        self.scheduler.abort_all()
+        """Ends all requests and the executor. May be called twice."""
+        self._undelivered += self.scheduler.abort_all()
+        self._is_open = False
         self.executor.shutdown()
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise EngineError("the engine was shut down; make a new one")
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any, cast
 
 from moeserve.config import DtypeName
-from moeserve.errors import CheckpointError
+from moeserve.errors import CheckpointError, shown
 from moeserve.layers.rotary import RotaryConfig
 
+LARGEST_NUMBER = 1e30
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 
@@ -35,7 +35,7 @@ class ConfigJson:
         self.values = read_json(self.path)
 
     def wrong(self, key: str, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {key}={self.values.get(key)!r:.200} {why}")
+        return CheckpointError(f"{self.path}: {key}={shown(self.values.get(key))} {why}")
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1) -> int:
         value = self._get(key, default)
@@ -123,7 +123,7 @@ class ConfigJson:
         return value
 
     def _number(self, key: str, value: Any, above: float) -> float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value <= above:
-            raise CheckpointError(f"{self.path}: {key}={value!r:.100} must be a number above {above:g}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not above < value < LARGEST_NUMBER:
+            raise CheckpointError(f"{self.path}: {key}={shown(value)} must be a number above {above:g}")
         return float(value)

@@ -20,7 +20,7 @@ from moeserve.models.config_json import ConfigJson, read_json
 from moeserve.models.weights import shards_by_tensor
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
+ROPE_TYPES = ("linear", "llama3")  # those that layers/rotary.py knows: the result is to be served
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",

@@ -125,7 +125,7 @@ class GgufFile:
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=metadata.number("llama.attention.layer_norm_rms_epsilon"),
             rope_theta=theta,
-            rope_scaling=self._rope_scaling(rope_factors, head_dim, theta, max_position_embeddings),
+            rope_scaling=self._rope_scaling(rope_factors, head_dim, theta),
             sliding_window=window or None,
             tie_word_embeddings="lm_head.weight" not in self.shapes,
             bos_token_id=metadata.token_id("tokenizer.ggml.bos_token_id", vocab_size),
@@ -134,9 +134,7 @@ class GgufFile:
             dtype="float32",  # what its numbers become: no format of ours holds quantised ones
         )
 
-    def _rope_scaling(
-        self, rope_factors: np.ndarray | None, head_dim: int, theta: float, max_position_embeddings: int
-    ) -> dict[str, Any] | None:
+    def _rope_scaling(self, rope_factors: np.ndarray | None, head_dim: int, theta: float) -> dict[str, Any] | None:
         metadata = self._metadata
         rope_type = metadata.value("llama.rope.scaling.type", "none")
         if rope_factors is not None:
@@ -149,14 +147,9 @@ class GgufFile:
             return scaling
         if rope_type == "none":
             return None
-        if rope_type not in ("linear", "yarn"):
-            raise metadata.wrong("llama.rope.scaling.type", "is not supported; supported: none, linear, yarn")
-        scaling = {"rope_type": rope_type, "factor": metadata.number("llama.rope.scaling.factor")}
-        if rope_type == "yarn":
-            scaling["original_max_position_embeddings"] = metadata.integer(
-                "llama.rope.scaling.original_context_length", max_position_embeddings
-            )
-        return scaling
+        if rope_type != "linear":
+            raise metadata.wrong("llama.rope.scaling.type", "is not supported; supported: none, linear")
+        return {"rope_type": "linear", "factor": metadata.number("llama.rope.scaling.factor")}
 
 
 class _Metadata:

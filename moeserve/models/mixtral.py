@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moeserve.config import EngineConfig
+from moeserve.config import DispatcherName, EngineConfig
 from moeserve.layers.attention import Attention, KeyValueCache
 from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import RotaryConfig, Rotation
 from moeserve.models.config_json import ConfigJson
 from moeserve.models.weights import Destinations
-from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.experts import Experts
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.router import SoftmaxRouter
@@ -46,8 +45,8 @@ class MixtralConfig:
     @classmethod
     def from_json(cls, config: ConfigJson) -> MixtralConfig:
         config.require("hidden_act", "silu")
-        hidden_size = config.integer("hidden_size")
-        num_heads = config.integer("num_attention_heads")
+        hidden_size = config.integer("hidden_size", high=2**18)
+        num_heads = config.integer("num_attention_heads", high=2**14)
         num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
             raise config.wrong("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
@@ -55,15 +54,15 @@ class MixtralConfig:
         if head_dim is None and hidden_size % num_heads:
             raise config.wrong("hidden_size", f"must be a multiple of num_attention_heads={num_heads}")
         head_dim = head_dim or hidden_size // num_heads
-        num_experts = config.integer("num_local_experts")
+        num_experts = config.integer("num_local_experts", high=2**14)
         top_k = config.integer("num_experts_per_tok")
         if top_k > num_experts:
             raise config.wrong("num_experts_per_tok", f"is more than num_local_experts={num_experts}")
         return cls(
-            vocab_size=config.integer("vocab_size"),
+            vocab_size=config.integer("vocab_size", high=2**24),
             hidden_size=hidden_size,
-            expert_width=config.integer("intermediate_size"),
-            num_layers=config.integer("num_hidden_layers"),
+            expert_width=config.integer("intermediate_size", high=2**20),
+            num_layers=config.integer("num_hidden_layers", high=2**12),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -80,7 +79,9 @@ class MixtralConfig:
 class MixtralLayer(nn.Module):
     """Attention and experts, each on the normalised residual stream and added back to it."""
 
-    def __init__(self, config: MixtralConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: MixtralConfig, dispatcher: DispatcherName, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         width = config.hidden_size
         self.attention_norm = RMSNorm(width, config.norm_epsilon, dtype=dtype, device=device)
@@ -97,7 +98,8 @@ class MixtralLayer(nn.Module):
         self.moe = MoELayer(
             SoftmaxRouter(width, config.num_experts, config.top_k, dtype=dtype, device=device),
             Experts(config.num_experts, width, config.expert_width, dtype=dtype, device=device),
-            LocalDispatcher(config.num_experts),
+            config.num_experts,
+            dispatcher,
         )
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: KeyValueCache, step: StepInputs) -> Tensor:
@@ -113,7 +115,9 @@ class Mixtral(nn.Module):
         dtype, device = getattr(torch, engine.dtype), torch.device(engine.device)
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [MixtralLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.layers = [
+            MixtralLayer(config, engine.dispatcher, dtype=dtype, device=device) for _ in range(config.num_layers)
+        ]
         self.registered_layers = nn.ModuleList(self.layers)  # so that torch finds their weights
         self.norm = RMSNorm(config.hidden_size, config.norm_epsilon, dtype=dtype, device=device)
         tied_to = self.embedding if config.tie_word_embeddings else None

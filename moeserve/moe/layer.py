@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moeserve.config import DispatcherName
 from moeserve.moe.dispatch.base import Dispatcher
+from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.experts import Experts
 from moeserve.moe.router import SoftmaxRouter
 from moeserve.step_inputs import StepInputs
@@ -17,11 +19,14 @@ from moeserve.step_inputs import StepInputs
 class MoELayer(nn.Module):
     """Routes each token, sends it to its experts, and gathers the weighted outputs."""
 
-    def __init__(self, router: SoftmaxRouter, experts: Experts, dispatcher: Dispatcher[Any]) -> None:
+    def __init__(self, router: SoftmaxRouter, experts: Experts, num_experts: int, dispatcher: DispatcherName) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
-        self.dispatcher = dispatcher
+        self.dispatcher: Dispatcher[Any]
+        match dispatcher:
+            case "local":
+                self.dispatcher = LocalDispatcher(num_experts)
 
     def forward(self, hidden_TD: Tensor, step: StepInputs) -> Tensor:
         routing = self.router(hidden_TD)

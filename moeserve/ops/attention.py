@@ -24,6 +24,9 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # first, but multiplies matrices faster; measured, the two are even between 8 and 16 rows.
 MAX_NATIVE_ROWS = 8
 
+# Elements of the mask that torch is given: rows of a chunk times positions of its context.
+MAX_MASK_SIZE = 2**22
+
 
 class AttentionBackend(Protocol):
     """Grouped-query attention of one layer. Query head n reads key-value head n // (N // G).
@@ -121,22 +124,32 @@ class TorchAttention:
         )
 
         # Torch knows the mask of a chunk that is its whole context, and then skips what is masked.
-        is_causal = start == 0 and (self.window is None or self.window >= span.context_len)
-        visible_RC = None if is_causal else self._visible(start, first, span.context_len, query_RNH.device)
+        if start == 0 and (self.window is None or self.window >= span.context_len):
+            return self._multiply(query_RNH, key_GCH, value_GCH, visible_RC=None)
+        # With a mask, so many rows at a time that a long context does not make it large.
+        rows_at_once = max(1, MAX_MASK_SIZE // (span.context_len - first))
+        attended_RNH = torch.empty_like(query_RNH)
+        for row in range(0, num_rows, rows_at_once):
+            rows = slice(row, min(row + rows_at_once, num_rows))
+            visible_RC = self._visible(start + rows.start, start + rows.stop, first, span.context_len, query_RNH.device)
+            attended_RNH[rows] = self._multiply(query_RNH[rows], key_GCH, value_GCH, visible_RC)
+        return attended_RNH
+
+    def _multiply(self, query_RNH: Tensor, key_GCH: Tensor, value_GCH: Tensor, visible_RC: Tensor | None) -> Tensor:
         attended_1NRH = functional.scaled_dot_product_attention(
             query_RNH.transpose(0, 1)[None],
             key_GCH[None],
             value_GCH[None],
             attn_mask=visible_RC,
-            is_causal=is_causal,
+            is_causal=visible_RC is None,
             scale=self.scale,
             enable_gqa=True,
         )
         return attended_1NRH[0].transpose(0, 1)
 
-    def _visible(self, start: int, first: int, context_len: int, device: torch.device) -> Tensor:
-        """Which of the positions `first` to `context_len` - 1 each row attends to, rows being at `start` and beyond."""
-        row_position_R1 = torch.arange(start, context_len, device=device)[:, None]
+    def _visible(self, start: int, stop: int, first: int, context_len: int, device: torch.device) -> Tensor:
+        """Which of the positions `first` to `context_len` - 1 each of the rows at `start` to `stop` - 1 attends to."""
+        row_position_R1 = torch.arange(start, stop, device=device)[:, None]
         position_C = torch.arange(first, context_len, device=device)
         visible_RC = position_C <= row_position_R1
         if self.window is not None:

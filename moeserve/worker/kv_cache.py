@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from moeserve.config import EngineConfig
 from moeserve.errors import CacheTooSmallError
+from moeserve.machine import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def count_blocks(config: EngineConfig, bytes_per_token: int, run_largest_step: C
         num_bytes = config.kv_cache_memory
     else:
         peak = measure_step_memory(run_largest_step, config.device)
-        free = max(0, free_memory(config.device) - peak)
+        free = max(0, _free_memory(config.device) - peak)
         num_bytes = int(free * FREE_MEMORY_SHARE[config.device])
         logger.info("largest step takes %s, KV cache may take %s", _megabytes(peak), _megabytes(num_bytes))
     num_blocks = min(num_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
@@ -66,29 +66,8 @@ def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> 
     return max(0, _resident_bytes("VmHWM") - before)
 
 
-def free_memory(device: str) -> int:
-    """Bytes that could be allocated now without pushing anything else out."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-    except OSError:  # not Linux: assume half of the machine is free
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    available = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    return min([available, *_cgroup_headroom()])
-
-
-def _cgroup_headroom() -> list[int]:
-    """Bytes left under the container's limit, if it has one. Version 2, then version 1."""
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            return [max(0, int(Path(limit_file).read_text()) - int(Path(usage_file).read_text()))]
-        except (OSError, ValueError):  # no such controller, or the limit is "max"
-            continue
-    return []
+def _free_memory(device: str) -> int:
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else free_memory()
 
 
 def _resident_bytes(name: str) -> int:

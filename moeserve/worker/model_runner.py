@@ -13,7 +13,7 @@ from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.sampler import prompt_logprobs, sample
 
 # Rows of prompt log-probabilities computed at once: a long prompt times a vocabulary would not fit.
-PROMPT_ROWS = 256
+PROMPT_ROWS = 64
 
 
 class ModelRunner:

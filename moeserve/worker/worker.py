@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from moeserve.config import EngineConfig
+from moeserve.errors import CheckpointError
 from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
 from moeserve.models import registry
 from moeserve.models.weights import fill_randomly, load_weights, shards_by_tensor
+from moeserve.ops.attention import MAX_MASK_SIZE
 from moeserve.ops.threads import set_num_threads
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.model_runner import ModelRunner
@@ -26,7 +28,10 @@ class Worker:
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         set_num_threads(config.num_threads)
         started = time.monotonic()
-        model = registry.build(config)
+        try:
+            model = registry.build(config)
+        except RuntimeError as error:  # torch's way of saying that there is no memory
+            raise CheckpointError(f"the weights of {config.model_path} do not fit in memory: {error}") from error
         if config.load_format == "dummy":
             fill_randomly(model, config.seed)
         else:
@@ -48,18 +53,25 @@ class Worker:
 
 
 def largest_step(config: EngineConfig) -> StepPlan:
-    """As many tokens, and as many sampled rows, as the scheduler may ever plan. All of its blocks are block 0."""
-    chunks = []
+    """A step that takes as much memory as any that the scheduler may plan. All of its blocks are block 0.
+
+    It has as many tokens and as many sampled rows as there may be, and its first chunk, of the fewest rows that fill
+    what attention works on at a time, comes at the end of the longest context.
+    """
+    chunks: list[Chunk] = []
     num_left = config.max_num_batched_tokens
     num_chunks = min(config.max_num_seqs, num_left)
     for index in range(num_chunks):
         length = min(config.max_model_len, num_left - (num_chunks - index - 1))
+        if index == 0:
+            length = min(length, max(1, MAX_MASK_SIZE // config.max_model_len))
         num_left -= length
+        context_len = config.max_model_len if index == 0 else length
         chunks.append(
             Chunk(
                 token_ids=[0] * length,
-                start=0,
-                block_ids=[0] * -(-length // config.block_size),
+                start=context_len - length,
+                block_ids=[0] * -(-context_len // config.block_size),
                 sample=SampleSpec(params=SamplingParams(temperature=1.0, top_p=0.9), seed=0, position=0),
             )
         )

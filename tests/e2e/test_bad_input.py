@@ -279,3 +279,53 @@ def assert_alive(llm: LLM, plain: Reference) -> None:
     assert not llm.core.has_work
     assert llm.core.scheduler.num_free_blocks == llm.core.executor.num_blocks
     llm.core.scheduler.check_invariants()
+
+
+def test_after_shutdown_streams_end_and_calls_say_so(plain: Reference) -> None:
+    with LLM(plain.folder, dtype="float32") as llm:
+        stream = llm.stream([5, 6], GREEDY)
+        next(stream)
+    assert [output.outputs[0].finish_reason for output in stream] == ["abort"]
+    with pytest.raises(EngineError, match="was shut down"):
+        llm.generate([[5]], GREEDY)
+    with pytest.raises(EngineError, match="was shut down"):
+        next(llm.stream([5], GREEDY))
+    llm.shutdown()
+
+
+def test_abort_by_name_ends_a_stream(llm: LLM, plain: Reference) -> None:
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, n=2)
+    stream = llm.stream([5, 6], params)
+    first = next(stream)
+    llm.abort(first.request_id)
+    llm.abort("no such request")
+    last = list(stream)[-1]
+    assert [output.finish_reason for output in last.outputs] == ["abort", "abort"]
+    assert last.outputs[0].token_ids[: len(first.outputs[0].token_ids)] == first.outputs[0].token_ids
+    assert_alive(llm, plain)
+
+
+def test_as_many_parameters_as_prompts_are_needed(llm: LLM, plain: Reference) -> None:
+    with pytest.raises(RequestError, match="1 prompts came with 0 sampling_params"):
+        llm.generate([5, 6], [])
+    assert_alive(llm, plain)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 2_000_000_000},
+        {"vocab_size": 2_000_000_000},
+        {"num_local_experts": 2_000_000_000},
+        {"hidden_size": 2_000_000_000},
+        {"rms_norm_eps": 10**400},
+    ],
+)
+def test_absurd_sizes_are_refused_before_memory_is_taken(broken: Path, changes: dict[str, Any]) -> None:
+    edit_config(broken, **changes)
+    assert next(iter(changes)) in refusal(broken)
+
+
+def test_weights_larger_than_any_memory(broken: Path) -> None:
+    edit_config(broken, num_local_experts=2**14, intermediate_size=2**20, hidden_size=2**18, head_dim=8)
+    assert "do not fit in memory" in refusal(broken)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moeserve import LLM, RequestError, SamplingParams, cli
+from moeserve.config import Settings
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -135,4 +139,26 @@ def test_defaults_come_from_the_checkpoint(llm: LLM) -> None:
 def test_a_malformed_conversation_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]"):
         llm.chat([{"rolle": "user", "content": "hi"}])
+    with pytest.raises(RequestError, match="messages="):
+        llm.chat({"role": "user", "content": "hi"})  # type: ignore[arg-type]
     assert "Paris" in llm.chat(QUESTION, GREEDY)[0].outputs[0].text
+
+
+def test_the_end_token_of_the_tokenizer_counts_too(llm: LLM, tmp_path: Path) -> None:
+    """A fine-tuned checkpoint may still have its base model's end token in config.json, or none."""
+    for file in Path(llm.config.model_path).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((tmp_path / name).read_text()) | {"eos_token_id": None}
+        (tmp_path / name).unlink()
+        (tmp_path / name).write_text(json.dumps(values))
+    with LLM(tmp_path, max_model_len=512, kv_cache_memory="200MiB") as copy:
+        assert copy.chat(QUESTION, GREEDY)[0].outputs == llm.chat(QUESTION, GREEDY)[0].outputs
+
+
+def test_every_setting_shows_in_the_signature() -> None:
+    parameters = inspect.signature(LLM).parameters
+    for group in Settings.groups().values():
+        for field in dataclasses.fields(group):
+            assert parameters[field.name].default == field.default
+    assert "settings" not in parameters

@@ -26,6 +26,8 @@ def parse(*arguments: str) -> Any:
         (["generate", "--prompt", "x", "--max_num_seq", "3"], "did you mean --max-num-seqs?"),
         (["generate", "--prompt", "x", "--prom", "x"], "did you mean --prompt?"),  # no abbreviations
         (["generate"], "--prompt is missing"),
+        (["generate", "--prompt", ""], "--prompt is missing"),
+        (["generate", "one", "--model", "two", "--prompt", "x"], "MODEL=one and --model=two are both given"),
         (["generate", "--prompt", "x", "--max-num-seqs", "0"], "'0': Expected `int` >= 1"),
         (["generate", "--prompt", "x", "--dtype", "fp8"], "'float32', 'bfloat16'"),
         (["generate", "--prompt", "x", "--stop-token-ids", "a"], "--stop-token-ids"),
@@ -68,7 +70,7 @@ def test_flags_that_are_not_given_leave_every_default_alone() -> None:
 def test_flags_become_settings_and_parameters() -> None:
     options = parse(
         *("folder", "--prompt", "x", "--prompt", "y", "--kv-cache-memory", "2GB", "--no-enable-prefix-caching"),
-        *("--max-num-seqs", "3", "--stop", "a", "b", "--logit-bias", '{"5": -1.5}', "--temperature", "0.5"),
+        *("--max-num-seqs", "3", "--stop", "a", "--stop", "b", "--logit-bias", '{"5": -1.5}', "--temperature", "0.5"),
     )
     assert options.prompt == ["x", "y"]
     assert options.model_folder == "folder"

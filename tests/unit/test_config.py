@@ -26,7 +26,8 @@ def test_auto_becomes_what_the_checkpoint_and_the_machine_say() -> None:
     assert (config.executor, config.dispatcher) == ("uniproc", "local")
     assert (config.max_model_len, config.max_model_len_may_shrink) == (512, True)
     assert config.tokenizer_path == "somewhere"
-    assert decide(has_cuda=True).device == "cuda"
+    assert decide(has_cuda=True).device == "cpu"  # a GPU must be asked for
+    assert decide(has_cuda=True, device="cuda").device == "cuda"
 
 
 def test_nothing_undecided_is_left() -> None:
@@ -53,11 +54,16 @@ def test_what_is_given_is_kept() -> None:
         ("max_num_seqs", "many", "max_num_seqs='many'"),
         ("max_num_seqs", True, "max_num_seqs=True"),
         ("block_size", -1, "block_size=-1"),
+        ("block_size", 10**12, "<= 4096"),
+        ("seed", 2**70, "seed="),
+        ("num_threads", 10**10, "<= 1024"),
+        ("max_model_len", 1, ">= 2"),
+        ("kv_cache_memory", "9" * 400 + "GB", "must be from 1 byte"),
         ("block_size", 1.5, "block_size=1.5"),
         ("dtype", "fp8", "'float32', 'bfloat16'"),
         ("enable_prefix_caching", "yes", "enable_prefix_caching='yes'"),
         ("kv_cache_memory", "lots", "512MiB"),
-        ("kv_cache_memory", 0, "at least one byte"),
+        ("kv_cache_memory", 0, "from 1 byte"),
         ("device", "cuda", "no CUDA device"),
         ("max_model_len", 513, "max_position_embeddings (512)"),
         ("tensor_parallel_size", 2, "tensor_parallel_size=2"),
@@ -71,6 +77,13 @@ def test_wrong_settings_are_refused_with_their_value(option: str, value: object,
         decide(**{option: value})
     assert says in str(refusal.value)
     assert option in str(refusal.value)
+
+
+def test_numbers_too_long_to_write_out_are_refused_all_the_same() -> None:
+    with pytest.raises(SettingsError, match="seed=a int too large to show"):
+        decide(seed=10**5000)
+    with pytest.raises(SettingsError, match="kv_cache_memory="):
+        decide(kv_cache_memory=10**5000)
 
 
 @pytest.mark.parametrize(

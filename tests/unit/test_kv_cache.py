@@ -8,7 +8,7 @@ import torch
 from moeserve.config import CheckpointFacts, EngineConfig, Settings, resolve
 from moeserve.errors import CacheTooSmallError
 from moeserve.worker import kv_cache
-from moeserve.worker.kv_cache import count_blocks, free_memory, measure_step_memory
+from moeserve.worker.kv_cache import count_blocks, measure_step_memory
 from moeserve.worker.worker import largest_step
 
 BYTES_PER_TOKEN = 100
@@ -47,7 +47,7 @@ def test_an_open_length_needs_two_blocks() -> None:
 
 
 def test_the_profiling_run_is_taken_off_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "free_memory", lambda device: 300 * 2**20)
+    monkeypatch.setattr(kv_cache, "free_memory", lambda: 300 * 2**20)
     step_bytes = 100 * 2**20
 
     def step() -> None:
@@ -68,10 +68,6 @@ def test_step_memory_is_the_peak_beyond_what_is_held() -> None:
     assert held.sum() > 0
 
 
-def test_free_memory_is_some_of_the_machines() -> None:
-    assert 2**20 < free_memory("cpu") < 2**50
-
-
 @pytest.mark.parametrize(
     ("max_tokens", "max_seqs", "max_len"), [(2048, 64, 1000), (7, 64, 100), (50, 3, 10), (5, 5, 5)]
 )
@@ -83,5 +79,6 @@ def test_the_largest_step_is_as_large_as_the_limits_allow(max_tokens: int, max_s
     assert sum(lengths) == min(max_tokens, max_seqs * max_len)
     assert len(lengths) == min(max_seqs, max_tokens)
     assert max(lengths) <= max_len
-    assert all(len(chunk.block_ids) * 4 >= len(chunk.token_ids) for chunk in plan.chunks)
+    assert all(len(chunk.block_ids) * 4 >= chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
+    assert plan.chunks[0].start + len(plan.chunks[0].token_ids) == max_len
     assert all(chunk.sample is not None for chunk in plan.chunks)

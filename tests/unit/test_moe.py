@@ -24,7 +24,8 @@ def make_layer(num_experts: int, top_k: int, width: int, expert_width: int, dtyp
     layer = MoELayer(
         SoftmaxRouter(width, num_experts, top_k, dtype=dtype, device=CPU),
         Experts(num_experts, width, expert_width, dtype=dtype, device=CPU),
-        LocalDispatcher(num_experts),
+        num_experts,
+        "local",
     )
     for weight in layer.parameters():
         weight.normal_(0.0, 0.5)

@@ -31,7 +31,7 @@ def build_wheel(folder: Path, *options: str, **environment: str) -> subprocess.C
     """Runs `pip wheel`, leaving no trace in the checkout."""
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
     return subprocess.run(
-        [*map(str, command), "-C", f"build-dir={folder / 'build'}", *options, str(ROOT)],
+        [*map(str, command), "--config-settings", f"build-dir={folder / 'build'}", *options, str(ROOT)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -42,7 +42,7 @@ def build_wheel(folder: Path, *options: str, **environment: str) -> subprocess.C
 @pytest.fixture(scope="module")
 def pure_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    built = build_wheel(folder, "-C", "wheel.cmake=false")
+    built = build_wheel(folder, "--config-settings", "wheel.cmake=false")
     assert built.returncode == 0, built.stdout + built.stderr
     return next(folder.glob("*.whl"))
 

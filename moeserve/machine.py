@@ -1,0 +1,65 @@
+"""What the machine, and the container around this process, leave to it: cores and memory. Knows no setting."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may keep busy: those it may run on, or a container's share of them if smaller."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroup_folders("cpu"):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+            num_cores = min(num_cores, max(1, int(quota) // int(period)))
+        except (OSError, ValueError):  # no such controller, or the quota is "max"
+            continue
+    return num_cores
+
+
+def free_memory() -> int:
+    """Bytes that could be allocated now without pushing anything else out."""
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux: assume half of the machine is free
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    available = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    return min([available, *(left for folder in _cgroup_folders("memory") for left in _memory_left(folder))])
+
+
+def _memory_left(folder: Path) -> list[int]:
+    """Bytes left under the limit of one cgroup, if it has one. Files cached for reading give way, so they are free."""
+    for limit_name, usage_name, cached_name in (
+        ("memory.max", "memory.current", "inactive_file"),  # version 2
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+    ):
+        try:
+            limit, usage = (int((folder / name).read_text()) for name in (limit_name, usage_name))
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return [max(0, limit - usage + int(statistics.get(cached_name, 0)))]
+        except (OSError, ValueError):  # no such file, or the limit is "max"
+            continue
+    return []
+
+
+def _cgroup_folders(controller: str) -> Iterator[Path]:
+    """The cgroup of this process and all around it, of version 2 and of version 1."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = CGROUPS
+        elif controller in controllers.split(","):
+            root = CGROUPS / controller
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        yield folder
+        yield from (parent for parent in folder.parents if parent.is_relative_to(root))
