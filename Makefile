@@ -63,7 +63,7 @@ types: package
 floors: package
 	cd $(PACKAGE) && PYTHONPATH=`"$(BIN)/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'` \
 		"$(BIN)/python" -S -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' \
-		--config "$(CURDIR)/pyproject.toml" --no-logo --cache-dir "$(CURDIR)/.import_linter_cache"
+		--config "$(CURDIR)/pyproject.toml" --no-logo --no-cache
 
 # The package as it is installed, made of links, for the tools that read files instead of importing them.
 package: $(INSTALLED)
@@ -74,7 +74,7 @@ distclean: clean
 	rm -rf $(VENV)
 
 clean:
-	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(PYTHON_FOLDERS) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A .venv that was left half made, or that was moved or copied here, is made anew.
