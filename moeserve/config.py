@@ -124,7 +124,6 @@ class CheckpointFacts:
     """What the engine must know of a checkpoint before it loads any of it."""
 
     path: str
-    architecture: str
     dtype: DtypeName
     vocab_size: int
     max_position_embeddings: int

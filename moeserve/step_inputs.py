@@ -28,7 +28,3 @@ class StepInputs:
     block_table: Tensor  # [S, max_blocks] int32, device: block ids of each chunk's context; 0 beyond it
     logits_rows: Tensor  # [L] int64, device: rows whose logits are wanted
     spans: tuple[ChunkSpan, ...]  # the same as row_starts and context_lens, on the host
-
-    @property
-    def num_tokens(self) -> int:
-        return self.token_ids.shape[0]

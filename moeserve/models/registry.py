@@ -35,7 +35,6 @@ def read_facts(folder: str | Path) -> CheckpointFacts:
     model_config = _family(config)[0].from_json(config)
     return CheckpointFacts(
         path=str(folder),
-        architecture=config.architecture(),
         dtype=config.dtype(),
         vocab_size=model_config.vocab_size,
         max_position_embeddings=model_config.max_position_embeddings,

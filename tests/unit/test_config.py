@@ -11,9 +11,7 @@ import pytest
 from moeserve.config import CheckpointFacts, EngineConfig, Settings, cache_folder, parse_bytes, resolve
 from moeserve.errors import SettingsError
 
-FACTS = CheckpointFacts(
-    path="somewhere", architecture="MixtralForCausalLM", dtype="bfloat16", vocab_size=100, max_position_embeddings=512
-)
+FACTS = CheckpointFacts(path="somewhere", dtype="bfloat16", vocab_size=100, max_position_embeddings=512)
 
 
 def decide(has_cuda: bool = False, num_cores: int = 3, **options: Any) -> EngineConfig:
