@@ -22,6 +22,10 @@ class KeyValueCache:
     keys: Tensor
     values: Tensor
 
+    def clear(self) -> None:
+        self.keys.zero_()
+        self.values.zero_()
+
 
 class Attention(nn.Module):
     """Each token attends to the tokens of its own request up to itself, or to the last `window` of them."""

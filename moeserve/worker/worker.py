@@ -40,8 +40,11 @@ class Worker:
         model.eval()
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
 
-        # The profiling run needs somewhere to write: one block, which every position of it shares.
-        probe = ModelRunner(model, model.make_caches(1, config.block_size), config.block_size, config.device)
+        # The profiling run needs one block, which all its positions share; it reads some before it writes them.
+        probe_caches = model.make_caches(1, config.block_size)
+        for cache in probe_caches:
+            cache.clear()
+        probe = ModelRunner(model, probe_caches, config.block_size, config.device)
         self.num_blocks = count_blocks(config, model.cache_bytes_per_token, lambda: probe.execute(largest_step(config)))
         caches = model.make_caches(self.num_blocks, config.block_size)
         self.runner = ModelRunner(model, caches, config.block_size, config.device)
