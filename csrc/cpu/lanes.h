@@ -52,16 +52,17 @@ MOESERVE_INLINE Float<W> broadcast(float value) {
   return value - Float<W>{};
 }
 
+// `b` where it is NaN.
 template <int W>
 MOESERVE_INLINE Float<W> larger(Float<W> a, Float<W> b) {
   return a > b ? a : b;
 }
 
-// e to the power of x, for x <= 0. Within 2 units in the last place; exactly 0 below -87; NaN stays NaN.
+// e to the power of x, for x <= 0, within 2 units in the last place. Below -87 it stays e^-87. NaN stays NaN.
 template <int W>
 MOESERVE_INLINE Float<W> exp_of_nonpositive(Float<W> x) {
   using Int = typename Vector<W>::Int;
-  constexpr float kLowest = -87.0f;
+  constexpr float kLowest = -87.0f;  // e to its power is still a normal number
   constexpr float kLog2E = 1.44269504f;
   constexpr float kLn2High = 0.693145751953125f;  // few bits, so that its product with a small integer is exact
   constexpr float kLn2Low = 1.42860677e-6f;
@@ -69,11 +70,10 @@ MOESERVE_INLINE Float<W> exp_of_nonpositive(Float<W> x) {
   constexpr int32_t kRoundBits = 0x4B400000;
 
   // x = n ln 2 + r with |r| <= ln 2 / 2, e^x = 2^n e^r.
-  const auto too_low = x < kLowest;
-  const Float<W> clamped = too_low ? broadcast<W>(kLowest) : x;
-  const Float<W> shifted = clamped * kLog2E + kRound;
+  x = larger<W>(broadcast<W>(kLowest), x);
+  const Float<W> shifted = x * kLog2E + kRound;
   const Float<W> n = shifted - kRound;
-  const Float<W> r = (clamped - n * kLn2High) - n * kLn2Low;
+  const Float<W> r = (x - n * kLn2High) - n * kLn2Low;
   // Taylor's series: the first term left out is below 6e-9.
   Float<W> power = r * (1.0f / 5040) + (1.0f / 720);
   power = power * r + (1.0f / 120);
@@ -83,7 +83,7 @@ MOESERVE_INLINE Float<W> exp_of_nonpositive(Float<W> x) {
   power = power * r + 1.0f;
   power = power * r + 1.0f;
   const Int exponent = (reinterpret_cast<Int>(shifted) - kRoundBits + 127) << 23;
-  return too_low ? Float<W>{} : power * reinterpret_cast<Float<W>>(exponent);
+  return power * reinterpret_cast<Float<W>>(exponent);
 }
 
 // Lanes of `a` followed by those of `b`, picked by index.

@@ -71,7 +71,6 @@ int64_t first_position(const PagedAttention& step, const Row& row) {
 }
 
 int64_t count_partitions(const PagedAttention& step, const Row& row) {
-  if (row.position < 0) return 0;
   return row.position / kPartition - first_position(step, row) / kPartition + 1;
 }
 
@@ -363,7 +362,7 @@ RunItem choose_run_item([[maybe_unused]] Isa isa) {
 
 void refuse(const std::string& what) { throw std::invalid_argument("paged_attention: " + what); }
 
-// The rows of chunks that are ours, checked against all the sizes.
+// The rows of chunks that are ours and have a position, checked against all the sizes.
 std::vector<Row> find_rows(const PagedAttention& step) {
   std::vector<Row> rows;
   for (int64_t s = 0; s < step.num_chunks; ++s) {
@@ -382,9 +381,10 @@ std::vector<Row> find_rows(const PagedAttention& step) {
       refuse("chunk " + std::to_string(s) + " has a context of " + std::to_string(context_len) +
              " positions, but its blocks hold " + std::to_string(step.max_blocks * step.block_size));
     }
-    for (int64_t row = begin; row < end; ++row) rows.push_back({row, context_len - end + row, blocks});
-    if (begin == end || context_len == 0) continue;
-    const Row first{begin, std::max<int64_t>(0, context_len - end + begin), blocks};
+    const int64_t first_row = std::max(begin, end - context_len);
+    if (first_row == end) continue;
+    for (int64_t row = first_row; row < end; ++row) rows.push_back({row, context_len - end + row, blocks});
+    const Row first{first_row, context_len - end + first_row, blocks};
     for (int64_t b = first_position(step, first) / step.block_size; b < num_blocks; ++b) {
       if (blocks[b] < 0 || blocks[b] >= step.num_blocks) {
         refuse("chunk " + std::to_string(s) + " has block " + std::to_string(blocks[b]) + ", but there are " +
@@ -395,15 +395,10 @@ std::vector<Row> find_rows(const PagedAttention& step) {
   return rows;
 }
 
-void clear_row(const PagedAttention& step, const Row& row) {
-  const int64_t bytes = step.num_heads * step.head_size * element_bytes(step);
-  std::memset(static_cast<char*>(step.out) + row.index * bytes, 0, bytes);
-}
-
 // Threads that the rows are worth.
 int choose_num_threads(const PagedAttention& step, const std::vector<Row>& rows) {
   int64_t num_positions = 0;
-  for (const Row& row : rows) num_positions += std::max<int64_t>(0, row.position + 1 - first_position(step, row));
+  for (const Row& row : rows) num_positions += row.position + 1 - first_position(step, row);
   const int64_t bytes = num_positions * step.num_kv_heads * step.head_size * 2 * element_bytes(step);
   return bytes < kParallelBytes ? 1 : num_threads();
 }
@@ -449,9 +444,6 @@ void paged_attention(const PagedAttention& step) {
   Job job{step, find_rows(step), {}, nullptr};
   const int threads = choose_num_threads(step, job.rows);
   plan(job, threads);
-  for (const Row& row : job.rows) {
-    if (row.position < 0) clear_row(step, row);
-  }
   const RunItem run = choose_run_item(current_isa());
   if (threads == 1) {
     for (const Item& item : job.items) run(job, item);

@@ -35,7 +35,7 @@ struct PagedAttention {
 // Fills the rows of `out` that belong to chunks of at most `max_rows` rows.
 //
 // Row i of a chunk with R rows and context length C is at position C - R + i and attends to the positions up to it. A
-// row with a negative position attends to nothing and gets zeros.
+// row with a negative position attends to nothing and is left alone.
 //
 // A row's result is the same to the last bit alone and in any batch, with any number of threads, any block size, and
 // whether its chunk has other rows: it depends on the row's query, keys and values, on the group size N / G, and on the

@@ -138,7 +138,7 @@ def make_case(
         for p in range(first, context_len):
             key_cache[ids[p // block_size], :, p % block_size] = keys[-1][p]
             value_cache[ids[p // block_size], :, p % block_size] = values[-1][p]
-    query_TNH = draw(step.num_tokens, num_heads, head_size)
+    query_TNH = draw(len(step.token_ids), num_heads, head_size)
     return Case(step, query_TNH, key_cache, value_cache, keys, values, scale or head_size**-0.5, window)
 
 
@@ -227,6 +227,16 @@ def test_window_is_that_of_transformers(window: int) -> None:
     theirs = sliding_window_causal_mask_function(window)
     expected = theirs(0, 0, torch.arange(start, context_len)[:, None], torch.arange(context_len))
     assert torch.equal(visible, expected)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_rows_divided_to_keep_the_mask_small_give_the_same(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    case = make_case([(20, 90), (11, 11)], num_heads=4, num_kv_heads=2, head_size=64, window=window)
+    for max_mask_size in (300, 1):
+        monkeypatch.setattr(attention, "MAX_MASK_SIZE", max_mask_size)
+        torch.testing.assert_close(
+            attend(TorchAttention, case).double(), expected_attention(case), atol=1e-5, rtol=1e-5
+        )
 
 
 def test_large_scores_stay_finite(choose: ChooseBackend) -> None:

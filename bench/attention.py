@@ -1,0 +1,164 @@
+"""Decode attention on the CPU: the C++ kernel against the torch reference, in turns.
+
+    python -m moeserve.bench.attention [--rounds 20] [--json PATH]
+
+- *median*: one layer's attention for a batch of requests that each bring one row, bf16. Calls go through as many
+  caches as fill 64 MB in turn, like the layers of a model, so that the keys and values of one call are not still in
+  the processor's own caches from the last.
+- *limit*: the bytes of keys and values that a call must read, at the memory bandwidth measured in the same run. A
+  machine with a large last-level cache can pass it.
+
+Knows no model: the shapes are those of a small one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeserve.bench.harness import (
+    MachineLimits,
+    environment,
+    interleave,
+    measure_limits,
+    ratio_of_medians,
+    write_jsonl,
+)
+from moeserve.machine import usable_cores
+from moeserve.ops.attention import AttentionBackend, CpuAttention, choose_attention
+from moeserve.ops.threads import set_num_threads
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+BATCHES = (1, 8, 32)
+CONTEXT_LENS = (64, 1024, 4096)
+CACHE_BYTES = 64 << 20
+CALL_SECONDS = 0.02  # a sample is the mean of as many calls as take about so long
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`batch` requests of one row each, with contexts of `context_len` positions."""
+
+    batch: int
+    context_len: int
+    num_heads: int = 16
+    num_kv_heads: int = 4
+    head_size: int = 64
+    block_size: int = 16
+
+    @property
+    def blocks_per_request(self) -> int:
+        return -(-self.context_len // self.block_size)
+
+    @property
+    def key_value_bytes(self) -> int:
+        return 2 * torch.bfloat16.itemsize * self.batch * self.context_len * self.num_kv_heads * self.head_size
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m moeserve.bench.attention", description="Decode attention: the C++ kernel against torch."
+    )
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    options = parser.parse_args(arguments)
+    if min(options.rounds, options.threads) < 1:
+        parser.error("--rounds and --threads must be at least 1")
+
+    set_num_threads(options.threads)
+    limits = measure_limits()
+    print(f"{options.threads} threads, {limits.read_bandwidth:.1f} GB/s of memory reads")
+    print(f"{'batch':>5} {'context':>8} {'torch':>12} {'C++':>12} {'speed-up':>9} {'of the limit':>13}")
+    for batch, context_len in itertools.product(BATCHES, CONTEXT_LENS):
+        shape = Shape(batch, context_len)
+        samples = measure(shape, options.rounds)
+        rows = _rows(shape, samples, limits)
+        torch_row, kernel_row = rows
+        print(
+            f"{batch:>5} {context_len:>8} {torch_row['median_us']:>9.1f} us {kernel_row['median_us']:>9.1f} us "
+            f"{kernel_row['ratio']:>9.1f} {kernel_row['fraction_of_limit']:>13.0%}"
+        )
+        if options.json:
+            write_jsonl(options.json, rows)
+
+
+@torch.inference_mode()
+def measure(shape: Shape, num_rounds: int) -> dict[str, list[float]]:
+    """Seconds per call of each implementation, one mean per round, after a round that is not counted."""
+    kernel = choose_attention("cpu", scale=shape.head_size**-0.5, window=None)
+    if not isinstance(kernel, CpuAttention):
+        raise SystemExit("the C++ kernels are not built: there is nothing to compare torch with")
+    step = _decode_step(shape)
+    query_TNH = torch.randn(shape.batch, shape.num_heads, shape.head_size).bfloat16()
+    cache_shape = (shape.batch * shape.blocks_per_request, shape.num_kv_heads, shape.block_size, shape.head_size)
+    caches = [
+        (torch.randn(cache_shape).bfloat16(), torch.randn(cache_shape).bfloat16())
+        for _ in range(max(2, CACHE_BYTES // shape.key_value_bytes))
+    ]
+
+    def seconds_per_call(backend: AttentionBackend) -> Callable[[], float]:
+        layers = itertools.cycle(caches)
+
+        def run(num_calls: int) -> float:
+            start = time.perf_counter()
+            for key_cache, value_cache in itertools.islice(layers, num_calls):
+                backend.attend(query_TNH, key_cache, value_cache, step)
+            return (time.perf_counter() - start) / num_calls
+
+        run(1)
+        num_calls = max(1, int(CALL_SECONDS / run(2)))
+        return lambda: run(num_calls)
+
+    measures = {"torch": seconds_per_call(kernel.reference), "C++": seconds_per_call(kernel)}
+    interleave(measures, 1)
+    return interleave(measures, num_rounds)
+
+
+def _decode_step(shape: Shape) -> StepInputs:
+    """One row per request, whose blocks lie scattered over the cache."""
+    batch, num_blocks = shape.batch, shape.blocks_per_request
+    block_table = torch.randperm(batch * num_blocks).view(batch, num_blocks).int()
+    last = shape.context_len - 1
+    return StepInputs(
+        token_ids=torch.zeros(batch, dtype=torch.int64),
+        positions=torch.full((batch,), last),
+        cache_slots=block_table[:, -1].long() * shape.block_size + last % shape.block_size,
+        row_starts=torch.arange(batch + 1, dtype=torch.int32),
+        context_lens=torch.full((batch,), shape.context_len, dtype=torch.int32),
+        block_table=block_table,
+        logits_rows=torch.arange(batch),
+        spans=tuple(ChunkSpan(row, 1, shape.context_len) for row in range(batch)),
+    )
+
+
+def _rows(shape: Shape, samples: dict[str, list[float]], limits: MachineLimits) -> list[dict[str, Any]]:
+    """One row per implementation, each complete in itself."""
+    limit_seconds = shape.key_value_bytes / limits.read_bandwidth / 1e9
+    machine = environment()
+    return [
+        {
+            "benchmark": "attention",
+            "name": name,
+            "shape": asdict(shape),
+            "median_us": statistics.median(seconds) * 1e6,
+            "ratio": ratio_of_medians(samples["torch"], seconds),
+            "fraction_of_limit": limit_seconds / statistics.median(seconds),
+            "samples": seconds,
+            "limits": asdict(limits),
+            "environment": machine,
+        }
+        for name, seconds in samples.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()
