@@ -91,12 +91,12 @@ class TextCodec:
                 f"add tokenizer.json, or remove {', '.join(companions)} to work with token ids only"
             )
 
-        from transformers import AutoTokenizer  # takes seconds to import
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds to import
 
+        # tokenizer.json says all. A class named beside it may be another family's, and would change what it says.
+        loader = PreTrainedTokenizerFast if "tokenizer.json" in vocabularies else AutoTokenizer
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder, use_fast=True, trust_remote_code=False, local_files_only=True
-            )
+            tokenizer = loader.from_pretrained(folder, use_fast=True, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # a damaged file shows as an error of any type
             raise CheckpointError(_damage(root, [*vocabularies, *companions], error)) from error
         if not tokenizer.is_fast:

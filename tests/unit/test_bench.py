@@ -137,7 +137,7 @@ def test_limits_are_sane_and_small_ones_quick() -> None:
 
 def test_environment_says_what_ran_where() -> None:
     facts = json.loads(json.dumps(harness.environment()))
-    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert facts["date"].endswith("+00:00")
     assert facts["cores"] >= 1
     assert facts["memory"] > 2**28
