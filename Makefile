@@ -43,8 +43,9 @@ setup: $(INSTALLED) $(DEFAULT_MODEL)
 demo: setup
 	$(VENV)/bin/moeserve generate --prompt "What is the capital of France?" --max-tokens 48 --temperature 0
 
+# Threads that wait asleep: awake, they and other work on the machine take the cores from each other.
 test: setup
-	$(VENV)/bin/python -m pytest
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest
 
 bench: setup
 	$(VENV)/bin/python -m moeserve.bench.decode
