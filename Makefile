@@ -24,10 +24,11 @@ COMPILER := $(shell for name in $$CXX c++ g++ clang++; do command -v $$name && b
 
 INSTALLED := $(VENV)/.installed-$(LAYOUT)
 DEFAULT_MODEL := $(VENV)/.default-model
+FETCH_TOKENIZERS := $(VENV)/bin/python tests/unit/published_tokenizers.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo test check lint types floors package bench clean distclean
+.PHONY: help setup demo tokenizers test check lint types floors package bench clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,8 +44,13 @@ setup: $(INSTALLED) $(DEFAULT_MODEL)
 demo: setup
 	$(VENV)/bin/moeserve generate --prompt "What is the capital of France?" --max-tokens 48 --temperature 0
 
+# Tokenizers of published models, for tests.
+tokenizers: $(INSTALLED)
+	@$(FETCH_TOKENIZERS)
+
 # Threads that wait asleep: awake, they and other work on the machine take the cores from each other.
 test: setup
+	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest
 
 bench: setup

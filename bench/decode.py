@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import random
 import statistics
 import time
@@ -33,7 +32,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import safe_open
 
 from moeserve.bench.checkpoints import CheckpointName, make_checkpoint
 from moeserve.bench.harness import (
@@ -45,6 +43,8 @@ from moeserve.bench.harness import (
     write_jsonl,
 )
 from moeserve.machine import usable_cores
+from moeserve.models.registry import describe
+from moeserve.models.summary import summarize
 
 EngineName = Literal["moeserve", "transformers"]
 Generate = Callable[[list[list[int]], int], list[list[int]]]  # prompts, tokens to add to each -> the tokens added
@@ -123,26 +123,22 @@ def measure(engines: Mapping[str, Generate], workload: Workload, num_rounds: int
 
 
 def step_cost(model: Path, batch: int) -> StepCost:
-    """Counts what a decode step must read and compute, from the names and shapes in the checkpoint's files.
+    """Counts what a decode step must read and compute.
 
-    All weights but the token embedding take part; of the experts, those that some request chose.
+    All weights but the token embedding take part; of the experts, those that some request chose. Reading the KV cache
+    is not counted.
     """
-    config = json.loads((model / "config.json").read_text())
-    share_per_token = config["num_experts_per_tok"] / config["num_local_experts"]
+    description = describe(model)
+    parts = {part.name: part for part in summarize(description, "bfloat16").parts}
+    experts = parts.pop("routed experts")
+    if not description.model.tie_word_embeddings:
+        parts.pop("embedding")
+    num_dense = sum(part.num_parameters for part in parts.values())
+    share_per_token = experts.num_active / experts.num_parameters
     share_read = 1 - (1 - share_per_token) ** batch
-
-    num_dense = num_expert = 0
-    for shard in sorted(model.glob("*.safetensors")):
-        with safe_open(shard, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                num_weights = math.prod(tensors.get_slice(name).get_shape())
-                if ".experts." in name:
-                    num_expert += num_weights
-                elif name != "model.embed_tokens.weight" or config.get("tie_word_embeddings"):
-                    num_dense += num_weights
     return StepCost(
-        weight_bytes=BYTES_PER_WEIGHT * (num_dense + share_read * num_expert),
-        operations=2 * batch * (num_dense + share_per_token * num_expert),
+        weight_bytes=BYTES_PER_WEIGHT * (num_dense + share_read * experts.num_parameters),
+        operations=2 * batch * (num_dense + experts.num_active),
     )
 
 

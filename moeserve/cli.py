@@ -83,6 +83,14 @@ def upcycle(options: argparse.Namespace) -> None:
     print(options.out)
 
 
+def inspect(options: argparse.Namespace) -> None:
+    """Tell what a checkpoint is and what it takes, before any of it is loaded."""
+    from moeserve.models import inspection as room
+
+    found = room.inspect(options.model, None if options.dtype == "auto" else options.dtype)
+    print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else room.as_text(found))
+
+
 class Parser(argparse.ArgumentParser):
     """Takes no abbreviations, and answers an unknown flag with the nearest known one."""
 
@@ -123,6 +131,16 @@ def _parser() -> Parser:
     _add_flags(sampling, SamplingParams, without=shown_elsewhere)
     for settings in Settings.groups().values():
         _add_flags(command.add_argument_group(settings.__doc__), settings)
+
+    command = _add_command(commands, "inspect", inspect)
+    command.add_argument("model", type=Path, metavar="MODEL", help="folder of a checkpoint; it need not hold weights")
+    command.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="number format to count memory for; auto: the checkpoint's (default: auto)",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
 
     command = _add_command(commands, "upcycle", upcycle)
     command.add_argument("dense", type=Path, metavar="DENSE", help="a GGUF file, or a folder with safetensors")

@@ -31,6 +31,17 @@ def free_memory() -> int:
     return min([available, *(left for folder in _cgroup_folders("memory") for left in _memory_left(folder))])
 
 
+def shown_bytes(num_bytes: int) -> str:
+    """An amount of memory as people read it: "832 bytes", "1.5 GiB"."""
+    size, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    digits = 0 if size >= 100 or unit == "bytes" else 1 if size >= 10 else 2
+    return f"{size:.{digits}f} {unit}"
+
+
 def _memory_left(folder: Path) -> list[int]:
     """Bytes left under the limit of one cgroup, if it has one. Files cached for reading give way, so they are free."""
     for limit_name, usage_name, cached_name in (

@@ -28,8 +28,9 @@ void write_cache(const CacheWrite& step) {
     for (int64_t g = 0; g < step.num_kv_heads; ++g) {
       const int64_t target = ((block * step.num_kv_heads + g) * step.block_size + in_block) * head_bytes;
       const int64_t key = (t * step.key_token_stride + g * step.key_head_stride) * step.element_bytes;
-      const int64_t value = (t * step.value_token_stride + g * step.value_head_stride) * step.element_bytes;
       std::memcpy(key_cache + target, keys + key, head_bytes);
+      if (values == nullptr) continue;
+      const int64_t value = (t * step.value_token_stride + g * step.value_head_stride) * step.element_bytes;
       std::memcpy(value_cache + target, values + value, head_bytes);
     }
   }

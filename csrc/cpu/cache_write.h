@@ -10,9 +10,9 @@ namespace moeserve {
 struct CacheWrite {
   int64_t element_bytes;
   const void* key;       // [T, G, H]: a head is contiguous, tokens and heads lie `..._stride` elements apart
-  const void* value;     // the same, with strides of its own
+  const void* value;     // the same, with strides of its own; null where there are keys alone
   void* key_cache;       // [num_blocks, G, block_size, H]
-  void* value_cache;     // the same
+  void* value_cache;     // the same; null where there are keys alone
   const int64_t* slots;  // [T]: block * block_size + offset, or -1 for a token that is not kept
   int64_t num_tokens;
   int64_t num_kv_heads;

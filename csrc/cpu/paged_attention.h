@@ -8,22 +8,24 @@ namespace moeserve {
 
 enum class ElementType { kFloat32, kBFloat16 };
 
-// One step's attention. T tokens in S chunks of consecutive rows, N query heads, G key-value heads, H head size.
-// Query head n reads key-value head n / (N / G).
+// One step's attention. T tokens in S chunks of consecutive rows, N query heads, G key-value heads, H head size, V <= H
+// value size. Query head n reads key-value head n / (N / G).
 struct PagedAttention {
   ElementType type;
   const void* query;            // [T, N, H]
   const void* key_cache;        // [num_blocks, G, block_size, H]
-  const void* value_cache;      // the same
+  const void* value_cache;      // the same, and may be key_cache itself: a value is the first V elements of its row
+  const float* sinks;           // [N]: a score of each query head beside its positions', without a value; or null
   const int32_t* block_table;   // [S, max_blocks]
   const int32_t* row_starts;    // [S + 1]
   const int32_t* context_lens;  // [S]
-  void* out;                    // [T, N, H]
+  void* out;                    // [T, N, V]
   int64_t num_tokens;
   int64_t num_chunks;
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_size;
+  int64_t value_size;
   int64_t num_blocks;
   int64_t block_size;
   int64_t max_blocks;
@@ -38,8 +40,8 @@ struct PagedAttention {
 // row with a negative position attends to nothing and is left alone.
 //
 // A row's result is the same to the last bit alone and in any batch, with any number of threads, any block size, and
-// whether its chunk has other rows: it depends on the row's query, keys and values, on the group size N / G, and on the
-// instruction set.
+// whether its chunk has other rows: it depends on the row's query, keys and values, on the sinks, on the group size
+// N / G, and on the instruction set.
 //
 // Throws std::invalid_argument, before it reads or writes anything, for rows or blocks that are out of range.
 void paged_attention(const PagedAttention& step);

@@ -150,6 +150,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several, written by the checkpoint's chat template.
@@ -157,6 +158,7 @@ class LLM:
         Args:
             messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
             add_generation_prompt: end with the words that open an answer.
+            chat_template_kwargs: what else the template is told, such as {"enable_thinking": False} for Qwen3.
             sampling_params, use_tqdm: as for `generate`.
 
         Raises:
@@ -164,7 +166,12 @@ class LLM:
         """
         is_one = isinstance(messages, Mapping) or not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
-        prompts = [self.chat_prompt(each, add_generation_prompt=add_generation_prompt) for each in conversations]
+        prompts = [
+            self.chat_prompt(
+                each, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
+            )
+            for each in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def abort(self, request_id: str) -> None:
@@ -176,11 +183,20 @@ class LLM:
     def has_chat_template(self) -> bool:
         return self.codec is not None and self.codec.has_chat_template
 
-    def chat_prompt(self, messages: Any, *, add_generation_prompt: bool = True) -> dict[str, list[int]]:
-        """A conversation as a prompt for `generate` or `stream`."""
+    def chat_prompt(
+        self,
+        messages: Any,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, list[int]]:
+        """A conversation as a prompt for `generate` or `stream`. The arguments are those of `chat`."""
         if self.codec is None:
             raise RequestError("there is no tokenizer to write the messages with; name the folder of one as tokenizer")
-        return {"prompt_token_ids": self.codec.chat_prompt(messages, add_generation_prompt=add_generation_prompt)}
+        token_ids = self.codec.chat_prompt(
+            messages, add_generation_prompt=add_generation_prompt, template_arguments=chat_template_kwargs
+        )
+        return {"prompt_token_ids": token_ids}
 
     def shutdown(self) -> None:
         """Ends all requests and frees the model. May be called twice; afterwards only what was generated is there."""

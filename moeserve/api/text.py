@@ -13,19 +13,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from moeserve.errors import CheckpointError, RequestError, nearest
+from moeserve.errors import CheckpointError, RequestError, nearest, shown
 from moeserve.messages import SamplingParams
 
-# What a tokenizer can be read from, and what only goes with it.
-VOCABULARY_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "tiktoken.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-)
+# Vocabularies that transformers reads, but not always as they were meant: it leaves out the space that a SentencePiece
+# model puts before a text, and guesses how text is cut before it is looked up in a tiktoken file, which does not say.
+UNREAD_VOCABULARY_FILES = {
+    "tokenizer.model": "a SentencePiece or tiktoken vocabulary",
+    "spiece.model": "a SentencePiece vocabulary",
+    "tiktoken.model": "a tiktoken vocabulary",
+}
+# What shows that a folder has a tokenizer, the best first, and what only goes with one.
+VOCABULARY_FILES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", *UNREAD_VOCABULARY_FILES)
 COMPANION_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -33,6 +32,26 @@ COMPANION_FILES = (
     "chat_template.json",
     "chat_template.jinja",
     "merges.txt",
+)
+
+# What decides how a conversation is rendered, and by which template: not for a request to say.
+RESERVED_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
 )
 
 # Steps of a decoder that turn tokens into text one by one, up to how the first of them begins and up to runs of
@@ -50,13 +69,20 @@ class TextCodec:
     some tokenizer configs ask for is left out: it loses spaces that the model wrote.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Takes a fast tokenizer of transformers. `load` makes one from a folder."""
+    def __init__(self, tokenizer: Any, *, adds_bos: bool = False) -> None:
+        """Takes a fast tokenizer of transformers. `load` makes one from a folder.
+
+        Args:
+            adds_bos: begin texts with the beginning-of-sequence token, if the tokenizer does not do so by itself.
+        """
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._special_ids = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         )
+        bos = tokenizer.bos_token_id
+        is_missing = adds_bos and bos is not None and bos not in self._ids("a", add_special_tokens=True)
+        self._first_ids = [bos] if is_missing else []
         self.num_tokens = 1 + max(tokenizer.get_vocab().values())  # ids beyond it have no text
 
         decoder = _decoder_steps(self._backend)
@@ -90,6 +116,13 @@ class TextCodec:
                 f"{root / companions[0]} belongs to a tokenizer, but the folder has no vocabulary: "
                 f"add tokenizer.json, or remove {', '.join(companions)} to work with token ids only"
             )
+        unread = [name for name in vocabularies if name in UNREAD_VOCABULARY_FILES]
+        if unread and "tokenizer.json" not in vocabularies:
+            raise CheckpointError(
+                f"{root / unread[0]} is {UNREAD_VOCABULARY_FILES[unread[0]]}, which moeserve does not read: "
+                "add the tokenizer.json of the checkpoint, or of another with the same vocabulary; "
+                f"or remove {', '.join([*vocabularies, *companions])} to work with token ids only"
+            )
 
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds to import
 
@@ -104,7 +137,7 @@ class TextCodec:
                 f"{root / vocabularies[0]} gives a tokenizer without a fast version ({type(tokenizer).__name__}); "
                 "add the tokenizer.json of the checkpoint"
             )
-        return cls(tokenizer)
+        return cls(tokenizer, adds_bos=_says_to_add_bos(root))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds of its own accord.
@@ -112,7 +145,7 @@ class TextCodec:
         Raises:
             RequestError: the text is not valid Unicode.
         """
-        return self._ids(text, add_special_tokens=True)
+        return self._first_ids + self._ids(text, add_special_tokens=True)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids that the tokenizer does not know have none."""
@@ -136,18 +169,27 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def chat_prompt(self, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
+    def chat_prompt(
+        self,
+        messages: Any,
+        *,
+        add_generation_prompt: bool = True,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, written by the checkpoint's chat template.
 
         Args:
             messages: list of {"role": ..., "content": ...}; the content is a text, or a list of
                 {"type": "text", "text": ...}, which are joined by line ends. Other keys go to the template as they are.
             add_generation_prompt: end with the words that open an answer.
+            template_arguments: what else the template is told, such as {"enable_thinking": False}.
 
         Raises:
-            RequestError: a malformed message, no chat template, or a conversation that the template refuses.
+            RequestError: a malformed message or template argument, no chat template, or a conversation that the
+                template refuses.
         """
         messages = _checked_messages(messages)
+        arguments = _checked_template_arguments(template_arguments)
         if not self.has_chat_template:
             raise RequestError(
                 "the checkpoint's tokenizer has no chat template; "
@@ -155,7 +197,7 @@ class TextCodec:
             )
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=False
+                messages, add_generation_prompt=add_generation_prompt, tokenize=False, **arguments
             )
         except ImportError:
             raise  # jinja2 is missing: not the conversation's fault
@@ -391,6 +433,23 @@ def _checked_content(name: str, content: Any) -> str:
     return "\n".join(part["text"] for part in content)
 
 
+def _says_to_add_bos(root: Path) -> bool:
+    """What tokenizer.json may leave to tokenizer_config.json (DeepSeek), and transformers 5 no longer looks at."""
+    path = root / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return isinstance(config, dict) and config.get("add_bos_token") is True
+
+
+def _checked_template_arguments(arguments: Any) -> dict[str, Any]:
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise RequestError(f"chat_template_kwargs must map names to values, not {shown(arguments)}")
+    for name in arguments:
+        if name in RESERVED_TEMPLATE_ARGUMENTS:
+            raise RequestError(f"chat_template_kwargs cannot set {name!r}: it is not one of the template's own")
+    return dict(arguments)
+
+
 def _damage(root: Path, names: list[str], error: Exception) -> str:
     """What is wrong with a tokenizer that does not load, naming the file at fault as well as can be told."""
     for name in [*names, "config.json"]:
@@ -406,7 +465,7 @@ def _damage(root: Path, names: list[str], error: Exception) -> str:
             "add a tokenizer.json and name no auto_map in tokenizer_config.json"
         )
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    remedy = "" if "tokenizer.json" in names else "; add the checkpoint's tokenizer.json, or pip install sentencepiece"
+    remedy = "" if "tokenizer.json" in names else "; add the checkpoint's tokenizer.json"
     return f"the tokenizer in {root / names[0]} cannot be loaded: {reason:.400}{remedy}"
 
 

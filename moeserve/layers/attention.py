@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.linear import Linear
+from moeserve.layers.linear import Linear, parameter
+from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotation
 from moeserve.ops.attention import choose_attention
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N query heads, G key-value heads, H head size
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """The shape of one attention layer. Query head n reads key-value head n // (num_heads / num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None  # positions that a token attends to at most, its own included
+    has_bias: bool = False  # of queries, keys and values
+    has_output_bias: bool = False
+    # queries and keys are normalised before they turn: each head by itself, or all of a token's heads together
+    normalized: Literal["no", "head", "token"] = "no"
+    clip: float | None = None  # queries, keys and values are clamped to ± this
+    has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
 
 
 @dataclass(frozen=True)
@@ -32,35 +50,67 @@ class Attention(nn.Module):
 
     def __init__(
         self,
+        config: AttentionConfig,
         hidden_size: int,
+        norm_epsilon: float,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        window: int | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
-        self.projected_sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-        self.query_key_value = Linear(hidden_size, sum(self.projected_sizes), dtype=dtype, device=device)
-        self.output = Linear(num_heads * head_dim, hidden_size, dtype=dtype, device=device)
-        self.backend = choose_attention(device.type, scale=head_dim**-0.5, window=window)
+        self.config = config
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.projected_sizes = [query_size, kv_size, kv_size]
+        self.query_key_value = Linear(
+            hidden_size, sum(self.projected_sizes), has_bias=config.has_bias, dtype=dtype, device=device
+        )
+        self.query_norm: nn.Identity | RMSNorm | TokenNorm
+        self.key_norm: nn.Identity | RMSNorm | TokenNorm
+        match config.normalized:
+            case "no":
+                self.query_norm = self.key_norm = nn.Identity()
+            case "head":
+                self.query_norm = RMSNorm(config.head_dim, norm_epsilon, dtype=dtype, device=device)
+                self.key_norm = RMSNorm(config.head_dim, norm_epsilon, dtype=dtype, device=device)
+            case "token":
+                self.query_norm = TokenNorm(query_size, norm_epsilon, dtype=dtype, device=device)
+                self.key_norm = TokenNorm(kv_size, norm_epsilon, dtype=dtype, device=device)
+        # The sinks are scores, which are float32 whatever the weights are.
+        self.sinks = parameter(config.num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
+        self.output = Linear(query_size, hidden_size, has_bias=config.has_output_bias, dtype=dtype, device=device)
+        self.backend = choose_attention(device.type, scale=config.head_dim**-0.5, window=config.window)
 
     @property
     def cache_bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.output.weight.element_size()
+        return 2 * self.config.num_kv_heads * self.config.head_dim * self.output.weight.element_size()
 
     def make_cache(self, num_blocks: int, block_size: int) -> KeyValueCache:
-        shape = (num_blocks, self.num_kv_heads, block_size, self.head_dim)
+        shape = (num_blocks, self.config.num_kv_heads, block_size, self.config.head_dim)
         return KeyValueCache(self.output.weight.new_empty(shape), self.output.weight.new_empty(shape))
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: KeyValueCache, step: StepInputs) -> Tensor:
-        query, key, value = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
-        query_TNH = rotation.apply(query.unflatten(-1, (-1, self.head_dim)))
-        key_TGH = rotation.apply(key.unflatten(-1, (-1, self.head_dim)))
-        value_TGH = value.unflatten(-1, (-1, self.head_dim))
+        projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
+        query_TNH, key_TGH, value_TGH = (heads.unflatten(-1, (-1, self.config.head_dim)) for heads in projected)
+        query_TNH, key_TGH = self.query_norm(query_TNH), self.key_norm(key_TGH)
+        if self.config.clip is not None:
+            limit = self.config.clip
+            query_TNH, key_TGH, value_TGH = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGH))
+        query_TNH, key_TGH = rotation.apply(query_TNH), rotation.apply(key_TGH)
         self.backend.write(key_TGH, value_TGH, cache.keys, cache.values, step)
-        attended_TNH = self.backend.attend(query_TNH, cache.keys, cache.values, step)
+        attended_TNH = self.backend.attend(query_TNH, cache.keys, cache.values, step, self.sinks)
         return self.output(attended_TNH.flatten(1))
+
+
+class TokenNorm(nn.Module):
+    """RMSNorm over all heads of a token together (OLMoE)."""
+
+    def __init__(self, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.norm = RMSNorm(size, epsilon, dtype=dtype, device=device)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.norm.weight
+
+    def forward(self, heads_TNH: Tensor) -> Tensor:
+        return self.norm(heads_TNH.flatten(1)).view_as(heads_TNH)

@@ -18,15 +18,24 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Param
 
 
 class Linear(nn.Module):
-    """`output_TO = input_TI @ weight_OI.T`"""
+    """`output_TO = input_TI @ weight_OI.T + bias_O`"""
 
-    def __init__(self, num_inputs: int, num_outputs: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        has_bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.weight = parameter(num_outputs, num_inputs, dtype=dtype, device=device)
+        self.bias = parameter(num_outputs, dtype=dtype, device=device) if has_bias else None
         self.linear = choose_linear(device.type)
 
     def forward(self, input_TI: Tensor) -> Tensor:
-        return self.linear(input_TI, self.weight)
+        return self.linear(input_TI, self.weight, self.bias)
 
 
 class Embedding(nn.Module):

@@ -4,45 +4,113 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-# T tokens, N heads, H head size, F rotated pairs (H / 2)
+# T tokens, N heads, H head size, F rotated pairs
 
 
 @dataclass(frozen=True)
-class RotaryConfig:
-    """Which frequencies turn the pairs of a head. The scalings are those of published checkpoints.
+class LinearScaling:
+    """Divides every frequency by `factor` (position interpolation, arXiv 2306.15595)."""
 
-    `linear` divides every frequency by `factor` (position interpolation, arXiv 2306.15595). `llama3` divides only the
-    slow ones, whose wavelength exceeds original_max_position_embeddings / low_freq_factor, keeps the fast ones, and
-    blends in between (Llama 3.1 release).
+    factor: float
+
+    def scale(self, frequencies_F: Tensor, theta: float) -> Tensor:
+        return frequencies_F / self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Divides the slow frequencies by `factor`, keeps the fast ones, and blends in between (Llama 3.1 release).
+
+    Slow are those whose wavelength exceeds original_max_position_embeddings / low_freq_factor.
     """
 
-    head_dim: int
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def scale(self, frequencies_F: Tensor, theta: float) -> Tensor:
+        turns_F = self.original_max_position_embeddings * frequencies_F / (2 * math.pi)
+        keep_F = (turns_F - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        keep_F = keep_F.clamp(0.0, 1.0)
+        return keep_F * frequencies_F + (1 - keep_F) * frequencies_F / self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): the same idea, with the blend laid over the pairs' indices instead of their frequencies.
+
+    Pairs that turn more than `beta_fast` times within the original context are kept, those that turn less than
+    `beta_slow` times are divided by `factor`. Attention is sharpened to make up for the longer context: cosines and
+    sines are multiplied by `attention_factor`, and scores by `score_factor`, where a model asks for it (DeepSeek).
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # whether the ends of the blend are rounded outwards to whole indices
+    attention_factor: float
+    score_factor: float = 1.0
+
+    def scale(self, frequencies_F: Tensor, theta: float) -> Tensor:
+        num_pairs = len(frequencies_F)
+
+        def pair_that_turns(times: float) -> float:
+            wavelengths = self.original_max_position_embeddings / (times * 2 * math.pi)
+            return num_pairs * math.log(wavelengths) / math.log(theta)
+
+        first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+        width = last - first or 0.001
+        divide_F = ((torch.arange(num_pairs, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+        return divide_F * frequencies_F / self.factor + (1 - divide_F) * frequencies_F
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """Which values of a head turn, and how fast. The scalings are those of published checkpoints."""
+
+    dim: int  # values of a head that turn, an even number: the first ones; the rest stay as they are
     theta: float
-    scaling: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    is_interleaved: bool = False  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + dim / 2)
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines are multiplied with."""
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
+
+    @property
+    def score_factor(self) -> float:
+        """What the products of queries and keys are multiplied with, beside the usual scale."""
+        return self.scaling.score_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
     def frequencies(self) -> Tensor:
         """Radians per position of each pair, [F] float32."""
-        exponents_F = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        exponents_F = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
         frequencies_F = 1.0 / self.theta**exponents_F
-        match self.scaling:
-            case "default":
-                return frequencies_F
-            case "linear":
-                return frequencies_F / self.factor
-            case "llama3":
-                turns_F = self.original_max_position_embeddings * frequencies_F / (2 * math.pi)
-                keep_F = (turns_F - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-                keep_F = keep_F.clamp(0.0, 1.0)
-                return keep_F * frequencies_F + (1 - keep_F) * frequencies_F / self.factor
+        return frequencies_F if self.scaling is None else self.scaling.scale(frequencies_F, self.theta)
+
+
+class Rotary:
+    """The frequencies of a model, on its device."""
+
+    def __init__(self, config: RotaryConfig, device: torch.device) -> None:
+        self.config = config
+        self.frequencies_F = config.frequencies().to(device)
+
+    def at(self, positions_T: Tensor) -> Rotation:
+        """The rotation of a step's tokens. Angles are computed in float32."""
+        angles_T1F = (positions_T.to(torch.float32)[:, None] * self.frequencies_F)[:, None, :]
+        factor = self.config.attention_factor
+        return Rotation(angles_T1F.cos() * factor, angles_T1F.sin() * factor, self.config.is_interleaved)
 
 
 @dataclass(frozen=True)
@@ -51,17 +119,17 @@ class Rotation:
 
     cosines: Tensor
     sines: Tensor
-
-    @classmethod
-    def at(cls, positions_T: Tensor, frequencies_F: Tensor) -> Rotation:
-        angles_T1F = (positions_T.to(torch.float32)[:, None] * frequencies_F)[:, None, :]
-        return cls(angles_T1F.cos(), angles_T1F.sin())
+    is_interleaved: bool
 
     def apply(self, heads_TNH: Tensor) -> Tensor:
-        """Turns the pairs (h, h + H/2) of each head, in float32. Returns the dtype it was given."""
-        first_TNF, second_TNF = heads_TNH.float().chunk(2, dim=-1)
+        """Turns the first 2 * F values of each head, in float32. Returns the dtype it was given."""
+        num_pairs = self.cosines.shape[-1]
+        turning, staying = heads_TNH.split([2 * num_pairs, heads_TNH.shape[-1] - 2 * num_pairs], dim=-1)
+        pair_shape, axis = ((num_pairs, 2), -1) if self.is_interleaved else ((2, num_pairs), -2)
+        first_TNF, second_TNF = turning.float().unflatten(-1, pair_shape).unbind(axis)
         turned = (
             first_TNF * self.cosines - second_TNF * self.sines,
             second_TNF * self.cosines + first_TNF * self.sines,
         )
-        return torch.cat(turned, dim=-1).to(heads_TNH.dtype)
+        turned_TNH = torch.stack(turned, dim=axis).flatten(-2).to(heads_TNH.dtype)
+        return torch.cat([turned_TNH, staying], dim=-1) if staying.shape[-1] else turned_TNH

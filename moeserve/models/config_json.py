@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, cast
 
 from moeserve.config import DtypeName
 from moeserve.errors import CheckpointError, shown
-from moeserve.layers.rotary import RotaryConfig
+from moeserve.layers.rotary import LinearScaling, Llama3Scaling, RotaryConfig, YarnScaling
 
 LARGEST_NUMBER = 1e30
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
@@ -52,8 +53,8 @@ class ConfigJson:
             raise self.wrong(key, "must be true or false")
         return value
 
-    def optional_integer(self, key: str, *, low: int = 1) -> int | None:
-        return None if self.values.get(key) is None else self.integer(key, low=low)
+    def optional_integer(self, key: str, *, low: int = 1, high: int = 2**31 - 1) -> int | None:
+        return None if self.values.get(key) is None else self.integer(key, low=low, high=high)
 
     def require(self, key: str, *supported: object) -> None:
         """Refuses a value that this family cannot honour. A missing one is taken to be the first of the supported."""
@@ -66,53 +67,79 @@ class ConfigJson:
             raise self.wrong("architectures", "must name exactly one architecture")
         return names[0]
 
-    def dtype(self) -> DtypeName:
+    def dtype(self, default: DtypeName) -> DtypeName:
+        """The number format of the weights, `default` where the config has none."""
         key = "dtype" if "dtype" in self.values else "torch_dtype"
         value = self.values.get(key)
         if value is None:
-            return "float32"
+            return default
         if value not in ("float32", "bfloat16", "float16"):
             raise self.wrong(key, "must be float32, bfloat16 or float16")
         return cast(DtypeName, value)
 
-    def rotary(self, head_dim: int) -> RotaryConfig:
-        """Rotary settings, from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`."""
-        if head_dim % 2:
-            raise self.wrong("head_dim", f"gives heads of {head_dim} values; rotary embedding needs an even number")
+    def key_of(self, *names: str) -> str:
+        """The name that this config uses, of several for one thing; the first where it uses none."""
+        return next((name for name in names if self.values.get(name) is not None), names[0])
+
+    def flags_of_layers(self, key: str, names: tuple[str, str], num_layers: int) -> list[bool] | None:
+        """A list of one of two names per layer, as whether it is the second; None where the config has no such list."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != num_layers or not all(name in names for name in value):
+            raise self.wrong(key, f"must list {names[0]!r} or {names[1]!r} for each of the {num_layers} layers")
+        return [name == names[1] for name in value]
+
+    def layer_numbers(self, key: str, num_layers: int) -> frozenset[int]:
+        """A list of layers, counted from 0; empty where the config has none."""
+        value = self.values.get(key) or []
+        is_list = isinstance(value, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in value)
+        if not is_list:
+            raise self.wrong(key, f"must list layers from 0 to {num_layers - 1}")
+        return frozenset(value)
+
+    def rotary(
+        self,
+        head_dim: int,
+        *,
+        head_dim_key: str = "head_dim",
+        is_interleaved: bool = False,
+        default_fraction: float | None = None,
+    ) -> RotaryConfig:
+        """Rotary settings, from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`.
+
+        Args:
+            head_dim: values of a head, or of the part of it that turns.
+            head_dim_key: where that number comes from, for the error.
+            default_fraction: share of a head that turns where `partial_rotary_factor` does not say; None: all of it
+                turns, whatever that says.
+        """
         key = "rope_parameters" if self.values.get("rope_parameters") is not None else "rope_scaling"
-        scaling = self.values.get(key) or {}
-        if not isinstance(scaling, dict):
+        given = self.values.get(key) or {}
+        if not isinstance(given, dict):
             raise self.wrong(key, "must be an object or null")
-        theta = scaling.get("rope_theta", self.values.get("rope_theta"))
+        scaling = _Scaling(self, key, given)
+
+        dim, source = head_dim, f"{head_dim_key}={head_dim}"
+        if default_fraction is not None:
+            fraction = given.get("partial_rotary_factor", self.values.get("partial_rotary_factor", default_fraction))
+            fraction = self._number("partial_rotary_factor", fraction, 0.0)
+            if fraction > 1:
+                raise self.wrong("partial_rotary_factor", "must be at most 1")
+            dim, source = int(head_dim * fraction), f"{source} and partial_rotary_factor={fraction:g}"
+        if dim % 2 or dim == 0:
+            raise CheckpointError(
+                f"{self.path}: {source} make {dim} values of a head turn; rotary embedding needs an even number"
+            )
+        theta = given.get("rope_theta", self.values.get("rope_theta"))
         if theta is None:
             raise CheckpointError(f"{self.path}: rope_theta is missing")
-        theta = self._number("rope_theta", theta, 0.0)
-
-        def value_of(name: str, above: float = 0.0) -> float:
-            if name not in scaling:
-                raise self.wrong(key, f"lacks {name!r}")
-            return self._number(f"{key}.{name}", scaling[name], above)
-
-        match scaling.get("rope_type", scaling.get("type", "default")):
-            case "default":
-                return RotaryConfig(head_dim=head_dim, theta=theta)
-            case "linear":
-                return RotaryConfig(head_dim=head_dim, theta=theta, scaling="linear", factor=value_of("factor"))
-            case "llama3":
-                low, high = value_of("low_freq_factor"), value_of("high_freq_factor")
-                if high <= low:
-                    raise self.wrong(key, "needs high_freq_factor above low_freq_factor")
-                return RotaryConfig(
-                    head_dim=head_dim,
-                    theta=theta,
-                    scaling="llama3",
-                    factor=value_of("factor"),
-                    low_freq_factor=low,
-                    high_freq_factor=high,
-                    original_max_position_embeddings=int(value_of("original_max_position_embeddings")),
-                )
-            case other:
-                raise self.wrong(key, f"has type {other!r}, which is not supported; supported: default, linear, llama3")
+        return RotaryConfig(
+            dim=dim,
+            theta=self._number("rope_theta", theta, 1.0),
+            scaling=scaling.read(),
+            is_interleaved=is_interleaved,
+        )
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key, default)
@@ -127,3 +154,76 @@ class ConfigJson:
         if not is_number or not above < value < LARGEST_NUMBER:
             raise CheckpointError(f"{self.path}: {key}={shown(value)} must be a number above {above:g}")
         return float(value)
+
+
+class _Scaling:
+    """How a config changes rotary frequencies."""
+
+    def __init__(self, config: ConfigJson, key: str, given: dict[str, Any]) -> None:
+        self._config = config
+        self._key = key
+        self._given = given
+
+    def read(self) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+        match self._given.get("rope_type", self._given.get("type", "default")):
+            case "default":
+                return None
+            case "linear":
+                return LinearScaling(self._number("factor"))
+            case "llama3":
+                low, high = self._number("low_freq_factor"), self._number("high_freq_factor")
+                if high <= low:
+                    raise self._config.wrong(self._key, "needs high_freq_factor above low_freq_factor")
+                return Llama3Scaling(
+                    factor=self._number("factor"),
+                    low_freq_factor=low,
+                    high_freq_factor=high,
+                    original_max_position_embeddings=int(self._number("original_max_position_embeddings")),
+                )
+            case "yarn":
+                return self._yarn()
+            case other:
+                raise self._config.wrong(
+                    self._key, f"has type {other!r}, which is not supported; supported: default, linear, llama3, yarn"
+                )
+
+    def _yarn(self) -> YarnScaling:
+        factor = self._number("factor")
+        if factor < 1:
+            raise self._config.wrong(self._key, f"has factor={factor:g}; yarn stretches the context by at least 1")
+        truncate = self._given.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise self._config.wrong(self._key, "needs truncate to be true or false")
+        beta_fast, beta_slow = self._number("beta_fast", 32.0), self._number("beta_slow", 1.0)
+        if beta_fast < beta_slow:
+            raise self._config.wrong(self._key, "needs beta_fast of at least beta_slow")
+
+        # DeepSeek says how much of the sharpening goes to the rotary values and how much to the scores.
+        of_values, of_scores = self._number("mscale", 0.0), self._number("mscale_all_dim", 0.0)
+        if of_values and of_scores:
+            attention_factor = _sharpening(factor, of_values) / _sharpening(factor, of_scores)
+        else:
+            attention_factor = _sharpening(factor, 1.0)
+        return YarnScaling(
+            factor=factor,
+            original_max_position_embeddings=int(self._number("original_max_position_embeddings")),
+            beta_fast=beta_fast,
+            beta_slow=beta_slow,
+            truncate=truncate,
+            attention_factor=self._number("attention_factor", attention_factor),
+            score_factor=_sharpening(factor, of_scores) ** 2 if of_scores else 1.0,
+        )
+
+    def _number(self, name: str, default: float | None = None) -> float:
+        """A positive number; a default may be zero."""
+        value = self._given.get(name)
+        if value is None or (value == 0 and default == 0):
+            if default is None:
+                raise self._config.wrong(self._key, f"lacks {name!r}")
+            return default
+        return self._config._number(f"{self._key}.{name}", value, 0.0)
+
+
+def _sharpening(factor: float, weight: float) -> float:
+    """0.1 * weight * ln(factor) + 1 (YaRN, arXiv 2309.00071, equation 22)"""
+    return 0.1 * weight * math.log(factor) + 1.0

@@ -17,7 +17,7 @@ from torch import Tensor
 from moeserve.config import DtypeName
 from moeserve.errors import CheckpointError
 from moeserve.models.config_json import ConfigJson, read_json
-from moeserve.models.weights import shards_by_tensor
+from moeserve.models.weights import read_headers
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 ROPE_TYPES = ("linear", "llama3")  # those that layers/rotary.py knows: the result is to be served
@@ -143,16 +143,12 @@ class DenseFolder:
         self.config = _read_config(ConfigJson(folder))
         generation_path = folder / "generation_config.json"
         self.generation = read_json(generation_path) if generation_path.is_file() else special_token_ids(self.config)
-        self._shard_of_name = shards_by_tensor(folder)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for shard in set(self._shard_of_name.values()):
-            with safe_open(shard, framework="pt") as tensors:
-                for name in (name for name, holder in self._shard_of_name.items() if holder == shard):
-                    self.shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        self._stored = read_headers(folder)
+        self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def tensor(self, name: str) -> Tensor:
         # Opened anew for each tensor, so that pages already read do not pile up in memory.
-        with safe_open(self._shard_of_name[name], framework="pt") as tensors:
+        with safe_open(self._stored[name].shard, framework="pt") as tensors:
             tensor: Tensor = tensors.get_tensor(name)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise CheckpointError(
@@ -210,7 +206,7 @@ def _read_config(config: ConfigJson) -> DenseConfig:
         bos_token_id=_token_id(config, "bos_token_id"),
         eos_token_id=_token_ids(config, "eos_token_id"),
         pad_token_id=_token_id(config, "pad_token_id"),
-        dtype=config.dtype(),
+        dtype=config.dtype(default="float32"),
     )
 
 

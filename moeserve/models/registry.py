@@ -6,15 +6,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeserve.config import CheckpointFacts, EngineConfig
+from moeserve.config import CheckpointFacts, DtypeName
 from moeserve.errors import CheckpointError
 from moeserve.models.config_json import ConfigJson, read_json
-from moeserve.models.mixtral import Mixtral, MixtralConfig
+from moeserve.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from moeserve.models.family import Family
+from moeserve.models.glm4_moe import GLM4_MOE
+from moeserve.models.gpt_oss import GPT_OSS
+from moeserve.models.mixtral import MIXTRAL
+from moeserve.models.model_config import ModelConfig
+from moeserve.models.olmoe import OLMOE
+from moeserve.models.quantization import WeightFormat, read_weight_format
+from moeserve.models.qwen2_moe import QWEN2_MOE
+from moeserve.models.qwen3_moe import QWEN3_MOE
 
-# A new family is one file and one line here.
-FAMILIES = {
-    "MixtralForCausalLM": (MixtralConfig, Mixtral),
+# By the name that config.json gives under `architectures`. A new family is one file and one line here.
+FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeForCausalLM": GLM4_MOE,
+    "GptOssForCausalLM": GPT_OSS,
+    "MixtralForCausalLM": MIXTRAL,
+    "OlmoeForCausalLM": OLMOE,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A checkpoint, without its weights."""
+
+    architecture: str
+    family: Family
+    model: ModelConfig
+    dtype: DtypeName  # of the weights that are not quantised
+    weight_format: WeightFormat
 
 
 @dataclass(frozen=True)
@@ -31,21 +58,37 @@ def read_facts(folder: str | Path) -> CheckpointFacts:
     Raises:
         CheckpointError: no such folder, no config.json, an unsupported architecture, or a config that is wrong.
     """
-    config = _open_config(Path(folder))
-    model_config = _family(config)[0].from_json(config)
+    description = describe(folder)
     return CheckpointFacts(
         path=str(folder),
-        dtype=config.dtype(),
-        vocab_size=model_config.vocab_size,
-        max_position_embeddings=model_config.max_position_embeddings,
+        dtype=description.dtype,
+        vocab_size=description.model.vocab_size,
+        max_position_embeddings=description.model.max_position_embeddings,
     )
 
 
-def build(engine: EngineConfig) -> Mixtral:
-    """The model of a checkpoint, its weights not yet filled."""
-    config = _open_config(Path(engine.model_path))
-    config_class, model_class = _family(config)
-    return model_class(config_class.from_json(config), engine)
+def describe(folder: str | Path) -> Description:
+    """What a checkpoint's config.json says of it.
+
+    Raises:
+        CheckpointError: see `read_facts`.
+    """
+    config = _open_config(Path(folder))
+    architecture = config.architecture()
+    if architecture not in FAMILIES:
+        raise CheckpointError(
+            f"{config.path}: architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+        )
+    family = FAMILIES[architecture]
+    weight_format = read_weight_format(config)
+    return Description(
+        architecture=architecture,
+        family=family,
+        model=family.read(config),
+        # transformers takes float32 where nothing is said; what was quantised was trained in bfloat16 (gpt-oss).
+        dtype=config.dtype(default="bfloat16" if weight_format.stored_as else "float32"),
+        weight_format=weight_format,
+    )
 
 
 def read_generation_defaults(folder: str | Path) -> GenerationDefaults:
@@ -82,14 +125,3 @@ def _open_config(folder: Path) -> ConfigJson:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json, so it is not a checkpoint in Hugging Face layout")
     return ConfigJson(folder)
-
-
-def _family(config: ConfigJson) -> tuple[type[MixtralConfig], type[Mixtral]]:
-    architecture = config.architecture()
-    if architecture not in FAMILIES:
-        raise CheckpointError(
-            f"{config.path}: architecture {architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
-        )
-    if config.values.get("quantization_config") is not None:
-        raise config.wrong("quantization_config", "is not supported; give a float32, bfloat16 or float16 checkpoint")
-    return FAMILIES[architecture]

@@ -1,14 +1,17 @@
-"""Fills a model's weights from safetensors shards, one tensor at a time. Knows names and shapes, no family.
+"""Fills a model's weights from safetensors shards, a slice at a time. Knows names and shapes, no family.
 
 Little beyond the model itself is in memory: shards are mapped, and the mapping is dropped often so that pages already
-copied do not pile up.
+copied do not pile up; what is encoded is decoded a slice at a time.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,25 +19,80 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from moeserve.errors import CheckpointError
+from moeserve.layers.norm import RMSNorm
+from moeserve.machine import shown_bytes
 from moeserve.models.config_json import read_json
+from moeserve.models.quantization import PlainTensor, PublishedTensor, StoredTensor, WeightFormat
 
 logger = logging.getLogger(__name__)
 
-REMAP_BYTES = 256 * 1024 * 1024  # a shard is mapped anew after this much was read from it
+REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped anew after this much was read from them
+PIECE_VALUES = 2 * 1024 * 1024  # copied at a time, or one slice of the first dimension if that is more
 NAMES_SHOWN = 5
 DUMMY_STD = 0.02
 
 
 @dataclass(frozen=True)
+class Destination:
+    """A part of the model's memory and the published tensor that fills it."""
+
+    memory: Tensor  # a view; its elements, in order, are those of the published tensor
+    shape: tuple[int, ...]  # as published; memory may have these dimensions split further
+
+    def __post_init__(self) -> None:
+        assert self.memory.numel() == math.prod(self.shape)
+
+
+def whole(memory: Tensor) -> Destination:
+    """Memory that has the published tensor's own shape."""
+    return Destination(memory, tuple(memory.shape))
+
+
+def _none_is_ignored(name: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
 class Destinations:
-    """Where each published tensor belongs: its name, and the part of the model's memory that it fills."""
+    """Where each published tensor belongs, by name."""
 
-    into: dict[str, Tensor]
-    ignored: frozenset[str] = frozenset()  # names that a checkpoint may hold and the model does not need
+    into: dict[str, Destination]
+    is_ignored: Callable[[str], bool] = _none_is_ignored  # names that a checkpoint may hold, of no use to the model
 
 
-def shards_by_tensor(folder: Path) -> dict[str, Path]:
-    """Every tensor that a checkpoint holds, and the shard that holds it.
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the headers of a checkpoint's shards say. Scales and the like are part of the tensor that they belong to."""
+
+    folder: Path
+    tensors: dict[str, PublishedTensor]
+    stored_as: str | None  # in words; None when weights are stored as they are
+    stored_bytes: int  # of all shards
+
+    @property
+    def names(self) -> KeysView[str]:
+        """Of the tensors that are published."""
+        return self.tensors.keys()
+
+
+def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
+    """Reads the headers of all shards, and no weights.
+
+    Raises:
+        CheckpointError: no shards, a shard that is missing or damaged, an index that is wrong, or a tensor of which a
+            part is missing.
+    """
+    stored = read_headers(folder)
+    return Checkpoint(
+        folder=folder,
+        tensors=weight_format.group(stored),
+        stored_as=weight_format.stored_as,
+        stored_bytes=sum(shard.stat().st_size for shard in {tensor.shard for tensor in stored.values()}),
+    )
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor that a checkpoint stores, by name.
 
     Raises:
         CheckpointError: no shards, a shard that is missing or damaged, or an index that is wrong.
@@ -44,42 +102,55 @@ def shards_by_tensor(folder: Path) -> dict[str, Path]:
         single = folder / "model.safetensors"
         if not single.is_file():
             raise CheckpointError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
-        shards = dict.fromkeys(_names_in(single), single)
-        if not shards:
+        stored = _read_header(single)
+        if not stored:
             raise CheckpointError(f"{single} holds no tensors")
-        return shards
+        return stored
     shard_of_name = read_json(index_path).get("weight_map")
     if not isinstance(shard_of_name, dict) or not shard_of_name:
         raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")
-    for file_name in sorted({str(file_name) for file_name in shard_of_name.values()}):
+    names_in_shard: dict[str, list[str]] = {}
+    for name, file_name in shard_of_name.items():
+        names_in_shard.setdefault(str(file_name), []).append(name)
+    stored = {}
+    for file_name, names in sorted(names_in_shard.items()):
         if Path(file_name).name != file_name or Path(file_name).suffix != ".safetensors":
             raise CheckpointError(f"{index_path}: {file_name!r} is not the name of a safetensors file in this folder")
-        held = _names_in(folder / file_name)
-        for name in (name for name, shard in shard_of_name.items() if shard == file_name):
+        held = _read_header(folder / file_name)
+        for name in names:
             if name not in held:
                 raise CheckpointError(f"{index_path} places tensor {name!r} in {file_name}, which does not hold it")
-    return {name: folder / file_name for name, file_name in shard_of_name.items()}
+            stored[name] = held[name]
+    return stored
 
 
-def load_weights(shard_of_name: dict[str, Path], destinations: Destinations, *, show_progress: bool) -> None:
+def load_weights(checkpoint: Checkpoint, destinations: Destinations, *, show_progress: bool) -> None:
     """Copies every tensor of a checkpoint to where it belongs, in the model's dtype.
 
+    All that the headers can tell is checked before the first byte is copied.
+
     Raises:
-        CheckpointError: tensors that are missing, unknown, or of a wrong shape or dtype.
+        CheckpointError: tensors that are missing, unknown, of a wrong shape or dtype, or that hold an encoded NaN.
     """
-    folder = next(iter(shard_of_name.values())).parent
-    missing = sorted(destinations.into.keys() - shard_of_name.keys())
-    extra = sorted(shard_of_name.keys() - destinations.into.keys() - destinations.ignored)
+    folder, into = checkpoint.folder, destinations.into
+    missing = sorted(into.keys() - checkpoint.names)
+    extra = sorted(name for name in checkpoint.names - into.keys() if not destinations.is_ignored(name))
     if missing:
         raise CheckpointError(f"{folder} lacks {len(missing)} tensors that the model needs: {_shown(missing)}")
     if extra:
         raise CheckpointError(f"{folder} holds {len(extra)} tensors that the model does not know: {_shown(extra)}")
+    for name, destination in into.items():
+        tensor = checkpoint.tensors[name]
+        tensor.check()
+        if tensor.shape != destination.shape:
+            raise CheckpointError(
+                f"{tensor.shard}: tensor {name!r} has shape {list(tensor.shape)}, "
+                f"the model needs {list(destination.shape)}"
+            )
+    num_bytes = sum(destination.memory.nbytes for destination in into.values())
+    _report_decoding(checkpoint, into, num_bytes)
 
-    names_in_shard: dict[Path, list[str]] = {}
-    for name, shard in shard_of_name.items():
-        if name in destinations.into:
-            names_in_shard.setdefault(shard, []).append(name)
-    num_bytes = sum(tensor.nbytes for tensor in destinations.into.values())
+    shards = _Shards()
     with tqdm(
         total=num_bytes,
         unit="B",
@@ -88,45 +159,75 @@ def load_weights(shard_of_name: dict[str, Path], destinations: Destinations, *, 
         desc="weights",
         disable=None if show_progress else True,  # None: shown on a terminal only
     ) as progress:
-        for shard, names in sorted(names_in_shard.items()):
-            _load_shard(shard, names, destinations.into, progress)
+        for name in sorted(into, key=lambda name: checkpoint.tensors[name].shard):
+            _fill(into[name], checkpoint.tensors[name], shards, progress)
 
 
 def fill_randomly(model: nn.Module, seed: int) -> None:
     """Dummy weights: normal with standard deviation 0.02, norms one. The same seed gives the same weights."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for weight in model.parameters():
-        if weight.dim() == 1:
-            weight.fill_(1.0)
-        else:
-            weight.normal_(0.0, DUMMY_STD, generator=generator)
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, DUMMY_STD, generator=generator)
 
 
-def _load_shard(shard: Path, names: list[str], into: dict[str, Tensor], progress: tqdm) -> None:
-    waiting = list(reversed(names))
-    while waiting:
-        num_bytes_mapped = 0
-        with _open(shard) as tensors:
-            while waiting and num_bytes_mapped < REMAP_BYTES:
-                name = waiting.pop()
-                destination = into[name]
-                shape, dtype = tensors.get_slice(name).get_shape(), tensors.get_slice(name).get_dtype()
-                if list(destination.shape) != shape:
-                    raise CheckpointError(
-                        f"{shard}: tensor {name!r} has shape {shape}, the model needs {list(destination.shape)}"
-                    )
-                if dtype not in ("F32", "F16", "BF16"):
-                    raise CheckpointError(f"{shard}: tensor {name!r} is {dtype}; supported: F32, F16, BF16")
-                destination.copy_(tensors.get_tensor(name))
-                num_bytes_mapped += destination.nbytes
-                progress.update(destination.nbytes)
+class _Shards:
+    """Mapped shards, let go of together whenever REMAP_BYTES were read from them."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, Any] = {}
+        self._num_bytes_read = 0
+
+    def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
+        """A view of the mapping: to be copied and dropped at once."""
+        if self._num_bytes_read >= REMAP_BYTES:
+            self._mapped.clear()
+            self._num_bytes_read = 0
+        if stored.shard not in self._mapped:
+            self._mapped[stored.shard] = _open(stored.shard)
+        rows: Tensor = self._mapped[stored.shard].get_slice(stored.name)[start:stop]
+        self._num_bytes_read += rows.nbytes
+        return rows
 
 
-def _names_in(shard: Path) -> set[str]:
+def _fill(destination: Destination, tensor: PublishedTensor, shards: _Shards, progress: tqdm) -> None:
+    memory = destination.memory
+    num_rows = destination.shape[0] // len(memory)  # of the published tensor, for one row of memory
+    step = max(1, PIECE_VALUES * len(memory) // memory.numel())
+    for start in range(0, len(memory), step):
+        piece = memory[start : start + step]
+        rows = tensor.read(shards.read_rows, start * num_rows, (start + len(piece)) * num_rows)
+        piece.copy_(rows.view(piece.shape))
+        progress.update(piece.nbytes)
+
+
+def _report_decoding(checkpoint: Checkpoint, into: dict[str, Destination], num_bytes: int) -> None:
+    """A warning, because a machine that holds the files may not hold what becomes of them."""
+    decoded = [name for name in into if not isinstance(checkpoint.tensors[name], PlainTensor)]
+    if decoded:
+        dtypes = sorted({str(into[name].memory.dtype).removeprefix("torch.") for name in decoded})
+        logger.warning(
+            "%s stores its weights as %s, %s on disk; they are dequantised to %s and take %s in memory",
+            checkpoint.folder,
+            checkpoint.stored_as,
+            shown_bytes(checkpoint.stored_bytes),
+            " and ".join(dtypes),
+            shown_bytes(num_bytes),
+        )
+
+
+def _read_header(shard: Path) -> dict[str, StoredTensor]:
     if not shard.is_file():
         raise CheckpointError(f"{shard} is missing, but the checkpoint's index names it")
+    stored = {}
     with _open(shard) as tensors:
-        return set(tensors.keys())
+        for name in tensors.keys():  # noqa: SIM118, this is no dict
+            entry = tensors.get_slice(name)
+            stored[name] = StoredTensor(name, shard, entry.get_dtype(), tuple(entry.get_shape()))
+    return stored
 
 
 def _open(shard: Path) -> safe_open:

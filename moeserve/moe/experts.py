@@ -7,23 +7,34 @@ from torch import Tensor, nn
 
 from moeserve.layers.linear import parameter
 from moeserve.moe.dispatch.base import PackedTokens
-from moeserve.ops.experts import choose_experts
+from moeserve.ops.activation import GatedActivation
+from moeserve.ops.experts import ExpertWeights, choose_experts
 
 # R rows, D model width, I expert width, e local experts
 
 
 class Experts(nn.Module):
-    """Gated feed-forward networks side by side: down(silu(gate(x)) * up(x)), each on its own rows."""
+    """Gated feed-forward networks side by side: down(activation(gate(x), up(x))), each on its own rows."""
 
     def __init__(
-        self, num_experts: int, hidden_size: int, expert_width: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        num_experts: int,
+        hidden_size: int,
+        expert_width: int,
+        activation: GatedActivation,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
-        self.expert_width = expert_width
         self.gate_up = parameter(num_experts, 2 * expert_width, hidden_size, dtype=dtype, device=device)
         self.down = parameter(num_experts, hidden_size, expert_width, dtype=dtype, device=device)
-        self.kernel = choose_experts(device.type)
+        self.gate_up_bias = parameter(num_experts, 2 * expert_width, dtype=dtype, device=device) if has_bias else None
+        self.down_bias = parameter(num_experts, hidden_size, dtype=dtype, device=device) if has_bias else None
+        self.weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        self.kernel = choose_experts(device.type, activation)
 
     def forward(self, tokens: PackedTokens) -> Tensor:
         """Outputs [R, D], row for row."""
-        return self.kernel(tokens.rows_RD, tokens.counts_e, self.gate_up, self.down)
+        return self.kernel(tokens.rows_RD, tokens.counts_e, self.weights)

@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moeserve.config import DispatcherName
 from moeserve.moe.dispatch.base import Dispatcher
 from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.experts import Experts
-from moeserve.moe.router import SoftmaxRouter
+from moeserve.moe.router import Router, RouterConfig
+from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
+from moeserve.ops.activation import GatedActivation, SwiGLU
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width
 
 
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The shape of one mixture-of-experts layer."""
+
+    router: RouterConfig
+    expert_width: int
+    activation: GatedActivation = SwiGLU()
+    has_expert_bias: bool = False
+    shared: SharedExpertsConfig | None = None
+
+
 class MoELayer(nn.Module):
     """Routes each token, sends it to its experts, and gathers the weighted outputs."""
 
-    def __init__(self, router: SoftmaxRouter, experts: Experts, num_experts: int, dispatcher: DispatcherName) -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        dispatcher: DispatcherName,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__()
-        self.router = router
-        self.experts = experts
+        num_experts = config.router.num_experts
+        self.router = Router(config.router, hidden_size, device=device)
+        self.experts = Experts(
+            num_experts,
+            hidden_size,
+            config.expert_width,
+            config.activation,
+            has_bias=config.has_expert_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.shared_experts = (
+            None if config.shared is None else SharedExperts(config.shared, hidden_size, dtype=dtype, device=device)
+        )
         self.dispatcher: Dispatcher[Any]
         match dispatcher:
             case "local":
@@ -31,6 +66,8 @@ class MoELayer(nn.Module):
     def forward(self, hidden_TD: Tensor, step: StepInputs) -> Tensor:
         routing = self.router(hidden_TD)
         in_flight = self.dispatcher.dispatch(hidden_TD, routing, step)
+        shared_TD = None if self.shared_experts is None else self.shared_experts(hidden_TD)  # meanwhile
         arrived = in_flight.wait()
         output = self.experts(arrived.tokens)
-        return self.dispatcher.combine(output, arrived.ticket).wait()
+        routed_TD = self.dispatcher.combine(output, arrived.ticket).wait()
+        return routed_TD if shared_TD is None else routed_TD + shared_TD

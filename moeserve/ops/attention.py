@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, but not in its __all__
 
+from moeserve.ops.dense_attention import attend_causally
 from moeserve.ops.native import native_kernels
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
@@ -23,9 +23,6 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # Chunks of up to so many rows go to the C++ kernel, which reads keys and values where they lie. Torch gathers them
 # first, but multiplies matrices faster; measured, the two are even between 8 and 16 rows.
 MAX_NATIVE_ROWS = 8
-
-# Elements of the mask that torch is given: rows of a chunk times positions of its context.
-MAX_MASK_SIZE = 2**22
 
 
 class AttentionBackend(Protocol):
@@ -40,10 +37,21 @@ class AttentionBackend(Protocol):
         """Stores each token's key and value at `step.cache_slots`; a slot of -1 keeps nothing."""
         ...
 
-    def attend(self, query_TNH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs) -> Tensor:
+    def attend(
+        self,
+        query_TNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         """Row i of a chunk is at position p = context_len - num_rows + i and attends to the positions up to p.
 
         With a window, only to those after p - window. Rows of no chunk, or before position 0, get zeros.
+
+        Args:
+            sinks_N: float32, one more score of each query head, whose share of the weights goes to no value (gpt-oss,
+                arXiv 2508.10925): each row is scaled down by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)).
 
         Returns:
             [T, N, H] in the dtype of the queries.
@@ -65,7 +73,7 @@ def choose_attention(device: str, *, scale: float, window: int | None) -> Attent
         case "cpu":
             logger.info("the C++ kernels are not built: attention runs in plain torch, slower")
             return reference
-        case "cuda":
+        case "cuda" | "meta":
             return reference
         case _:
             raise AssertionError(f"no attention for device {device!r}")
@@ -88,9 +96,16 @@ class TorchAttention:
         key_cache[blocks, :, offsets] = key_TGH[kept]
         value_cache[blocks, :, offsets] = value_TGH[kept]
 
-    def attend(self, query_TNH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs) -> Tensor:
+    def attend(
+        self,
+        query_TNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         out_TNH = torch.zeros_like(query_TNH)
-        self.attend_longer_chunks(query_TNH, key_cache, value_cache, step, 0, out_TNH)
+        self.attend_longer_chunks(query_TNH, key_cache, value_cache, step, sinks_N, 0, out_TNH)
         return out_TNH
 
     def attend_longer_chunks(
@@ -99,6 +114,7 @@ class TorchAttention:
         key_cache: Tensor,
         value_cache: Tensor,
         step: StepInputs,
+        sinks_N: Tensor | None,
         num_rows: int,
         out_TNH: Tensor,
     ) -> None:
@@ -108,10 +124,18 @@ class TorchAttention:
                 continue
             last_row = span.first_row + span.num_rows
             rows = slice(last_row - min(span.num_rows, span.context_len), last_row)
-            out_TNH[rows] = self._attend_chunk(query_TNH[rows], key_cache, value_cache, step.block_table[chunk], span)
+            out_TNH[rows] = self._attend_chunk(
+                query_TNH[rows], key_cache, value_cache, step.block_table[chunk], span, sinks_N
+            )
 
     def _attend_chunk(
-        self, query_RNH: Tensor, key_cache: Tensor, value_cache: Tensor, block_ids: Tensor, span: ChunkSpan
+        self,
+        query_RNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_ids: Tensor,
+        span: ChunkSpan,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         num_rows, block_size = query_RNH.shape[0], key_cache.shape[2]
         start = span.context_len - num_rows
@@ -123,38 +147,7 @@ class TorchAttention:
             cache[block_ids_B].transpose(0, 1).flatten(1, 2)[:, positions] for cache in (key_cache, value_cache)
         )
 
-        # Torch knows the mask of a chunk that is its whole context, and then skips what is masked.
-        if start == 0 and (self.window is None or self.window >= span.context_len):
-            return self._multiply(query_RNH, key_GCH, value_GCH, visible_RC=None)
-        # With a mask, so many rows at a time that a long context does not make it large.
-        rows_at_once = max(1, MAX_MASK_SIZE // (span.context_len - first))
-        attended_RNH = torch.empty_like(query_RNH)
-        for row in range(0, num_rows, rows_at_once):
-            rows = slice(row, min(row + rows_at_once, num_rows))
-            visible_RC = self._visible(start + rows.start, start + rows.stop, first, span.context_len, query_RNH.device)
-            attended_RNH[rows] = self._multiply(query_RNH[rows], key_GCH, value_GCH, visible_RC)
-        return attended_RNH
-
-    def _multiply(self, query_RNH: Tensor, key_GCH: Tensor, value_GCH: Tensor, visible_RC: Tensor | None) -> Tensor:
-        attended_1NRH = functional.scaled_dot_product_attention(
-            query_RNH.transpose(0, 1)[None],
-            key_GCH[None],
-            value_GCH[None],
-            attn_mask=visible_RC,
-            is_causal=visible_RC is None,
-            scale=self.scale,
-            enable_gqa=True,
-        )
-        return attended_1NRH[0].transpose(0, 1)
-
-    def _visible(self, start: int, stop: int, first: int, context_len: int, device: torch.device) -> Tensor:
-        """Which of the positions `first` to `context_len` - 1 each of the rows at `start` to `stop` - 1 attends to."""
-        row_position_R1 = torch.arange(start, stop, device=device)[:, None]
-        position_C = torch.arange(first, context_len, device=device)
-        visible_RC = position_C <= row_position_R1
-        if self.window is not None:
-            visible_RC &= position_C > row_position_R1 - self.window
-        return visible_RC
+        return attend_causally(query_RNH, key_GCH, value_GCH, scale=self.scale, window=self.window, sinks_N=sinks_N)
 
 
 class CpuAttention:
@@ -170,9 +163,16 @@ class CpuAttention:
         tensors = (key_TGH, value_TGH, key_cache, value_cache, step.cache_slots)
         self.kernels.write_cache(*map(to_dlpack, tensors))
 
-    def attend(self, query_TNH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs) -> Tensor:
+    def attend(
+        self,
+        query_TNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         if query_TNH.dtype not in NATIVE_DTYPES:
-            return self.reference.attend(query_TNH, key_cache, value_cache, step)
+            return self.reference.attend(query_TNH, key_cache, value_cache, step, sinks_N)
         query_TNH = query_TNH.contiguous()
         out_TNH = torch.zeros_like(query_TNH)
         tensors = (query_TNH, key_cache, value_cache, step.block_table, step.row_starts, step.context_lens, out_TNH)
@@ -181,6 +181,7 @@ class CpuAttention:
             scale=self.reference.scale,
             window=self.reference.window,
             max_rows=MAX_NATIVE_ROWS,
+            sinks=None if sinks_N is None else to_dlpack(sinks_N),
         )
-        self.reference.attend_longer_chunks(query_TNH, key_cache, value_cache, step, MAX_NATIVE_ROWS, out_TNH)
+        self.reference.attend_longer_chunks(query_TNH, key_cache, value_cache, step, sinks_N, MAX_NATIVE_ROWS, out_TNH)
         return out_TNH

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,22 +10,32 @@ from torch.nn import functional
 
 # T rows, I values in, O values out
 
-LinearKernel = Callable[[Tensor, Tensor], Tensor]
+
+class LinearKernel(Protocol):
+    """(input_TI, weight_OI, bias_O) -> input_TI @ weight_OI.T + bias_O"""
+
+    def __call__(self, input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor: ...
 
 
 def choose_linear(device: str) -> LinearKernel:
-    """The implementation for a device type: (input_TI, weight_OI) -> input_TI @ weight_OI.T"""
+    """The implementation for a device type."""
     match device:
         case "cpu":
             return cpu_linear
-        case "cuda":
-            return functional.linear
+        case "cuda" | "meta":
+            return torch_linear
         case _:
             raise AssertionError(f"no linear map for device {device!r}")
 
 
-def cpu_linear(input_TI: Tensor, weight_OI: Tensor) -> Tensor:
+def torch_linear(input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """The reference."""
+    return functional.linear(input_TI, weight_OI, bias_O)
+
+
+def cpu_linear(input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """torch's product, with one row as a matrix-vector product, which reads the weight about a third faster."""
-    if input_TI.shape[0] == 1:
-        return torch.mv(weight_OI, input_TI[0])[None]
-    return functional.linear(input_TI, weight_OI)
+    if input_TI.shape[0] != 1:
+        return functional.linear(input_TI, weight_OI, bias_O)
+    output_O = torch.mv(weight_OI, input_TI[0])
+    return (output_O if bias_O is None else output_O + bias_O)[None]

@@ -10,7 +10,7 @@ import torch
 
 from moeserve.config import EngineConfig
 from moeserve.errors import CacheTooSmallError
-from moeserve.machine import free_memory
+from moeserve.machine import free_memory, shown_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def count_blocks(config: EngineConfig, bytes_per_token: int, run_largest_step: C
         peak = measure_step_memory(run_largest_step, config.device)
         free = max(0, _free_memory(config.device) - peak)
         num_bytes = int(free * FREE_MEMORY_SHARE[config.device])
-        logger.info("largest step takes %s, KV cache may take %s", _megabytes(peak), _megabytes(num_bytes))
+        logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
     num_blocks = min(num_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
 
     blocks_needed = min(2, blocks_per_request) if config.max_model_len_may_shrink else blocks_per_request
@@ -85,7 +85,3 @@ def _reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         logger.debug("the peak of resident memory cannot be reset here; the largest step may be overestimated")
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB"

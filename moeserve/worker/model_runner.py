@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from moeserve.messages import ChunkResult, StepPlan, StepResult, TokenLogprobs
-from moeserve.models.mixtral import Mixtral
+from moeserve.models.decoder import Decoder
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.sampler import prompt_logprobs, sample
 
@@ -19,7 +19,7 @@ PROMPT_ROWS = 64
 class ModelRunner:
     """A model, and the caches that its attention layers write to and read from."""
 
-    def __init__(self, model: Mixtral, caches: list[Any], block_size: int, device: str) -> None:
+    def __init__(self, model: Decoder, caches: list[Any], block_size: int, device: str) -> None:
         self.model = model
         self.caches = caches
         self.block_size = block_size

@@ -10,10 +10,14 @@ import torch
 
 from moeserve.config import EngineConfig
 from moeserve.errors import CheckpointError
+from moeserve.machine import free_memory, shown_bytes
 from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
 from moeserve.models import registry
-from moeserve.models.weights import fill_randomly, load_weights, shards_by_tensor
-from moeserve.ops.attention import MAX_MASK_SIZE
+from moeserve.models.decoder import Decoder
+from moeserve.models.published import destinations
+from moeserve.models.summary import summarize
+from moeserve.models.weights import fill_randomly, load_weights, open_checkpoint
+from moeserve.ops.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.threads import set_num_threads
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.model_runner import ModelRunner
@@ -28,16 +32,7 @@ class Worker:
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         set_num_threads(config.num_threads)
         started = time.monotonic()
-        try:
-            model = registry.build(config)
-        except RuntimeError as error:  # torch's way of saying that there is no memory
-            raise CheckpointError(f"the weights of {config.model_path} do not fit in memory: {error}") from error
-        if config.load_format == "dummy":
-            fill_randomly(model, config.seed)
-        else:
-            shard_of_name = shards_by_tensor(Path(config.model_path))
-            load_weights(shard_of_name, model.destinations(shard_of_name), show_progress=show_progress)
-        model.eval()
+        model = load_model(config, show_progress=show_progress)
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
 
         # The profiling run needs one block, which all its positions share; it reads some before it writes them.
@@ -53,6 +48,30 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.runner.execute(plan)
+
+
+def load_model(config: EngineConfig, *, show_progress: bool) -> Decoder:
+    """The model of a checkpoint with its weights.
+
+    Raises:
+        CheckpointError: the weights do not fit in memory, or are not those that the config asks for.
+    """
+    description = registry.describe(config.model_path)
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    num_bytes = summarize(description, config.dtype).weight_bytes
+    free = free_memory() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+    if num_bytes > free:
+        raise CheckpointError(
+            f"the weights of {config.model_path} do not fit in memory: they take {shown_bytes(num_bytes)} as "
+            f"{config.dtype}, but {shown_bytes(free)} are free; `moeserve inspect` shows what takes how much"
+        )
+    model = Decoder(description.model, config.dispatcher, dtype=dtype, device=device)
+    if config.load_format == "dummy":
+        fill_randomly(model, config.seed)
+    else:
+        checkpoint = open_checkpoint(Path(config.model_path), description.weight_format)
+        load_weights(checkpoint, destinations(model, description.family, checkpoint.names), show_progress=show_progress)
+    return model.eval()
 
 
 def largest_step(config: EngineConfig) -> StepPlan:

@@ -125,10 +125,10 @@ def test_shared_prefixes_are_cached_only_within_a_salt(llm: LLM) -> None:
 
 
 def test_several_conversations_at_once(llm: LLM) -> None:
-    italy = [{"role": "user", "content": "What is the capital of Italy?"}]
-    answers = llm.chat([QUESTION, italy], GREEDY)
+    germany = [{"role": "user", "content": "What is the capital of Germany?"}]
+    answers = llm.chat([QUESTION, germany], GREEDY)
     assert "Paris" in answers[0].outputs[0].text
-    assert "Rome" in answers[1].outputs[0].text
+    assert "Berlin" in answers[1].outputs[0].text
 
 
 def test_defaults_come_from_the_checkpoint(llm: LLM) -> None:

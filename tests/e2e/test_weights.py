@@ -1,4 +1,4 @@
-"""Loading: how much memory it takes, shards, dtypes, dummy weights."""
+"""Loading: how much memory it takes, shards, dtypes, quantised checkpoints, dummy weights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from conftest import Reference
+from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from moeserve import LLM, SamplingParams
@@ -21,7 +23,7 @@ from pathlib import Path
 import torch
 from moeserve.config import Settings, resolve
 from moeserve.models import registry
-from moeserve.models.weights import load_weights, shards_by_tensor
+from moeserve.worker.worker import load_model
 
 def resident(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -32,10 +34,8 @@ config = resolve(Settings.from_options({}), facts, has_cuda=False, num_cores=1)
 torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
-model = registry.build(config)
-shards = shards_by_tensor(Path(sys.argv[1]))
 with torch.inference_mode():
-    load_weights(shards, model.destinations(shards), show_progress=False)
+    model = load_model(config, show_progress=False)
 weights = sum(weight.nbytes for weight in model.parameters())
 print((resident("VmHWM") - before) / weights, weights)
 """
@@ -59,12 +59,100 @@ def test_peak_memory_while_loading_is_little_more_than_the_weights(tmp_path: Pat
         MixtralForCausalLM(config).save_pretrained(tmp_path)  # 1.3 GB in one file
     finally:
         torch.set_default_dtype(torch.float32)
+    assert_peak_memory_is_little(tmp_path)
+
+
+def assert_peak_memory_is_little(folder: Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", MEASURE_PEAK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=200
+        [sys.executable, "-c", MEASURE_PEAK, str(folder)], capture_output=True, text=True, check=True, timeout=200
     )
     ratio, num_bytes = map(float, run.stdout.split())
     assert num_bytes > 1e9
     assert 1.0 <= ratio <= 1.2
+
+
+def test_peak_memory_while_loading_fp8(tmp_path: Path) -> None:
+    """Nothing is held in float32 but what is being decoded: one matrix of 16384 x 2048 would be 134 MB."""
+    config = large_config(num_experts=6, expert_width=16384)
+    stored: dict[str, torch.Tensor] = {}
+    for name, shape in plain_layout(config).items():
+        if name.endswith(FP8_MATRICES):
+            stored[name] = torch.full(shape, 7, dtype=torch.uint8).view(torch.float8_e4m3fn)
+            stored[name + "_scale_inv"] = torch.ones([-(-size // 128) for size in shape])
+        else:
+            stored[name] = torch.zeros(shape, dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, config, stored, {"quant_method": "fp8"})
+    assert_peak_memory_is_little(tmp_path)
+
+
+def test_peak_memory_while_loading_fused_experts(tmp_path: Path) -> None:
+    """All experts of a layer in one tensor of 403 MB, more than is mapped at a time."""
+    config = large_config(num_experts=24, expert_width=4096)
+    stored = {}
+    for name, shape in plain_layout(config).items():
+        if ".experts." not in name:
+            stored[name.replace("block_sparse_moe", "mlp")] = torch.zeros(shape, dtype=torch.bfloat16)
+    shapes = {"gate_up_proj": (24, 8192, 2048), "down_proj": (24, 2048, 4096)}
+    for name, shape in shapes.items():
+        stored[f"model.layers.0.mlp.experts.{name}"] = torch.zeros(shape, dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, config, stored)
+    assert_peak_memory_is_little(tmp_path)
+
+
+def large_config(num_experts: int, expert_width: int) -> MixtralConfig:
+    return MixtralConfig(
+        architectures=["MixtralForCausalLM"],
+        vocab_size=1000,
+        hidden_size=2048,
+        intermediate_size=expert_width,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_local_experts=num_experts,
+        dtype=torch.bfloat16,
+    )
+
+
+def plain_layout(config: MixtralConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of a Mixtral checkpoint of one layer, as published."""
+    width, expert_width = config.hidden_size, config.intermediate_size
+    kv_width = width // config.num_attention_heads * config.num_key_value_heads
+    layer = "model.layers.0"
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, width),
+        f"{layer}.input_layernorm.weight": (width,),
+        f"{layer}.self_attn.q_proj.weight": (width, width),
+        f"{layer}.self_attn.k_proj.weight": (kv_width, width),
+        f"{layer}.self_attn.v_proj.weight": (kv_width, width),
+        f"{layer}.self_attn.o_proj.weight": (width, width),
+        f"{layer}.post_attention_layernorm.weight": (width,),
+        f"{layer}.block_sparse_moe.gate.weight": (config.num_local_experts, width),
+        "model.norm.weight": (width,),
+        "lm_head.weight": (config.vocab_size, width),
+    }
+    for expert in range(config.num_local_experts):
+        for matrix, shape in (
+            ("w1", (expert_width, width)),
+            ("w2", (width, expert_width)),
+            ("w3", (expert_width, width)),
+        ):
+            shapes[f"{layer}.block_sparse_moe.experts.{expert}.{matrix}.weight"] = shape
+    return shapes
+
+
+def write_checkpoint(
+    folder: Path,
+    config: MixtralConfig,
+    tensors: dict[str, torch.Tensor],
+    quantization: dict[str, Any] | None = None,
+) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    values = config.to_dict() | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+FP8_MATRICES = tuple(f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "w1", "w2", "w3"))
 
 
 def test_sharded_checkpoint_loads_alike(plain: Reference, tmp_path: Path) -> None:
@@ -85,25 +173,10 @@ def test_auto_dtype_is_the_checkpoints(plain: Reference, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(config))
     with LLM(tmp_path) as llm:
         assert llm.config.dtype == "bfloat16"
-        assert {weight.dtype for weight in llm.core.executor.worker.runner.model.parameters()} == {torch.bfloat16}
-
-
-def test_bf16_is_as_close_to_float32_as_transformers_bf16_is(plain: Reference) -> None:
-    """Mean difference of log-probabilities to float32, no more than twice transformers' own."""
-    prompt = plain.prompts(200, seed=7)[0]
-    exact = plain.logits(prompt).log_softmax(-1)
-    rounded = MixtralForCausalLM.from_pretrained(plain.folder, dtype=torch.bfloat16)
-    rounded.config._experts_implementation = "eager"
-    with torch.no_grad():
-        theirs = rounded(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
-    with LLM(plain.folder, dtype="bfloat16") as llm:
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        given = llm.generate([prompt], params)[0].prompt_logprobs
-    targets = torch.tensor(prompt[1:])
-    at_targets = exact[:-1].gather(1, targets[:, None])[:, 0]
-    their_gap = (theirs[:-1].gather(1, targets[:, None])[:, 0] - at_targets).abs().mean()
-    ours = torch.tensor([row[token].logprob for row, token in zip(given[1:], prompt[1:], strict=True)])
-    assert (ours - at_targets).abs().mean() <= 2 * their_gap
+        assert {weight.dtype for weight in llm.core.executor.worker.runner.model.parameters()} == {
+            torch.bfloat16,
+            torch.float32,
+        }  # routers stay in float32
 
 
 def test_dummy_weights_need_a_config_only_and_follow_the_seed(plain: Reference, tmp_path: Path) -> None:

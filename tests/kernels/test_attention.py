@@ -14,23 +14,33 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from paged_steps import (
+    INSTRUCTION_SETS,
+    NUM_SPARE_BLOCKS,
+    kernels,
+    make_step,
+    needs_kernels,
+    same_bytes,
+    scatter_blocks,
+    settings_restored,
+    use_instruction_set,
+)
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from moeserve.ops import attention
-from moeserve.ops.attention import AttentionBackend, CpuAttention, TorchAttention, choose_attention
-from moeserve.ops.native import native_kernels
+from moeserve.ops import attention, dense_attention
+from moeserve.ops.attention import (
+    AttentionBackend,
+    CpuAttention,
+    TorchAttention,
+    choose_attention,
+)
+from moeserve.ops.dense_attention import visible_positions
 from moeserve.ops.threads import set_num_threads
-from moeserve.step_inputs import ChunkSpan, StepInputs
+from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size; R rows of one chunk, C positions of its context
-
-NUM_SPARE_BLOCKS = 3
-INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
-
-kernels = native_kernels()
-needs_kernels = pytest.mark.skipif(kernels is None, reason="moeserve._cpu is not built")
 
 ChooseBackend = Callable[..., AttentionBackend]
 
@@ -47,17 +57,13 @@ class Case:
     values_CGH: list[Tensor]
     scale: float
     window: int | None
+    sinks_N: Tensor | None
 
 
 @pytest.fixture(autouse=True)
 def _settings_restored() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    isa = kernels.isa() if kernels else None
-    set_num_threads(2)
-    yield
-    set_num_threads(num_threads)
-    if kernels:
-        kernels.set_isa(isa)
+    with settings_restored():
+        yield
 
 
 @pytest.fixture(params=["torch", *INSTRUCTION_SETS])
@@ -74,35 +80,8 @@ def choose_native(request: pytest.FixtureRequest) -> ChooseBackend:
 
 
 def choose_with(isa: str) -> ChooseBackend:
-    if kernels is None:
-        pytest.skip("moeserve._cpu is not built")
-    if isa not in kernels.usable_isas():
-        pytest.skip(f"this processor has no {isa}")
-    kernels.set_isa(isa)
+    use_instruction_set(isa)
     return lambda **arguments: choose_attention("cpu", **arguments)
-
-
-def make_step(lengths: list[tuple[int, int]], block_ids: list[list[int]], block_size: int) -> StepInputs:
-    """A step of chunks given as (rows, context length)."""
-    spans, slots, first_row = [], [], 0
-    table = torch.zeros(len(lengths), max(map(len, block_ids), default=0), dtype=torch.int32)
-    for chunk, ((num_rows, context_len), ids) in enumerate(zip(lengths, block_ids, strict=True)):
-        table[chunk, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        slots += [
-            ids[p // block_size] * block_size + p % block_size for p in range(context_len - num_rows, context_len)
-        ]
-        spans.append(ChunkSpan(first_row, num_rows, context_len))
-        first_row += num_rows
-    return StepInputs(
-        token_ids=torch.zeros(first_row, dtype=torch.int64),
-        positions=torch.tensor([p for rows, length in lengths for p in range(length - rows, length)]),
-        cache_slots=torch.tensor(slots, dtype=torch.int64),
-        row_starts=torch.tensor([0, *(span.first_row + span.num_rows for span in spans)], dtype=torch.int32),
-        context_lens=torch.tensor([length for _, length in lengths], dtype=torch.int32),
-        block_table=table,
-        logits_rows=torch.zeros(0, dtype=torch.int64),
-        spans=tuple(spans),
-    )
 
 
 def make_case(
@@ -115,6 +94,7 @@ def make_case(
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     scale: float | None = None,
+    with_sinks: bool = False,
     seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)  # of numbers only: the same whatever the blocks
@@ -122,13 +102,9 @@ def make_case(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    num_blocks = [-(-context_len // block_size) for _, context_len in lengths]
-    free = list(range(sum(num_blocks) + NUM_SPARE_BLOCKS))
-    random.Random(seed).shuffle(free)
-    block_ids = [[free.pop() for _ in range(count)] for count in num_blocks]
+    block_ids = scatter_blocks(lengths, block_size, seed)
     step = make_step(lengths, block_ids, block_size)
-
-    cache_shape = (sum(num_blocks) + NUM_SPARE_BLOCKS, num_kv_heads, block_size, head_size)
+    cache_shape = (sum(map(len, block_ids)) + NUM_SPARE_BLOCKS, num_kv_heads, block_size, head_size)
     key_cache, value_cache = (torch.full(cache_shape, float("nan"), dtype=dtype) for _ in range(2))
     keys, values = [], []
     for ids, (num_rows, context_len) in zip(block_ids, lengths, strict=True):
@@ -139,7 +115,9 @@ def make_case(
             key_cache[ids[p // block_size], :, p % block_size] = keys[-1][p]
             value_cache[ids[p // block_size], :, p % block_size] = values[-1][p]
     query_TNH = draw(len(step.token_ids), num_heads, head_size)
-    return Case(step, query_TNH, key_cache, value_cache, keys, values, scale or head_size**-0.5, window)
+    # So large that they take a fair share of the weights, whether a row attends to few positions or to many.
+    sinks_N = torch.randn(num_heads, generator=generator) * 3 + 4 if with_sinks else None
+    return Case(step, query_TNH, key_cache, value_cache, keys, values, scale or head_size**-0.5, window, sinks_N)
 
 
 @functools.cache
@@ -160,13 +138,14 @@ def random_case(seed: int, dtype: torch.dtype) -> tuple[Case, Tensor]:
         window=draw.choice([None, None, 1, 5, 100, 300, 10_000]),
         dtype=dtype,
         scale=draw.choice([None, 0.3]),
+        with_sinks=draw.choice([False, True]),
         seed=seed,
     )
     return case, expected_attention(case)
 
 
 def expected_attention(case: Case) -> Tensor:
-    """Softmax attention written out densely, in float64."""
+    """Softmax attention written out densely, in float64. A sink is one more position, with a value of zeros."""
     rows = []
     for span, keys_CGH, values_CGH in zip(case.step.spans, case.keys_CGH, case.values_CGH, strict=True):
         group = case.query_TNH.shape[1] // keys_CGH.shape[1]
@@ -177,19 +156,18 @@ def expected_attention(case: Case) -> Tensor:
             first = 0 if case.window is None else max(0, last + 1 - case.window)
             query_NH = case.query_TNH[span.first_row + i].double()
             scores_NC = torch.einsum("nh,cnh->nc", query_NH, keys_CNH[first : last + 1]) * case.scale
+            if case.sinks_N is not None:
+                scores_NC = torch.cat([scores_NC, case.sinks_N.double()[:, None]], dim=1)
             weights_NC = (scores_NC - scores_NC.amax(-1, keepdim=True)).exp()
             weights_NC = weights_NC / weights_NC.sum(-1, keepdim=True)
+            weights_NC = weights_NC[:, : last + 1 - first]
             rows.append(torch.einsum("nc,cnh->nh", weights_NC, values_CNH[first : last + 1]))
     return torch.stack(rows)
 
 
 def attend(choose: ChooseBackend, case: Case) -> Tensor:
     backend = choose(scale=case.scale, window=case.window)
-    return backend.attend(case.query_TNH, case.key_cache, case.value_cache, case.step)
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return backend.attend(case.query_TNH, case.key_cache, case.value_cache, case.step, case.sinks_N)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -223,19 +201,49 @@ def test_float16_matches_dense_float64(choose: ChooseBackend, seed: int) -> None
 @pytest.mark.parametrize("window", [1, 2, 7, 40])
 def test_window_is_that_of_transformers(window: int) -> None:
     start, context_len = 11, 31
-    visible = TorchAttention(scale=1.0, window=window)._visible(start, context_len, 0, context_len, torch.device("cpu"))
+    visible = visible_positions(torch.arange(start, context_len), context_len, window)
     theirs = sliding_window_causal_mask_function(window)
     expected = theirs(0, 0, torch.arange(start, context_len)[:, None], torch.arange(context_len))
     assert torch.equal(visible, expected)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 30])
-def test_rows_divided_to_keep_the_mask_small_give_the_same(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    case = make_case([(20, 90), (11, 11)], num_heads=4, num_kv_heads=2, head_size=64, window=window)
+def test_rows_divided_to_keep_the_mask_small_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, with_sinks: bool
+) -> None:
+    case = make_case(
+        [(20, 90), (11, 11)], num_heads=4, num_kv_heads=2, head_size=64, window=window, with_sinks=with_sinks
+    )
     expected = expected_attention(case)
     for max_mask_size in (300, 1):
-        monkeypatch.setattr(attention, "MAX_MASK_SIZE", max_mask_size)
+        monkeypatch.setattr(dense_attention, "MAX_MASK_SIZE", max_mask_size)
         torch.testing.assert_close(attend(TorchAttention, case).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_many_heads_with_one_key_value_head(choose: ChooseBackend, window: int | None) -> None:
+    case = make_case(
+        [(1, 1300), (2, 515), (9, 40)], num_heads=78, num_kv_heads=2, head_size=40, window=window, with_sinks=True
+    )
+    torch.testing.assert_close(attend(choose, case).double(), expected_attention(case), atol=1e-5, rtol=1e-5)
+
+
+def test_a_sink_above_all_scores_takes_all(choose: ChooseBackend) -> None:
+    case = make_case([(1, 300), (12, 40)], num_heads=4, num_kv_heads=2, head_size=64)
+    sinks_N = torch.tensor([1e4, -1e4, 1e4, float("-inf")])
+    actual = attend(choose, dataclasses.replace(case, sinks_N=sinks_N))
+    assert not actual[:, [0, 2]].any()
+    torch.testing.assert_close(actual[:, [1, 3]], attend(choose, case)[:, [1, 3]], atol=1e-5, rtol=1e-5)
+
+
+def test_sinks_of_zero_are_not_none(choose: ChooseBackend) -> None:
+    case = make_case([(1, 1), (9, 9)], num_heads=2, num_kv_heads=1, head_size=64)
+    case.query_TNH.zero_()  # all scores are 0, so the sink takes as much as each position
+    without = attend(choose, case)
+    positions_T11 = torch.tensor([1, *range(1, 10)])[:, None, None]
+    expected = without * positions_T11 / (positions_T11 + 1)
+    torch.testing.assert_close(attend(choose, dataclasses.replace(case, sinks_N=torch.zeros(2))), expected)
 
 
 def test_large_scores_stay_finite(choose: ChooseBackend) -> None:
@@ -314,7 +322,9 @@ def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(
     choose: ChooseBackend, dtype: torch.dtype, window: int | None
 ) -> None:
     lengths = [(1, 1), (1, 63), (3, 500), (1, 2100), (20, 90), (1, 256), (8, 1030), (1, 257)]
-    case = make_case(lengths, num_heads=10, num_kv_heads=2, head_size=80, window=window, dtype=dtype)
+    case = make_case(
+        lengths, num_heads=10, num_kv_heads=2, head_size=80, window=window, dtype=dtype, with_sinks=window is not None
+    )
     together = attend(choose, case)
     for chunk, span in enumerate(case.step.spans):
         rows = slice(span.first_row, span.first_row + span.num_rows)
@@ -322,13 +332,16 @@ def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(
 
 
 @pytest.mark.parametrize("lengths", [[(1, 3000)], [(1, 40)] * 30 + [(1, 2500)], [(8, 2000), (1, 700)]])
-def test_threads_do_not_change_a_byte(choose_native: ChooseBackend, lengths: list[tuple[int, int]]) -> None:
-    case = make_case(lengths, num_heads=6, num_kv_heads=2, head_size=64)
+@pytest.mark.parametrize("num_heads", [6, 84])
+def test_threads_do_not_change_a_byte(
+    choose_native: ChooseBackend, lengths: list[tuple[int, int]], num_heads: int
+) -> None:
+    case = make_case(lengths, num_heads=num_heads, num_kv_heads=2, head_size=24, with_sinks=True)
     set_num_threads(1)
     expected = attend(choose_native, case)
     for num_threads in (2, 3, 8):
         set_num_threads(num_threads)
-        for _ in range(20):
+        for _ in range(10):
             assert same_bytes(attend(choose_native, case), expected), f"{num_threads} threads"
 
 
@@ -338,7 +351,13 @@ def test_neither_block_size_nor_other_rows_change_a_byte(choose_native: ChooseBa
     outputs = []
     for block_size in (1, 7, 16, 32):
         case = make_case(
-            [(num_rows, context_len)], num_heads=6, num_kv_heads=2, head_size=64, block_size=block_size, window=window
+            [(num_rows, context_len)],
+            num_heads=6,
+            num_kv_heads=2,
+            head_size=64,
+            block_size=block_size,
+            window=window,
+            with_sinks=True,
         )
         outputs.append(attend(choose_native, case))
         for row in range(num_rows):
@@ -375,6 +394,16 @@ def test_write_stores_each_token_at_its_slot(choose: ChooseBackend, dtype: torch
     assert same_bytes(caches[1], expected[1])
 
 
+@needs_kernels
+def test_write_of_keys_alone() -> None:
+    key_TGH, cache, slots = torch.randn(2, 3, 20), torch.zeros(10, 3, 16, 20), torch.tensor([40, 5])
+    tensors = (key_TGH, None, cache, None, slots)
+    kernels.write_cache(*(None if t is None else to_dlpack(t) for t in tensors))
+    assert torch.equal(cache[2, :, 8], key_TGH[0])
+    assert torch.equal(cache[0, :, 5], key_TGH[1])
+    assert cache.count_nonzero() == key_TGH.count_nonzero()
+
+
 # What the C++ entry points refuse
 
 
@@ -402,6 +431,13 @@ def test_write_stores_each_token_at_its_slot(choose: ChooseBackend, dtype: torch
         ("context_lens", lambda t: -t, "context of -"),
         ("out", lambda t: t[:2], "out has shape"),
         ("window", lambda _: 0, "window=0"),
+        ("sinks", lambda t: t[:3], "sinks has shape"),
+        ("sinks", lambda t: t[:, None], "sinks has shape"),
+        ("sinks", lambda t: t.bfloat16(), "sinks is not of type float32"),
+        ("sinks", lambda t: t.repeat_interleave(2)[::2], "sinks is not contiguous"),
+        ("value_size", lambda _: 65, "value_size=65, but a row of the cache has 64"),
+        ("value_size", lambda _: -1, "value_size=-1"),
+        ("value_size", lambda _: 63, "out has shape"),
     ],
 )
 def test_wrong_arguments_are_refused(argument: str, wrong: Callable[..., object], message: str) -> None:
@@ -417,6 +453,8 @@ def test_wrong_arguments_are_refused(argument: str, wrong: Callable[..., object]
         "scale": 1.0,
         "window": None,
         "max_rows": 8,
+        "value_size": None,
+        "sinks": torch.zeros(4),
     }
 
     def call() -> None:
@@ -440,6 +478,16 @@ def test_wrong_slots_are_refused(slot: int) -> None:
     backend = choose_attention("cpu", scale=1.0, window=None)
     with pytest.raises(ValueError, match=f"has slot {slot}"):
         backend.write(torch.ones(2, 2, 64), torch.ones(2, 2, 64), cache, cache, step)
+    assert not cache.any()
+
+
+@needs_kernels
+def test_values_without_a_cache_for_them_are_refused() -> None:
+    cache, row, slots = torch.zeros(10, 2, 16, 64), torch.ones(1, 2, 64), torch.tensor([3])
+    for value, value_cache in ((row, None), (None, cache)):
+        tensors = (row, value, cache, value_cache, slots)
+        with pytest.raises(ValueError, match="value and value_cache go together"):
+            kernels.write_cache(*(None if t is None else to_dlpack(t) for t in tensors))
     assert not cache.any()
 
 

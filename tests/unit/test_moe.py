@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.layers.rotary import RotaryConfig, Rotation
 from moeserve.moe.dispatch.local import LocalDispatcher
-from moeserve.moe.experts import Experts
-from moeserve.moe.layer import MoELayer
-from moeserve.moe.router import Routing, SoftmaxRouter
+from moeserve.moe.layer import MoEConfig, MoELayer
+from moeserve.moe.router import RouterConfig, Routing
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.activation import ClampedSwiGLU
 from moeserve.ops.linear import choose_linear
 
 NO_STEP = cast(Any, None)  # local dispatch does not look at it
@@ -21,12 +21,12 @@ CPU = torch.device("cpu")
 
 
 def make_layer(num_experts: int, top_k: int, width: int, expert_width: int, dtype: torch.dtype) -> MoELayer:
-    layer = MoELayer(
-        SoftmaxRouter(width, num_experts, top_k, dtype=dtype, device=CPU),
-        Experts(num_experts, width, expert_width, dtype=dtype, device=CPU),
-        num_experts,
-        "local",
-    )
+    router = RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=True)
+    return randomized(MoEConfig(router=router, expert_width=expert_width), width, dtype)
+
+
+def randomized(config: MoEConfig, width: int, dtype: torch.dtype = torch.float32) -> MoELayer:
+    layer = MoELayer(config, width, "local", dtype=dtype, device=CPU)
     for weight in layer.parameters():
         weight.normal_(0.0, 0.5)
     return layer
@@ -37,7 +37,7 @@ def one_token_at_a_time(layer: MoELayer, hidden_TD: Tensor) -> Tensor:
     rows = []
     for token in hidden_TD.double():
         odds = [math.exp(float(row @ token)) for row in router]
-        chosen = sorted(range(len(odds)), key=lambda expert: -odds[expert])[: layer.router.top_k]
+        chosen = sorted(range(len(odds)), key=lambda expert: -odds[expert])[: layer.router.config.top_k]
         total = sum(odds[expert] for expert in chosen)
         row = torch.zeros_like(token)
         for expert in chosen:
@@ -68,6 +68,51 @@ def test_bf16_is_as_close_as_rounding_allows() -> None:
     given = layer(hidden_TD, NO_STEP)
     assert given.dtype == torch.bfloat16
     assert (given.double() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_shared_experts_add_to_the_routed_ones(is_gated: bool) -> None:
+    torch.manual_seed(1)
+    router = RouterConfig(num_experts=4, top_k=2, is_normalized=True)
+    shared = SharedExpertsConfig(width=11, is_gated=is_gated)
+    layer = randomized(MoEConfig(router=router, expert_width=6, shared=shared), 8)
+    assert layer.shared_experts is not None
+    hidden_TD = torch.randn(9, 8)
+
+    hidden = hidden_TD.double()
+    mlp = layer.shared_experts.mlp
+    gate, up = (hidden @ mlp.gate_up.weight.double().T).chunk(2, dim=-1)
+    shared_TD = (gate * torch.sigmoid(gate) * up) @ mlp.down.weight.double().T
+    if is_gated:
+        assert layer.shared_experts.gate is not None
+        shared_TD *= torch.sigmoid(hidden @ layer.shared_experts.gate.weight.double().T)
+    torch.testing.assert_close(
+        layer(hidden_TD, NO_STEP).double(), one_token_at_a_time(layer, hidden_TD) + shared_TD, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_experts_with_biases_and_a_clamped_activation() -> None:
+    torch.manual_seed(2)
+    alpha, limit = 1.5, 0.7
+    router = RouterConfig(num_experts=3, top_k=1)
+    activation = ClampedSwiGLU(alpha=alpha, limit=limit)
+    config = MoEConfig(router=router, expert_width=5, activation=activation, has_expert_bias=True)
+    experts = randomized(config, 8).experts
+    assert experts.gate_up_bias is not None
+    assert experts.down_bias is not None
+    rows_RD = torch.randn(7, 8)
+    counts = [4, 0, 3]
+    given = experts.kernel(rows_RD, torch.tensor(counts), experts.weights).double()
+
+    expert_of_row = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    for row, expert, output in zip(rows_RD.double(), expert_of_row, given, strict=True):
+        gate_up = experts.gate_up[expert].double() @ row + experts.gate_up_bias[expert].double()
+        hidden = [
+            min(gate, limit) / (1 + math.exp(-alpha * min(gate, limit))) * (max(-limit, min(up, limit)) + 1)
+            for gate, up in zip(gate_up[:5].tolist(), gate_up[5:].tolist(), strict=True)
+        ]
+        expected = experts.down[expert].double() @ torch.tensor(hidden).double() + experts.down_bias[expert].double()
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("experts", [[[2]] * 9, [[0], [3], [0], [1]], [[3, 0]], [[1, 2], [2, 1], [0, 3]]])
@@ -102,34 +147,13 @@ def test_combine_adds_in_float32() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear(num_rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear(num_rows: int, dtype: torch.dtype, has_bias: bool) -> None:
     torch.manual_seed(num_rows)
     input_TI, weight_OI = torch.randn(num_rows, 37, dtype=dtype), torch.randn(11, 37, dtype=dtype)
-    given = choose_linear("cpu")(input_TI, weight_OI)
+    bias_O = torch.randn(11, dtype=dtype) if has_bias else None
+    given = choose_linear("cpu")(input_TI, weight_OI, bias_O)
     assert given.shape == (num_rows, 11)
+    expected = input_TI.double() @ weight_OI.double().T + (0 if bias_O is None else bias_O.double())
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(
-        given.double(), input_TI.double() @ weight_OI.double().T, atol=tolerance * 10, rtol=tolerance
-    )
-
-
-def test_rotation_keeps_lengths_and_depends_on_the_distance_only() -> None:
-    torch.manual_seed(0)
-    frequencies = RotaryConfig(head_dim=10, theta=10000.0).frequencies()
-    query, key = torch.randn(1, 1, 10), torch.randn(1, 1, 10)
-
-    def product(query_position: int, key_position: int) -> float:
-        turned_query = Rotation.at(torch.tensor([query_position]), frequencies).apply(query)
-        turned_key = Rotation.at(torch.tensor([key_position]), frequencies).apply(key)
-        assert turned_query.norm() == pytest.approx(float(query.norm()), rel=1e-5)
-        return float((turned_query * turned_key).sum())
-
-    assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-4)
-    assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-2)
-    assert product(0, 0) == pytest.approx(float((query * key).sum()), abs=1e-5)
-
-
-def test_linear_scaling_stretches_positions() -> None:
-    plain = RotaryConfig(head_dim=8, theta=10000.0).frequencies()
-    stretched = RotaryConfig(head_dim=8, theta=10000.0, scaling="linear", factor=4.0).frequencies()
-    torch.testing.assert_close(plain / 4, stretched)
+    torch.testing.assert_close(given.double(), expected, atol=tolerance * 10, rtol=tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -453,10 +454,6 @@ def cut_short(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
-def sentencepiece_only(folder: Path) -> None:
-    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
-
-
 def remote_code(folder: Path) -> None:
     shutil.copy(folder / "tokenizer.json", folder / "vocab.json")
     (folder / "tokenizer.json").unlink()
@@ -471,7 +468,6 @@ def remote_code(folder: Path) -> None:
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer\.json cannot be loaded: \w+"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{no"), r"tokenizer_config\.json is damaged"),
         (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer_config\.json belongs .* no vocabulary"),
-        (sentencepiece_only, r"tokenizer\.model cannot be loaded: .*; add the checkpoint's tokenizer\.json, or"),
         (remote_code, "comes as Python code"),
     ],
 )
@@ -484,6 +480,38 @@ def test_a_damaged_tokenizer_is_named(
     with pytest.raises(CheckpointError, match=message) as caught:
         TextCodec.load(str(folder))
     assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("tokenizer.model", "a SentencePiece or tiktoken vocabulary"),
+        ("spiece.model", "a SentencePiece vocabulary"),
+        ("tiktoken.model", "a tiktoken vocabulary"),
+    ],
+)
+@pytest.mark.parametrize("has_code", [False, True])
+def test_a_vocabulary_that_does_not_say_how_text_is_cut_is_refused(
+    tmp_path: Path, name: str, kind: str, has_code: bool
+) -> None:
+    """transformers takes this file, under each of the names, and makes up the rest. Kimi-K2 comes so, with code."""
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
+    (tmp_path / name).write_text("".join(lines))
+    if has_code:
+        config = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}, "tokenizer_class": "Own"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenization_own.py").write_text("raise SystemExit('the code of the checkpoint was run')")
+    with pytest.raises(CheckpointError, match=rf"{name} is {kind}.* add the tokenizer\.json .* token ids only"):
+        TextCodec.load(str(tmp_path))
+
+
+def test_a_vocabulary_beside_tokenizer_json_does_no_harm(folders: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "both"
+    shutil.copytree(folders["llama"], folder)
+    (folder / "tokenizer.model").write_text("not read")
+    codec = TextCodec.load(str(folder))
+    assert codec is not None
+    assert codec.encode("Hello") == AutoTokenizer.from_pretrained(folders["llama"]).encode("Hello")
 
 
 def test_a_tokenizer_without_a_fast_version_is_refused(tmp_path: Path) -> None:

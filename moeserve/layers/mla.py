@@ -1,0 +1,186 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a paged cache of compressed keys and values.
+
+A token leaves one latent vector and one rotated key in the cache, shared by all heads. A head's keys and values are
+linear maps of the latent vector, and there are two ways to use them:
+
+- *absorbed*: the map of the keys is applied to the query instead, and that of the values to the result. All heads then
+  attend to the latent vectors themselves. Cheap where few rows attend: nothing is computed per position of the context.
+- *expanded*: keys and values of all heads are computed for the whole context, and attended to as usual. Each row costs
+  less, so many rows earn the expansion back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moeserve.layers.linear import Linear
+from moeserve.layers.norm import RMSNorm
+from moeserve.layers.rotary import Rotation
+from moeserve.ops.dense_attention import attend_causally
+from moeserve.ops.latent_attention import choose_latent_attention
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+# T tokens, D model width, N heads, K values of a head's key that do not turn, S that do, V values of a head,
+# L latent size, P = L + S, R rows of one chunk, C positions of its context
+
+NORM_EPSILON = 1e-6  # of the two norms in here, whatever the model's own is
+MAX_EXPANDED_SIZE = 2**24  # elements of keys or values that are expanded at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """The shape of one layer of latent attention."""
+
+    num_heads: int
+    query_rank: int | None  # size that queries are compressed to; None: they are not
+    latent_size: int
+    key_dim: int  # of each head, without the part that turns
+    rotary_dim: int
+    value_dim: int
+    score_factor: float = 1.0  # see RotaryConfig
+    has_bias: bool = False  # of the compressing projections and of the output
+
+    @property
+    def query_dim(self) -> int:
+        return self.key_dim + self.rotary_dim
+
+    @property
+    def cached_size(self) -> int:
+        """Values of one token in the cache."""
+        return self.latent_size + self.rotary_dim
+
+    @property
+    def max_absorbed_rows(self) -> int:
+        """Rows of a chunk up to which absorbing takes fewer multiplications than expanding.
+
+        Per head and position of the context, a row costs P + L absorbed and K + S + V expanded, to which the expansion
+        itself adds L * (K + V) once.
+        """
+        more_per_row = self.cached_size + self.latent_size - self.query_dim - self.value_dim
+        expansion = self.latent_size * (self.key_dim + self.value_dim)
+        return expansion // more_per_row if more_per_row > 0 else 2**31
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """Normalised latent vectors and rotated keys of one layer, block by block. [num_blocks, block_size, P]."""
+
+    latents: Tensor
+
+    def clear(self) -> None:
+        self.latents.zero_()
+
+
+class LatentAttention(nn.Module):
+    """Each token attends to the tokens of its own request up to itself."""
+
+    def __init__(
+        self, config: LatentAttentionConfig, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.config = config
+        num_heads, query_size = config.num_heads, config.num_heads * config.query_dim
+        self.query: Linear | CompressedQuery
+        if config.query_rank is None:
+            self.query = Linear(hidden_size, query_size, dtype=dtype, device=device)
+        else:
+            self.query = CompressedQuery(
+                hidden_size, config.query_rank, query_size, has_bias=config.has_bias, dtype=dtype, device=device
+            )
+        self.compress = Linear(hidden_size, config.cached_size, has_bias=config.has_bias, dtype=dtype, device=device)
+        self.latent_norm = RMSNorm(config.latent_size, NORM_EPSILON, dtype=dtype, device=device)
+        expanded_size = num_heads * (config.key_dim + config.value_dim)
+        self.expand = Linear(config.latent_size, expanded_size, dtype=dtype, device=device)
+        self.output = Linear(
+            num_heads * config.value_dim, hidden_size, has_bias=config.has_bias, dtype=dtype, device=device
+        )
+        self.scale = config.query_dim**-0.5 * config.score_factor
+        self.backend = choose_latent_attention(device.type, scale=self.scale, latent_size=config.latent_size)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return self.config.cached_size * self.output.weight.element_size()
+
+    def make_cache(self, num_blocks: int, block_size: int) -> LatentCache:
+        return LatentCache(self.output.weight.new_empty(num_blocks, block_size, self.config.cached_size))
+
+    def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: LatentCache, step: StepInputs) -> Tensor:
+        config = self.config
+        query = self.query(hidden_TD).unflatten(-1, (config.num_heads, -1))
+        query_TNK, query_TNS = query.split([config.key_dim, config.rotary_dim], dim=-1)
+        query_TNS = rotation.apply(query_TNS)
+
+        latent_TL, key_TS = self.compress(hidden_TD).split([config.latent_size, config.rotary_dim], dim=-1)
+        key_TS = rotation.apply(key_TS[:, None])[:, 0]
+        self.backend.write(torch.cat([self.latent_norm(latent_TL), key_TS], dim=-1), cache.latents, step)
+
+        is_long = [min(span.num_rows, span.context_len) > config.max_absorbed_rows for span in step.spans]
+        attended_TNV = query.new_zeros(len(query), config.num_heads, config.value_dim)
+        if not all(is_long):
+            attended_TNV = self._attend_absorbed(query_TNK, query_TNS, cache, step)
+        for chunk, span in enumerate(step.spans):
+            if is_long[chunk]:
+                last_row = span.first_row + span.num_rows
+                rows = slice(last_row - min(span.num_rows, span.context_len), last_row)  # those that have a position
+                attended_TNV[rows] = self._attend_expanded(
+                    torch.cat([query_TNK[rows], query_TNS[rows]], dim=-1), cache, step.block_table[chunk], span
+                )
+        return self.output(attended_TNV.flatten(1))
+
+    def _attend_absorbed(self, query_TNK: Tensor, query_TNS: Tensor, cache: LatentCache, step: StepInputs) -> Tensor:
+        """[T, N, V], with zeros in the rows of chunks that have more rows than are absorbed."""
+        key_NKL, value_NVL = self._maps_of_heads()
+        query_TNL = torch.einsum("tnk,nkl->tnl", query_TNK, key_NKL)
+        query_TNP = torch.cat([query_TNL, query_TNS], dim=-1)
+        attended_TNL = self.backend.attend(query_TNP, cache.latents, step, self.config.max_absorbed_rows)
+        return torch.einsum("tnl,nvl->tnv", attended_TNL, value_NVL)
+
+    def _attend_expanded(self, query_RNQ: Tensor, cache: LatentCache, block_ids: Tensor, span: ChunkSpan) -> Tensor:
+        """[R, N, V] of one chunk, so many heads at a time that what is expanded stays small."""
+        config = self.config
+        cached_CP = self.backend.gather(cache.latents, block_ids, span.context_len)
+        latent_CL, key_CS = cached_CP.split([config.latent_size, config.rotary_dim], dim=-1)
+        size_per_head = span.context_len * max(config.query_dim, config.value_dim)
+        heads_at_once = max(1, MAX_EXPANDED_SIZE // size_per_head)
+        attended: list[Tensor] = []
+        for maps_nEL in self.expand.weight.unflatten(0, (config.num_heads, -1)).split(heads_at_once):
+            expanded_CnE = self.expand.linear(latent_CL, maps_nEL.flatten(0, 1)).unflatten(-1, (len(maps_nEL), -1))
+            key_CnK, value_CnV = expanded_CnE.split([config.key_dim, config.value_dim], dim=-1)
+            key_CnQ = torch.cat([key_CnK, key_CS[:, None].expand(-1, len(maps_nEL), -1)], dim=-1)
+            first_head = sum(part.shape[1] for part in attended)
+            query_RnQ = query_RNQ[:, first_head : first_head + len(maps_nEL)]
+            attended.append(
+                attend_causally(query_RnQ, key_CnQ.transpose(0, 1), value_CnV.transpose(0, 1), scale=self.scale)
+            )
+        return torch.cat(attended, dim=1)
+
+    def _maps_of_heads(self) -> tuple[Tensor, Tensor]:
+        """What turns a latent vector into each head's key and value: [N, K, L] and [N, V, L]."""
+        maps_NEL = self.expand.weight.unflatten(0, (self.config.num_heads, -1))
+        key_NKL, value_NVL = maps_NEL.split([self.config.key_dim, self.config.value_dim], dim=1)
+        return key_NKL, value_NVL
+
+
+class CompressedQuery(nn.Module):
+    """Queries through a narrow layer: up(norm(down(x)))"""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        rank: int,
+        query_size: int,
+        *,
+        has_bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.down = Linear(hidden_size, rank, has_bias=has_bias, dtype=dtype, device=device)
+        self.norm = RMSNorm(rank, NORM_EPSILON, dtype=dtype, device=device)
+        self.up = Linear(rank, query_size, dtype=dtype, device=device)
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        return self.up(self.norm(self.down(hidden_TD)))

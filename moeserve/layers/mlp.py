@@ -1,0 +1,24 @@
+"""The feed-forward network that every token passes: of dense layers, and of shared experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moeserve.layers.linear import Linear
+from moeserve.ops.activation import SwiGLU
+
+# T tokens, D model width
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, hidden_size: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden_size, 2 * width, dtype=dtype, device=device)
+        self.down = Linear(width, hidden_size, dtype=dtype, device=device)
+        self.activation = SwiGLU()
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        return self.down(self.activation(*self.gate_up(hidden_TD).chunk(2, dim=-1)))

@@ -1,0 +1,65 @@
+"""DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437; R1, V3.1 and Kimi-K2 share its architecture).
+
+Both have multi-head latent attention, leading dense layers, shared experts, and many small routed experts in groups. V2
+routes by softmax; V3 by sigmoid, with a correction that balances the experts' load without a loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.models.config_json import ConfigJson
+from moeserve.models.family import Family
+from moeserve.models.fields import (
+    read_corrected_router,
+    read_feed_forwards,
+    read_grouped_router,
+    read_model,
+    read_shared_experts,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.router import RouterConfig
+
+
+def read_v2(config: ConfigJson) -> ModelConfig:
+    config.require("scoring_func", "softmax")
+    config.require("topk_method", "greedy", "group_limited_greedy")
+    config.require("norm_topk_prob", False)
+    router = read_grouped_router(config)
+    if config.values.get("topk_method", "greedy") == "greedy":  # the groups are there, and not used
+        router = dataclasses.replace(router, num_groups=1, num_chosen_groups=1)
+    return _read(config, router, is_interleaved=True)
+
+
+def read_v3(config: ConfigJson) -> ModelConfig:
+    config.require("scoring_func", "sigmoid")
+    config.require("topk_method", "noaux_tc")
+    return _read(config, read_corrected_router(config), is_interleaved=config.flag("rope_interleave", True))
+
+
+def _read(config: ConfigJson, router: RouterConfig, *, is_interleaved: bool) -> ModelConfig:
+    config.require("moe_layer_freq", 1)
+    rotary_dim = config.integer("qk_rope_head_dim", high=2**14)
+    rotary = config.rotary(rotary_dim, head_dim_key="qk_rope_head_dim", is_interleaved=is_interleaved)
+    attention = LatentAttentionConfig(
+        num_heads=config.integer("num_attention_heads", high=2**14),
+        query_rank=config.optional_integer("q_lora_rank", high=2**18),
+        latent_size=config.integer("kv_lora_rank", high=2**18),
+        key_dim=config.integer("qk_nope_head_dim", high=2**14),
+        rotary_dim=rotary_dim,
+        value_dim=config.integer("v_head_dim", high=2**14),
+        score_factor=rotary.score_factor,
+        has_bias=config.flag("attention_bias", False),
+    )
+    expert_width = read_width(config, "moe_intermediate_size")
+    moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
+    feed_forwards = read_feed_forwards(config, moe)
+    layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
+    return read_model(config, layers, rotary)
+
+
+DEEPSEEK_V2 = Family(name="DeepSeek-V2", read=read_v2)
+DEEPSEEK_V3 = Family(name="DeepSeek-V3", read=read_v3)

@@ -1,0 +1,132 @@
+"""The parts of a config.json that families write alike. Knows no family; each says what is particular to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.rotary import RotaryConfig
+from moeserve.models.config_json import ConfigJson
+from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.router import RouterConfig
+from moeserve.moe.shared import SharedExpertsConfig
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def read_model(config: ConfigJson, layers: list[LayerConfig], rotary: RotaryConfig) -> ModelConfig:
+    """What surrounds the layers."""
+    config.require("hidden_act", "silu")
+    return ModelConfig(
+        vocab_size=config.integer("vocab_size", high=2**24),
+        hidden_size=read_hidden_size(config),
+        layers=tuple(layers),
+        norm_epsilon=config.number("rms_norm_eps"),
+        rotary=rotary,
+        max_position_embeddings=config.integer("max_position_embeddings"),
+        tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
+        num_skipped_layers=config.optional_integer("num_nextn_predict_layers", low=0, high=2**6) or 0,
+    )
+
+
+def read_hidden_size(config: ConfigJson) -> int:
+    return config.integer("hidden_size", high=2**18)
+
+
+def read_num_layers(config: ConfigJson) -> int:
+    return config.integer("num_hidden_layers", high=2**12)
+
+
+def read_width(config: ConfigJson, key: str) -> int:
+    """The width of a feed-forward network."""
+    return config.integer(key, high=2**20)
+
+
+def read_attention(config: ConfigJson, **particular: Any) -> AttentionConfig:
+    """Grouped-query attention, and what is particular to the family."""
+    num_heads = config.integer("num_attention_heads", high=2**14)
+    num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise config.wrong("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
+    head_dim = config.optional_integer("head_dim", high=2**14)
+    if head_dim is None:
+        hidden_size = read_hidden_size(config)
+        if hidden_size % num_heads:
+            raise config.wrong("hidden_size", f"must be a multiple of num_attention_heads={num_heads}")
+        head_dim = hidden_size // num_heads
+    return AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **particular)
+
+
+def read_num_experts(config: ConfigJson, *keys: str) -> tuple[int, int]:
+    """Experts of a layer, and experts per token. The keys are names for the former, the usual one first."""
+    key = config.key_of(*keys)
+    num_experts = config.integer(key, high=2**14)
+    top_k = config.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise config.wrong("num_experts_per_tok", f"is more than {key}={num_experts}")
+    return num_experts, top_k
+
+
+def read_groups(config: ConfigJson, num_experts: int, top_k: int) -> tuple[int, int]:
+    """Groups that a layer's experts stand in, and groups that a token's experts may come from."""
+    num_groups, num_chosen = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if num_experts % num_groups:
+        raise config.wrong("n_group", f"must divide n_routed_experts={num_experts}")
+    if num_chosen > num_groups:
+        raise config.wrong("topk_group", f"is more than n_group={num_groups}")
+    num_eligible = num_chosen * (num_experts // num_groups)
+    if top_k > num_eligible:
+        raise config.wrong("num_experts_per_tok", f"is more than the {num_eligible} experts of topk_group={num_chosen}")
+    return num_groups, num_chosen
+
+
+def read_grouped_router(config: ConfigJson) -> RouterConfig:
+    """Softmax over experts that stand in groups (DeepSeek-V2)."""
+    num_experts, top_k = read_num_experts(config, "n_routed_experts")
+    num_groups, num_chosen_groups = read_groups(config, num_experts, top_k)
+    return RouterConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+        scale=config.number("routed_scaling_factor", 1.0),
+    )
+
+
+def read_corrected_router(config: ConfigJson) -> RouterConfig:
+    """Sigmoid scores, and a correction for the choice among experts that stand in groups (DeepSeek-V3, GLM-4.5)."""
+    router = read_grouped_router(config)
+    if router.num_groups > 1 and router.num_experts == router.num_groups:
+        raise config.wrong("n_group", "leaves one expert to a group, but groups are rated by their best two")
+    return dataclasses.replace(
+        router,
+        scoring="sigmoid",
+        experts_rating_group=2,
+        is_normalized=config.flag("norm_topk_prob", default=True),
+        has_correction=True,
+    )
+
+
+def read_shared_experts(config: ConfigJson, expert_width: int) -> SharedExpertsConfig | None:
+    """Shared experts, each as wide as a routed one; None where there are none."""
+    num_shared = config.optional_integer("n_shared_experts", low=0, high=2**10) or 0
+    return SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None
+
+
+def read_feed_forwards(config: ConfigJson, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
+    """Of each layer: experts, or a dense network in those layers that config.json leaves without.
+
+    These are the first `first_k_dense_replace` (DeepSeek, GLM), or all but every `decoder_sparse_step`-th, and those
+    that `mlp_only_layers` names (Qwen).
+    """
+    num_layers = read_num_layers(config)
+    num_leading = config.integer("first_k_dense_replace", 0, low=0)
+    step = config.integer("decoder_sparse_step", 1)
+    named = config.layer_numbers("mlp_only_layers", num_layers)
+    is_dense = [index < num_leading or (index + 1) % step != 0 or index in named for index in range(num_layers)]
+    if not any(is_dense):
+        return [moe] * num_layers
+    dense = MLPConfig(width=read_width(config, "intermediate_size"))
+    return [dense if without else moe for without in is_dense]

@@ -1,0 +1,36 @@
+"""GLM-4.5 and kin (arXiv 2508.06471): grouped-query attention of which half of each head turns, and V3's routing."""
+
+from __future__ import annotations
+
+from moeserve.models.config_json import ConfigJson
+from moeserve.models.family import Family
+from moeserve.models.fields import (
+    read_attention,
+    read_corrected_router,
+    read_feed_forwards,
+    read_model,
+    read_shared_experts,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+
+
+def read(config: ConfigJson) -> ModelConfig:
+    expert_width = read_width(config, "moe_intermediate_size")
+    moe = MoEConfig(
+        router=read_corrected_router(config),
+        expert_width=expert_width,
+        shared=read_shared_experts(config, expert_width),
+    )
+    attention = read_attention(
+        config,
+        normalized="head" if config.flag("use_qk_norm", default=False) else "no",
+        has_bias=config.flag("attention_bias", default=False),
+    )
+    feed_forwards = read_feed_forwards(config, moe)
+    layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
+    return read_model(config, layers, config.rotary(attention.head_dim, default_fraction=0.5))
+
+
+GLM4_MOE = Family(name="GLM-4 MoE", read=read)

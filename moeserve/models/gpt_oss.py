@@ -1,0 +1,42 @@
+"""gpt-oss (arXiv 2508.10925): windows in every other layer, attention sinks, biases, and a clamped activation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.models.config_json import ConfigJson
+from moeserve.models.family import Family, MoENames
+from moeserve.models.fields import (
+    LAYER_TYPES,
+    read_attention,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.router import RouterConfig
+from moeserve.ops.activation import ClampedSwiGLU
+
+
+def read(config: ConfigJson) -> ModelConfig:
+    num_layers = read_num_layers(config)
+    num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
+    moe = MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, scoring="softmax_of_chosen", has_bias=True),
+        expert_width=read_width(config, "intermediate_size"),
+        activation=ClampedSwiGLU(alpha=config.number("swiglu_alpha", 1.702), limit=config.number("swiglu_limit", 7.0)),
+        has_expert_bias=True,
+    )
+    has_bias = config.flag("attention_bias", default=True)
+    full = read_attention(config, has_bias=has_bias, has_output_bias=has_bias, has_sinks=True)
+    windowed = dataclasses.replace(full, window=config.integer("sliding_window"))
+    has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
+    if has_window is None:
+        has_window = [index % 2 == 0 for index in range(num_layers)]
+    layers = [LayerConfig(attention=windowed if window else full, feed_forward=moe) for window in has_window]
+    return read_model(config, layers, config.rotary(full.head_dim))
+
+
+GPT_OSS = Family(name="gpt-oss", read=read, names=(MoENames(router="mlp.router", is_interleaved=True),))

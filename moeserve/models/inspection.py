@@ -1,0 +1,150 @@
+"""What `moeserve inspect` tells of a checkpoint: from its config.json, and the headers of its shards if it has any."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeserve.config import DtypeName
+from moeserve.machine import free_memory, shown_bytes
+from moeserve.models.model_config import ModelConfig
+from moeserve.models.registry import describe
+from moeserve.models.summary import Part, summarize
+from moeserve.models.weights import read_headers
+from moeserve.moe.layer import MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """The shards of a checkpoint."""
+
+    num_shards: int
+    num_bytes: int
+    bytes_of_dtype: dict[str, int]  # by safetensors' name, such as BF16 or F8_E4M3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """A checkpoint before it is loaded. Bytes are those of the memory that it will take, but for `stored`."""
+
+    model: str
+    architecture: str
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_sparse_layers: int
+    num_skipped_layers: int  # multi-token prediction
+    num_experts: int  # in each layer that has any
+    num_experts_per_token: int
+    shared_expert_width: int  # 0: there are none
+    num_parameters: int
+    num_active_parameters: int
+    max_position_embeddings: int
+    cache_bytes_per_token: int
+    dtype: DtypeName
+    parts: tuple[Part, ...]
+    weight_bytes: int
+    stored_as: str | None  # in words, where the weights are quantised
+    stored: Stored | None  # None: the folder holds no weights
+    free_bytes: int  # of this machine's memory
+
+
+def inspect(folder: Path, dtype: DtypeName | None) -> Inspection:
+    """Reads config.json, and the headers of the shards.
+
+    Args:
+        dtype: what the weights are to be loaded as; None: what the checkpoint says.
+
+    Raises:
+        CheckpointError: a config that is wrong or not supported, or damaged shards.
+    """
+    description = describe(folder)
+    summary = summarize(description, dtype or description.dtype)
+    moe = _first_moe(description.model)
+    return Inspection(
+        model=str(folder),
+        architecture=description.architecture,
+        family=description.family.name,
+        hidden_size=description.model.hidden_size,
+        num_layers=summary.num_layers,
+        num_sparse_layers=summary.num_sparse_layers,
+        num_skipped_layers=description.model.num_skipped_layers,
+        num_experts=moe.router.num_experts if moe else 0,
+        num_experts_per_token=moe.router.top_k if moe else 0,
+        shared_expert_width=moe.shared.width if moe and moe.shared else 0,
+        num_parameters=summary.num_parameters,
+        num_active_parameters=summary.num_active,
+        max_position_embeddings=description.model.max_position_embeddings,
+        cache_bytes_per_token=summary.cache_bytes_per_token,
+        dtype=summary.dtype,
+        parts=summary.parts,
+        weight_bytes=summary.weight_bytes,
+        stored_as=description.weight_format.stored_as,
+        stored=_stored(folder),
+        free_bytes=free_memory(),
+    )
+
+
+def as_text(found: Inspection) -> str:
+    """A page for people."""
+    num_dense = found.num_layers - found.num_sparse_layers
+    layers = f"{found.num_layers}" + (f", the dense ones {num_dense}" if num_dense else ", all with experts")
+    if found.num_skipped_layers:
+        layers += f"; {found.num_skipped_layers} more for multi-token prediction, not loaded"
+    shared = f"; shared experts of width {found.shared_expert_width}" if found.shared_expert_width else ""
+    context = found.max_position_embeddings
+    facts = {
+        "family": f"{found.family} ({found.architecture})",
+        "layers": layers,
+        "experts": f"{found.num_experts} in a layer, {found.num_experts_per_token} per token{shared}",
+        "parameters": f"{_count(found.num_parameters)}, of which a token uses {_count(found.num_active_parameters)}",
+        "KV cache": f"{found.cache_bytes_per_token} bytes per token, "
+        f"{shown_bytes(found.cache_bytes_per_token * context)} for the longest context of {context} tokens",
+        "on disk": _stored_text(found),
+        "in memory": f"{shown_bytes(found.weight_bytes)} as {found.dtype}; "
+        f"{shown_bytes(found.free_bytes)} are free on this machine",
+    }
+    lines = [f"{name:<12}{text}" for name, text in facts.items()]
+    lines += ["", f"{'part':<16}{'dtype':<10}{'parameters':>12}{'per token':>12}{'memory':>12}"]
+    total = Part("total", "float32", found.num_parameters, found.num_active_parameters, found.weight_bytes)
+    for part in (*found.parts, total):
+        dtype = "" if part is total else part.dtype
+        counts = f"{_count(part.num_parameters):>12}{_count(part.num_active):>12}{shown_bytes(part.num_bytes):>12}"
+        lines.append(f"{part.name:<16}{dtype:<10}{counts}")
+    return "\n".join(lines)
+
+
+def _first_moe(model: ModelConfig) -> MoEConfig | None:
+    return next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)), None)
+
+
+def _stored(folder: Path) -> Stored | None:
+    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return None
+    tensors = read_headers(folder).values()
+    bytes_of_dtype: Counter[str] = Counter()
+    for tensor in tensors:
+        bytes_of_dtype[tensor.dtype] += tensor.num_bytes
+    shards = {tensor.shard for tensor in tensors}
+    return Stored(
+        num_shards=len(shards),
+        num_bytes=sum(shard.stat().st_size for shard in shards),
+        bytes_of_dtype=dict(bytes_of_dtype.most_common()),
+    )
+
+
+def _stored_text(found: Inspection) -> str:
+    encoding = f"{found.stored_as}, to be dequantised" if found.stored_as else "not quantised"
+    if found.stored is None:
+        return f"no weights in this folder; {encoding}"
+    dtypes = ", ".join(f"{name} {shown_bytes(size)}" for name, size in found.stored.bytes_of_dtype.items())
+    return f"{shown_bytes(found.stored.num_bytes)} in {found.stored.num_shards} shards ({dtypes}); {encoding}"
+
+
+def _count(number: int) -> str:
+    """12.3 B, 45.6 M, 789 K"""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)

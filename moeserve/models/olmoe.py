@@ -1,0 +1,32 @@
+"""OLMoE (arXiv 2409.02060): queries and keys are normalised over all heads of a token, and may be clipped."""
+
+from __future__ import annotations
+
+from moeserve.models.config_json import ConfigJson
+from moeserve.models.family import Family
+from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.router import RouterConfig
+
+
+def read(config: ConfigJson) -> ModelConfig:
+    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
+    has_bias = config.flag("attention_bias", default=False)
+    attention = read_attention(
+        config,
+        normalized="token",
+        clip=None if config.values.get("clip_qkv") is None else config.number("clip_qkv"),
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+    )
+    is_normalized = config.flag("norm_topk_prob", default=False)
+    moe = MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
+        expert_width=read_width(config, "intermediate_size"),
+    )
+    layer = LayerConfig(attention=attention, feed_forward=moe)
+    return read_model(config, [layer] * read_num_layers(config), config.rotary(attention.head_dim))
+
+
+OLMOE = Family(name="OLMoE", read=read)

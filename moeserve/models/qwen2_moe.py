@@ -1,0 +1,52 @@
+"""Qwen2-MoE (arXiv 2407.10671): a shared expert behind a gate of its own, and biases in the attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moeserve.models.config_json import ConfigJson
+from moeserve.models.family import Family, MoENames
+from moeserve.models.fields import (
+    LAYER_TYPES,
+    read_attention,
+    read_feed_forwards,
+    read_model,
+    read_num_experts,
+    read_num_layers,
+    read_width,
+)
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.router import RouterConfig
+from moeserve.moe.shared import SharedExpertsConfig
+
+
+def read(config: ConfigJson) -> ModelConfig:
+    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
+    is_normalized = config.flag("norm_topk_prob", default=False)
+    moe = MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
+        expert_width=read_width(config, "moe_intermediate_size"),
+        shared=SharedExpertsConfig(width=read_width(config, "shared_expert_intermediate_size"), is_gated=True),
+    )
+    attention = read_attention(config, has_bias=config.flag("qkv_bias", default=True))
+    layers = [
+        LayerConfig(attention=dataclasses.replace(attention, window=window), feed_forward=feed_forward)
+        for window, feed_forward in zip(_read_windows(config), read_feed_forwards(config, moe), strict=True)
+    ]
+    return read_model(config, layers, config.rotary(attention.head_dim))
+
+
+def _read_windows(config: ConfigJson) -> list[int | None]:
+    """The window of each layer, None where it has none."""
+    num_layers = read_num_layers(config)
+    if not config.flag("use_sliding_window", default=False):
+        return [None] * num_layers
+    has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
+    if has_window is None:
+        raise config.wrong("use_sliding_window", "needs layer_types, which says which layers have the window")
+    window = config.integer("sliding_window")
+    return [window if has else None for has in has_window]
+
+
+QWEN2_MOE = Family(name="Qwen2-MoE", read=read, names=(MoENames(shared="mlp.shared_expert"),))

@@ -1,0 +1,34 @@
+"""Qwen3-MoE (arXiv 2505.09388): queries and keys are normalised head by head, and no expert is shared."""
+
+from __future__ import annotations
+
+from moeserve.models.config_json import ConfigJson
+from moeserve.models.family import Family
+from moeserve.models.fields import read_attention, read_feed_forwards, read_model, read_num_experts, read_width
+from moeserve.models.model_config import LayerConfig, ModelConfig
+from moeserve.moe.layer import MoEConfig
+from moeserve.moe.router import RouterConfig
+
+
+def read(config: ConfigJson) -> ModelConfig:
+    num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
+    is_normalized = config.flag("norm_topk_prob", default=False)
+    moe = MoEConfig(
+        router=RouterConfig(num_experts=num_experts, top_k=top_k, is_normalized=is_normalized),
+        expert_width=read_width(config, "moe_intermediate_size"),
+    )
+    has_bias = config.flag("attention_bias", default=False)
+    has_window = config.flag("use_sliding_window", default=False)
+    attention = read_attention(
+        config,
+        normalized="head",
+        has_bias=has_bias,
+        has_output_bias=has_bias,
+        window=config.integer("sliding_window") if has_window else None,
+    )
+    feed_forwards = read_feed_forwards(config, moe)
+    layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
+    return read_model(config, layers, config.rotary(attention.head_dim))
+
+
+QWEN3_MOE = Family(name="Qwen3-MoE", read=read)

@@ -1,0 +1,100 @@
+"""What a model takes, counted before any of it is loaded: parameters, memory, and cache per token.
+
+The model is built without memory behind its weights (torch's meta device), so what is counted is what will be loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moeserve.config import DtypeName
+from moeserve.models.decoder import Decoder
+from moeserve.models.registry import Description
+from moeserve.moe.layer import MoEConfig, MoELayer
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of weights, in all layers together."""
+
+    name: str
+    dtype: DtypeName
+    num_parameters: int
+    num_active: int  # those that one token uses
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a model takes when it is loaded as `dtype`."""
+
+    dtype: DtypeName
+    parts: tuple[Part, ...]
+    num_layers: int
+    num_sparse_layers: int  # those with experts
+    cache_bytes_per_token: int  # of all layers
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num_parameters for part in self.parts)
+
+    @property
+    def num_active(self) -> int:
+        """Parameters that one token uses: all but those of experts that it is not sent to."""
+        return sum(part.num_active for part in self.parts)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+def summarize(description: Description, dtype: DtypeName) -> Summary:
+    """Counts a model's weights, part by part."""
+    config = description.model
+    model = Decoder(config, "local", dtype=getattr(torch, dtype), device=torch.device("meta"))
+    counts = _Counts()
+    counts.add("embedding", model.embedding)
+    for layer, layer_config in zip(model.layers, config.layers, strict=True):
+        counts.add("attention", layer.attention)
+        counts.add("norms", layer.attention_norm, layer.feed_forward_norm)
+        match layer.feed_forward, layer_config.feed_forward:
+            case MoELayer() as moe, MoEConfig(router=router):
+                counts.add("routers", moe.router)
+                counts.add("routed experts", moe.experts, share_active=(router.top_k, router.num_experts))
+                if moe.shared_experts is not None:
+                    counts.add("shared experts", moe.shared_experts)
+            case dense, _:
+                counts.add("dense networks", dense)
+    counts.add("norms", model.norm)
+    if not config.tie_word_embeddings:
+        counts.add("output head", model.head)
+    return Summary(
+        dtype=dtype,
+        parts=counts.parts(),
+        num_layers=len(config.layers),
+        num_sparse_layers=sum(isinstance(layer.feed_forward, MoEConfig) for layer in config.layers),
+        cache_bytes_per_token=model.cache_bytes_per_token,
+    )
+
+
+class _Counts:
+    """Parameters by the name of the part and by dtype, in the order in which they first came."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[str, torch.dtype], list[int]] = {}
+
+    def add(self, name: str, *modules: nn.Module, share_active: tuple[int, int] = (1, 1)) -> None:
+        for weight in (weight for module in modules for weight in module.parameters()):
+            total = self._totals.setdefault((name, weight.dtype), [0, 0, 0])
+            total[0] += weight.numel()
+            total[1] += weight.numel() * share_active[0] // share_active[1]
+            total[2] += weight.nbytes
+
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(
+            Part(name, str(dtype).removeprefix("torch."), *totals)  # type: ignore[arg-type]
+            for (name, dtype), totals in self._totals.items()
+        )

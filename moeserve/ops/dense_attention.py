@@ -1,0 +1,139 @@
+"""Attention of rows over the keys and values of one context, in one piece. Knows no cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# R rows, the last ones of a context of C positions; N query heads, G key-value heads, H size of a key, V of a value;
+# Q queries that share keys and values
+
+# Elements of the mask that torch is given, rows times positions; or of the scores where they are written out.
+MAX_MASK_SIZE = 2**22
+
+
+def attend_causally(
+    query_RNH: Tensor,
+    key_GCH: Tensor,
+    value_GCV: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Each row attends to the positions up to its own; with a window, to the last `window` of them.
+
+    Query head n reads key-value head n // (N // G).
+
+    Args:
+        query_RNH: the rows of positions C - R to C - 1; R is at most C.
+        sinks_N: float32, one more score of each query head, without a value, or None.
+
+    Returns:
+        [R, N, V] in the dtype of the queries.
+    """
+    if sinks_N is not None:
+        return _attend_with_sinks(query_RNH, key_GCH, value_GCV, scale, window, sinks_N)
+    num_rows, context_len = query_RNH.shape[0], key_GCH.shape[1]
+    value_size = value_GCV.shape[-1]
+    # Torch's fast path wants heads of one size. Zeros add nothing to a product, and the added values are cut off.
+    size = max(query_RNH.shape[-1], value_size)
+    query_RNH, key_GCH, value_GCV = (_widened(heads, size) for heads in (query_RNH, key_GCH, value_GCV))
+
+    # Torch knows the mask of rows that are their whole context, and then skips what is masked.
+    if num_rows == context_len and (window is None or window >= context_len):
+        return _multiply(query_RNH, key_GCH, value_GCV, scale, visible_RC=None)[..., :value_size]
+    # With a mask, so many rows at a time that a long context does not make it large.
+    rows_at_once = max(1, MAX_MASK_SIZE // context_len)
+    pieces = []
+    for first_row in range(0, num_rows, rows_at_once):
+        piece_RNH = query_RNH[first_row : first_row + rows_at_once]
+        position_R = torch.arange(len(piece_RNH), device=query_RNH.device) + context_len - num_rows + first_row
+        visible_RC = visible_positions(position_R, context_len, window)
+        pieces.append(_multiply(piece_RNH, key_GCH, value_GCV, scale, visible_RC)[..., :value_size])
+    return torch.cat(pieces)
+
+
+def _widened(heads: Tensor, size: int) -> Tensor:
+    return heads if heads.shape[-1] == size else functional.pad(heads, (0, size - heads.shape[-1]))
+
+
+def _multiply(query_RNH: Tensor, key_GCH: Tensor, value_GCH: Tensor, scale: float, visible_RC: Tensor | None) -> Tensor:
+    attended_1NRH = functional.scaled_dot_product_attention(
+        query_RNH.transpose(0, 1)[None],
+        key_GCH[None],
+        value_GCH[None],
+        attn_mask=visible_RC,
+        is_causal=visible_RC is None,
+        scale=scale,
+        enable_gqa=query_RNH.shape[1] != key_GCH.shape[0],
+    )
+    return attended_1NRH[0].transpose(0, 1)
+
+
+def _attend_with_sinks(
+    query_RNH: Tensor, key_GCH: Tensor, value_GCV: Tensor, scale: float, window: int | None, sinks_N: Tensor
+) -> Tensor:
+    """One key-value head at a time, with the rows of all its query heads: torch's attention knows no sinks."""
+    num_rows, num_heads, _ = query_RNH.shape
+    num_kv_heads, context_len, _ = key_GCH.shape
+    group = num_heads // num_kv_heads
+    position_R = torch.arange(context_len - num_rows, context_len, device=query_RNH.device)
+    attended_RNV = query_RNH.new_empty(num_rows, num_heads, value_GCV.shape[-1])
+    for kv_head in range(num_kv_heads):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        attended_QV = attend_in_float32(
+            query_RNH[:, heads].flatten(0, 1),
+            key_GCH[kv_head],
+            value_GCV[kv_head],
+            position_R.repeat_interleave(group),
+            scale=scale,
+            window=window,
+            sinks_Q=sinks_N[heads].repeat(num_rows),
+        )
+        attended_RNV[:, heads] = attended_QV.unflatten(0, (num_rows, group)).to(query_RNH.dtype)
+    return attended_RNV
+
+
+def attend_in_float32(
+    query_QH: Tensor,
+    key_CH: Tensor,
+    value_CV: Tensor,
+    position_Q: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    sinks_Q: Tensor | None = None,
+) -> Tensor:
+    """Attention written out, so many queries at a time that their scores do not take much memory.
+
+    Args:
+        position_Q: of each query: it attends to the positions up to its own, or to the last `window` of them.
+        sinks_Q: float32, each query's score without a value, or None.
+
+    Returns:
+        [Q, V] float32.
+    """
+    attended_QV = query_QH.new_empty(len(query_QH), value_CV.shape[1], dtype=torch.float32)
+    key_HC, value_CV = key_CH.float().T, value_CV.float()
+    queries_at_once = max(1, MAX_MASK_SIZE // len(key_CH))
+    for start in range(0, len(query_QH), queries_at_once):
+        part = slice(start, start + queries_at_once)
+        score_QC = (query_QH[part].float() * scale) @ key_HC
+        score_QC.masked_fill_(~visible_positions(position_Q[part], len(key_CH), window), float("-inf"))
+        if sinks_Q is not None:
+            score_QC = torch.cat([score_QC, sinks_Q[part, None]], dim=1)
+        weight_QC = torch.softmax(score_QC, dim=-1)[:, : len(key_CH)]
+        attended_QV[part] = weight_QC @ value_CV
+    return attended_QV
+
+
+def visible_positions(position_Q: Tensor, num_positions: int, window: int | None) -> Tensor:
+    """[Q, num_positions] bool: which positions a query at each `position_Q` attends to."""
+    position_Q1 = position_Q[:, None]
+    position_C = torch.arange(num_positions, device=position_Q.device)
+    visible_QC = position_C <= position_Q1
+    if window is not None:
+        visible_QC &= position_C > position_Q1 - window
+    return visible_QC

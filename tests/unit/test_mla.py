@@ -1,0 +1,166 @@
+"""Latent attention: both of its ways against a loop over positions in float64, and which way it chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.layers import mla
+from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
+from moeserve.layers.rotary import Rotary, RotaryConfig
+from moeserve.messages import Chunk, StepPlan
+from moeserve.ops.dense_attention import attend_causally
+from moeserve.step_inputs import StepInputs
+from moeserve.worker.model_runner import ModelRunner
+
+CPU = torch.device("cpu")
+WIDTH, BLOCK_SIZE = 24, 4
+SHAPE = LatentAttentionConfig(
+    num_heads=3, query_rank=10, latent_size=20, key_dim=7, rotary_dim=6, value_dim=5, score_factor=1.3
+)
+SHAPES = {
+    "compressed query": SHAPE,
+    "plain query, wide values, biases": dataclasses.replace(SHAPE, query_rank=None, value_dim=15, has_bias=True),
+}
+
+
+def make_layer(config: LatentAttentionConfig) -> LatentAttention:
+    layer = LatentAttention(config, WIDTH, dtype=torch.float32, device=CPU)
+    for weight in layer.parameters():
+        weight.normal_(0.0, 0.4)
+    return layer
+
+
+def make_step(*chunks: tuple[int, int, list[int]]) -> StepInputs:
+    """A step of chunks given as (start, rows, block ids)."""
+    plan = StepPlan(
+        step=0, chunks=[Chunk(token_ids=[0] * rows, start=start, block_ids=ids) for start, rows, ids in chunks]
+    )
+    return ModelRunner(cast(Any, None), [], BLOCK_SIZE, "cpu").build_inputs(plan)
+
+
+def rotary(config: LatentAttentionConfig) -> Rotary:
+    return Rotary(RotaryConfig(dim=config.rotary_dim, theta=100.0, is_interleaved=True), CPU)
+
+
+def by_hand(layer: LatentAttention, hidden_CD: Tensor) -> Tensor:
+    """Outputs [C, D] of one context, with every head's keys and values written out, in float64."""
+    config = layer.config
+
+    def linear(part: Any, rows: Tensor) -> Tensor:
+        product = rows @ part.weight.double().T
+        return product if part.bias is None else product + part.bias.double()
+
+    def norm(part: Any, rows: Tensor) -> Tensor:
+        return rows / (rows.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * part.weight.double()
+
+    hidden = hidden_CD.double()
+    query: Any = layer.query
+    if config.query_rank is None:
+        queries = linear(query, hidden)
+    else:
+        queries = linear(query.up, norm(query.norm, linear(query.down, hidden)))
+    queries = queries.view(len(hidden), config.num_heads, -1)
+    latent, turning = linear(layer.compress, hidden).split([config.latent_size, config.rotary_dim], dim=-1)
+    expanded = linear(layer.expand, norm(layer.latent_norm, latent)).view(len(hidden), config.num_heads, -1)
+    rotation = rotary(config).at(torch.arange(len(hidden)))
+    turning_queries = rotation.apply(queries[..., config.key_dim :].float()).double()
+    turning = rotation.apply(turning[:, None].float())[:, 0].double()
+
+    rows = []
+    for position in range(len(hidden)):
+        heads = []
+        for head in range(config.num_heads):
+            scores = [
+                queries[position, head, : config.key_dim] @ expanded[other, head, : config.key_dim]
+                + turning_queries[position, head] @ turning[other]
+                for other in range(position + 1)
+            ]
+            scale = config.score_factor / math.sqrt(config.key_dim + config.rotary_dim)
+            weights = torch.softmax(torch.stack(scores) * scale, dim=0)
+            heads.append(weights @ expanded[: position + 1, head, config.key_dim :])
+        rows.append(torch.cat(heads))
+    return linear(layer.output, torch.stack(rows))
+
+
+@pytest.mark.parametrize("way", ["absorbed", "expanded", "expanded, a head at a time", "as chosen"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_ways_give_the_same(shape: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two contexts, computed in chunks of several sizes that ride together, with blocks in no order."""
+    torch.manual_seed(0)
+    layer = make_layer(SHAPES[shape])
+    if way != "as chosen":
+        limit = 10**6 if way == "absorbed" else 0
+        monkeypatch.setattr(LatentAttentionConfig, "max_absorbed_rows", property(lambda config: limit))
+    if way == "expanded, a head at a time":
+        monkeypatch.setattr(mla, "MAX_EXPANDED_SIZE", 1)
+    contexts = [torch.randn(41, WIDTH), torch.randn(19, WIDTH)]
+    blocks = [[9, 2, 14, 0, 5, 11, 3, 12, 7, 1, 15], [4, 13, 6, 10, 8]]
+    cache = layer.make_cache(16, BLOCK_SIZE)
+    cache.latents.fill_(math.nan)
+
+    outputs: list[list[Tensor]] = [[], []]
+    for spans in [((0, 30), (0, 1)), ((30, 31), (1, 18)), ((31, 41), (18, 19))]:
+        step = make_step(*((start, stop - start, ids) for (start, stop), ids in zip(spans, blocks, strict=True)))
+        hidden = torch.cat([context[slice(*span)] for context, span in zip(contexts, spans, strict=True)])
+        output = layer(hidden, rotary(layer.config).at(step.positions), cache, step)
+        for rows, part in zip(outputs, output.split([stop - start for start, stop in spans]), strict=True):
+            rows.append(part)
+    for rows, context in zip(outputs, contexts, strict=True):
+        torch.testing.assert_close(torch.cat(rows).double(), by_hand(layer, context), atol=1e-4, rtol=1e-4)
+
+
+def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
+    config = dataclasses.replace(SHAPE, latent_size=512, rotary_dim=64)
+    layer = LatentAttention(config, WIDTH, dtype=torch.bfloat16, device=CPU)
+    assert layer.cache_bytes_per_token == 576 * 2
+    assert layer.make_cache(5, 16).latents.nbytes == 5 * 16 * 576 * 2
+
+
+@pytest.mark.parametrize("num_positions", [500, 5000])
+def test_the_cheaper_way_is_chosen(num_positions: int) -> None:
+    """Multiplications of both ways, counted: a long chunk is expanded, whatever the length of its context."""
+    config = LatentAttentionConfig(
+        num_heads=128, query_rank=1536, latent_size=512, key_dim=128, rotary_dim=64, value_dim=128
+    )
+
+    def absorbed(rows: int) -> int:
+        return rows * num_positions * (512 + 64 + 512)
+
+    def expanded(rows: int) -> int:
+        return rows * num_positions * (128 + 64 + 128) + num_positions * 512 * (128 + 128)
+
+    limit = config.max_absorbed_rows
+    assert absorbed(limit) <= expanded(limit)
+    assert absorbed(limit + 1) > expanded(limit + 1)
+
+
+def test_expanding_never_pays_when_heads_are_as_large_as_the_latent_vector() -> None:
+    config = dataclasses.replace(SHAPE, latent_size=4, key_dim=8, value_dim=8)
+    assert config.max_absorbed_rows > 2**30
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 40])
+@pytest.mark.parametrize(("num_rows", "num_positions"), [(1, 1), (1, 23), (9, 9), (7, 30), (30, 30)])
+@pytest.mark.parametrize("sizes", [(8, 8), (6, 9), (9, 6)])
+def test_dense_attention(
+    num_rows: int, num_positions: int, window: int | None, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeserve.ops.dense_attention.MAX_MASK_SIZE", 3 * num_positions)  # three rows at a time
+    torch.manual_seed(1)
+    query, key = torch.randn(num_rows, 4, sizes[0]), torch.randn(2, num_positions, sizes[0])
+    value = torch.randn(2, num_positions, sizes[1])
+    given = attend_causally(query, key, value, scale=0.3, window=window)
+    assert given.shape == (num_rows, 4, sizes[1])
+    for row in range(num_rows):
+        position = num_positions - num_rows + row
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(4):
+            scores = key[head // 2, first : position + 1].double() @ query[row, head].double() * 0.3
+            expected = scores.softmax(0) @ value[head // 2, first : position + 1].double()
+            torch.testing.assert_close(given[row, head].double(), expected, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,288 @@
+"""Weight formats: decoding against torch, transformers and the formats' own definitions, and every refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from moeserve import CheckpointError
+from moeserve.models import weights
+from moeserve.models.config_json import ConfigJson
+from moeserve.models.quantization import (
+    Fp8Format,
+    Mxfp4Format,
+    PlainFormat,
+    WeightFormat,
+    decode_fp8,
+    decode_mxfp4,
+    read_weight_format,
+)
+from moeserve.models.weights import Destination, Destinations, load_weights, open_checkpoint, whole
+
+# O rows, I columns, B blocks in a row, G groups of 32 values in a row, e experts
+
+FP8 = Fp8Format((128, 128))
+FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_bytes(*shape: int, low: int = 0, high: int = 256, seed: int = 0) -> Tensor:
+    return torch.randint(low, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def random_fp8(rows: int, columns: int, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    scale = random(-(-rows // block[0]), -(-columns // block[1]), seed=1).abs() + 0.01
+    return random(rows, columns).mul(50).to(torch.float8_e4m3fn), scale
+
+
+def dequantised(weight_OI: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """The definition, with a scale for each value."""
+    of_value = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return weight_OI.float() * of_value[: weight_OI.shape[0], : weight_OI.shape[1]]
+
+
+def load(folder: Path, weight_format: WeightFormat, into: dict[str, Destination], **settings: Any) -> None:
+    load_weights(open_checkpoint(folder, weight_format), Destinations(into, **settings), show_progress=False)
+
+
+def config_of(folder: Path, **values: Any) -> ConfigJson:
+    (folder / "config.json").write_text(json.dumps(values))
+    return ConfigJson(folder)
+
+
+def test_every_fp8_code_is_what_torch_makes_of_it() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes_OI = codes[(codes & 0x7F) != 0x7F].view(2, 127)
+    exact_OI = codes_OI.view(torch.float8_e4m3fn).float()
+    assert torch.equal(decode_fp8(codes_OI, torch.ones(2, 1), 127), exact_OI)
+    assert torch.equal(decode_fp8(codes_OI, torch.ones(2, 1), 127).signbit(), exact_OI.signbit())
+    assert exact_OI.abs().max() == 448
+    scale_OB = torch.tensor([[0.3, 7.0, 1e-30], [1e30, 0.01, 3.0]])
+    assert torch.equal(decode_fp8(codes_OI, scale_OB, 50), exact_OI * scale_OB.repeat_interleave(50, 1)[:, :127])
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((256, 128), (128, 128)), ((200, 136), (128, 128)), ((70, 100), (32, 48)), ((5, 3), (128, 128))],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece_values", [500, 2**21])  # pieces that begin inside a block, and all at once
+def test_fp8_blocks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int],
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    piece_values: int,
+) -> None:
+    monkeypatch.setattr(weights, "PIECE_VALUES", piece_values)
+    weight_OI, scale = random_fp8(*shape, block)
+    norm = random(shape[1])
+    save_file({"a.weight": weight_OI, "a.weight_scale_inv": scale, "n": norm}, tmp_path / "model.safetensors")
+    memory_OI, memory_n = torch.empty(shape, dtype=dtype), torch.empty(shape[1], dtype=dtype)
+    load(tmp_path, Fp8Format(block), {"a.weight": whole(memory_OI), "n": whole(memory_n)})
+    assert torch.equal(memory_OI, dequantised(weight_OI, scale, block).to(dtype))
+    assert torch.equal(memory_n, norm.to(dtype))
+
+
+def test_fp8_scales_in_bfloat16_and_in_another_shard(tmp_path: Path) -> None:
+    weight_OI, scale = random_fp8(200, 136, (128, 128))
+    scale = scale.bfloat16()
+    save_file({"a.weight": weight_OI}, tmp_path / "1.safetensors")
+    save_file({"a.weight_scale_inv": scale}, tmp_path / "2.safetensors")
+    index = {"weight_map": {"a.weight": "1.safetensors", "a.weight_scale_inv": "2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    memory_OI = torch.empty(200, 136)
+    checkpoint = open_checkpoint(tmp_path, FP8)
+    load_weights(checkpoint, Destinations({"a.weight": whole(memory_OI)}), show_progress=False)
+    assert torch.equal(memory_OI, dequantised(weight_OI, scale, (128, 128)))
+    assert set(checkpoint.names) == {"a.weight"}
+    assert checkpoint.stored_bytes == sum(shard.stat().st_size for shard in tmp_path.glob("*.safetensors"))
+
+
+def test_every_mxfp4_code_with_every_scale() -> None:
+    """By the definition: low nibble first, an exponent of bias 127."""
+    low, high = torch.arange(256).view(16, 16).remainder(16), torch.arange(256).view(16, 16) // 16
+    blocks = (low + 16 * high).to(torch.uint8).expand(255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8)[:, None].expand(255, 16)
+    values = decode_mxfp4(blocks.contiguous(), scales.contiguous()).view(255, 256, 2)
+    codes = torch.tensor([[byte % 16, byte // 16] for byte in range(256)])
+    powers = torch.tensor([2.0 ** (byte - 127) for byte in range(255)], dtype=torch.float64)
+    exact = torch.tensor(E2M1, dtype=torch.float64)[codes] * powers[:, None, None]
+    assert torch.equal(values, exact.float())
+    assert torch.equal(values.signbit(), exact.signbit())
+
+
+def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    blocks, scales = random_bytes(3, 10, 4, 16), random_bytes(3, 10, 4, low=110, high=135)
+    bias = random(3, 10)
+    stored = {"p_blocks": blocks, "p_scales": scales, "p_bias": bias}
+    save_file(stored, tmp_path / "model.safetensors")
+    memory_eIO, memory_eO = torch.empty(3, 128, 10), torch.empty(3, 10)
+    load(tmp_path, Mxfp4Format(), {"p": whole(memory_eIO), "p_bias": whole(memory_eO)})
+    assert torch.equal(memory_eIO, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    assert torch.equal(memory_eO, bias)
+
+
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_destination_whose_dimensions_are_split(tmp_path: Path, is_encoded: bool) -> None:
+    """gpt-oss publishes [e, D, 2I] with gate and up in turn; here memory is [e, 2I, D], all of gate before up."""
+    num_experts, width, expert_width = 2, 64, 5
+    if is_encoded:
+        blocks, scales = random_bytes(2, 10, 2, 16), random_bytes(2, 10, 2, low=120, high=130)
+        published = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        save_file({"p_blocks": blocks, "p_scales": scales}, tmp_path / "model.safetensors")
+    else:
+        published = random(num_experts, width, 2 * expert_width)
+        save_file({"p": published}, tmp_path / "model.safetensors")
+    memory = torch.empty(num_experts, 2 * expert_width, width, dtype=torch.bfloat16)
+    view = memory.unflatten(1, (2, expert_width)).permute(0, 3, 2, 1)
+    load(tmp_path, Mxfp4Format(), {"p": Destination(view, (num_experts, width, 2 * expert_width))})
+    assert torch.equal(memory[:, :expert_width], published[..., 0::2].transpose(1, 2).bfloat16())
+    assert torch.equal(memory[:, expert_width:], published[..., 1::2].transpose(1, 2).bfloat16())
+
+
+@pytest.mark.parametrize("piece_values", [1, 30, 2**21])
+def test_destination_whose_first_dimension_is_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_values: int
+) -> None:
+    monkeypatch.setattr(weights, "PIECE_VALUES", piece_values)
+    published = random(6, 7)
+    save_file({"p": published}, tmp_path / "model.safetensors")
+    memory = torch.empty(2, 3, 7)
+    load(tmp_path, PlainFormat(), {"p": Destination(memory.transpose(0, 1), (6, 7))})
+    assert torch.equal(memory, published.view(3, 2, 7).transpose(0, 1))
+
+
+def test_ignored_tensors_may_be_anything_and_are_not_read(tmp_path: Path) -> None:
+    """As multi-token-prediction layers are: in shards of their own, of which only the header need be right."""
+    save_file({"a": torch.ones(3)}, tmp_path / "1.safetensors")
+    mtp = {"mtp.a": torch.ones(2, dtype=torch.int64), "mtp.weight": random_fp8(200, 136, (128, 128))[0]}
+    save_file(mtp | {"mtp.weight_scale_inv": torch.full((7,), torch.nan)}, tmp_path / "2.safetensors")
+    index = {"weight_map": {"a": "1.safetensors"} | dict.fromkeys([*mtp, "mtp.weight_scale_inv"], "2.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    memory = torch.empty(3)
+    checkpoint = open_checkpoint(tmp_path, FP8)
+    (tmp_path / "2.safetensors").unlink()
+    ignoring = Destinations({"a": whole(memory)}, is_ignored=lambda name: name.startswith("mtp."))
+    load_weights(checkpoint, ignoring, show_progress=False)
+    assert memory.tolist() == [1, 1, 1]
+    with pytest.raises(CheckpointError, match=r"holds 2 tensors that the model does not know: mtp.a, mtp.weight$"):
+        load_weights(checkpoint, Destinations({"a": whole(memory)}), show_progress=False)
+
+
+def test_the_log_says_what_dequantising_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weight_OI, scale = random_fp8(4096, 2560, (128, 128))  # 10 MiB, twice that in bfloat16
+    save_file({"a.weight": weight_OI, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    load(tmp_path, FP8, {"a.weight": whole(torch.empty(4096, 2560, dtype=torch.bfloat16))})
+    assert "as fp8 in blocks of 128 x 128, 10.0 MiB on disk" in caplog.text
+    assert "dequantised to bfloat16 and take 20.0 MiB in memory" in caplog.text
+    caplog.clear()
+    save_file({"a.weight": random(4, 4)}, tmp_path / "model.safetensors")
+    load(tmp_path, PlainFormat(), {"a.weight": whole(torch.empty(4, 4))})
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("stored", "says"),
+    [
+        (lambda w, s: {"a.weight": w}, r"'a.weight' is F8_E4M3 but .* lacks its scales, 'a.weight_scale_inv'"),
+        (lambda w, s: {"a.weight_scale_inv": s}, r"'a.weight_scale_inv' holds scales of 'a.weight', which is missing"),
+        (lambda w, s: {"a.weight": w, "a.weight_scale_inv": s[:1]}, r"has shape \[1, 2\].*128 x 128 needs \[2, 2\]"),
+        (lambda w, s: {"a.weight": w, "a.weight_scale_inv": s.half()}, r"'a.weight_scale_inv' is F16; supported"),
+        (lambda w, s: {"a.weight": w.half(), "a.weight_scale_inv": s}, r"'a.weight' is F16, but 'a.weight_scale_inv'"),
+        (lambda w, s: {"a.weight": w[None], "a.weight_scale_inv": s[None]}, r"\[1, 200, 136\]; .* matrices only"),
+        (lambda w, s: {"a.weight": w.to(torch.float8_e5m2)}, r"'a.weight' is F8_E5M2; supported: F32, F16, BF16"),
+        (lambda w, s: {"a.weight": w[1:], "a.weight_scale_inv": s}, r"'a.weight' has shape \[199, 136\], the model"),
+        (lambda w, s: {"a.weight": with_nan(w), "a.weight_scale_inv": s}, r"'a.weight' holds NaN"),
+    ],
+)
+def test_bad_fp8(tmp_path: Path, stored: Callable[[Tensor, Tensor], dict[str, Tensor]], says: str) -> None:
+    tensors = stored(*random_fp8(200, 136, (128, 128)))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor .*" + says):
+        load(tmp_path, FP8, {"a.weight": whole(torch.empty(200, 136))})
+
+
+def with_nan(weight_OI: Tensor) -> Tensor:
+    damaged = weight_OI.clone().view(torch.uint8)
+    damaged[199, 135] = 0xFF
+    return damaged.view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("stored", "says"),
+    [
+        (lambda b, s: {"p_blocks": b}, r"'p_blocks' is of no use without 'p_scales'"),
+        (lambda b, s: {"p_scales": s}, r"'p_scales' is of no use without 'p_blocks'"),
+        (lambda b, s: {"p_blocks": b, "p_scales": s[:, 1:]}, r"'p_scales' has shape \[2, 9, 2\].*needs \[2, 10, 2\]"),
+        (lambda b, s: {"p_blocks": b[..., 1:], "p_scales": s}, r"has shape \[2, 10, 2, 15\]; mxfp4 needs"),
+        (lambda b, s: {"p_blocks": b[0], "p_scales": s[0]}, r"has shape \[10, 2, 16\]; mxfp4 needs"),
+        (lambda b, s: {"p_blocks": b.to(torch.int8), "p_scales": s}, r"'p_blocks' is I8; mxfp4 is stored as U8"),
+        (lambda b, s: {"p_blocks": b, "p_scales": s.float()}, r"'p_scales' is F32; mxfp4 is stored as U8"),
+        (lambda b, s: {"p_blocks": b, "p_scales": s.index_fill(1, torch.tensor(9), 255)}, r"'p_scales' holds a scale"),
+        (lambda b, s: {"p_blocks": b[:1], "p_scales": s[:1]}, r"'p' has shape \[1, 64, 10\], the model needs \[2, 64"),
+    ],
+)
+def test_bad_mxfp4(tmp_path: Path, stored: Callable[[Tensor, Tensor], dict[str, Tensor]], says: str) -> None:
+    tensors = stored(random_bytes(2, 10, 2, 16), random_bytes(2, 10, 2, high=255))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor .*" + says):
+        load(tmp_path, Mxfp4Format(), {"p": whole(torch.empty(2, 64, 10))})
+
+
+def test_encoded_tensors_in_a_checkpoint_that_does_not_say_so(tmp_path: Path) -> None:
+    weight_OI = random_fp8(200, 136, (128, 128))[0]
+    save_file({"a.weight": weight_OI}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'a.weight' is F8_E4M3; supported: F32, F16, BF16"):
+        load(tmp_path, PlainFormat(), {"a.weight": whole(torch.empty(200, 136))})
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        (None, PlainFormat()),
+        (FP8_CONFIG, FP8),
+        (FP8_CONFIG | {"weight_block_size": [32, 48], "scale_fmt": "ue8m0"}, Fp8Format((32, 48))),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head"], "ignored_layers": ["lm_head"]}, FP8),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, Mxfp4Format()),
+    ],
+)
+def test_formats_by_config(tmp_path: Path, quantization: object, expected: WeightFormat) -> None:
+    assert read_weight_format(config_of(tmp_path, quantization_config=quantization)) == expected
+    assert read_weight_format(config_of(tmp_path)) == PlainFormat()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "says"),
+    [
+        ({"quant_method": "awq"}, "quant_method 'awq', which is not supported; supported: fp8 in blocks, mxfp4, or"),
+        ({"quant_method": "compressed-tensors"}, "quant_method 'compressed-tensors'"),
+        ({"quant_method": "fbgemm_fp8"}, "quant_method 'fbgemm_fp8'"),
+        ({"bits": 4}, "quant_method None"),
+        ("fp8", "quant_method None"),
+        (FP8_CONFIG | {"activation_scheme": "static"}, "activation_scheme 'static', .*; supported: dynamic"),
+        (FP8_CONFIG | {"fmt": "e5m2"}, "fmt 'e5m2', .*; supported: e4m3"),
+        (FP8_CONFIG | {"weight_block_size": None}, "weight_block_size None; fp8 needs rows and columns"),
+        (FP8_CONFIG | {"weight_block_size": [128]}, r"weight_block_size \[128\]"),
+        (FP8_CONFIG | {"weight_block_size": [128, 0]}, r"weight_block_size \[128, 0\]"),
+        (FP8_CONFIG | {"weight_block_size": [128, True]}, r"weight_block_size \[128, True\]"),
+    ],
+)
+def test_unsupported_formats_are_refused_with_what_is_supported(
+    tmp_path: Path, quantization: object, says: str
+) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: quantization_config=.*" + says):
+        read_weight_format(config_of(tmp_path, quantization_config=quantization))

@@ -1,0 +1,439 @@
+"""Tokenizers and chat templates of published models: DeepSeek-V3, Qwen3 and Mixtral 8x7B.
+
+The references are the libraries that the models were published for (tokenizers, transformers, sentencepiece,
+mistral-common), and conversations written out by hand.
+"""
+
+# ruff: noqa: RUF001  # letters that look like others are what these texts are about
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from published_tokenizers import FILES, PACKAGES, Package, unpack
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from moeserve.api.text import OutputText, TextCodec
+from moeserve.errors import RequestError
+from moeserve.messages import SamplingParams
+from moeserve.models.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, WORD_BOUNDARY, write_tokenizer
+
+TEXTS = [
+    "",
+    " ",
+    "\n",
+    "Hello",
+    " Hello world, this isn't a test!",
+    "  two  spaces,   three\n\n\nlines\r\n\tand\t\ttabs  ",
+    "Grüße aus Köln, señor: naïve œuvre",
+    "Привет, мир. Καλημέρα κόσμε. שלום עולם. مرحبا بالعالم",
+    "你好,世界。日本語のテキスト、한국어 텍스트",
+    "नमस्ते दुनिया ภาษาไทย ᚠᛇᚻ 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𒀀",
+    "😀👍🏽👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 and 1️⃣",
+    "def f(x: int) -> str:\n    return f'{x ** 2:>10}'  # ok\n\n\nif __name__ == \"__main__\":\n\tf(1)",
+    "0 12 345 6789 1234567890 3.14159 1e-10 0xFF ²½ ٣",
+    "a" * 60 + "=" * 40 + "!?" * 20,
+    "e\u0301 is é; a\u00a0b\u3000c\u200bd; \x00\x01\x7f; ▁ and Ġ; \ufffd; \ufeff",
+    "<0x0A> [INST] <|not a token|>",
+]
+CONVERSATION = [
+    {"role": "system", "content": "You are terse."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "你好 😀?\n"},
+]
+
+BYTE = 6  # tokenizer.ggml.token_type
+
+# The format that Mistral publishes for Mixtral 8x7B Instruct.
+MIXTRAL_TEMPLATE = """
+{%- set system = namespace(text="") %}
+{%- if messages[0].role == "system" %}
+    {%- set system.text = messages[0].content + "\\n\\n" %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role != ("user" if loop.index0 is even else "assistant") %}
+        {{- raise_exception("roles must alternate") }}
+    {%- elif message.role == "user" %}
+        {{- "[INST] " + (system.text if loop.first else "") + message.content + " [/INST]" }}
+    {%- else %}
+        {{- " " + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+def loaded(folder: Path) -> TextCodec:
+    codec = TextCodec.load(str(folder))
+    assert codec is not None
+    return codec
+
+
+def prefixes(codec: TextCodec, token_ids: list[int], *, skip_special_tokens: bool = True) -> Iterator[str]:
+    """Text given after each token."""
+    detokenizer = codec.detokenizer(skip_special_tokens=skip_special_tokens)
+    given_so_far = ""
+    for token_id in token_ids:
+        given_so_far += detokenizer.feed(token_id)
+        yield given_so_far
+
+
+def streamed(codec: TextCodec, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    detokenizer = codec.detokenizer(skip_special_tokens=skip_special_tokens)
+    return "".join(map(detokenizer.feed, token_ids)) + detokenizer.finish()
+
+
+# --- DeepSeek-V3 and Qwen3: byte-level
+
+
+@dataclass(frozen=True, repr=False)
+class ByteLevelFamily:
+    folder: Path
+    codec: TextCodec
+    reference: Any  # a Tokenizer of the tokenizers library
+    bytes_of_token: dict[int, bytes]
+    special_ids: frozenset[int]
+    broken_ids: list[int]  # tokens that are no whole characters
+    first_ids: list[int]  # what the config puts before every text
+
+    def __repr__(self) -> str:
+        return self.folder.name
+
+    def content(self, token_ids: list[int], *, skip_special_tokens: bool) -> bytes:
+        hidden = self.special_ids if skip_special_tokens else frozenset[int]()
+        return b"".join(self.bytes_of_token.get(token_id, b"") for token_id in token_ids if token_id not in hidden)
+
+
+def fetched(name: str) -> Path:
+    folder = PACKAGES[name].folder
+    if not folder.is_dir():
+        pytest.skip(f"the tokenizer of {name} is not here; get it with `make tokenizers`, which needs npm")
+    return folder
+
+
+@pytest.fixture(scope="module", params=list(PACKAGES))
+def family(request: pytest.FixtureRequest) -> ByteLevelFamily:
+    folder = fetched(request.param)
+    facts = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    added = {entry["id"]: entry["content"].encode() for entry in facts["added_tokens"]}
+    entries = {i: token for token, i in facts["model"]["vocab"].items() if i not in added}
+    bytes_of_token = {i: bytes(byte_of[character] for character in token) for i, token in entries.items()} | added
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    bos = config["bos_token"]["content"] if config["add_bos_token"] else None
+    return ByteLevelFamily(
+        first_ids=[i for i, content in added.items() if bos is not None and content == bos.encode()],
+        folder=folder,
+        codec=loaded(folder),
+        reference=Tokenizer.from_file(str(folder / "tokenizer.json")),
+        bytes_of_token=bytes_of_token,
+        special_ids=frozenset(entry["id"] for entry in facts["added_tokens"] if entry["special"]),
+        broken_ids=[i for i, content in bytes_of_token.items() if content.decode(errors="ignore").encode() != content],
+    )
+
+
+def is_beginning_of_character(content: bytes) -> bool:
+    """Whether bytes can still become one character; half of a surrogate pair counts as one, as in Python's decoder.
+
+    Bytes of each range that may have to follow are tried.
+    """
+    if not content:
+        return True
+    for following in (b"\x80", b"\xa0"):
+        for count in (1, 2, 3):
+            try:
+                return len((content + following * count).decode(errors="surrogatepass")) == 1
+            except UnicodeDecodeError:
+                continue
+    return False
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_level_text_becomes_the_tokens_of_the_published_tokenizer(family: ByteLevelFamily, text: str) -> None:
+    special = "".join(family.bytes_of_token[token_id].decode() for token_id in sorted(family.special_ids)[:3])
+    for written in (text, f"{text}{special} {text}"):
+        token_ids = family.codec.encode(written)
+        assert token_ids[: len(family.first_ids)] == family.first_ids
+        token_ids = token_ids[len(family.first_ids) :]
+        assert token_ids == family.reference.encode(written).ids
+        # Qwen puts characters together first, as Unicode's NFC says; DeepSeek takes all as it comes.
+        normalizer = family.reference.normalizer
+        expected = normalizer.normalize_str(written) if normalizer is not None else written
+        assert family.codec.decode(token_ids, skip_special_tokens=False) == expected
+        assert streamed(family.codec, token_ids, skip_special_tokens=False) == expected
+
+
+def test_byte_level_text_becomes_the_tokens_of_transformers(family: ByteLevelFamily) -> None:
+    reference = AutoTokenizer.from_pretrained(str(family.folder))
+    # transformers 5 does not look at add_bos_token where there is a tokenizer.json; transformers 4 did, and we do
+    assert [family.codec.encode(text) for text in TEXTS] == [
+        family.first_ids + reference.encode(text) for text in TEXTS
+    ]
+    assert family.codec.eos_token_ids == [reference.eos_token_id]
+    assert family.codec.num_tokens == len(reference)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_level_streams_every_whole_character_at_once(family: ByteLevelFamily, text: str) -> None:
+    whole = family.reference.encode(text, add_special_tokens=False).ids
+    single_bytes = {content: i for i, content in family.bytes_of_token.items() if len(content) == 1}
+    for token_ids in (whole, [single_bytes[bytes([byte])] for byte in text.encode()]):
+        for count, given_so_far in enumerate(prefixes(family.codec, token_ids), start=1):
+            content = family.content(token_ids[:count], skip_special_tokens=True)
+            assert given_so_far == content.decode(errors="ignore")  # valid but for an incomplete end
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_byte_level_streams_any_tokens_exactly(family: ByteLevelFamily, data: st.DataObject) -> None:
+    any_token = st.integers(0, family.codec.num_tokens + 3)
+    added_token = st.integers(family.codec.num_tokens - 30, family.codec.num_tokens - 1)
+    token_ids = data.draw(st.lists(any_token | st.sampled_from(family.broken_ids) | added_token, max_size=30))
+    skip = data.draw(st.booleans())
+
+    final = family.content(token_ids, skip_special_tokens=skip).decode(errors="replace")
+    assert family.reference.decode(token_ids, skip_special_tokens=skip) == final
+    assert family.codec.decode(token_ids, skip_special_tokens=skip) == final
+    assert streamed(family.codec, token_ids, skip_special_tokens=skip) == final
+    for count, given_so_far in enumerate(prefixes(family.codec, token_ids, skip_special_tokens=skip), start=1):
+        assert final.startswith(given_so_far)
+        content = family.content(token_ids[:count], skip_special_tokens=skip)
+        assert any(
+            given_so_far == content[:decided].decode(errors="replace") and is_beginning_of_character(content[decided:])
+            for decided in range(max(0, len(content) - 3), len(content) + 1)
+        )
+
+
+def test_byte_level_output_is_the_same_in_groups_of_tokens(family: ByteLevelFamily) -> None:
+    token_ids = family.reference.encode("".join(TEXTS)).ids
+    for size in (1, 2, 3, 7, 50):
+        output, shown = OutputText(family.codec, SamplingParams(skip_special_tokens=False)), ""
+        for start in range(0, len(token_ids), size):
+            for token_id in token_ids[start : start + size]:
+                output.add(token_id)
+            assert output.text.startswith(shown)
+            shown = output.text
+        output.finish()
+        assert output.text == family.reference.decode(token_ids, skip_special_tokens=False)
+
+
+# --- conversations of DeepSeek-V3 and Qwen3
+
+DEEPSEEK = {
+    "system": "<｜begin▁of▁sentence｜>You are terse.<｜User｜>Hi<｜Assistant｜>Hello!<｜end▁of▁sentence｜>"
+    "<｜User｜>你好 😀?\n<｜Assistant｜>",
+    "one message": "<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜>",
+    "answered": "<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜>Hello!<｜end▁of▁sentence｜>",
+}
+QWEN = {
+    "system": "<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n你好 😀?\n<|im_end|>\n<|im_start|>assistant\n",
+    "one message": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    # Qwen3 writes thoughts before the last answer, even when there are none.
+    "answered": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nHello!<|im_end|>\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "messages", "add_generation_prompt"),
+    [
+        ("system", CONVERSATION, True),
+        ("one message", CONVERSATION[1:2], True),
+        ("answered", CONVERSATION[1:3], False),
+    ],
+)
+def test_conversation_is_written_as_published(
+    family: ByteLevelFamily, case: str, messages: Any, add_generation_prompt: bool
+) -> None:
+    bos = family.reference.token_to_id("<｜begin▁of▁sentence｜>")
+    expected = (QWEN if bos is None else DEEPSEEK)[case]
+    token_ids = family.codec.chat_prompt(messages, add_generation_prompt=add_generation_prompt)
+    assert family.codec.decode(token_ids, skip_special_tokens=False) == expected
+    assert token_ids == family.reference.encode(expected, add_special_tokens=False).ids
+    if bos is not None:
+        assert token_ids[0] == bos
+        assert token_ids.count(bos) == 1
+
+
+def test_deepseek_begins_a_text_with_the_token_that_its_config_asks_for() -> None:
+    codec = loaded(fetched("deepseek-v3"))
+    assert codec.decode(codec.encode("Hi"), skip_special_tokens=False) == "<｜begin▁of▁sentence｜>Hi"
+    assert len(codec.encode("")) == 1
+
+
+def test_qwen3_is_told_not_to_think() -> None:
+    codec = loaded(fetched("qwen3"))
+    token_ids = codec.chat_prompt(CONVERSATION[1:2], template_arguments={"enable_thinking": False})
+    assert codec.decode(token_ids, skip_special_tokens=False).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("arguments", [{"tokenize": True}, {"chat_template": "x"}, {1: 2}, ["enable_thinking"]])
+def test_what_decides_how_a_conversation_is_rendered_is_no_template_argument(arguments: Any) -> None:
+    with pytest.raises(RequestError, match="chat_template_kwargs"):
+        loaded(fetched("qwen3")).chat_prompt(CONVERSATION[1:2], template_arguments=arguments)
+
+
+def test_qwen3_keeps_thoughts_only_in_the_answer_after_the_last_question() -> None:
+    codec = loaded(fetched("qwen3"))
+    question = {"role": "user", "content": "Hi"}
+    answer = {"role": "assistant", "content": "Hello!", "reasoning_content": "A greeting."}
+    token_ids = codec.chat_prompt([question, answer, question, answer], add_generation_prompt=False)
+    assert codec.decode(token_ids, skip_special_tokens=False) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\nA greeting.\n</think>\n\nHello!<|im_end|>\n"
+    )
+
+
+# --- Mixtral: SentencePiece
+
+
+@dataclass(frozen=True, repr=False)
+class Mixtral:
+    codec: TextCodec
+    pieces: Any  # sentencepiece's own processor
+    mistral: Any  # mistral-common's tokenizer for the same model
+    reference: Any  # transformers' tokenizer for the same folder
+
+    def __repr__(self) -> str:
+        return "mixtral"
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Mixtral:
+    """Mistral's published vocabulary, in the layout that its checkpoints have on the hub."""
+    reason = "Mixtral's tokenizer comes with mistral-common; pip install -e '.[dev]'"
+    mistral_common = pytest.importorskip("mistral_common", reason=reason)
+    sentencepiece = pytest.importorskip("sentencepiece", reason=reason)
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    source = Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(source))
+    ids = range(pieces.vocab_size())
+
+    def token_type(token_id: int) -> int:
+        kinds = {UNKNOWN: pieces.is_unknown, CONTROL: pieces.is_control, BYTE: pieces.is_byte}
+        return next((kind for kind, is_kind in kinds.items() if is_kind(token_id)), NORMAL)
+
+    facts = {
+        "ggml.model": "llama",
+        "ggml.tokens": [pieces.id_to_piece(i) for i in ids],
+        "ggml.scores": [pieces.get_score(i) for i in ids],
+        "ggml.token_type": [token_type(i) for i in ids],
+        "ggml.bos_token_id": pieces.bos_id(),
+        "ggml.eos_token_id": pieces.eos_id(),
+        "ggml.unknown_token_id": pieces.unk_id(),
+        "chat_template": MIXTRAL_TEMPLATE,
+    }
+    folder = tmp_path_factory.mktemp("mixtral")
+    write_tokenizer(source, facts, folder, max_length=32768)
+    return Mixtral(
+        codec=loaded(folder),
+        pieces=pieces,
+        mistral=MistralTokenizer.v1(),
+        reference=AutoTokenizer.from_pretrained(str(folder)),
+    )
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_mixtral_text_becomes_the_tokens_of_sentencepiece(mixtral: Mixtral, text: str) -> None:
+    token_ids = mixtral.pieces.encode(text)
+    assert mixtral.codec.encode(text) == [mixtral.pieces.bos_id(), *token_ids]
+    assert mixtral.codec.decode(token_ids) == mixtral.pieces.decode(token_ids) == text.replace(WORD_BOUNDARY, " ")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_mixtral_streams_all_but_a_run_of_bytes(mixtral: Mixtral, text: str) -> None:
+    token_ids = mixtral.pieces.encode(text)
+    for count, given_so_far in enumerate(prefixes(mixtral.codec, token_ids), start=1):
+        decided = count
+        while decided and mixtral.pieces.is_byte(token_ids[decided - 1]):
+            decided -= 1
+        assert given_so_far == mixtral.pieces.decode(token_ids[:decided])
+    assert streamed(mixtral.codec, token_ids) == text.replace(WORD_BOUNDARY, " ")
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_mixtral_streams_any_tokens_exactly(mixtral: Mixtral, data: st.DataObject) -> None:
+    tokens = st.integers(0, mixtral.codec.num_tokens + 3) | st.integers(0, 260)  # the first ones are bytes
+    token_ids = data.draw(st.lists(tokens, max_size=30))
+    skip = data.draw(st.booleans())
+    final = mixtral.reference.decode(token_ids, skip_special_tokens=skip)
+    assert streamed(mixtral.codec, token_ids, skip_special_tokens=skip) == final
+    for given_so_far in prefixes(mixtral.codec, token_ids, skip_special_tokens=skip):
+        assert final.startswith(given_so_far)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        CONVERSATION[1:2],
+        CONVERSATION[:2],
+        CONVERSATION[1:],
+        CONVERSATION,
+        [
+            {"role": "user", "content": "  two  spaces,\n\nlines "},
+            {"role": "assistant", "content": "\tx\n"},
+            {"role": "user", "content": "def f(x):\n    return x ** 2"},
+        ],
+    ],
+)
+def test_mixtral_conversation_is_written_as_mistral_writes_it(mixtral: Mixtral, messages: Any) -> None:
+    token_ids = mixtral.codec.chat_prompt(messages)
+    assert token_ids == mistral_tokens(mixtral, messages)
+    assert token_ids[0] == mixtral.pieces.bos_id()
+    assert token_ids.count(mixtral.pieces.bos_id()) == 1
+
+
+def test_special_tokens_in_a_message_are_tokens_as_in_transformers_and_not_as_in_mistral_common(
+    mixtral: Mixtral,
+) -> None:
+    messages = [{"role": "user", "content": "What does </s> mean?"}]
+    eos = mixtral.pieces.eos_id()
+    expected = mixtral.reference.apply_chat_template(messages, return_dict=False)
+    assert mixtral.codec.chat_prompt(messages) == expected
+    assert expected.count(eos) == 1
+    assert mistral_tokens(mixtral, messages).count(eos) == 0
+
+
+def test_mixtral_refuses_two_questions_in_a_row(mixtral: Mixtral) -> None:
+    with pytest.raises(RequestError, match="roles must alternate"):
+        mixtral.codec.chat_prompt([CONVERSATION[1], CONVERSATION[1]])
+
+
+def mistral_tokens(mixtral: Mixtral, messages: list[dict[str, str]]) -> list[int]:
+    from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, UserMessage
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+
+    kinds = {"system": SystemMessage, "user": UserMessage, "assistant": AssistantMessage}
+    request = ChatCompletionRequest(messages=[kinds[entry["role"]](content=entry["content"]) for entry in messages])
+    token_ids: list[int] = mixtral.mistral.encode_chat_completion(request).tokens
+    return token_ids
+
+
+# --- fetching
+
+
+def test_an_archive_that_is_not_the_expected_one_is_refused(tmp_path: Path) -> None:
+    archive = tmp_path / "package.tgz"
+    with tarfile.open(archive, "w:gz") as members:
+        for name in FILES:
+            entry = tarfile.TarInfo(f"package/models/{name}")
+            entry.size = 2
+            members.addfile(entry, io.BytesIO(b"{}"))
+    with pytest.raises(RuntimeError, match=r"example@1\.0\.0 has SHA-512 .*, but AAAA is expected"):
+        unpack(archive, Package("example", "1.0.0", "AAAA"), tmp_path / "unpacked")
+    assert not (tmp_path / "unpacked").exists()
