@@ -33,6 +33,7 @@ SCALINGS: list[dict[str, Any]] = [
     ),
     dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128),
     dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
+    dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=4, beta_slow=4, truncate=False),
     dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=20, beta_slow=2),
     dict(rope_type="yarn", factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.7),
     dict(rope_type="yarn", factor=40, original_max_position_embeddings=4096, mscale_all_dim=0.7),
@@ -81,7 +82,7 @@ def test_pairs_are_those_of_the_reference(is_interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("theta", [10000.0, 1e6])
+@pytest.mark.parametrize("theta", [10000.0, 1e6, 60.0, 12.0])  # the blend ends in the middle, or beyond the last pair
 def test_scaled_frequencies_are_those_of_the_reference(scaling: dict[str, Any], theta: float, tmp_path: Path) -> None:
     parameters = {**scaling, "rope_theta": theta}
     reference = LlamaConfig(
