@@ -1,4 +1,4 @@
-"""Decode attention on the CPU: the C++ kernel against the torch reference, in turns.
+"""Decode attention on the CPU, grouped-query and latent: the C++ kernel against the torch reference, in turns.
 
     python -m moeserve.bench.attention [--rounds 20] [--json PATH]
 
@@ -8,12 +8,13 @@
 - *limit*: the bytes of keys and values that a call must read, at the memory bandwidth measured in the same run. A
   machine with a large last-level cache can pass it.
 
-Knows no model: the shapes are those of a small one.
+Knows no model. Grouped-query attention has the shape of a small one, latent attention that of DeepSeek-V2-Lite.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import statistics
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moeserve.bench.harness import (
     MachineLimits,
@@ -33,7 +35,9 @@ from moeserve.bench.harness import (
     write_jsonl,
 )
 from moeserve.machine import usable_cores
-from moeserve.ops.attention import AttentionBackend, CpuAttention, choose_attention
+from moeserve.ops.attention import AttentionBackend, choose_attention
+from moeserve.ops.latent_attention import LatentAttentionBackend, choose_latent_attention
+from moeserve.ops.native import native_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
@@ -45,14 +49,22 @@ CALL_SECONDS = 0.02  # a sample is the mean of as many calls as take about so lo
 
 @dataclass(frozen=True)
 class Shape:
-    """`batch` requests of one row each, with contexts of `context_len` positions."""
+    """`batch` requests of one row each, with contexts of `context_len` positions.
+
+    With a latent size, all heads share one vector of `head_size` values per position, and keys are values.
+    """
 
     batch: int
     context_len: int
     num_heads: int = 16
     num_kv_heads: int = 4
     head_size: int = 64
+    latent_size: int | None = None
     block_size: int = 16
+
+    @property
+    def kind(self) -> str:
+        return "grouped-query" if self.latent_size is None else "latent"
 
     @property
     def blocks_per_request(self) -> int:
@@ -60,7 +72,9 @@ class Shape:
 
     @property
     def key_value_bytes(self) -> int:
-        return 2 * torch.bfloat16.itemsize * self.batch * self.context_len * self.num_kv_heads * self.head_size
+        num_tensors = 2 if self.latent_size is None else 1
+        size = num_tensors * self.num_kv_heads * self.head_size
+        return torch.bfloat16.itemsize * self.batch * self.context_len * size
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,14 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     set_num_threads(options.threads)
     limits = measure_limits()
     print(f"{options.threads} threads, {limits.read_bandwidth:.1f} GB/s of memory reads")
-    print(f"{'batch':>5} {'context':>8} {'torch':>12} {'C++':>12} {'speed-up':>9} {'of the limit':>13}")
-    for batch, context_len in itertools.product(BATCHES, CONTEXT_LENS):
-        shape = Shape(batch, context_len)
+    print(
+        f"{'attention':<14}{'batch':>5} {'context':>8} {'torch':>12} {'C++':>12} {'speed-up':>9} {'of the limit':>13}"
+    )
+    grouped = [Shape(*sizes) for sizes in itertools.product(BATCHES, CONTEXT_LENS)]
+    latent = [dataclasses.replace(shape, num_kv_heads=1, head_size=576, latent_size=512) for shape in grouped]
+    for shape in grouped + latent:
         samples = measure(shape, options.rounds)
         rows = _rows(shape, samples, limits)
         torch_row, kernel_row = rows
+        name = f"{shape.kind:<14}{shape.batch:>5} {shape.context_len:>8}"
         print(
-            f"{batch:>5} {context_len:>8} {torch_row['median_us']:>9.1f} us {kernel_row['median_us']:>9.1f} us "
+            f"{name} {torch_row['median_us']:>9.1f} us {kernel_row['median_us']:>9.1f} us "
             f"{kernel_row['ratio']:>9.1f} {kernel_row['fraction_of_limit']:>13.0%}"
         )
         if options.json:
@@ -94,24 +112,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @torch.inference_mode()
 def measure(shape: Shape, num_rounds: int) -> dict[str, list[float]]:
     """Seconds per call of each implementation, one mean per round, after a round that is not counted."""
-    kernel = choose_attention("cpu", scale=shape.head_size**-0.5, window=None)
-    if not isinstance(kernel, CpuAttention):
+    if native_kernels() is None:
         raise SystemExit("the C++ kernels are not built: there is nothing to compare torch with")
     step = _decode_step(shape)
     query_TNH = torch.randn(shape.batch, shape.num_heads, shape.head_size).bfloat16()
-    cache_shape = (shape.batch * shape.blocks_per_request, shape.num_kv_heads, shape.block_size, shape.head_size)
+    num_blocks, scale = shape.batch * shape.blocks_per_request, shape.head_size**-0.5
+    kernel: Any
+    if shape.latent_size is None:
+        kernel = choose_attention("cpu", scale=scale, window=None)
+        cache_shapes = 2 * [(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_size)]
+        attend = _attend
+    else:
+        kernel = choose_latent_attention("cpu", scale=scale, latent_size=shape.latent_size)
+        cache_shapes = [(num_blocks, shape.block_size, shape.head_size)]
+        attend = _attend_latent
     caches = [
-        (torch.randn(cache_shape).bfloat16(), torch.randn(cache_shape).bfloat16())
+        [torch.randn(cache_shape).bfloat16() for cache_shape in cache_shapes]
         for _ in range(max(2, CACHE_BYTES // shape.key_value_bytes))
     ]
 
-    def seconds_per_call(backend: AttentionBackend) -> Callable[[], float]:
+    def seconds_per_call(backend: Any) -> Callable[[], float]:
         layers = itertools.cycle(caches)
 
         def run(num_calls: int) -> float:
             start = time.perf_counter()
-            for key_cache, value_cache in itertools.islice(layers, num_calls):
-                backend.attend(query_TNH, key_cache, value_cache, step)
+            for cache in itertools.islice(layers, num_calls):
+                attend(backend, query_TNH, cache, step)
             return (time.perf_counter() - start) / num_calls
 
         run(1)
@@ -121,6 +147,14 @@ def measure(shape: Shape, num_rounds: int) -> dict[str, list[float]]:
     measures = {"torch": seconds_per_call(kernel.reference), "C++": seconds_per_call(kernel)}
     interleave(measures, 1)
     return interleave(measures, num_rounds)
+
+
+def _attend(backend: AttentionBackend, query_TNH: Tensor, cache: list[Tensor], step: StepInputs) -> None:
+    backend.attend(query_TNH, *cache, step)
+
+
+def _attend_latent(backend: LatentAttentionBackend, query_TNP: Tensor, cache: list[Tensor], step: StepInputs) -> None:
+    backend.attend(query_TNP, *cache, step, 1)
 
 
 def _decode_step(shape: Shape) -> StepInputs:

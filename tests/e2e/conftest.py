@@ -105,7 +105,7 @@ MIXTRAL = {
 }
 
 DEEPSEEK_V2 = {
-    # V2-Lite: queries are not compressed, the best experts of all
+    # V2-Lite: queries are not compressed, the best experts of all, whatever group they are in
     "deepseek-v2-lite": Shape(
         "DeepseekV2",
         dict(
@@ -119,13 +119,13 @@ DEEPSEEK_V2 = {
             qk_nope_head_dim=10,
             qk_rope_head_dim=6,
             v_head_dim=14,
-            n_routed_experts=7,
+            n_routed_experts=8,
             num_experts_per_tok=3,
             n_shared_experts=2,
             moe_intermediate_size=13,
             first_k_dense_replace=1,
             topk_method="greedy",
-            n_group=1,
+            n_group=2,
             topk_group=1,
             routed_scaling_factor=1.0,
             max_position_embeddings=1280,
@@ -139,7 +139,7 @@ DEEPSEEK_V2 = {
                 original_max_position_embeddings=32,
             ),
         ),
-        seed=2,
+        seed=3,
     ),
     # V2: compressed queries, experts of the best 2 of 3 groups, and cosines and sines that are scaled as well
     "deepseek-v2": Shape(
@@ -660,6 +660,8 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
     elif family == "GptOss":
         values |= dict(experts_per_token=values["num_experts_per_tok"], initial_context_length=32)
         unheard_of = ["swiglu_alpha"]
+        if values["layer_types"] == (["sliding_attention", "full_attention"] * 99)[: values["num_hidden_layers"]]:
+            unheard_of.append("layer_types")  # what transformers takes where nothing is said
     else:
         unheard_of = []
     return {key: value for key, value in values.items() if key not in unheard_of}
