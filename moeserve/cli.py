@@ -59,7 +59,8 @@ def generate(options: argparse.Namespace) -> None:
         for prompt in options.prompt:
             text_shown = 0
             as_message = llm.has_chat_template and not options.raw
-            asked = llm.chat_prompt([{"role": "user", "content": prompt}]) if as_message else prompt
+            messages, arguments = [{"role": "user", "content": prompt}], options.chat_template_kwargs
+            asked = llm.chat_prompt(messages, chat_template_kwargs=arguments) if as_message else prompt
             for output in llm.stream(asked, params):
                 text = output.outputs[0].text
                 print(text[text_shown:], end="", flush=True)
@@ -122,6 +123,12 @@ def _parser() -> Parser:
     command.add_argument("model_folder", nargs="?", metavar="MODEL", help="same as --model")
     command.add_argument("--prompt", action="append", help="what to ask; may be given several times")
     command.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    command.add_argument(
+        "--chat-template-kwargs",
+        type=_reader(dict[str, Any]),
+        metavar="JSON",
+        help="""what else the chat template is told, such as '{"enable_thinking": false}'""",
+    )
     sampling = command.add_argument_group("Sampling", "Defaults are those of the checkpoint's generation_config.json.")
     sampling.add_argument(
         "--max-tokens", type=int, default=256, metavar="TOKENS", help="most tokens to generate (default: 256)"

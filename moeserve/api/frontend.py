@@ -185,7 +185,7 @@ class Frontend:
         if len(token_ids) > self._max_model_len - 1:
             raise RequestError(
                 f"{name} has {len(token_ids)} tokens, and max_model_len={self._max_model_len} leaves room for "
-                f"{self._max_model_len - 1} and one to generate; shorten it, or raise max_model_len"
+                f"{self._max_model_len - 1} and one to generate; shorten it, or raise max_model_len if the model allows"
             )
         for place, token_id in enumerate(token_ids):
             if not _is_integer(token_id):

@@ -17,7 +17,7 @@ from moeserve.api.frontend import Frontend, Prompt, Prompts
 from moeserve.api.text import TextCodec
 from moeserve.config import Settings, resolve
 from moeserve.engine.core import EngineCore
-from moeserve.errors import CheckpointError, RequestError
+from moeserve.errors import CheckpointError, RequestError, shown
 from moeserve.machine import usable_cores
 from moeserve.messages import RequestOutput, SamplingParams
 from moeserve.models import registry
@@ -164,6 +164,8 @@ class LLM:
         Raises:
             RequestError, EngineError: as `generate`; also where there is no chat template.
         """
+        if isinstance(messages, str):
+            raise RequestError(f"messages={shown(messages)} must be a list of messages; pass a text to generate")
         is_one = isinstance(messages, Mapping) or not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
         prompts = [

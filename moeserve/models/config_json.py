@@ -56,6 +56,20 @@ class ConfigJson:
     def optional_integer(self, key: str, *, low: int = 1, high: int = 2**31 - 1) -> int | None:
         return None if self.values.get(key) is None else self.integer(key, low=low, high=high)
 
+    def nullable_integer(self, key: str, *, low: int = 1, high: int = 2**31 - 1) -> int | None:
+        """As `optional_integer`, but the config must say null where it means none."""
+        if key not in self.values:
+            raise CheckpointError(f"{self.path}: {key} is missing; it must be an integer or null")
+        return self.optional_integer(key, low=low, high=high)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key)
+
+    def refuse(self, key: str) -> None:
+        """Refuses a config that sets what no family here has."""
+        if self.values.get(key) is not None:
+            raise self.wrong(key, "is not supported")
+
     def require(self, key: str, *supported: object) -> None:
         """Refuses a value that this family cannot honour. A missing one is taken to be the first of the supported."""
         if self._get(key, supported[0]) not in supported:
@@ -79,7 +93,11 @@ class ConfigJson:
 
     def key_of(self, *names: str) -> str:
         """The name that this config uses, of several for one thing; the first where it uses none."""
-        return next((name for name in names if self.values.get(name) is not None), names[0])
+        used = [name for name in names if self.values.get(name) is not None]
+        for name in used[1:]:
+            if self.values[name] != self.values[used[0]]:
+                raise self.wrong(name, f"contradicts {used[0]}={shown(self.values[used[0]])}; remove one of them")
+        return used[0] if used else names[0]
 
     def flags_of_layers(self, key: str, names: tuple[str, str], num_layers: int) -> list[bool] | None:
         """A list of one of two names per layer, as whether it is the second; None where the config has no such list."""
@@ -129,7 +147,7 @@ class ConfigJson:
             dim, source = int(head_dim * fraction), f"{source} and partial_rotary_factor={fraction:g}"
         if dim % 2 or dim == 0:
             raise CheckpointError(
-                f"{self.path}: {source} make {dim} values of a head turn; rotary embedding needs an even number"
+                f"{self.path}: with {source}, {dim} values of a head turn; rotary embedding needs an even number"
             )
         theta = given.get("rope_theta", self.values.get("rope_theta"))
         if theta is None:

@@ -6,16 +6,15 @@ routes by softmax; V3 by sigmoid, with a correction that balances the experts' l
 
 from __future__ import annotations
 
-import dataclasses
-
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.models.config_json import ConfigJson
 from moeserve.models.family import Family
 from moeserve.models.fields import (
     read_corrected_router,
-    read_feed_forwards,
     read_grouped_router,
+    read_leading_dense,
     read_model,
+    read_num_experts,
     read_shared_experts,
     read_width,
 )
@@ -28,9 +27,12 @@ def read_v2(config: ConfigJson) -> ModelConfig:
     config.require("scoring_func", "softmax")
     config.require("topk_method", "greedy", "group_limited_greedy")
     config.require("norm_topk_prob", False)
-    router = read_grouped_router(config)
-    if config.values.get("topk_method", "greedy") == "greedy":  # the groups are there, and not used
-        router = dataclasses.replace(router, num_groups=1, num_chosen_groups=1)
+    if config.values.get("topk_method", "greedy") == "greedy":  # groups, if there are any, are not used
+        num_experts, top_k = read_num_experts(config, "n_routed_experts")
+        scale = config.number("routed_scaling_factor")
+        router = RouterConfig(num_experts=num_experts, top_k=top_k, scale=scale)
+    else:
+        router = read_grouped_router(config)
     return _read(config, router, is_interleaved=True)
 
 
@@ -42,11 +44,12 @@ def read_v3(config: ConfigJson) -> ModelConfig:
 
 def _read(config: ConfigJson, router: RouterConfig, *, is_interleaved: bool) -> ModelConfig:
     config.require("moe_layer_freq", 1)
+    config.refuse("index_topk")  # sparse attention, DeepSeek-V3.2
     rotary_dim = config.integer("qk_rope_head_dim", high=2**14)
     rotary = config.rotary(rotary_dim, head_dim_key="qk_rope_head_dim", is_interleaved=is_interleaved)
     attention = LatentAttentionConfig(
         num_heads=config.integer("num_attention_heads", high=2**14),
-        query_rank=config.optional_integer("q_lora_rank", high=2**18),
+        query_rank=config.nullable_integer("q_lora_rank", high=2**18),
         latent_size=config.integer("kv_lora_rank", high=2**18),
         key_dim=config.integer("qk_nope_head_dim", high=2**14),
         rotary_dim=rotary_dim,
@@ -56,7 +59,7 @@ def _read(config: ConfigJson, router: RouterConfig, *, is_interleaved: bool) -> 
     )
     expert_width = read_width(config, "moe_intermediate_size")
     moe = MoEConfig(router=router, expert_width=expert_width, shared=read_shared_experts(config, expert_width))
-    feed_forwards = read_feed_forwards(config, moe)
+    feed_forwards = read_leading_dense(config, moe)
     layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
     return read_model(config, layers, rotary)
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from moeserve.layers.attention import AttentionConfig
-from moeserve.layers.rotary import RotaryConfig
+from moeserve.layers.rotary import RotaryConfig, YarnScaling
 from moeserve.models.config_json import ConfigJson
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
@@ -25,10 +25,18 @@ def read_model(config: ConfigJson, layers: list[LayerConfig], rotary: RotaryConf
         layers=tuple(layers),
         norm_epsilon=config.number("rms_norm_eps"),
         rotary=rotary,
-        max_position_embeddings=config.integer("max_position_embeddings"),
+        max_position_embeddings=_read_context(config, rotary),
         tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
         num_skipped_layers=config.optional_integer("num_nextn_predict_layers", low=0, high=2**6) or 0,
     )
+
+
+def _read_context(config: ConfigJson, rotary: RotaryConfig) -> int:
+    """The longest context. YaRN stretches it, whether or not max_position_embeddings was raised to say so."""
+    context = config.integer("max_position_embeddings")
+    if isinstance(rotary.scaling, YarnScaling):
+        return max(context, int(rotary.scaling.original_max_position_embeddings * rotary.scaling.factor))
+    return context
 
 
 def read_hidden_size(config: ConfigJson) -> int:
@@ -71,7 +79,7 @@ def read_num_experts(config: ConfigJson, *keys: str) -> tuple[int, int]:
 
 def read_groups(config: ConfigJson, num_experts: int, top_k: int) -> tuple[int, int]:
     """Groups that a layer's experts stand in, and groups that a token's experts may come from."""
-    num_groups, num_chosen = config.integer("n_group", 1), config.integer("topk_group", 1)
+    num_groups, num_chosen = config.integer("n_group"), config.integer("topk_group")
     if num_experts % num_groups:
         raise config.wrong("n_group", f"must divide n_routed_experts={num_experts}")
     if num_chosen > num_groups:
@@ -91,7 +99,7 @@ def read_grouped_router(config: ConfigJson) -> RouterConfig:
         top_k=top_k,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
-        scale=config.number("routed_scaling_factor", 1.0),
+        scale=config.number("routed_scaling_factor"),
     )
 
 
@@ -111,22 +119,26 @@ def read_corrected_router(config: ConfigJson) -> RouterConfig:
 
 def read_shared_experts(config: ConfigJson, expert_width: int) -> SharedExpertsConfig | None:
     """Shared experts, each as wide as a routed one; None where there are none."""
-    num_shared = config.optional_integer("n_shared_experts", low=0, high=2**10) or 0
+    num_shared = config.nullable_integer("n_shared_experts", low=0, high=2**10) or 0
     return SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None
 
 
-def read_feed_forwards(config: ConfigJson, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
-    """Of each layer: experts, or a dense network in those layers that config.json leaves without.
+def read_leading_dense(config: ConfigJson, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
+    """Experts in all layers but the first `first_k_dense_replace`, which are dense (DeepSeek, GLM)."""
+    num_layers, num_leading = read_num_layers(config), config.integer("first_k_dense_replace", low=0)
+    return _feed_forwards(config, moe, [index < num_leading for index in range(num_layers)])
 
-    These are the first `first_k_dense_replace` (DeepSeek, GLM), or all but every `decoder_sparse_step`-th, and those
-    that `mlp_only_layers` names (Qwen).
-    """
+
+def read_sparse_layers(config: ConfigJson, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
+    """Experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name (Qwen)."""
     num_layers = read_num_layers(config)
-    num_leading = config.integer("first_k_dense_replace", 0, low=0)
     step = config.integer("decoder_sparse_step", 1)
     named = config.layer_numbers("mlp_only_layers", num_layers)
-    is_dense = [index < num_leading or (index + 1) % step != 0 or index in named for index in range(num_layers)]
+    return _feed_forwards(config, moe, [(index + 1) % step != 0 or index in named for index in range(num_layers)])
+
+
+def _feed_forwards(config: ConfigJson, moe: MoEConfig, is_dense: list[bool]) -> list[MoEConfig | MLPConfig]:
     if not any(is_dense):
-        return [moe] * num_layers
+        return [moe] * len(is_dense)
     dense = MLPConfig(width=read_width(config, "intermediate_size"))
     return [dense if without else moe for without in is_dense]

@@ -7,7 +7,7 @@ from moeserve.models.family import Family
 from moeserve.models.fields import (
     read_attention,
     read_corrected_router,
-    read_feed_forwards,
+    read_leading_dense,
     read_model,
     read_shared_experts,
     read_width,
@@ -17,6 +17,8 @@ from moeserve.moe.layer import MoEConfig
 
 
 def read(config: ConfigJson) -> ModelConfig:
+    config.require("scoring_func", "sigmoid")
+    config.require("topk_method", "noaux_tc")
     expert_width = read_width(config, "moe_intermediate_size")
     moe = MoEConfig(
         router=read_corrected_router(config),
@@ -28,7 +30,7 @@ def read(config: ConfigJson) -> ModelConfig:
         normalized="head" if config.flag("use_qk_norm", default=False) else "no",
         has_bias=config.flag("attention_bias", default=False),
     )
-    feed_forwards = read_feed_forwards(config, moe)
+    feed_forwards = read_leading_dense(config, moe)
     layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
     return read_model(config, layers, config.rotary(attention.head_dim, default_fraction=0.5))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeserve.config import DtypeName
+from moeserve.errors import CheckpointError
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import describe
@@ -46,7 +47,8 @@ class Inspection:
     parts: tuple[Part, ...]
     weight_bytes: int
     stored_as: str | None  # in words, where the weights are quantised
-    stored: Stored | None  # None: the folder holds no weights
+    stored: Stored | None  # None: the folder holds no weights, or not all
+    stored_problem: str | None  # why the weights in the folder could not be loaded
     free_bytes: int  # of this machine's memory
 
 
@@ -60,6 +62,7 @@ def inspect(folder: Path, dtype: DtypeName | None) -> Inspection:
         CheckpointError: a config that is wrong or not supported, or damaged shards.
     """
     description = describe(folder)
+    stored, problem = _stored(folder)
     summary = summarize(description, dtype or description.dtype)
     moe = _first_moe(description.model)
     return Inspection(
@@ -81,7 +84,8 @@ def inspect(folder: Path, dtype: DtypeName | None) -> Inspection:
         parts=summary.parts,
         weight_bytes=summary.weight_bytes,
         stored_as=description.weight_format.stored_as,
-        stored=_stored(folder),
+        stored=stored,
+        stored_problem=problem,
         free_bytes=free_memory(),
     )
 
@@ -89,21 +93,23 @@ def inspect(folder: Path, dtype: DtypeName | None) -> Inspection:
 def as_text(found: Inspection) -> str:
     """A page for people."""
     num_dense = found.num_layers - found.num_sparse_layers
-    layers = f"{found.num_layers}" + (f", the dense ones {num_dense}" if num_dense else ", all with experts")
+    layers = f"{found.num_layers}" + (f", {num_dense} of them dense" if num_dense else ", all with experts")
     if found.num_skipped_layers:
-        layers += f"; {found.num_skipped_layers} more for multi-token prediction, not loaded"
+        layers += "; those for multi-token prediction, if there are any, are not loaded"
     shared = f"; shared experts of width {found.shared_expert_width}" if found.shared_expert_width else ""
     context = found.max_position_embeddings
     facts = {
         "family": f"{found.family} ({found.architecture})",
         "layers": layers,
         "experts": f"{found.num_experts} in a layer, {found.num_experts_per_token} per token{shared}",
-        "parameters": f"{_count(found.num_parameters)}, of which a token uses {_count(found.num_active_parameters)}",
-        "KV cache": f"{found.cache_bytes_per_token} bytes per token, "
+        "parameters": f"{_count(found.num_parameters)}, of which a token uses {_count(found.num_active_parameters)} "
+        "(of the embedding one row)",
+        "KV cache": f"{shown_bytes(found.cache_bytes_per_token)} per token ({found.cache_bytes_per_token} bytes), "
         f"{shown_bytes(found.cache_bytes_per_token * context)} for the longest context of {context} tokens",
         "on disk": _stored_text(found),
         "in memory": f"{shown_bytes(found.weight_bytes)} as {found.dtype}; "
-        f"{shown_bytes(found.free_bytes)} are free on this machine",
+        f"{shown_bytes(found.free_bytes)} are free on this machine, so it "
+        f"{'fits' if found.weight_bytes <= found.free_bytes else 'does not fit'}",
     }
     lines = [f"{name:<12}{text}" for name, text in facts.items()]
     lines += ["", f"{'part':<16}{'dtype':<10}{'parameters':>12}{'per token':>12}{'memory':>12}"]
@@ -119,27 +125,40 @@ def _first_moe(model: ModelConfig) -> MoEConfig | None:
     return next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)), None)
 
 
-def _stored(folder: Path) -> Stored | None:
-    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
-        return None
-    tensors = read_headers(folder).values()
+def _stored(folder: Path) -> tuple[Stored | None, str | None]:
+    """What the headers say, or what is wrong with the shards."""
+    if not any(folder.glob("*.safetensors*")):
+        return None, None
+    try:
+        tensors = read_headers(folder).values()
+    except CheckpointError as error:
+        return None, str(error)
     bytes_of_dtype: Counter[str] = Counter()
     for tensor in tensors:
         bytes_of_dtype[tensor.dtype] += tensor.num_bytes
     shards = {tensor.shard for tensor in tensors}
-    return Stored(
+    stored = Stored(
         num_shards=len(shards),
         num_bytes=sum(shard.stat().st_size for shard in shards),
         bytes_of_dtype=dict(bytes_of_dtype.most_common()),
     )
+    return stored, None
 
 
 def _stored_text(found: Inspection) -> str:
     encoding = f"{found.stored_as}, to be dequantised" if found.stored_as else "not quantised"
+    if found.stored_problem is not None:
+        return f"not to be loaded: {found.stored_problem}; {encoding}"
     if found.stored is None:
         return f"no weights in this folder; {encoding}"
     dtypes = ", ".join(f"{name} {shown_bytes(size)}" for name, size in found.stored.bytes_of_dtype.items())
-    return f"{shown_bytes(found.stored.num_bytes)} in {found.stored.num_shards} shards ({dtypes}); {encoding}"
+    return (
+        f"{shown_bytes(found.stored.num_bytes)} in {_plural(found.stored.num_shards, 'shard')} ({dtypes}); {encoding}"
+    )
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _count(number: int) -> str:

@@ -16,7 +16,7 @@ def read(config: ConfigJson) -> ModelConfig:
     attention = read_attention(
         config,
         normalized="token",
-        clip=None if config.values.get("clip_qkv") is None else config.number("clip_qkv"),
+        clip=config.optional_number("clip_qkv"),
         has_bias=has_bias,
         has_output_bias=has_bias,
     )

@@ -41,11 +41,14 @@ def destinations(model: Decoder, family: Family, published: Collection[str]) -> 
                 into |= _moe(prefix, moe, names, published)
     num_layers, num_skipped = len(model.layers), model.config.num_skipped_layers
     skipped = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_skipped))
-    return Destinations(into, is_ignored=lambda name: name.startswith(skipped) or bool(_NEEDLESS.fullmatch(name)))
+    return Destinations(
+        into,
+        is_ignored=lambda name: name.startswith(skipped) or bool(_FREQUENCIES.fullmatch(name)),
+        copies={"lm_head.weight": whole(model.embedding.weight)} if model.config.tie_word_embeddings else {},
+    )
 
 
-# Frequencies are computed, and a head that is tied to the embedding needs no weight of its own.
-_NEEDLESS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight")
+_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, not loaded
 
 
 def _attention(prefix: str, attention: Attention | LatentAttention) -> Tensors:

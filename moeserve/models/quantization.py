@@ -93,6 +93,7 @@ def read_weight_format(config: ConfigJson) -> WeightFormat:
     Raises:
         CheckpointError: a format that is not supported.
     """
+    config.refuse("compression_config")  # what compressed-tensors wrote before quantization_config
     quantization = config.values.get("quantization_config")
     if quantization is None:
         return PlainFormat()
@@ -300,9 +301,11 @@ def _read_fp8(config: ConfigJson, quantization: dict[str, Any]) -> Fp8Format:
         value = quantization.get(name, supported)
         if value != supported:
             raise config.wrong(key, f"has {name} {shown(value)}, which is not supported; supported: {supported}")
-    block = quantization.get("weight_block_size", FP8_BLOCK)
+    block = quantization.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size >= 1 for size in block):
         raise config.wrong(
-            key, f"has weight_block_size {shown(block)}; fp8 needs rows and columns of a block, such as {FP8_BLOCK}"
+            key,
+            f"has weight_block_size {shown(block)}; supported: fp8 in blocks, with a block's rows and columns, such as "
+            f"{FP8_BLOCK}",
         )
     return Fp8Format((block[0], block[1]))

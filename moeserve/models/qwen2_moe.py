@@ -9,10 +9,10 @@ from moeserve.models.family import Family, MoENames
 from moeserve.models.fields import (
     LAYER_TYPES,
     read_attention,
-    read_feed_forwards,
     read_model,
     read_num_experts,
     read_num_layers,
+    read_sparse_layers,
     read_width,
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
@@ -22,6 +22,7 @@ from moeserve.moe.shared import SharedExpertsConfig
 
 
 def read(config: ConfigJson) -> ModelConfig:
+    config.refuse("dual_chunk_attention_config")
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     is_normalized = config.flag("norm_topk_prob", default=False)
     moe = MoEConfig(
@@ -32,7 +33,7 @@ def read(config: ConfigJson) -> ModelConfig:
     attention = read_attention(config, has_bias=config.flag("qkv_bias", default=True))
     layers = [
         LayerConfig(attention=dataclasses.replace(attention, window=window), feed_forward=feed_forward)
-        for window, feed_forward in zip(_read_windows(config), read_feed_forwards(config, moe), strict=True)
+        for window, feed_forward in zip(_read_windows(config), read_sparse_layers(config, moe), strict=True)
     ]
     return read_model(config, layers, config.rotary(attention.head_dim))
 

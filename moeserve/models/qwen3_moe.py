@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from moeserve.models.config_json import ConfigJson
 from moeserve.models.family import Family
-from moeserve.models.fields import read_attention, read_feed_forwards, read_model, read_num_experts, read_width
+from moeserve.models.fields import read_attention, read_model, read_num_experts, read_sparse_layers, read_width
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
 from moeserve.moe.router import RouterConfig
 
 
 def read(config: ConfigJson) -> ModelConfig:
+    config.refuse("dual_chunk_attention_config")
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     is_normalized = config.flag("norm_topk_prob", default=False)
     moe = MoEConfig(
@@ -26,7 +27,7 @@ def read(config: ConfigJson) -> ModelConfig:
         has_output_bias=has_bias,
         window=config.integer("sliding_window") if has_window else None,
     )
-    feed_forwards = read_feed_forwards(config, moe)
+    feed_forwards = read_sparse_layers(config, moe)
     layers = [LayerConfig(attention=attention, feed_forward=feed_forward) for feed_forward in feed_forwards]
     return read_model(config, layers, config.rotary(attention.head_dim))
 

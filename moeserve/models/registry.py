@@ -121,7 +121,9 @@ _SAMPLING_NAMES = {
 
 def _open_config(folder: Path) -> ConfigJson:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the folder that holds the checkpoint's config.json")
+        raise CheckpointError(
+            f"{folder} is not a folder; give the folder that holds the checkpoint's config.json (nothing is downloaded)"
+        )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json, so it is not a checkpoint in Hugging Face layout")
     return ConfigJson(folder)

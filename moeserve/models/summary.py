@@ -23,7 +23,7 @@ class Part:
     name: str
     dtype: DtypeName
     num_parameters: int
-    num_active: int  # those that one token uses
+    num_active: int  # those that one token uses: of the embedding one row, of the experts those it is sent to
     num_bytes: int
 
 
@@ -43,7 +43,7 @@ class Summary:
 
     @property
     def num_active(self) -> int:
-        """Parameters that one token uses: all but those of experts that it is not sent to."""
+        """Parameters that one token uses."""
         return sum(part.num_active for part in self.parts)
 
     @property
@@ -56,7 +56,8 @@ def summarize(description: Description, dtype: DtypeName) -> Summary:
     config = description.model
     model = Decoder(config, "local", dtype=getattr(torch, dtype), device=torch.device("meta"))
     counts = _Counts()
-    counts.add("embedding", model.embedding)
+    is_whole_used = config.tie_word_embeddings  # by the output head
+    counts.add("embedding", model.embedding, share_active=(1, 1 if is_whole_used else config.vocab_size))
     for layer, layer_config in zip(model.layers, config.layers, strict=True):
         counts.add("attention", layer.attention)
         counts.add("norms", layer.attention_norm, layer.feed_forward_norm)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, KeysView
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped anew after this much was re
 PIECE_VALUES = 2 * 1024 * 1024  # copied at a time, or one slice of the first dimension if that is more
 NAMES_SHOWN = 5
 DUMMY_STD = 0.02
+LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Destinations:
 
     into: dict[str, Destination]
     is_ignored: Callable[[str], bool] = _none_is_ignored  # names that a checkpoint may hold, of no use to the model
+    # tensors that a checkpoint may hold a second time, under these names: what it holds there must be the same
+    copies: dict[str, Destination] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,12 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     if not index_path.is_file():
         single = folder / "model.safetensors"
         if not single.is_file():
-            raise CheckpointError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+            shards = sorted(path.name for path in folder.glob("*.safetensors"))
+            found = f" It holds {_shown(shards)}, but no index that says what is where." if shards else ""
+            raise CheckpointError(
+                f"{folder} holds neither model.safetensors nor model.safetensors.index.json.{found} "
+                "Fetch the checkpoint's safetensors files; other formats are not read"
+            )
         stored = _read_header(single)
         if not stored:
             raise CheckpointError(f"{single} holds no tensors")
@@ -134,11 +142,18 @@ def load_weights(checkpoint: Checkpoint, destinations: Destinations, *, show_pro
     """
     folder, into = checkpoint.folder, destinations.into
     missing = sorted(into.keys() - checkpoint.names)
-    extra = sorted(name for name in checkpoint.names - into.keys() if not destinations.is_ignored(name))
+    copies = {name: place for name, place in destinations.copies.items() if name in checkpoint.names}
+    extra = sorted(name for name in checkpoint.names - into.keys() - copies.keys() if not destinations.is_ignored(name))
     if missing:
-        raise CheckpointError(f"{folder} lacks {len(missing)} tensors that the model needs: {_shown(missing)}")
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} tensors that its config.json asks for: {_shown(missing)}; "
+            "fetch the whole checkpoint again, config.json and weights together"
+        )
     if extra:
-        raise CheckpointError(f"{folder} holds {len(extra)} tensors that the model does not know: {_shown(extra)}")
+        raise CheckpointError(
+            f"{folder} holds {len(extra)} tensors that its config.json does not account for: {_shown(extra)}; "
+            "fetch the whole checkpoint again, config.json and weights together"
+        )
     for name, destination in into.items():
         tensor = checkpoint.tensors[name]
         tensor.check()
@@ -161,6 +176,8 @@ def load_weights(checkpoint: Checkpoint, destinations: Destinations, *, show_pro
     ) as progress:
         for name in sorted(into, key=lambda name: checkpoint.tensors[name].shard):
             _fill(into[name], checkpoint.tensors[name], shards, progress)
+        for name, destination in copies.items():
+            _compare(name, destination, checkpoint, shards)
 
 
 def fill_randomly(model: nn.Module, seed: int) -> None:
@@ -204,6 +221,22 @@ def _fill(destination: Destination, tensor: PublishedTensor, shards: _Shards, pr
         progress.update(piece.nbytes)
 
 
+def _compare(name: str, destination: Destination, checkpoint: Checkpoint, shards: _Shards) -> None:
+    """Refuses a copy that differs from what was loaded."""
+    tensor, memory = checkpoint.tensors[name], destination.memory
+    tensor.check()
+    is_same = tensor.shape == destination.shape
+    step = max(1, PIECE_VALUES * len(memory) // memory.numel())
+    for start in range(0, len(memory) if is_same else 0, step):
+        piece = memory[start : start + step]
+        is_same &= torch.equal(piece, tensor.read(shards.read_rows, start, start + len(piece)).to(piece))
+    if not is_same:
+        raise CheckpointError(
+            f"{checkpoint.folder}: its config.json has tie_word_embeddings=true, but {name!r} differs from the "
+            "embedding; set tie_word_embeddings to false if the checkpoint's own output head is meant"
+        )
+
+
 def _report_decoding(checkpoint: Checkpoint, into: dict[str, Destination], num_bytes: int) -> None:
     """A warning, because a machine that holds the files may not hold what becomes of them."""
     decoded = [name for name in into if not isinstance(checkpoint.tensors[name], PlainTensor)]
@@ -221,7 +254,7 @@ def _report_decoding(checkpoint: Checkpoint, into: dict[str, Destination], num_b
 
 def _read_header(shard: Path) -> dict[str, StoredTensor]:
     if not shard.is_file():
-        raise CheckpointError(f"{shard} is missing, but the checkpoint's index names it")
+        raise CheckpointError(f"{shard} is missing, but the checkpoint's index names it; fetch it")
     stored = {}
     with _open(shard) as tensors:
         for name in tensors.keys():  # noqa: SIM118, this is no dict
@@ -234,6 +267,9 @@ def _open(shard: Path) -> safe_open:
     try:
         return safe_open(shard, framework="pt")
     except SafetensorError as error:
+        with shard.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise CheckpointError(f"{shard} only says where the file is; fetch it with `git lfs pull`") from None
         raise CheckpointError(
             f"{shard} is damaged or incomplete ({shard.stat().st_size} bytes: {error}); fetch it again"
         ) from None

@@ -63,7 +63,8 @@ def load_model(config: EngineConfig, *, show_progress: bool) -> Decoder:
     if num_bytes > free:
         raise CheckpointError(
             f"the weights of {config.model_path} do not fit in memory: they take {shown_bytes(num_bytes)} as "
-            f"{config.dtype}, but {shown_bytes(free)} are free; `moeserve inspect` shows what takes how much"
+            f"{config.dtype}, but {shown_bytes(free)} are free. Use a machine with more memory, a smaller "
+            "model, or dtype=bfloat16 if the checkpoint is float32; `moeserve inspect` shows what takes how much"
         )
     model = Decoder(description.model, config.dispatcher, dtype=dtype, device=device)
     if config.load_format == "dummy":

@@ -244,7 +244,7 @@ DEEPSEEK_V3 = {
         ),
         seed=1,
     ),
-    # Kimi: one group, queries that are not compressed, and a ramp of rotary frequencies without a width
+    # Kimi and Moonlight: one group, queries that are not compressed, and a ramp of rotary frequencies without a width
     "kimi": Shape(
         "DeepseekV3",
         dict(
@@ -377,6 +377,7 @@ QWEN3_MOE = {
     "qwen3-moe-window": Shape(
         "Qwen3Moe",
         dict(
+            rms_norm_eps=0.01,
             hidden_size=36,
             vocab_size=127,
             num_attention_heads=3,
@@ -392,7 +393,7 @@ QWEN3_MOE = {
             tie_word_embeddings=True,
             rope_parameters=rotary(),
         ),
-        seed=7,
+        seed=0,
     ),
 }
 
@@ -415,6 +416,7 @@ OLMOE = {
     "olmoe-odd": Shape(
         "Olmoe",
         dict(
+            rms_norm_eps=0.01,
             hidden_size=30,
             vocab_size=131,
             intermediate_size=26,
@@ -428,7 +430,7 @@ OLMOE = {
             tie_word_embeddings=True,
             rope_parameters=rotary(rope_theta=500.0),
         ),
-        seed=17,
+        seed=1,
     ),
 }
 
@@ -459,6 +461,7 @@ GLM4_MOE = {
     "glm4-moe-groups": Shape(
         "Glm4Moe",
         dict(
+            rms_norm_eps=0.01,
             initializer_range=0.2,
             hidden_size=36,
             vocab_size=127,
@@ -480,7 +483,7 @@ GLM4_MOE = {
             tie_word_embeddings=True,
             rope_parameters=rotary(partial_rotary_factor=0.25),
         ),
-        seed=8,
+        seed=1,
     ),
 }
 

@@ -15,6 +15,7 @@ from conftest import SMALLEST_GAP, Reference, in_the_style_of_the_hub
 from safetensors.torch import load_file, save_file
 
 from moeserve import LLM, SamplingParams
+from moeserve.errors import CheckpointError
 from moeserve.messages import Chunk, StepPlan
 
 NUM_TOKENS = 48
@@ -270,6 +271,25 @@ def test_layers_that_predict_further_tokens_are_skipped(
     index["weight_map"] |= dict.fromkeys(tensors, "model-extra.safetensors")
     index_path.write_text(json.dumps(index))
     assert tokens_in(tmp_path, reference.prompts(*LENGTHS)) == continuations(reference)
+
+
+def test_tied_head_and_frequencies_that_are_published_too(
+    reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """Older checkpoints hold both. A head that differs from the embedding is refused: it may be meant."""
+    reference = reference_named("mixtral-odd")
+    published = load_file(reference.folder / "model.safetensors")
+    extra = {"lm_head.weight": published["model.embed_tokens.weight"].clone()}
+    for layer in range(reference.model.config.num_hidden_layers):
+        extra[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(10)
+    folder = copy_of(reference, tmp_path)
+    save_file(published | extra, folder / "model.safetensors")
+    assert tokens_in(folder, reference.prompts(*LENGTHS)) == continuations(reference)
+
+    extra["lm_head.weight"][7, 3] += 1
+    save_file(published | extra, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, but 'lm_head.weight' differs"):
+        LLM(folder)
 
 
 def test_abort_leaves_the_others_alone(plain: Reference) -> None:

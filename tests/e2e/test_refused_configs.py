@@ -165,6 +165,8 @@ ROTARY = [
             ({"factor": "forty"}, ("rope_scaling.factor='forty'",)),
             ({"original_max_position_embeddings": 0}, ("rope_scaling.original_max_position_embeddings=0",)),
             ({"beta_fast": -1}, ("rope_scaling.beta_fast=-1",)),
+            ({"factor": 0.5}, ("factor=0.5", "at least 1")),
+            ({"beta_fast": 1, "beta_slow": 2}, ("beta_fast of at least beta_slow",)),
         ]
     ),
     *(
@@ -178,10 +180,22 @@ ROTARY = [
 ]
 
 QUANTIZATION = [
-    Case(name, {"quantization_config": {"quant_method": "awq"}}, ("quantization_config=", "awq")) for name in EVERY
+    *(Case(name, {"quantization_config": {"quant_method": "awq"}}, ("quantization_config=", "awq")) for name in EVERY),
+    *(wrong(name, "compression_config", {"format": "int-quantized"}) for name in EVERY),
 ]
 
-CASES = [*SIZES, *EXPERTS, *GROUPS, *ATTENTION, *WINDOWS, *FEED_FORWARD, *ROTARY, *QUANTIZATION]
+# What these families have in some checkpoints, and nobody runs here.
+UNSUPPORTED = [
+    wrong("deepseek-v2", "norm_topk_prob", True),
+    *(wrong(name, "moe_layer_freq", 2) for name in DEEPSEEK),
+    *(wrong(name, "index_topk", 2048) for name in DEEPSEEK),
+    *(wrong(name, "dual_chunk_attention_config", {"chunk_size": 8}) for name in ("qwen2-moe", "qwen3-moe")),
+    wrong("glm4-moe", "scoring_func", "softmax"),
+    wrong("glm4-moe", "topk_method", "greedy"),
+    Case("qwen2-moe", {"use_sliding_window": True, "sliding_window": 4}, ("use_sliding_window=True", "layer_types")),
+]
+
+CASES = [*UNSUPPORTED, *SIZES, *EXPERTS, *GROUPS, *ATTENTION, *WINDOWS, *FEED_FORWARD, *ROTARY, *QUANTIZATION]
 
 
 def folder_with(folder: Path, name: str, changes: dict[str, Any]) -> Path:

@@ -6,135 +6,23 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from moeserve import cli
+from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
+from moeserve.models.published import destinations
+from moeserve.models.registry import describe
+from moeserve.moe.layer import MoEConfig
 
-DEEPSEEK_V3: dict[str, Any] = dict(
-    architectures=["DeepseekV3ForCausalLM"],
-    attention_bias=False,
-    first_k_dense_replace=3,
-    hidden_act="silu",
-    hidden_size=7168,
-    intermediate_size=18432,
-    kv_lora_rank=512,
-    max_position_embeddings=163840,
-    moe_intermediate_size=2048,
-    moe_layer_freq=1,
-    n_group=8,
-    n_routed_experts=256,
-    n_shared_experts=1,
-    norm_topk_prob=True,
-    num_attention_heads=128,
-    num_experts_per_tok=8,
-    num_hidden_layers=61,
-    num_key_value_heads=128,
-    num_nextn_predict_layers=1,
-    q_lora_rank=1536,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]),
-    rms_norm_eps=1e-6,
-    rope_scaling=dict(
-        beta_fast=32,
-        beta_slow=1,
-        factor=40,
-        mscale=1.0,
-        mscale_all_dim=1.0,
-        original_max_position_embeddings=4096,
-        type="yarn",
-    ),
-    rope_theta=10000,
-    routed_scaling_factor=2.5,
-    scoring_func="sigmoid",
-    tie_word_embeddings=False,
-    topk_group=4,
-    topk_method="noaux_tc",
-    torch_dtype="bfloat16",
-    v_head_dim=128,
-    vocab_size=129280,
-)
-MIXTRAL_8X7B: dict[str, Any] = dict(
-    architectures=["MixtralForCausalLM"],
-    hidden_act="silu",
-    hidden_size=4096,
-    intermediate_size=14336,
-    max_position_embeddings=32768,
-    num_attention_heads=32,
-    num_experts_per_tok=2,
-    num_hidden_layers=32,
-    num_key_value_heads=8,
-    num_local_experts=8,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-    sliding_window=None,
-    tie_word_embeddings=False,
-    torch_dtype="bfloat16",
-    vocab_size=32000,
-)
-QWEN3_30B_A3B: dict[str, Any] = dict(
-    architectures=["Qwen3MoeForCausalLM"],
-    attention_bias=False,
-    decoder_sparse_step=1,
-    head_dim=128,
-    hidden_act="silu",
-    hidden_size=2048,
-    intermediate_size=6144,
-    max_position_embeddings=40960,
-    mlp_only_layers=[],
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-    num_attention_heads=32,
-    num_experts=128,
-    num_experts_per_tok=8,
-    num_hidden_layers=48,
-    num_key_value_heads=4,
-    rms_norm_eps=1e-6,
-    rope_scaling=None,
-    rope_theta=1e6,
-    sliding_window=None,
-    tie_word_embeddings=False,
-    torch_dtype="bfloat16",
-    use_sliding_window=False,
-    vocab_size=151936,
-)
-GPT_OSS_20B: dict[str, Any] = dict(
-    architectures=["GptOssForCausalLM"],
-    attention_bias=True,
-    head_dim=64,
-    hidden_act="silu",
-    hidden_size=2880,
-    intermediate_size=2880,
-    layer_types=["sliding_attention", "full_attention"] * 12,
-    max_position_embeddings=131072,
-    num_attention_heads=64,
-    num_experts_per_tok=4,
-    num_hidden_layers=24,
-    num_key_value_heads=8,
-    num_local_experts=32,
-    quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"]),
-    rms_norm_eps=1e-5,
-    rope_scaling=dict(
-        beta_fast=32.0,
-        beta_slow=1.0,
-        factor=32.0,
-        original_max_position_embeddings=4096,
-        rope_type="yarn",
-        truncate=False,
-    ),
-    rope_theta=150000,
-    sliding_window=128,
-    swiglu_limit=7.0,
-    tie_word_embeddings=False,
-    vocab_size=201088,
-)
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+DEEPSEEK_V3 = PUBLISHED["DeepSeek-V3"]
 
 
 def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
@@ -142,25 +30,120 @@ def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("config", "total", "active", "cache_bytes"),
-    [
-        # the technical report's 671 B and 37 B, and 70.272 KB per token (arXiv 2505.09343, table 1)
-        (DEEPSEEK_V3, 671.0e9, 37.6e9, 70272),
-        (MIXTRAL_8X7B, 46.7e9, 12.9e9, 2 * 32 * 8 * 128 * 2),  # the report's 47 B and 13 B
-        (QWEN3_30B_A3B, 30.5e9, 3.35e9, 2 * 48 * 4 * 128 * 2),  # the model card's 30.5 B and 3.3 B
-        (GPT_OSS_20B, 20.9e9, 4.19e9, 2 * 24 * 8 * 64 * 2),  # the model card's 20.9 B; it names no dtype
-    ],
-)
-def test_published_figures(
-    config: dict[str, Any], total: float, active: float, cache_bytes: int, tmp_path: Path
-) -> None:
-    found = inspect(folder_of(tmp_path, config), None)
-    assert found.num_parameters == pytest.approx(total, rel=2e-3)
-    assert found.num_active_parameters == pytest.approx(active, rel=4e-3)
-    assert found.cache_bytes_per_token == cache_bytes
+@dataclass(frozen=True)
+class Figures:
+    """What the authors of a model publish about it, in billions of parameters, and the values that a token caches."""
+
+    total: float
+    active: float
+    cached: int
+
+
+FIGURES = {
+    "DeepSeek-V2": Figures(236, 21, 60 * 576),  # arXiv 2405.04434
+    "DeepSeek-V2-Lite": Figures(15.7, 2.4, 27 * 576),  # the same, appendix B
+    "DeepSeek-V3": Figures(671, 37, 61 * 576),  # arXiv 2412.19437; 70.272 KB in bfloat16 (arXiv 2505.09343, table 1)
+    "DeepSeek-V3.1": Figures(671, 37, 61 * 576),
+    "GLM-4.5": Figures(355, 32, 2 * 92 * 8 * 128),  # arXiv 2508.06471, with multi-token prediction
+    "GLM-4.5-Air": Figures(106, 12, 2 * 46 * 8 * 128),
+    "Kimi-K2": Figures(1040, 32.6, 61 * 576),  # arXiv 2507.20534
+    "Mixtral-8x7B": Figures(47, 13, 2 * 32 * 8 * 128),  # arXiv 2401.04088
+    "Mixtral-8x22B": Figures(141, 39, 2 * 56 * 8 * 128),
+    "Moonlight-16B-A3B": Figures(16, 3, 27 * 576),  # arXiv 2502.16982
+    "OLMoE-1B-7B": Figures(6.9, 1.3, 2 * 16 * 16 * 128),  # arXiv 2409.02060
+    "Qwen1.5-MoE-A2.7B": Figures(14.3, 2.7, 2 * 24 * 16 * 128),
+    "Qwen2-57B-A14B": Figures(57, 14, 2 * 28 * 4 * 128),  # arXiv 2407.10671
+    "Qwen3-30B-A3B": Figures(30.5, 3.3, 2 * 48 * 4 * 128),  # arXiv 2505.09388
+    "Qwen3-30B-A3B-FP8": Figures(30.5, 3.3, 2 * 48 * 4 * 128),
+    "Qwen3-235B-A22B": Figures(235, 22, 2 * 94 * 4 * 128),
+    "gpt-oss-20b": Figures(20.9, 3.61, 2 * 24 * 8 * 64),  # arXiv 2508.10925
+    "gpt-oss-120b": Figures(116.8, 5.13, 2 * 36 * 8 * 64),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_figures(name: str, tmp_path: Path) -> None:
+    """Authors round, and count embeddings and multi-token prediction in one way or the other."""
+    found = inspect(folder_of(tmp_path, PUBLISHED[name]), None)
+    figures = FIGURES[name]
+    assert found.num_parameters / 1e9 == pytest.approx(figures.total, rel=0.02)
+    embedding = next(part.num_parameters for part in found.parts if part.name == "embedding")
+    with_or_without = [found.num_active_parameters / 1e9, (found.num_active_parameters + embedding) / 1e9]
+    assert any(active == pytest.approx(figures.active, rel=0.07) for active in with_or_without)
+    assert found.dtype == "bfloat16"  # gpt-oss names none
+    assert found.cache_bytes_per_token == 2 * figures.cached
     assert found.stored is None
     assert found.weight_bytes == sum(part.num_bytes for part in found.parts)
+
+
+LATENT = "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj o_proj"
+# Tensors of the first layer that has experts, as the published index files name them.
+NAMES = {
+    "DeepSeek-V3": (
+        f"self_attn: {LATENT} | mlp.gate: . e_score_correction_bias | mlp.shared_experts: gate_proj up_proj down_proj"
+        " | mlp.experts.#: gate_proj up_proj down_proj"
+    ),
+    "DeepSeek-V2-Lite": (
+        "self_attn: q_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj o_proj | mlp.gate: ."
+        " | mlp.shared_experts: gate_proj up_proj down_proj | mlp.experts.#: gate_proj up_proj down_proj"
+    ),
+    "Mixtral-8x7B": (
+        "self_attn: q_proj k_proj v_proj o_proj | block_sparse_moe.gate: . | block_sparse_moe.experts.#: w1 w2 w3"
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        "self_attn: q_proj k_proj v_proj o_proj q_proj.bias k_proj.bias v_proj.bias | mlp.gate: ."
+        " | mlp.shared_expert: gate_proj up_proj down_proj | mlp.shared_expert_gate: ."
+        " | mlp.experts.#: gate_proj up_proj down_proj"
+    ),
+    "Qwen3-30B-A3B": (
+        "self_attn: q_proj k_proj v_proj o_proj q_norm k_norm | mlp.gate: ."
+        " | mlp.experts.#: gate_proj up_proj down_proj"
+    ),
+    "OLMoE-1B-7B": (
+        "self_attn: q_proj k_proj v_proj o_proj q_norm k_norm | mlp.gate: ."
+        " | mlp.experts.#: gate_proj up_proj down_proj"
+    ),
+    "GLM-4.5": (
+        "self_attn: q_proj k_proj v_proj o_proj q_norm k_norm q_proj.bias k_proj.bias v_proj.bias"
+        " | mlp.gate: . e_score_correction_bias | mlp.shared_experts: gate_proj up_proj down_proj"
+        " | mlp.experts.#: gate_proj up_proj down_proj"
+    ),
+    "gpt-oss-20b": (
+        "self_attn: q_proj k_proj v_proj o_proj q_proj.bias k_proj.bias v_proj.bias o_proj.bias sinks!"
+        " | mlp.router: . bias! | mlp.experts: gate_up_proj! gate_up_proj_bias! down_proj! down_proj_bias!"
+    ),
+}
+
+
+def spelled_out(prefix: str, names: str, num_experts: int) -> set[str]:
+    """`a: x y.bias z!` is a.x.weight, a.y.bias and a.z; a dot is the weight of `a` itself, # every expert."""
+    found = {f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"}
+    for group in names.split(" | "):
+        owner, _, members = group.partition(": ")
+        for member in members.split():
+            if member == ".":
+                name = f"{prefix}.{owner}.weight"
+            elif member.endswith(("bias", "!")):
+                name = f"{prefix}.{owner}.{member.rstrip('!')}"
+            else:
+                name = f"{prefix}.{owner}.{member}.weight"
+            found |= {name.replace("#", str(expert)) for expert in range(num_experts)}
+    return found
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_published_names_are_those_that_the_model_fills(model: str, tmp_path: Path) -> None:
+    description = describe(folder_of(tmp_path, PUBLISHED[model]))
+    decoder = Decoder(description.model, "local", dtype=torch.bfloat16, device=torch.device("meta"))
+    layers = description.model.layers
+    index, moe = next((i, c.feed_forward) for i, c in enumerate(layers) if isinstance(c.feed_forward, MoEConfig))
+    expected = spelled_out(f"model.layers.{index}", NAMES[model], moe.router.num_experts)
+    places = destinations(decoder, description.family, expected)
+    assert {name for name in places.into if name.startswith(f"model.layers.{index}.")} == expected
+    outside = {name for name in places.into if not name.startswith("model.layers.")}
+    assert outside == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert places.is_ignored(f"model.layers.{len(layers)}.eh_proj.weight") == ("num_nextn" in str(PUBLISHED[model]))
+    assert not places.is_ignored(f"model.layers.{len(layers) + 1}.eh_proj.weight")
 
 
 def timed(*arguments: str | Path) -> tuple[float, str]:
@@ -177,7 +160,7 @@ def test_a_model_of_256_experts_and_61_layers_in_2_seconds(tmp_path: Path) -> No
     runs = [(timed("-m", "moeserve", "inspect", folder), timed("-c", "import torch")[0]) for _ in range(3)]
     assert min(seconds for (seconds, _), _ in runs) < max(2.0, 1.6 * min(torch_alone for _, torch_alone in runs))
     output = runs[0][0][1]
-    assert "671.03 B, of which a token uses 37.55 B" in output
+    assert "671.03 B, of which a token uses 36.63 B" in output
     assert "no weights in this folder; fp8 in blocks of 128 x 128, to be dequantised" in output
 
 
@@ -200,7 +183,8 @@ def test_a_recount_of_what_is_on_disk(tmp_path: Path, capsys: pytest.CaptureFixt
     found = inspect(tmp_path, "float32")
     num_parameters = sum(weight.numel() for weight in model.parameters())
     assert found.num_parameters == num_parameters
-    assert found.num_active_parameters == num_parameters - 2 * 3 * (3 * 24 * 17)  # 2 layers, 3 experts not used
+    unused_experts, unused_rows = 2 * 3 * (3 * 24 * 17), 100 * 24  # of 2 layers with 5 experts, of the embedding
+    assert found.num_active_parameters == num_parameters - unused_experts - unused_rows
     assert found.weight_bytes == 4 * num_parameters
     assert found.stored is not None
     assert found.stored.bytes_of_dtype == {"F32": 4 * num_parameters}
@@ -218,8 +202,15 @@ def test_what_is_wrong_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["inspect", str(folder)]) == 1
     assert "num_experts_per_tok=300 is more than n_routed_experts=256" in capsys.readouterr().err
 
+
+def test_shards_that_cannot_be_read_do_not_hide_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder_of(tmp_path, DEEPSEEK_V3)
-    save_file({"x": torch.zeros(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").write_bytes(b"damaged")
-    assert cli.main(["inspect", str(folder)]) == 1
-    assert "damaged or incomplete" in capsys.readouterr().err
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00163.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for content, says in [(None, "is missing"), (b"damaged", "damaged or incomplete")]:
+        if content is not None:
+            (tmp_path / "model-00001-of-00163.safetensors").write_bytes(content)
+        assert cli.main(["inspect", str(tmp_path)]) == 0
+        told = capsys.readouterr().out
+        assert says in told
+        assert "671.03 B" in told
