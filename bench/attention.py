@@ -118,14 +118,15 @@ def measure(shape: Shape, num_rounds: int) -> dict[str, list[float]]:
     query_TNH = torch.randn(shape.batch, shape.num_heads, shape.head_size).bfloat16()
     num_blocks, scale = shape.batch * shape.blocks_per_request, shape.head_size**-0.5
     kernel: Any
+    attend: Callable[[Any, Tensor, list[Tensor], StepInputs], None]
+    cache_shapes: list[tuple[int, ...]]
     if shape.latent_size is None:
-        kernel = choose_attention("cpu", scale=scale, window=None)
+        kernel, attend = choose_attention("cpu", scale=scale, window=None), _attend
         cache_shapes = 2 * [(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_size)]
-        attend = _attend
     else:
         kernel = choose_latent_attention("cpu", scale=scale, latent_size=shape.latent_size)
-        cache_shapes = [(num_blocks, shape.block_size, shape.head_size)]
         attend = _attend_latent
+        cache_shapes = [(num_blocks, shape.block_size, shape.head_size)]
     caches = [
         [torch.randn(cache_shape).bfloat16() for cache_shape in cache_shapes]
         for _ in range(max(2, CACHE_BYTES // shape.key_value_bytes))
@@ -150,11 +151,13 @@ def measure(shape: Shape, num_rounds: int) -> dict[str, list[float]]:
 
 
 def _attend(backend: AttentionBackend, query_TNH: Tensor, cache: list[Tensor], step: StepInputs) -> None:
-    backend.attend(query_TNH, *cache, step)
+    keys, values = cache
+    backend.attend(query_TNH, keys, values, step)
 
 
 def _attend_latent(backend: LatentAttentionBackend, query_TNP: Tensor, cache: list[Tensor], step: StepInputs) -> None:
-    backend.attend(query_TNP, *cache, step, 1)
+    (latents,) = cache
+    backend.attend(query_TNP, latents, step, max_rows=1)
 
 
 def _decode_step(shape: Shape) -> StepInputs:

@@ -164,8 +164,9 @@ class LLM:
         Raises:
             RequestError, EngineError: as `generate`; also where there is no chat template.
         """
-        if isinstance(messages, str):
-            raise RequestError(f"messages={shown(messages)} must be a list of messages; pass a text to generate")
+        given: object = messages
+        if isinstance(given, str):
+            raise RequestError(f"messages={shown(given)} must be a list of messages; pass a text to generate")
         is_one = isinstance(messages, Mapping) or not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
         prompts = [
