@@ -122,7 +122,8 @@ def measure(shape: Shape, num_rounds: int) -> dict[str, list[float]]:
     cache_shapes: list[tuple[int, ...]]
     if shape.latent_size is None:
         kernel, attend = choose_attention("cpu", scale=scale, window=None), _attend
-        cache_shapes = 2 * [(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_size)]
+        cache_shape = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_size)
+        cache_shapes = [cache_shape, cache_shape]
     else:
         kernel = choose_latent_attention("cpu", scale=scale, latent_size=shape.latent_size)
         attend = _attend_latent
