@@ -81,7 +81,7 @@ def test_peak_memory_while_loading_fp8(tmp_path: Path) -> None:
             stored[name + "_scale_inv"] = torch.ones([-(-size // 128) for size in shape])
         else:
             stored[name] = torch.zeros(shape, dtype=torch.bfloat16)
-    write_checkpoint(tmp_path, config, stored, {"quant_method": "fp8"})
+    write_checkpoint(tmp_path, config, stored, {"quant_method": "fp8", "weight_block_size": [128, 128]})
     assert_peak_memory_is_little(tmp_path)
 
 
