@@ -112,7 +112,7 @@ def test_missing_tensor_is_named(broken: Path) -> None:
 def test_extra_tensor_is_named(broken: Path) -> None:
     edit_tensors(broken, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}))
     message = refusal(broken)
-    assert "holds 1 tensors that the model does not know" in message
+    assert "holds 1 tensors that its config.json does not account for" in message
     assert "model.layers.0.self_attn.q_proj.bias" in message
 
 
