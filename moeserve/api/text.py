@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from moeserve.api.byte_alphabet import byte_of_character
+from moeserve.api.tiktoken_file import load_tiktoken
 from moeserve.errors import CheckpointError, RequestError, nearest, shown
 from moeserve.messages import SamplingParams
 
 # Vocabularies that transformers reads, but not always as they were meant: it leaves out the space that a SentencePiece
 # model puts before a text, and guesses how text is cut before it is looked up in a tiktoken file, which does not say.
+# tiktoken.model is read where tokenizer_config.json tells how; see tiktoken_file.py.
 UNREAD_VOCABULARY_FILES = {
     "tokenizer.model": "a SentencePiece or tiktoken vocabulary",
     "spiece.model": "a SentencePiece vocabulary",
@@ -116,6 +119,9 @@ class TextCodec:
                 f"{root / companions[0]} belongs to a tokenizer, but the folder has no vocabulary: "
                 f"add tokenizer.json, or remove {', '.join(companions)} to work with token ids only"
             )
+        tokenizer = load_tiktoken(root) if vocabularies == ["tiktoken.model"] else None
+        if tokenizer is not None:
+            return cls(tokenizer, adds_bos=_says_to_add_bos(root))
         unread = [name for name in vocabularies if name in UNREAD_VOCABULARY_FILES]
         if unread and "tokenizer.json" not in vocabularies:
             raise CheckpointError(
@@ -240,7 +246,7 @@ class TextCodec:
             return text.encode("utf-8")
         token = self.token(token_id)
         assert token is not None, f"token {token_id} has a text but is not in the vocabulary"
-        byte_of = _byte_of_character()
+        byte_of = byte_of_character()
         if all(character in byte_of for character in token):
             return bytes(byte_of[character] for character in token)
         return token.encode("utf-8")  # an added token, kept in plain text
@@ -487,15 +493,3 @@ def _is_stepwise(decoder: list[dict[str, Any]]) -> bool:
         step["type"] == "Fuse" or (step["type"] == "Strip" and step["start"] <= 1 and step["stop"] == 0)
         for step in whole_text_steps
     )
-
-
-@functools.cache
-def _byte_of_character() -> dict[str, int]:
-    """The bytes that the characters of a byte-level vocabulary stand for.
-
-    A printable character of Latin-1 stands for its own code; the other bytes, in order, have the characters
-    from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

@@ -1,0 +1,500 @@
+"""Vocabularies in tiktoken files, as Kimi and Moonlight come: text to tokens and back, and files that are damaged.
+
+The reference is the tiktoken library with the published split, on a vocabulary that Mistral publishes.
+"""
+
+# ruff: noqa: RUF001  # letters that look like others are what these texts are about
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import sys
+import tempfile
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_real_tokenizers import CONVERSATION, TEXTS, is_beginning_of_character, loaded, prefixes, streamed
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+from moeserve.api import tiktoken_file
+from moeserve.api.text import TextCodec
+from moeserve.errors import CheckpointError
+
+tiktoken = pytest.importorskip("tiktoken", reason="it comes with mistral-common; pip install -e '.[dev]'")
+
+# As Moonshot publishes it, in one piece.
+PUBLISHED_SPLIT = (
+    r"[\p{Han}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NUM_RANKS = 100_000
+
+# Where Kimi-K2 has its tokens, counted from the end of the ranks, and whether they are special.
+NAMED = {
+    0: ("[BOS]", True),
+    1: ("[EOS]", True),
+    2: ("<|im_end|>", True),
+    3: ("<|im_user|>", True),
+    4: ("<|im_assistant|>", True),
+    9: ("[EOT]", True),
+    10: ("<|im_system|>", True),
+    11: ("<|tool_calls_section_begin|>", False),
+    17: ("<|im_middle|>", True),
+    254: ("[UNK]", True),
+    255: ("[PAD]", True),
+}
+
+TEMPLATE = """
+{%- for message in messages -%}
+    {%- if loop.first and message.role != "system" -%}
+        <|im_system|>system<|im_middle|>You are helpful.<|im_end|>
+    {%- endif -%}
+    <|im_{{ message.role }}|>{{ message.role }}<|im_middle|>{{ message.content }}<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    <|im_assistant|>assistant<|im_middle|>
+{%- endif -%}
+"""
+CHINESE_AND_MORE = [
+    "月之暗面Kimi是一个MoE模型,参数1万亿。",
+    "使用Python3编写def函数(x)，don't返回None；々〆〇 㐀㐁 𠀀𠀁豈",
+    "漢字とカタカナ、ひらがな。ｶﾞ ㍿ 한자漢字",
+    "A中B文C a中b文c É中é ǅ中ʰ",
+    "中's 中文'LL I'M you'Re THEY'VE it'ſ",
+    "1中2文12345678年１２３４ ⅣⅤⅥ ①②③④",
+    "中 文  中   文\n\n中\r\n文 \n 中\t文\u3000中",
+    "中!文?。。。！！\n\n!!\r\n#中",
+    "👩‍👩中👍🏽a\u0301中\u0301\u0301b",
+    "return {'键': [值, 0x1F, 3.14e-10]}  # 注释\n\t\tif x!=y:\n",
+]
+
+
+@dataclass(frozen=True, repr=False)
+class Kimi:
+    folder: Path
+    codec: TextCodec
+    reference: Any  # a tiktoken.Encoding
+    tokens: list[bytes]  # by id
+    special_ids: frozenset[int]
+
+    def ids(self, text: str) -> list[int]:
+        token_ids: list[int] = self.reference.encode(text, allowed_special="all")
+        return token_ids
+
+    def content(self, token_ids: list[int], *, skip_special_tokens: bool) -> bytes:
+        hidden = self.special_ids if skip_special_tokens else frozenset[int]()
+        return b"".join(self.tokens[i] for i in token_ids if i < len(self.tokens) and i not in hidden)
+
+
+def write_vocabulary(folder: Path, tokens: list[bytes], *, is_reversed: bool = False) -> None:
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    (folder / "tiktoken.model").write_text("".join(reversed(lines) if is_reversed else lines))
+
+
+def published_config(num_ranks: int, **changes: Any) -> dict[str, Any]:
+    """tokenizer_config.json in the form of Kimi-K2's."""
+    facts = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    tokens = {
+        str(num_ranks + place): {"content": content, "special": special, **facts}
+        for place, (content, special) in NAMED.items()
+    }
+    return {
+        "added_tokens_decoder": tokens,
+        "additional_special_tokens": ["<|im_end|>", "<|im_user|>", "<|im_assistant|>"],
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "bos_token": "[BOS]",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "[EOS]",
+        "model_max_length": 10**30,
+        "pad_token": "[PAD]",
+        "tokenizer_class": "TikTokenTokenizer",
+        "unk_token": "[UNK]",
+        **changes,
+    }
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Kimi:
+    """A real vocabulary in the layout of Kimi-K2, with the code that must not run."""
+    mistral_common = pytest.importorskip("mistral_common", reason="install it with pip install -e '.[dev]'")
+    source = Path(mistral_common.__file__).parent / "data" / "tekken_240718.json"
+    entries = json.loads(source.read_text(encoding="utf-8"))["vocab"][:NUM_RANKS]
+    tokens = [base64.b64decode(entry["token_bytes"]) for entry in entries]
+    assert [entry["rank"] for entry in entries] == list(range(NUM_RANKS))
+
+    folder = tmp_path_factory.mktemp("kimi")
+    write_vocabulary(folder, tokens)
+    write_config(folder, published_config(NUM_RANKS))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenization_kimi.py").write_text("raise SystemExit('the code of the checkpoint was run')")
+    added = [NAMED.get(place, (f"<|reserved_token_{NUM_RANKS + place}|>", False))[0] for place in range(256)]
+    return Kimi(
+        folder=folder,
+        codec=loaded(folder),
+        reference=tiktoken.Encoding(
+            name="kimi",
+            pat_str=PUBLISHED_SPLIT,
+            mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+            special_tokens={content: NUM_RANKS + place for place, content in enumerate(added)},
+        ),
+        tokens=[*tokens, *(content.encode() for content in added)],
+        special_ids=frozenset(NUM_RANKS + place for place, (_, special) in NAMED.items() if special),
+    )
+
+
+# --- text to tokens
+
+
+@pytest.mark.parametrize("text", TEXTS + CHINESE_AND_MORE)
+def test_text_becomes_the_tokens_of_tiktoken(kimi: Kimi, text: str) -> None:
+    for written in (text, f"{text}<|im_end|> {text}[EOS]{text}<|reserved_token_{NUM_RANKS + 5}|>"):
+        token_ids = kimi.codec.encode(written)
+        assert token_ids == kimi.ids(written)
+        assert kimi.codec.decode(token_ids, skip_special_tokens=False) == written
+        assert streamed(kimi.codec, token_ids, skip_special_tokens=False) == written
+
+
+WORDS = ("中", "文字", "々", "a", "The", "ABC", "É", "ß", "ǅ", "'s", "'LL", "1", "2024", "²", "٣", "ʰ", "カ", "한")
+OTHERS = ("'", "!", "...", "_", "😀", "<|im_end|>", "[BOS]", "<|", " ", "  ", "\n", "\r\n", "\t", "\u3000", "\u00a0")
+PIECES = st.sampled_from([*WORDS, *OTHERS, "\u200d", "\u0301", "\x00"])
+
+
+@given(text=st.lists(PIECES | st.characters(exclude_categories=["Cs"]), max_size=40).map("".join))
+@settings(max_examples=400, deadline=None)
+def test_any_text_becomes_the_tokens_of_tiktoken(kimi: Kimi, text: str) -> None:
+    token_ids = kimi.codec.encode(text)
+    assert token_ids == kimi.ids(text)
+    assert kimi.codec.decode(token_ids, skip_special_tokens=False) == text
+
+
+@dataclass(frozen=True, repr=False)
+class SplitMadeVisible:
+    """A vocabulary that shows where text is cut: any two characters in one word share a token, unless a third takes
+    one of them. Tokens are pairs of bytes of which the second begins a character."""
+
+    codec: TextCodec
+    reference: Any  # a tiktoken.Encoding
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> SplitMadeVisible:
+    beginnings = [byte for byte in range(0xF5) if not 0x80 <= byte < 0xC2]
+    pairs = [bytes([last, first]) for last in range(0xC0) for first in beginnings]
+    random.Random(0).shuffle(pairs)
+    tokens = [*(bytes([byte]) for byte in range(256)), *pairs]
+    folder = tmp_path_factory.mktemp("split")
+    write_vocabulary(folder, tokens)
+    write_config(folder, published_config(len(tokens)))
+    reference = tiktoken.Encoding(
+        name="split",
+        pat_str=PUBLISHED_SPLIT,
+        mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+        special_tokens={},
+    )
+    return SplitMadeVisible(codec=loaded(folder), reference=reference)
+
+
+def test_every_character_is_of_the_class_that_it_is_of_in_tiktoken(split: SplitMadeVisible) -> None:
+    """Two libraries, with Unicode tables of their own, read the split."""
+    categories = [unicodedata.category(chr(code)) for code in range(sys.maxunicode + 1)]
+    # of the long blocks of Han and Hangul, a few
+    is_within_block = [
+        categories[code - 1 : code + 2] == ["Lo"] * 3 and code % 16 > 0 for code in range(len(categories))
+    ]
+    assigned = [
+        chr(code)
+        for code, category in enumerate(categories)
+        if category not in ("Cn", "Co", "Cs") and not is_within_block[code]
+    ]
+    assert len(assigned) > 20_000
+    size = 2000
+    for start in range(0, len(assigned), size):
+        text = "".join(f"a{one}\n{one}a\n{one}B\n中{one}\n1{one}\n!{one}\n" for one in assigned[start : start + size])
+        assert split.codec.encode(text) == split.reference.encode_ordinary(text)
+
+
+@given(text=st.text("aBsStTrReEvVmMlLdD'éÉǅʰ\u0301中々カ한019²٣Ⅳ \t\n\r\u3000\u00a0!_/.😀\u200dſ", max_size=12))
+@example("you're, We'Re, they'LL, I'm, it'S, he'd, i've, can'T")
+@example("123 1234 12345中123456")
+@settings(max_examples=1000, deadline=None)
+def test_text_is_cut_as_published(split: SplitMadeVisible, text: str) -> None:
+    assert split.codec.encode(text) == split.reference.encode_ordinary(text)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_ranks_in_any_order_join_bytes_as_tiktoken_does(data: st.DataObject) -> None:
+    """Also where tokens cannot be reached, or could be cut in several ways: no trained vocabulary has all of that."""
+    letters = st.text("abc", min_size=1, max_size=7)
+    joined = data.draw(st.lists(st.text("abc", min_size=2, max_size=5), max_size=25, unique=True))
+    tokens = data.draw(st.permutations([*"abc", *joined]))
+    others = [bytes([byte]) for byte in range(256) if chr(byte) not in "abc"]
+    ranked = [*others, *(token.encode() for token in tokens)]
+    reference = tiktoken.Encoding(
+        name="random",
+        pat_str=PUBLISHED_SPLIT,
+        mergeable_ranks={token: rank for rank, token in enumerate(ranked)},
+        special_tokens={},
+    )
+    with tempfile.TemporaryDirectory() as name:
+        write_vocabulary(Path(name), ranked, is_reversed=data.draw(st.booleans()))
+        write_config(Path(name), published_config(len(ranked)))
+        codec = loaded(Path(name))
+    for text in data.draw(st.lists(letters | st.text("ab", min_size=8, max_size=30), min_size=10, max_size=30)):
+        assert codec.encode(text) == reference.encode_ordinary(text)
+
+
+# --- tokens to text
+
+
+@pytest.mark.parametrize("text", TEXTS + CHINESE_AND_MORE)
+def test_every_whole_character_is_streamed_at_once(kimi: Kimi, text: str) -> None:
+    single_bytes = {token: token_id for token_id, token in enumerate(kimi.tokens) if len(token) == 1}
+    for token_ids in (kimi.ids(text), [single_bytes[bytes([byte])] for byte in text.encode()]):
+        for count, given_so_far in enumerate(prefixes(kimi.codec, token_ids), start=1):
+            content = kimi.content(token_ids[:count], skip_special_tokens=True)
+            assert given_so_far == content.decode(errors="ignore")  # valid but for an incomplete end
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_tokens_are_streamed_exactly(kimi: Kimi, data: st.DataObject) -> None:
+    any_token = st.integers(0, len(kimi.tokens) + 3)
+    added_token = st.integers(NUM_RANKS, len(kimi.tokens) - 1)
+    token_ids = data.draw(st.lists(any_token | st.integers(0, 255) | added_token, max_size=30))
+    skip = data.draw(st.booleans())
+
+    final = kimi.content(token_ids, skip_special_tokens=skip).decode(errors="replace")
+    assert kimi.codec.decode(token_ids, skip_special_tokens=skip) == final
+    assert streamed(kimi.codec, token_ids, skip_special_tokens=skip) == final
+    for count, given_so_far in enumerate(prefixes(kimi.codec, token_ids, skip_special_tokens=skip), start=1):
+        content = kimi.content(token_ids[:count], skip_special_tokens=skip)
+        assert any(
+            given_so_far == content[:decided].decode(errors="replace") and is_beginning_of_character(content[decided:])
+            for decided in range(max(0, len(content) - 3), len(content) + 1)
+        )
+
+
+def test_special_tokens_have_the_ids_of_the_config(kimi: Kimi) -> None:
+    assert kimi.codec.num_tokens == NUM_RANKS + 256
+    assert kimi.codec.eos_token_ids == [NUM_RANKS + 1]
+    for token_id in range(NUM_RANKS, NUM_RANKS + 256):
+        content = kimi.tokens[token_id].decode()
+        assert kimi.codec.encode(content) == [token_id]
+        assert kimi.codec.decode([token_id], skip_special_tokens=False) == content
+        assert kimi.codec.decode([token_id]) == ("" if token_id in kimi.special_ids else content)
+
+
+def test_a_named_token_is_special_whatever_its_entry_says(small: Path) -> None:
+    config = published_config(NUM_SMALL)
+    config["added_tokens_decoder"][str(NUM_SMALL + 255)]["special"] = False  # [PAD]
+    write_config(small, config)
+    assert loaded(small).decode([NUM_SMALL + 255, ord("a")]) == "a"
+
+
+def test_no_token_is_put_before_a_text_unless_the_config_says_so(small: Path) -> None:
+    assert loaded(small).encode("a") == [ord("a")]
+    write_config(small, published_config(NUM_SMALL, add_bos_token=True))
+    assert loaded(small).encode("a") == [NUM_SMALL, ord("a")]
+
+
+# --- conversations
+
+
+def test_a_conversation_is_written_by_the_template_and_read_as_tokens(kimi: Kimi) -> None:
+    expected = (
+        "<|im_system|>system<|im_middle|>You are terse.<|im_end|><|im_user|>user<|im_middle|>Hi<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|>Hello!<|im_end|><|im_user|>user<|im_middle|>你好 😀?\n<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|>"
+    )
+    assert kimi.codec.chat_prompt(CONVERSATION) == kimi.ids(expected)
+    expected = (
+        "<|im_system|>system<|im_middle|>You are helpful.<|im_end|><|im_user|>user<|im_middle|>Hi<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|>Hello!<|im_end|>"
+    )
+    assert kimi.codec.chat_prompt(CONVERSATION[1:3], add_generation_prompt=False) == kimi.ids(expected)
+
+
+NUM_SMALL = 256 + 2
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """The 256 bytes and two tokens more."""
+    write_vocabulary(tmp_path, [*(bytes([byte]) for byte in range(256)), b"ab", "中".encode()])
+    write_config(tmp_path, published_config(NUM_SMALL))
+    return tmp_path
+
+
+def prompt(folder: Path, **arguments: Any) -> str:
+    codec = loaded(folder)
+    return codec.decode(codec.chat_prompt(CONVERSATION[1:2], template_arguments=arguments), skip_special_tokens=False)
+
+
+def test_the_template_is_in_its_own_file_or_in_the_config(small: Path) -> None:
+    assert not loaded(small).has_chat_template
+    write_config(small, published_config(NUM_SMALL, chat_template="in the config: {{ bos_token }}{{ eos_token }}"))
+    assert prompt(small) == "in the config: [BOS][EOS]"
+    (small / "chat_template.jinja").write_text("in a file: {{ pad_token }}")
+    assert prompt(small) == "in a file: [PAD]"
+
+
+def test_of_several_templates_the_one_for_the_purpose_is_taken(small: Path) -> None:
+    templates = [{"name": "default", "template": "no tools"}, {"name": "tool_use", "template": "tools"}]
+    write_config(small, published_config(NUM_SMALL, chat_template=templates))
+    assert prompt(small) == "no tools"
+    assert prompt(small, tools=[{"type": "function", "function": {"name": "f"}}]) == "tools"
+
+
+# --- which folders are read
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        ["tokenization_kimi.TikTokenTokenizer", None],
+        ["tokenization_moonshot.TikTokenTokenizer", None],
+        "moonshotai/Moonlight-16B-A3B--tokenization_moonshot.TikTokenTokenizer",
+    ],
+)
+def test_a_folder_that_names_moonshots_code_is_read(small: Path, reference: Any) -> None:
+    write_config(small, published_config(NUM_SMALL, auto_map={"AutoTokenizer": reference}))
+    assert loaded(small).encode("ab中") == [256, 257]
+
+
+@pytest.mark.parametrize(
+    "auto_map",
+    [
+        None,
+        [],
+        {},
+        {"AutoTokenizer": None},
+        {"AutoTokenizer": [None, 1]},
+        {"AutoTokenizer": ["tokenization_kimi_own.TikTokenTokenizer", None]},
+        {"AutoModel": "tokenization_kimi.TikTokenTokenizer"},
+    ],
+)
+def test_a_folder_that_names_other_code_is_refused(small: Path, auto_map: Any) -> None:
+    write_config(small, published_config(NUM_SMALL, auto_map=auto_map))
+    with pytest.raises(CheckpointError, match=r"tiktoken\.model is a tiktoken vocabulary, which .* add the tokenizer"):
+        TextCodec.load(str(small))
+
+
+def test_tokenizer_json_is_read_first(small: Path) -> None:
+    Tokenizer(BPE({"x": 0}, [])).save(str(small / "tokenizer.json"))
+    backend = json.loads((small / "tokenizer.json").read_text()) | {"decoder": {"type": "Fuse"}}
+    (small / "tokenizer.json").write_text(json.dumps(backend))
+    (small / "tiktoken.model").write_text("not read")
+    assert loaded(small).encode("x") == [0]
+
+
+# --- damaged files
+
+
+def replaced_line(place: int, line: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        lines = (folder / "tiktoken.model").read_text().splitlines()
+        lines[place] = line
+        (folder / "tiktoken.model").write_text("\n".join(lines))
+
+    return damage
+
+
+def changed_config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: write_config(folder, published_config(NUM_SMALL, **changes))
+
+
+def added(**entries: Any) -> Callable[[Path], None]:
+    tokens = {key.removeprefix("id_"): entry for key, entry in entries.items()}
+    return changed_config(added_tokens_decoder={**published_config(NUM_SMALL)["added_tokens_decoder"], **tokens})
+
+
+def cut(folder: Path, *, keep: int) -> None:
+    lines = (folder / "tiktoken.model").read_text().splitlines(keepends=True)
+    (folder / "tiktoken.model").write_text("".join(lines[:keep]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (replaced_line(2, "AA=="), r"tiktoken\.model: line 3 is b'AA==', which is not a token .* copy the file again"),
+        (replaced_line(2, "AA== 2 2"), r"tiktoken\.model: line 3 is b'AA== 2 2', which is not"),
+        (replaced_line(2, "AA== -2"), r"tiktoken\.model: line 3 is b'AA== -2', which is not"),
+        (replaced_line(2, "AA== 1_0"), r"tiktoken\.model: line 3 is b'AA== 1_0', which is not"),
+        (replaced_line(2, "A 2"), r"tiktoken\.model: line 3 has b'A', which is not base64 .* copy the file again"),
+        (replaced_line(2, "A*g== 2"), r"tiktoken\.model: line 3 has b'A\*g==', which is not base64"),
+        (replaced_line(2, "A\u00e9== 2"), r"tiktoken\.model: line 3 has .*, which is not base64"),
+        (replaced_line(2, "== 2"), r"tiktoken\.model: line 3 has "),
+        (replaced_line(2, f"{'AAAA' * 400} 2"), r"tiktoken\.model: line 3 has a token of 1200 bytes; .* 1 to 1024"),
+        (replaced_line(2, "Ag== 1"), r"tiktoken\.model: line 3 has rank 1, which line 2 has too"),
+        (replaced_line(2, "AQ== 2"), r"tiktoken\.model: line 3 has b'\\x01', which line 2 has too"),
+        (replaced_line(2, "Ag== 258"), r"tiktoken\.model: line 3 has rank 258, but the file has 258 tokens"),
+        (replaced_line(2, f"Ag== 1{'0' * 5000}"), r"tiktoken\.model: line 3 has rank 1000\d*, but the file has 258"),
+        (replaced_line(2, "YWJj 2"), r"tiktoken\.model has no token for the byte 0x02, and 1 of 256"),
+        (lambda folder: cut(folder, keep=0), r"tiktoken\.model has no token for the byte 0x00, and 256 of 256"),
+        (lambda folder: cut(folder, keep=257), r"'\[PAD\]' with id 513, but tiktoken.model has 257 .* copy both again"),
+        (
+            lambda folder: (folder / "tiktoken.model").write_bytes(bytes(tiktoken_file.MAX_FILE_BYTES + 1)),
+            r"tiktoken\.model is 33554433 bytes, too large",
+        ),
+        (
+            lambda folder: (folder / "tokenizer_config.json").write_text('{"auto_map": '),
+            r"tokenizer_config\.json is not valid JSON",
+        ),
+        (changed_config(added_tokens_decoder=[1]), r"_config\.json: added_tokens_decoder=\[1\] must map"),
+        (changed_config(added_tokens_decoder={}), r"names the token '\[\w+\]', which is not in its added_tokens"),
+        (added(id_257={"content": "<x>"}), r"_config\.json: added_tokens_decoder has '<x>' with id 257, .* 258 to 513"),
+        (added(id_514={"content": "<x>"}), r"_config\.json: added_tokens_decoder has '<x>' with id 514"),
+        (added(one={"content": "<x>"}), r"_config\.json: added_tokens_decoder has '<x>' with id one"),
+        (added(id_300={}), r"_config\.json: added_tokens_decoder\['300'\]=\{\} has no content"),
+        (added(id_300={"content": "\ud800"}), r"_config\.json: added_tokens_decoder\['300'\]=.* has no content"),
+        (added(id_300={"content": ""}), r"_config\.json: added_tokens_decoder\['300'\]=.* has no content"),
+        (added(id_300="<x>"), r"_config\.json: added_tokens_decoder\['300'\]='<x>' has no content"),
+        (added(id_300={"content": "[EOS]"}), r"_config\.json: .* '\[EOS\]' with two ids, 259 and 300; copy"),
+        (added(id_300={"content": "ab"}), r"tiktoken\.model has 'ab' as an ordinary token too, with rank 256, .* 300"),
+        (changed_config(bos_token="<s>"), r"tokenizer_config\.json names the token '<s>', which is not"),
+        (changed_config(eos_token=2), r"tokenizer_config\.json: eos_token=2 must be the text of a token"),
+        (changed_config(chat_template=1), r"tokenizer_config\.json: chat_template=1 must be a text, or a list"),
+        (changed_config(chat_template=[{"name": "x"}]), r"tokenizer_config\.json: chat_template=.* must be a text"),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"),
+            r"chat_template\.jinja is not UTF-8 text .* copy the file again",
+        ),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_bytes(bytes(tiktoken_file.MAX_TEMPLATE_BYTES + 1)),
+            r"chat_template\.jinja is 4194305 bytes",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named(small: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(small)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        TextCodec.load(str(small))
+    assert str(small) in str(caught.value)
+
+
+def test_lines_may_be_in_any_order_with_empty_ones_between(small: Path) -> None:
+    lines = (small / "tiktoken.model").read_text().splitlines()
+    (small / "tiktoken.model").write_bytes("\r\n\r\n".join(reversed(lines)).encode())
+    assert loaded(small).encode("ab中a") == [256, 257, ord("a")]
+
+
+def test_named_tokens_may_be_written_out(small: Path) -> None:
+    eos = {"content": "[EOT]", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    write_config(small, published_config(NUM_SMALL, eos_token=eos, bos_token=None))
+    assert loaded(small).eos_token_ids == [NUM_SMALL + 9]
