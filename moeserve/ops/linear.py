@@ -20,9 +20,9 @@ class LinearKernel(Protocol):
 def choose_linear(device: str) -> LinearKernel:
     """The implementation for a device type."""
     match device:
-        case "cpu":
-            return cpu_linear
-        case "cuda" | "meta":
+        case "cpu" if torch.cpu._is_amx_tile_supported():
+            return amx_linear
+        case "cpu" | "cuda" | "meta":
             return torch_linear
         case _:
             raise AssertionError(f"no linear map for device {device!r}")
@@ -33,8 +33,11 @@ def torch_linear(input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = No
     return functional.linear(input_TI, weight_OI, bias_O)
 
 
-def cpu_linear(input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """torch's product, with one row as a matrix-vector product, which reads the weight about a third faster."""
+def amx_linear(input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """torch's product, with one row as a matrix-vector product.
+
+    On a CPU with matrix tiles (AMX), that reads the weight about a third faster; on one without, about a third slower.
+    """
     if input_TI.shape[0] != 1:
         return functional.linear(input_TI, weight_OI, bias_O)
     output_O = torch.mv(weight_OI, input_TI[0])

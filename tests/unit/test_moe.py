@@ -14,7 +14,7 @@ from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.router import RouterConfig, Routing
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.activation import ClampedSwiGLU
-from moeserve.ops.linear import choose_linear
+from moeserve.ops.linear import LinearKernel, amx_linear, choose_linear, torch_linear
 
 NO_STEP = cast(Any, None)  # local dispatch does not look at it
 CPU = torch.device("cpu")
@@ -148,11 +148,12 @@ def test_combine_adds_in_float32() -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear(num_rows: int, dtype: torch.dtype, has_bias: bool) -> None:
+@pytest.mark.parametrize("linear", [choose_linear("cpu"), amx_linear, torch_linear])
+def test_linear(linear: LinearKernel, num_rows: int, dtype: torch.dtype, has_bias: bool) -> None:
     torch.manual_seed(num_rows)
     input_TI, weight_OI = torch.randn(num_rows, 37, dtype=dtype), torch.randn(11, 37, dtype=dtype)
     bias_O = torch.randn(11, dtype=dtype) if has_bias else None
-    given = choose_linear("cpu")(input_TI, weight_OI, bias_O)
+    given = linear(input_TI, weight_OI, bias_O)
     assert given.shape == (num_rows, 11)
     expected = input_TI.double() @ weight_OI.double().T + (0 if bias_O is None else bias_O.double())
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
