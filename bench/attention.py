@@ -175,6 +175,8 @@ def _decode_step(shape: Shape) -> StepInputs:
         block_table=block_table,
         logits_rows=torch.arange(batch),
         spans=tuple(ChunkSpan(row, 1, shape.context_len) for row in range(batch)),
+        tp_sizes=(batch,),
+        tokens_per_rank=(batch,),
     )
 
 

@@ -20,8 +20,11 @@ from moeserve.errors import SettingsError, nearest, shown
 # Bounds that no sensible value reaches, so that a slip of the pen is an error here and not far inside the engine.
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 MAX_BYTES = 2**50
+# More ranks than cores are slower than fewer; some are good for trying a layout out, more are a slip of the pen.
+MAX_RANKS_PER_CORE = 4
+LEAST_MOST_RANKS = 8
 DtypeName = Literal["float32", "bfloat16", "float16"]
-DispatcherName = Literal["local"]
+DispatcherName = Literal["local", "allgather", "all_to_all"]
 
 
 def setting(default: Any, help: str) -> Any:
@@ -80,10 +83,22 @@ class ParallelSettings:
     tensor_parallel_size: PositiveInt = setting(1, "ranks that share the attention heads of one replica")
     data_parallel_size: PositiveInt = setting(1, "replicas that run in lockstep")
     pipeline_parallel_size: PositiveInt = setting(1, "stages that the layers are divided into")
-    executor: Literal["auto", "uniproc"] = setting("auto", "what runs the ranks; uniproc: this process")
-    dispatcher: Literal["auto", "local"] = setting("auto", "what carries tokens to their experts; local: no exchange")
+    executor: Literal["auto", "uniproc", "mp"] = setting(
+        "auto", "what runs the ranks; uniproc: this process, mp: processes on this host; auto: mp for several ranks"
+    )
+    dispatcher: Literal["auto", "local", "allgather", "all_to_all"] = setting(
+        "auto",
+        "what carries tokens to their experts; local: no exchange; allgather: every rank gets every token; "
+        "all_to_all: every rank gets the tokens that its experts need",
+    )
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = setting(
         None, "CPU threads of each rank; none: the cores this process may use, divided by the ranks on this host"
+    )
+    collective_timeout: Annotated[int, msgspec.Meta(ge=5, le=86400)] = setting(  # well above an idle replica's second
+        300, "seconds that a rank waits for the others in one exchange before it reports a fault"
+    )
+    debug_collectives: bool = setting(
+        False, "check before each exchange between ranks that all of them are about to do the same"
     )
 
 
@@ -127,6 +142,7 @@ class CheckpointFacts:
     dtype: DtypeName
     vocab_size: int
     max_position_embeddings: int
+    tensor_parallel_sizes: tuple[int, ...]  # over so many ranks its attention heads can be divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +163,17 @@ class EngineConfig:
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_threads: int
-    executor: Literal["uniproc"]
+    tensor_parallel_size: int
+    data_parallel_size: int
+    num_threads: int  # of each rank
+    executor: Literal["uniproc", "mp"]
     dispatcher: DispatcherName
+    collective_timeout: int  # seconds
+    debug_collectives: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 @dataclass(frozen=True)
@@ -179,10 +203,11 @@ def resolve(settings: Settings, checkpoint: CheckpointFacts, *, has_cuda: bool, 
         SettingsError: the settings do not fit each other, the checkpoint or the machine.
     """
     model, cache, scheduler, parallel = settings.model, settings.cache, settings.scheduler, settings.parallel
-    _refuse_more_than_one_rank(parallel)
+    num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     if model.device == "cuda" and not has_cuda:
         raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
+    _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, device, num_cores)
 
     if model.max_model_len is not None and model.max_model_len > checkpoint.max_position_embeddings:
         raise SettingsError(
@@ -204,10 +229,25 @@ def resolve(settings: Settings, checkpoint: CheckpointFacts, *, has_cuda: bool, 
         enable_prefix_caching=cache.enable_prefix_caching,
         max_num_seqs=scheduler.max_num_seqs or (64 if device == "cpu" else 256),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),
-        num_threads=parallel.num_threads or num_cores,
-        executor="uniproc",
-        dispatcher="local",
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        num_threads=parallel.num_threads or max(1, num_cores // num_ranks),
+        executor=("uniproc" if num_ranks == 1 else "mp") if parallel.executor == "auto" else parallel.executor,
+        dispatcher=_choose_dispatcher(parallel.dispatcher, num_ranks),
+        collective_timeout=parallel.collective_timeout,
+        debug_collectives=parallel.debug_collectives,
     )
+
+
+def _choose_dispatcher(wanted: Literal["auto"] | DispatcherName, num_ranks: int) -> DispatcherName:
+    if wanted == "auto":
+        return "local" if num_ranks == 1 else "all_to_all"
+    if wanted == "local" and num_ranks > 1:
+        raise SettingsError(
+            f"dispatcher='local' carries no token to another rank, but there are {num_ranks}; "
+            "use 'allgather', 'all_to_all' or 'auto'"
+        )
+    return wanted
 
 
 def parse_bytes(amount: int | str) -> int:
@@ -249,8 +289,36 @@ def _checked(option: str, value: Any, group: type) -> Any:
         raise SettingsError(f"{option}={shown(value)}: {reason} ({option}: {help})") from None
 
 
-def _refuse_more_than_one_rank(parallel: ParallelSettings) -> None:
-    for axis in ("tensor", "data", "pipeline"):
-        size = getattr(parallel, f"{axis}_parallel_size")
-        if size > 1:
-            raise SettingsError(f"{axis}_parallel_size={size}: this version runs one rank; use 1")
+def _refuse_layout(parallel: ParallelSettings, sizes: tuple[int, ...], device: str, num_cores: int) -> None:
+    """Raises SettingsError for a layout of ranks that this checkpoint, this machine or this version cannot run."""
+    tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
+    layout = f"tensor_parallel_size={tp}, data_parallel_size={dp}"
+    if parallel.pipeline_parallel_size > 1:
+        raise SettingsError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: this version does not divide a model into "
+            "stages; use 1, and tensor_parallel_size or data_parallel_size for more ranks"
+        )
+    if tp not in sizes:
+        raise SettingsError(
+            f"tensor_parallel_size={tp}: the checkpoint's attention heads cannot be divided over so many ranks; "
+            f"use one of {', '.join(map(str, sizes))}"
+        )
+    if tp * dp > 1 and parallel.executor == "uniproc":
+        raise SettingsError(f"executor='uniproc' runs one rank, but {layout} asks for {tp * dp}; use executor='mp'")
+    if tp * dp > 1 and device == "cuda":
+        raise SettingsError(f"{layout}: this version runs several ranks only on CPUs; use device='cpu' or one rank")
+    most_ranks = max(LEAST_MOST_RANKS, MAX_RANKS_PER_CORE * num_cores)
+    if tp * dp > most_ranks:
+        raise SettingsError(
+            f"{layout} asks for {tp * dp} ranks, but this process may use {num_cores} CPU cores; "
+            f"use at most {most_ranks} ranks (as many as cores for speed)"
+        )
+
+
+def environment_of_rank(config: EngineConfig, num_cores: int) -> dict[str, str]:
+    """The environment for a process that runs one rank."""
+    environment = dict(os.environ)
+    if config.num_ranks * config.num_threads > num_cores:
+        # Threads that wait awake would take the cores from those that work.
+        environment["OMP_WAIT_POLICY"] = "passive"
+    return environment

@@ -27,7 +27,18 @@ class CacheTooSmallError(SettingsError):
 
 
 class EngineError(MoeserveError, RuntimeError):
-    """A step failed. The requests in flight have ended; the cause is chained to this error."""
+    """A step failed, or a process of the engine died. The requests in flight have ended.
+
+    The cause is chained to this error, or told in it where it happened in another process.
+    """
+
+
+class DistributedError(MoeserveError, RuntimeError):
+    """A rank did not come, died, got stuck, or fell out of step with the others. Its groups are of no further use."""
+
+
+class LockstepError(MoeserveError, RuntimeError):
+    """Replicas that must take the same steps do not. None of them can go on."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

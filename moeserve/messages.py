@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -171,6 +171,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     chunks: list[Chunk]
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at one position: of the token chosen or given (first), then of the most likely ones."""
@@ -205,6 +209,39 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended it; None for the end-of-sequence token
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
+    error: str | None = None  # why it ended before its time; finish_reason is then "abort"
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    """To a replica: serve this request. Its id is no other's, now or later."""
+
+    request: Request
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
+    """To a replica: end this request now. Means nothing where it has ended already."""
+
+    request_id: str
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """To a replica: another one has work. It cuts the wait for the next heartbeat; nothing depends on it."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """To every replica, and the last message to each: end all requests, and leave together."""
+
+
+ReplicaMessage: TypeAlias = AddRequest | AbortRequest | Wake | Shutdown
+
+
+class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a replica is, for whoever chooses one for a new request, and for those who watch it."""
+
+    num_free_blocks: int  # of KV cache, those of the prefix cache included
+    num_waiting: int  # requests
+    num_running: int  # requests
+    step: int  # agreements made so far; it grows while the replicas are alive, even if they idle
 
 
 @dataclass(frozen=True)

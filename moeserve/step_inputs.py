@@ -28,3 +28,5 @@ class StepInputs:
     block_table: Tensor  # [S, max_blocks] int32, device: block ids of each chunk's context; 0 beyond it
     logits_rows: Tensor  # [L] int64, device: rows whose logits are wanted
     spans: tuple[ChunkSpan, ...]  # the same as row_starts and context_lens, on the host
+    tp_sizes: tuple[int, ...]  # how many of the T rows each tp rank has between layers, in order of rank
+    tokens_per_rank: tuple[int, ...]  # rows that each ep rank brings to dispatch, those of other replicas included

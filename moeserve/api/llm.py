@@ -15,9 +15,11 @@ from tqdm import tqdm
 from moeserve.api.default_model import default_model
 from moeserve.api.frontend import Frontend, Prompt, Prompts
 from moeserve.api.text import TextCodec
-from moeserve.config import Settings, resolve
+from moeserve.config import EngineConfig, Settings, resolve
+from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
-from moeserve.errors import CheckpointError, RequestError, shown
+from moeserve.engine.replicas import Replicas
+from moeserve.errors import CheckpointError, EngineError, RequestError, shown
 from moeserve.machine import usable_cores
 from moeserve.messages import RequestOutput, SamplingParams
 from moeserve.models import registry
@@ -37,7 +39,7 @@ class LLM:
     - KV cache: `block_size`, `kv_cache_memory` (bytes, or a text like "512MiB"), `enable_prefix_caching`
     - scheduling: `max_num_seqs`, `max_num_batched_tokens`
     - parallelism: `tensor_parallel_size`, `data_parallel_size`, `pipeline_parallel_size`, `executor`, `dispatcher`,
-      `num_threads`
+      `num_threads`, `collective_timeout`, `debug_collectives`
 
     One thread at a time may use it. Streams may be open while other calls run: they share every step.
 
@@ -66,7 +68,8 @@ class LLM:
         except RequestError as error:
             raise CheckpointError(f"{folder}: generation_config.json: {error}") from None
         self.codec = TextCodec.load(config.tokenizer_path)
-        self.core = EngineCore(config, show_progress=show_progress)
+        self._errors: dict[str, str] = {}  # of prompts that the engine could not finish, until their call tells of it
+        self.core: Engine = start_engine(config, show_progress=show_progress)
         self.config = self.core.config
         self.frontend = Frontend(
             self.codec,
@@ -100,7 +103,8 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a parameter cannot be served. Nothing was generated; the engine lives on.
-            EngineError: a step failed. The engine lives on, without the requests that were in flight.
+            EngineError: a step failed, or a process of the engine died. All requests in flight have ended. With one
+                rank the engine lives on; with several it takes no more.
         """
         submissions = self.frontend.submit(
             prompts, self._default_params if sampling_params is None else sampling_params
@@ -116,6 +120,7 @@ class LLM:
                     finished = self._step() & unfinished
                     unfinished -= finished
                     progress.update(len(finished))
+            self._raise_error(prompt_ids)
             return [self.frontend.output(prompt_id) for prompt_id in prompt_ids]
         finally:
             self._discard(prompt_ids)
@@ -137,6 +142,7 @@ class LLM:
                 finished = submission.prompt_id in self._step()
                 output = self.frontend.output(submission.prompt_id)
                 finished = finished or output.finished  # a step of another call may have ended it
+                self._raise_error([submission.prompt_id])
                 num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
                 if finished or num_tokens > num_tokens_shown:
                     num_tokens_shown = num_tokens
@@ -220,16 +226,33 @@ class LLM:
             news = self.frontend.update(update)
             if news is None:
                 continue
+            if update.error is not None:
+                self._errors.setdefault(news.prompt_id, update.error)
             if news.abort_request_id is not None:
                 self.core.abort(news.abort_request_id)
             if news.finished:
                 finished.add(news.prompt_id)
         return finished
 
+    def _raise_error(self, prompt_ids: list[str]) -> None:
+        for prompt_id in prompt_ids:
+            if prompt_id in self._errors:
+                raise EngineError(self._errors[prompt_id])
+
     def _discard(self, prompt_ids: list[str]) -> None:
         for prompt_id in prompt_ids:
+            self._errors.pop(prompt_id, None)
             for request_id in self.frontend.discard(prompt_id):
                 self.core.abort(request_id)
+
+
+def start_engine(config: EngineConfig, *, show_progress: bool) -> Engine:
+    """The engine that a config asks for, with its model loaded."""
+    match config.executor:
+        case "uniproc":
+            return EngineCore(config, show_progress=show_progress)
+        case "mp":
+            return Replicas(config, show_progress=show_progress)
 
 
 def _signature() -> inspect.Signature:

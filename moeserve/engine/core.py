@@ -1,28 +1,27 @@
-"""The loop of one replica: schedule, execute, commit. Owns the scheduler and the executor; knows no text."""
+"""The engine of one rank, in the process that uses it: schedule, execute, commit. Knows no text."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import secrets
 
 from moeserve.config import EngineConfig
+from moeserve.engine.base import fit_to_cache, new_scheduler, shrinkage
 from moeserve.errors import EngineError
-from moeserve.executor.base import Executor
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.messages import Request, RequestUpdate
-from moeserve.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Requests go in by `add`; each `step` returns the news of those that moved."""
+    """See `Engine`."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
-        self.executor = _start_executor(config, show_progress=show_progress)
-        self.config = _fit_to_cache(config, self.executor.num_blocks)
-        self.scheduler = self._new_scheduler()
+        self.executor = UniprocExecutor(config, show_progress=show_progress)
+        self.config = fit_to_cache(config, self.executor.num_blocks)
+        if told := shrinkage(config, self.config):
+            logger.warning(told)
+        self.scheduler = new_scheduler(self.config, self.executor.num_blocks)
         self._undelivered: list[RequestUpdate] = []  # ends that came outside a step: the next one returns them
         self._is_open = True
 
@@ -59,7 +58,8 @@ class EngineCore:
             return updates + self.scheduler.commit(plan, self.executor.execute(plan))
         except BaseException as error:
             # Ctrl-C may come in the middle of the books being changed, so new ones are begun.
-            request_ids, self.scheduler = self.scheduler.live_request_ids, self._new_scheduler()
+            request_ids = self.scheduler.live_request_ids
+            self.scheduler = new_scheduler(self.config, self.executor.num_blocks)
             ended = [RequestUpdate(request_id=name, finish_reason="abort") for name in request_ids]
             self._undelivered = updates + ended
             if not isinstance(error, Exception):
@@ -77,34 +77,3 @@ class EngineCore:
     def _require_open(self) -> None:
         if not self._is_open:
             raise EngineError("the engine was shut down; make a new one")
-
-    def _new_scheduler(self) -> Scheduler:
-        return Scheduler(
-            num_blocks=self.executor.num_blocks,
-            block_size=self.config.block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=self.config.max_model_len,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-            cache_salt=secrets.token_bytes(32),
-        )
-
-
-def _start_executor(config: EngineConfig, *, show_progress: bool) -> Executor:
-    match config.executor:
-        case "uniproc":
-            return UniprocExecutor(config, show_progress=show_progress)
-
-
-def _fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:
-    """Lowers max_model_len to what the cache holds, where the user left it open."""
-    capacity = num_blocks * config.block_size
-    if config.max_model_len <= capacity:
-        return config
-    assert config.max_model_len_may_shrink, "the worker refuses a cache smaller than a max_model_len that was given"
-    logger.warning(
-        "max_model_len lowered from %d to %d, what the KV cache holds; raise kv_cache_memory for more",
-        config.max_model_len,
-        capacity,
-    )
-    return dataclasses.replace(config, max_model_len=capacity)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from moeserve.config import EngineConfig
+from moeserve.distributed.group import single
 from moeserve.messages import StepPlan, StepResult
+from moeserve.scheduling.lockstep import alone
 from moeserve.worker.worker import Worker
 
 
@@ -11,12 +13,12 @@ class UniprocExecutor:
     """See `Executor`."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
-        self.worker: Worker | None = Worker(config, show_progress=show_progress)
+        self.worker: Worker | None = Worker(config, single(), show_progress=show_progress)
         self.num_blocks = self.worker.num_blocks
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert self.worker is not None, "execute after shutdown"
-        return self.worker.execute(plan)
+        return self.worker.execute(plan, alone(plan.step, plan.num_tokens))
 
     def shutdown(self) -> None:
         self.worker = None

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from moeserve.distributed.group import GroupCoordinator
+from moeserve.distributed.mesh import share_of
 from moeserve.layers.linear import Linear, parameter
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotation
@@ -32,6 +34,11 @@ class AttentionConfig:
     clip: float | None = None  # queries, keys and values are clamped to ± this
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
 
+    def can_divide(self, num_ranks: int) -> bool:
+        """Whether so many tp ranks can have the same number of heads, each with the key-value heads that they read."""
+        divides = self.num_kv_heads % num_ranks == 0 or num_ranks % self.num_kv_heads == 0
+        return self.num_heads % num_ranks == 0 and divides
+
 
 @dataclass(frozen=True)
 class KeyValueCache:
@@ -46,20 +53,31 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """Each token attends to the tokens of its own request up to itself, or to the last `window` of them."""
+    """Each token attends to the tokens of its own request up to itself, or to the last `window` of them.
+
+    Each tp rank has a share of the heads, and a share of the output's sum.
+    """
 
     def __init__(
         self,
         config: AttentionConfig,
         hidden_size: int,
         norm_epsilon: float,
+        tp: GroupCoordinator,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """
+        Args:
+            tp: the ranks that divide the heads among them; see `AttentionConfig.can_divide`.
+        """
         super().__init__()
         self.config = config
-        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
+        self.kv_heads = _kv_heads_of(self.heads, config)
+        num_heads, self.num_kv_heads = _length(self.heads), _length(self.kv_heads)
+        query_size, kv_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
         self.projected_sizes = [query_size, kv_size, kv_size]
         self.query_key_value = Linear(
             hidden_size, sum(self.projected_sizes), has_bias=config.has_bias, dtype=dtype, device=device
@@ -73,19 +91,20 @@ class Attention(nn.Module):
                 self.query_norm = RMSNorm(config.head_dim, norm_epsilon, dtype=dtype, device=device)
                 self.key_norm = RMSNorm(config.head_dim, norm_epsilon, dtype=dtype, device=device)
             case "token":
-                self.query_norm = TokenNorm(query_size, norm_epsilon, dtype=dtype, device=device)
-                self.key_norm = TokenNorm(kv_size, norm_epsilon, dtype=dtype, device=device)
+                self.query_norm = TokenNorm(query_size, norm_epsilon, tp, dtype=dtype, device=device)
+                self.key_norm = TokenNorm(kv_size, norm_epsilon, tp, dtype=dtype, device=device)
         # The sinks are scores, which are float32 whatever the weights are.
-        self.sinks = parameter(config.num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
-        self.output = Linear(query_size, hidden_size, has_bias=config.has_output_bias, dtype=dtype, device=device)
+        self.sinks = parameter(num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
+        has_bias = config.has_output_bias and tp.rank_in_group == 0  # added once: outputs are summed over the ranks
+        self.output = Linear(query_size, hidden_size, has_bias=has_bias, dtype=dtype, device=device)
         self.backend = choose_attention(device.type, scale=config.head_dim**-0.5, window=config.window)
 
     @property
     def cache_bytes_per_token(self) -> int:
-        return 2 * self.config.num_kv_heads * self.config.head_dim * self.output.weight.element_size()
+        return 2 * self.num_kv_heads * self.config.head_dim * self.output.weight.element_size()
 
     def make_cache(self, num_blocks: int, block_size: int) -> KeyValueCache:
-        shape = (num_blocks, self.config.num_kv_heads, block_size, self.config.head_dim)
+        shape = (num_blocks, self.num_kv_heads, block_size, self.config.head_dim)
         return KeyValueCache(self.output.weight.new_empty(shape), self.output.weight.new_empty(shape))
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: KeyValueCache, step: StepInputs) -> Tensor:
@@ -102,15 +121,44 @@ class Attention(nn.Module):
 
 
 class TokenNorm(nn.Module):
-    """RMSNorm over all heads of a token together (OLMoE)."""
+    """RMSNorm over all heads of a token together (OLMoE), those of other tp ranks included."""
 
-    def __init__(self, size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        size: int,
+        epsilon: float,
+        tp: GroupCoordinator,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            size: values of this rank's heads, as many as any other rank's.
+        """
         super().__init__()
         self.norm = RMSNorm(size, epsilon, dtype=dtype, device=device)
+        self.tp = tp
 
     @property
     def weight(self) -> nn.Parameter:
         return self.norm.weight
 
     def forward(self, heads_TNH: Tensor) -> Tensor:
-        return self.norm(heads_TNH.flatten(1)).view_as(heads_TNH)
+        if self.tp.world_size == 1:
+            return self.norm(heads_TNH.flatten(1)).view_as(heads_TNH)
+        wide_TS = heads_TNH.flatten(1).float()
+        sum_T1 = self.tp.all_reduce(wide_TS.pow(2).sum(-1, keepdim=True))  # collective: all tp ranks
+        mean_T1 = sum_T1 / (wide_TS.shape[1] * self.tp.world_size)  # copies of heads change no mean
+        normed_TS = (wide_TS * torch.rsqrt(mean_T1 + self.norm.epsilon)).to(heads_TNH.dtype)
+        return (self.norm.weight * normed_TS).view_as(heads_TNH)
+
+
+def _kv_heads_of(heads: slice, config: AttentionConfig) -> slice:
+    """The key-value heads that these query heads read."""
+    group = config.num_heads // config.num_kv_heads
+    return slice(heads.start // group, -(-heads.stop // group))
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moeserve.distributed.group import GroupCoordinator
+from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.ops.linear import choose_linear
 
 
@@ -39,14 +43,25 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table, one for each token id."""
+    """Rows of a table, one for each token id. Each tp rank has a share of the vocabulary."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, tp: GroupCoordinator, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        self.weight = parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.tp = tp
+        self.share = share_of(vocab_size, tp.rank_in_group, tp.world_size)
+        num_rows = self.share.stop - self.share.start
+        self.weight = parameter(num_rows, hidden_size, dtype=dtype, device=device)
 
-    def forward(self, token_ids_T: Tensor) -> Tensor:
-        return functional.embedding(token_ids_T, self.weight)
+    def forward(self, token_ids_T: Tensor, sizes: Sequence[int]) -> Tensor:
+        """This rank's share [t, D] of the tokens' rows; `sizes` are the shares of all tp ranks."""
+        if self.tp.world_size == 1:
+            return functional.embedding(token_ids_T, self.weight)
+        is_here_T = (token_ids_T >= self.share.start) & (token_ids_T < self.share.stop)
+        hidden_TD = self.weight.new_zeros(len(token_ids_T), self.weight.shape[1])
+        hidden_TD[is_here_T] = functional.embedding(token_ids_T[is_here_T] - self.share.start, self.weight)
+        return self.tp.reduce_scatter(hidden_TD, sizes)  # collective: all tp ranks
 
 
 class OutputHead(nn.Module):
@@ -56,14 +71,23 @@ class OutputHead(nn.Module):
         self,
         vocab_size: int,
         hidden_size: int,
+        tp: GroupCoordinator,
         *,
         tied_to: Embedding | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.weight = tied_to.weight if tied_to else parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.tp = tp
+        self.share_sizes = share_sizes(vocab_size, tp.world_size)
+        self.share = share_of(vocab_size, tp.rank_in_group, tp.world_size)
+        num_rows = self.share_sizes[tp.rank_in_group]
+        self.weight = tied_to.weight if tied_to else parameter(num_rows, hidden_size, dtype=dtype, device=device)
         self.linear = choose_linear(device.type)
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.linear(hidden_TD, self.weight)
+    def forward(self, hidden_LD: Tensor) -> Tensor:
+        """[L, vocab_size], on every tp rank."""
+        logits_LV = self.linear(hidden_LD, self.weight)
+        if self.tp.world_size == 1:
+            return logits_LV
+        return self.tp.all_gather(logits_LV.T, self.share_sizes).T  # collective: all tp ranks

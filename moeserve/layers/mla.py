@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moeserve.distributed.group import GroupCoordinator
+from moeserve.distributed.mesh import share_of
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotation
@@ -42,6 +44,10 @@ class LatentAttentionConfig:
     value_dim: int
     score_factor: float = 1.0  # see RotaryConfig
     has_bias: bool = False  # of the compressing projections and of the output
+
+    def can_divide(self, num_ranks: int) -> bool:
+        """Whether so many tp ranks can have the same number of heads."""
+        return self.num_heads % num_ranks == 0
 
     @property
     def query_dim(self) -> int:
@@ -75,14 +81,29 @@ class LatentCache:
 
 
 class LatentAttention(nn.Module):
-    """Each token attends to the tokens of its own request up to itself."""
+    """Each token attends to the tokens of its own request up to itself.
+
+    Each tp rank has a share of the heads, and a share of the output's sum; the cache, which all heads read, is whole.
+    """
 
     def __init__(
-        self, config: LatentAttentionConfig, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: LatentAttentionConfig,
+        hidden_size: int,
+        tp: GroupCoordinator,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        """
+        Args:
+            tp: the ranks that divide the heads among them; see `LatentAttentionConfig.can_divide`.
+        """
         super().__init__()
         self.config = config
-        num_heads, query_size = config.num_heads, config.num_heads * config.query_dim
+        self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
+        self.num_heads = num_heads = int(self.heads.stop - self.heads.start)
+        query_size = num_heads * config.query_dim
         self.query: Linear | CompressedQuery
         if config.query_rank is None:
             self.query = Linear(hidden_size, query_size, dtype=dtype, device=device)
@@ -95,7 +116,11 @@ class LatentAttention(nn.Module):
         expanded_size = num_heads * (config.key_dim + config.value_dim)
         self.expand = Linear(config.latent_size, expanded_size, dtype=dtype, device=device)
         self.output = Linear(
-            num_heads * config.value_dim, hidden_size, has_bias=config.has_bias, dtype=dtype, device=device
+            num_heads * config.value_dim,
+            hidden_size,
+            has_bias=config.has_bias and tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
+            dtype=dtype,
+            device=device,
         )
         self.scale = config.query_dim**-0.5 * config.score_factor
         self.backend = choose_latent_attention(device.type, scale=self.scale, latent_size=config.latent_size)
@@ -109,7 +134,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: LatentCache, step: StepInputs) -> Tensor:
         config = self.config
-        query = self.query(hidden_TD).unflatten(-1, (config.num_heads, -1))
+        query = self.query(hidden_TD).unflatten(-1, (self.num_heads, -1))
         query_TNK, query_TNS = query.split([config.key_dim, config.rotary_dim], dim=-1)
         query_TNS = rotation.apply(query_TNS)
 
@@ -118,7 +143,7 @@ class LatentAttention(nn.Module):
         self.backend.write(torch.cat([self.latent_norm(latent_TL), key_TS], dim=-1), cache.latents, step)
 
         is_long = [min(span.num_rows, span.context_len) > config.max_absorbed_rows for span in step.spans]
-        attended_TNV = query.new_zeros(len(query), config.num_heads, config.value_dim)
+        attended_TNV = query.new_zeros(len(query), self.num_heads, config.value_dim)
         if not all(is_long):
             attended_TNV = self._attend_absorbed(query_TNK, query_TNS, cache, step)
         for chunk, span in enumerate(step.spans):
@@ -146,7 +171,7 @@ class LatentAttention(nn.Module):
         size_per_head = span.context_len * max(config.query_dim, config.value_dim)
         heads_at_once = max(1, MAX_EXPANDED_SIZE // size_per_head)
         attended: list[Tensor] = []
-        for maps_nEL in self.expand.weight.unflatten(0, (config.num_heads, -1)).split(heads_at_once):
+        for maps_nEL in self.expand.weight.unflatten(0, (self.num_heads, -1)).split(heads_at_once):
             expanded_CnE = self.expand.linear(latent_CL, maps_nEL.flatten(0, 1)).unflatten(-1, (len(maps_nEL), -1))
             key_CnK, value_CnV = expanded_CnE.split([config.key_dim, config.value_dim], dim=-1)
             key_CnQ = torch.cat([key_CnK, key_CS[:, None].expand(-1, len(maps_nEL), -1)], dim=-1)
@@ -159,7 +184,7 @@ class LatentAttention(nn.Module):
 
     def _maps_of_heads(self) -> tuple[Tensor, Tensor]:
         """What turns a latent vector into each head's key and value: [N, K, L] and [N, V, L]."""
-        maps_NEL = self.expand.weight.unflatten(0, (self.config.num_heads, -1))
+        maps_NEL = self.expand.weight.unflatten(0, (self.num_heads, -1))
         key_NKL, value_NVL = maps_NEL.split([self.config.key_dim, self.config.value_dim], dim=1)
         return key_NKL, value_NVL
 

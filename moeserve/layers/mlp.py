@@ -12,12 +12,18 @@ from moeserve.ops.activation import SwiGLU
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))"""
+    """down(silu(gate(x)) * up(x)). With a share of the width, outputs are to be summed over the shares."""
 
-    def __init__(self, hidden_size: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, width: slice, *, dtype: torch.dtype, device: torch.device) -> None:
+        """
+        Args:
+            width: which of the network's inner values are here.
+        """
         super().__init__()
-        self.gate_up = Linear(hidden_size, 2 * width, dtype=dtype, device=device)
-        self.down = Linear(width, hidden_size, dtype=dtype, device=device)
+        self.width = width
+        num_inner = width.stop - width.start
+        self.gate_up = Linear(hidden_size, 2 * num_inner, dtype=dtype, device=device)
+        self.down = Linear(num_inner, hidden_size, dtype=dtype, device=device)
         self.activation = SwiGLU()
 
     def forward(self, hidden_TD: Tensor) -> Tensor:

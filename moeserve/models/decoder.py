@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.config import DispatcherName
+from moeserve.distributed.group import GroupCoordinator, Groups
+from moeserve.distributed.mesh import share_of
 from moeserve.layers.attention import Attention, AttentionConfig
 from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
@@ -16,73 +18,98 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotary, Rotation
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig, MoELayer
+from moeserve.moe.placement import Placement
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width
+# T tokens of the replica's step, t this tp rank's share of them, D model width
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward network, each on the normalised residual stream and added back to it."""
+    """Attention and a feed-forward network, each on the normalised residual stream and added back to it.
+
+    Between layers each tp rank has a share of the step's tokens. Attention needs all of them: they are gathered before
+    it, and its sums are divided again after it.
+    """
 
     def __init__(
         self,
         config: LayerConfig,
         hidden_size: int,
         norm_epsilon: float,
+        groups: Groups,
         dispatcher: DispatcherName,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
+        self.tp = groups.tp
         self.attention_norm = RMSNorm(hidden_size, norm_epsilon, dtype=dtype, device=device)
         self.attention: Attention | LatentAttention
         match config.attention:
             case AttentionConfig() as attention:
-                self.attention = Attention(attention, hidden_size, norm_epsilon, dtype=dtype, device=device)
+                self.attention = Attention(attention, hidden_size, norm_epsilon, groups.tp, dtype=dtype, device=device)
             case LatentAttentionConfig() as attention:
-                self.attention = LatentAttention(attention, hidden_size, dtype=dtype, device=device)
+                self.attention = LatentAttention(attention, hidden_size, groups.tp, dtype=dtype, device=device)
         self.feed_forward_norm = RMSNorm(hidden_size, norm_epsilon, dtype=dtype, device=device)
         self.feed_forward: MoELayer | DenseFeedForward
         match config.feed_forward:
             case MoEConfig() as moe:
-                self.feed_forward = MoELayer(moe, hidden_size, dispatcher, dtype=dtype, device=device)
+                placement = Placement.even(moe.router.num_experts, groups.ep.world_size)
+                self.feed_forward = MoELayer(
+                    moe, hidden_size, dispatcher, placement, groups.ep, dtype=dtype, device=device
+                )
             case MLPConfig(width=width):
-                self.feed_forward = DenseFeedForward(hidden_size, width, dtype=dtype, device=device)
+                self.feed_forward = DenseFeedForward(hidden_size, width, groups.tp, dtype=dtype, device=device)
 
-    def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: Any, step: StepInputs) -> Tensor:
-        hidden_TD = hidden_TD + self.attention(self.attention_norm(hidden_TD), rotation, cache, step)
-        return hidden_TD + self.feed_forward(self.feed_forward_norm(hidden_TD), step)
+    def forward(self, hidden_tD: Tensor, rotation: Rotation, cache: Any, step: StepInputs) -> Tensor:
+        normed_TD = self.tp.all_gather(self.attention_norm(hidden_tD), step.tp_sizes)  # collective: all tp ranks
+        attended_TD = self.attention(normed_TD, rotation, cache, step)
+        hidden_tD = hidden_tD + self.tp.reduce_scatter(attended_TD, step.tp_sizes)  # collective: all tp ranks
+        return hidden_tD + self.feed_forward(self.feed_forward_norm(hidden_tD), step)
 
 
 class DenseFeedForward(nn.Module):
-    """The feed-forward network of a layer without experts. It needs nothing of the step."""
+    """The feed-forward network of a layer without experts. Each tp rank has a share of its width."""
 
-    def __init__(self, hidden_size: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, hidden_size: int, width: int, tp: GroupCoordinator, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
-        self.mlp = GatedMLP(hidden_size, width, dtype=dtype, device=device)
+        self.tp = tp
+        share = share_of(width, tp.rank_in_group, tp.world_size)
+        self.mlp = GatedMLP(hidden_size, share, dtype=dtype, device=device)
 
-    def forward(self, hidden_TD: Tensor, step: StepInputs) -> Tensor:
-        return self.mlp(hidden_TD)
+    def forward(self, hidden_tD: Tensor, step: StepInputs) -> Tensor:
+        hidden_TD = self.tp.all_gather(hidden_tD, step.tp_sizes)  # collective: all tp ranks
+        return self.tp.reduce_scatter(self.mlp(hidden_TD), step.tp_sizes)  # collective: all tp ranks
 
 
 class Decoder(nn.Module):
-    """The whole model: tokens in, hidden states out, and logits of the rows that want them."""
+    """One rank's part of the model: tokens in, hidden states out, and logits of the rows that want them."""
 
     def __init__(
-        self, config: ModelConfig, dispatcher: DispatcherName, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        groups: Groups,
+        dispatcher: DispatcherName,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.config = config
+        self.tp = groups.tp
         size, epsilon = config.hidden_size, config.norm_epsilon
-        self.embedding = Embedding(config.vocab_size, size, dtype=dtype, device=device)
+        self.embedding = Embedding(config.vocab_size, size, groups.tp, dtype=dtype, device=device)
         self.layers = [
-            DecoderLayer(layer, size, epsilon, dispatcher, dtype=dtype, device=device) for layer in config.layers
+            DecoderLayer(layer, size, epsilon, groups, dispatcher, dtype=dtype, device=device)
+            for layer in config.layers
         ]
         self.registered_layers = nn.ModuleList(self.layers)  # so that torch finds their weights
         self.norm = RMSNorm(size, epsilon, dtype=dtype, device=device)
         tied_to = self.embedding if config.tie_word_embeddings else None
-        self.head = OutputHead(config.vocab_size, size, tied_to=tied_to, dtype=dtype, device=device)
+        self.head = OutputHead(config.vocab_size, size, groups.tp, tied_to=tied_to, dtype=dtype, device=device)
         self.rotary = Rotary(config.rotary, device)
 
     @property
@@ -94,13 +121,13 @@ class Decoder(nn.Module):
         return [layer.attention.make_cache(num_blocks, block_size) for layer in self.layers]
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
-        """Hidden states [T, D] after the last norm."""
-        hidden_TD = self.embedding(step.token_ids)
+        """Hidden states [T, D] after the last norm, of all the replica's tokens."""
+        hidden_tD = self.embedding(step.token_ids, step.tp_sizes)
         rotation = self.rotary.at(step.positions)
         for layer, cache in zip(self.layers, caches, strict=True):
-            hidden_TD = layer(hidden_TD, rotation, cache, step)
-        return self.norm(hidden_TD)
+            hidden_tD = layer(hidden_tD, rotation, cache, step)
+        return self.tp.all_gather(self.norm(hidden_tD), step.tp_sizes)  # collective: all tp ranks
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, vocab_size] of hidden states."""
+        """Logits [T, vocab_size] of hidden states. All tp ranks must ask for the same rows."""
         return self.head(hidden_TD)

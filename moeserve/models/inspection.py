@@ -9,11 +9,9 @@ from pathlib import Path
 from moeserve.config import DtypeName
 from moeserve.errors import CheckpointError
 from moeserve.machine import free_memory, shown_bytes
-from moeserve.models.model_config import ModelConfig
 from moeserve.models.registry import describe
 from moeserve.models.summary import Part, summarize
 from moeserve.models.weights import read_headers
-from moeserve.moe.layer import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ def inspect(folder: Path, dtype: DtypeName | None) -> Inspection:
     description = describe(folder)
     stored, problem = _stored(folder)
     summary = summarize(description, dtype or description.dtype)
-    moe = _first_moe(description.model)
+    moe = description.model.first_moe
     return Inspection(
         model=str(folder),
         architecture=description.architecture,
@@ -119,10 +117,6 @@ def as_text(found: Inspection) -> str:
         counts = f"{_count(part.num_parameters):>12}{_count(part.num_active):>12}{shown_bytes(part.num_bytes):>12}"
         lines.append(f"{part.name:<16}{dtype:<10}{counts}")
     return "\n".join(lines)
-
-
-def _first_moe(model: ModelConfig) -> MoEConfig | None:
-    return next((layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, MoEConfig)), None)
 
 
 def _stored(folder: Path) -> tuple[Stored | None, str | None]:

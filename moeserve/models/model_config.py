@@ -37,3 +37,27 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     num_skipped_layers: int = 0  # after the last: multi-token prediction, which a checkpoint holds and nobody runs here
+
+    @property
+    def first_moe(self) -> MoEConfig | None:
+        """The first mixture of experts. All layers that have one have the same."""
+        return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoEConfig)), None)
+
+    @property
+    def tensor_parallel_sizes(self) -> tuple[int, ...]:
+        """Over how many tp ranks the heads can be divided."""
+        most = max(layer.attention.num_heads for layer in self.layers)
+        return tuple(size for size in range(1, most + 1) if self.refusal_to_divide(size) is None)
+
+    def refusal_to_divide(self, num_ranks: int) -> str | None:
+        """Why the heads cannot be divided over so many tp ranks; None if they can."""
+        for layer in self.layers:
+            attention = layer.attention
+            if attention.can_divide(num_ranks):
+                continue
+            if attention.num_heads % num_ranks:
+                return f"{attention.num_heads} attention heads cannot be divided evenly over {num_ranks} ranks"
+            assert isinstance(attention, AttentionConfig)
+            heads = f"{attention.num_kv_heads} key-value heads"
+            return f"{heads} can neither be divided nor copied evenly over {num_ranks} ranks"
+        return None

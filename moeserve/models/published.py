@@ -1,4 +1,4 @@
-"""Where each tensor of a published checkpoint belongs in the model. Knows names, no numbers."""
+"""Where each tensor of a published checkpoint belongs in one rank's part of the model. Knows names, no numbers."""
 
 from __future__ import annotations
 
@@ -13,142 +13,179 @@ from moeserve.layers.mla import CompressedQuery, LatentAttention
 from moeserve.layers.mlp import GatedMLP
 from moeserve.models.decoder import Decoder, DenseFeedForward
 from moeserve.models.family import Family, MoENames
-from moeserve.models.weights import Destination, Destinations, whole
+from moeserve.models.model_config import MLPConfig
+from moeserve.models.weights import Destination, Destinations, columns, rows, whole
 from moeserve.moe.experts import Experts
-from moeserve.moe.layer import MoELayer
-
-Tensors = dict[str, Destination]
-
-
-def destinations(model: Decoder, family: Family, published: Collection[str]) -> Destinations:
-    """Where each tensor of a checkpoint belongs, given the names that it publishes."""
-    into: Tensors = {
-        "model.embed_tokens.weight": whole(model.embedding.weight),
-        "model.norm.weight": whole(model.norm.weight),
-    }
-    if not model.config.tie_word_embeddings:
-        into["lm_head.weight"] = whole(model.head.weight)
-    for index, layer in enumerate(model.layers):
-        prefix = f"model.layers.{index}"
-        into[f"{prefix}.input_layernorm.weight"] = whole(layer.attention_norm.weight)
-        into[f"{prefix}.post_attention_layernorm.weight"] = whole(layer.feed_forward_norm.weight)
-        into |= _attention(f"{prefix}.self_attn", layer.attention)
-        match layer.feed_forward:
-            case DenseFeedForward(mlp=mlp):
-                into |= _mlp(f"{prefix}.mlp", mlp)
-            case MoELayer() as moe:
-                names = next((n for n in family.names if f"{prefix}.{n.router}.weight" in published), family.names[0])
-                into |= _moe(prefix, moe, names, published)
-    num_layers, num_skipped = len(model.layers), model.config.num_skipped_layers
-    skipped = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_skipped))
-    return Destinations(
-        into,
-        is_ignored=lambda name: name.startswith(skipped) or bool(_FREQUENCIES.fullmatch(name)),
-        copies={"lm_head.weight": whole(model.embedding.weight)} if model.config.tie_word_embeddings else {},
-    )
-
+from moeserve.moe.layer import MoEConfig, MoELayer
 
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, not loaded
 
 
-def _attention(prefix: str, attention: Attention | LatentAttention) -> Tensors:
-    match attention:
-        case Attention():
-            return _grouped_query(prefix, attention)
-        case LatentAttention():
-            return _latent(prefix, attention)
+def destinations(model: Decoder, family: Family, published: Collection[str]) -> Destinations:
+    """Where each tensor of a checkpoint belongs, given the names that it publishes."""
+    places = _Places()
+    vocab_size = model.config.vocab_size
+    places.add("model.embed_tokens.weight", rows(model.embedding.weight, model.embedding.share, vocab_size))
+    places.add("model.norm.weight", whole(model.norm.weight))
+    if not model.config.tie_word_embeddings:
+        places.add("lm_head.weight", rows(model.head.weight, model.head.share, vocab_size))
+    for index, (layer, config) in enumerate(zip(model.layers, model.config.layers, strict=True)):
+        prefix = f"model.layers.{index}"
+        places.add(f"{prefix}.input_layernorm.weight", whole(layer.attention_norm.weight))
+        places.add(f"{prefix}.post_attention_layernorm.weight", whole(layer.feed_forward_norm.weight))
+        match layer.attention:
+            case Attention() as attention:
+                _add_attention(places, f"{prefix}.self_attn", attention)
+            case LatentAttention() as attention:
+                _add_latent_attention(places, f"{prefix}.self_attn", attention)
+        match layer.feed_forward, config.feed_forward:
+            case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
+                _add_mlp(places, f"{prefix}.mlp", mlp, width)
+            case MoELayer() as moe, MoEConfig() as moe_config:
+                names = next((n for n in family.names if f"{prefix}.{n.router}.weight" in published), family.names[0])
+                _add_moe(places, prefix, moe, moe_config, names, published)
+    num_layers, num_skipped = len(model.layers), model.config.num_skipped_layers
+    skipped = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_skipped))
+
+    def is_ignored(name: str) -> bool:
+        return name in places.elsewhere or name.startswith(skipped) or bool(_FREQUENCIES.fullmatch(name))
+
+    embedding = rows(model.embedding.weight, model.embedding.share, vocab_size)
+    copies = {"lm_head.weight": embedding} if model.config.tie_word_embeddings else {}
+    return Destinations(places.into, is_ignored, copies)
 
 
-def _grouped_query(prefix: str, attention: Attention) -> Tensors:
+class _Places:
+    """Destinations by name, and the names of what other ranks need and this one does not."""
+
+    def __init__(self) -> None:
+        self.into: dict[str, list[Destination]] = {}
+        self.elsewhere: set[str] = set()
+
+    def add(self, name: str, place: Destination) -> None:
+        self.into.setdefault(name, []).append(place)
+
+    def add_bias(self, name: str, bias: Tensor | None, share: slice, size: int) -> None:
+        if bias is not None:
+            self.add(name, rows(bias, share, size))
+
+    def add_linear(self, prefix: str, linear: Linear) -> None:
+        """A projection that is whole on every rank."""
+        self.add(f"{prefix}.weight", whole(linear.weight))
+        if linear.bias is not None:
+            self.add(f"{prefix}.bias", whole(linear.bias))
+
+    def add_output(self, prefix: str, linear: Linear, share: slice, size: int, *, has_bias: bool) -> None:
+        """A projection of which this rank has some columns; a bias is on one rank only."""
+        self.add(f"{prefix}.weight", columns(linear.weight, share, size))
+        if linear.bias is not None:
+            self.add(f"{prefix}.bias", whole(linear.bias))
+        elif has_bias:
+            self.elsewhere.add(f"{prefix}.bias")
+
+
+def _times(share: slice, size: int) -> slice:
+    return slice(share.start * size, share.stop * size)
+
+
+def _add_attention(places: _Places, prefix: str, attention: Attention) -> None:
+    config, size = attention.config, attention.config.head_dim
     fused = attention.query_key_value
-    names = [f"{prefix}.{which}_proj" for which in "qkv"]
-    into = {
-        f"{name}.weight": whole(part)
-        for name, part in zip(names, fused.weight.split(attention.projected_sizes), strict=True)
-    }
-    if fused.bias is not None:
-        parts = fused.bias.split(attention.projected_sizes)
-        into |= {f"{name}.bias": whole(part) for name, part in zip(names, parts, strict=True)}
+    biases = (None, None, None) if fused.bias is None else fused.bias.split(attention.projected_sizes)
+    weights = fused.weight.split(attention.projected_sizes)
+    heads = [(attention.heads, config.num_heads), *2 * [(attention.kv_heads, config.num_kv_heads)]]
+    for which, weight, bias, (share, num_heads) in zip("qkv", weights, biases, heads, strict=True):
+        places.add(f"{prefix}.{which}_proj.weight", rows(weight, _times(share, size), num_heads * size))
+        places.add_bias(f"{prefix}.{which}_proj.bias", bias, _times(share, size), num_heads * size)
     if attention.sinks is not None:
-        into[f"{prefix}.sinks"] = whole(attention.sinks)
-    for name, norm in (("q_norm", attention.query_norm), ("k_norm", attention.key_norm)):
-        if not isinstance(norm, nn.Identity):
-            into[f"{prefix}.{name}.weight"] = whole(norm.weight)
-    return into | _linear(f"{prefix}.o_proj", attention.output)
+        places.add(f"{prefix}.sinks", rows(attention.sinks, attention.heads, config.num_heads))
+    norms = (("q_norm", attention.query_norm, heads[0]), ("k_norm", attention.key_norm, heads[1]))
+    for name, norm, (share, num_heads) in norms:
+        if config.normalized == "token" and not isinstance(norm, nn.Identity):
+            places.add(f"{prefix}.{name}.weight", rows(norm.weight, _times(share, size), num_heads * size))
+        elif not isinstance(norm, nn.Identity):
+            places.add(f"{prefix}.{name}.weight", whole(norm.weight))
+    share, width = _times(attention.heads, size), config.num_heads * size
+    places.add_output(f"{prefix}.o_proj", attention.output, share, width, has_bias=config.has_output_bias)
 
 
-def _latent(prefix: str, attention: LatentAttention) -> Tensors:
-    into = {
-        f"{prefix}.kv_a_layernorm.weight": whole(attention.latent_norm.weight),
-        **_linear(f"{prefix}.kv_a_proj_with_mqa", attention.compress),
-        **_linear(f"{prefix}.kv_b_proj", attention.expand),
-        **_linear(f"{prefix}.o_proj", attention.output),
-    }
+def _add_latent_attention(places: _Places, prefix: str, attention: LatentAttention) -> None:
+    config, heads = attention.config, attention.heads
+    places.add(f"{prefix}.kv_a_layernorm.weight", whole(attention.latent_norm.weight))
+    places.add_linear(f"{prefix}.kv_a_proj_with_mqa", attention.compress)
+    size = config.key_dim + config.value_dim
+    places.add(
+        f"{prefix}.kv_b_proj.weight", rows(attention.expand.weight, _times(heads, size), config.num_heads * size)
+    )
+    share, width = _times(heads, config.value_dim), config.num_heads * config.value_dim
+    places.add_output(f"{prefix}.o_proj", attention.output, share, width, has_bias=config.has_bias)
     match attention.query:
-        case Linear() as query:
-            return into | _linear(f"{prefix}.q_proj", query)
+        case Linear() as up:
+            name = "q_proj"
         case CompressedQuery(down=down, norm=norm, up=up):
-            into[f"{prefix}.q_a_layernorm.weight"] = whole(norm.weight)
-            return into | _linear(f"{prefix}.q_a_proj", down) | _linear(f"{prefix}.q_b_proj", up)
+            name = "q_b_proj"
+            places.add(f"{prefix}.q_a_layernorm.weight", whole(norm.weight))
+            places.add_linear(f"{prefix}.q_a_proj", down)
+    size = config.query_dim
+    places.add(f"{prefix}.{name}.weight", rows(up.weight, _times(heads, size), config.num_heads * size))
 
 
-def _moe(prefix: str, moe: MoELayer, names: MoENames, published: Collection[str]) -> Tensors:
+def _add_mlp(places: _Places, prefix: str, mlp: GatedMLP, width: int) -> None:
+    gate, up = mlp.gate_up.weight.chunk(2)
+    places.add(f"{prefix}.gate_proj.weight", rows(gate, mlp.width, width))
+    places.add(f"{prefix}.up_proj.weight", rows(up, mlp.width, width))
+    places.add(f"{prefix}.down_proj.weight", columns(mlp.down.weight, mlp.width, width))
+
+
+def _add_moe(
+    places: _Places, prefix: str, moe: MoELayer, config: MoEConfig, names: MoENames, published: Collection[str]
+) -> None:
     router = f"{prefix}.{names.router}"
-    into = {f"{router}.weight": whole(moe.router.weight)}
+    places.add(f"{router}.weight", whole(moe.router.weight))
     if moe.router.bias is not None:
-        into[f"{router}.bias"] = whole(moe.router.bias)
+        places.add(f"{router}.bias", whole(moe.router.bias))
     if moe.router.correction is not None:
-        into[f"{router}.e_score_correction_bias"] = whole(moe.router.correction)
-    if moe.shared_experts is not None:
-        into |= _mlp(f"{prefix}.{names.shared}", moe.shared_experts.mlp)
+        places.add(f"{router}.e_score_correction_bias", whole(moe.router.correction))
+    if moe.shared_experts is not None and config.shared is not None:
+        _add_mlp(places, f"{prefix}.{names.shared}", moe.shared_experts.mlp, config.shared.width)
         if moe.shared_experts.gate is not None:
-            into |= _linear(f"{prefix}.{names.shared_gate}", moe.shared_experts.gate)
+            places.add_linear(f"{prefix}.{names.shared_gate}", moe.shared_experts.gate)
     experts = f"{prefix}.{names.experts}"
+    num_experts = config.router.num_experts
     if names.is_interleaved:
-        return into | _interleaved_experts(experts, moe.experts)
-    if f"{experts}.gate_up_proj" in published:
-        into[f"{experts}.gate_up_proj"] = whole(moe.experts.gate_up)
-        into[f"{experts}.down_proj"] = whole(moe.experts.down)
-        return into
-    for expert, (gate_up, down) in enumerate(zip(moe.experts.gate_up, moe.experts.down, strict=True)):
-        gate, up = gate_up.chunk(2)
-        into[f"{experts}.{expert}.{names.gate}.weight"] = whole(gate)
-        into[f"{experts}.{expert}.{names.up}.weight"] = whole(up)
-        into[f"{experts}.{expert}.{names.down}.weight"] = whole(down)
-    return into
+        _add_interleaved_experts(places, experts, moe.experts, moe.local_experts, num_experts)
+    elif f"{experts}.gate_up_proj" in published:
+        for slot, expert in enumerate(moe.local_experts):
+            share = slice(expert, expert + 1)
+            places.add(f"{experts}.gate_up_proj", rows(moe.experts.gate_up[slot : slot + 1], share, num_experts))
+            places.add(f"{experts}.down_proj", rows(moe.experts.down[slot : slot + 1], share, num_experts))
+        places.elsewhere |= {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
+    else:
+        for slot, expert in enumerate(moe.local_experts):
+            gate, up = moe.experts.gate_up[slot].chunk(2)
+            places.add(f"{experts}.{expert}.{names.gate}.weight", whole(gate))
+            places.add(f"{experts}.{expert}.{names.up}.weight", whole(up))
+            places.add(f"{experts}.{expert}.{names.down}.weight", whole(moe.experts.down[slot]))
+        for expert in set(range(num_experts)) - set(moe.local_experts):
+            places.elsewhere |= {f"{experts}.{expert}.{name}.weight" for name in (names.gate, names.up, names.down)}
 
 
-def _interleaved_experts(prefix: str, experts: Experts) -> Tensors:
+def _add_interleaved_experts(
+    places: _Places, prefix: str, experts: Experts, local_experts: Collection[int], num_experts: int
+) -> None:
     """All experts in one tensor, as [experts, inputs, outputs], with gate and up alternating among the outputs."""
-
-    def alternating(fused: Tensor) -> Destination:
-        # ours: gate's rows above those of up; published: a row of gate, one of up, and so on
-        alternate = fused.unflatten(1, (2, -1)).transpose(1, 2)
-        if fused.dim() == 2:
-            return Destination(alternate, tuple(fused.shape))
-        return Destination(alternate.movedim(-1, 1), (fused.shape[0], fused.shape[2], fused.shape[1]))
-
-    into = {
-        f"{prefix}.gate_up_proj": alternating(experts.gate_up),
-        f"{prefix}.down_proj": whole(experts.down.transpose(1, 2)),
+    _, width_twice, hidden_size = experts.gate_up.shape
+    # ours: gate's rows above those of up; published: a row of gate, one of up, and so on
+    gate_up_eDI2 = experts.gate_up.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
+    places_of: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        "gate_up_proj": (gate_up_eDI2, (num_experts, hidden_size, width_twice)),
+        "down_proj": (experts.down.transpose(1, 2), (num_experts, width_twice // 2, hidden_size)),
     }
     if experts.gate_up_bias is not None and experts.down_bias is not None:
-        into[f"{prefix}.gate_up_proj_bias"] = alternating(experts.gate_up_bias)
-        into[f"{prefix}.down_proj_bias"] = whole(experts.down_bias)
-    return into
-
-
-def _mlp(prefix: str, mlp: GatedMLP) -> Tensors:
-    gate, up = mlp.gate_up.weight.chunk(2)
-    return {
-        f"{prefix}.gate_proj.weight": whole(gate),
-        f"{prefix}.up_proj.weight": whole(up),
-        **_linear(f"{prefix}.down_proj", mlp.down),
-    }
-
-
-def _linear(prefix: str, linear: Linear) -> Tensors:
-    into = {f"{prefix}.weight": whole(linear.weight)}
-    if linear.bias is not None:
-        into[f"{prefix}.bias"] = whole(linear.bias)
-    return into
+        bias_eI2 = experts.gate_up_bias.unflatten(1, (2, -1)).transpose(1, 2)
+        places_of["gate_up_proj_bias"] = bias_eI2, (num_experts, width_twice)
+        places_of["down_proj_bias"] = experts.down_bias, (num_experts, hidden_size)
+    for name, (memory, shape) in places_of.items():
+        places.elsewhere.add(f"{prefix}.{name}")
+        for slot, expert in enumerate(local_experts):
+            places.add(f"{prefix}.{name}", Destination(memory[slot : slot + 1], shape, (slice(expert, expert + 1),)))

@@ -64,6 +64,7 @@ def read_facts(folder: str | Path) -> CheckpointFacts:
         dtype=description.dtype,
         vocab_size=description.model.vocab_size,
         max_position_embeddings=description.model.max_position_embeddings,
+        tensor_parallel_sizes=description.model.tensor_parallel_sizes,
     )
 
 

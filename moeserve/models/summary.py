@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeserve.config import DtypeName
+from moeserve.config import DispatcherName, DtypeName
+from moeserve.distributed.group import Groups, single
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import Description
 from moeserve.moe.layer import MoEConfig, MoELayer
@@ -51,10 +52,12 @@ class Summary:
         return sum(part.num_bytes for part in self.parts)
 
 
-def summarize(description: Description, dtype: DtypeName) -> Summary:
-    """Counts a model's weights, part by part."""
+def summarize(description: Description, dtype: DtypeName, groups: Groups | None = None) -> Summary:
+    """Counts a model's weights, part by part: all of them, or those of the rank that the groups are of."""
     config = description.model
-    model = Decoder(config, "local", dtype=getattr(torch, dtype), device=torch.device("meta"))
+    groups = groups or single()
+    dispatcher: DispatcherName = "local" if groups.ep.world_size == 1 else "all_to_all"  # they take no memory
+    model = Decoder(config, groups, dispatcher, dtype=getattr(torch, dtype), device=torch.device("meta"))
     counts = _Counts()
     is_whole_used = config.tie_word_embeddings  # by the output head
     counts.add("embedding", model.embedding, share_active=(1, 1 if is_whole_used else config.vocab_size))

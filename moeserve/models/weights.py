@@ -35,18 +35,30 @@ LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class Destination:
-    """A part of the model's memory and the published tensor that fills it."""
+    """A part of the model's memory, and the part of a published tensor that fills it."""
 
-    memory: Tensor  # a view; its elements, in order, are those of the published tensor
-    shape: tuple[int, ...]  # as published; memory may have these dimensions split further
+    memory: Tensor  # a view; its elements, in order, are those of the part; its dimensions may be split further
+    shape: tuple[int, ...]  # of the whole tensor, as published
+    part: tuple[slice, ...]  # what of it, in its first dimensions; all of the others
 
     def __post_init__(self) -> None:
-        assert self.memory.numel() == math.prod(self.shape)
+        sizes = [part.stop - part.start for part in self.part]
+        assert self.memory.numel() == math.prod([*sizes, *self.shape[len(sizes) :]])
 
 
-def whole(memory: Tensor) -> Destination:
-    """Memory that has the published tensor's own shape."""
-    return Destination(memory, tuple(memory.shape))
+def whole(memory: Tensor, shape: tuple[int, ...] | None = None) -> Destination:
+    """Memory that a whole tensor fills. `shape` is the published one where it is not the memory's own."""
+    return Destination(memory, tuple(memory.shape) if shape is None else shape, ())
+
+
+def rows(memory: Tensor, share: slice, num_rows: int) -> Destination:
+    """Memory for some of a tensor's `num_rows` rows (its first dimension)."""
+    return Destination(memory, (num_rows, *memory.shape[1:]), (share,))
+
+
+def columns(memory: Tensor, share: slice, num_columns: int) -> Destination:
+    """Memory [rows, columns] for some of a matrix's `num_columns` columns."""
+    return Destination(memory, (memory.shape[0], num_columns), (slice(0, memory.shape[0]), share))
 
 
 def _none_is_ignored(name: str) -> bool:
@@ -55,9 +67,9 @@ def _none_is_ignored(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Destinations:
-    """Where each published tensor belongs, by name."""
+    """Where each published tensor belongs, by name: to several places, or parts of it to one."""
 
-    into: dict[str, Destination]
+    into: dict[str, list[Destination]]
     is_ignored: Callable[[str], bool] = _none_is_ignored  # names that a checkpoint may hold, of no use to the model
     # tensors that a checkpoint may hold a second time, under these names: what it holds there must be the same
     copies: dict[str, Destination] = field(default_factory=dict)
@@ -154,15 +166,16 @@ def load_weights(checkpoint: Checkpoint, destinations: Destinations, *, show_pro
             f"{folder} holds {len(extra)} tensors that its config.json does not account for: {_shown(extra)}; "
             "fetch the whole checkpoint again, config.json and weights together"
         )
-    for name, destination in into.items():
+    for name, places in into.items():
         tensor = checkpoint.tensors[name]
         tensor.check()
-        if tensor.shape != destination.shape:
-            raise CheckpointError(
-                f"{tensor.shard}: tensor {name!r} has shape {list(tensor.shape)}, "
-                f"the model needs {list(destination.shape)}"
-            )
-    num_bytes = sum(destination.memory.nbytes for destination in into.values())
+        for place in places:
+            if tensor.shape != place.shape:
+                raise CheckpointError(
+                    f"{tensor.shard}: tensor {name!r} has shape {list(tensor.shape)}, "
+                    f"the model needs {list(place.shape)}"
+                )
+    num_bytes = sum(place.memory.nbytes for places in into.values() for place in places)
     _report_decoding(checkpoint, into, num_bytes)
 
     shards = _Shards()
@@ -175,20 +188,24 @@ def load_weights(checkpoint: Checkpoint, destinations: Destinations, *, show_pro
         disable=None if show_progress else True,  # None: shown on a terminal only
     ) as progress:
         for name in sorted(into, key=lambda name: checkpoint.tensors[name].shard):
-            _fill(into[name], checkpoint.tensors[name], shards, progress)
-        for name, destination in copies.items():
-            _compare(name, destination, checkpoint, shards)
+            for place in into[name]:
+                _fill(place, checkpoint.tensors[name], shards, progress)
+        for name, place in copies.items():
+            _compare(name, place, checkpoint, shards)
 
 
 def fill_randomly(model: nn.Module, seed: int) -> None:
-    """Dummy weights: normal with standard deviation 0.02, norms one. The same seed gives the same weights."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for module in model.modules():
+    """Dummy weights: normal with standard deviation 0.02, norms one. The same seed gives the same weights.
+
+    Each weight has random numbers of its own, so those that all ranks have are alike on all of them.
+    """
+    generator = torch.Generator(next(model.parameters()).device)
+    for index, module in enumerate(model.modules()):
         for weight in module.parameters(recurse=False):
             if isinstance(module, RMSNorm):
                 weight.fill_(1.0)
             else:
-                weight.normal_(0.0, DUMMY_STD, generator=generator)
+                weight.normal_(0.0, DUMMY_STD, generator=generator.manual_seed((seed << 20) + index))
 
 
 class _Shards:
@@ -210,26 +227,34 @@ class _Shards:
         return rows
 
 
-def _fill(destination: Destination, tensor: PublishedTensor, shards: _Shards, progress: tqdm) -> None:
-    memory = destination.memory
-    num_rows = destination.shape[0] // len(memory)  # of the published tensor, for one row of memory
+def _fill(place: Destination, tensor: PublishedTensor, shards: _Shards, progress: tqdm) -> None:
+    memory = place.memory
+    if memory.numel() == 0:  # a rank may have no part of it
+        return
+    first, *others = place.part or (slice(0, place.shape[0]),)
+    num_rows = (first.stop - first.start) // len(memory)  # of the published tensor, for one row of memory
     step = max(1, PIECE_VALUES * len(memory) // memory.numel())
     for start in range(0, len(memory), step):
         piece = memory[start : start + step]
-        rows = tensor.read(shards.read_rows, start * num_rows, (start + len(piece)) * num_rows)
-        piece.copy_(rows.view(piece.shape))
+        begin = first.start + start * num_rows
+        read = tensor.read(shards.read_rows, begin, begin + len(piece) * num_rows)
+        part = (slice(None), *others)
+        piece.copy_(read[part].reshape(piece.shape))
         progress.update(piece.nbytes)
 
 
-def _compare(name: str, destination: Destination, checkpoint: Checkpoint, shards: _Shards) -> None:
+def _compare(name: str, place: Destination, checkpoint: Checkpoint, shards: _Shards) -> None:
     """Refuses a copy that differs from what was loaded."""
-    tensor, memory = checkpoint.tensors[name], destination.memory
+    tensor, memory = checkpoint.tensors[name], place.memory
     tensor.check()
-    is_same = tensor.shape == destination.shape
-    step = max(1, PIECE_VALUES * len(memory) // memory.numel())
+    is_same = tensor.shape == place.shape
+    step = max(1, PIECE_VALUES * len(memory) // max(1, memory.numel()))
+    first = place.part[0].start if place.part else 0
     for start in range(0, len(memory) if is_same else 0, step):
         piece = memory[start : start + step]
-        is_same &= torch.equal(piece, tensor.read(shards.read_rows, start, start + len(piece)).to(piece))
+        is_same &= torch.equal(
+            piece, tensor.read(shards.read_rows, first + start, first + start + len(piece)).to(piece)
+        )
     if not is_same:
         raise CheckpointError(
             f"{checkpoint.folder}: its config.json has tie_word_embeddings=true, but {name!r} differs from the "
@@ -237,11 +262,11 @@ def _compare(name: str, destination: Destination, checkpoint: Checkpoint, shards
         )
 
 
-def _report_decoding(checkpoint: Checkpoint, into: dict[str, Destination], num_bytes: int) -> None:
+def _report_decoding(checkpoint: Checkpoint, into: dict[str, list[Destination]], num_bytes: int) -> None:
     """A warning, because a machine that holds the files may not hold what becomes of them."""
     decoded = [name for name in into if not isinstance(checkpoint.tensors[name], PlainTensor)]
     if decoded:
-        dtypes = sorted({str(into[name].memory.dtype).removeprefix("torch.") for name in decoded})
+        dtypes = sorted({str(into[name][0].memory.dtype).removeprefix("torch.") for name in decoded})
         logger.warning(
             "%s stores its weights as %s, %s on disk; they are dequantised to %s and take %s in memory",
             checkpoint.folder,

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.config import DispatcherName
+from moeserve.distributed.group import GroupCoordinator
+from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
+from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher
 from moeserve.moe.dispatch.local import LocalDispatcher
+from moeserve.moe.dispatch.slotted import SlottedDispatcher
 from moeserve.moe.experts import Experts
+from moeserve.moe.placement import Placement
 from moeserve.moe.router import Router, RouterConfig
 from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
 from moeserve.ops.activation import GatedActivation, SwiGLU
@@ -32,22 +37,36 @@ class MoEConfig:
 
 
 class MoELayer(nn.Module):
-    """Routes each token, sends it to its experts, and gathers the weighted outputs."""
+    """Routes each token, sends it to its experts, and gathers the weighted outputs.
+
+    Args:
+        config: what the layer computes, whatever ranks do it.
+        hidden_size: D.
+        dispatcher: how tokens travel. "local" is for a group of one rank.
+        placement: the logical expert in each slot of each rank of the group. Router and shared experts are whole on
+            every rank; of the experts, a rank has those in its own slots, in their order.
+        group: the ep group.
+        num_slots: lay the tokens of each expert out in that many slots; None: packed.
+    """
 
     def __init__(
         self,
         config: MoEConfig,
         hidden_size: int,
         dispatcher: DispatcherName,
+        placement: Placement,
+        group: GroupCoordinator,
         *,
+        num_slots: int | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        num_experts = config.router.num_experts
+        assert placement.num_logical == config.router.num_experts
+        self.local_experts = placement.logical_of_slot[group.rank_in_group]
         self.router = Router(config.router, hidden_size, device=device)
         self.experts = Experts(
-            num_experts,
+            placement.num_slots[group.rank_in_group],
             hidden_size,
             config.expert_width,
             config.activation,
@@ -61,7 +80,13 @@ class MoELayer(nn.Module):
         self.dispatcher: Dispatcher[Any]
         match dispatcher:
             case "local":
-                self.dispatcher = LocalDispatcher(num_experts)
+                self.dispatcher = LocalDispatcher(placement, device)
+            case "allgather":
+                self.dispatcher = AllGatherDispatcher(group, placement, device)
+            case "all_to_all":
+                self.dispatcher = AllToAllDispatcher(group, placement, device)
+        if num_slots is not None:
+            self.dispatcher = SlottedDispatcher(self.dispatcher, num_slots)
 
     def forward(self, hidden_TD: Tensor, step: StepInputs) -> Tensor:
         routing = self.router(hidden_TD)

@@ -28,7 +28,7 @@ class SharedExperts(nn.Module):
         self, config: SharedExpertsConfig, hidden_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.mlp = GatedMLP(hidden_size, config.width, dtype=dtype, device=device)
+        self.mlp = GatedMLP(hidden_size, slice(0, config.width), dtype=dtype, device=device)
         self.gate = Linear(hidden_size, 1, dtype=dtype, device=device) if config.is_gated else None
 
     def forward(self, hidden_TD: Tensor) -> Tensor:

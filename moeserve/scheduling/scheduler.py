@@ -18,7 +18,8 @@ from moeserve.scheduling.request import LiveRequest
 class Scheduler:
     """Continuous batching of prompts in pieces and of single tokens, over one budget of tokens per step.
 
-    `schedule` and `commit` alternate. A plan that was scheduled and could not be run is given up with `abort_all`.
+    `schedule` and `commit` alternate. A plan that was scheduled and could not be run is given up with `abort_step`
+    or `abort_all`.
     Everything it decides follows from the calls made so far: no clock, no randomness.
     """
 
@@ -115,6 +116,12 @@ class Scheduler:
     def abort_all(self) -> list[RequestUpdate]:
         """Ends every request. After a failed step this is all there is to do: nothing of that step is kept."""
         return [update for request_id in self.live_request_ids if (update := self.abort(request_id)) is not None]
+
+    def abort_step(self) -> list[RequestUpdate]:
+        """Ends the requests of the plan not yet committed, and only these. Nothing of that step is kept."""
+        in_flight, self._in_flight = self._in_flight, {}
+        still_live = [request.request_id for request in in_flight if not request.ended]
+        return [update for request_id in still_live if (update := self.abort(request_id)) is not None]
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step and takes the blocks it needs. None if there is no request.

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from moeserve.config import EngineConfig
+from moeserve.distributed.group import Groups
 from moeserve.errors import CheckpointError
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
@@ -19,6 +20,7 @@ from moeserve.models.summary import summarize
 from moeserve.models.weights import fill_randomly, load_weights, open_checkpoint
 from moeserve.ops.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.threads import set_num_threads
+from moeserve.scheduling.lockstep import Agreement
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.model_runner import ModelRunner
 
@@ -26,47 +28,55 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """The rank that holds a model. `num_blocks` is how many blocks of KV cache it has."""
+    """The rank that holds a part of a model. `num_blocks` is how many blocks of KV cache every rank has."""
 
     @torch.inference_mode()
-    def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
+    def __init__(self, config: EngineConfig, groups: Groups, *, show_progress: bool) -> None:
+        self.groups = groups
         set_num_threads(config.num_threads)
         started = time.monotonic()
-        model = load_model(config, show_progress=show_progress)
+        model = load_model(config, groups, show_progress=show_progress)
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
+
+        groups.world.barrier()  # collective: all ranks; all have loaded, so what is free now is left for caches
 
         # The profiling run needs one block, which all its positions share; it reads some before it writes them.
         probe_caches = model.make_caches(1, config.block_size)
         for cache in probe_caches:
             cache.clear()
-        probe = ModelRunner(model, probe_caches, config.block_size, config.device)
-        self.num_blocks = count_blocks(config, model.cache_bytes_per_token, lambda: probe.execute(largest_step(config)))
+        probe = ModelRunner(model, probe_caches, groups.mesh, config.block_size, config.device)
+        largest = largest_step(config)
+        num_tokens = (largest.num_tokens,) * groups.mesh.dp
+        num_blocks = count_blocks(config, model.cache_bytes_per_token, lambda: probe.execute(largest, num_tokens))
+        self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
         caches = model.make_caches(self.num_blocks, config.block_size)
-        self.runner = ModelRunner(model, caches, config.block_size, config.device)
-        num_tokens = self.num_blocks * config.block_size
-        logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, num_tokens)
+        samples = groups.tp.rank_in_group == 0
+        self.runner = ModelRunner(model, caches, groups.mesh, config.block_size, config.device, samples=samples)
+        logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.runner.execute(plan)
+    def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
+        """One forward pass, of no tokens where the replica has no plan. Every rank of every replica joins it."""
+        self.groups.set_step(agreement.step)
+        return self.runner.execute(plan or StepPlan(step=agreement.step, chunks=[]), agreement.num_tokens)
 
 
-def load_model(config: EngineConfig, *, show_progress: bool) -> Decoder:
-    """The model of a checkpoint with its weights.
+def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> Decoder:
+    """This rank's part of a checkpoint's model, with its weights.
 
     Raises:
         CheckpointError: the weights do not fit in memory, or are not those that the config asks for.
     """
     description = registry.describe(config.model_path)
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    num_bytes = summarize(description, config.dtype).weight_bytes
-    free = free_memory() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+    num_bytes = summarize(description, config.dtype, groups).weight_bytes
+    free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
     if num_bytes > free:
         raise CheckpointError(
             f"the weights of {config.model_path} do not fit in memory: they take {shown_bytes(num_bytes)} as "
             f"{config.dtype}, but {shown_bytes(free)} are free. Use a machine with more memory, a smaller "
             "model, or dtype=bfloat16 if the checkpoint is float32; `moeserve inspect` shows what takes how much"
         )
-    model = Decoder(description.model, config.dispatcher, dtype=dtype, device=device)
+    model = Decoder(description.model, groups, config.dispatcher, dtype=dtype, device=device)
     if config.load_format == "dummy":
         fill_randomly(model, config.seed)
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Reference
+from reference_models import Reference
 from safetensors.torch import load_file, save_file
 
 from moeserve import (

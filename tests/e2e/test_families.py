@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALLEST_GAP, Reference, in_the_style_of_the_hub
+from reference_models import SMALLEST_GAP, Reference, in_the_style_of_the_hub
 from safetensors.torch import load_file, save_file
 
 from moeserve import LLM, SamplingParams
@@ -121,7 +121,7 @@ def logits_of(llm: LLM, token_ids: list[int], chunk: int) -> torch.Tensor:
         blocks = list(range(-(-(start + len(piece)) // runner.block_size)))
         plan = StepPlan(step=0, chunks=[Chunk(token_ids=piece, start=start, block_ids=blocks)])
         with torch.inference_mode():
-            rows.append(runner.model.logits(runner.model(runner.build_inputs(plan), runner.caches)))
+            rows.append(runner.model.logits(runner.model(runner.build_inputs(plan, (plan.num_tokens,)), runner.caches)))
     return torch.cat(rows)
 
 

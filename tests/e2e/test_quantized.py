@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SHAPES, Reference, make_reference
+from reference_models import SHAPES, Reference, make_reference
 from safetensors.torch import load_file, save_file
 from test_families import logits_of, reread
 

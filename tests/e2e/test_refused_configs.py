@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SHAPES, in_the_style_of_the_hub
+from reference_models import SHAPES, in_the_style_of_the_hub
 
 from moeserve import LLM, CheckpointError
 from moeserve.models.registry import read_facts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import Reference
+from reference_models import Reference
 from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 import torch
 from moeserve.config import Settings, resolve
+from moeserve.distributed.group import single
 from moeserve.models import registry
 from moeserve.worker.worker import load_model
 
@@ -35,7 +36,7 @@ torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
 with torch.inference_mode():
-    model = load_model(config, show_progress=False)
+    model = load_model(config, single(), show_progress=False)
 weights = sum(weight.nbytes for weight in model.parameters())
 print((resident("VmHWM") - before) / weights, weights)
 """

@@ -69,6 +69,8 @@ def make_step(lengths: list[tuple[int, int]], block_ids: list[list[int]], block_
         block_table=table,
         logits_rows=torch.zeros(0, dtype=torch.int64),
         spans=tuple(spans),
+        tp_sizes=(first_row,),
+        tokens_per_rank=(first_row,),
     )
 
 

@@ -32,7 +32,7 @@ def parse(*arguments: str) -> Any:
         (["generate", "--prompt", "x", "--dtype", "fp8"], "'float32', 'bfloat16'"),
         (["generate", "--prompt", "x", "--stop-token-ids", "a"], "--stop-token-ids"),
         (["upcycle", "a", "b", "--export", "4"], "unknown flag --export: did you mean --experts?"),
-        (["genrate"], "'generate', 'inspect', 'upcycle'"),
+        (["genrate"], "'generate', 'inspect', 'plan', 'upcycle'"),
         ([], "COMMAND"),
     ],
 )

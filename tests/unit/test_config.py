@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moeserve.config import CheckpointFacts, EngineConfig, Settings, cache_folder, parse_bytes, resolve
+from moeserve.config import (
+    CheckpointFacts,
+    EngineConfig,
+    Settings,
+    cache_folder,
+    environment_of_rank,
+    parse_bytes,
+    resolve,
+)
 from moeserve.errors import SettingsError
 
-FACTS = CheckpointFacts(path="somewhere", dtype="bfloat16", vocab_size=100, max_position_embeddings=512)
+FACTS = CheckpointFacts(
+    path="somewhere", dtype="bfloat16", vocab_size=100, max_position_embeddings=512, tensor_parallel_sizes=(1, 2, 4)
+)
 
 
 def decide(has_cuda: bool = False, num_cores: int = 3, **options: Any) -> EngineConfig:
@@ -64,8 +75,9 @@ def test_what_is_given_is_kept() -> None:
         ("kv_cache_memory", 0, "from 1 byte"),
         ("device", "cuda", "no CUDA device"),
         ("max_model_len", 513, "max_position_embeddings (512)"),
-        ("tensor_parallel_size", 2, "tensor_parallel_size=2"),
-        ("data_parallel_size", 2, "data_parallel_size=2"),
+        ("tensor_parallel_size", 3, "so many ranks; use one of 1, 2, 4"),
+        ("tensor_parallel_size", 8, "cannot be divided over so many ranks"),
+        ("data_parallel_size", 13, "use at most 12 ranks"),
         ("pipeline_parallel_size", 2, "pipeline_parallel_size=2"),
         ("executor", "ray", "executor='ray'"),
     ],
@@ -75,6 +87,32 @@ def test_wrong_settings_are_refused_with_their_value(option: str, value: object,
         decide(**{option: value})
     assert says in str(refusal.value)
     assert option in str(refusal.value)
+
+
+def test_ranks_share_the_cores() -> None:
+    for tp, dp, num_cores, num_threads in ((1, 1, 8, 8), (2, 1, 8, 4), (2, 2, 8, 2), (1, 3, 8, 2), (4, 2, 2, 1)):
+        config = decide(tensor_parallel_size=tp, data_parallel_size=dp, num_cores=num_cores)
+        assert (config.num_ranks, config.num_threads) == (tp * dp, num_threads)
+        assert config.executor == ("uniproc" if tp * dp == 1 else "mp")
+    assert decide(data_parallel_size=2, num_threads=5).num_threads == 5
+    assert decide(executor="mp").executor == "mp"
+
+
+def test_layouts_that_nothing_runs_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"executor='uniproc'.*asks for 2; use executor='mp'"):
+        decide(data_parallel_size=2, executor="uniproc")
+    with pytest.raises(SettingsError, match="only on CPUs"):
+        decide(data_parallel_size=2, has_cuda=True, device="cuda")
+    with pytest.raises(SettingsError, match=r"asks for 16 ranks.* may use 2 CPU cores; use at most 8 "):
+        decide(tensor_parallel_size=4, data_parallel_size=4, num_cores=2)
+
+
+def test_threads_of_ranks_wait_asleep_where_they_outnumber_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    config = decide(data_parallel_size=2, num_threads=2)
+    assert environment_of_rank(config, num_cores=3)["OMP_WAIT_POLICY"] == "passive"
+    assert "OMP_WAIT_POLICY" not in environment_of_rank(config, num_cores=4)
+    assert environment_of_rank(config, num_cores=4) == dict(os.environ)
 
 
 def test_numbers_too_long_to_write_out_are_refused_all_the_same() -> None:

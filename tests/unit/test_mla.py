@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.distributed.group import group_of_one
+from moeserve.distributed.mesh import Mesh
 from moeserve.layers import mla
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
@@ -30,7 +32,7 @@ SHAPES = {
 
 
 def make_layer(config: LatentAttentionConfig) -> LatentAttention:
-    layer = LatentAttention(config, WIDTH, dtype=torch.float32, device=CPU)
+    layer = LatentAttention(config, WIDTH, group_of_one("tp"), dtype=torch.float32, device=CPU)
     for weight in layer.parameters():
         weight.normal_(0.0, 0.4)
     return layer
@@ -41,7 +43,7 @@ def make_step(*chunks: tuple[int, int, list[int]]) -> StepInputs:
     plan = StepPlan(
         step=0, chunks=[Chunk(token_ids=[0] * rows, start=start, block_ids=ids) for start, rows, ids in chunks]
     )
-    return ModelRunner(cast(Any, None), [], BLOCK_SIZE, "cpu").build_inputs(plan)
+    return ModelRunner(cast(Any, None), [], Mesh(tp=1, dp=1), BLOCK_SIZE, "cpu").build_inputs(plan, (0,))
 
 
 def rotary(config: LatentAttentionConfig) -> Rotary:
@@ -117,7 +119,7 @@ def test_all_ways_give_the_same(shape: str, way: str, monkeypatch: pytest.Monkey
 
 def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
     config = dataclasses.replace(SHAPE, latent_size=512, rotary_dim=64)
-    layer = LatentAttention(config, WIDTH, dtype=torch.bfloat16, device=CPU)
+    layer = LatentAttention(config, WIDTH, group_of_one("tp"), dtype=torch.bfloat16, device=CPU)
     assert layer.cache_bytes_per_token == 576 * 2
     assert layer.make_cache(5, 16).latents.nbytes == 5 * 16 * 576 * 2
 

@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeserve.distributed.group import group_of_one
+from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.dispatch.local import LocalDispatcher
+from moeserve.moe.experts import Experts
 from moeserve.moe.layer import MoEConfig, MoELayer
+from moeserve.moe.placement import Placement
 from moeserve.moe.router import RouterConfig, Routing
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.activation import ClampedSwiGLU
+from moeserve.ops.experts import slotted_experts_at_once
 from moeserve.ops.linear import LinearKernel, amx_linear, choose_linear, torch_linear
 
 NO_STEP = cast(Any, None)  # local dispatch does not look at it
@@ -26,7 +31,8 @@ def make_layer(num_experts: int, top_k: int, width: int, expert_width: int, dtyp
 
 
 def randomized(config: MoEConfig, width: int, dtype: torch.dtype = torch.float32) -> MoELayer:
-    layer = MoELayer(config, width, "local", dtype=dtype, device=CPU)
+    placement = Placement.even(config.router.num_experts, num_ranks=1)
+    layer = MoELayer(config, width, "local", placement, group_of_one("ep"), dtype=dtype, device=CPU)
     for weight in layer.parameters():
         weight.normal_(0.0, 0.5)
     return layer
@@ -102,7 +108,7 @@ def test_experts_with_biases_and_a_clamped_activation() -> None:
     assert experts.down_bias is not None
     rows_RD = torch.randn(7, 8)
     counts = [4, 0, 3]
-    given = experts.kernel(rows_RD, torch.tensor(counts), experts.weights).double()
+    given = experts(PackedTokens(rows_RD, torch.tensor(counts))).double()
 
     expert_of_row = [expert for expert, count in enumerate(counts) for _ in range(count)]
     for row, expert, output in zip(rows_RD.double(), expert_of_row, given, strict=True):
@@ -115,15 +121,43 @@ def test_experts_with_biases_and_a_clamped_activation() -> None:
         torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[4, 0, 3], [0, 0, 0], [0, 5, 5], [1, 1, 1], []])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_experts_on_slots(counts: list[int], has_bias: bool, dtype: torch.dtype) -> None:
+    """The bytes of packed rows, and the reference to within rounding, whatever lies in slots without a row."""
+    torch.manual_seed(sum(counts))
+    activation = ClampedSwiGLU(alpha=1.5, limit=0.7)
+    options: dict[str, Any] = dict(has_bias=has_bias, dtype=dtype, device=CPU)
+    experts = Experts(len(counts), 8, 6, activation, **options)
+    for weight in experts.parameters():
+        weight.normal_(0.0, 0.5)
+    rows_RD = torch.randn(sum(counts), 8).to(dtype)
+    slots_eSD = torch.full((len(counts), 5, 8), math.nan, dtype=dtype)
+    for slots, rows in zip(slots_eSD, rows_RD.split(counts) if counts else [], strict=True):
+        slots[: len(rows)] = rows
+    counts_e = torch.tensor(counts, dtype=torch.int64)
+    packed_RD = experts(PackedTokens(rows_RD, counts_e))
+    slotted_eSD = experts(SlottedTokens(slots_eSD, counts_e))
+    at_once_eSD = slotted_experts_at_once(slots_eSD, counts_e, experts.weights, activation=activation)
+
+    assert slotted_eSD.shape == at_once_eSD.shape == slots_eSD.shape
+    is_filled_eS = torch.arange(5) < counts_e[:, None]
+    assert torch.equal(slotted_eSD[is_filled_eS], packed_RD)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(at_once_eSD[is_filled_eS], packed_RD, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("experts", [[[2]] * 9, [[0], [3], [0], [1]], [[3, 0]], [[1, 2], [2, 1], [0, 3]]])
 def test_dispatch_packs_by_expert_and_combine_puts_back(experts: list[list[int]]) -> None:
     """All tokens to one expert, experts without tokens, one token, a full batch."""
     experts_TK = torch.tensor(experts)
     hidden_TD = torch.arange(1.0, len(experts) + 1)[:, None].repeat(1, 3)
     weights_TK = torch.rand(experts_TK.shape)
-    dispatcher = LocalDispatcher(num_experts=4)
+    dispatcher = LocalDispatcher(Placement.even(4, 1), CPU)
     arrived = dispatcher.dispatch(hidden_TD, Routing(experts_TK, weights_TK), NO_STEP).wait()
 
+    assert isinstance(arrived.tokens, PackedTokens)
     assert arrived.tokens.counts_e.tolist() == [sum(row.count(e) for row in experts) for e in range(4)]
     sent = sorted((e, t) for t, row in enumerate(experts) for e in row)
     assert arrived.tokens.rows_RD[:, 0].tolist() == [t + 1.0 for _, t in sent]
@@ -139,7 +173,7 @@ def test_combine_adds_in_float32() -> None:
     """In bf16 the small contributions would vanish beside the large one."""
     experts_TK = torch.tensor([[0, 1, 2]])
     routing = Routing(experts_TK, torch.tensor([[1.0, 1.0, 1.0]]))
-    dispatcher = LocalDispatcher(num_experts=3)
+    dispatcher = LocalDispatcher(Placement.even(3, 1), CPU)
     arrived = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing, NO_STEP).wait()
     output_RD = torch.tensor([[256.0], [0.9], [0.9]], dtype=torch.bfloat16)
     assert dispatcher.combine(output_RD, arrived.ticket).wait().item() == 258.0

@@ -54,7 +54,8 @@ def dequantised(weight_OI: Tensor, scale: Tensor, block: tuple[int, int]) -> Ten
 
 
 def load(folder: Path, weight_format: WeightFormat, into: dict[str, Destination], **settings: Any) -> None:
-    load_weights(open_checkpoint(folder, weight_format), Destinations(into, **settings), show_progress=False)
+    places = {name: [place] for name, place in into.items()}
+    load_weights(open_checkpoint(folder, weight_format), Destinations(places, **settings), show_progress=False)
 
 
 def config_of(folder: Path, **values: Any) -> ConfigJson:
@@ -106,7 +107,7 @@ def test_fp8_scales_in_bfloat16_and_in_another_shard(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     memory_OI = torch.empty(200, 136)
     checkpoint = open_checkpoint(tmp_path, FP8)
-    load_weights(checkpoint, Destinations({"a.weight": whole(memory_OI)}), show_progress=False)
+    load_weights(checkpoint, Destinations({"a.weight": [whole(memory_OI)]}), show_progress=False)
     assert torch.equal(memory_OI, dequantised(weight_OI, scale, (128, 128)))
     assert set(checkpoint.names) == {"a.weight"}
     assert checkpoint.stored_bytes == sum(shard.stat().st_size for shard in tmp_path.glob("*.safetensors"))
@@ -149,7 +150,7 @@ def test_destination_whose_dimensions_are_split(tmp_path: Path, is_encoded: bool
         save_file({"p": published}, tmp_path / "model.safetensors")
     memory = torch.empty(num_experts, 2 * expert_width, width, dtype=torch.bfloat16)
     view = memory.unflatten(1, (2, expert_width)).permute(0, 3, 2, 1)
-    load(tmp_path, Mxfp4Format(), {"p": Destination(view, (num_experts, width, 2 * expert_width))})
+    load(tmp_path, Mxfp4Format(), {"p": whole(view, (num_experts, width, 2 * expert_width))})
     assert torch.equal(memory[:, :expert_width], published[..., 0::2].transpose(1, 2).bfloat16())
     assert torch.equal(memory[:, expert_width:], published[..., 1::2].transpose(1, 2).bfloat16())
 
@@ -162,7 +163,7 @@ def test_destination_whose_first_dimension_is_split(
     published = random(6, 7)
     save_file({"p": published}, tmp_path / "model.safetensors")
     memory = torch.empty(2, 3, 7)
-    load(tmp_path, PlainFormat(), {"p": Destination(memory.transpose(0, 1), (6, 7))})
+    load(tmp_path, PlainFormat(), {"p": whole(memory.transpose(0, 1), (6, 7))})
     assert torch.equal(memory, published.view(3, 2, 7).transpose(0, 1))
 
 
@@ -176,13 +177,13 @@ def test_ignored_tensors_may_be_anything_and_are_not_read(tmp_path: Path) -> Non
     memory = torch.empty(3)
     checkpoint = open_checkpoint(tmp_path, FP8)
     (tmp_path / "2.safetensors").unlink()
-    ignoring = Destinations({"a": whole(memory)}, is_ignored=lambda name: name.startswith("mtp."))
+    ignoring = Destinations({"a": [whole(memory)]}, is_ignored=lambda name: name.startswith("mtp."))
     load_weights(checkpoint, ignoring, show_progress=False)
     assert memory.tolist() == [1, 1, 1]
     with pytest.raises(
         CheckpointError, match=r"holds 2 tensors that its config.json does not account for: mtp.a, mtp.weight;"
     ):
-        load_weights(checkpoint, Destinations({"a": whole(memory)}), show_progress=False)
+        load_weights(checkpoint, Destinations({"a": [whole(memory)]}), show_progress=False)
 
 
 def test_the_log_says_what_dequantising_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -483,6 +483,21 @@ def test_one_request_may_fill_the_whole_cache() -> None:
 # Ending from outside.
 
 
+def test_a_step_given_up_ends_its_own_requests_only() -> None:
+    scheduler = scheduler_with(max_num_batched_tokens=4)
+    for request_id in "abc":
+        scheduler.add(request(request_id, 2))
+    planned(scheduler)
+    scheduler.abort("a")
+    scheduler.add(request("a", 2))  # another one by that name
+    assert scheduler.abort_step() == [RequestUpdate(request_id="b", finish_reason="abort")]
+    scheduler.check_invariants()
+    scheduler.add(request("b", 2))
+    assert scheduler.abort_step() == []
+    assert scheduler.live_request_ids == ["c", "a", "b"]
+    assert len(run(scheduler)) == 3 * 8
+
+
 def test_an_abort_ends_a_request_once_and_frees_its_blocks() -> None:
     scheduler = scheduler_with()
     scheduler.add(request("a", 9))

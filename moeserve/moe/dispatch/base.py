@@ -1,4 +1,4 @@
-"""What a dispatcher promises, and the layout of the tokens that arrive."""
+"""What a dispatcher promises, and the two layouts of the tokens that arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from moeserve.moe.router import Routing
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, K experts per token, R rows (one per token and expert chosen), e local experts
+# T tokens, D model width, R rows (one per token and expert chosen), S slots for the rows of one expert, e local experts
 
 Ticket = TypeVar("Ticket")
 
@@ -24,10 +24,18 @@ class PackedTokens:
 
 
 @dataclass(frozen=True)
+class SlottedTokens:
+    """As many slots for each local expert, whatever its rows: shapes do not depend on the routing."""
+
+    slots_eSD: Tensor  # each expert's rows first, in its slots; the rest holds zeros, and what comes of it is not read
+    counts_e: Tensor  # int64: how many rows each local expert has
+
+
+@dataclass(frozen=True)
 class Arrived(Generic[Ticket]):
     """The tokens that this rank's experts compute, and what is needed to send the results back."""
 
-    tokens: PackedTokens
+    tokens: PackedTokens | SlottedTokens
     ticket: Ticket
 
 
@@ -46,10 +54,18 @@ class PendingOutput(Protocol):
 class Dispatcher(Protocol[Ticket]):
     """Carries each token to its experts and brings the outputs back, weighted and summed.
 
+    Routing names logical experts; the dispatcher knows where they live, and which of several copies a token goes to.
+    Expert -1 is padding: it is sent nowhere, counted nowhere, and adds nothing.
+
     The router's weights ride in the ticket: expert kernels never see them. `combine` adds a token's contributions
     in float32 and in top-k order, so the sum does not depend on who computed them or when they came.
+
+    All ranks of the group call `dispatch`, `wait`, `combine` and `wait` in this order, with tokens or without; each
+    rank's tokens are as many as `step.tokens_per_rank` says.
     """
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Pending[Ticket]: ...
 
-    def combine(self, output_RD: Tensor, ticket: Ticket) -> PendingOutput: ...
+    def combine(self, output: Tensor, ticket: Ticket) -> PendingOutput:
+        """`output` has the layout of the tokens that arrived."""
+        ...

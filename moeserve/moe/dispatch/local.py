@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from moeserve.moe.dispatch.base import Arrived, PackedTokens
+from moeserve.moe.dispatch.pairs import Replicas, sort_pairs, weighted_sum
+from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, K experts per token, R rows = T * K
+# T tokens, D model width, K experts per token, R pairs that are not padding
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,16 @@ class Done:
 class LocalDispatcher:
     """The dispatcher of one rank. See `Dispatcher` for the contract."""
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    def __init__(self, placement: Placement, device: torch.device) -> None:
+        assert placement.num_ranks == 1
+        self.replicas = Replicas(placement, device)
+        (self.num_experts,) = placement.num_slots
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Here:
-        experts_R = routing.experts_TK.flatten()
-        pair_of_row_R = experts_R.argsort(stable=True)
-        token_of_row_R = pair_of_row_R // routing.experts_TK.shape[1]
-        tokens = PackedTokens(hidden_TD[token_of_row_R], experts_R.bincount(minlength=self.num_experts))
+        experts_TK = self.replicas.choose(routing.experts_TK, first_token=0)
+        pair_of_row_R, counts_e = sort_pairs(experts_TK.flatten(), self.num_experts)
+        tokens = PackedTokens(hidden_TD[pair_of_row_R // experts_TK.shape[1]], counts_e)
         return Here(Arrived(tokens, LocalTicket(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)))
 
-    def combine(self, output_RD: Tensor, ticket: LocalTicket) -> Done:
-        num_tokens, top_k = ticket.weights_TK.shape
-        pairs_RD = torch.empty_like(output_RD)
-        pairs_RD[ticket.pair_of_row_R] = output_RD
-        pairs_TKD = pairs_RD.view(num_tokens, top_k, -1)
-        total_TD = pairs_TKD[:, 0].float() * ticket.weights_TK[:, :1]
-        for k in range(1, top_k):
-            total_TD += pairs_TKD[:, k].float() * ticket.weights_TK[:, k : k + 1]
-        return Done(total_TD.to(ticket.dtype))
+    def combine(self, output: Tensor, ticket: LocalTicket) -> Done:
+        return Done(weighted_sum(output, ticket.pair_of_row_R, ticket.weights_TK, ticket.dtype))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -668,30 +665,3 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
     else:
         unheard_of = []
     return {key: value for key, value in values.items() if key not in unheard_of}
-
-
-@pytest.fixture(scope="session")
-def default_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder of the tests' own, in which the default model is made once."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOESERVE_CACHE", str(folder))
-        yield folder
-
-
-@pytest.fixture(scope="session")
-def reference_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """Gives a reference by its name, and makes it the first time."""
-    return functools.cache(lambda name: make_reference(tmp_path_factory.mktemp(name), SHAPES[name]))
-
-
-@pytest.fixture(scope="session", params=list(SHAPES))
-def reference(request: pytest.FixtureRequest, reference_named: Callable[[str], Reference]) -> Reference:
-    """Each in turn."""
-    return reference_named(request.param)
-
-
-@pytest.fixture(scope="session")
-def plain(reference_named: Callable[[str], Reference]) -> Reference:
-    """One ordinary shape, for what does not depend on shapes."""
-    return reference_named("mixtral")

@@ -1,0 +1,1 @@
+"""How ranks are numbered, form groups, and exchange tensors. Knows nothing of layers, requests or processes."""

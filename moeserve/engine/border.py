@@ -1,0 +1,33 @@
+"""What crosses between the user's process and the engine process of a replica, beside `messages.ReplicaMessage`."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from moeserve.messages import ReplicaStats, RequestUpdate
+from moeserve.worker.orders import RankStart
+
+
+class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
+    """To an engine process, once: what it is."""
+
+    driver: RankStart  # rank tp = 0 of the replica
+    show_progress: bool  # of loading, on a terminal
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """From an engine process, once: the model is loaded."""
+
+    num_blocks: int  # of KV cache, the same on all ranks
+
+
+class Delivery(msgspec.Struct, frozen=True, tag="delivery"):
+    """From an engine process: news of requests, and how busy it is."""
+
+    updates: list[RequestUpdate]
+    stats: ReplicaStats
+
+
+EngineMessage: TypeAlias = Ready | Delivery

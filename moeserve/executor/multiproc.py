@@ -1,0 +1,60 @@
+"""The ranks of one replica: the first in this process, each other one in a process of its own.
+
+Steps go to the workers over the socket pairs that watch them: one message of some hundred bytes to each, encoded once,
+and no answer, since a worker that did not execute a step is missed in the step's first collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moeserve.config import EngineConfig
+from moeserve.distributed.group import Groups
+from moeserve.errors import DistributedError
+from moeserve.messages import StepPlan, StepResult
+from moeserve.processes import SECONDS_TO_GO, Child, end_all
+from moeserve.scheduling.lockstep import Agreement
+from moeserve.worker.orders import Leave, Step
+from moeserve.worker.worker import Worker
+
+
+class MultiprocExecutor:
+    """See `Executor`. Runs rank tp = 0 itself."""
+
+    def __init__(
+        self, config: EngineConfig, groups: Groups, workers: Sequence[Child[Any]], *, show_progress: bool
+    ) -> None:
+        """
+        Args:
+            workers: the processes of the other ranks, from `start_workers`.
+        """
+        self._groups = groups
+        self._workers = workers
+        self._timeout_s = config.collective_timeout
+        self.worker = Worker(config, groups, show_progress=show_progress)
+        self.num_blocks = self.worker.num_blocks
+
+    def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
+        """Runs a step on all ranks of the replica, and returns what this one sampled.
+
+        Raises:
+            DistributedError: a rank did not take the step, or a collective failed.
+        """
+        if self._workers:
+            order = self._workers[0].channel.encode(Step(plan=plan, agreement=agreement))
+            for worker in self._workers:
+                worker.channel.send_encoded(order)
+            for worker in self._workers:
+                if not worker.channel.flush(self._timeout_s):
+                    raise DistributedError(
+                        f"{worker.name} did not take step {agreement.step} within {self._timeout_s} seconds"
+                    )
+        self._groups.set_step(agreement.step)
+        return self.worker.execute(plan, agreement)
+
+    def shutdown(self) -> None:
+        for worker in self._workers:
+            worker.channel.send(Leave())
+        end_all(self._workers, patience_s=SECONDS_TO_GO)
+        self._workers = ()

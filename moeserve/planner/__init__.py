@@ -1,0 +1,1 @@
+"""What would happen, told without a model or a second machine."""

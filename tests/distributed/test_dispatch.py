@@ -1,0 +1,339 @@
+"""Dispatch among ranks, byte for byte against a loop over pairs, whatever the routing; and what travels for it."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Place, Ranks
+from thread_ranks import Record, ThreadGroup, run
+from torch import Tensor
+
+from moeserve.distributed.group import connect, group_of_one
+from moeserve.distributed.mesh import Mesh
+from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
+from moeserve.moe.dispatch.allgather import AllGatherDispatcher
+from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens
+from moeserve.moe.dispatch.local import LocalDispatcher
+from moeserve.moe.dispatch.slotted import SlottedDispatcher
+from moeserve.moe.layer import MoEConfig, MoELayer
+from moeserve.moe.placement import Placement
+from moeserve.moe.router import RouterConfig, Routing
+from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.step_inputs import StepInputs
+
+CPU = torch.device("cpu")
+WIDTH = 5
+DISTRIBUTED = ["allgather", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: where the experts are, and the experts of each token of each rank."""
+
+    logical_of_slot: list[list[int]]
+    num_logical: int
+    experts: list[list[list[int]]]  # by rank, token and k
+    top_k: int
+    dtype: str = "float32"
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(tuple(map(tuple, self.logical_of_slot)), self.num_logical)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.logical_of_slot)
+
+    @property
+    def step(self) -> StepInputs:
+        return cast(StepInputs, StepOf(tuple(map(len, self.experts))))
+
+    def experts_TK(self, rank: int) -> Tensor:
+        return torch.tensor(self.experts[rank], dtype=torch.int64).reshape(-1, self.top_k)
+
+    def tokens(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Hidden states and weights of a rank's tokens."""
+        generator = torch.Generator().manual_seed(rank)
+        num_tokens = len(self.experts[rank])
+        hidden_TD = torch.randn(num_tokens, WIDTH, generator=generator).to(getattr(torch, self.dtype))
+        return hidden_TD, torch.rand(num_tokens, self.top_k, generator=generator)
+
+
+@dataclass(frozen=True)
+class StepOf:
+    """All that dispatch reads of a step."""
+
+    tokens_per_rank: tuple[int, ...]
+
+
+def expert_output(rows_RD: Tensor, logical: int) -> Tensor:
+    """A network whose bytes do not depend on how many rows it gets at once, unlike those of torch's products."""
+    return rows_RD * (1.0 + 0.37 * logical) - 0.11 * (logical + 1) * rows_RD.abs()
+
+
+def make_dispatcher(name: str, group: Any, placement: Placement) -> Dispatcher[Any]:
+    match name:
+        case "local":
+            return LocalDispatcher(placement, CPU)
+        case "allgather":
+            return AllGatherDispatcher(group, placement, CPU)
+        case _:
+            return AllToAllDispatcher(group, placement, CPU)
+
+
+def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, list[int]]:
+    """One rank's part of a step: its outputs, and how many rows each of its physical experts had."""
+    hidden_TD, weights_TK = case.tokens(group.rank_in_group)
+    routing = Routing(case.experts_TK(group.rank_in_group), weights_TK)
+    arrived = dispatcher.dispatch(hidden_TD, routing, case.step).wait()
+    counts = arrived.tokens.counts_e.tolist()
+    logical = case.logical_of_slot[group.rank_in_group]
+    match arrived.tokens:
+        case PackedTokens(rows_RD=rows_RD):
+            output = rows_RD.clone()
+            for expert, rows in zip(logical, output.split(counts), strict=True):
+                rows.copy_(expert_output(rows, expert))
+        case SlottedTokens(slots_eSD=slots_eSD):
+            output = torch.full_like(slots_eSD, torch.nan)
+            for slot, (expert, count) in enumerate(zip(logical, counts, strict=True)):
+                assert not slots_eSD[slot, count:].any()
+                output[slot, :count] = expert_output(slots_eSD[slot, :count], expert)
+    return dispatcher.combine(output, arrived.ticket).wait(), counts
+
+
+def expected(case: Case, rank: int) -> Tensor:
+    """Token by token, pair by pair: outputs times weights, added in float32 in the order of k. Padding gives 0."""
+    hidden_TD, weights_TK = case.tokens(rank)
+    total_TD = torch.zeros_like(hidden_TD)
+    for token, experts in enumerate(case.experts[rank]):
+        parts = [
+            (expert_output(hidden_TD[token], expert) if expert >= 0 else torch.zeros(WIDTH)).float() * weight
+            for expert, weight in zip(experts, weights_TK[token], strict=True)
+        ]
+        total_TD[token] = functools.reduce(torch.add, parts)
+    return total_TD
+
+
+def bytes_of(x: Tensor) -> tuple[str, torch.Size, list[int]]:
+    return str(x.dtype), x.shape, x.contiguous().view(torch.uint8).flatten().tolist()
+
+
+def check_counts(case: Case, counts: list[list[int]]) -> None:
+    """Every pair was computed once, by an expert that it was for; copies took turns."""
+    chosen = [expert for tokens in case.experts for experts in tokens for expert in experts]
+    for logical, copies in enumerate(case.placement.physical_of_logical):
+        flat = [count for of_rank in counts for count in of_rank]
+        assert sum(flat[copy] for copy in copies) == chosen.count(logical)
+
+
+ONE_RANK = [[0, 1, 2, 3]]
+TWO_RANKS = [[0, 1], [2, 3]]
+UNEVEN = [[2], [], [0, 3, 1]]
+REPLICAS = [[0, 1], [0, 2], [3, 0]]
+CASES = {
+    "one rank": Case(ONE_RANK, 4, [[[0, 3], [1, 0]]], 2),
+    "all tokens to one expert": Case(TWO_RANKS, 4, [[[2]] * 7, [[2]] * 5], 1),
+    "all experts of a token on one rank": Case(TWO_RANKS, 4, [[[0, 1], [3, 2]], [[1, 0]]], 2, "bfloat16"),
+    "a rank without tokens": Case(TWO_RANKS, 4, [[], [[0, 3], [2, 1]]], 2),
+    "one token": Case(TWO_RANKS, 4, [[], [[0, 3]]], 2, "bfloat16"),
+    "one token for the other rank": Case(TWO_RANKS, 4, [[[3, 2]], []], 2),
+    "no tokens at all": Case(TWO_RANKS, 4, [[], []], 2),
+    "tokens on the last of four ranks": Case([[0], [1], [2], [3]], 4, [[], [], [], [[1, 2, 0]]], 3),
+    "padding": Case(TWO_RANKS, 4, [[[-1, -1], [0, 3], [-1, -1]], [[-1, -1]]], 2, "bfloat16"),
+    "padding in a pair": Case(TWO_RANKS, 4, [[[-1, 2], [0, -1]], [[1, 0]]], 2),
+    "a rank without experts": Case(UNEVEN, 4, [[[0, 1]], [[2, 3], [3, 0]], [[1, 2]]], 2),
+    "copies": Case(REPLICAS, 4, [[[0, 1], [0, 3]], [[0, 2]], [[3, 0], [0, 1], [2, 0]]], 2, "bfloat16"),
+    "eight of eight": Case([[0, 5, 6], [1], [2, 3, 4, 7]], 8, [[[*range(8)]], [], [[*range(7, -1, -1)]] * 3], 8),
+}
+
+
+@pytest.mark.parametrize("dispatcher", DISTRIBUTED)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_cases(case: Case, dispatcher: str) -> None:
+    check(case, dispatcher)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any number of experts, with copies, on any ranks; any tokens, some of them padding."""
+    num_ranks, num_logical = draw(st.integers(1, 5)), draw(st.integers(1, 10))
+    chance = random.Random(draw(st.integers(0, 2**32)))
+    slots = [*range(num_logical), *chance.choices(range(num_logical), k=draw(st.integers(0, 6)))]
+    logical_of_slot: list[list[int]] = [[] for _ in range(num_ranks)]
+    for logical in chance.sample(slots, len(slots)):
+        logical_of_slot[chance.randrange(num_ranks)].append(logical)
+    top_k = draw(st.integers(1, min(8, num_logical)))
+    favoured = draw(st.integers(top_k, num_logical))  # experts beyond these get nothing
+    padding = draw(st.sampled_from([0.0, 0.3]))
+    experts = []
+    for _ in range(num_ranks):
+        chosen = [chance.sample(range(favoured), top_k) for _ in range(draw(st.integers(0, 6)))]
+        experts.append([[-1 if chance.random() < padding else expert for expert in of_one] for of_one in chosen])
+    return Case(logical_of_slot, num_logical, experts, top_k, draw(st.sampled_from(["float32", "bfloat16"])))
+
+
+@given(cases(), st.sampled_from(DISTRIBUTED), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_any_case(case: Case, dispatcher: str, has_slots: bool) -> None:
+    check(case, dispatcher, has_slots)
+
+
+def check(case: Case, name: str, has_slots: bool = False) -> None:
+    def life(group: ThreadGroup) -> tuple[Tensor, list[int], list[Record]]:
+        dispatcher = make_dispatcher(name, group, case.placement)
+        if has_slots:
+            dispatcher = SlottedDispatcher(dispatcher, num_slots=sum(case.step.tokens_per_rank))
+        output_TD, counts = serve(group, case, dispatcher)
+        return output_TD, counts, group.records
+
+    ranks = run(case.num_ranks, life)
+    for rank, (output_TD, _, records) in enumerate(ranks):
+        assert bytes_of(output_TD) == bytes_of(expected(case, rank))
+        assert [(r.operation, r.dtype) for r in records] == [(r.operation, r.dtype) for r in ranks[0][2]]
+    check_counts(case, [counts for _, counts, _ in ranks])
+    check_traffic(case, name, [records for _, _, records in ranks])
+
+
+def check_traffic(case: Case, name: str, by_rank: list[list[Record]]) -> None:
+    """Of hidden states, one row for each rank that needs it, or every row; of outputs, one row for each pair."""
+    operations = [record.operation for record in by_rank[0]]
+    num_pairs = sum(expert >= 0 for tokens in case.experts for experts in tokens for expert in experts)
+    assert sum(len(sent) for records in by_rank for sent in records[-1].sent) == num_pairs
+    if name == "allgather":
+        assert operations == ["all_gather", "all_to_all"]
+        return
+    assert operations == ["all_gather", "all_to_all", "all_to_all"]
+    firsts = case.placement.first_physical
+    physical = [set(range(first, first + n)) for first, n in zip(firsts, case.placement.num_slots, strict=True)]
+    for source, (routing, rows, _) in enumerate(by_rank):
+        chosen = routing.sent[0].tolist()
+        hidden_TD, _ = case.tokens(source)
+        for held, sent in zip(physical, rows.sent, strict=True):
+            needed = torch.tensor([bool(held & set(experts)) for experts in chosen], dtype=torch.bool)
+            assert torch.equal(sent, hidden_TD[needed])
+
+
+@pytest.mark.parametrize("name", ["local", *DISTRIBUTED])
+@pytest.mark.parametrize("case", [c for c in CASES.values() if c.num_ranks == 1], ids=["one rank"])
+def test_a_group_of_one(case: Case, name: str) -> None:
+    group = group_of_one("ep")
+    output_TD, counts = serve(group, case, make_dispatcher(name, group, case.placement))
+    assert bytes_of(output_TD) == bytes_of(expected(case, 0))
+    check_counts(case, [counts])
+
+
+def test_local_with_copies_and_padding() -> None:
+    case = Case([[0, 1, 0, 2]], 3, [[[0, 1], [-1, -1], [0, 2], [1, -1]]], 2, "bfloat16")
+    output_TD, counts = serve(group_of_one("ep"), case, make_dispatcher("local", None, case.placement))
+    assert bytes_of(output_TD) == bytes_of(expected(case, 0))
+    assert counts == [2, 2, 0, 1]  # tokens 0 and 2 take the first copy, token 1, which is padding, would the second
+    assert not output_TD[1].any()
+
+
+def test_copies_take_turns() -> None:
+    """Also where each rank has a single token, as in decoding."""
+    for tokens in ([[[0]] * 8, [], [], []], [[[0]]] * 4, [[[0]] * 3, [[0]], [[0]] * 4, []]):
+        case = Case([[0], [0, 1], [0], [0]], 2, tokens, 1)
+        ranks = run(4, lambda group, case=case: serve(group, case, AllToAllDispatcher(group, case.placement, CPU)))
+        num_each = sum(map(len, tokens)) // 4
+        assert [counts for _, counts in ranks] == [[num_each], [num_each, 0], [num_each], [num_each]]
+
+
+def test_bytes_that_travel() -> None:
+    """Four ranks, one expert each, 8 tokens each for experts 0 and 1: rows go to ranks 0 and 1 alone."""
+    case = Case([[0], [1], [2], [3]], 4, [[[0, 1]] * 8] * 4, 2, "bfloat16")
+
+    def traffic(name: str) -> list[int]:
+        def life(group: ThreadGroup) -> list[Record]:
+            serve(group, case, make_dispatcher(name, group, case.placement))
+            return group.records
+
+        by_rank = run(4, life)
+        num_bytes = [0] * len(by_rank[0])
+        for source, records in enumerate(by_rank):
+            for index, record in enumerate(records):
+                num_bytes[index] += sum(rows.nbytes for to, rows in enumerate(record.sent) if to != source)
+        return num_bytes
+
+    row, routing = WIDTH * 2, 4 * 8 * 3 * 2 * 4
+    assert traffic("all_to_all") == [routing, (2 * 8 + 2 * 16) * row, (2 * 8 + 2 * 16) * row]
+    assert traffic("allgather") == [routing + 4 * 8 * 3 * row, (2 * 8 + 2 * 16) * row]
+
+
+def test_too_many_rows_for_the_slots() -> None:
+    case = CASES["one rank"]
+    dispatcher = SlottedDispatcher(make_dispatcher("local", None, case.placement), num_slots=1)
+    with pytest.raises(AssertionError, match=r"\[2, 1, 0, 1\] rows for 1 slots"):
+        serve(group_of_one("ep"), case, dispatcher)
+
+
+@pytest.mark.parametrize("dispatcher", DISTRIBUTED)
+@pytest.mark.parametrize("num_slots", [None, 16])
+@pytest.mark.parametrize(
+    "placement",
+    [Placement.even(10, 4), Placement.even(10, 4, 5), Placement.from_loads([*range(10)], 4, 13)],
+    ids=["uneven", "redundant", "by load"],
+)
+def test_layer(dispatcher: Any, num_slots: int | None, placement: Placement) -> None:
+    """The whole layer, with real experts and shared ones, equals that of one rank to within rounding."""
+    torch.manual_seed(0)
+    config = MoEConfig(
+        router=RouterConfig(num_experts=10, top_k=3, is_normalized=True),
+        expert_width=6,
+        has_expert_bias=True,
+        shared=SharedExpertsConfig(width=7, is_gated=True),
+    )
+    options: dict[str, Any] = dict(dtype=torch.float32, device=CPU)
+    whole = MoELayer(config, WIDTH, "local", Placement.even(10, 1), group_of_one("ep"), **options)
+    for weight in whole.parameters():
+        weight.normal_(0.0, 0.5)
+    hidden = torch.randn(13, WIDTH).split([5, 0, 1, 7])
+    expected = whole(torch.cat(hidden), cast(Any, StepOf((13,)))).split([5, 0, 1, 7])
+
+    def life(group: Any) -> Tensor:
+        layer = MoELayer(config, WIDTH, dispatcher, placement, group, num_slots=num_slots, **options)
+        slots = list(placement.logical_of_slot[group.rank_in_group])
+        assert layer.experts.gate_up.shape == (len(slots), 12, WIDTH)
+        given = whole.state_dict()
+        layer.load_state_dict({n: w[slots] if n.startswith("experts.") else w for n, w in given.items()})
+        with torch.inference_mode():
+            return layer(hidden[group.rank_in_group], cast(Any, StepOf((5, 0, 1, 7))))
+
+    for one, other in zip(run(4, life), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_on_processes(ranks: Ranks, num_ranks: int) -> None:
+    """The groups that serve, with the order of their collectives checked."""
+    chosen = [asdict(case) for case in CASES.values() if case.num_ranks == num_ranks]
+    assert chosen
+    for mismatches in ranks.run(num_ranks, "test_dispatch:mismatches_on_this_rank", cases=chosen):
+        assert mismatches == []
+
+
+def mismatches_on_this_rank(place: Place, cases: list[dict[str, Any]]) -> list[str]:
+    groups = connect(
+        Mesh(tp=1, dp=place.num_ranks),
+        place.rank,
+        store_host=place.store_host,
+        store_port=place.store_port,
+        timeout_s=50.0,
+        local_rank=place.rank,
+        check_order=True,
+    )
+    found = []
+    for case in (Case(**fields) for fields in cases):
+        for name in DISTRIBUTED:
+            output_TD, _ = serve(groups.ep, case, make_dispatcher(name, groups.ep, case.placement))
+            if bytes_of(output_TD) != bytes_of(expected(case, place.rank)):
+                found.append(f"{name}: {case}")
+    groups.leave("done")
+    return found

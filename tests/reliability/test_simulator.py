@@ -1,0 +1,145 @@
+"""R2: gangs of 8, 64 and 320 replicas in virtual time, and mistakes that must not stay hidden from them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import planted_bugs as bugs
+import pytest
+
+from moeserve.planner.simulate import HEARTBEAT_S, Fault, InvariantViolation, Scenario, simulate
+from moeserve.scheduling.lockstep import Lockstep
+from moeserve.scheduling.replica import Replica
+
+
+def play(num_replicas: int, seeds: range, num_requests: int) -> Counter[str]:
+    """Scenarios that must all hold. Returns what happened in them, to see that they are not empty."""
+    happened: Counter[str] = Counter()
+    for seed in seeds:
+        scenario = Scenario.drawn(num_replicas, seed, num_requests)
+        report = simulate(scenario)
+        happened.update(report.ends)
+        happened.update({scenario.fault: 1, "steps": report.num_steps, "idle rounds": report.num_idle_rounds})
+        happened["preemptions"] += report.num_preemptions
+        happened["stalls"] += scenario.stall_probability > 0
+        happened["late"] += scenario.num_late > 0
+    return happened
+
+
+def test_8_replicas() -> None:
+    happened = play(8, range(200), 40)
+    kinds = ("none", "kill", "raise", "books", "stalls", "late", "stop", "length", "abort", "error", "preemptions")
+    assert all(happened[kind] >= 30 for kind in kinds), happened
+    assert happened["steps"] > 5000, happened
+
+
+def test_64_replicas() -> None:
+    happened = play(64, range(12), 80)
+    assert happened["steps"] > 100, happened
+
+
+@pytest.mark.parametrize("fault", ["none", "kill"])
+def test_320_replicas(fault: Fault) -> None:
+    scenario = Scenario(
+        num_replicas=320,
+        seed=1,
+        num_requests=60,
+        num_busy_replicas=20,
+        num_late=3,
+        wake_loss=0.3,
+        span_s=0.5,
+        fault=fault,
+        fault_s=24.0,
+        fault_replica=100,
+    )
+    report = simulate(scenario)
+    assert report.num_steps > 10
+    assert sum(report.ends.values()) == 60
+
+
+def test_nothing_lost_and_everything_ends_without_faults() -> None:
+    report = simulate(
+        Scenario(num_replicas=8, seed=3, num_requests=200, num_busy_replicas=1, abort_share=0.0, refused_share=0.0)
+    )
+    assert set(report.ends) == {"stop", "length"}
+    assert sum(report.ends.values()) == 200
+
+
+def first_token_after_sleep(wake_loss: float) -> float:
+    """The slowest first token where single requests come to a gang that sleeps."""
+    times = [
+        simulate(
+            Scenario(
+                num_replicas=8,
+                seed=seed,
+                num_requests=1,
+                span_s=10.0,
+                wake_loss=wake_loss,
+                abort_share=0.0,
+                refused_share=0.0,
+            )
+        ).slowest_first_token_s
+        for seed in range(30)
+    ]
+    return max(times)
+
+
+def test_wake_ups_cut_the_wait_and_no_more() -> None:
+    assert first_token_after_sleep(wake_loss=0.0) < 0.05 * HEARTBEAT_S
+    assert 0.3 * HEARTBEAT_S < first_token_after_sleep(wake_loss=1.0) < 1.1 * HEARTBEAT_S
+
+
+def test_an_idle_gang_agrees_once_a_heartbeat() -> None:
+    report = simulate(Scenario(num_replicas=8, seed=0, num_requests=0, shutdown_s=100 * HEARTBEAT_S))
+    assert report.num_steps == 0
+    assert 90 <= report.num_idle_rounds <= 101
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    """In processes that hash texts differently."""
+    program = (
+        "from moeserve.planner.simulate import Scenario, simulate\n"
+        "for seed in (4, 5): print(simulate(Scenario.drawn(8, seed, 40)).trace_digest)"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+        for hash_seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] != outputs[0][1]
+
+
+@pytest.mark.parametrize(
+    ("part", "invariants"),
+    [(bug.part, bug.names) for bug in bugs.PLANTED],
+    ids=[bug.part.__name__ for bug in bugs.PLANTED],
+)
+def test_planted_bug_is_found(part: type[Replica] | type[Lockstep], invariants: set[str]) -> None:
+    assert first_violation(part) in invariants
+
+
+def first_violation(part: type[Replica] | type[Lockstep]) -> str:
+    for seed in range(60):
+        try:
+            simulate(Scenario.drawn(8, seed, 40), bugs.maker(part))
+        except InvariantViolation as violation:
+            return violation.invariant
+    return "60 scenarios did not find it"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("num_replicas", "num_seeds", "num_requests"), [(8, 20_000, 40), (64, 500, 200), (320, 24, 200)]
+)
+def test_many_seeds(num_replicas: int, num_seeds: int, num_requests: int) -> None:
+    play(num_replicas, range(1000, 1000 + num_seeds), num_requests)

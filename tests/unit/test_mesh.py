@@ -1,0 +1,71 @@
+"""Rank arithmetic, for every mesh of up to 24 ranks, against a table of ranks made by counting."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from moeserve.distributed.mesh import Axis, Coordinates, Mesh, share_of, share_sizes
+from moeserve.errors import SettingsError
+
+SIZES = [
+    (dp, pp, tp)
+    for dp, pp, tp in product(range(1, 25), range(1, 25), range(1, 25))
+    if dp * pp * tp <= 24  # with pp > 1 as well: the axis exists
+]
+
+# Axis: which of the table's axes (dp, pp, tp) run within a group.
+WITHIN: dict[Axis, tuple[int, ...]] = {"dp": (0,), "pp": (1,), "tp": (2,), "ep": (0, 2)}
+
+
+def groups_of_table(table: np.ndarray, within: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """All groups, by moving the axes within a group to the end and cutting the table into rows."""
+    others = [axis for axis in range(3) if axis not in within]
+    size = int(np.prod([table.shape[axis] for axis in within]))
+    return {tuple(row) for row in table.transpose(*others, *within).reshape(-1, size).tolist()}
+
+
+@pytest.mark.parametrize("axis", WITHIN)
+def test_groups_are_rows_of_the_table_of_ranks(axis: Axis) -> None:
+    for dp, pp, tp in SIZES:
+        mesh = Mesh(tp=tp, dp=dp, pp=pp)
+        groups = mesh.groups(axis)
+        assert set(groups) == groups_of_table(np.arange(dp * pp * tp).reshape(dp, pp, tp), WITHIN[axis])
+        assert len(set(groups)) == len(groups)
+        assert list(groups) == sorted(groups)
+        for group in groups:
+            assert list(group) == sorted(group)
+            assert {mesh.group(axis, rank) for rank in group} == {group}
+
+
+def test_coordinates_are_indices_into_the_table_of_ranks() -> None:
+    for dp, pp, tp in SIZES:
+        mesh = Mesh(tp=tp, dp=dp, pp=pp)
+        table = np.arange(dp * pp * tp).reshape(dp, pp, tp)
+        assert mesh.world_size == table.size
+        for rank in range(mesh.world_size):
+            index = np.argwhere(table == rank)[0].tolist()
+            assert mesh.coordinates(rank) == Coordinates(dp=index[0], pp=index[1], tp=index[2])
+
+
+def test_one_stage_is_one_expert_group() -> None:
+    assert Mesh(tp=4, dp=2).groups("ep") == (tuple(range(8)),)
+    assert Mesh(tp=2, dp=2, pp=2).groups("ep") == ((0, 1, 4, 5), (2, 3, 6, 7))
+
+
+def test_shares_are_contiguous_and_even() -> None:
+    for num_items, num_parts in product(range(60), range(1, 25)):
+        items = list(range(num_items))
+        shares = [items[share_of(num_items, part, num_parts)] for part in range(num_parts)]
+        assert [item for share in shares for item in share] == items
+        assert share_sizes(num_items, num_parts) == tuple(map(len, shares))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=0, dp=1), dict(tp=1, dp=-2), dict(tp=1, dp=1, pp=0)])
+def test_an_axis_without_ranks_is_refused(sizes: dict[str, int]) -> None:
+    name, size = min(sizes.items(), key=lambda item: item[1])
+    with pytest.raises(SettingsError, match=f"{name} = {size}"):
+        Mesh(**sizes)

@@ -1,0 +1,193 @@
+"""Placements of any number of experts on any number of ranks, and files of loads, valid and not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeserve.errors import SettingsError
+from moeserve.moe.placement import Placement, read_loads
+
+
+def check(placement: Placement, num_experts: int, num_ranks: int, num_slots: int) -> None:
+    """What holds for every placement that is made here."""
+    slots = placement.logical_of_slot
+    sizes = [len(of_rank) for of_rank in slots]
+    assert len(slots) == num_ranks == placement.num_ranks
+    assert sum(sizes) == num_slots
+    assert max(sizes) - min(sizes) <= 1
+    assert set(itertools.chain(*slots)) == set(range(num_experts)) == set(range(placement.num_logical))
+    for of_rank in slots:
+        assert len(set(of_rank)) == len(of_rank), "two copies on one rank"
+    physical = [(rank, slot) for rank, size in enumerate(sizes) for slot in range(size)]
+    assert tuple(sizes) == placement.num_slots
+    for rank, first in enumerate(placement.first_physical):
+        assert first == sum(sizes[:rank])
+    for logical, copies in enumerate(placement.physical_of_logical):
+        assert [slots[rank][slot] for rank, slot in (physical[copy] for copy in copies)] == [logical] * len(copies)
+        assert placement.logical_of_physical.count(logical) == len(copies)
+    assert Placement.from_json(placement.to_json()) == placement
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Experts, ranks, slots."""
+    num_experts, num_ranks = draw(st.integers(1, 40)), draw(st.integers(1, 24))
+    return num_experts, num_ranks, draw(st.integers(num_experts, num_experts * num_ranks))
+
+
+@given(sizes())
+def test_even(size: tuple[int, int, int]) -> None:
+    num_experts, num_ranks, num_slots = size
+    placement = Placement.even(num_experts, num_ranks, num_slots - num_experts)
+    check(placement, num_experts, num_ranks, num_slots)
+    num_copies = [len(copies) for copies in placement.physical_of_logical]
+    assert max(num_copies) - min(num_copies) <= 1
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "num_redundant", "expected"),
+    [
+        (10, 4, 0, ((0, 1), (2, 3, 4), (5, 6), (7, 8, 9))),
+        (5, 8, 0, ((), (0,), (), (1,), (2,), (), (3,), (4,))),
+        (4, 1, 0, ((0, 1, 2, 3),)),
+        (4, 3, 2, ((0, 1), (2, 3), (0, 1))),
+        (2, 2, 2, ((0, 1), (0, 1))),
+    ],
+)
+def test_even_by_hand(
+    num_experts: int, num_ranks: int, num_redundant: int, expected: tuple[tuple[int, ...], ...]
+) -> None:
+    assert Placement.even(num_experts, num_ranks, num_redundant).logical_of_slot == expected
+
+
+def heat(placement: Placement, loads: list[float]) -> list[float]:
+    """Load by rank, copies sharing the load of their expert."""
+    num_copies = [len(copies) for copies in placement.physical_of_logical]
+    return [sum(loads[expert] / num_copies[expert] for expert in slots) for slots in placement.logical_of_slot]
+
+
+@given(sizes(), st.data())
+def test_from_loads(size: tuple[int, int, int], data: st.DataObject) -> None:
+    num_experts, num_ranks, num_slots = size
+    loads = data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.5, 7.0, 1e4]), min_size=num_experts, max_size=num_experts))
+    placement = Placement.from_loads(loads, num_ranks, num_slots)
+    check(placement, num_experts, num_ranks, num_slots)
+    num_copies = [len(copies) for copies in placement.physical_of_logical]
+    for one, other in itertools.permutations(range(num_experts), 2):
+        # Nobody has a copy to spare that a hotter expert could have had.
+        if num_copies[one] > 1 and num_copies[other] < num_ranks:
+            assert loads[one] / (num_copies[one] - 1) >= loads[other] / num_copies[other]
+
+
+def test_loads_are_spread() -> None:
+    """64 experts with Zipf loads on 8 ranks and 8 redundant slots: no rank much above the average."""
+    loads = [1.0 / (rank + 1) for rank in range(64)]
+    random.Random(0).shuffle(loads)
+    placement = Placement.from_loads(loads, 8, 72)
+    of_ranks = heat(placement, loads)
+    assert sum(of_ranks) == pytest.approx(sum(loads))
+    assert max(of_ranks) < 1.05 * sum(of_ranks) / 8
+    assert max(heat(Placement.even(64, 8, 8), loads)) > 1.3 * sum(of_ranks) / 8
+
+
+def test_a_full_rank_makes_room_for_a_copy() -> None:
+    """Rank 0 is full with expert 1, and rank 1 has one copy of expert 0, when the other copy comes."""
+    assert Placement.from_loads([9.0, 9.0], 2, 3).logical_of_slot == ((0,), (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "num_redundant", "message"),
+    [
+        (0, 2, 0, "0 experts on 2 ranks"),
+        (4, 0, 0, "4 experts on 0 ranks"),
+        (4, 2, -1, "from 4 slots .* to 8 .* not 3"),
+        (4, 2, 5, "from 4 slots .* to 8 .* not 9"),
+    ],
+)
+def test_even_refuses(num_experts: int, num_ranks: int, num_redundant: int, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        Placement.even(num_experts, num_ranks, num_redundant)
+
+
+@pytest.mark.parametrize("load", [-1.0, float("nan"), float("inf"), 10**400])
+def test_from_loads_refuses(load: float) -> None:
+    with pytest.raises(SettingsError, match="expert 1 has load"):
+        Placement.from_loads([1.0, load], 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a placement of experts: Input data was truncated"),
+        ("[" * 100_000, "not a placement of experts"),
+        (b"\xff", "not a placement of experts"),
+        ('{"num_logical": 2}', "logical_of_slot"),
+        ('{"num_logical": 2, "logical_of_slot": [[0], [1]], "more": 1}', "more"),
+        ('{"num_logical": 0, "logical_of_slot": []}', "num_logical"),
+        ('{"num_logical": 9000000000, "logical_of_slot": []}', "num_logical"),
+        ('{"num_logical": 3, "logical_of_slot": [[0], [2]]}', "no slot holds expert 1 of 3"),
+        ('{"num_logical": 2, "logical_of_slot": [[0, 1], [2]]}', "a slot holds expert 2, but there are 2"),
+        ('{"num_logical": 2, "logical_of_slot": [[0, 1], [-1]]}', r">= 0 - at `\$\.logical_of_slot\[1\]\[0\]"),
+        ('{"num_logical": 2, "logical_of_slot": [[0, true]]}', "bool"),
+    ],
+)
+def test_from_json_refuses(text: str | bytes, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        Placement.from_json(text)
+
+
+def write(folder: Path, content: object) -> Path:
+    path = folder / "loads.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_loads_of_each_layer_or_one_for_all(tmp_path: Path) -> None:
+    each = write(tmp_path, {"loads": [[5, 1, 0.5], [3, 3, 1]]})
+    assert read_loads(each, num_layers=2, num_experts=3) == ((5.0, 1.0, 0.5), (3.0, 3.0, 1.0))
+    one = write(tmp_path, {"loads": [[5, 1, 0]]})
+    assert read_loads(one, num_layers=3, num_experts=3) == ((5.0, 1.0, 0.0),) * 3
+    assert read_loads(one, num_layers=1, num_experts=3) == ((5.0, 1.0, 0.0),)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "must hold .*: Input data was truncated"),
+        ([1], "must hold"),
+        ({"load": [[1, 2]]}, "must hold"),
+        ({"loads": [1, 2]}, "must hold"),
+        ({"loads": [[1, "2"]]}, "must hold"),
+        ({"loads": [[1, -2]]}, ">= 0"),
+        ('{"loads": [[1, NaN]]}', "must hold"),
+        ('{"loads": [[1, 1e999]]}', "must hold"),
+        ({"loads": []}, "loads of 0 layers; give one list, or one for each of the 3 layers"),
+        ({"loads": [[1, 2], [1, 2]]}, "loads of 2 layers; give one list, or one for each of the 3 layers"),
+        ({"loads": [[1, 2, 3]]}, r"loads\[0\] is of 3 experts; the model has 2"),
+    ],
+)
+def test_loads_that_are_refused(tmp_path: Path, content: object, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
+        read_loads(write(tmp_path, content), num_layers=3, num_experts=2)
+    assert "loads.json" in str(caught.value)
+
+
+def test_loads_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"cannot read the expert loads in .*nothing\.json: No such file"):
+        read_loads(tmp_path / "nothing.json", num_layers=1, num_experts=1)
+    with pytest.raises(SettingsError, match="Is a directory"):
+        read_loads(tmp_path, num_layers=1, num_experts=1)
+
+
+def test_placement_needs_no_torch() -> None:
+    program = "import sys, moeserve.moe.placement; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
