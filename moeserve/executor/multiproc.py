@@ -29,7 +29,6 @@ class MultiprocExecutor:
         Args:
             workers: the processes of the other ranks, from `start_workers`.
         """
-        self._groups = groups
         self._workers = workers
         self._timeout_s = config.collective_timeout
         self.worker = Worker(config, groups, show_progress=show_progress)
@@ -50,7 +49,6 @@ class MultiprocExecutor:
                     raise DistributedError(
                         f"{worker.name} did not take step {agreement.step} within {self._timeout_s} seconds"
                     )
-        self._groups.set_step(agreement.step)
         return self.worker.execute(plan, agreement)
 
     def shutdown(self) -> None:

@@ -18,7 +18,6 @@ def serve(parent: Parent, start: RankStart) -> None:
         for order in channel.receive(None):
             if isinstance(order, Leave):
                 return
-            groups.set_step(order.agreement.step)
             worker.execute(order.plan, order.agreement)
 
 
