@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +22,13 @@ NUM_TOKENS = 16
 BLOCK_SIZE = 8
 BLOCKS_PER_PROMPT = 8
 LENGTHS = (1, 9, 23, 17)
-GREEDY = SamplingParams(temperature=0, logprobs=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 def generate(
     place: Place, folder: str, tp: int, dp: int, dispatcher: str, prompts: list[list[list[int]]], check_order: bool
-) -> list[list[Any]]:
-    """Greedy tokens and log-probabilities of the prompts of this rank's replica: one prompt more in every step."""
+) -> list[list[int]]:
+    """Greedy tokens of the prompts of this rank's replica: one prompt more in every step."""
     torch.set_num_threads(1)
     mesh = Mesh(tp=tp, dp=dp)
     groups = connect(
@@ -47,7 +46,6 @@ def generate(
     mine = prompts[mesh.coordinates(place.rank).dp]
     lockstep = Lockstep(rank=mesh.coordinates(place.rank).dp, num_replicas=dp)
     tokens: list[list[int]] = [[] for _ in mine]
-    logprobs: list[list[float]] = [[] for _ in mine]
     step = 0
     while True:
         chunks, running = [], []
@@ -65,11 +63,13 @@ def generate(
         rows = groups.dp.all_gather(row, (1,) * dp)
         agreement = lockstep.finish(rows.tolist())
         if agreement.is_idle:
-            return [tokens, logprobs]
+            return tokens
         result = worker.execute(plan, agreement)
-        for index, given in zip(running, result.chunks, strict=True):
-            tokens[index].append(given.token_id)
-            logprobs[index].append(given.logprobs.logprobs[0])
+        # The first rank of a replica chooses, and tells the others, as a plan would.
+        chosen = [given.token_id for given in result.chunks] or [0] * len(running)
+        chosen = groups.tp.broadcast(torch.tensor(chosen, dtype=torch.int64), 0).tolist()
+        for index, token_id in zip(running, chosen, strict=True):
+            tokens[index].append(token_id)
         step += 1
 
 
@@ -95,6 +95,6 @@ def test_same_tokens(
         prompts=of_replicas,
         check_order=True,
     )
-    for rank, (tokens, _) in enumerate(given):
+    for rank, tokens in enumerate(given):
         expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in of_replicas[rank // tp]]
         assert tokens == expected
