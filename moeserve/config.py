@@ -91,6 +91,14 @@ class ParallelSettings:
         "what carries tokens to their experts; local: no exchange; allgather: every rank gets every token; "
         "all_to_all: every rank gets the tokens that its experts need",
     )
+    num_redundant_experts: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = setting(
+        0, "slots for second and further copies of experts in each layer, over all ranks together"
+    )
+    expert_loads: str | None = setting(
+        None,
+        'JSON file {"loads": [[...], ...]}: how many tokens each expert of each layer gets; experts are placed so that '
+        "ranks have equal work, hot ones get the copies; none: experts in their order",
+    )
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = setting(
         None, "CPU threads of each rank; none: the cores this process may use, divided by the ranks on this host"
     )
@@ -143,6 +151,8 @@ class CheckpointFacts:
     vocab_size: int
     max_position_embeddings: int
     tensor_parallel_sizes: tuple[int, ...]  # over so many ranks its attention heads can be divided
+    num_sparse_layers: int  # those with experts
+    num_experts: int  # of each of these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +178,8 @@ class EngineConfig:
     num_threads: int  # of each rank
     executor: Literal["uniproc", "mp"]
     dispatcher: DispatcherName
+    num_redundant_experts: int  # in each layer
+    expert_loads: tuple[tuple[float, ...], ...]  # by layer with experts, by expert; empty: unknown
     collective_timeout: int  # seconds
     debug_collectives: bool
 
@@ -191,13 +203,21 @@ class Limits:
 LIMITS = Limits()
 
 
-def resolve(settings: Settings, checkpoint: CheckpointFacts, *, has_cuda: bool, num_cores: int) -> EngineConfig:
+def resolve(
+    settings: Settings,
+    checkpoint: CheckpointFacts,
+    *,
+    has_cuda: bool,
+    num_cores: int,
+    expert_loads: tuple[tuple[float, ...], ...] = (),
+) -> EngineConfig:
     """Turns every "auto" and none into a fact.
 
     Args:
         checkpoint: facts read from the checkpoint's config.json.
         has_cuda: whether a CUDA device can be used.
         num_cores: CPU cores that this process may run on.
+        expert_loads: what the file says that the settings name: by layer with experts, by expert.
 
     Raises:
         SettingsError: the settings do not fit each other, the checkpoint or the machine.
@@ -208,6 +228,7 @@ def resolve(settings: Settings, checkpoint: CheckpointFacts, *, has_cuda: bool, 
         raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
     _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, device, num_cores)
+    _refuse_redundancy(parallel.num_redundant_experts, checkpoint, num_ranks)
 
     if model.max_model_len is not None and model.max_model_len > checkpoint.max_position_embeddings:
         raise SettingsError(
@@ -234,6 +255,8 @@ def resolve(settings: Settings, checkpoint: CheckpointFacts, *, has_cuda: bool, 
         num_threads=parallel.num_threads or max(1, num_cores // num_ranks),
         executor=("uniproc" if num_ranks == 1 else "mp") if parallel.executor == "auto" else parallel.executor,
         dispatcher=_choose_dispatcher(parallel.dispatcher, num_ranks),
+        num_redundant_experts=parallel.num_redundant_experts,
+        expert_loads=expert_loads,
         collective_timeout=parallel.collective_timeout,
         debug_collectives=parallel.debug_collectives,
     )
@@ -312,6 +335,16 @@ def _refuse_layout(parallel: ParallelSettings, sizes: tuple[int, ...], device: s
         raise SettingsError(
             f"{layout} asks for {tp * dp} ranks, but this process may use {num_cores} CPU cores; "
             f"use at most {most_ranks} ranks (as many as cores for speed)"
+        )
+
+
+def _refuse_redundancy(num_redundant: int, checkpoint: CheckpointFacts, num_ranks: int) -> None:
+    """Raises SettingsError for more copies of experts than ranks could hold, of which each takes one."""
+    most = checkpoint.num_experts * (num_ranks - 1)
+    if num_redundant > most:
+        raise SettingsError(
+            f"num_redundant_experts={num_redundant}: {checkpoint.num_experts} experts on {num_ranks} ranks have room "
+            f"for {most} further copies, since a second copy on the same rank is of no use; use at most {most}"
         )
 
 

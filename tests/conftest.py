@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from reference_models import SHAPES, Reference, make_reference
+from reference_models import DIVISIBLE, SHAPES, Reference, make_reference
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def default_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def reference_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """Gives a reference by its name, and makes it the first time."""
-    return functools.cache(lambda name: make_reference(tmp_path_factory.mktemp(name), SHAPES[name]))
+    return functools.cache(lambda name: make_reference(tmp_path_factory.mktemp(name), (SHAPES | DIVISIBLE)[name]))
 
 
 @pytest.fixture(scope="session", params=list(SHAPES))

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-# What a reference must withstand for its tokens to be well defined: see Reference.assert_well_separated.
+# What a reference must withstand for its tokens to be well defined: see Reference.well_separated.
 SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by less than 1e-4
 ROUTER_NOISE = 3e-5  # relative to each value that a router sees; float32 results differ by about 1e-6
 
@@ -532,6 +532,21 @@ GPT_OSS = {
     ),
 }
 
+# Heads that can be divided over 4 tp ranks, where those of their families above cannot.
+DIVISIBLE = {
+    "deepseek-v3-four-heads": Shape(
+        "DeepseekV3",
+        DEEPSEEK_V3["deepseek-v3"].settings
+        | dict(num_hidden_layers=3, first_k_dense_replace=1, num_attention_heads=4, num_key_value_heads=4),
+        seed=1,
+    ),
+    "qwen3-moe-eight-heads": Shape(
+        "Qwen3Moe",
+        QWEN3_MOE["qwen3-moe"].settings | dict(num_attention_heads=8, num_key_value_heads=2),
+        seed=1,
+    ),
+}
+
 SHAPES = MIXTRAL | DEEPSEEK_V2 | DEEPSEEK_V3 | QWEN2_MOE | QWEN3_MOE | OLMOE | GLM4_MOE | GPT_OSS
 
 
@@ -568,6 +583,13 @@ class Reference:
         """[T, vocab_size] float32"""
         with torch.no_grad():
             return self.model(torch.tensor([token_ids])).logits[0]
+
+    def well_separated(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """`greedy`, where no token of it, and no choice of experts, is a matter of rounding."""
+        continuation = self.greedy(prompt, num_tokens)
+        assert self.smallest_gap(prompt, continuation) > SMALLEST_GAP
+        assert self.num_undecided(prompt + continuation) == 0
+        return continuation
 
     def smallest_gap(self, prompt: list[int], continuation: list[int]) -> float:
         """How far greedy search was from choosing another token than it did: between the two largest logits."""

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from moeserve.api.default_model import default_model
 from moeserve.api.frontend import Frontend, Prompt, Prompts
 from moeserve.api.text import TextCodec
-from moeserve.config import EngineConfig, Settings, resolve
+from moeserve.config import CheckpointFacts, EngineConfig, Settings, resolve
 from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
 from moeserve.engine.replicas import Replicas
@@ -23,6 +24,7 @@ from moeserve.errors import CheckpointError, EngineError, RequestError, shown
 from moeserve.machine import usable_cores
 from moeserve.messages import RequestOutput, SamplingParams
 from moeserve.models import registry
+from moeserve.moe.placement import read_loads
 
 
 class LLM:
@@ -39,7 +41,7 @@ class LLM:
     - KV cache: `block_size`, `kv_cache_memory` (bytes, or a text like "512MiB"), `enable_prefix_caching`
     - scheduling: `max_num_seqs`, `max_num_batched_tokens`
     - parallelism: `tensor_parallel_size`, `data_parallel_size`, `pipeline_parallel_size`, `executor`, `dispatcher`,
-      `num_threads`, `collective_timeout`, `debug_collectives`
+      `num_redundant_experts`, `expert_loads`, `num_threads`, `collective_timeout`, `debug_collectives`
 
     One thread at a time may use it. Streams may be open while other calls run: they share every step.
 
@@ -59,8 +61,13 @@ class LLM:
         """
         wanted = Settings.from_options({"model": model, **settings})
         folder = wanted.model.model or default_model(show_progress)
+        facts = registry.read_facts(folder)
         config = resolve(
-            wanted, registry.read_facts(folder), has_cuda=torch.cuda.is_available(), num_cores=usable_cores()
+            wanted,
+            facts,
+            has_cuda=torch.cuda.is_available(),
+            num_cores=usable_cores(),
+            expert_loads=_read_expert_loads(wanted.parallel.expert_loads, facts),
         )
         defaults = registry.read_generation_defaults(folder)
         try:
@@ -253,6 +260,13 @@ def start_engine(config: EngineConfig, *, show_progress: bool) -> Engine:
             return EngineCore(config, show_progress=show_progress)
         case "mp":
             return Replicas(config, show_progress=show_progress)
+
+
+def _read_expert_loads(path: str | None, facts: CheckpointFacts) -> tuple[tuple[float, ...], ...]:
+    """Here, once, so that all ranks are told the same."""
+    if path is None:
+        return ()
+    return read_loads(Path(path), num_layers=facts.num_sparse_layers, num_experts=facts.num_experts)
 
 
 def _signature() -> inspect.Signature:

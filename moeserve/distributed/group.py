@@ -176,11 +176,15 @@ class GroupCoordinator:
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """The rows of all ranks in rank order: x [sizes[rank_in_group], ...] -> [sum(sizes), ...]."""
+        return self.begin_all_gather(x, sizes).wait()
+
+    def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> PendingTensor:
+        """`all_gather`, returning at once. x may be overwritten only after the wait."""
         assert len(x) == sizes[self.rank_in_group]
         if self.world_size == 1:
-            return x
+            return PendingTensor(x, _nothing)
         self._announce("all_gather", x.dtype, x.shape[1:], sizes)
-        return self._gather(x, sizes, "all_gather")
+        return self._begin_gather(x, sizes, "all_gather")
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """This rank's rows of the sum over ranks: x [sum(sizes), ...] -> [sizes[rank_in_group], ...].
@@ -234,8 +238,11 @@ class GroupCoordinator:
         self.cpu_group = self.device_group = self._connections = None
 
     def _gather(self, x: Tensor, sizes: Sequence[int], operation: Operation) -> Tensor:
+        return self._begin_gather(x, sizes, operation).wait()
+
+    def _begin_gather(self, x: Tensor, sizes: Sequence[int], operation: Operation) -> PendingTensor:
         copies = x.repeat(self.world_size, *[1] * (x.dim() - 1))
-        return self._exchange(copies, [len(x)] * self.world_size, sizes, operation).wait()
+        return self._exchange(copies, [len(x)] * self.world_size, sizes, operation)
 
     def _reduce(self, x: Tensor, sizes: Sequence[int], operation: Operation) -> Tensor:
         own = sizes[self.rank_in_group]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class DecoderLayer(nn.Module):
         norm_epsilon: float,
         groups: Groups,
         dispatcher: DispatcherName,
+        placements: Iterator[Placement],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -55,9 +57,8 @@ class DecoderLayer(nn.Module):
         self.feed_forward: MoELayer | DenseFeedForward
         match config.feed_forward:
             case MoEConfig() as moe:
-                placement = Placement.even(moe.router.num_experts, groups.ep.world_size)
                 self.feed_forward = MoELayer(
-                    moe, hidden_size, dispatcher, placement, groups.ep, dtype=dtype, device=device
+                    moe, hidden_size, dispatcher, next(placements), groups.ep, dtype=dtype, device=device
                 )
             case MLPConfig(width=width):
                 self.feed_forward = DenseFeedForward(hidden_size, width, groups.tp, dtype=dtype, device=device)
@@ -86,13 +87,18 @@ class DenseFeedForward(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One rank's part of the model: tokens in, hidden states out, and logits of the rows that want them."""
+    """One rank's part of the model: tokens in, hidden states out, and logits of the rows that want them.
+
+    Args:
+        placements: of each layer that has experts, in order, over the ranks of the ep group; see `place_experts`.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         groups: Groups,
         dispatcher: DispatcherName,
+        placements: Sequence[Placement],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -102,8 +108,10 @@ class Decoder(nn.Module):
         self.tp = groups.tp
         size, epsilon = config.hidden_size, config.norm_epsilon
         self.embedding = Embedding(config.vocab_size, size, groups.tp, dtype=dtype, device=device)
+        assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
+        unused = iter(placements)
         self.layers = [
-            DecoderLayer(layer, size, epsilon, groups, dispatcher, dtype=dtype, device=device)
+            DecoderLayer(layer, size, epsilon, groups, dispatcher, unused, dtype=dtype, device=device)
             for layer in config.layers
         ]
         self.registered_layers = nn.ModuleList(self.layers)  # so that torch finds their weights

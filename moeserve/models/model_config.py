@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import RotaryConfig
 from moeserve.moe.layer import MoEConfig
+from moeserve.moe.placement import Placement, place_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,28 @@ class ModelConfig:
     def first_moe(self) -> MoEConfig | None:
         """The first mixture of experts. All layers that have one have the same."""
         return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoEConfig)), None)
+
+    @property
+    def num_experts(self) -> int:
+        """Of each layer that has any."""
+        return self.first_moe.router.num_experts if self.first_moe else 0
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Those with experts."""
+        return sum(isinstance(layer.feed_forward, MoEConfig) for layer in self.layers)
+
+    def place_experts(
+        self, num_ranks: int, *, loads: Sequence[Sequence[float]] = (), num_redundant: int = 0
+    ) -> tuple[Placement, ...]:
+        """Of each layer that has experts, where they live. See `place_experts`."""
+        return place_experts(
+            loads,
+            num_layers=self.num_sparse_layers,
+            num_experts=self.num_experts,
+            num_ranks=num_ranks,
+            num_redundant=num_redundant,
+        )
 
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ The model is built without memory behind its weights (torch's meta device), so w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from moeserve.distributed.group import Groups, single
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import Description
 from moeserve.moe.layer import MoEConfig, MoELayer
+from moeserve.moe.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,23 @@ class Summary:
         return sum(part.num_bytes for part in self.parts)
 
 
-def summarize(description: Description, dtype: DtypeName, groups: Groups | None = None) -> Summary:
-    """Counts a model's weights, part by part: all of them, or those of the rank that the groups are of."""
+def summarize(
+    description: Description,
+    dtype: DtypeName,
+    groups: Groups | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> Summary:
+    """Counts a model's weights, part by part: all of them, or those of the rank that the groups are of.
+
+    Args:
+        placements: of the experts of each sparse layer; none: each expert once, in order.
+    """
     config = description.model
     groups = groups or single()
+    if placements is None:
+        placements = config.place_experts(groups.ep.world_size)
     dispatcher: DispatcherName = "local" if groups.ep.world_size == 1 else "all_to_all"  # they take no memory
-    model = Decoder(config, groups, dispatcher, dtype=getattr(torch, dtype), device=torch.device("meta"))
+    model = Decoder(config, groups, dispatcher, placements, dtype=getattr(torch, dtype), device=torch.device("meta"))
     counts = _Counts()
     is_whole_used = config.tie_word_embeddings  # by the output head
     counts.add("embedding", model.embedding, share_active=(1, 1 if is_whole_used else config.vocab_size))
@@ -79,7 +92,7 @@ def summarize(description: Description, dtype: DtypeName, groups: Groups | None 
         dtype=dtype,
         parts=counts.parts(),
         num_layers=len(config.layers),
-        num_sparse_layers=sum(isinstance(layer.feed_forward, MoEConfig) for layer in config.layers),
+        num_sparse_layers=config.num_sparse_layers,
         cache_bytes_per_token=model.cache_bytes_per_token,
     )
 

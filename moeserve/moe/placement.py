@@ -115,6 +115,27 @@ class Placement:
         return cls(content.logical_of_slot, content.num_logical)
 
 
+def place_experts(
+    loads: Sequence[Sequence[float]], *, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
+) -> tuple[Placement, ...]:
+    """A placement for each layer that has experts: by their loads, or in order where no loads are known.
+
+    Args:
+        loads: by layer, by logical expert, as from `read_loads`; empty: unknown.
+        num_layers: how many of the model's layers have experts.
+        num_experts: logical experts of each.
+        num_ranks: ranks of the group.
+        num_redundant: slots of all ranks together, beyond one for each expert.
+
+    Raises:
+        SettingsError: see `Placement.from_loads`.
+    """
+    if not loads:
+        return (Placement.even(num_experts, num_ranks, num_redundant),) * num_layers if num_layers else ()
+    assert len(loads) == num_layers, (len(loads), num_layers)
+    return tuple(Placement.from_loads(of_layer, num_ranks, num_experts + num_redundant) for of_layer in loads)
+
+
 def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[float, ...], ...]:
     """Loads of experts from a file such as {"loads": [[5, 1, 0, 2], [3, 3, 1, 1]]}.
 
@@ -137,6 +158,8 @@ def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[
         raise SettingsError(f"cannot read the expert loads in {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f'{path} must hold {{"loads": [[load, ...], ...]}}: {error}') from None
+    if num_layers == 0:
+        raise SettingsError(f"{path} holds loads of experts, but the model has no experts")
     if len(loads) not in (1, num_layers):
         raise SettingsError(
             f"{path} holds loads of {len(loads)} layers; give one list, or one for each of the {num_layers} layers "

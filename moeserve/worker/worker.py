@@ -68,7 +68,10 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     """
     description = registry.describe(config.model_path)
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    num_bytes = summarize(description, config.dtype, groups).weight_bytes
+    placements = description.model.place_experts(
+        groups.ep.world_size, loads=config.expert_loads, num_redundant=config.num_redundant_experts
+    )
+    num_bytes = summarize(description, config.dtype, groups, placements).weight_bytes
     free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
     if num_bytes > free:
         raise CheckpointError(
@@ -76,7 +79,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
             f"{config.dtype}, but {shown_bytes(free)} are free. Use a machine with more memory, a smaller "
             "model, or dtype=bfloat16 if the checkpoint is float32; `moeserve inspect` shows what takes how much"
         )
-    model = Decoder(description.model, groups, config.dispatcher, dtype=dtype, device=device)
+    model = Decoder(description.model, groups, config.dispatcher, placements, dtype=dtype, device=device)
     if config.load_format == "dummy":
         fill_randomly(model, config.seed)
     else:

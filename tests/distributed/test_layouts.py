@@ -1,9 +1,11 @@
-"""The model divided over ranks: the tokens of one rank, in every layout, with every dispatcher."""
+"""The model divided over ranks: the tokens of one rank, in every layout, with every dispatcher and placement."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from ranks import Place, Ranks
 from reference_models import Reference
 
 from moeserve.config import Settings, resolve
-from moeserve.distributed.group import connect
+from moeserve.distributed.group import Groups, connect, single
 from moeserve.distributed.mesh import Mesh
 from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan
 from moeserve.models.registry import read_facts
@@ -22,17 +24,22 @@ NUM_TOKENS = 16
 BLOCK_SIZE = 8
 BLOCKS_PER_PROMPT = 8
 LENGTHS = (1, 9, 23, 17)
-GREEDY = SamplingParams(temperature=0)
+GREEDY = SamplingParams(temperature=0, logprobs=0)
+
+Prompt = list[int]
+Generated = tuple[list[list[int]], list[list[float]]]  # by prompt: tokens, and the log-probability of each
+
+DISPATCHERS = ("allgather", "all_to_all")
+LAYOUTS = ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
+MODELS = ("mixtral", "deepseek-v3-four-heads", "qwen3-moe-eight-heads", "gpt-oss")
+OTHER_MODELS = ("qwen2-moe", "olmoe", "glm4-moe", "deepseek-v2-lite")
 
 
-def generate(
-    place: Place, folder: str, tp: int, dp: int, dispatcher: str, prompts: list[list[list[int]]], check_order: bool
-) -> list[list[int]]:
-    """Greedy tokens of the prompts of this rank's replica: one prompt more in every step."""
+def generate_here(place: Place, tp: int, dp: int, check_order: bool, **what: Any) -> Generated:
+    """`generate` on one of several ranks."""
     torch.set_num_threads(1)
-    mesh = Mesh(tp=tp, dp=dp)
     groups = connect(
-        mesh,
+        Mesh(tp=tp, dp=dp),
         place.rank,
         store_host=place.store_host,
         store_port=place.store_port,
@@ -40,12 +47,32 @@ def generate(
         local_rank=place.rank,
         check_order=check_order,
     )
+    return generate(groups, **what)
+
+
+def generate(
+    groups: Groups,
+    folder: str,
+    dispatcher: str,
+    prompts: list[list[Prompt]],
+    num_redundant: int = 0,
+    loads: list[list[float]] | tuple[()] = (),
+) -> Generated:
+    """Greedy tokens of the prompts of this rank's replica, one prompt more in every step.
+
+    Log-probabilities are those of the first rank of the replica; the others have none.
+    """
     options = {"dtype": "float32", "block_size": BLOCK_SIZE, "kv_cache_memory": "8MiB", "num_threads": 1}
     config = resolve(Settings.from_options(options), read_facts(folder), has_cuda=False, num_cores=1)
-    worker = Worker(dataclasses.replace(config, dispatcher=dispatcher), groups, show_progress=False)
-    mine = prompts[mesh.coordinates(place.rank).dp]
-    lockstep = Lockstep(rank=mesh.coordinates(place.rank).dp, num_replicas=dp)
+    config = dataclasses.replace(
+        config, dispatcher=dispatcher, num_redundant_experts=num_redundant, expert_loads=tuple(map(tuple, loads))
+    )
+    worker = Worker(config, groups, show_progress=False)
+    replica, num_replicas = groups.mesh.coordinates(groups.rank).dp, groups.mesh.dp
+    mine = prompts[replica]
+    lockstep = Lockstep(rank=replica, num_replicas=num_replicas)
     tokens: list[list[int]] = [[] for _ in mine]
+    logprobs: list[list[float]] = [[] for _ in mine]
     step = 0
     while True:
         chunks, running = [], []
@@ -60,11 +87,14 @@ def generate(
             running.append(index)
         plan = StepPlan(step=step, chunks=chunks)
         row = torch.tensor([lockstep.begin(Intent(num_tokens=plan.num_tokens, is_decode_only=False))])
-        rows = groups.dp.all_gather(row, (1,) * dp)
+        rows = groups.dp.all_gather(row, (1,) * num_replicas)
         agreement = lockstep.finish(rows.tolist())
         if agreement.is_idle:
-            return tokens
+            return tokens, logprobs
         result = worker.execute(plan, agreement)
+        for index, given in zip(running, result.chunks, strict=False):
+            assert given.logprobs is not None
+            logprobs[index].append(given.logprobs.logprobs[0])
         # The first rank of a replica chooses, and tells the others, as a plan would.
         chosen = [given.token_id for given in result.chunks] or [0] * len(running)
         chosen = groups.tp.broadcast(torch.tensor(chosen, dtype=torch.int64), 0).tolist()
@@ -73,28 +103,76 @@ def generate(
         step += 1
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all"])
-@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)])
-@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "qwen3-moe", "gpt-oss", "qwen2-moe", "olmoe", "glm4-moe"])
+def assert_same_as_one_rank(
+    ranks: Ranks, reference: Reference, tp: int, dp: int, dispatcher: str, **placement: Any
+) -> None:
+    """The tokens are those of transformers, the log-probabilities those of one rank."""
+    prompts = reference.prompts(*LENGTHS)
+    of_replicas = [prompts[replica::dp] or prompts[:1] for replica in range(dp)]
+    of_replicas[-1] = of_replicas[-1][:1]  # one replica is done long before the others
+    if dp > 2:
+        of_replicas[1] = []  # and one has nothing at all
+    what = dict(folder=str(reference.folder), dispatcher=dispatcher, prompts=of_replicas, **placement)
+    given = ranks.run(tp * dp, "test_layouts:generate_here", tp=tp, dp=dp, check_order=True, **what)
+    _, alone = generate(single(), str(reference.folder), "local", [prompts])
+    for rank, (tokens, logprobs) in enumerate(given):
+        mine = of_replicas[rank // tp]
+        assert tokens == [reference.greedy(prompt, NUM_TOKENS) for prompt in mine]
+        if rank % tp == 0:
+            assert len(logprobs) == len(mine)
+            for prompt, found in zip(mine, logprobs, strict=True):
+                assert found == pytest.approx(alone[prompts.index(prompt)], abs=1e-5, rel=0)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
+def test_the_references_leave_nothing_to_rounding(reference_named: Callable[[str], Reference], name: str) -> None:
+    reference = reference_named(name)
+    for prompt in reference.prompts(*LENGTHS):
+        reference.well_separated(prompt, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
 def test_same_tokens(
     ranks: Ranks, reference_named: Callable[[str], Reference], name: str, tp: int, dp: int, dispatcher: str
 ) -> None:
+    """12, 9 and 5 experts on 4 ranks, and 9 and 5 on 2, are unevenly divided."""
+    assert_same_as_one_rank(ranks, reference_named(name), tp, dp, dispatcher)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_same_tokens_on_eight_ranks(
+    ranks: Ranks, reference_named: Callable[[str], Reference], name: str, dispatcher: str
+) -> None:
+    """4 and 5 experts on 8 ranks: some ranks have none."""
+    assert_same_as_one_rank(ranks, reference_named(name), 1, 8, dispatcher)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize(("tp", "dp", "num_redundant"), [(1, 2, 3), (2, 2, 6), (1, 4, 1)])
+@pytest.mark.parametrize("name", MODELS)
+def test_same_tokens_with_copies_of_hot_experts(
+    ranks: Ranks,
+    reference_named: Callable[[str], Reference],
+    name: str,
+    tp: int,
+    dp: int,
+    num_redundant: int,
+    dispatcher: str,
+) -> None:
     reference = reference_named(name)
-    if reference.model.config.num_attention_heads % tp:
-        pytest.skip(f"heads do not divide by {tp}")
-    prompts = reference.prompts(*LENGTHS)
-    of_replicas = [prompts[replica::dp] if replica else prompts[::dp] for replica in range(dp)]
-    of_replicas[-1] = of_replicas[-1][:1]  # one replica is done long before the others
-    given = ranks.run(
-        tp * dp,
-        "test_layouts:generate",
-        folder=str(reference.folder),
-        tp=tp,
-        dp=dp,
-        dispatcher=dispatcher,
-        prompts=of_replicas,
-        check_order=True,
-    )
-    for rank, tokens in enumerate(given):
-        expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in of_replicas[rank // tp]]
-        assert tokens == expected
+    facts = read_facts(reference.folder)
+    loads = [
+        [math.exp(-((expert + layer) % facts.num_experts)) for expert in range(facts.num_experts)]
+        for layer in range(facts.num_sparse_layers)
+    ]
+    assert_same_as_one_rank(ranks, reference, tp, dp, dispatcher, num_redundant=num_redundant, loads=loads)
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_same_tokens_of_other_families(ranks: Ranks, reference_named: Callable[[str], Reference], name: str) -> None:
+    reference = reference_named(name)
+    tp = 1 if reference.model.config.num_attention_heads % 2 else 2
+    assert_same_as_one_rank(ranks, reference, tp, 4 // tp, "all_to_all", num_redundant=2)

@@ -23,6 +23,7 @@ from moeserve import LLM, CheckpointError, EngineError, SamplingParams
 SETTINGS: dict[str, Any] = dict(
     kv_cache_memory="8MiB", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, dtype="float32"
 )
+RANK_MODULES = {"moeserve.engine", "moeserve.worker"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0, max_tokens=200)
 
@@ -43,7 +44,7 @@ def ranks(of: int | None = None) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(of).children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and "-m" in process.cmdline()[:4]:
+            if process.status() != psutil.STATUS_ZOMBIE and RANK_MODULES & set(process.cmdline()):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

@@ -70,6 +70,9 @@ class ThreadGroup:
         assert all(other_sizes == tuple(sizes) for _, other_sizes in taken), "ranks differ in sizes"
         return torch.cat([rows for rows, _ in taken])
 
+    def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Arriving:
+        return Arriving(self.all_gather(x, sizes))
+
     def all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Arriving:
         assert len(x) == sum(send_sizes), "rows are not those announced"
         parts = x.split(list(send_sizes))

@@ -10,7 +10,7 @@ from typing import Any
 
 from moeserve.config import environment_of_rank  # noqa: F401  (a child finds the package)
 from moeserve.errors import CheckpointError, DistributedError
-from moeserve.processes import Child, Parent, run_child
+from moeserve.processes import Child, Parent, run_child, wait_for_news
 
 
 def work(parent: Parent) -> None:
@@ -43,7 +43,7 @@ def work(parent: Parent) -> None:
             parent.watch_children([child])
             channel.send(str(child.pid))
             if config.get("then") == "fail":
-                time.sleep(0.1)
+                wait_for_news([child], 10)  # what follows from a death comes after it
                 raise DistributedError("the others did not come")
             time.sleep(60)
         case "tell":

@@ -21,7 +21,13 @@ from moeserve.config import (
 from moeserve.errors import SettingsError
 
 FACTS = CheckpointFacts(
-    path="somewhere", dtype="bfloat16", vocab_size=100, max_position_embeddings=512, tensor_parallel_sizes=(1, 2, 4)
+    path="somewhere",
+    dtype="bfloat16",
+    vocab_size=100,
+    max_position_embeddings=512,
+    tensor_parallel_sizes=(1, 2, 4),
+    num_sparse_layers=2,
+    num_experts=5,
 )
 
 
@@ -80,6 +86,8 @@ def test_what_is_given_is_kept() -> None:
         ("data_parallel_size", 13, "use at most 12 ranks"),
         ("pipeline_parallel_size", 2, "pipeline_parallel_size=2"),
         ("executor", "ray", "executor='ray'"),
+        ("num_redundant_experts", 1, "5 experts on 1 ranks have room for 0 further copies"),
+        ("num_redundant_experts", -1, ">= 0"),
     ],
 )
 def test_wrong_settings_are_refused_with_their_value(option: str, value: object, says: str) -> None:
@@ -96,6 +104,12 @@ def test_ranks_share_the_cores() -> None:
         assert config.executor == ("uniproc" if tp * dp == 1 else "mp")
     assert decide(data_parallel_size=2, num_threads=5).num_threads == 5
     assert decide(executor="mp").executor == "mp"
+
+
+def test_copies_of_experts_are_no_more_than_ranks_can_hold() -> None:
+    assert decide(data_parallel_size=3, num_redundant_experts=10).num_redundant_experts == 10
+    with pytest.raises(SettingsError, match=r"num_redundant_experts=11: .* use at most 10"):
+        decide(data_parallel_size=3, num_redundant_experts=11)
 
 
 def test_layouts_that_nothing_runs_are_refused() -> None:

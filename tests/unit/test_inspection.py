@@ -135,7 +135,10 @@ def spelled_out(prefix: str, names: str, num_experts: int) -> set[str]:
 @pytest.mark.parametrize("model", NAMES)
 def test_published_names_are_those_that_the_model_fills(model: str, tmp_path: Path) -> None:
     description = describe(folder_of(tmp_path, PUBLISHED[model]))
-    decoder = Decoder(description.model, single(), "local", dtype=torch.bfloat16, device=torch.device("meta"))
+    placements = description.model.place_experts(1)
+    decoder = Decoder(
+        description.model, single(), "local", placements, dtype=torch.bfloat16, device=torch.device("meta")
+    )
     layers = description.model.layers
     index, moe = next((i, c.feed_forward) for i, c in enumerate(layers) if isinstance(c.feed_forward, MoEConfig))
     expected = spelled_out(f"model.layers.{index}", NAMES[model], moe.router.num_experts)

@@ -18,7 +18,13 @@ BYTES_PER_TOKEN = 100
 
 def config(**options: object) -> EngineConfig:
     facts = CheckpointFacts(
-        path="x", dtype="float32", vocab_size=10, max_position_embeddings=1000, tensor_parallel_sizes=(1,)
+        path="x",
+        dtype="float32",
+        vocab_size=10,
+        max_position_embeddings=1000,
+        tensor_parallel_sizes=(1,),
+        num_sparse_layers=2,
+        num_experts=5,
     )
     return resolve(Settings.from_options({"block_size": 10, **options}), facts, has_cuda=False, num_cores=1)
 

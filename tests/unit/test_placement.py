@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.errors import SettingsError
-from moeserve.moe.placement import Placement, read_loads
+from moeserve.moe.placement import Placement, place_experts, read_loads
 
 
 def check(placement: Placement, num_experts: int, num_ranks: int, num_slots: int) -> None:
@@ -179,6 +179,20 @@ def test_loads_that_are_refused(tmp_path: Path, content: object, message: str) -
     with pytest.raises(SettingsError, match=message) as caught:
         read_loads(write(tmp_path, content), num_layers=3, num_experts=2)
     assert "loads.json" in str(caught.value)
+
+
+def test_each_layer_is_placed_by_its_own_loads() -> None:
+    placed = place_experts([[9, 1, 1], [1, 1, 9]], num_layers=2, num_experts=3, num_ranks=2, num_redundant=1)
+    assert placed == (Placement.from_loads([9, 1, 1], 2, 4), Placement.from_loads([1, 1, 9], 2, 4))
+    assert [len(layer.physical_of_logical[expert]) for layer, expert in zip(placed, (0, 2), strict=True)] == [2, 2]
+    unknown = place_experts([], num_layers=2, num_experts=3, num_ranks=2, num_redundant=1)
+    assert unknown == (Placement.even(3, 2, 1),) * 2
+    assert place_experts([], num_layers=0, num_experts=0, num_ranks=2, num_redundant=0) == ()
+
+
+def test_loads_of_a_model_without_experts(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"loads\.json holds loads of experts, but the model has no experts"):
+        read_loads(write(tmp_path, {"loads": [[1]]}), num_layers=0, num_experts=0)
 
 
 def test_loads_that_are_not_there(tmp_path: Path) -> None:

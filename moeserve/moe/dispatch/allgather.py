@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.distributed.group import GroupCoordinator
+from moeserve.distributed.group import GroupCoordinator, PendingTensor
 from moeserve.moe.dispatch.base import Arrived, PackedTokens
 from moeserve.moe.dispatch.exchange import Exchange, ExchangeTicket, ReturningOutput
 from moeserve.moe.placement import Placement
@@ -19,13 +19,25 @@ from moeserve.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """A dispatch that has arrived already."""
+class Gathering:
+    """A dispatch under way."""
 
-    arrived: Arrived[ExchangeTicket]
+    pending_NV: PendingTensor  # of each token its routing, as X values, and its row
+    own_TK: Tensor  # physical experts
+    weights_TK: Tensor
+    exchange: Exchange
+    step: StepInputs
 
     def wait(self) -> Arrived[ExchangeTicket]:
-        return self.arrived
+        both_NV = self.pending_NV.wait()
+        top_k = self.own_TK.shape[1]
+        routing_size = top_k * self.own_TK.element_size() // both_NV.element_size()
+        routing_NX, hidden_ND = both_NV[:, :routing_size], both_NV[:, routing_size:]
+        experts_NK = routing_NX.flatten().view(torch.int32).view(-1, top_k)
+        assignment = self.exchange.assign(self.own_TK, experts_NK, self.step)
+        rows_RD = hidden_ND[assignment.packed_pairs_R // top_k]
+        ticket = self.exchange.ticket(assignment, self.weights_TK, both_NV.dtype)
+        return Arrived(PackedTokens(rows_RD, assignment.counts_e), ticket)
 
 
 class AllGatherDispatcher:
@@ -38,18 +50,13 @@ class AllGatherDispatcher:
         self.group = group
         self.exchange = Exchange(group, placement, device)
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Gathered:
+    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Gathering:
         own_TK = self.exchange.choose(routing, step)
         # Each row brings its routing as so many values more, which are but bits: one collective instead of two.
-        routing_TX = own_TK.view(hidden_TD.dtype)
+        both_TV = torch.cat([own_TK.view(hidden_TD.dtype), hidden_TD], dim=1)
         # collective: all ep ranks
-        both_NV = self.group.all_gather(torch.cat([routing_TX, hidden_TD], dim=1), step.tokens_per_rank)
-        routing_NX, hidden_ND = both_NV.split([routing_TX.shape[1], hidden_TD.shape[1]], dim=1)
-        experts_NK = routing_NX.flatten().view(torch.int32).view(-1, own_TK.shape[1])
-        assignment = self.exchange.assign(own_TK, experts_NK, step)
-        rows_RD = hidden_ND[assignment.packed_pairs_R // assignment.top_k]
-        ticket = self.exchange.ticket(assignment, routing.weights_TK, hidden_TD.dtype)
-        return Gathered(Arrived(PackedTokens(rows_RD, assignment.counts_e), ticket))
+        pending_NV = self.group.begin_all_gather(both_TV, step.tokens_per_rank)
+        return Gathering(pending_NV, own_TK, routing.weights_TK, self.exchange, step)
 
     def combine(self, output: Tensor, ticket: ExchangeTicket) -> ReturningOutput:
         return self.exchange.send_back(output, ticket)
