@@ -41,7 +41,7 @@ _LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 2**20
 
 
-class Death(msgspec.Struct, frozen=True, kw_only=True, tag="death"):
+class Death(msgspec.Struct, frozen=True, kw_only=True):
     """How a process ended that should have lived, and what it said last."""
 
     name: str  # of the process, as people know it: "rank 3"
@@ -52,6 +52,12 @@ class Death(msgspec.Struct, frozen=True, kw_only=True, tag="death"):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.cause}" + (f"\n\n{self.traceback.rstrip()}" if self.traceback else "")
+
+
+class _LastWords(msgspec.Struct, frozen=True, tag="last words"):
+    """The last message of a child: in one piece, so that who reads it knows of all deaths or of none."""
+
+    deaths: list[Death]
 
 
 class _Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,7 +242,7 @@ class Child(Generic[Incoming]):
             )
         self.name = name
         self.pid = self._process.pid
-        self.channel: Channel[Incoming] = Channel(ours, incoming | Death)
+        self.channel: Channel[Incoming] = Channel(ours, incoming | _LastWords)
         self._messages: list[Incoming] = []
         self._last_words: list[Death] = []
         self._pidfd = _open_pidfd(self.pid)
@@ -261,6 +267,11 @@ class Child(Generic[Incoming]):
         return messages
 
     @property
+    def has_unread(self) -> bool:
+        """Whether messages have come that `receive` has not returned: `deaths` may have found them."""
+        return bool(self._messages)
+
+    @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
@@ -277,8 +288,8 @@ class Child(Generic[Incoming]):
 
     def _listen(self, timeout_s: float) -> None:
         for message in self.channel.receive(timeout_s):
-            if isinstance(message, Death):
-                self._last_words.append(message)
+            if isinstance(message, _LastWords):
+                self._last_words += message.deaths
             else:
                 self._messages.append(message)
 
@@ -316,11 +327,16 @@ def collect_deaths(children: Sequence[Child[Any]], seen: Sequence[Death] = ()) -
         left = deadline - time.monotonic()
         if left <= 0 or not living or any(not death.follows_another for death in deaths):
             return deaths
-        wait_for_news(living, left)
+        _wait_for_sockets(living, left)
 
 
 def wait_for_news(children: Sequence[Child[Any]], timeout_s: float | None) -> None:
     """Waits for a message or a death of any of them; also sends what could not be sent before."""
+    # What `deaths` took from a socket will not make it readable again.
+    _wait_for_sockets(children, 0.0 if any(child.has_unread for child in children) else timeout_s)
+
+
+def _wait_for_sockets(children: Sequence[Child[Any]], timeout_s: float | None) -> None:
     poll = select.poll()
     for child in children:
         if not child.channel.is_closed:
@@ -387,8 +403,7 @@ class Parent:
         for child in self._children:
             child.kill()
         channel = self._channel or self.channel(None)
-        for death in deaths:
-            channel.send(death)
+        channel.send(_LastWords(list(deaths)))
         channel.flush(SECONDS_TO_GO)
         _leave(1)
 

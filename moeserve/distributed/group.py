@@ -156,7 +156,8 @@ class GroupCoordinator:
         self.rank_in_group = ranks.index(rank)
         self.cpu_group = connections.process_group if connections else None
         self.device_group = self.cpu_group
-        self.step = NO_STEP  # shown in errors
+        self.step = NO_STEP  # this and the next: shown in errors
+        self.layer: int | None = None
         self._connections = connections
         self._number = 0  # of the collective under way
         self._announce = self._check if connections and connections.order_check else self._count
@@ -253,19 +254,19 @@ class GroupCoordinator:
         self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], operation: Operation
     ) -> PendingTensor:
         """Rows from all to all: the one thing that ranks do."""
-        number, step = self._number, self.step
+        at = self._position()
         sent = x.contiguous()
         received = x.new_empty((sum(receive_sizes), *x.shape[1:]))
         try:
             work = gloo.exchange(self._connected.process_group, sent, send_sizes, received, receive_sizes)
         except RuntimeError as error:
-            self._fail(operation, number, step, error)
+            self._fail(operation, at, error)
 
         def finish() -> None:
             try:
                 work.wait()
             except RuntimeError as error:
-                self._fail(operation, number, step, error)
+                self._fail(operation, at, error)
 
         return PendingTensor(received, finish)
 
@@ -316,16 +317,21 @@ class GroupCoordinator:
         try:
             disagreement = connected.order_check.disagreement(announcements)
         except RuntimeError as error:
-            self._fail(operation, self._number, self.step, error)
+            self._fail(operation, self._position(), error)
         if disagreement is not None:
             connected.noticeboard.report(disagreement)
             raise DistributedError(f"ranks disagree on what comes next: {disagreement}")
 
-    def _fail(self, operation: Operation, number: int, step: int, error: RuntimeError) -> NoReturn:
+    def _position(self) -> str:
+        """Which collective this is."""
+        step = "" if self.step == NO_STEP else f", step {self.step}"
+        layer = "" if self.layer is None else f", layer {self.layer}"
+        return f"number {self._number}{step}{layer}"
+
+    def _fail(self, operation: Operation, position: str, error: RuntimeError) -> NoReturn:
         """Say what is known, on this rank and in the store."""
         connected = self._connected
-        at_step = "" if step == NO_STEP else f", step {step}"
-        where = f"{operation} of group {self.name!r} ({listed(self.ranks)}; number {number}{at_step})"
+        where = f"{operation} of group {self.name!r} ({listed(self.ranks)}; {position})"
         cause = gloo.cause(error, connected.timeout_s)
         connected.noticeboard.report(f"{where} failed: {cause}")
         blame = connected.noticeboard.blame(self.ranks)
@@ -348,6 +354,11 @@ class Groups:
         """Tell the groups which step this is, for their errors and the order check."""
         for group in (self.world, self.tp, self.dp, self.ep):
             group.step = step
+
+    def set_layer(self, layer: int | None) -> None:
+        """Tell the groups which layer of the model is computed, for their errors; None: outside all layers."""
+        for group in (self.world, self.tp, self.dp, self.ep):
+            group.layer = layer
 
     def leave(self, why: str) -> None:
         """Stop taking part, because of an error of this rank's own: the others' errors will say why.

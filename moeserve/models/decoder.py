@@ -105,6 +105,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.groups = groups
         self.tp = groups.tp
         size, epsilon = config.hidden_size, config.norm_epsilon
         self.embedding = Embedding(config.vocab_size, size, groups.tp, dtype=dtype, device=device)
@@ -132,8 +133,10 @@ class Decoder(nn.Module):
         """Hidden states [T, D] after the last norm, of all the replica's tokens."""
         hidden_tD = self.embedding(step.token_ids, step.tp_sizes)
         rotation = self.rotary.at(step.positions)
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            self.groups.set_layer(index)
             hidden_tD = layer(hidden_tD, rotation, cache, step)
+        self.groups.set_layer(None)
         return self.tp.all_gather(self.norm(hidden_tD), step.tp_sizes)  # collective: all tp ranks
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -187,6 +187,7 @@ def outlive(place: Place, victim: int, how: str, operation: str, timeout_s: floa
     """Use the groups until another rank fails: the error, and how long it took."""
     groups = join(place, tp=2, timeout_s=timeout_s)
     groups.set_step(41)
+    groups.set_layer(7)
     groups.world.barrier()
     began = time.monotonic()
     if place.rank == victim:
@@ -357,7 +358,7 @@ def test_a_rank_that_dies_is_named_at_once(ranks: Ranks, operation: str) -> None
         assert outcomes[rank].error is None, outcomes[rank].error
         seconds, message = outcomes[rank].value
         assert seconds < 2.5
-        assert f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2, 3; number 2, step 41) failed" in message
+        assert f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2, 3; number 2, step 41, layer 7) failed" in message
         assert "closed its connection" in message
         assert "Nothing was heard of rank 2:" in message
 

@@ -74,6 +74,19 @@ def test_messages_of_any_size_pass_both_ways_at_once(children: list[Child[str]])
     assert received == [message[::-1] for message in sent]
 
 
+def test_a_message_found_while_looking_for_deaths_is_news(children: list[Child[str]]) -> None:
+    child = start(children, "echo")
+    child.channel.send("ab")
+    wait_until(lambda: child.deaths() or child.has_unread)
+    started = time.monotonic()
+    wait_for_news([child], 10.0)
+    assert time.monotonic() - started < 5.0
+    assert child.receive() == ["ba"]
+    started = time.monotonic()
+    wait_for_news([child], 0.3)  # it is news but once
+    assert time.monotonic() - started > 0.2
+
+
 @pytest.mark.parametrize(
     ("do", "config", "cause", "error"),
     [
@@ -141,11 +154,11 @@ def test_deaths_that_only_follow_are_waited_for_no_longer_than_half_a_second(chi
 def test_the_death_of_a_grandchild_is_told_by_its_parent(children: list[Child[str]], then: str) -> None:
     child = start(children, "family", "rank 0", child={"do": "raise", "kind": "plain"}, then=then)
     grandchild = int(first_message(child))
-    death = root_cause(first_deaths(child))
+    first_deaths(child)
+    death = root_cause(collect_deaths([child]))
     assert (death.name, death.cause) == ("grandchild", "ZeroDivisionError: so it is")
     assert "watched.py" in death.traceback
-    wait_until(lambda: child.has_ended)
-    assert not alive(grandchild)
+    wait_until(lambda: child.has_ended and not alive(grandchild))
 
 
 def test_children_end_with_their_parent_however_it_died(children: list[Child[str]]) -> None:
