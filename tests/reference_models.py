@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-# What a reference must withstand for its tokens to be well defined: see Reference.well_separated.
+# What a reference must withstand for its tokens to be well defined: see Reference.is_clear.
 SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by less than 1e-4
 ROUTER_NOISE = 3e-5  # relative to each value that a router sees; float32 results differ by about 1e-6
 
@@ -584,13 +585,6 @@ class Reference:
         with torch.no_grad():
             return self.model(torch.tensor([token_ids])).logits[0]
 
-    def well_separated(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """`greedy`, where no token of it, and no choice of experts, is a matter of rounding."""
-        continuation = self.greedy(prompt, num_tokens)
-        assert self.smallest_gap(prompt, continuation) > SMALLEST_GAP
-        assert self.num_undecided(prompt + continuation) == 0
-        return continuation
-
     def smallest_gap(self, prompt: list[int], continuation: list[int]) -> float:
         """How far greedy search was from choosing another token than it did: between the two largest logits."""
         largest = self.logits(prompt + continuation[:-1])[len(prompt) - 1 :].topk(2, dim=-1)
@@ -621,6 +615,27 @@ class Reference:
     def prompts(self, *lengths: int, seed: int = 0) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)
         return [torch.randint(3, self.vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+    def is_clear(self, prompt: list[int], num_tokens: int) -> bool:
+        """Whether neither its greedy tokens nor the choices of experts on the way are a matter of rounding."""
+        continuation = self.greedy(prompt, num_tokens)
+        is_separated = self.smallest_gap(prompt, continuation) > SMALLEST_GAP
+        return is_separated and self.num_undecided(prompt + continuation) == 0
+
+    def clear_prompts(
+        self, lengths: Sequence[int], num_tokens: int, *, beginning: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Clear prompts of these lengths. Those longer than `beginning` begin with it."""
+        prompts: list[list[int]] = []
+        for seed in range(100 + 20 * len(lengths)):
+            if len(prompts) == len(lengths):
+                return prompts
+            length = lengths[len(prompts)]
+            (rest,) = self.prompts(length, seed=seed)
+            prompt = ([*beginning, *rest] if length > len(beginning) else rest)[:length]
+            if self.is_clear(prompt, num_tokens):
+                prompts.append(prompt)
+        raise AssertionError("hardly any prompt is clear")
 
 
 def fill_what_transformers_leaves_plain(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.messages import ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.processes import Channel, Child, Parent
 from moeserve.scheduling.lockstep import Lockstep
-from moeserve.scheduling.replica import Deliver, Execute, Gather, Receive, Replica, StepFailed
+from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.worker.process import join
 
 # How long an idle replica sleeps at most before it agrees again with the others. Seconds.
@@ -46,13 +46,14 @@ def drive(replica: Replica, user: User, replicas: GroupCoordinator, executor: Mu
     """Does what the replica's loop asks for, until it ends. An error of an effect ends it as well: see `replica.py`."""
     loop = replica.run()
     answer: Any = None
+    effect: Effect | None
     while True:
         try:
             effect = loop.send(answer)
             if isinstance(effect, Deliver):
                 # What it delivers last, when it ends with an error, is a guess at the cause: whoever hears of all the
                 # deaths knows it. So it is told only once the loop has gone on.
-                delivery, effect = effect, loop.send(None)
+                delivery, effect = effect, next(loop, None)
                 user.tell(delivery)
         except StopIteration:
             return
@@ -68,6 +69,8 @@ def drive(replica: Replica, user: User, replicas: GroupCoordinator, executor: Mu
                     answer = StepFailed(str(error))
             case Deliver():
                 raise AssertionError("two deliveries in a row")
+            case None:  # after a delivery that was the last, and no guess
+                return
 
 
 def gather(replicas: GroupCoordinator, row: list[int]) -> list[list[int]]:

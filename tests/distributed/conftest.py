@@ -1,12 +1,10 @@
-"""The processes that the tests of this folder share."""
+"""Which tests of this folder start processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import Ranks
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -15,10 +13,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent and item.path.name != "test_dispatch.py":
             item.add_marker(pytest.mark.ranks)
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    shared = Ranks()
-    yield shared
-    shared.close()

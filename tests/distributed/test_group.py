@@ -358,7 +358,9 @@ def test_a_rank_that_dies_is_named_at_once(ranks: Ranks, operation: str) -> None
         assert outcomes[rank].error is None, outcomes[rank].error
         seconds, message = outcomes[rank].value
         assert seconds < 2.5
-        assert f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2, 3; number 2, step 41, layer 7) failed" in message
+        assert (
+            f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2, 3; number 2, step 41, layer 7) failed" in message
+        )
         assert "closed its connection" in message
         assert "Nothing was heard of rank 2:" in message
 

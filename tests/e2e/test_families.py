@@ -44,7 +44,9 @@ def expected(reference: Reference) -> list[list[int]]:
 @functools.cache
 def continuations(reference: Reference) -> list[list[int]]:
     """What transformers appends to each prompt."""
-    return [reference.well_separated(prompt, NUM_TOKENS) for prompt in reference.prompts(*LENGTHS)]
+    prompts = reference.prompts(*LENGTHS)
+    assert all(reference.is_clear(prompt, NUM_TOKENS) for prompt in prompts)
+    return [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")

@@ -190,6 +190,17 @@ class FreesTwice(Replica):
             pool._num_holders[running.block_ids[0]] -= 1
 
 
+class LeaksAtAbort(Replica):
+    """An abort forgets to give back the last block."""
+
+    def _obey(self, message: ReplicaMessage) -> None:
+        if isinstance(message, AbortRequest):
+            request = self._scheduler._running.get(message.request_id)
+            if request is not None:
+                del request.block_ids[-1:]
+        super()._obey(message)
+
+
 class RaisesRequestError(Replica):
     """A bad request is an exception, not an answer."""
 
@@ -323,6 +334,7 @@ PLANTED = [
     Planted(LosesAbort, {"I4"}, "abort", "I4"),
     Planted(AbortsOnlyInWords, {"I3", "I4"}, "abort", "I3"),
     Planted(FreesTwice, {"I4"}, "abort", "crash"),
+    Planted(LeaksAtAbort, {"I4"}),
     Planted(RaisesRequestError, {"crash"}, "shutdown", "crash"),
     Planted(EndsTwice, {"I3"}, "abort", "I3"),
     Planted(LosesNewsOfFailedStep, {"I4"}, "one busy", "I4"),
