@@ -37,6 +37,9 @@ SECONDS_BETWEEN_LOOKS = 0.2
 # How long a process that was asked to go may take before it is killed. Seconds.
 SECONDS_TO_GO = 2.0
 
+# Files in which torch only passes a call on, from one layer of a model to the next.
+PASSING_ON = (os.path.join("torch", "nn", "modules", "module.py"), os.path.join("torch", "utils", "_contextlib.py"))
+
 _LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 2**20
 
@@ -79,8 +82,22 @@ def death_of(error: BaseException, name: str) -> Death:
         cause=message,
         follows_another=isinstance(error, DistributedError),
         error=kind.__name__ if is_known else None,
-        traceback="".join(traceback.format_exception(error)),
+        traceback=_shown_traceback(error),
     )
+
+
+def _shown_traceback(error: BaseException) -> str:
+    """Two lines for each frame, and none for those that only pass a call on: so that its end is on the first screen."""
+    shown = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = shown
+    while link is not None:
+        outer, innermost = link.stack[:-1], link.stack[-1:]
+        frames = [frame for frame in outer if not frame.filename.endswith(PASSING_ON)] + innermost
+        link.stack = traceback.StackSummary.from_list(
+            [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in frames]
+        )
+        link = link.__cause__ or link.__context__
+    return "".join(shown.format())
 
 
 def root_cause(deaths: Sequence[Death]) -> Death:
@@ -293,10 +310,6 @@ class Child(Generic[Incoming]):
             else:
                 self._messages.append(message)
 
-    def ask_to_end(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-
     def kill(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
@@ -352,14 +365,13 @@ def _wait_for_sockets(children: Sequence[Child[Any]], timeout_s: float | None) -
 
 
 def end_all(children: Sequence[Child[Any]], *, patience_s: float = 0.0) -> None:
-    """Ends processes: gives them time to go by themselves, then asks, then kills. None is left afterwards."""
-    for timeout_s, act in ((patience_s, Child.ask_to_end), (SECONDS_TO_GO, Child.kill)):
-        deadline = time.monotonic() + timeout_s
-        for child in children:
-            child.channel.flush(max(0.0, deadline - time.monotonic()))
-            child.wait(deadline - time.monotonic())
-        for child in children:
-            act(child)
+    """Ends processes: gives them time to go by themselves, then kills. None is left afterwards."""
+    deadline = time.monotonic() + patience_s
+    for child in children:
+        child.channel.flush(max(0.0, deadline - time.monotonic()))
+        child.wait(deadline - time.monotonic())
+    for child in children:
+        child.kill()
     for child in children:
         child.wait(SECONDS_TO_GO)
         child.close()
@@ -423,7 +435,6 @@ class Parent:
             has_pidfds = all(child.watched_fds for child in children)
             while not any(child.has_ended for child in children):
                 ends.poll(None if has_pidfds else SECONDS_BETWEEN_LOOKS * 1000)
-            time.sleep(SECONDS_TO_COLLECT)
             if not self._children_may_end.is_set():
                 self.fail([])
 

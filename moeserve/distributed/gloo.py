@@ -5,12 +5,18 @@ gloo takes float16, bfloat16, float32, float64, integers and bool. Its errors ar
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
+
+TIMER_SLACK_NS = 100_000_000
+PR_SET_TIMERSLACK = 29  # of Linux' prctl
 
 
 def process_group(
@@ -26,7 +32,25 @@ def process_group(
 @functools.cache
 def _device(address: str) -> object:
     """One for all groups of this process: each has a thread of its own that wakes now and then."""
-    return ProcessGroupGloo.create_device(hostname=address)
+    with _new_threads_may_wake_late():
+        return ProcessGroupGloo.create_device(hostname=address)
+
+
+@contextlib.contextmanager
+def _new_threads_may_wake_late() -> Iterator[None]:
+    """Threads that are started meanwhile may wait TIMER_SLACK_NS longer than they ask to; what arrives wakes them.
+
+    gloo's asks to wake a hundred times a second, which is most of what an idle rank costs.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    set_timer_slack = functools.partial(ctypes.CDLL(None).prctl, PR_SET_TIMERSLACK)
+    set_timer_slack(ctypes.c_ulong(TIMER_SLACK_NS))
+    try:
+        yield
+    finally:
+        set_timer_slack(ctypes.c_ulong(0))  # the default
 
 
 def exchange(

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch.distributed import TCPStore
+
 from moeserve.config import EngineConfig, environment_of_rank
 from moeserve.distributed.group import start_store
 from moeserve.engine.base import fit_to_cache, shrinkage
@@ -62,7 +64,8 @@ class Replicas:
             CheckpointError, SettingsError: as the ranks found.
             EngineError: a process died.
         """
-        self._store = start_store()  # where the ranks meet; its port is open from here on
+        # Where the ranks meet. Its port is open from here to the end of the processes, not of this object.
+        self._store: TCPStore | None = start_store()
         environment = environment_of_rank(config, usable_cores())
         self._children: list[Child[EngineMessage]] = []
         # Also where nobody calls shutdown.
@@ -85,6 +88,7 @@ class Replicas:
             num_blocks = self._wait_until_ready()
         except BaseException:
             self._end_processes()
+            self._store = None
             raise
         self._replicas = [ReplicaProcess(child, PrefixMemory(num_blocks), num_blocks) for child in self._children]
         self.config = fit_to_cache(config, num_blocks)
@@ -96,7 +100,7 @@ class Replicas:
         return bool(self._in_flight or self._undelivered)
 
     def add(self, request: Request) -> None:
-        self._undelivered += self._news()
+        self._undelivered = self._news()  # which holds what was undelivered before
         self._require_open()
         if request.request_id in self._in_flight:
             raise RequestError(f"request {request.request_id!r} is still being served; give each request its own id")
@@ -132,6 +136,7 @@ class Replicas:
             child.channel.send(Shutdown())
         end_all(self._children, patience_s=SECONDS_TO_LEAVE)
         self._end_processes.detach()
+        self._store = None
 
     def _wait_until_ready(self) -> int:
         """Blocks of KV cache of each rank, when all are ready."""
@@ -180,6 +185,7 @@ class Replicas:
             updates += self._received()
             updates += self._end_requests(error=error)
             self._end_processes()
+            self._store = None
         return updates
 
     def _received(self) -> list[RequestUpdate]:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from rank_processes import assert_gone, free_blocks, living_ranks
 from reference_models import Reference
 
 from moeserve import LLM, CheckpointError, EngineError, SamplingParams
@@ -23,7 +23,7 @@ from moeserve import LLM, CheckpointError, EngineError, SamplingParams
 SETTINGS: dict[str, Any] = dict(
     kv_cache_memory="8MiB", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, dtype="float32"
 )
-RANK_MODULES = {"moeserve.engine", "moeserve.worker"}
+ALL_BLOCKS = 256 // 16 * 8  # of each replica
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0, max_tokens=200)
 
@@ -39,25 +39,6 @@ def llm(reference: Reference) -> Iterator[LLM]:
         yield llm
 
 
-def ranks(of: int | None = None) -> list[psutil.Process]:
-    """The living processes of ranks that descend from a process (none: this one)."""
-    found = []
-    for process in psutil.Process(of).children(recursive=True):
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and RANK_MODULES & set(process.cmdline()):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
-def assert_gone(processes: list[psutil.Process], seconds: float = 1.0) -> None:
-    deadline = time.monotonic() + seconds
-    while left := [process for process in processes if process.is_running() and process.status() != "zombie"]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
-
-
 def tokens(outputs: list[Any]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -66,21 +47,11 @@ def expected(reference: Reference, prompts: list[list[int]], num_tokens: int = 1
     return [reference.greedy(prompt, num_tokens) for prompt in prompts]
 
 
-def free_blocks(llm: LLM) -> list[int]:
-    """Of each replica, when all requests have ended."""
-    while llm.core.has_work:
-        llm.core.step()
-    llm.generate([[3], [4]], SamplingParams(max_tokens=1))  # whatever is still under way comes before this
-    time.sleep(0.1)
-    llm.core._received()  # type: ignore[attr-defined]
-    return [replica.num_free_blocks for replica in llm.core._replicas]  # type: ignore[attr-defined]
-
-
 def test_twenty_requests_give_the_tokens_of_transformers(llm: LLM, reference: Reference) -> None:
     prompts = reference.prompts(*range(3, 80, 4))
     assert len(prompts) == 20
     assert tokens(llm.generate(prompts, GREEDY)) == expected(reference, prompts)
-    assert len(ranks()) == 2
+    assert len(living_ranks()) == 2
     assert not llm.core.has_work
 
 
@@ -108,8 +79,6 @@ def test_a_prompt_goes_where_its_prefix_is(llm: LLM, reference: Reference) -> No
 
 
 def test_aborts_leave_no_block_behind(llm: LLM, reference: Reference) -> None:
-    all_free = free_blocks(llm)
-    assert all_free[0] == all_free[1] == 256 // 16 * 8
     prompts = reference.prompts(*[20] * 6, seed=4)
     streams = [llm.stream(prompt, ENDLESS) for prompt in prompts]
     outputs = [next(stream) for stream in streams]
@@ -123,7 +92,7 @@ def test_aborts_leave_no_block_behind(llm: LLM, reference: Reference) -> None:
         assert list(stream)[-1].outputs[0].finish_reason == "abort"
     whole = expected(reference, prompts[4:], 200)
     assert [list(stream)[-1].outputs[0].token_ids for stream in streams[4:]] == whole
-    assert free_blocks(llm) == all_free
+    assert free_blocks(llm, ALL_BLOCKS) == [ALL_BLOCKS] * 2
 
 
 def test_a_first_request_after_idling_does_not_wait_for_a_heartbeat(llm: LLM) -> None:
@@ -136,7 +105,7 @@ def test_a_first_request_after_idling_does_not_wait_for_a_heartbeat(llm: LLM) ->
 
 def test_idle_replicas_sleep(llm: LLM) -> None:
     """gloo's own threads, which look around a hundred times a second, are most of what is left."""
-    pids = [os.getpid(), *(process.pid for process in ranks())]
+    pids = [os.getpid(), *(process.pid for process in living_ranks())]
 
     def seconds_used() -> float:
         files = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
@@ -162,14 +131,14 @@ def test_two_engines_at_once_in_threads(llm: LLM, reference: Reference) -> None:
         found["shared"] = tokens(llm.generate(prompts, GREEDY))
     thread.join()
     assert found["shared"] == found["other"] == expected(reference, prompts)
-    assert len(ranks()) == 2
+    assert len(living_ranks()) == 2
 
 
-@pytest.mark.parametrize(("tp", "dp", "victim"), [(1, 2, 0), (1, 2, 1), (2, 1, 0), (2, 1, 1)])
+@pytest.mark.parametrize(("tp", "dp", "victim"), [(1, 2, 1), (2, 1, 1)])
 def test_a_killed_rank_is_named_and_nothing_is_left(reference: Reference, tp: int, dp: int, victim: int) -> None:
-    before = ranks()
+    before = living_ranks()
     llm = LLM(reference.folder, tensor_parallel_size=tp, data_parallel_size=dp, **SETTINGS)
-    processes = [process for process in ranks() if process not in before]
+    processes = [process for process in living_ranks() if process not in before]
     assert len(processes) == 2
     drivers = [child.pid for child in llm.core._children]  # type: ignore[attr-defined]
     pids = drivers if tp == 1 else [*drivers, *(process.pid for process in processes if process.pid not in drivers)]
@@ -191,75 +160,14 @@ def test_a_killed_rank_is_named_and_nothing_is_left(reference: Reference, tp: in
         llm.generate([[3, 4]], GREEDY)
 
 
-# Imported by every Python that starts with its folder on the path.
-PLANTED = """
-import os, sys
-if "moeserve.worker" in sys.orig_argv:
-    from moeserve.worker.worker import Worker
-
-    def fails(self, *arguments, **settings):
-        if {condition}:
-            {failure}
-        return original(self, *arguments, **settings)
-
-    original, Worker.{method} = Worker.{method}, fails
-"""
-
-
-def plant(folder: Path, monkeypatch: pytest.MonkeyPatch, **what: str) -> None:
-    """Makes a method fail in processes that are started from now on and are not the first of their replica."""
-    (folder / "sitecustomize.py").write_text(PLANTED.format(**what))
-    monkeypatch.syspath_prepend(folder)
-
-
-def test_the_traceback_of_a_rank_that_raises_is_shown(
-    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    condition = "arguments[1].step >= 4"
-    plant(tmp_path, monkeypatch, method="execute", condition=condition, failure="raise ZeroDivisionError('planted')")
-    before = ranks()
-    with LLM(reference.folder, tensor_parallel_size=2, **SETTINGS) as llm:
-        prompts = reference.prompts(*[20] * 200)  # more than there is time for until the failure is noticed
-        with pytest.raises(EngineError) as failure:
-            llm.generate(prompts, ENDLESS)
-        assert_gone([process for process in ranks() if process not in before])
-    first_line, *rest = str(failure.value).splitlines()
-    assert "rank 1 (replica 0, tp 1): ZeroDivisionError: planted" in first_line
-    assert "sitecustomize.py" in "".join(rest[:20])
-
-
-def test_a_rank_that_is_killed_while_it_loads_is_named(
-    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(tmp_path, monkeypatch, method="__init__", condition="True", failure="os.kill(os.getpid(), 9)")
-    before = ranks()
-    with pytest.raises(EngineError, match=r"while the model was loaded: rank 1 .*killed by SIGKILL"):
-        LLM(reference.folder, tensor_parallel_size=2, **SETTINGS)
-    assert_gone([process for process in ranks() if process not in before])
-
-
-def test_a_rank_that_hangs_is_named_after_the_timeout(reference: Reference) -> None:
-    before = ranks()
-    with LLM(reference.folder, data_parallel_size=2, collective_timeout=5, **SETTINGS) as llm:
-        processes = [process for process in ranks() if process not in before]
-        stream = llm.stream([3, 4, 5], ENDLESS)
-        next(stream)
-        os.kill(llm.core._children[1].pid, signal.SIGSTOP)  # type: ignore[attr-defined]
-        started = time.monotonic()
-        with pytest.raises(EngineError, match=r"(?s)rank 0 .*nothing was heard of rank 1|Nothing was heard of rank 1"):
-            list(stream)
-        assert 4 < time.monotonic() - started < 10
-        assert_gone(processes)
-
-
 def test_a_checkpoint_that_cannot_be_loaded_is_refused_as_with_one_rank(reference: Reference, tmp_path: Path) -> None:
-    before = ranks()
+    before = living_ranks()
     broken = tmp_path / "broken"
     shutil.copytree(reference.folder, broken)
     (broken / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*rank \d"):
         LLM(broken, data_parallel_size=2, **SETTINGS)
-    assert_gone([process for process in ranks() if process not in before])
+    assert_gone([process for process in living_ranks() if process not in before])
 
 
 SCRIPT = """
@@ -295,7 +203,7 @@ def test_a_script_needs_no_main_guard_and_leaves_nothing(
             process.stdin.write(script)
         process.stdin.close()
         answer = process.stdout.readline()
-        processes = ranks(process.pid)
+        processes = living_ranks(process.pid)
         if status < 0:
             assert len(processes) == 4
             process.send_signal(-status)

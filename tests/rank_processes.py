@@ -1,0 +1,50 @@
+"""The processes of an engine's ranks, as the process that uses the engine sees them."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from moeserve import LLM
+
+MODULES = {"moeserve.engine", "moeserve.worker"}
+
+
+def living_ranks(of: int | None = None) -> list[psutil.Process]:
+    """The living processes of ranks that descend from a process (none: this one)."""
+    found = []
+    for process in psutil.Process(of).children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and MODULES & set(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def assert_gone(processes: list[psutil.Process], seconds: float = 1.0) -> None:
+    """A process that has ended may take a moment until the last of its threads has."""
+    deadline = time.monotonic() + seconds
+    while left := [process for process in processes if lives(process)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def free_blocks(llm: LLM, expected: int) -> list[int]:
+    """Of each replica, once all have `expected` or two seconds have passed: the last news may be on its way."""
+    assert not llm.core.has_work
+    deadline = time.monotonic() + 2
+    while True:
+        llm.core._received()  # type: ignore[attr-defined]
+        free = [replica.num_free_blocks for replica in llm.core._replicas]  # type: ignore[attr-defined]
+        if {*free} == {expected} or time.monotonic() > deadline:
+            return free
+        time.sleep(0.02)
