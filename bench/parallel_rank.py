@@ -1,0 +1,179 @@
+"""One rank of the benchmark of parallelism: `python -m moeserve.bench.parallel_rank FD`, started by `parallel.py`.
+
+Joins the others as the engine's ranks do, times what it is told to, and answers. Knows no rounds and no tables.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from moeserve.distributed.group import GroupCoordinator, Groups, PendingTensor
+from moeserve.engine.process import gather
+from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
+from moeserve.moe.dispatch.allgather import AllGatherDispatcher
+from moeserve.moe.dispatch.base import Dispatcher, PackedTokens
+from moeserve.moe.placement import Placement
+from moeserve.moe.router import Routing
+from moeserve.ops.threads import set_num_threads
+from moeserve.processes import Parent, run_child
+from moeserve.scheduling.lockstep import Intent, Lockstep
+from moeserve.step_inputs import StepInputs
+from moeserve.worker.orders import RankStart
+from moeserve.worker.process import join
+
+# T tokens of this rank, D model width, E experts, K experts per token
+
+TravellingDispatcher = Literal["allgather", "all_to_all"]
+
+
+class TimeAgreements(msgspec.Struct, frozen=True, kw_only=True, tag="agreements"):
+    """Agree so often with the other replicas, each time as soon as the last agreement is made."""
+
+    num_calls: int
+
+
+class TimeDispatch(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch"):
+    """Send random tokens to random experts and the arrived rows straight back, so often."""
+
+    dispatcher: TravellingDispatcher
+    num_tokens: int  # of each rank
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    num_calls: int
+
+
+Order: TypeAlias = TimeAgreements | TimeDispatch
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True, tag="timing"):
+    """What one rank saw."""
+
+    seconds: list[float]  # of each call
+    seconds_in_collectives: float = 0.0  # per call: copying into them, sending, and waiting for the others
+    bytes_sent: float = 0.0  # per call, to other ranks
+
+
+def work(parent: Parent) -> None:
+    start = parent.config(RankStart)
+    channel = parent.channel(Order)
+    set_num_threads(start.config.num_threads)
+    groups = join(start)
+    lockstep = Lockstep(rank=start.dp_index, num_replicas=start.config.data_parallel_size)
+    while True:
+        for order in channel.receive(None):
+            match order:
+                case TimeAgreements(num_calls=num_calls):
+                    channel.send(time_agreements(groups, lockstep, num_calls))
+                case TimeDispatch():
+                    channel.send(time_dispatch(groups, order))
+
+
+def time_agreements(groups: Groups, lockstep: Lockstep, num_calls: int) -> Timing:
+    intent = Intent(num_tokens=1, is_decode_only=True)
+    seconds = []
+    groups.world.barrier()  # collective: all ranks
+    for _ in range(num_calls):
+        start = time.perf_counter()
+        lockstep.finish(gather(groups.dp, lockstep.begin(intent)))  # collective: the first ranks of all replicas
+        seconds.append(time.perf_counter() - start)
+    return Timing(seconds=seconds)
+
+
+@torch.inference_mode()
+def time_dispatch(groups: Groups, order: TimeDispatch) -> Timing:
+    group = TimedGroup(groups.ep)
+    dispatcher = _dispatcher(order, group)
+    hidden_TD, routing = random_tokens(order, groups.rank)
+    step = _step((order.num_tokens,) * group.world_size)
+    seconds = []
+    groups.world.barrier()  # collective: all ranks
+    for _ in range(order.num_calls):
+        start = time.perf_counter()
+        arrived = dispatcher.dispatch(hidden_TD, routing, step).wait()  # collective: all ep ranks
+        assert isinstance(arrived.tokens, PackedTokens)
+        dispatcher.combine(arrived.tokens.rows_RD, arrived.ticket).wait()  # collective: all ep ranks
+        seconds.append(time.perf_counter() - start)
+    return Timing(
+        seconds=seconds,
+        seconds_in_collectives=group.seconds / order.num_calls,
+        bytes_sent=group.bytes_sent / order.num_calls,
+    )
+
+
+def random_tokens(order: TimeDispatch, rank: int) -> tuple[Tensor, Routing]:
+    """The tokens that a rank sends, the same in every call. All experts are chosen equally often."""
+    generator = torch.Generator().manual_seed(rank)
+    hidden_TD = torch.randn(order.num_tokens, order.hidden_size, generator=generator).bfloat16()
+    scores_TE = torch.rand(order.num_tokens, order.num_experts, generator=generator)
+    experts_TK = scores_TE.topk(order.top_k, dim=-1).indices
+    return hidden_TD, Routing(experts_TK, torch.full(experts_TK.shape, 1 / order.top_k))
+
+
+class TimedGroup:
+    """Stands before a group, for a dispatcher, and adds up what its collectives take and send."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self.group = group
+        self.world_size = group.world_size
+        self.rank_in_group = group.rank_in_group
+        self.seconds = 0.0
+        self.bytes_sent = 0
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        self.bytes_sent += x.nbytes * (self.world_size - 1)
+        start = time.perf_counter()
+        gathered = self.group.all_gather(x, sizes)
+        self.seconds += time.perf_counter() - start
+        return gathered
+
+    def all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> PendingTensor:
+        num_sent = len(x) - send_sizes[self.rank_in_group]  # the rank's own rows do not travel
+        self.bytes_sent += num_sent * x.shape[1:].numel() * x.element_size()
+        start = time.perf_counter()
+        pending = self.group.all_to_all(x, send_sizes, receive_sizes)
+        self.seconds += time.perf_counter() - start
+
+        def finish() -> None:
+            start = time.perf_counter()
+            pending.wait()
+            self.seconds += time.perf_counter() - start
+
+        return PendingTensor(pending.tensor, finish)
+
+
+def _dispatcher(order: TimeDispatch, timed: TimedGroup) -> Dispatcher[Any]:
+    group = cast(GroupCoordinator, timed)
+    placement, device = Placement.even(order.num_experts, group.world_size), torch.device("cpu")
+    match order.dispatcher:
+        case "allgather":
+            return AllGatherDispatcher(group, placement, device)
+        case "all_to_all":
+            return AllToAllDispatcher(group, placement, device)
+
+
+def _step(tokens_per_rank: tuple[int, ...]) -> StepInputs:
+    """A step of which only the number of tokens is read."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return StepInputs(
+        token_ids=nothing,
+        positions=nothing,
+        cache_slots=nothing,
+        row_starts=nothing,
+        context_lens=nothing,
+        block_table=nothing,
+        logits_rows=nothing,
+        spans=(),
+        tp_sizes=tokens_per_rank[:1],
+        tokens_per_rank=tokens_per_rank,
+    )
+
+
+if __name__ == "__main__":
+    run_child(work)

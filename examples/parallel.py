@@ -1,0 +1,14 @@
+"""Asks six ranks: two replicas, each over three ranks, experts over all. Run it with `python examples/parallel.py`."""
+
+from moeserve import LLM, SamplingParams
+
+question = [{"role": "user", "content": "What is the capital of France?"}]
+
+# The default model has 9 attention heads, 3 for each rank of a replica. Every rank is a process of its own. They do not
+# run this script, so it needs no main guard.
+with LLM(tensor_parallel_size=3, data_parallel_size=2) as llm:
+    (answer,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=32))
+    print(answer.outputs[0].text)
+
+    tp, dp = llm.config.tensor_parallel_size, llm.config.data_parallel_size
+    print(f"tp {tp} x dp {dp} = {llm.config.num_ranks} ranks, dispatcher {llm.config.dispatcher}")
