@@ -6,7 +6,7 @@ Joins the others as the engine's ranks do, times what it is told to, and answers
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
@@ -127,17 +127,20 @@ class TimedGroup:
         self.bytes_sent = 0
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        return self.begin_all_gather(x, sizes).wait()
+
+    def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> PendingTensor:
         self.bytes_sent += x.nbytes * (self.world_size - 1)
-        start = time.perf_counter()
-        gathered = self.group.all_gather(x, sizes)
-        self.seconds += time.perf_counter() - start
-        return gathered
+        return self._timed(lambda: self.group.begin_all_gather(x, sizes))
 
     def all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> PendingTensor:
         num_sent = len(x) - send_sizes[self.rank_in_group]  # the rank's own rows do not travel
         self.bytes_sent += num_sent * x.shape[1:].numel() * x.element_size()
+        return self._timed(lambda: self.group.all_to_all(x, send_sizes, receive_sizes))
+
+    def _timed(self, begin: Callable[[], PendingTensor]) -> PendingTensor:
         start = time.perf_counter()
-        pending = self.group.all_to_all(x, send_sizes, receive_sizes)
+        pending = begin()
         self.seconds += time.perf_counter() - start
 
         def finish() -> None:
