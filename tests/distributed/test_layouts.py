@@ -36,8 +36,8 @@ MODELS = ("mixtral", "deepseek-v3-four-heads", "qwen3-moe-eight-heads", "gpt-oss
 OTHER_MODELS = ("qwen2-moe", "olmoe", "glm4-moe", "deepseek-v2-lite")
 
 
-def generate_here(place: Place, tp: int, dp: int, check_order: bool, **what: Any) -> Generated:
-    """`generate` on one of several ranks."""
+def generate_here(place: Place, tp: int, dp: int, **what: Any) -> list[Generated]:
+    """`generate` on one of several ranks, with each dispatcher."""
     torch.set_num_threads(1)
     groups = connect(
         Mesh(tp=tp, dp=dp),
@@ -46,9 +46,9 @@ def generate_here(place: Place, tp: int, dp: int, check_order: bool, **what: Any
         store_port=place.store_port,
         timeout_s=30,
         local_rank=place.rank,
-        check_order=check_order,
+        check_order=True,
     )
-    return generate(groups, **what)
+    return [generate(groups, dispatcher=dispatcher, **what) for dispatcher in DISPATCHERS]
 
 
 def generate(
@@ -109,47 +109,40 @@ def prompts_of(reference: Reference) -> list[Prompt]:
     return reference.clear_prompts(LENGTHS, NUM_TOKENS)
 
 
-def assert_same_as_one_rank(
-    ranks: Ranks, reference: Reference, tp: int, dp: int, dispatcher: str, **placement: Any
-) -> None:
-    """The tokens are those of transformers, the log-probabilities those of one rank."""
+def assert_same_as_one_rank(ranks: Ranks, reference: Reference, tp: int, dp: int, **placement: Any) -> None:
+    """With each dispatcher the tokens are those of transformers, the log-probabilities those of one rank."""
     prompts = prompts_of(reference)
     of_replicas = [prompts[replica::dp] or prompts[:1] for replica in range(dp)]
     of_replicas[-1] = of_replicas[-1][:1]  # one replica is done long before the others
     if dp > 2:
         of_replicas[1] = []  # and one has nothing at all
-    what = dict(folder=str(reference.folder), dispatcher=dispatcher, prompts=of_replicas, **placement)
-    given = ranks.run(tp * dp, "test_layouts:generate_here", tp=tp, dp=dp, check_order=True, **what)
+    what = dict(folder=str(reference.folder), prompts=of_replicas, **placement)
+    given = ranks.run(tp * dp, "test_layouts:generate_here", tp=tp, dp=dp, **what)
     _, alone = generate(single(), str(reference.folder), "local", [prompts])
-    for rank, (tokens, logprobs) in enumerate(given):
+    for rank, with_each in enumerate(given):
         mine = of_replicas[rank // tp]
-        assert tokens == [reference.greedy(prompt, NUM_TOKENS) for prompt in mine]
-        if rank % tp == 0:
-            assert len(logprobs) == len(mine)
-            for prompt, found in zip(mine, logprobs, strict=True):
-                assert found == pytest.approx(alone[prompts.index(prompt)], abs=1e-5, rel=0)
+        assert len(with_each) == len(DISPATCHERS)
+        for dispatcher, (tokens, logprobs) in zip(DISPATCHERS, with_each, strict=True):
+            assert tokens == [reference.greedy(prompt, NUM_TOKENS) for prompt in mine], dispatcher
+            if rank % tp == 0:
+                assert len(logprobs) == len(mine)
+                for prompt, found in zip(mine, logprobs, strict=True):
+                    assert found == pytest.approx(alone[prompts.index(prompt)], abs=1e-5, rel=0), dispatcher
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_same_tokens(
-    ranks: Ranks, reference_named: Callable[[str], Reference], name: str, tp: int, dp: int, dispatcher: str
-) -> None:
+def test_same_tokens(ranks: Ranks, reference_named: Callable[[str], Reference], name: str, tp: int, dp: int) -> None:
     """12, 9 and 5 experts on 4 ranks, and 9 and 5 on 2, are unevenly divided."""
-    assert_same_as_one_rank(ranks, reference_named(name), tp, dp, dispatcher)
+    assert_same_as_one_rank(ranks, reference_named(name), tp, dp)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_same_tokens_on_eight_ranks(
-    ranks: Ranks, reference_named: Callable[[str], Reference], name: str, dispatcher: str
-) -> None:
+def test_same_tokens_on_eight_ranks(ranks: Ranks, reference_named: Callable[[str], Reference], name: str) -> None:
     """4 and 5 experts on 8 ranks: some ranks have none."""
-    assert_same_as_one_rank(ranks, reference_named(name), 1, 8, dispatcher)
+    assert_same_as_one_rank(ranks, reference_named(name), 1, 8)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize(("tp", "dp", "num_redundant"), [(1, 2, 3), (2, 2, 6), (1, 4, 1)])
 @pytest.mark.parametrize("name", MODELS)
 def test_same_tokens_with_copies_of_hot_experts(
@@ -159,7 +152,6 @@ def test_same_tokens_with_copies_of_hot_experts(
     tp: int,
     dp: int,
     num_redundant: int,
-    dispatcher: str,
 ) -> None:
     reference = reference_named(name)
     facts = read_facts(reference.folder)
@@ -167,11 +159,11 @@ def test_same_tokens_with_copies_of_hot_experts(
         [math.exp(-((expert + layer) % facts.num_experts)) for expert in range(facts.num_experts)]
         for layer in range(facts.num_sparse_layers)
     ]
-    assert_same_as_one_rank(ranks, reference, tp, dp, dispatcher, num_redundant=num_redundant, loads=loads)
+    assert_same_as_one_rank(ranks, reference, tp, dp, num_redundant=num_redundant, loads=loads)
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
 def test_same_tokens_of_other_families(ranks: Ranks, reference_named: Callable[[str], Reference], name: str) -> None:
     reference = reference_named(name)
     tp = 1 if reference.model.config.num_attention_heads % 2 else 2
-    assert_same_as_one_rank(ranks, reference, tp, 4 // tp, "all_to_all", num_redundant=2)
+    assert_same_as_one_rank(ranks, reference, tp, 4 // tp, num_redundant=2)
