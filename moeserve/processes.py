@@ -26,6 +26,7 @@ import msgspec
 
 from moeserve import errors
 from moeserve.errors import DistributedError, EngineError, MoeserveError
+from moeserve.interrupts import interrupts_allowed
 
 Incoming = TypeVar("Incoming")
 Config = TypeVar("Config")
@@ -358,7 +359,8 @@ def _wait_for_sockets(children: Sequence[Child[Any]], timeout_s: float | None) -
             poll.register(fd, select.POLLIN)
         if not child.watched_fds:
             timeout_s = SECONDS_BETWEEN_LOOKS if timeout_s is None else min(timeout_s, SECONDS_BETWEEN_LOOKS)
-    poll.poll(None if timeout_s is None else timeout_s * 1000)
+    with interrupts_allowed():
+        poll.poll(None if timeout_s is None else timeout_s * 1000)
     for child in children:
         if child.channel.has_unsent:
             child.channel.send_encoded(b"")

@@ -21,6 +21,7 @@ from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
 from moeserve.engine.replicas import Replicas
 from moeserve.errors import CheckpointError, EngineError, RequestError, shown
+from moeserve.interrupts import interrupts_deferred
 from moeserve.machine import usable_cores
 from moeserve.messages import RequestOutput, SamplingParams
 from moeserve.models import registry
@@ -110,22 +111,24 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a parameter cannot be served. Nothing was generated; the engine lives on.
-            EngineError: a step failed, or a process of the engine died. All requests in flight have ended. With one
-                rank the engine lives on; with several it takes no more.
+            EngineError: a step failed: its requests have ended, and the engine lives on. Or, where there are several
+                ranks, one of them died: all requests have ended, and the engine takes no more.
         """
         submissions = self.frontend.submit(
             prompts, self._default_params if sampling_params is None else sampling_params
         )
         prompt_ids = [submission.prompt_id for submission in submissions]
         try:
-            for submission in submissions:
-                for request in submission.requests:
-                    self.core.add(request)
+            with interrupts_deferred():
+                for submission in submissions:
+                    for request in submission.requests:
+                        self.core.add(request)
             unfinished = set(prompt_ids)
             with tqdm(total=len(prompt_ids), desc="prompts", disable=None if use_tqdm else True) as progress:
                 while unfinished:
                     finished = self._step() & unfinished
                     unfinished -= finished
+                    assert not unfinished or self.core.has_work, "the engine has lost a request"
                     progress.update(len(finished))
             self._raise_error(prompt_ids)
             return [self.frontend.output(prompt_id) for prompt_id in prompt_ids]
@@ -142,14 +145,16 @@ class LLM:
         (submission,) = self.frontend.submit([prompt], params)
         num_tokens_shown = -1
         try:
-            for request in submission.requests:
-                self.core.add(request)
+            with interrupts_deferred():
+                for request in submission.requests:
+                    self.core.add(request)
             finished = False
             while not finished:
                 finished = submission.prompt_id in self._step()
                 output = self.frontend.output(submission.prompt_id)
                 finished = finished or output.finished  # a step of another call may have ended it
                 self._raise_error([submission.prompt_id])
+                assert finished or self.core.has_work, "the engine has lost a request"
                 num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
                 if finished or num_tokens > num_tokens_shown:
                     num_tokens_shown = num_tokens
@@ -229,16 +234,17 @@ class LLM:
     def _step(self) -> set[str]:
         """Runs one step for all calls that are open. Returns the prompts that it finished."""
         finished = set()
-        for update in self.core.step():
-            news = self.frontend.update(update)
-            if news is None:
-                continue
-            if update.error is not None:
-                self._errors.setdefault(news.prompt_id, update.error)
-            if news.abort_request_id is not None:
-                self.core.abort(news.abort_request_id)
-            if news.finished:
-                finished.add(news.prompt_id)
+        with interrupts_deferred():
+            for update in self.core.step():
+                news = self.frontend.update(update)
+                if news is None:
+                    continue
+                if update.error is not None:
+                    self._errors.setdefault(news.prompt_id, update.error)
+                if news.abort_request_id is not None:
+                    self.core.abort(news.abort_request_id)
+                if news.finished:
+                    finished.add(news.prompt_id)
         return finished
 
     def _raise_error(self, prompt_ids: list[str]) -> None:
@@ -247,10 +253,11 @@ class LLM:
                 raise EngineError(self._errors[prompt_id])
 
     def _discard(self, prompt_ids: list[str]) -> None:
-        for prompt_id in prompt_ids:
-            self._errors.pop(prompt_id, None)
-            for request_id in self.frontend.discard(prompt_id):
-                self.core.abort(request_id)
+        with interrupts_deferred():
+            for prompt_id in prompt_ids:
+                self._errors.pop(prompt_id, None)
+                for request_id in self.frontend.discard(prompt_id):
+                    self.core.abort(request_id)
 
 
 def start_engine(config: EngineConfig, *, show_progress: bool) -> Engine:

@@ -70,19 +70,22 @@ def connect(
     *,
     store_host: str,
     store_port: int,
+    store_key: str = "",
     timeout_s: float,
     local_rank: int,
     check_order: bool,
 ) -> Groups:
     """Meet the other ranks of the mesh at a store, and connect with them. Each rank calls it once for each store.
 
-    local_rank counts the ranks of this host. timeout_s holds for coming here and for each collective afterwards. With
+    store_key is a secret of the launch: whoever else reaches the store knows no name of anything in it. local_rank
+    counts the ranks of this host. timeout_s holds for coming here and for each collective afterwards. With
     check_order, ranks tell each other what they are about to join before every collective: slow, for debugging.
 
     DistributedError names the ranks that did not come. Listens on the address from which the store is reached.
     """
     address = own_address(rank, store_host, store_port, timeout_s)
-    store = TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    server = TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    store = PrefixStore(store_key, server) if store_key else server
     noticeboard = Noticeboard(rank, store, timeout_s)
     noticeboard.meet(range(mesh.world_size))
 

@@ -8,7 +8,9 @@ from moeserve.config import EngineConfig
 from moeserve.engine.base import fit_to_cache, new_scheduler, shrinkage
 from moeserve.errors import EngineError
 from moeserve.executor.uniproc import UniprocExecutor
+from moeserve.interrupts import interrupts_allowed
 from moeserve.messages import Request, RequestUpdate
+from moeserve.scheduling.lockstep import alone
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +29,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._undelivered)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError, and changes nothing, if it can never run."""
@@ -55,9 +56,11 @@ class EngineCore:
             plan = self.scheduler.schedule()
             if plan is None:
                 return updates
-            return updates + self.scheduler.commit(plan, self.executor.execute(plan))
+            with interrupts_allowed():
+                result = self.executor.execute(plan, alone(plan.step, plan.num_tokens))
+            return updates + self.scheduler.commit(plan, result)
         except BaseException as error:
-            # Ctrl-C may come in the middle of the books being changed, so new ones are begun.
+            # What the step did to the books and the cache is unknown, so new ones are begun.
             request_ids = self.scheduler.live_request_ids
             self.scheduler = new_scheduler(self.config, self.executor.num_blocks)
             ended = [RequestUpdate(request_id=name, finish_reason="abort") for name in request_ids]

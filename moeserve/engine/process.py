@@ -66,7 +66,7 @@ def drive(replica: Replica, user: User, replicas: GroupCoordinator, executor: Mu
                 try:
                     answer = executor.execute(plan, agreement)
                 except EngineError as error:  # found after every rank had done its part of the step
-                    answer = StepFailed(str(error))
+                    answer = StepFailed(f"{executor.name}: {error}")
             case Deliver():
                 raise AssertionError("two deliveries in a row")
             case None:  # after a delivery that was the last, and no guess

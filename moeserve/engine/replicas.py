@@ -6,6 +6,7 @@ Knows messages and deaths. What a replica does between them, `process.py` knows.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import weakref
 from collections.abc import Iterable
@@ -66,17 +67,25 @@ class Replicas:
         """
         # Where the ranks meet. Its port is open from here to the end of the processes, not of this object.
         self._store: TCPStore | None = start_store()
+        store_key = secrets.token_hex(16)
         environment = environment_of_rank(config, usable_cores())
         self._children: list[Child[EngineMessage]] = []
         # Also where nobody calls shutdown.
         self._end_processes = weakref.finalize(self, end_all, self._children)
+        self._owner = os.getpid()
         self._in_flight: dict[str, InFlight] = {}
         self._undelivered: list[RequestUpdate] = []  # what came outside a step: the next one returns it
         self._closed_because = ""
         self._salt = secrets.token_bytes(32)
         try:
             for rank in range(0, config.num_ranks, config.tensor_parallel_size):
-                driver = RankStart(config=config, rank=rank, store_host="127.0.0.1", store_port=self._store.port)
+                driver = RankStart(
+                    config=config,
+                    rank=rank,
+                    store_host="127.0.0.1",
+                    store_port=self._store.port,
+                    store_key=store_key,
+                )
                 child: Child[EngineMessage] = Child(
                     "moeserve.engine",
                     rank_name(config, rank),
@@ -100,6 +109,7 @@ class Replicas:
         return bool(self._in_flight or self._undelivered)
 
     def add(self, request: Request) -> None:
+        self._require_owner()
         self._undelivered = self._news()  # which holds what was undelivered before
         self._require_open()
         if request.request_id in self._in_flight:
@@ -114,11 +124,13 @@ class Replicas:
                 replica.child.channel.send(Wake())
 
     def abort(self, request_id: str) -> None:
+        self._require_owner()
         request = self._in_flight.get(request_id)
         if request is not None:
             request.replica.child.channel.send(AbortRequest(request_id))
 
     def step(self) -> list[RequestUpdate]:
+        self._require_owner()
         updates = self._news()
         while not updates and self._in_flight:
             wait_for_news(self._children, None)
@@ -128,7 +140,7 @@ class Replicas:
         return updates
 
     def shutdown(self) -> None:
-        if self._closed_because:
+        if self._closed_because or os.getpid() != self._owner:  # a fork of its owner leaves it alone
             return
         self._closed_because = "the engine was shut down; make a new one"
         self._undelivered += self._end_requests(error=None)
@@ -213,6 +225,13 @@ class Replicas:
     def _end_requests(self, *, error: str | None) -> list[RequestUpdate]:
         request_ids, self._in_flight = list(self._in_flight), {}
         return [RequestUpdate(request_id=name, finish_reason="abort", error=error) for name in request_ids]
+
+    def _require_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise EngineError(
+                f"this engine belongs to process {self._owner}, of which this one ({os.getpid()}) is a fork; make an "
+                "LLM of its own here, or use it there"
+            )
 
     def _require_open(self) -> None:
         if self._closed_because:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from moeserve.messages import StepPlan, StepResult
+from moeserve.scheduling.lockstep import Agreement
 
 
 class Executor(Protocol):
@@ -12,8 +13,13 @@ class Executor(Protocol):
 
     num_blocks: int  # blocks of KV cache that every rank has
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step on all ranks and returns what rank 0 sampled."""
+    def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
+        """Runs one step on all ranks, of no tokens where there is no plan, and returns what the first one sampled.
+
+        Raises:
+            EngineError: the model gave no numbers to choose from. Every rank has done its part of the step.
+            DistributedError: a rank did not take the step, or a collective failed.
+        """
         ...
 
     def shutdown(self) -> None:

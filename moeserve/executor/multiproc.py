@@ -15,7 +15,7 @@ from moeserve.errors import DistributedError
 from moeserve.messages import StepPlan, StepResult
 from moeserve.processes import SECONDS_TO_GO, Child, end_all
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.worker.orders import Leave, Step
+from moeserve.worker.orders import Leave, Step, rank_name
 from moeserve.worker.worker import Worker
 
 
@@ -29,17 +29,13 @@ class MultiprocExecutor:
         Args:
             workers: the processes of the other ranks, from `start_workers`.
         """
+        self.name = rank_name(config, groups.rank)  # of the rank that is run here
         self._workers = workers
         self._timeout_s = config.collective_timeout
         self.worker = Worker(config, groups, show_progress=show_progress)
         self.num_blocks = self.worker.num_blocks
 
     def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
-        """Runs a step on all ranks of the replica, and returns what this one sampled.
-
-        Raises:
-            DistributedError: a rank did not take the step, or a collective failed.
-        """
         if self._workers:
             order = self._workers[0].channel.encode(Step(plan=plan, agreement=agreement))
             for worker in self._workers:

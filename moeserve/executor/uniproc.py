@@ -5,7 +5,7 @@ from __future__ import annotations
 from moeserve.config import EngineConfig
 from moeserve.distributed.group import single
 from moeserve.messages import StepPlan, StepResult
-from moeserve.scheduling.lockstep import alone
+from moeserve.scheduling.lockstep import Agreement
 from moeserve.worker.worker import Worker
 
 
@@ -16,9 +16,9 @@ class UniprocExecutor:
         self.worker: Worker | None = Worker(config, single(), show_progress=show_progress)
         self.num_blocks = self.worker.num_blocks
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
         assert self.worker is not None, "execute after shutdown"
-        return self.worker.execute(plan, alone(plan.step, plan.num_tokens))
+        return self.worker.execute(plan, agreement)
 
     def shutdown(self) -> None:
         self.worker = None

@@ -6,6 +6,7 @@ copied do not pile up; what is encoded is decoded a slice at a time.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, KeysView
@@ -200,12 +201,14 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
     Each weight has random numbers of its own, so those that all ranks have are alike on all of them.
     """
     generator = torch.Generator(next(model.parameters()).device)
-    for index, module in enumerate(model.modules()):
-        for weight in module.parameters(recurse=False):
+    for prefix, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
             if isinstance(module, RMSNorm):
                 weight.fill_(1.0)
             else:
-                weight.normal_(0.0, DUMMY_STD, generator=generator.manual_seed((seed << 20) + index))
+                digest = hashlib.sha256(f"{seed} {prefix}.{name}".encode()).digest()
+                own_seed = int.from_bytes(digest[:8], "little") >> 1
+                weight.normal_(0.0, DUMMY_STD, generator=generator.manual_seed(own_seed))
 
 
 class _Shards:

@@ -35,8 +35,9 @@ def count_blocks(config: EngineConfig, bytes_per_token: int, run_largest_step: C
         num_bytes = config.kv_cache_memory
     else:
         peak = measure_step_memory(run_largest_step, config.device)
-        free = max(0, _free_memory(config.device) - peak)
-        num_bytes = int(free * FREE_MEMORY_SHARE[config.device] / config.num_ranks)  # all of them on this host
+        # All ranks are on this host, and take the memory of their largest steps at the same time.
+        free = max(0, _free_memory(config.device) - peak * config.num_ranks)
+        num_bytes = int(free * FREE_MEMORY_SHARE[config.device] / config.num_ranks)
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
     num_blocks = min(num_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
 

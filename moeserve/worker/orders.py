@@ -18,6 +18,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     store_host: str
     store_port: int
+    store_key: str = ""  # see `connect`
 
     @property
     def dp_index(self) -> int:

@@ -29,6 +29,7 @@ def join(start: RankStart) -> Groups:
         start.rank,
         store_host=start.store_host,
         store_port=start.store_port,
+        store_key=start.store_key,
         timeout_s=config.collective_timeout,
         local_rank=start.rank,
         check_order=config.debug_collectives,

@@ -74,11 +74,14 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     num_bytes = summarize(description, config.dtype, groups, placements).weight_bytes
     free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
     if num_bytes > free:
+        share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
         raise CheckpointError(
             f"the weights of {config.model_path} do not fit in memory: they take {shown_bytes(num_bytes)} as "
-            f"{config.dtype}, but {shown_bytes(free)} are free. Use a machine with more memory, a smaller "
-            "model, or dtype=bfloat16 if the checkpoint is float32; `moeserve inspect` shows what takes how much"
+            f"{config.dtype}{share}, but {shown_bytes(free)} are free{share}. Use a machine with more memory, a "
+            "smaller model, or dtype=bfloat16 if the checkpoint is float32; `moeserve inspect` shows what takes how "
+            "much"
         )
+    groups.world.barrier()  # collective: all ranks; all have looked at the memory before any of them fills it
     model = Decoder(description.model, groups, config.dispatcher, placements, dtype=dtype, device=device)
     if config.load_format == "dummy":
         fill_randomly(model, config.seed)

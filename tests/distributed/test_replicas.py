@@ -61,6 +61,19 @@ def test_one_busy_replica_and_one_idle(llm: LLM, reference: Reference) -> None:
         assert tokens(llm.generate(prompt, GREEDY)) == expected(reference, [prompt])
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3-four-heads", "qwen3-moe-eight-heads", "gpt-oss"])
+def test_two_replicas_of_two_ranks(reference_named: Callable[[str], Reference], name: str) -> None:
+    """Through the scheduler, with long prompts in chunks, copies of experts, and cache hits the second time."""
+    other = reference_named(name)
+    prompts = other.clear_prompts([3, 40, 17, 24, 9, 31], 12)
+    settings = SETTINGS | dict(max_num_batched_tokens=16, num_redundant_experts=3)
+    with LLM(other.folder, tensor_parallel_size=2, data_parallel_size=2, **settings) as llm:
+        assert tokens(llm.generate(prompts, GREEDY)) == expected(other, prompts)
+        again = llm.generate(prompts, GREEDY)
+        assert tokens(again) == expected(other, prompts)
+        assert again[1].num_cached_tokens == 32
+
+
 def test_what_was_asked_for_arrives_whole(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4, seed=2**64 - 1, logprobs=2, prompt_logprobs=1, logit_bias={5: -1.5}, n=2)
     (output,) = llm.generate([list(range(3, 40))], params)

@@ -247,7 +247,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(
     next(stream)
     executor = llm.core.executor
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "execute", lambda plan: torch.zeros(2) @ torch.zeros(3))
+        patch.setattr(executor, "execute", lambda plan, agreement: torch.zeros(2) @ torch.zeros(3))
         with pytest.raises(EngineError, match="ended 3 requests: RuntimeError") as error:
             llm.generate([[7], [8]], GREEDY)
         assert isinstance(error.value.__cause__, RuntimeError)
@@ -258,7 +258,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(
 def test_ctrl_c_ends_the_call_and_the_engine_lives_on(
     llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(plan: object) -> None:
+    def interrupted(plan: object, agreement: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -565,15 +565,15 @@ def see_it_idle(llm: LLM, others: list[psutil.Process], pauses: list[float], rec
     time.sleep(0.5)
     own = [process for process in living_ranks() if process not in others]
     assert len(own) == 4
-    used: list[float] = []
-    while len(used) < 3 and min(used, default=1.0) >= 0.01:
-        used.append(cores_used_by(own, 5))
+    used = [cores_used_by(own, 2) for _ in range(3)]
     record("cores used while idle", used)
     answers = seconds_to_answer(llm, pauses)
     awake += seconds_to_answer(llm, [0.0] * 20)
     record("seconds to answers after pauses, and without", (answers, awake))
-    assert statistics.median(answers) - statistics.median(awake) < 0.05, (answers, awake)
-    assert min(used) < 0.01, used
+    usual = statistics.median(awake)
+    assert statistics.median(answers) - usual < 0.05, (answers, awake)
+    assert sorted(answers)[-2] - usual < 0.2, (answers, awake)  # a wake-up that is lost costs up to a second
+    assert statistics.median(used) < 0.01, used
 
 
 def test_four_idle_replicas_use_less_than_a_hundredth_of_a_core_and_wake_at_once(
