@@ -61,6 +61,13 @@ def test_the_profiling_run_is_taken_off_what_is_free(monkeypatch: pytest.MonkeyP
     assert num_blocks == 100 * 2**20 // (10 * BYTES_PER_TOKEN)
 
 
+def test_ranks_share_what_is_free_beside_the_steps_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "free_memory", lambda: 1000 * 2**20)
+    monkeypatch.setattr(kv_cache, "measure_step_memory", lambda run, device: 100 * 2**20)
+    num_blocks = count_blocks(config(max_num_seqs=10_000, data_parallel_size=4), BYTES_PER_TOKEN, not_called)
+    assert num_blocks == (1000 - 4 * 100) * 2**20 // 2 // 4 // (10 * BYTES_PER_TOKEN)
+
+
 MEASURE = """
 import torch
 from moeserve.worker.kv_cache import measure_step_memory
