@@ -15,8 +15,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import msgspec
 
 import moeserve
-from moeserve.config import PositiveInt, Settings
-from moeserve.errors import MoeserveError, SettingsError, nearest
+from moeserve.config import Settings
+from moeserve.errors import MoeserveError, nearest
 from moeserve.messages import SamplingParams
 
 
@@ -94,19 +94,11 @@ def inspect(options: argparse.Namespace) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     """Print the ways to lay out a checkpoint over a number of ranks."""
-    from moeserve.distributed.mesh import Mesh
     from moeserve.planner import layout as room
 
-    found = room.find_layouts(options.model, options.ranks, None if options.dtype == "auto" else options.dtype)
-    if options.json:
-        print(json.dumps(dataclasses.asdict(found), indent=2))
-        return
-    print(room.as_text(found))
-    if options.tp is not None:
-        if options.ranks % options.tp:
-            raise SettingsError(f"--tp {options.tp} does not divide --ranks {options.ranks}")
-        print()
-        print("\n".join(room.who_holds_what(options.model, Mesh(tp=options.tp, dp=options.ranks // options.tp))))
+    dtype = None if options.dtype == "auto" else options.dtype
+    found = room.find_layouts(options.model, options.ranks, dtype, options.tp)
+    print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else room.as_text(found))
 
 
 class Parser(argparse.ArgumentParser):
@@ -168,8 +160,8 @@ def _parser() -> Parser:
 
     command = _add_command(commands, "plan", plan)
     command.add_argument("model", type=Path, metavar="MODEL", help="folder of a checkpoint; it need not hold weights")
-    command.add_argument("--ranks", type=_reader(PositiveInt), required=True, help="how many ranks there are")
-    command.add_argument("--tp", type=_reader(PositiveInt), help="say what each rank of the layout with this tp holds")
+    command.add_argument("--ranks", type=_reader(int), required=True, help="how many ranks there are, at most 4096")
+    command.add_argument("--tp", type=_reader(int), help="show only the layout with this tp, and all its ranks")
     command.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],

@@ -1,18 +1,20 @@
 """The ways to lay out a model over a number of ranks: who holds what, what it takes, and what travels.
 
-Weights are counted on a model without memory (see models/summary.py), built as the rank would build it. What travels is
-counted for one token in one layer, under the assumption that a router chooses all experts equally often.
+Weights are counted on a model without memory (see models/summary.py), built as the rank would build it. What travels
+has one unit everywhere: bytes that all ranks together send for one token in one layer with experts. It is counted under
+the assumptions that all ranks have equally many tokens, and that a router chooses all experts equally often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moeserve.config import DtypeName
 from moeserve.distributed.group import unconnected
 from moeserve.distributed.mesh import Mesh, share_of
+from moeserve.errors import SettingsError, shown
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
 from moeserve.models.summary import summarize
@@ -20,6 +22,19 @@ from moeserve.moe.layer import MoEConfig
 from moeserve.moe.placement import Placement
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES_OF_CHOICE = 4  # experts travel as int32
+MAX_RANKS = 4096
+MAX_RANKS_LISTED = 16  # with more, a person is shown the ranks of a layout only when it is the one asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """What one rank of a layout has for itself."""
+
+    rank: int
+    replica: int
+    heads: tuple[int, int]  # first and last
+    experts: tuple[int, ...]  # of each layer that has experts; none: empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +48,16 @@ class Layout:
     experts_per_rank: tuple[int, int]  # fewest and most
     weight_bytes: int  # of the rank that has most
     cache_bytes_per_token: int  # of one rank, for each token of its replica
-    attention_bytes: float  # received by a rank per token of its replica and layer: gathered before, divided after
-    dispatch_bytes: float  # sent by a rank per token of its own and layer, to the experts' ranks and back
-    allgather_bytes: float  # the same if tokens are sent to all ranks instead
+    # Sent by all ranks together, per token and layer:
+    attention_bytes: int  # gathered before attention, scattered after
+    dispatch_bytes: float  # choices to all ranks, rows to those that need them, outputs back
+    allgather_bytes: float  # the same if rows go to all ranks instead
+    holders: tuple[Holder, ...]  # by rank; none if the layout cannot be
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """All layouts of a model over so many ranks."""
+    """The layouts of a model over so many ranks: all of them, or the one asked for."""
 
     model: str
     num_ranks: int
@@ -49,33 +66,40 @@ class Layouts:
     layouts: tuple[Layout, ...]
 
 
-def find_layouts(folder: Path, num_ranks: int, dtype: DtypeName | None) -> Layouts:
-    """Every pair of sizes whose product is `num_ranks`, from most replicas to fewest.
+def find_layouts(folder: Path, num_ranks: int, dtype: DtypeName | None, tp: int | None = None) -> Layouts:
+    """Every pair of sizes whose product is `num_ranks`, from most replicas to fewest; or only that with this tp.
 
     Raises:
+        SettingsError: too few or too many ranks, or a tp that cannot be.
         CheckpointError: see `describe`.
     """
+    if not 1 <= num_ranks <= MAX_RANKS:
+        raise SettingsError(f"ranks={shown(num_ranks)} cannot be laid out; choose from 1 to {MAX_RANKS} ranks")
     description = describe(folder)
     dtype = dtype or description.dtype
-    sizes = [tp for tp in range(1, num_ranks + 1) if num_ranks % tp == 0]
+    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    if tp is not None:
+        _refuse_tp(description, tp, num_ranks, sizes)
+        sizes = [tp]
     moe = description.model.first_moe
     return Layouts(
         model=str(folder),
         num_ranks=num_ranks,
         dtype=dtype,
         num_experts=moe.router.num_experts if moe else 0,
-        layouts=tuple(_layout(description, Mesh(tp=tp, dp=num_ranks // tp), dtype) for tp in sizes),
+        layouts=tuple(_layout(description, Mesh(tp=size, dp=num_ranks // size), dtype) for size in sizes),
     )
 
 
 def as_text(found: Layouts) -> str:
-    """A table for people, and who holds what in the layouts of few ranks."""
+    """A table for people; then who holds what, if the ranks are few or one layout was asked for."""
     lines = [
         f"{found.num_ranks} ranks, {found.num_experts} experts in a layer, {found.dtype}",
         "",
         f"{'tp':>4}{'dp':>5}{'heads':>7}{'experts':>10}{'weights':>12}{'cache/token':>13}"
         f"{'attention':>12}{'all-to-all':>12}{'all-gather':>12}",
-        f"{'':>4}{'':>5}{'per rank':>17}{'per rank':>12}{'per rank':>13}{'bytes per token and layer':>36}",
+        f"{'':>4}{'':>5}{'per rank':>17}{'per rank':>12}{'per rank':>13}{'bytes sent by all ranks,':>36}",
+        f"{'':>51}{'per token and layer':>36}",
     ]
     for layout in found.layouts:
         start = f"{layout.tp:>4}{layout.dp:>5}"
@@ -86,23 +110,31 @@ def as_text(found: Layouts) -> str:
         experts = f"{most}" if fewest == most else f"{fewest}-{most}"
         lines.append(
             f"{start}{layout.heads_per_rank:>7}{experts:>10}{shown_bytes(layout.weight_bytes):>12}"
-            f"{layout.cache_bytes_per_token:>13}{layout.attention_bytes:>12.0f}{layout.dispatch_bytes:>12.0f}"
+            f"{layout.cache_bytes_per_token:>13}{layout.attention_bytes:>12}{layout.dispatch_bytes:>12.0f}"
             f"{layout.allgather_bytes:>12.0f}"
         )
+    is_one = len(found.layouts) == 1  # of several ranks there are several layouts, unless one was asked for
+    for layout in found.layouts:
+        if layout.holders and (is_one or found.num_ranks <= MAX_RANKS_LISTED):
+            lines += ["", f"tp {layout.tp}, dp {layout.dp}", *map(_holder_line, layout.holders)]
     return "\n".join(lines)
 
 
-def who_holds_what(folder: Path, mesh: Mesh) -> Iterator[str]:
-    """One line per rank: its replica, its heads and its experts."""
-    model = describe(folder).model
-    moe = model.first_moe
-    num_heads = model.layers[0].attention.num_heads
-    placement = Placement.even(moe.router.num_experts, mesh.world_size) if moe else None
-    for rank in range(mesh.world_size):
-        at = mesh.coordinates(rank)
-        heads = share_of(num_heads, at.tp, mesh.tp)
-        experts = _ranges(placement.logical_of_slot[rank]) if placement else "none"
-        yield f"rank {rank}: replica {at.dp}, heads {heads.start}-{heads.stop - 1}, experts {experts}"
+def _holder_line(holder: Holder) -> str:
+    first, last = holder.heads
+    heads, experts = _named("head", range(first, last + 1)), _named("expert", holder.experts)
+    return f"rank {holder.rank}: replica {holder.replica}, {heads}, {experts}"
+
+
+def _refuse_tp(description: Description, tp: int, num_ranks: int, sizes: list[int]) -> None:
+    """Raises SettingsError for a tp that no layout of so many ranks has, or that the heads refuse."""
+    refusal_to_divide = description.model.refusal_to_divide
+    usable = ", ".join(str(size) for size in sizes if refusal_to_divide(size) is None)
+    if tp not in sizes:
+        raise SettingsError(f"tp={shown(tp)} does not divide ranks={num_ranks}; use one of {usable}")
+    refusal = refusal_to_divide(tp)
+    if refusal is not None:
+        raise SettingsError(f"tp={tp}: {refusal}; use one of {usable}")
 
 
 def _layout(description: Description, mesh: Mesh, dtype: DtypeName) -> Layout:
@@ -120,37 +152,47 @@ def _layout(description: Description, mesh: Mesh, dtype: DtypeName) -> Layout:
             attention_bytes=0,
             dispatch_bytes=0,
             allgather_bytes=0,
+            holders=(),
         )
     moe = config.first_moe
-    counts = [0] * mesh.world_size
+    slots: tuple[tuple[int, ...], ...] = ((),) * mesh.world_size
     if moe is not None:
         slots = Placement.even(moe.router.num_experts, mesh.world_size).logical_of_slot
-        counts = [len(experts) for experts in slots]
+    counts = [len(experts) for experts in slots]
     # Ranks differ in their experts, and by a row or two in what does not divide: the fullest stands for all.
     fullest = counts.index(max(counts))
     summary = summarize(description, dtype, unconnected(mesh, fullest))
+    num_heads = config.layers[0].attention.num_heads
     row_bytes = config.hidden_size * BYTES_OF_DTYPE[dtype]
     dispatched, gathered = _exchange(moe, counts, row_bytes)
     return Layout(
         tp=mesh.tp,
         dp=mesh.dp,
         refusal=None,
-        heads_per_rank=config.layers[0].attention.num_heads // mesh.tp,
+        heads_per_rank=num_heads // mesh.tp,
         experts_per_rank=(min(counts), max(counts)),
         weight_bytes=summary.weight_bytes,
         cache_bytes_per_token=summary.cache_bytes_per_token,
-        attention_bytes=2 * (mesh.tp - 1) / mesh.tp * row_bytes,
+        # From the token's rank a row to each other one of its replica, and from each of them one to be added up.
+        attention_bytes=2 * (mesh.tp - 1) * row_bytes,
         dispatch_bytes=dispatched,
         allgather_bytes=gathered,
+        holders=tuple(_holder(rank, mesh, num_heads, experts) for rank, experts in enumerate(slots)),
     )
 
 
-def _exchange(moe: MoEConfig | None, counts: list[int], row_bytes: int) -> tuple[float, float]:
-    """Bytes that a token's rank sends for it and gets back: with all-to-all, and with all-gather.
+def _holder(rank: int, mesh: Mesh, num_heads: int, experts: tuple[int, ...]) -> Holder:
+    at = mesh.coordinates(rank)
+    heads = share_of(num_heads, at.tp, mesh.tp)
+    return Holder(rank=rank, replica=at.dp, heads=(heads.start, heads.stop - 1), experts=experts)
 
-    A token's row goes once to each other rank that has one of its experts. With experts chosen alike, the chance that a
-    rank with c of E experts is needed by a token of k experts is 1 - C(E - c, k) / C(E, k). What comes back is one row
-    per expert elsewhere.
+
+def _exchange(moe: MoEConfig | None, counts: list[int], row_bytes: int) -> tuple[float, float]:
+    """Bytes that all ranks together send for a token, there and back: with all-to-all, and with all-gather.
+
+    Its choices go to every other rank in both. With all-to-all its row goes once to each other rank that has one of its
+    experts. With experts chosen alike, the chance that a rank with c of E experts is needed by a token of k experts is
+    1 - C(E - c, k) / C(E, k). What comes back is one row per expert elsewhere.
     """
     if moe is None or len(counts) == 1:
         return 0.0, 0.0
@@ -162,14 +204,20 @@ def _exchange(moe: MoEConfig | None, counts: list[int], row_bytes: int) -> tuple
             chance_of_none *= max(0, num_experts - count - chosen) / (num_experts - chosen)
         needed += 1 - chance_of_none
     elsewhere = 1 - 1 / len(counts)  # of the ranks, on average over the tokens' own
-    back = top_k * elsewhere * row_bytes
-    return needed * elsewhere * row_bytes + back, (len(counts) - 1) * row_bytes + back
+    num_others = len(counts) - 1
+    both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # choices there, outputs back
+    return both_ways + needed * elsewhere * row_bytes, both_ways + num_others * row_bytes
 
 
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """3, 4, 5, 9 as "3-5, 9"."""
+def _named(kind: str, numbers: Sequence[int]) -> str:
+    """Such as "no heads", "head 3" or "heads 3-5, 9"."""
     if not numbers:
-        return "none"
+        return f"no {kind}s"
+    return f"{kind} {numbers[0]}" if len(numbers) == 1 else f"{kind}s {_ranges(numbers)}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """3, 4, 5, 9 as "3-5, 9"."""
     parts, first = [], numbers[0]
     for number, following in zip(numbers, [*numbers[1:], None], strict=True):
         if following != number + 1:
