@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from ranks import Ranks
 from reference_models import DIVISIBLE, SHAPES, Reference, make_reference
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where a shell runs the tests in its background and has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

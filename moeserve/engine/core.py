@@ -29,7 +29,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._undelivered)
+        """Whether a request has not ended."""
+        return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError, and changes nothing, if it can never run."""

@@ -18,7 +18,7 @@ import moeserve.engine.replicas
 import moeserve.processes
 from moeserve import LLM, EngineError, SamplingParams
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("ctrl_c")]
 
 ALL_BLOCKS = 256 // 16 * 8  # of each replica
 FILES = {module.__file__ for module in (moeserve.api.llm, moeserve.engine.replicas, moeserve.processes)}
