@@ -132,7 +132,35 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 # ---- R4: killed in the middle of a step
 
 
-def see_a_rank_killed(reference: Reference, planted: Planted, rank: int, traces: Traces, record: Record) -> None:
+EACH_POINT_ONCE = [
+    ("agreement", 0),
+    ("attention", 1),
+    ("router", 2),
+    ("dispatch", 3),
+    ("wait", 1),
+    ("experts", 2),
+    ("combine", 3),
+    ("logits", 0),
+]
+ALL_POINTS = [("agreement", 0), ("agreement", 2), *((point, rank) for point in POINTS_OF_A_STEP for rank in range(4))]
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        *EACH_POINT_ONCE,
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ALL_POINTS if each not in EACH_POINT_ONCE),
+    ],
+)
+def test_a_rank_killed_in_a_step_is_named_and_nothing_is_left(
+    reference: Reference,
+    plant: Callable[..., Planted],
+    traces: Traces,
+    point: str,
+    rank: int,
+    record_property: Record,
+) -> None:
+    planted = plant(rank=rank, point=point, action="kill")
     llm = LLM(reference.folder, **TWO_BY_TWO, **SETTINGS)
     traces.look()
     assert len(traces.processes) == 4
@@ -149,8 +177,8 @@ def see_a_rank_killed(reference: Reference, planted: Planted, rank: int, traces:
         first_line = str(failure.value).splitlines()[0]
         assert f"{NAMES[rank]}: killed by SIGKILL" in first_line
         assert [name for name in NAMES if name in str(failure.value)] == [NAMES[rank]]
-    record("seconds until the first error", times[0])
-    record("seconds until the last error", times[-1])
+    record_property("seconds until the first error", times[0])
+    record_property("seconds until the last error", times[-1])
     with pytest.raises(EngineError, match="takes no requests"):
         llm.generate([[3, 4]], GREEDY)
     assert not llm.core.has_work
@@ -158,48 +186,6 @@ def see_a_rank_killed(reference: Reference, planted: Planted, rank: int, traces:
     traces.assert_none()
     assert times[0] <= 1.0, times
     assert times[-1] <= 5.0, times
-
-
-@pytest.mark.parametrize(
-    ("point", "rank"),
-    [
-        ("agreement", 0),
-        ("attention", 1),
-        ("router", 2),
-        ("dispatch", 3),
-        ("wait", 1),
-        ("experts", 2),
-        ("combine", 3),
-        ("logits", 0),
-    ],
-)
-def test_a_rank_killed_in_a_step_is_named_and_nothing_is_left(
-    reference: Reference,
-    plant: Callable[..., Planted],
-    traces: Traces,
-    point: str,
-    rank: int,
-    record_property: Record,
-) -> None:
-    planted = plant(rank=rank, point=point, action="kill")
-    see_a_rank_killed(reference, planted, rank, traces, record_property)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("point", "rank"),
-    [("agreement", 0), ("agreement", 2), *((point, rank) for point in POINTS_OF_A_STEP for rank in range(4))],
-)
-def test_any_rank_killed_anywhere_is_named_and_nothing_is_left(
-    reference: Reference,
-    plant: Callable[..., Planted],
-    traces: Traces,
-    point: str,
-    rank: int,
-    record_property: Record,
-) -> None:
-    planted = plant(rank=rank, point=point, action="kill")
-    see_a_rank_killed(reference, planted, rank, traces, record_property)
 
 
 # ---- R6: the root cause, as the user of a script sees it
