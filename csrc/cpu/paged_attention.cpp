@@ -388,10 +388,10 @@ MOESERVE_INLINE void run_item(const Job& job, const Item& item) {
 template <int W>
 MOESERVE_INLINE void run_item(const Job& job, const Item& item) {
   switch (job.step.type) {
-    case ElementType::kFloat32:
-      return run_item<W, float>(job, item);
     case ElementType::kBFloat16:
       return run_item<W, BFloat16>(job, item);
+    default:
+      return run_item<W, float>(job, item);
   }
 }
 

@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
-namespace moeserve {
+#include "element_type.h"
 
-enum class ElementType { kFloat32, kBFloat16 };
+namespace moeserve {
 
 // One step's attention. T tokens in S chunks of consecutive rows, N query heads, G key-value heads, H head size, V <= H
 // value size. Query head n reads key-value head n / (N / G).
 struct PagedAttention {
-  ElementType type;
+  ElementType type;             // float32 or bfloat16
   const void* query;            // [T, N, H]
   const void* key_cache;        // [num_blocks, G, block_size, H]
   const void* value_cache;      // the same, and may be key_cache itself: a value is the first V elements of its row

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from moeserve.ops.dense_attention import attend_causally
 from moeserve.ops.native import native_kernels
@@ -161,7 +160,7 @@ class CpuAttention:
         self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
     ) -> None:
         tensors = (key_TGH, value_TGH, key_cache, value_cache, step.cache_slots)
-        self.kernels.write_cache(*map(to_dlpack, tensors))
+        self.kernels.write_cache(*tensors)
 
     def attend(
         self,
@@ -177,11 +176,11 @@ class CpuAttention:
         out_TNH = torch.zeros_like(query_TNH)
         tensors = (query_TNH, key_cache, value_cache, step.block_table, step.row_starts, step.context_lens, out_TNH)
         self.kernels.paged_attention(
-            *map(to_dlpack, tensors),
+            *tensors,
             scale=self.reference.scale,
             window=self.reference.window,
             max_rows=MAX_NATIVE_ROWS,
-            sinks=None if sinks_N is None else to_dlpack(sinks_N),
+            sinks=sinks_N,
         )
         self.reference.attend_longer_chunks(query_TNH, key_cache, value_cache, step, sinks_N, MAX_NATIVE_ROWS, out_TNH)
         return out_TNH

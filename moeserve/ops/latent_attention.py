@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from moeserve.ops.attention import NATIVE_DTYPES
 from moeserve.ops.dense_attention import attend_in_float32
@@ -126,9 +125,7 @@ class CpuLatentAttention:
         self.reference = reference
 
     def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
-        self.kernels.write_cache(
-            to_dlpack(latent_TP[:, None]), None, to_dlpack(cache[:, None]), None, to_dlpack(step.cache_slots)
-        )
+        self.kernels.write_cache(latent_TP[:, None], None, cache[:, None], None, step.cache_slots)
 
     def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int) -> Tensor:
         if query_TNP.dtype not in NATIVE_DTYPES:
@@ -139,7 +136,7 @@ class CpuLatentAttention:
         keys = values = cache[:, None]
         tensors = (query_TNP, keys, values, step.block_table, step.row_starts, step.context_lens, out_TNL)
         self.kernels.paged_attention(
-            *map(to_dlpack, tensors),
+            *tensors,
             scale=self.reference.scale,
             window=None,
             max_rows=max_rows,

@@ -26,7 +26,6 @@ from paged_steps import (
     use_instruction_set,
 )
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from moeserve.ops import attention, dense_attention
@@ -398,7 +397,7 @@ def test_write_stores_each_token_at_its_slot(choose: ChooseBackend, dtype: torch
 def test_write_of_keys_alone() -> None:
     key_TGH, cache, slots = torch.randn(2, 3, 20), torch.zeros(10, 3, 16, 20), torch.tensor([40, 5])
     tensors = (key_TGH, None, cache, None, slots)
-    kernels.write_cache(*(None if t is None else to_dlpack(t) for t in tensors))
+    kernels.write_cache(*tensors)
     assert torch.equal(cache[2, :, 8], key_TGH[0])
     assert torch.equal(cache[0, :, 5], key_TGH[1])
     assert cache.count_nonzero() == key_TGH.count_nonzero()
@@ -458,7 +457,7 @@ def test_wrong_arguments_are_refused(argument: str, wrong: Callable[..., object]
     }
 
     def call() -> None:
-        kernels.paged_attention(**{k: to_dlpack(v) if isinstance(v, Tensor) else v for k, v in arguments.items()})
+        kernels.paged_attention(**arguments)
 
     call()
     arguments[argument] = wrong(arguments[argument])
@@ -487,7 +486,7 @@ def test_values_without_a_cache_for_them_are_refused() -> None:
     for value, value_cache in ((row, None), (None, cache)):
         tensors = (row, value, cache, value_cache, slots)
         with pytest.raises(ValueError, match="value and value_cache go together"):
-            kernels.write_cache(*(None if t is None else to_dlpack(t) for t in tensors))
+            kernels.write_cache(*tensors)
     assert not cache.any()
 
 

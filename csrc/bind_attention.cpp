@@ -1,0 +1,150 @@
+// Attention and its cache as Python calls them.
+
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+
+#include "arguments.h"
+#include "bindings.h"
+#include "cpu/cache_write.h"
+#include "cpu/paged_attention.h"
+
+namespace nb = nanobind;
+
+namespace moeserve {
+
+namespace {
+
+void check_key_cache(const Tensor& key_cache) {
+  check_dims("key_cache", key_cache, 4);
+  check_contiguous("key_cache", key_cache);
+  if (key_cache.size(1) == 0 || key_cache.size(2) == 0) {
+    refuse("key_cache has shape " + shape_text(key_cache) + ", expected at least 1 head and blocks of at least 1");
+  }
+}
+
+void check_value_cache(const Tensor& value_cache, const Tensor& key_cache) {
+  check_shape("value_cache", value_cache, {key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)});
+  check_type("value_cache", value_cache, key_cache.type, "key_cache's");
+  check_contiguous("value_cache", value_cache);
+}
+
+void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
+            const Tensor& row_starts, const Tensor& context_lens, const Tensor& out, double scale,
+            std::optional<int64_t> window, int64_t max_rows, std::optional<int64_t> value_size,
+            const std::optional<Tensor>& sinks) {
+  check_key_cache(key_cache);
+  check_value_cache(value_cache, key_cache);
+  check_dims("query", query, 3);
+  const int64_t num_heads = query.size(1);
+  const int64_t head_size = query.size(2);
+  const int64_t num_kv_heads = key_cache.size(1);
+  if (head_size != key_cache.size(3) || num_heads % num_kv_heads != 0) {
+    refuse("query of shape " + shape_text(query) + " does not fit key_cache of shape " + shape_text(key_cache));
+  }
+  const int64_t out_size = value_size.value_or(head_size);
+  if (out_size < 0 || out_size > head_size) {
+    refuse("value_size=" + std::to_string(out_size) + ", but a row of the cache has " + std::to_string(head_size) +
+           " elements");
+  }
+  check_shape("out", out, {query.size(0), num_heads, out_size});
+  if (sinks) {
+    check_shape("sinks", *sinks, {num_heads});
+    check_type("sinks", *sinks, ElementType::kFloat32, "float32");
+    check_contiguous("sinks", *sinks);
+  }
+  check_dims("block_table", block_table, 2);
+  const int64_t num_chunks = block_table.size(0);
+  check_shape("row_starts", row_starts, {num_chunks + 1});
+  check_shape("context_lens", context_lens, {num_chunks});
+
+  check_float_type("query", query);
+  check_type("key_cache", key_cache, query.type, "query's");
+  check_type("out", out, query.type, "query's");
+  check_type("block_table", block_table, ElementType::kInt32, "int32");
+  check_type("row_starts", row_starts, ElementType::kInt32, "int32");
+  check_type("context_lens", context_lens, ElementType::kInt32, "int32");
+
+  check_contiguous("query", query);
+  check_contiguous("out", out);
+  check_contiguous("block_table", block_table);
+  check_contiguous("row_starts", row_starts);
+  check_contiguous("context_lens", context_lens);
+  if (window && *window < 1) refuse("window=" + std::to_string(*window) + ", but it must be at least 1 or None");
+
+  PagedAttention step{};
+  step.type = query.type;
+  step.query = query.data;
+  step.key_cache = key_cache.data;
+  step.value_cache = value_cache.data;
+  step.block_table = numbers<int32_t>(block_table);
+  step.row_starts = numbers<int32_t>(row_starts);
+  step.context_lens = numbers<int32_t>(context_lens);
+  step.sinks = sinks ? numbers<float>(*sinks) : nullptr;
+  step.out = out.data;
+  step.num_tokens = query.size(0);
+  step.num_chunks = num_chunks;
+  step.num_heads = num_heads;
+  step.num_kv_heads = num_kv_heads;
+  step.head_size = head_size;
+  step.value_size = out_size;
+  step.num_blocks = key_cache.size(0);
+  step.block_size = key_cache.size(2);
+  step.max_blocks = block_table.size(1);
+  step.scale = static_cast<float>(scale);
+  step.window = window.value_or(0);
+  step.max_rows = max_rows;
+  const nb::gil_scoped_release released;
+  paged_attention(step);
+}
+
+void write(const Tensor& key, const std::optional<Tensor>& value, const Tensor& key_cache,
+           const std::optional<Tensor>& value_cache, const Tensor& slots) {
+  check_key_cache(key_cache);
+  check_dims("slots", slots, 1);
+  check_shape("key", key, {slots.size(0), key_cache.size(1), key_cache.size(3)});
+  check_type("key", key, key_cache.type, "key_cache's");
+  check_type("slots", slots, ElementType::kInt64, "int64");
+  check_contiguous("key", key, 2);
+  check_contiguous("slots", slots);
+
+  CacheWrite step{};
+  step.element_bytes = element_bytes(key.type);
+  step.key = key.data;
+  step.key_cache = key_cache.data;
+  step.slots = numbers<int64_t>(slots);
+  step.num_tokens = slots.size(0);
+  step.num_kv_heads = key_cache.size(1);
+  step.head_size = key_cache.size(3);
+  step.num_blocks = key_cache.size(0);
+  step.block_size = key_cache.size(2);
+  step.key_token_stride = key.strides[0];
+  step.key_head_stride = key.strides[1];
+  if (value.has_value() != value_cache.has_value()) refuse("value and value_cache go together: one of them is None");
+  if (value) {
+    check_value_cache(*value_cache, key_cache);
+    check_shape("value", *value, {slots.size(0), key_cache.size(1), key_cache.size(3)});
+    check_type("value", *value, key_cache.type, "key_cache's");
+    check_contiguous("value", *value, 2);
+    step.value = value->data;
+    step.value_cache = value_cache->data;
+    step.value_token_stride = value->strides[0];
+    step.value_head_stride = value->strides[1];
+  }
+  const nb::gil_scoped_release released;
+  write_cache(step);
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+  using namespace nb::literals;
+  module.def("paged_attention", &attend, "query"_a, "key_cache"_a, "value_cache"_a, "block_table"_a, "row_starts"_a,
+             "context_lens"_a, "out"_a, nb::kw_only(), "scale"_a, "window"_a.none(), "max_rows"_a,
+             "value_size"_a.none() = nb::none(), "sinks"_a.none() = nb::none(),
+             "Writes to `out` the rows of chunks with at most `max_rows` rows.");
+  module.def("write_cache", &write, "key"_a, "value"_a.none(), "key_cache"_a, "value_cache"_a.none(), "slots"_a,
+             "Stores each token's key, and value if there is one, at its slot; -1 is skipped.");
+}
+
+}  // namespace moeserve

@@ -1,0 +1,11 @@
+// Each file beside this one that binds kernels adds its functions to the module.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace moeserve {
+
+void bind_attention(nanobind::module_& module);
+
+}  // namespace moeserve
