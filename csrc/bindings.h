@@ -7,5 +7,6 @@
 namespace moeserve {
 
 void bind_attention(nanobind::module_& module);
+void bind_products(nanobind::module_& module);
 
 }  // namespace moeserve

@@ -24,6 +24,7 @@ MAX_BYTES = 2**50
 MAX_RANKS_PER_CORE = 4
 LEAST_MOST_RANKS = 8
 DtypeName = Literal["float32", "bfloat16", "float16"]
+QuantizationName = Literal["int8", "int4"]
 DispatcherName = Literal["local", "allgather", "all_to_all"]
 
 
@@ -42,6 +43,11 @@ class ModelSettings:
     tokenizer: str | None = setting(None, "folder of the tokenizer; none: the checkpoint's own")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "number format of weights, activations and KV cache; auto: the checkpoint's"
+    )
+    quantization: QuantizationName | None = setting(
+        None,
+        "number format that projections and experts are quantised to while they are loaded, on a CPU; "
+        "int8: one scale per output; int4: one per 32 weights; none: as dtype says",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where tensors live; auto: cpu")
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights, only config.json is read")
@@ -163,6 +169,7 @@ class EngineConfig:
     tokenizer_path: str
     vocab_size: int
     dtype: DtypeName
+    quantization: QuantizationName | None
     device: Literal["cpu", "cuda"]
     load_format: Literal["auto", "dummy"]
     seed: int
@@ -227,6 +234,8 @@ def resolve(
     if model.device == "cuda" and not has_cuda:
         raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
+    dtype: DtypeName = checkpoint.dtype if model.dtype == "auto" else model.dtype
+    _refuse_quantization(model.quantization, dtype, device)
     _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, device, num_cores)
     _refuse_redundancy(parallel.num_redundant_experts, checkpoint, num_ranks)
 
@@ -239,7 +248,8 @@ def resolve(
         model_path=checkpoint.path,
         tokenizer_path=model.tokenizer or checkpoint.path,
         vocab_size=checkpoint.vocab_size,
-        dtype=checkpoint.dtype if model.dtype == "auto" else model.dtype,
+        dtype=dtype,
+        quantization=model.quantization,
         device=device,
         load_format=model.load_format,
         seed=model.seed,
@@ -335,6 +345,18 @@ def _refuse_layout(parallel: ParallelSettings, sizes: tuple[int, ...], device: s
         raise SettingsError(
             f"{layout} asks for {tp * dp} ranks, but this process may use {num_cores} CPU cores; "
             f"use at most {most_ranks} ranks (as many as cores for speed)"
+        )
+
+
+def _refuse_quantization(quantization: QuantizationName | None, dtype: DtypeName, device: str) -> None:
+    """Raises SettingsError for a format that no kernel reads on this device or beside this dtype."""
+    if quantization is None:
+        return
+    if device != "cpu":
+        raise SettingsError(f"quantization={quantization!r}: this version quantises on CPUs only; use device='cpu'")
+    if dtype == "float16":
+        raise SettingsError(
+            f"quantization={quantization!r} does not go with dtype='float16'; use dtype='bfloat16' or 'float32'"
         )
 
 

@@ -17,6 +17,7 @@ std::vector<Isa> find_usable() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) usable.push_back(Isa::kAvx512Bf16);
   if (avx512) usable.push_back(Isa::kAvx512);
   if (avx2) usable.push_back(Isa::kAvx2);
 #endif
@@ -42,6 +43,8 @@ void set_isa(Isa isa) { chosen().store(isa, std::memory_order_relaxed); }
 
 std::string isa_name(Isa isa) {
   switch (isa) {
+    case Isa::kAvx512Bf16:
+      return "avx512_bf16";
     case Isa::kAvx512:
       return "avx512";
     case Isa::kAvx2:

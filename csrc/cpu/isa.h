@@ -10,11 +10,12 @@
 // What a function needs so that the compiler may use the instruction set in it, whatever the rest is built for.
 #define MOESERVE_TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define MOESERVE_TARGET_AVX512 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#define MOESERVE_TARGET_AVX512_BF16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 #endif
 
 namespace moeserve {
 
-enum class Isa { kBaseline, kAvx2, kAvx512 };
+enum class Isa { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
 
 // Those that this machine can run, best first. Baseline is whatever the compiler's own flags allow, and always there.
 const std::vector<Isa>& usable_isas();

@@ -156,6 +156,15 @@ MOESERVE_INLINE Pair<W> load_first(const Element* source, int count) {
   return load_pair<W>(elements);
 }
 
+MOESERVE_INLINE float widen(float value) { return value; }
+
+MOESERVE_INLINE float widen(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float widened;
+  std::memcpy(&widened, &bits, sizeof(widened));
+  return widened;
+}
+
 MOESERVE_INLINE void assign(float* target, float value) { *target = value; }
 
 // Rounds to nearest, ties to even.

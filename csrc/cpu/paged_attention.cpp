@@ -405,7 +405,7 @@ using RunItem = void (*)(const Job&, const Item&);
 
 RunItem choose_run_item([[maybe_unused]] Isa isa) {
 #if defined(MOESERVE_X86)
-  if (isa == Isa::kAvx512) return run_item_avx512;
+  if (isa == Isa::kAvx512 || isa == Isa::kAvx512Bf16) return run_item_avx512;
   if (isa == Isa::kAvx2) return run_item_avx2;
 #endif
   return run_item_baseline;

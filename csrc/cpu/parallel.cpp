@@ -75,7 +75,7 @@ void parallel_for(int64_t num_items, const std::function<void(int64_t)>& work) {
   const BusyGuard guard;
   static const int registered = pthread_atfork(nullptr, nullptr, forget_threads);
   (void)registered;
-  Items items(num_items, work);
+  Items items(num_items, num_threads, work);
   if (uses_openmp()) {
     find_openmp()([](void* data) { static_cast<Items*>(data)->take(); }, &items, static_cast<unsigned>(num_threads), 0);
   } else {

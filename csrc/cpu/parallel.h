@@ -11,8 +11,8 @@ namespace moeserve {
 void set_num_threads(int num_threads);
 int num_threads();
 
-// Calls work(item) once for every item in [0, num_items) and returns when all are done. Whoever is free takes the next
-// item, so which thread runs an item says nothing. `work` must not throw.
+// Calls work(item) once for every item in [0, num_items) and returns when all are done. Each thread begins with a range
+// of its own and then helps the others, so which thread runs an item says nothing. `work` must not throw.
 //
 // - With one thread or one item, or while another call is in progress (from an item, or from another thread), all items
 //   run on the calling thread.

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from moeserve.distributed.group import GroupCoordinator
 from moeserve.distributed.mesh import share_of
-from moeserve.layers.linear import Linear, parameter
+from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotation
+from moeserve.layers.weights import parameter
 from moeserve.ops.attention import choose_attention
 from moeserve.step_inputs import StepInputs
 
@@ -74,6 +75,7 @@ class Attention(nn.Module):
         """
         super().__init__()
         self.config = config
+        self.dtype, self.device = dtype, device
         self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
         self.kv_heads = _kv_heads_of(self.heads, config)
         num_heads, self.num_kv_heads = _length(self.heads), _length(self.kv_heads)
@@ -101,11 +103,12 @@ class Attention(nn.Module):
 
     @property
     def cache_bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.config.head_dim * self.output.weight.element_size()
+        return 2 * self.num_kv_heads * self.config.head_dim * self.dtype.itemsize
 
     def make_cache(self, num_blocks: int, block_size: int) -> KeyValueCache:
         shape = (num_blocks, self.num_kv_heads, block_size, self.config.head_dim)
-        return KeyValueCache(self.output.weight.new_empty(shape), self.output.weight.new_empty(shape))
+        keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        return KeyValueCache(keys, values)
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: KeyValueCache, step: StepInputs) -> Tensor:
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)

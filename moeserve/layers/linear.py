@@ -10,13 +10,7 @@ from torch.nn import functional
 
 from moeserve.distributed.group import GroupCoordinator
 from moeserve.distributed.mesh import share_of, share_sizes
-from moeserve.ops.linear import choose_linear
-
-
-def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Memory for a weight that a checkpoint will fill."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
+from moeserve.layers.weights import Weights, parameter
 
 # T tokens, I values in, O values out, V vocabulary, D model width
 
@@ -34,12 +28,19 @@ class Linear(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.weight = parameter(num_outputs, num_inputs, dtype=dtype, device=device)
-        self.bias = parameter(num_outputs, dtype=dtype, device=device) if has_bias else None
-        self.linear = choose_linear(device.type)
+        self.weights = Weights(1, num_outputs, num_inputs, has_bias=has_bias, dtype=dtype, device=device)
+
+    @property
+    def weight(self) -> Tensor:
+        """[O, I], until it is packed."""
+        return self.weights.open.weight_eOI[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.weights.bias is None else self.weights.bias[0]
 
     def forward(self, input_TI: Tensor) -> Tensor:
-        return self.linear(input_TI, self.weight, self.bias)
+        return self.weights.product.multiply(input_TI)
 
 
 class Embedding(nn.Module):
@@ -82,12 +83,25 @@ class OutputHead(nn.Module):
         self.share_sizes = share_sizes(vocab_size, tp.world_size)
         self.share = share_of(vocab_size, tp.rank_in_group, tp.world_size)
         num_rows = self.share_sizes[tp.rank_in_group]
-        self.weight = tied_to.weight if tied_to else parameter(num_rows, hidden_size, dtype=dtype, device=device)
-        self.linear = choose_linear(device.type)
+        # Read once for each token, and what it says is the token: 8 bits are the least.
+        self.weights = Weights(
+            1,
+            num_rows,
+            hidden_size,
+            least_bits=8,
+            borrowed=tied_to.weight[None] if tied_to else None,
+            dtype=dtype,
+            device=device,
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """[v, D], until it is packed; v is this rank's share of the vocabulary."""
+        return self.weights.open.weight_eOI[0]
 
     def forward(self, hidden_LD: Tensor) -> Tensor:
         """[L, vocab_size], on every tp rank."""
-        logits_LV = self.linear(hidden_LD, self.weight)
+        logits_LV = self.weights.product.multiply(hidden_LD)
         if self.tp.world_size == 1:
             return logits_LV
         return self.tp.all_gather(logits_LV.T, self.share_sizes).T  # collective: all tp ranks

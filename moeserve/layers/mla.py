@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from moeserve.distributed.group import GroupCoordinator
 from moeserve.distributed.mesh import share_of
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotation
+from moeserve.layers.weights import parameter
 from moeserve.ops.dense_attention import attend_causally
 from moeserve.ops.latent_attention import choose_latent_attention
 from moeserve.step_inputs import ChunkSpan, StepInputs
@@ -101,6 +103,7 @@ class LatentAttention(nn.Module):
         """
         super().__init__()
         self.config = config
+        self.dtype, self.device = dtype, device
         self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
         self.num_heads = num_heads = int(self.heads.stop - self.heads.start)
         query_size = num_heads * config.query_dim
@@ -114,7 +117,7 @@ class LatentAttention(nn.Module):
         self.compress = Linear(hidden_size, config.cached_size, has_bias=config.has_bias, dtype=dtype, device=device)
         self.latent_norm = RMSNorm(config.latent_size, NORM_EPSILON, dtype=dtype, device=device)
         expanded_size = num_heads * (config.key_dim + config.value_dim)
-        self.expand = Linear(config.latent_size, expanded_size, dtype=dtype, device=device)
+        self.expand = parameter(expanded_size, config.latent_size, dtype=dtype, device=device)
         self.output = Linear(
             num_heads * config.value_dim,
             hidden_size,
@@ -127,10 +130,11 @@ class LatentAttention(nn.Module):
 
     @property
     def cache_bytes_per_token(self) -> int:
-        return self.config.cached_size * self.output.weight.element_size()
+        return self.config.cached_size * self.dtype.itemsize
 
     def make_cache(self, num_blocks: int, block_size: int) -> LatentCache:
-        return LatentCache(self.output.weight.new_empty(num_blocks, block_size, self.config.cached_size))
+        shape = (num_blocks, block_size, self.config.cached_size)
+        return LatentCache(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: LatentCache, step: StepInputs) -> Tensor:
         config = self.config
@@ -171,8 +175,8 @@ class LatentAttention(nn.Module):
         size_per_head = span.context_len * max(config.query_dim, config.value_dim)
         heads_at_once = max(1, MAX_EXPANDED_SIZE // size_per_head)
         attended: list[Tensor] = []
-        for maps_nEL in self.expand.weight.unflatten(0, (self.num_heads, -1)).split(heads_at_once):
-            expanded_CnE = self.expand.linear(latent_CL, maps_nEL.flatten(0, 1)).unflatten(-1, (len(maps_nEL), -1))
+        for maps_nEL in self.expand.unflatten(0, (self.num_heads, -1)).split(heads_at_once):
+            expanded_CnE = functional.linear(latent_CL, maps_nEL.flatten(0, 1)).unflatten(-1, (len(maps_nEL), -1))
             key_CnK, value_CnV = expanded_CnE.split([config.key_dim, config.value_dim], dim=-1)
             key_CnQ = torch.cat([key_CnK, key_CS[:, None].expand(-1, len(maps_nEL), -1)], dim=-1)
             first_head = sum(part.shape[1] for part in attended)
@@ -184,7 +188,7 @@ class LatentAttention(nn.Module):
 
     def _maps_of_heads(self) -> tuple[Tensor, Tensor]:
         """What turns a latent vector into each head's key and value: [N, K, L] and [N, V, L]."""
-        maps_NEL = self.expand.weight.unflatten(0, (self.num_heads, -1))
+        maps_NEL = self.expand.unflatten(0, (self.num_heads, -1))
         key_NKL, value_NVL = maps_NEL.split([self.config.key_dim, self.config.value_dim], dim=1)
         return key_NKL, value_NVL
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.linear import Linear
+from moeserve.layers.weights import Weights
 from moeserve.ops.activation import SwiGLU
 
 # T tokens, D model width
@@ -22,9 +23,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.width = width
         num_inner = width.stop - width.start
-        self.gate_up = Linear(hidden_size, 2 * num_inner, dtype=dtype, device=device)
+        self.gate_up = Weights(1, 2 * num_inner, hidden_size, activation=SwiGLU(), dtype=dtype, device=device)
         self.down = Linear(num_inner, hidden_size, dtype=dtype, device=device)
-        self.activation = SwiGLU()
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.down(self.activation(*self.gate_up(hidden_TD).chunk(2, dim=-1)))
+        return self.down(self.gate_up.product.multiply(hidden_TD))

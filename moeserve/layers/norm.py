@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.linear import parameter
+from moeserve.layers.weights import parameter
 from moeserve.ops.norm import choose_rms_norm
 
 

@@ -114,9 +114,7 @@ def _add_latent_attention(places: _Places, prefix: str, attention: LatentAttenti
     places.add(f"{prefix}.kv_a_layernorm.weight", whole(attention.latent_norm.weight))
     places.add_linear(f"{prefix}.kv_a_proj_with_mqa", attention.compress)
     size = config.key_dim + config.value_dim
-    places.add(
-        f"{prefix}.kv_b_proj.weight", rows(attention.expand.weight, _times(heads, size), config.num_heads * size)
-    )
+    places.add(f"{prefix}.kv_b_proj.weight", rows(attention.expand, _times(heads, size), config.num_heads * size))
     share, width = _times(heads, config.value_dim), config.num_heads * config.value_dim
     places.add_output(f"{prefix}.o_proj", attention.output, share, width, has_bias=config.has_bias)
     match attention.query:
@@ -131,7 +129,7 @@ def _add_latent_attention(places: _Places, prefix: str, attention: LatentAttenti
 
 
 def _add_mlp(places: _Places, prefix: str, mlp: GatedMLP, width: int) -> None:
-    gate, up = mlp.gate_up.weight.chunk(2)
+    gate, up = mlp.gate_up.open.weight_eOI[0].chunk(2)
     places.add(f"{prefix}.gate_proj.weight", rows(gate, mlp.width, width))
     places.add(f"{prefix}.up_proj.weight", rows(up, mlp.width, width))
     places.add(f"{prefix}.down_proj.weight", columns(mlp.down.weight, mlp.width, width))
@@ -151,21 +149,22 @@ def _add_moe(
         if moe.shared_experts.gate is not None:
             places.add_linear(f"{prefix}.{names.shared_gate}", moe.shared_experts.gate)
     experts = f"{prefix}.{names.experts}"
+    gate_up_eFD, down_eDI = moe.experts.gate_up.open.weight_eOI, moe.experts.down.open.weight_eOI
     num_experts = config.router.num_experts
     if names.is_interleaved:
         _add_interleaved_experts(places, experts, moe.experts, moe.local_experts, num_experts)
     elif f"{experts}.gate_up_proj" in published:
         for slot, expert in enumerate(moe.local_experts):
             share = slice(expert, expert + 1)
-            places.add(f"{experts}.gate_up_proj", rows(moe.experts.gate_up[slot : slot + 1], share, num_experts))
-            places.add(f"{experts}.down_proj", rows(moe.experts.down[slot : slot + 1], share, num_experts))
+            places.add(f"{experts}.gate_up_proj", rows(gate_up_eFD[slot : slot + 1], share, num_experts))
+            places.add(f"{experts}.down_proj", rows(down_eDI[slot : slot + 1], share, num_experts))
         places.elsewhere |= {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
     else:
         for slot, expert in enumerate(moe.local_experts):
-            gate, up = moe.experts.gate_up[slot].chunk(2)
+            gate, up = gate_up_eFD[slot].chunk(2)
             places.add(f"{experts}.{expert}.{names.gate}.weight", whole(gate))
             places.add(f"{experts}.{expert}.{names.up}.weight", whole(up))
-            places.add(f"{experts}.{expert}.{names.down}.weight", whole(moe.experts.down[slot]))
+            places.add(f"{experts}.{expert}.{names.down}.weight", whole(down_eDI[slot]))
         for expert in set(range(num_experts)) - set(moe.local_experts):
             places.elsewhere |= {f"{experts}.{expert}.{name}.weight" for name in (names.gate, names.up, names.down)}
 
@@ -174,17 +173,18 @@ def _add_interleaved_experts(
     places: _Places, prefix: str, experts: Experts, local_experts: Collection[int], num_experts: int
 ) -> None:
     """All experts in one tensor, as [experts, inputs, outputs], with gate and up alternating among the outputs."""
-    _, width_twice, hidden_size = experts.gate_up.shape
+    gate_up, down = experts.gate_up.open, experts.down.open
+    _, width_twice, hidden_size = gate_up.weight_eOI.shape
     # ours: gate's rows above those of up; published: a row of gate, one of up, and so on
-    gate_up_eDI2 = experts.gate_up.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
+    gate_up_eDI2 = gate_up.weight_eOI.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
     places_of: dict[str, tuple[Tensor, tuple[int, ...]]] = {
         "gate_up_proj": (gate_up_eDI2, (num_experts, hidden_size, width_twice)),
-        "down_proj": (experts.down.transpose(1, 2), (num_experts, width_twice // 2, hidden_size)),
+        "down_proj": (down.weight_eOI.transpose(1, 2), (num_experts, width_twice // 2, hidden_size)),
     }
-    if experts.gate_up_bias is not None and experts.down_bias is not None:
-        bias_eI2 = experts.gate_up_bias.unflatten(1, (2, -1)).transpose(1, 2)
+    if gate_up.bias_eO is not None and down.bias_eO is not None:
+        bias_eI2 = gate_up.bias_eO.unflatten(1, (2, -1)).transpose(1, 2)
         places_of["gate_up_proj_bias"] = bias_eI2, (num_experts, width_twice)
-        places_of["down_proj_bias"] = experts.down_bias, (num_experts, hidden_size)
+        places_of["down_proj_bias"] = down.bias_eO, (num_experts, hidden_size)
     for name, (memory, shape) in places_of.items():
         places.elsewhere.add(f"{prefix}.{name}")
         for slot, expert in enumerate(local_experts):

@@ -62,6 +62,10 @@ def columns(memory: Tensor, share: slice, num_columns: int) -> Destination:
     return Destination(memory, (memory.shape[0], num_columns), (slice(0, memory.shape[0]), share))
 
 
+def _nothing_follows(memory: Tensor) -> None:
+    return
+
+
 def _none_is_ignored(name: str) -> bool:
     return False
 
@@ -145,10 +149,19 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def load_weights(checkpoint: Checkpoint, destinations: Destinations, *, show_progress: bool) -> None:
+def load_weights(
+    checkpoint: Checkpoint,
+    destinations: Destinations,
+    *,
+    filled: Callable[[Tensor], None] = _nothing_follows,
+    show_progress: bool,
+) -> None:
     """Copies every tensor of a checkpoint to where it belongs, in the model's dtype.
 
     All that the headers can tell is checked before the first byte is copied.
+
+    Args:
+        filled: told of each destination's memory when it has got its values.
 
     Raises:
         CheckpointError: tensors that are missing, unknown, of a wrong shape or dtype, or that hold an encoded NaN.
@@ -191,6 +204,7 @@ def load_weights(checkpoint: Checkpoint, destinations: Destinations, *, show_pro
         for name in sorted(into, key=lambda name: checkpoint.tensors[name].shard):
             for place in into[name]:
                 _fill(place, checkpoint.tensors[name], shards, progress)
+                filled(place.memory)
         for name, place in copies.items():
             _compare(name, place, checkpoint, shards)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.linear import parameter
+from moeserve.layers.weights import Weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.ops.activation import GatedActivation
-from moeserve.ops.experts import ExpertWeights, choose_experts, choose_slotted_experts
 
-# R rows, S slots of each expert, D model width, I expert width, e local experts
+# R rows, S slots of each expert, D model width, e local experts
 
 
 class Experts(nn.Module):
@@ -31,18 +30,22 @@ class Experts(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.gate_up = parameter(num_experts, 2 * expert_width, hidden_size, dtype=dtype, device=device)
-        self.down = parameter(num_experts, hidden_size, expert_width, dtype=dtype, device=device)
-        self.gate_up_bias = parameter(num_experts, 2 * expert_width, dtype=dtype, device=device) if has_bias else None
-        self.down_bias = parameter(num_experts, hidden_size, dtype=dtype, device=device) if has_bias else None
-        self.weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        self.kernel = choose_experts(device.type, activation)
-        self.slotted_kernel = choose_slotted_experts(device.type, activation)
+        self.gate_up = Weights(
+            num_experts,
+            2 * expert_width,
+            hidden_size,
+            has_bias=has_bias,
+            activation=activation,
+            dtype=dtype,
+            device=device,
+        )
+        self.down = Weights(num_experts, hidden_size, expert_width, has_bias=has_bias, dtype=dtype, device=device)
 
     def forward(self, tokens: PackedTokens | SlottedTokens) -> Tensor:
         """Outputs in the layout of the tokens: [R, D], or [e, S, D]."""
+        gate_up, down, counts_e = self.gate_up.product, self.down.product, tokens.counts_e
         match tokens:
             case PackedTokens():
-                return self.kernel(tokens.rows_RD, tokens.counts_e, self.weights)
+                return down.multiply_rows(gate_up.multiply_rows(tokens.rows_RD, counts_e), counts_e)
             case SlottedTokens():
-                return self.slotted_kernel(tokens.slots_eSD, tokens.counts_e, self.weights)
+                return down.multiply_slots(gate_up.multiply_slots(tokens.slots_eSD, counts_e), counts_e)

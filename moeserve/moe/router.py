@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moeserve.layers.linear import parameter
+from moeserve.layers.weights import parameter
 
 # T tokens, D model width, E experts, K experts per token, G groups of experts
 

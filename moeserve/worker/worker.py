@@ -15,6 +15,7 @@ from moeserve.machine import free_memory, shown_bytes
 from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
 from moeserve.models import registry
 from moeserve.models.decoder import Decoder
+from moeserve.models.packing import Packer
 from moeserve.models.published import destinations
 from moeserve.models.summary import summarize
 from moeserve.models.weights import fill_randomly, load_weights, open_checkpoint
@@ -83,11 +84,14 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         )
     groups.world.barrier()  # collective: all ranks; all have looked at the memory before any of them fills it
     model = Decoder(description.model, groups, config.dispatcher, placements, dtype=dtype, device=device)
+    packer = Packer(model, config.quantization)
     if config.load_format == "dummy":
         fill_randomly(model, config.seed)
     else:
         checkpoint = open_checkpoint(Path(config.model_path), description.weight_format)
-        load_weights(checkpoint, destinations(model, description.family, checkpoint.names), show_progress=show_progress)
+        places = destinations(model, description.family, checkpoint.names)
+        load_weights(checkpoint, places, filled=packer.filled, show_progress=show_progress)
+    packer.finish()
     return model.eval()
 
 

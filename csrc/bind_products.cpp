@@ -1,0 +1,214 @@
+// Packed weights and their products as Python sees them.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "bindings.h"
+#include "cpu/packed_product.h"
+#include "cpu/packed_weight.h"
+
+namespace nb = nanobind;
+
+namespace moeserve {
+
+namespace {
+
+WeightFormat format_of_name(const std::string& name) {
+  if (name == "float32") return WeightFormat::kFloat32;
+  if (name == "bfloat16") return WeightFormat::kBFloat16;
+  if (name == "int8") return WeightFormat::kInt8;
+  if (name == "int4") return WeightFormat::kInt4;
+  refuse("'" + name + "' is no format of packed weights; there are float32, bfloat16, int8 and int4");
+}
+
+Activation activation_of_name(const std::string& name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "swiglu") return Activation::kSwiGLU;
+  if (name == "clamped_swiglu") return Activation::kClampedSwiGLU;
+  refuse("'" + name + "' is no activation; there are none, swiglu and clamped_swiglu");
+}
+
+// Bytes of a weight that consists of so many parts, each of which begins with a panel of its own.
+int64_t packed_bytes(const std::string& format, int64_t num_outputs, int64_t num_inputs, int64_t num_parts) {
+  const WeightFormat known = format_of_name(format);
+  if (num_outputs < 1 || num_inputs < 1 || num_parts < 1 || num_outputs % num_parts != 0) {
+    refuse("a weight of shape [" + std::to_string(num_outputs) + ", " + std::to_string(num_inputs) +
+           "] cannot be packed in " + std::to_string(num_parts) + " parts");
+  }
+  return num_parts * count_panels(num_outputs / num_parts) * panel_bytes(known, num_inputs);
+}
+
+void pack(const std::string& format, const Tensor& weight, const Tensor& panels, int64_t num_parts) {
+  check_dims("weight", weight, 2);
+  check_float_type("weight", weight);
+  check_contiguous("weight", weight);
+  check_type("panels", panels, ElementType::kUInt8, "uint8");
+  check_contiguous("panels", panels);
+  const int64_t bytes = packed_bytes(format, weight.size(0), weight.size(1), num_parts);
+  check_shape("panels", panels, {bytes});
+  const WeightFormat known = format_of_name(format);
+  const bool keeps_type = known == WeightFormat::kFloat32 || known == WeightFormat::kBFloat16;
+  if (keeps_type && (known == WeightFormat::kFloat32) != (weight.type == ElementType::kFloat32)) {
+    refuse("weight is not of type " + format);
+  }
+  if (weight.data == panels.data && (!keeps_type || bytes != weight.num_elements() * element_bytes(weight.type))) {
+    refuse("a weight of shape " + shape_text(weight) + " cannot be packed as " + format + " where it lies");
+  }
+  const int64_t rows = weight.size(0) / num_parts;
+  const int64_t source_bytes = rows * weight.size(1) * element_bytes(weight.type);
+  const nb::gil_scoped_release released;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    pack_weight(known, weight.type, static_cast<const char*>(weight.data) + part * source_bytes, rows, weight.size(1),
+                static_cast<char*>(panels.data) + part * (bytes / num_parts));
+  }
+}
+
+// Weights of one shape, packed, and what follows their product. Keeps the tensors that it is made of alive.
+class PackedWeights {
+ public:
+  PackedWeights(const std::string& format, nb::object panels, int64_t num_outputs, int64_t num_inputs, nb::object bias,
+                const std::string& activation, double alpha, double limit)
+      : panels_owner_(std::move(panels)), bias_owner_(std::move(bias)) {
+    product_.format = format_of_name(format);
+    product_.activation = activation_of_name(activation);
+    product_.alpha = static_cast<float>(alpha);
+    product_.limit = static_cast<float>(limit);
+    product_.num_outputs = num_outputs;
+    product_.num_inputs = num_inputs;
+    panels_ = nb::cast<Tensor>(panels_owner_);
+    check_type("panels", panels_, ElementType::kUInt8, "uint8");
+    check_dims("panels", panels_, 2);
+    check_contiguous("panels", panels_);
+    const int64_t num_parts = product_.activation == Activation::kNone ? 1 : 2;
+    check_shape("panels", panels_, {panels_.size(0), packed_bytes(format, num_outputs, num_inputs, num_parts)});
+    num_columns_ = num_outputs / num_parts;
+    if (bias_owner_.is_none()) return;
+    bias_ = nb::cast<Tensor>(bias_owner_);
+    check_float_type("bias", *bias_);
+    check_shape("bias", *bias_, {num_weights(), num_outputs});
+    check_contiguous("bias", *bias_);
+  }
+
+  // output [R, columns]: the first counts[0] rows of input [R, K] with the first weight, and so on.
+  void multiply_rows(const Tensor& input, const Tensor& counts, const Tensor& output) const {
+    check_dims("input", input, 2);
+    check_shape("input", input, {input.size(0), product_.num_inputs});
+    check_shape("output", output, {input.size(0), num_columns_});
+    check_shape("counts", counts, {num_weights()});
+    check_type("counts", counts, ElementType::kInt64, "int64");
+    check_contiguous("counts", counts);
+    PackedProduct product = product_of(input, output);
+    std::vector<RowGroup> groups;
+    int64_t first_row = 0;
+    for (int64_t weight = 0; weight < num_weights(); ++weight) {
+      const int64_t num_rows = numbers<int64_t>(counts)[weight];
+      if (num_rows < 0 || num_rows > input.size(0) - first_row) {
+        refuse("counts do not fit the " + std::to_string(input.size(0)) + " rows of input");
+      }
+      if (num_rows > 0) {
+        groups.push_back(group_of(weight, row_of(input, first_row), row_of(output, first_row), num_rows));
+      }
+      first_row += num_rows;
+    }
+    if (first_row != input.size(0)) {
+      refuse("counts add up to " + std::to_string(first_row) + ", but input has " + std::to_string(input.size(0)) +
+             " rows");
+    }
+    run(product, groups);
+  }
+
+  // output [R, columns] of input [R, K], with the only weight.
+  void multiply(const Tensor& input, const Tensor& output) const {
+    check_dims("input", input, 2);
+    check_shape("input", input, {input.size(0), product_.num_inputs});
+    check_shape("output", output, {input.size(0), num_columns_});
+    if (num_weights() != 1) refuse("there are " + std::to_string(num_weights()) + " weights, not one");
+    run(product_of(input, output), {group_of(0, row_of(input, 0), row_of(output, 0), input.size(0))});
+  }
+
+  // output [R, weights, columns]: input[:, i] with weight i.
+  void multiply_each(const Tensor& input, const Tensor& output) const {
+    check_dims("input", input, 3);
+    check_shape("input", input, {input.size(0), num_weights(), product_.num_inputs});
+    check_shape("output", output, {input.size(0), num_weights(), num_columns_});
+    const PackedProduct product = product_of(input, output);
+    std::vector<RowGroup> groups;
+    for (int64_t weight = 0; weight < num_weights(); ++weight) {
+      groups.push_back(group_of(
+          weight, static_cast<char*>(input.data) + weight * input.strides[1] * element_bytes(input.type),
+          static_cast<char*>(output.data) + weight * output.strides[1] * element_bytes(input.type), input.size(0)));
+    }
+    run(product, groups);
+  }
+
+  int64_t num_weights() const { return panels_.size(0); }
+  int64_t num_bytes() const { return panels_.num_elements(); }
+
+ private:
+  PackedProduct product_of(const Tensor& input, const Tensor& output) const {
+    check_float_type("input", input);
+    check_type("output", output, input.type, "input's");
+    check_contiguous("input", input, input.num_dims - 1);
+    check_contiguous("output", output, output.num_dims - 1);
+    if (bias_) check_type("input", input, bias_->type, "bias'");
+    if (product_.format == WeightFormat::kBFloat16) check_type("input", input, ElementType::kBFloat16, "bfloat16");
+    if (product_.format == WeightFormat::kFloat32) check_type("input", input, ElementType::kFloat32, "float32");
+    PackedProduct product = product_;
+    product.type = input.type;
+    product.input_stride = input.strides[0];
+    product.output_stride = output.strides[0];
+    return product;
+  }
+
+  static char* row_of(const Tensor& tensor, int64_t row) {
+    return static_cast<char*>(tensor.data) + row * tensor.strides[0] * element_bytes(tensor.type);
+  }
+
+  RowGroup group_of(int64_t weight, const char* input, char* output, int64_t num_rows) const {
+    const char* panels = static_cast<const char*>(panels_.data) + weight * panels_.size(1);
+    const void* bias = nullptr;
+    if (bias_) {
+      bias = static_cast<const char*>(bias_->data) + weight * product_.num_outputs * element_bytes(bias_->type);
+    }
+    return {panels, bias, input, output, num_rows};
+  }
+
+  static void run(const PackedProduct& product, const std::vector<RowGroup>& groups) {
+    const nb::gil_scoped_release released;
+    packed_product(product, groups);
+  }
+
+  nb::object panels_owner_;
+  nb::object bias_owner_;
+  Tensor panels_;
+  std::optional<Tensor> bias_;
+  PackedProduct product_{};
+  int64_t num_columns_;
+};
+
+}  // namespace
+
+void bind_products(nb::module_& module) {
+  using namespace nb::literals;
+  module.def("packed_bytes", &packed_bytes, "format"_a, "num_outputs"_a, "num_inputs"_a, "num_parts"_a = 1,
+             "Bytes of a packed weight [num_outputs, num_inputs].");
+  module.def("pack_weight", &pack, "format"_a, "weight"_a, "panels"_a, "num_parts"_a = 1,
+             "Packs a weight [outputs, inputs] into `panels`, which may be the weight's own memory.");
+  nb::class_<PackedWeights>(module, "PackedWeights")
+      .def(nb::init<const std::string&, nb::object, int64_t, int64_t, nb::object, const std::string&, double, double>(),
+           "format"_a, "panels"_a, "num_outputs"_a, "num_inputs"_a, "bias"_a.none() = nb::none(),
+           "activation"_a = "none", "alpha"_a = 0.0, "limit"_a = 0.0)
+      .def("multiply", &PackedWeights::multiply, "input"_a, "output"_a)
+      .def("multiply_rows", &PackedWeights::multiply_rows, "input"_a, "counts"_a, "output"_a)
+      .def("multiply_each", &PackedWeights::multiply_each, "input"_a, "output"_a)
+      .def_prop_ro("num_weights", &PackedWeights::num_weights)
+      .def_prop_ro("num_bytes", &PackedWeights::num_bytes);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,441 @@
+// Divides products into items of 64 outputs and some rows, and runs them.
+//
+// Few rows, whose sums all fit in registers, read their panels once from beginning to end, at the speed of memory. More
+// rows go tile by tile over a block of the panels that stays in the first-level cache, while the next block is on its
+// way to the second: reading memory and computing overlap.
+
+#include "packed_product.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "isa.h"
+#include "parallel.h"
+#include "product_tile.h"
+#include "product_tile_avx512_bf16.h"
+
+namespace moeserve {
+
+namespace {
+
+constexpr int kMaxItemRows = 192;
+constexpr int kBlockInputs = 128;     // of a block that a few tiles share
+constexpr int kBigBlockInputs = 256;  // of one that many share
+constexpr int kFewTiles = 4;
+constexpr int64_t kParallelWork = 1 << 17;  // bytes read, or multiply-adds / 8, that are worth more than one thread
+
+// What one thread does at a time.
+struct Item {
+  int32_t group;
+  int32_t first_row;
+  int32_t num_rows;
+  int32_t column;  // the outputs from 32 * column on, gates and ups; or those from 64 * column on
+};
+
+// Rows and panels of an item.
+struct Work {
+  const PackedProduct& product;
+  const char* input;
+  int64_t input_bytes;  // from row to row
+  const char* panels[2];
+  int64_t next_item;  // bytes from a panel to that of the item that follows
+  int num_rows;
+  int64_t num_inputs;
+};
+
+// Room that each thread keeps from call to call.
+struct Scratch {
+  alignas(64) float sums[kMaxItemRows * kTileOutputs];
+  alignas(64) char weights[2][kBigBlockInputs * kPanel * sizeof(float)];
+  alignas(64) float scales[kTileOutputs];
+};
+
+Scratch& scratch() {
+  thread_local std::unique_ptr<Scratch> of_this_thread = std::make_unique<Scratch>();
+  return *of_this_thread;
+}
+
+int64_t bytes_of(ElementType type) { return type == ElementType::kBFloat16 ? 2 : 4; }
+bool is_gated(const PackedProduct& product) { return product.activation != Activation::kNone; }
+bool is_quantized(WeightFormat format) { return format == WeightFormat::kInt8 || format == WeightFormat::kInt4; }
+
+// The inputs of a block, and of one that ends the panels fewer.
+int64_t block_inputs(WeightFormat format, int num_tiles) {
+  if (format == WeightFormat::kInt4) return kInt4Group;
+  return num_tiles <= kFewTiles ? kBlockInputs : kBigBlockInputs;
+}
+
+// Widens inputs `first` to before `last` of a quantised panel, in the layout of panels of `Element`; scales of int4.
+template <typename Element>
+MOESERVE_INLINE void widen_block(WeightFormat format, const char* panel, int64_t first, int64_t last, Element* target,
+                                 float* scales) {
+  constexpr int kTogether = sizeof(Element) == 2 ? 2 : 1;
+  const auto place = [&](int64_t k, int n) {
+    return (k - first) / kTogether * kTogether * kPanel + n * kTogether + (k - first) % kTogether;
+  };
+  if (format == WeightFormat::kInt8) {
+    const auto* values = reinterpret_cast<const int8_t*>(panel);
+    for (int64_t k = first; k < last; ++k) {
+      for (int n = 0; n < kPanel; ++n) assign(target + place(k, n), values[k / 2 * 2 * kPanel + n * 2 + k % 2]);
+    }
+    return;
+  }
+  const char* group = panel + first / kInt4Group * (kInt4Group * kPanel / 2 + kPanel * 2);
+  const auto* words = reinterpret_cast<const uint16_t*>(group);
+  for (int64_t k = first; k < last; ++k) {
+    for (int n = 0; n < kPanel; ++n) {
+      const int bits = words[k % kInt4Group / 4 * 32 + n % 16 * 2 + k % 2] >> (4 * (k % 4 / 2 * 2 + n / 16)) & 15;
+      assign(target + place(k, n), static_cast<float>(bits < 8 ? bits : bits - 16));
+    }
+  }
+  const auto* group_scales = reinterpret_cast<const BFloat16*>(group + kInt4Group * kPanel / 2);
+  for (int n = 0; n < kPanel; ++n) scales[n] = widen(group_scales[n]);
+}
+
+// A block of the item's panels: where it lies, or widened into the scratch.
+template <typename Element>
+MOESERVE_INLINE Block make_block(const Work& work, int64_t first, int64_t last, Scratch& room) {
+  const WeightFormat format = work.product.format;
+  Block block{{}, nullptr, last - first, first == 0};
+  for (int p = 0; p < 2; ++p) {
+    if (is_quantized(format)) {
+      auto* target = reinterpret_cast<Element*>(room.weights[p]);
+      widen_block(format, work.panels[p], first, last, target, room.scales + p * kPanel);
+      block.panels[p] = room.weights[p];
+    } else {
+      block.panels[p] = work.panels[p] + first * kPanel * sizeof(Element);
+    }
+  }
+  if (format == WeightFormat::kInt4) block.scales = room.scales;
+  return block;
+}
+
+// Calls tile(first row, rows) for all rows, divided into as many tiles, as evenly as can be.
+template <typename Call>
+MOESERVE_INLINE void for_each_tile(int num_rows, int num_tiles, const Call& tile) {
+  for (int t = 0, row = 0; t < num_tiles; ++t) {
+    const int rows = (num_rows - row + num_tiles - t - 1) / (num_tiles - t);
+    tile(t, row, rows);
+    row += rows;
+  }
+}
+
+template <int W, int kRows, int kVectors, typename Element>
+MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
+  const auto* input = reinterpret_cast<const Element*>(work.input);
+  const int64_t stride = work.input_bytes / sizeof(Element);
+  const int num_tiles = (work.num_rows + kRows - 1) / kRows;
+  const int64_t step = block_inputs(work.product.format, num_tiles);
+  for (int64_t first = 0; first < work.num_inputs; first += step) {
+    const Block block = make_block<Element>(work, first, std::min(first + step, work.num_inputs), room);
+    for (int row = 0; row < work.num_rows; row += kRows) {
+      const int rows = std::min(kRows, work.num_rows - row);
+      add_tile<W, kRows, kVectors>(input + row * stride + first, stride, rows, block, room.sums + row * kTileOutputs);
+    }
+  }
+}
+
+#if defined(MOESERVE_X86)
+
+template <WeightFormat kFormat>
+MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
+  const auto* input = reinterpret_cast<const BFloat16*>(work.input);
+  const int64_t stride = work.input_bytes / 2;
+  const Block block{{work.panels[0], work.panels[1]}, nullptr, work.num_inputs, true};
+  const auto run = [&](auto rows) MOESERVE_TARGET_AVX512_BF16 {
+    constexpr int kRows = decltype(rows)::value;
+    if constexpr (kFormat == WeightFormat::kInt4) {
+      dot_int4<kRows>(input, stride, block.panels, work.num_inputs, sums);
+    } else {
+      dot_tile<kRows, kFormat, 0>(input, stride, block, {}, sums);
+    }
+  };
+  switch (work.num_rows) {
+    case 1:
+      return run(std::integral_constant<int, 1>{});
+    case 2:
+      return run(std::integral_constant<int, 2>{});
+    case 3:
+      return run(std::integral_constant<int, 3>{});
+    case 4:
+      return run(std::integral_constant<int, 4>{});
+    case 5:
+      return run(std::integral_constant<int, 5>{});
+    default:
+      return run(std::integral_constant<int, 6>{});
+  }
+}
+
+// Tile t of so many reads a block once, and meanwhile asks for its share of the next one.
+template <int kRows>
+MOESERVE_TARGET_AVX512_BF16 void dot_shared(const BFloat16* input, int64_t stride, const Block& block,
+                                            const Prefetch& next, int t, int num_tiles, float* sums) {
+  const int64_t half = block.num_inputs / 2 * 64;  // bytes: half of what lies in a panel
+  if (num_tiles <= 3 && t < 2) {
+    const Prefetch share{{next.panels[0] + t * half, next.panels[1] + t * half}};
+    dot_tile<kRows, WeightFormat::kBFloat16, 2>(input, stride, block, share, sums);
+  } else if (num_tiles > 3 && t < 4) {
+    const Prefetch share{{next.panels[t / 2] + t % 2 * half, nullptr}};
+    dot_tile<kRows, WeightFormat::kBFloat16, 1>(input, stride, block, share, sums);
+  } else {
+    dot_tile<kRows, WeightFormat::kBFloat16, 0>(input, stride, block, next, sums);
+  }
+}
+
+MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const Work& work, Scratch& room) {
+  const auto* input = reinterpret_cast<const BFloat16*>(work.input);
+  const int64_t stride = work.input_bytes / 2;
+  const int num_tiles = (work.num_rows + kDotRows - 1) / kDotRows;
+  const int64_t step = block_inputs(work.product.format, num_tiles);
+  for (int64_t first = 0; first < work.num_inputs; first += step) {
+    const int64_t last = std::min(first + step, work.num_inputs);
+    const Block block = make_block<BFloat16>(work, first, last, room);
+    Prefetch next{{block.panels[0], block.panels[1]}};
+    if (!is_quantized(work.product.format)) {
+      for (int p = 0; p < 2; ++p) {
+        next.panels[p] =
+            last < work.num_inputs ? block.panels[p] + (last - first) * kPanel * 2 : work.panels[p] + work.next_item;
+      }
+    }
+    for_each_tile(work.num_rows, num_tiles, [&](int t, int row, int rows) MOESERVE_TARGET_AVX512_BF16 {
+      const BFloat16* values = input + row * stride + first;
+      float* sums = room.sums + row * kTileOutputs;
+      switch (rows) {
+        case 1:
+          return dot_shared<1>(values, stride, block, next, t, num_tiles, sums);
+        case 2:
+          return dot_shared<2>(values, stride, block, next, t, num_tiles, sums);
+        case 3:
+          return dot_shared<3>(values, stride, block, next, t, num_tiles, sums);
+        case 4:
+          return dot_shared<4>(values, stride, block, next, t, num_tiles, sums);
+        case 5:
+          return dot_shared<5>(values, stride, block, next, t, num_tiles, sums);
+        default:
+          return dot_shared<6>(values, stride, block, next, t, num_tiles, sums);
+      }
+    });
+  }
+}
+
+MOESERVE_TARGET_AVX512_BF16 void accumulate_avx512_bf16(const Work& work, Scratch& room) {
+  if (work.product.type != ElementType::kBFloat16) return accumulate<16, 6, 2, float>(work, room);
+  if (work.num_rows > kDotRows) return dot_many_rows(work, room);
+  switch (work.product.format) {
+    case WeightFormat::kInt8:
+      return dot_few_rows<WeightFormat::kInt8>(work, room.sums);
+    case WeightFormat::kInt4:
+      return dot_few_rows<WeightFormat::kInt4>(work, room.sums);
+    default:
+      return dot_few_rows<WeightFormat::kBFloat16>(work, room.sums);
+  }
+}
+
+MOESERVE_TARGET_AVX512 void accumulate_avx512(const Work& work, Scratch& room) {
+  if (work.product.type == ElementType::kBFloat16) return accumulate<16, 6, 2, BFloat16>(work, room);
+  accumulate<16, 6, 2, float>(work, room);
+}
+
+MOESERVE_TARGET_AVX2 void accumulate_avx2(const Work& work, Scratch& room) {
+  if (work.product.type == ElementType::kBFloat16) return accumulate<8, 4, 2, BFloat16>(work, room);
+  accumulate<8, 4, 2, float>(work, room);
+}
+
+#endif
+
+void accumulate_baseline(const Work& work, Scratch& room) {
+  if (work.product.type == ElementType::kBFloat16) return accumulate<4, 4, 2, BFloat16>(work, room);
+  accumulate<4, 4, 2, float>(work, room);
+}
+
+template <int W>
+MOESERVE_INLINE Float<W> sigmoid(Float<W> x) {
+  const Float<W> power = exp_of_nonpositive<W>(x > 0.0f ? -x : x);
+  const Float<W> numerator = x > 0.0f ? broadcast<W>(1.0f) : power;
+  return numerator / (1.0f + power);
+}
+
+template <int W>
+MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, Float<W> up) {
+  if (product.activation == Activation::kSwiGLU) return gate * sigmoid<W>(gate) * up;
+  const Float<W> limit = broadcast<W>(product.limit);
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up;
+  up = up < -limit ? -limit : up;
+  return gate * sigmoid<W>(product.alpha * gate) * (up + 1.0f);
+}
+
+// What is applied to the sums of an item's 64 outputs, alike for all rows.
+struct Epilogue {
+  alignas(64) float factors[kTileOutputs];
+  alignas(64) float biases[kTileOutputs];
+  int num_outputs[2];  // of each panel that exist
+};
+
+template <typename Element>
+MOESERVE_INLINE Epilogue make_epilogue(const PackedProduct& product, const Item& item, const Work& work,
+                                       const void* bias) {
+  Epilogue epilogue;
+  const int64_t half = is_gated(product) ? product.num_outputs / 2 : product.num_outputs;
+  for (int p = 0; p < 2; ++p) {
+    const int64_t in_half = is_gated(product) ? item.column * kPanel : (item.column * 2 + p) * kPanel;
+    const int64_t first = is_gated(product) ? p * half + in_half : in_half;
+    const int count = static_cast<int>(std::clamp<int64_t>(half - in_half, 0, kPanel));
+    epilogue.num_outputs[p] = count;
+    const auto* scales = reinterpret_cast<const float*>(work.panels[p] + work.num_inputs * kPanel);  // of int8
+    for (int n = 0; n < kPanel; ++n) {
+      const bool has_bias = bias != nullptr && n < count;
+      epilogue.biases[p * kPanel + n] = has_bias ? widen(static_cast<const Element*>(bias)[first + n]) : 0;
+      epilogue.factors[p * kPanel + n] = product.format == WeightFormat::kInt8 ? scales[n] : 1;
+    }
+  }
+  return epilogue;
+}
+
+template <int W, typename Element>
+MOESERVE_INLINE void finish_rows(const PackedProduct& product, const Epilogue& epilogue, const float* sums,
+                                 int num_rows, Element* output) {
+  alignas(64) float lanes[kTileOutputs];
+  for (int r = 0; r < num_rows; ++r, sums += kTileOutputs, output += product.output_stride) {
+    for (int n = 0; n < kTileOutputs; n += W) {
+      store<W>(lanes + n, load<W>(sums + n) * load<W>(epilogue.factors + n) + load<W>(epilogue.biases + n));
+    }
+    int count = epilogue.num_outputs[0];
+    if (is_gated(product)) {
+      for (int n = 0; n < kPanel; n += W) {
+        store<W>(lanes + n, activate<W>(product, load<W>(lanes + n), load<W>(lanes + kPanel + n)));
+      }
+    } else {
+      count += epilogue.num_outputs[1];
+    }
+    for (int n = 0; n < count; ++n) assign(output + n, lanes[n]);
+  }
+}
+
+template <int W, typename Element>
+MOESERVE_INLINE void run_item(const PackedProduct& product, const RowGroup& group, const Item& item,
+                              void (*accumulate_rows)(const Work&, Scratch&)) {
+  const int64_t panel_size = panel_bytes(product.format, product.num_inputs);
+  const int64_t num_panels = count_panels(is_gated(product) ? product.num_outputs / 2 : product.num_outputs);
+  const int64_t first = is_gated(product) ? item.column : item.column * 2;
+  const int64_t second = is_gated(product) ? num_panels + item.column : std::min(first + 1, num_panels - 1);
+  const Work work{product,
+                  group.input + item.first_row * product.input_stride * static_cast<int64_t>(sizeof(Element)),
+                  product.input_stride * static_cast<int64_t>(sizeof(Element)),
+                  {group.panels + first * panel_size, group.panels + second * panel_size},
+                  is_gated(product) ? panel_size : 2 * panel_size,
+                  item.num_rows,
+                  padded_inputs(product.format, product.num_inputs)};
+  Scratch& room = scratch();
+  accumulate_rows(work, room);
+  auto* output = reinterpret_cast<Element*>(group.output) + item.first_row * product.output_stride + first * kPanel;
+  const Epilogue epilogue = make_epilogue<Element>(product, item, work, group.bias);
+  finish_rows<W>(product, epilogue, room.sums, item.num_rows, output);
+}
+
+template <int W>
+MOESERVE_INLINE void run_item(const PackedProduct& product, const RowGroup& group, const Item& item,
+                              void (*accumulate_rows)(const Work&, Scratch&)) {
+  if (product.type == ElementType::kBFloat16) return run_item<W, BFloat16>(product, group, item, accumulate_rows);
+  run_item<W, float>(product, group, item, accumulate_rows);
+}
+
+#if defined(MOESERVE_X86)
+MOESERVE_TARGET_AVX512_BF16 void run_avx512_bf16(const PackedProduct& product, const RowGroup& group,
+                                                 const Item& item) {
+  run_item<16>(product, group, item, accumulate_avx512_bf16);
+}
+MOESERVE_TARGET_AVX512 void run_avx512(const PackedProduct& product, const RowGroup& group, const Item& item) {
+  run_item<16>(product, group, item, accumulate_avx512);
+}
+MOESERVE_TARGET_AVX2 void run_avx2(const PackedProduct& product, const RowGroup& group, const Item& item) {
+  run_item<8>(product, group, item, accumulate_avx2);
+}
+#endif
+void run_baseline(const PackedProduct& product, const RowGroup& group, const Item& item) {
+  run_item<4>(product, group, item, accumulate_baseline);
+}
+
+using RunItem = void (*)(const PackedProduct&, const RowGroup&, const Item&);
+
+RunItem choose_run_item([[maybe_unused]] Isa isa) {
+#if defined(MOESERVE_X86)
+  if (isa == Isa::kAvx512Bf16) return run_avx512_bf16;
+  if (isa == Isa::kAvx512) return run_avx512;
+  if (isa == Isa::kAvx2) return run_avx2;
+#endif
+  return run_baseline;
+}
+
+// Group by group, then rows by rows: the weights of neighbours lie one after the other.
+void plan(const PackedProduct& product, const std::vector<RowGroup>& groups, std::vector<Item>& items) {
+  const int64_t num_panels = count_panels(is_gated(product) ? product.num_outputs / 2 : product.num_outputs);
+  const int64_t num_columns = is_gated(product) ? num_panels : (num_panels + 1) / 2;
+  items.clear();
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const int64_t num_blocks = (groups[g].num_rows + kMaxItemRows - 1) / kMaxItemRows;
+    for (int64_t b = 0; b < num_blocks; ++b) {
+      const int64_t begin = groups[g].num_rows * b / num_blocks;
+      const int64_t end = groups[g].num_rows * (b + 1) / num_blocks;
+      for (int64_t column = 0; column < num_columns; ++column) {
+        items.push_back({static_cast<int32_t>(g), static_cast<int32_t>(begin), static_cast<int32_t>(end - begin),
+                         static_cast<int32_t>(column)});
+      }
+    }
+  }
+}
+
+// Rows whose inputs are filled up with zeros, for weights that were.
+std::vector<RowGroup> with_padded_inputs(PackedProduct& product, const std::vector<RowGroup>& groups,
+                                         std::vector<char>& room) {
+  const int64_t element = bytes_of(product.type);
+  const int64_t width = padded_inputs(product.format, product.num_inputs);
+  int64_t num_rows = 0;
+  for (const RowGroup& group : groups) num_rows += group.num_rows;
+  room.assign(num_rows * width * element, 0);
+  std::vector<RowGroup> padded = groups;
+  char* target = room.data();
+  for (RowGroup& group : padded) {
+    const char* source = group.input;
+    group.input = target;
+    for (int64_t r = 0; r < group.num_rows; ++r, target += width * element) {
+      std::memcpy(target, source + r * product.input_stride * element, product.num_inputs * element);
+    }
+  }
+  product.input_stride = width;
+  return padded;
+}
+
+}  // namespace
+
+void packed_product(const PackedProduct& asked, const std::vector<RowGroup>& asked_groups) {
+  PackedProduct product = asked;
+  std::vector<char> room;
+  std::vector<RowGroup> padded;
+  const bool is_padded = padded_inputs(product.format, product.num_inputs) != product.num_inputs;
+  if (is_padded) padded = with_padded_inputs(product, asked_groups, room);
+  const std::vector<RowGroup>& groups = is_padded ? padded : asked_groups;
+
+  thread_local std::vector<Item> items_of_this_thread;
+  std::vector<Item>& items = items_of_this_thread;  // which other threads see as well
+  plan(product, groups, items);
+  int64_t num_rows = 0;
+  int64_t num_weights = 0;
+  for (const RowGroup& group : groups) {
+    num_rows += group.num_rows;
+    num_weights += group.num_rows > 0 ? product.num_outputs * product.num_inputs : 0;
+  }
+  const RunItem run = choose_run_item(current_isa());
+  const auto work = [&](int64_t i) { run(product, groups[items[i].group], items[i]); };
+  if (std::max(num_weights * 2, num_rows * product.num_outputs * product.num_inputs / 8) < kParallelWork) {
+    for (size_t i = 0; i < items.size(); ++i) work(static_cast<int64_t>(i));
+  } else {
+    parallel_for(static_cast<int64_t>(items.size()), work);
+  }
+}
+
+}  // namespace moeserve

@@ -1,0 +1,173 @@
+// The inner loops of products with VDPBF16PS: up to 6 rows times the 64 outputs of two panels, all sums in registers.
+//
+// Weights of fewer bits become bfloat16 in registers on their way, exactly.
+
+#pragma once
+
+#include "isa.h"
+
+#if defined(MOESERVE_X86)
+
+#include <immintrin.h>
+
+#include "product_tile.h"
+
+namespace moeserve {
+
+constexpr int kDotRows = 6;
+
+// Memory that is to be in the second-level cache soon. For every step of 256 bytes that a tile reads, kLines lines of
+// it are asked for.
+struct Prefetch {
+  const char* panels[2];
+};
+
+#define MOESERVE_DOT MOESERVE_TARGET_AVX512_BF16 MOESERVE_INLINE
+
+// Two inputs of the 32 outputs of a panel: two vectors.
+MOESERVE_DOT void load_weights(const char* panel, int64_t pair, __m512bh (&lanes)[2]) {
+  lanes[0] = (__m512bh)_mm512_loadu_si512(panel + pair * 128);
+  lanes[1] = (__m512bh)_mm512_loadu_si512(panel + pair * 128 + 64);
+}
+
+MOESERVE_DOT __m512 widen_int8(const char* values) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values))));
+}
+
+MOESERVE_DOT void load_int8(const char* panel, int64_t pair, __m512bh (&lanes)[2]) {
+  const char* values = panel + pair * 64;
+  lanes[0] = _mm512_cvtne2ps_pbh(widen_int8(values + 16), widen_int8(values));
+  lanes[1] = _mm512_cvtne2ps_pbh(widen_int8(values + 48), widen_int8(values + 32));
+}
+
+MOESERVE_DOT __m512bh broadcast_pair(const BFloat16* input) {
+  int32_t pair;
+  std::memcpy(&pair, input, sizeof(pair));
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
+
+template <int kRows, WeightFormat kFormat, int kLines>
+MOESERVE_DOT void dot_pairs(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_pairs,
+                            const Prefetch& next, __m512 (&sums)[kRows][4]) {
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    if constexpr (kLines >= 1) _mm_prefetch(next.panels[0] + pair * 64, _MM_HINT_T1);
+    if constexpr (kLines >= 2) _mm_prefetch(next.panels[1] + pair * 64, _MM_HINT_T1);
+    __m512bh first[2], second[2];
+    if constexpr (kFormat == WeightFormat::kInt8) {
+      load_int8(panels[0], pair, first);
+      load_int8(panels[1], pair, second);
+    } else {
+      load_weights(panels[0], pair, first);
+      load_weights(panels[1], pair, second);
+    }
+    MOESERVE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const __m512bh values = broadcast_pair(input + r * stride + 2 * pair);
+      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], values, first[0]);
+      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], values, first[1]);
+      sums[r][2] = _mm512_dpbf16_ps(sums[r][2], values, second[0]);
+      sums[r][3] = _mm512_dpbf16_ps(sums[r][3], values, second[1]);
+    }
+  }
+}
+
+template <int kRows, WeightFormat kFormat, int kLines>
+MOESERVE_DOT void dot_tile(const BFloat16* input, int64_t stride, const Block& block, const Prefetch& next,
+                           float* targets) {
+  __m512 sums[kRows][4];
+  const bool starts_at_zero = block.is_first || block.scales != nullptr;
+  MOESERVE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    MOESERVE_UNROLL
+    for (int v = 0; v < 4; ++v) {
+      sums[r][v] = starts_at_zero ? _mm512_setzero_ps() : _mm512_loadu_ps(targets + r * kTileOutputs + v * 16);
+    }
+  }
+  dot_pairs<kRows, kFormat, kLines>(input, stride, block.panels, block.num_inputs / 2, next, sums);
+  MOESERVE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    MOESERVE_UNROLL
+    for (int v = 0; v < 4; ++v) {
+      float* target = targets + r * kTileOutputs + v * 16;
+      if (block.scales != nullptr) {
+        const __m512 before = block.is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(target);
+        sums[r][v] = _mm512_fmadd_ps(sums[r][v], _mm512_loadu_ps(block.scales + v * 16), before);
+      }
+      _mm512_storeu_ps(target, sums[r][v]);
+    }
+  }
+}
+
+// Two inputs of the 32 outputs of a panel from words of four values; kStep says which two of the word's.
+template <int kStep>
+MOESERVE_DOT void widen_int4(__m512i words, __m512i table, __m512bh (&lanes)[2]) {
+  lanes[0] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8 * kStep), table);
+  lanes[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8 * kStep + 4), table);
+}
+
+// bfloat16 of the values 0 to 7 and -8 to -1, twice: a table is asked with five bits, of which the fifth is another
+// value's.
+MOESERVE_DOT __m512i int4_table() {
+  alignas(64) static constexpr uint16_t kBits[32] = {0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
+                                                     0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80,
+                                                     0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
+                                                     0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80};
+  return _mm512_load_si512(kBits);
+}
+
+MOESERVE_DOT __m512 widen_scales(const char* scales) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+// All inputs of int4 panels, group by group.
+template <int kRows>
+MOESERVE_DOT void dot_int4(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_inputs,
+                           float* targets) {
+  const __m512i table = int4_table();
+  __m512 totals[kRows][4] = {};
+  const char* groups[2] = {panels[0], panels[1]};
+  for (int64_t k = 0; k < num_inputs; k += kInt4Group) {
+    __m512 sums[kRows][4] = {};
+    for (int quad = 0; quad < kInt4Group / 4; ++quad) {
+      const __m512i words[2] = {_mm512_loadu_si512(groups[0] + quad * 64), _mm512_loadu_si512(groups[1] + quad * 64)};
+      __m512bh first[2][2], second[2][2];
+      widen_int4<0>(words[0], table, first[0]);
+      widen_int4<1>(words[0], table, first[1]);
+      widen_int4<0>(words[1], table, second[0]);
+      widen_int4<1>(words[1], table, second[1]);
+      MOESERVE_UNROLL
+      for (int step = 0; step < 2; ++step) {
+        MOESERVE_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          const __m512bh values = broadcast_pair(input + r * stride + k + 4 * quad + 2 * step);
+          sums[r][0] = _mm512_dpbf16_ps(sums[r][0], values, first[step][0]);
+          sums[r][1] = _mm512_dpbf16_ps(sums[r][1], values, first[step][1]);
+          sums[r][2] = _mm512_dpbf16_ps(sums[r][2], values, second[step][0]);
+          sums[r][3] = _mm512_dpbf16_ps(sums[r][3], values, second[step][1]);
+        }
+      }
+    }
+    for (int panel = 0; panel < 2; ++panel) {
+      for (int half = 0; half < 2; ++half) {
+        const __m512 scales = widen_scales(groups[panel] + kInt4Group / 4 * 64 + half * 32);
+        MOESERVE_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          totals[r][panel * 2 + half] = _mm512_fmadd_ps(sums[r][panel * 2 + half], scales, totals[r][panel * 2 + half]);
+        }
+      }
+      groups[panel] += kInt4Group / 4 * 64 + kPanel * 2;
+    }
+  }
+  MOESERVE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    MOESERVE_UNROLL
+    for (int v = 0; v < 4; ++v) _mm512_storeu_ps(targets + r * kTileOutputs + v * 16, totals[r][v]);
+  }
+}
+
+#undef MOESERVE_DOT
+
+}  // namespace moeserve
+
+#endif

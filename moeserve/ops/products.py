@@ -1,0 +1,234 @@
+"""Products of rows with weights that stay put: what projections, experts and the output head are made of.
+
+A weight is first open: plain memory that a checkpoint fills. Packed, it is in the order in which the C++ kernels read
+it, or quantised. Knows no layers and no checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeserve.ops.activation import ClampedSwiGLU, GatedActivation, SwiGLU
+from moeserve.ops.native import native_kernels
+
+# T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns: the
+# outputs, or half as many after an activation, to which the first half are gates and the second are ups
+
+PackedFormat = Literal["float32", "bfloat16", "int8", "int4"]
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Product(Protocol):
+    """activation(input @ weight.T + bias) for e weights of one shape.
+
+    Results are in the dtype of the input, and rows are contiguous.
+    """
+
+    def multiply(self, input_TI: Tensor) -> Tensor:
+        """[T, C], with the only weight."""
+        ...
+
+    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor) -> Tensor:
+        """[R, C]: the first counts_e[0] rows with the first weight, and so on. counts_e is int64 and sums to R."""
+        ...
+
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
+        """[e, S, C]: the first counts_e[i] slots of weight i hold its rows; the others' results are not to be read."""
+        ...
+
+    def multiply_each(self, input_TeI: Tensor) -> Tensor:
+        """[T, e, C]: every token with every weight, each on an input of its own."""
+        ...
+
+
+@dataclass(frozen=True)
+class OpenWeights:
+    """Weights as a checkpoint fills them."""
+
+    weight_eOI: Tensor
+    bias_eO: Tensor | None = None
+    activation: GatedActivation | None = None
+
+    @property
+    def num_parts(self) -> int:
+        """Of a weight, each of which has outputs of its own kind."""
+        return 1 if self.activation is None else 2
+
+
+class TorchProduct:
+    """The reference, on any device."""
+
+    def __init__(self, weights: OpenWeights) -> None:
+        self.weights = weights
+
+    def multiply(self, input_TI: Tensor) -> Tensor:
+        (weight_OI,) = self.weights.weight_eOI
+        return self._product(input_TI, weight_OI, 0)
+
+    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor) -> Tensor:
+        output_RC = rows_RI.new_empty(len(rows_RI), self._num_columns)
+        for weight, rows in _rows_of_each(counts_e):
+            output_RC[rows] = self._product(rows_RI[rows], self.weights.weight_eOI[weight], weight)
+        return output_RC
+
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
+        if slots_eSI.device.type == "cpu":  # the bytes of `multiply_rows`
+            output_eSC = slots_eSI.new_empty(*slots_eSI.shape[:2], self._num_columns)
+            for weight, count in enumerate(counts_e.tolist()):
+                rows_SI = slots_eSI[weight, :count]
+                output_eSC[weight, :count] = self._product(rows_SI, self.weights.weight_eOI[weight], weight)
+            return output_eSC
+        output_eSO = torch.bmm(slots_eSI, self.weights.weight_eOI.transpose(1, 2))  # of fixed shapes
+        if self.weights.bias_eO is not None:
+            output_eSO = output_eSO + self.weights.bias_eO[:, None]
+        return self._activated(output_eSO)
+
+    def multiply_each(self, input_TeI: Tensor) -> Tensor:
+        output_eTO = torch.bmm(input_TeI.transpose(0, 1), self.weights.weight_eOI.transpose(1, 2))
+        if self.weights.bias_eO is not None:
+            output_eTO = output_eTO + self.weights.bias_eO[:, None]
+        return self._activated(output_eTO).transpose(0, 1).contiguous()
+
+    @property
+    def _num_columns(self) -> int:
+        return self.weights.weight_eOI.shape[1] // self.weights.num_parts
+
+    def _product(self, input_TI: Tensor, weight_OI: Tensor, weight: int) -> Tensor:
+        bias_eO = self.weights.bias_eO
+        return self._activated(functional.linear(input_TI, weight_OI, None if bias_eO is None else bias_eO[weight]))
+
+    def _activated(self, output: Tensor) -> Tensor:
+        activation = self.weights.activation
+        return output if activation is None else activation(*output.chunk(2, dim=-1))
+
+
+class NativeProduct:
+    """The C++ kernels, on packed weights.
+
+    A result's bytes depend on its row, its weight and the instruction set alone: not on the rows beside it, not on
+    their number, and not on the number of threads.
+    """
+
+    def __init__(self, kernels: ModuleType, packed: PackedWeights) -> None:
+        self.num_columns = packed.num_outputs // packed.num_parts
+        self.weights = kernels.PackedWeights(
+            packed.format,
+            packed.panels,
+            packed.num_outputs,
+            packed.num_inputs,
+            packed.bias_eO,
+            **_activation_arguments(packed.activation),
+        )
+
+    def multiply(self, input_TI: Tensor) -> Tensor:
+        output_TC = input_TI.new_empty(len(input_TI), self.num_columns)
+        self.weights.multiply(input_TI, output_TC)
+        return output_TC
+
+    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor) -> Tensor:
+        output_RC = rows_RI.new_empty(len(rows_RI), self.num_columns)
+        self.weights.multiply_rows(rows_RI, counts_e, output_RC)
+        return output_RC
+
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
+        is_used_eS = torch.arange(slots_eSI.shape[1]) < counts_e[:, None]
+        output_eSC = slots_eSI.new_zeros(*slots_eSI.shape[:2], self.num_columns)
+        output_eSC[is_used_eS] = self.multiply_rows(slots_eSI[is_used_eS], counts_e)
+        return output_eSC
+
+    def multiply_each(self, input_TeI: Tensor) -> Tensor:
+        output_TeC = input_TeI.new_empty(*input_TeI.shape[:2], self.num_columns)
+        self.weights.multiply_each(input_TeI, output_TeC)
+        return output_TeC
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """Weights in the order in which the C++ kernels read them: see csrc/cpu/packed_weight.h."""
+
+    format: PackedFormat
+    panels: Tensor  # [e, bytes] uint8
+    num_outputs: int
+    num_inputs: int
+    bias_eO: Tensor | None
+    activation: GatedActivation | None
+
+    @property
+    def num_parts(self) -> int:
+        return 1 if self.activation is None else 2
+
+
+def can_pack(weights: OpenWeights) -> bool:
+    """Whether there are kernels that read these weights packed."""
+    weight_eOI = weights.weight_eOI
+    is_known = weight_eOI.device.type == "cpu" and weight_eOI.dtype in NATIVE_DTYPES and weight_eOI.numel() > 0
+    return is_known and native_kernels() is not None
+
+
+def packed_bytes(weights: OpenWeights, packed_format: PackedFormat) -> int:
+    """Of each of the weights."""
+    _, num_outputs, num_inputs = weights.weight_eOI.shape
+    return int(_kernels().packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts))
+
+
+def pack(weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool = True) -> PackedWeights:
+    """The weights packed: where they lie, if they may be and the packed ones are of the same size and type.
+
+    They are then not to be used unpacked any more.
+    """
+    kernels = _kernels()
+    weight_eOI = weights.weight_eOI
+    size = packed_bytes(weights, packed_format)
+    own_bytes = weight_eOI[0].nbytes
+    if in_place and size == own_bytes and packed_format == str(weight_eOI.dtype).removeprefix("torch."):
+        panels = weight_eOI.data.view(torch.uint8).view(len(weight_eOI), size)
+    else:
+        panels = torch.empty(len(weight_eOI), size, dtype=torch.uint8)
+    for weight_OI, of_one in zip(weight_eOI, panels, strict=True):
+        kernels.pack_weight(packed_format, weight_OI, of_one, weights.num_parts)
+    return adopt(weights, packed_format, panels)
+
+
+def adopt(weights: OpenWeights, packed_format: PackedFormat, panels: Tensor) -> PackedWeights:
+    """Panels that were packed before, of weights of this shape; the bias is the weights' own."""
+    _, num_outputs, num_inputs = weights.weight_eOI.shape
+    return PackedWeights(packed_format, panels, num_outputs, num_inputs, weights.bias_eO, weights.activation)
+
+
+def native_product(packed: PackedWeights) -> NativeProduct:
+    return NativeProduct(_kernels(), packed)
+
+
+def _kernels() -> ModuleType:
+    kernels = native_kernels()
+    assert kernels is not None, "see can_pack"
+    return kernels
+
+
+def _activation_arguments(activation: GatedActivation | None) -> dict[str, Any]:
+    match activation:
+        case None:
+            return {}
+        case SwiGLU():
+            return {"activation": "swiglu"}
+        case ClampedSwiGLU(alpha=alpha, limit=limit):
+            return {"activation": "clamped_swiglu", "alpha": alpha, "limit": limit}
+        case _:
+            raise AssertionError(f"no kernel has the activation {activation}")
+
+
+def _rows_of_each(counts_e: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each weight that has rows, and which."""
+    first = 0
+    for weight, count in enumerate(counts_e.tolist()):
+        if count:
+            yield weight, slice(first, first + count)
+        first += count
