@@ -23,10 +23,11 @@ from tqdm import tqdm
 from moeserve.config import cache_folder
 from moeserve.errors import CheckpointError
 
-CheckpointName = Literal["mixtral-mini", "mixtral-small", "mixtral-tiny"]
+CheckpointName = Literal["mixtral-mini", "deepseek-mini", "qwen3-mini", "mixtral-small", "mixtral-tiny"]
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_STD = 0.02
 BYTES_PER_WEIGHT = 2  # bf16
+GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def make_checkpoint(
@@ -83,6 +84,10 @@ def model_config(name: CheckpointName) -> dict[str, Any]:
                 vocab_size=32000, hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=4,
                 num_experts=8, num_experts_per_token=2, expert_size=3584,
             )  # fmt: skip
+        case "deepseek-mini":
+            return _deepseek_config(hidden_size=1024, num_layers=16, num_heads=16)
+        case "qwen3-mini":
+            return _qwen3_config(hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=4)
         case "mixtral-small":  # a quarter of mixtral-mini's layers, for benchmarks that start several engines
             return model_config("mixtral-mini") | {"num_hidden_layers": 4}
         case "mixtral-tiny":
@@ -134,30 +139,160 @@ def _mixtral_config(
     }
 
 
-def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Mixtral checkpoint under its original name."""
-    hidden, expert = config["hidden_size"], config["intermediate_size"]
-    query = config["num_attention_heads"] * config["head_dim"]
-    key_value = config["num_key_value_heads"] * config["head_dim"]
+def _deepseek_config(*, hidden_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
+    """DeepSeek-V3 with the proportions of the published one, narrower and shallower."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2816,
+        "moe_intermediate_size": 512,
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": 0,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": WEIGHT_STD,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
 
+
+def _qwen3_config(*, hidden_size: int, num_layers: int, num_heads: int, num_kv_heads: int) -> dict[str, Any]:
+    """Qwen3-MoE with many small experts, narrower and shallower than the published ones."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+        "hidden_size": hidden_size,
+        "intermediate_size": 3072,  # of dense layers, of which there are none
+        "moe_intermediate_size": 384,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": hidden_size // num_heads,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "initializer_range": WEIGHT_STD,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint under its original name."""
+    hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}.self_attn.q_proj.weight"] = (query, hidden)
-        shapes[f"{layer}.self_attn.k_proj.weight"] = (key_value, hidden)
-        shapes[f"{layer}.self_attn.v_proj.weight"] = (key_value, hidden)
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, query)
+        shapes |= _latent_attention(layer, config) if "kv_lora_rank" in config else _attention(layer, config)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        shapes[f"{layer}.block_sparse_moe.gate.weight"] = (config["num_local_experts"], hidden)
-        for expert_index in range(config["num_local_experts"]):
-            experts = f"{layer}.block_sparse_moe.experts.{expert_index}"
-            shapes[f"{experts}.w1.weight"] = (expert, hidden)
-            shapes[f"{experts}.w2.weight"] = (hidden, expert)
-            shapes[f"{experts}.w3.weight"] = (expert, hidden)
+        match config["model_type"]:
+            case "mixtral":
+                shapes[f"{layer}.block_sparse_moe.gate.weight"] = (config["num_local_experts"], hidden)
+                for expert in range(config["num_local_experts"]):
+                    prefix = f"{layer}.block_sparse_moe.experts.{expert}"
+                    shapes |= _gated(prefix, ("w1", "w3", "w2"), hidden, config["intermediate_size"])
+            case "deepseek_v3" if index < config["first_k_dense_replace"]:
+                shapes |= _gated(f"{layer}.mlp", GATED_NAMES, hidden, config["intermediate_size"])
+            case "deepseek_v3":
+                width = config["moe_intermediate_size"]
+                shapes |= _experts(layer, config["n_routed_experts"], hidden, width)
+                shapes[f"{layer}.mlp.gate.e_score_correction_bias"] = (config["n_routed_experts"],)
+                shared_width = width * config["n_shared_experts"]
+                shapes |= _gated(f"{layer}.mlp.shared_experts", GATED_NAMES, hidden, shared_width)
+            case "qwen3_moe":
+                shapes |= _experts(layer, config["num_experts"], hidden, config["moe_intermediate_size"])
     shapes["model.norm.weight"] = (hidden,)
     shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
+
+
+def _attention(layer: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    query, key_value = (config[f"num_{which}_heads"] * head_dim for which in ("attention", "key_value"))
+    prefix = f"{layer}.self_attn"
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}.q_proj.weight": (query, hidden),
+        f"{prefix}.k_proj.weight": (key_value, hidden),
+        f"{prefix}.v_proj.weight": (key_value, hidden),
+        f"{prefix}.o_proj.weight": (hidden, query),
+    }
+    if config["model_type"] == "qwen3_moe":
+        shapes |= {f"{prefix}.q_norm.weight": (head_dim,), f"{prefix}.k_norm.weight": (head_dim,)}
+    return shapes
+
+
+def _latent_attention(layer: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
+    key, rotary, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    query_rank, latent = config["q_lora_rank"], config["kv_lora_rank"]
+    prefix = f"{layer}.self_attn"
+    return {
+        f"{prefix}.q_a_proj.weight": (query_rank, hidden),
+        f"{prefix}.q_a_layernorm.weight": (query_rank,),
+        f"{prefix}.q_b_proj.weight": (num_heads * (key + rotary), query_rank),
+        f"{prefix}.kv_a_proj_with_mqa.weight": (latent + rotary, hidden),
+        f"{prefix}.kv_a_layernorm.weight": (latent,),
+        f"{prefix}.kv_b_proj.weight": (num_heads * (key + value), latent),
+        f"{prefix}.o_proj.weight": (hidden, num_heads * value),
+    }
+
+
+def _experts(layer: str, num_experts: int, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{layer}.mlp.gate.weight": (num_experts, hidden)}
+    for expert in range(num_experts):
+        shapes |= _gated(f"{layer}.mlp.experts.{expert}", GATED_NAMES, hidden, width)
+    return shapes
+
+
+def _gated(prefix: str, names: tuple[str, str, str], hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+    return {gate: (width, hidden), down: (hidden, width), up: (width, hidden)}
 
 
 def _write_shards(folder: Path, name: str, shapes: dict[str, tuple[int, ...]], seed: int, max_shard_bytes: int) -> None:
