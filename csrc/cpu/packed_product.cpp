@@ -84,7 +84,7 @@ MOESERVE_INLINE void widen_block(WeightFormat format, const char* panel, int64_t
     }
     return;
   }
-  const char* group = panel + first / kInt4Group * (kInt4Group * kPanel / 2 + kPanel * 2);
+  const char* group = panel + first / kInt4Group * kInt4GroupBytes;
   const auto* words = reinterpret_cast<const uint16_t*>(group);
   for (int64_t k = first; k < last; ++k) {
     for (int n = 0; n < kPanel; ++n) {
@@ -92,19 +92,18 @@ MOESERVE_INLINE void widen_block(WeightFormat format, const char* panel, int64_t
       assign(target + place(k, n), static_cast<float>(bits < 8 ? bits : bits - 16));
     }
   }
-  const auto* group_scales = reinterpret_cast<const BFloat16*>(group + kInt4Group * kPanel / 2);
+  const auto* group_scales = reinterpret_cast<const BFloat16*>(group + kInt4ScalesAt);
   for (int n = 0; n < kPanel; ++n) scales[n] = widen(group_scales[n]);
 }
 
-// A block of the item's panels: where it lies, or widened into the scratch.
-template <typename Element>
-MOESERVE_INLINE Block make_block(const Work& work, int64_t first, int64_t last, Scratch& room) {
+// A block of the item's panels: where it lies, or widened into the scratch by widen(panel, target, scales).
+template <typename Element, typename Widen>
+MOESERVE_INLINE Block make_block(const Work& work, int64_t first, int64_t last, Scratch& room, const Widen& widen) {
   const WeightFormat format = work.product.format;
   Block block{{}, nullptr, last - first, first == 0};
   for (int p = 0; p < 2; ++p) {
     if (is_quantized(format)) {
-      auto* target = reinterpret_cast<Element*>(room.weights[p]);
-      widen_block(format, work.panels[p], first, last, target, room.scales + p * kPanel);
+      widen(work.panels[p], room.weights[p], room.scales + p * kPanel);
       block.panels[p] = room.weights[p];
     } else {
       block.panels[p] = work.panels[p] + first * kPanel * sizeof(Element);
@@ -131,7 +130,11 @@ MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
   const int num_tiles = (work.num_rows + kRows - 1) / kRows;
   const int64_t step = block_inputs(work.product.format, num_tiles);
   for (int64_t first = 0; first < work.num_inputs; first += step) {
-    const Block block = make_block<Element>(work, first, std::min(first + step, work.num_inputs), room);
+    const int64_t last = std::min(first + step, work.num_inputs);
+    const auto widen = [&](const char* panel, char* target, float* scales) {
+      widen_block(work.product.format, panel, first, last, reinterpret_cast<Element*>(target), scales);
+    };
+    const Block block = make_block<Element>(work, first, last, room, widen);
     for (int row = 0; row < work.num_rows; row += kRows) {
       const int rows = std::min(kRows, work.num_rows - row);
       add_tile<W, kRows, kVectors>(input + row * stride + first, stride, rows, block, room.sums + row * kTileOutputs);
@@ -193,7 +196,10 @@ MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const Work& work, Scratch& room) 
   const int64_t step = block_inputs(work.product.format, num_tiles);
   for (int64_t first = 0; first < work.num_inputs; first += step) {
     const int64_t last = std::min(first + step, work.num_inputs);
-    const Block block = make_block<BFloat16>(work, first, last, room);
+    const auto widen = [&](const char* panel, char* target, float* scales) {
+      widen_panel(work.product.format, panel, first, last, target, scales);
+    };
+    const Block block = make_block<BFloat16>(work, first, last, room, widen);
     Prefetch next{{block.panels[0], block.panels[1]}};
     if (!is_quantized(work.product.format)) {
       for (int p = 0; p < 2; ++p) {
@@ -222,17 +228,29 @@ MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const Work& work, Scratch& room) 
   }
 }
 
-MOESERVE_TARGET_AVX512_BF16 void accumulate_avx512_bf16(const Work& work, Scratch& room) {
-  if (work.product.type != ElementType::kBFloat16) return accumulate<16, 6, 2, float>(work, room);
-  if (work.num_rows > kDotRows) return dot_many_rows(work, room);
+MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
   switch (work.product.format) {
     case WeightFormat::kInt8:
-      return dot_few_rows<WeightFormat::kInt8>(work, room.sums);
+      return dot_few_rows<WeightFormat::kInt8>(work, sums);
     case WeightFormat::kInt4:
-      return dot_few_rows<WeightFormat::kInt4>(work, room.sums);
+      return dot_few_rows<WeightFormat::kInt4>(work, sums);
     default:
-      return dot_few_rows<WeightFormat::kBFloat16>(work, room.sums);
+      return dot_few_rows<WeightFormat::kBFloat16>(work, sums);
   }
+}
+
+MOESERVE_TARGET_AVX512_BF16 void accumulate_avx512_bf16(const Work& work, Scratch& room) {
+  if (work.product.type != ElementType::kBFloat16) return accumulate<16, 6, 2, float>(work, room);
+  if (work.num_rows <= kDotRows) return dot_few_rows(work, room.sums);
+  // Quantised panels are small: they are read from the cache a few times sooner than they are written there once.
+  const int num_tiles = (work.num_rows + kDotRows - 1) / kDotRows;
+  if (!is_quantized(work.product.format) || num_tiles > kFewTiles) return dot_many_rows(work, room);
+  for_each_tile(work.num_rows, num_tiles, [&](int, int row, int rows) MOESERVE_TARGET_AVX512_BF16 {
+    Work part = work;
+    part.input += row * work.input_bytes;
+    part.num_rows = rows;
+    dot_few_rows(part, room.sums + row * kTileOutputs);
+  });
 }
 
 MOESERVE_TARGET_AVX512 void accumulate_avx512(const Work& work, Scratch& room) {

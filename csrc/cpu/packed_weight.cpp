@@ -16,8 +16,7 @@ namespace moeserve {
 
 namespace {
 
-constexpr int kInt4Words = kInt4Group / 4 * 16 * 2;  // of a group of inputs of one panel
-constexpr int64_t kInt4GroupBytes = kInt4Words * 2 + kPanel * 2;
+constexpr int kInt4Words = kInt4ScalesAt / 2;
 constexpr int kInt4Lowest = -8;
 constexpr int kInt4Highest = 7;
 constexpr int kInt8Highest = 127;

@@ -22,8 +22,10 @@ namespace moeserve {
 
 enum class WeightFormat { kFloat32, kBFloat16, kInt8, kInt4 };
 
-constexpr int kPanel = 32;      // outputs of a panel
-constexpr int kInt4Group = 32;  // inputs that share a scale
+constexpr int kPanel = 32;                              // outputs of a panel
+constexpr int kInt4Group = 32;                          // inputs that share a scale
+constexpr int kInt4ScalesAt = kInt4Group * kPanel / 2;  // bytes of values before a group's scales
+constexpr int kInt4GroupBytes = kInt4ScalesAt + kPanel * 2;
 
 int64_t count_panels(int64_t num_outputs);
 

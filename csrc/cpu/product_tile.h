@@ -91,18 +91,15 @@ MOESERVE_INLINE void add_part(const Element* input, int64_t stride, const Block&
   }
 }
 
-// The sums of `num_rows` rows, at most kMaxRows, and 64 outputs.
-template <int W, int kMaxRows, int kVectors, typename Element>
+// The sums of `num_rows` rows, at most kRows, and 64 outputs.
+template <int W, int kRows, int kVectors, typename Element>
 MOESERVE_INLINE void add_tile(const Element* input, int64_t stride, int num_rows, const Block& block, float* sums) {
+  if constexpr (kRows > 1) {
+    if (num_rows < kRows) return add_tile<W, kRows - 1, kVectors>(input, stride, num_rows, block, sums);
+  }
   for (int panel = 0; panel < 2; ++panel) {
     for (int output = 0; output < kPanel; output += kVectors * W) {
-      if (num_rows == kMaxRows) {
-        add_part<W, kMaxRows, kVectors>(input, stride, block, panel, output, sums);
-      } else {
-        for (int r = 0; r < num_rows; ++r) {
-          add_part<W, 1, kVectors>(input + r * stride, stride, block, panel, output, sums + r * kTileOutputs);
-        }
-      }
+      add_part<W, kRows, kVectors>(input, stride, block, panel, output, sums);
     }
   }
 }

@@ -120,6 +120,36 @@ MOESERVE_DOT __m512 widen_scales(const char* scales) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
+// Inputs `first` to before `last` of a quantised panel as a bfloat16 panel, and int4's scales of the one group that
+// these are.
+MOESERVE_TARGET_AVX512_BF16 inline void widen_panel(WeightFormat format, const char* panel, int64_t first, int64_t last,
+                                                    char* target, float* scales) {
+  __m512bh lanes[2];
+  const auto write = [&](int64_t pair) MOESERVE_TARGET_AVX512_BF16 {
+    _mm512_storeu_si512(target + pair * 128, (__m512i)lanes[0]);
+    _mm512_storeu_si512(target + pair * 128 + 64, (__m512i)lanes[1]);
+  };
+  if (format == WeightFormat::kInt8) {
+    for (int64_t pair = 0; pair < (last - first) / 2; ++pair) {
+      load_int8(panel + first * kPanel, pair, lanes);
+      write(pair);
+    }
+    return;
+  }
+  const char* group = panel + first / kInt4Group * kInt4GroupBytes;
+  const __m512i table = int4_table();
+  for (int quad = 0; quad < kInt4Group / 4; ++quad) {
+    const __m512i words = _mm512_loadu_si512(group + quad * 64);
+    widen_int4<0>(words, table, lanes);
+    write(2 * quad);
+    widen_int4<1>(words, table, lanes);
+    write(2 * quad + 1);
+  }
+  for (int half = 0; half < 2; ++half) {
+    _mm512_storeu_ps(scales + half * 16, widen_scales(group + kInt4ScalesAt + half * 32));
+  }
+}
+
 // All inputs of int4 panels, group by group.
 template <int kRows>
 MOESERVE_DOT void dot_int4(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_inputs,
@@ -150,13 +180,13 @@ MOESERVE_DOT void dot_int4(const BFloat16* input, int64_t stride, const char* co
     }
     for (int panel = 0; panel < 2; ++panel) {
       for (int half = 0; half < 2; ++half) {
-        const __m512 scales = widen_scales(groups[panel] + kInt4Group / 4 * 64 + half * 32);
+        const __m512 scales = widen_scales(groups[panel] + kInt4ScalesAt + half * 32);
         MOESERVE_UNROLL
         for (int r = 0; r < kRows; ++r) {
           totals[r][panel * 2 + half] = _mm512_fmadd_ps(sums[r][panel * 2 + half], scales, totals[r][panel * 2 + half]);
         }
       }
-      groups[panel] += kInt4Group / 4 * 64 + kPanel * 2;
+      groups[panel] += kInt4GroupBytes;
     }
   }
   MOESERVE_UNROLL
