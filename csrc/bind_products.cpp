@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <sys/mman.h>
 
 #include <optional>
 #include <string>
@@ -67,6 +68,18 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
     pack_weight(known, weight.type, static_cast<const char*>(weight.data) + part * source_bytes, rows, weight.size(1),
                 static_cast<char*>(panels.data) + part * (bytes / num_parts));
   }
+}
+
+// Asks the system for large pages where it can give them, which is before the memory is first used. Fewer pages are
+// faster to get and to find.
+void advise_large_pages(const Tensor& memory) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kLargePage = uintptr_t{1} << 21;
+  const auto address = reinterpret_cast<uintptr_t>(memory.data);
+  const uintptr_t begin = (address + kLargePage - 1) / kLargePage * kLargePage;
+  const uintptr_t end = (address + memory.num_elements() * element_bytes(memory.type)) / kLargePage * kLargePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // no more than a wish
+#endif
 }
 
 // Weights of one shape, packed, and what follows their product. Keeps the tensors that it is made of alive.
@@ -200,6 +213,7 @@ void bind_products(nb::module_& module) {
              "Bytes of a packed weight [num_outputs, num_inputs].");
   module.def("pack_weight", &pack, "format"_a, "weight"_a, "panels"_a, "num_parts"_a = 1,
              "Packs a weight [outputs, inputs] into `panels`, which may be the weight's own memory.");
+  module.def("advise_large_pages", &advise_large_pages, "memory"_a, "For memory that has not been used yet.");
   nb::class_<PackedWeights>(module, "PackedWeights")
       .def(nb::init<const std::string&, nb::object, int64_t, int64_t, nb::object, const std::string&, double, double>(),
            "format"_a, "panels"_a, "num_outputs"_a, "num_inputs"_a, "bias"_a.none() = nb::none(),

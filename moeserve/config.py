@@ -51,6 +51,11 @@ class ModelSettings:
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where tensors live; auto: cpu")
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights, only config.json is read")
+    packed_cache: int | str = setting(
+        "16GiB",
+        "bytes of packed weights kept in the cache folder, as a number or like 16GiB, so that the next start takes "
+        "a second; the least recently used go first; 0: none",
+    )
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = setting(
         0, "seeds dummy weights, and the sampling of requests that bring no seed"
     )
@@ -172,6 +177,7 @@ class EngineConfig:
     quantization: QuantizationName | None
     device: Literal["cpu", "cuda"]
     load_format: Literal["auto", "dummy"]
+    packed_cache: int  # bytes
     seed: int
     max_model_len: int
     max_model_len_may_shrink: bool  # the user left it open: a small KV cache lowers it instead of refusing
@@ -252,11 +258,14 @@ def resolve(
         quantization=model.quantization,
         device=device,
         load_format=model.load_format,
+        packed_cache=0 if model.packed_cache == 0 else parse_bytes("packed_cache", model.packed_cache),
         seed=model.seed,
         max_model_len=model.max_model_len or checkpoint.max_position_embeddings,
         max_model_len_may_shrink=model.max_model_len is None,
         block_size=cache.block_size,
-        kv_cache_memory=None if cache.kv_cache_memory is None else parse_bytes(cache.kv_cache_memory),
+        kv_cache_memory=None
+        if cache.kv_cache_memory is None
+        else parse_bytes("kv_cache_memory", cache.kv_cache_memory),
         enable_prefix_caching=cache.enable_prefix_caching,
         max_num_seqs=scheduler.max_num_seqs or (64 if device == "cpu" else 256),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),
@@ -283,21 +292,19 @@ def _choose_dispatcher(wanted: Literal["auto"] | DispatcherName, num_ranks: int)
     return wanted
 
 
-def parse_bytes(amount: int | str) -> int:
-    """Bytes of an amount such as 1048576, "512MiB", "2 GB" or "1.5GiB"."""
+def parse_bytes(option: str, amount: int | str) -> int:
+    """Bytes of an amount such as 1048576, "512MiB", "2 GB" or "1.5GiB"; the option is named in errors."""
     if isinstance(amount, int):
         num_bytes = amount
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", amount)
         if match is None:
-            raise SettingsError(
-                f"kv_cache_memory={shown(amount)} is not an amount of memory; write it like 512MiB or 2GB"
-            )
+            raise SettingsError(f"{option}={shown(amount)} is not an amount of memory; write it like 512MiB or 2GB")
         prefix = match[2] or ""
         base = 1024 if prefix.endswith("i") else 1000
         num_bytes = int(min(float(match[1]), 1e30) * base ** " KMGT".index(prefix[:1] or " "))
     if not 1 <= num_bytes <= MAX_BYTES:
-        raise SettingsError(f"kv_cache_memory={shown(amount)} must be from 1 byte to {MAX_BYTES} bytes")
+        raise SettingsError(f"{option}={shown(amount)} must be from 1 byte to {MAX_BYTES} bytes")
     return num_bytes
 
 

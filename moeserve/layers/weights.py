@@ -15,6 +15,7 @@ from moeserve.ops.products import (
     Product,
     TorchProduct,
     adopt,
+    allocate,
     can_pack,
     native_product,
     pack,
@@ -29,7 +30,7 @@ MIN_QUANTIZED_OUTPUTS = 32
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Memory for a weight that a checkpoint will fill."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    return nn.Parameter(allocate(*shape, dtype=dtype, device=device), requires_grad=False)
 
 
 class Weights(nn.Module):
@@ -69,6 +70,7 @@ class Weights(nn.Module):
         self.register_buffer("panels", None)
         self.activation = activation
         self.least_bits = least_bits
+        self.num_weights = num_weights
         self.product: Product = TorchProduct(self.open)
 
     @property
@@ -76,6 +78,11 @@ class Weights(nn.Module):
         """While they are."""
         assert self.memory is not None, "packed already"
         return OpenWeights(self.memory, self.bias, self.activation)
+
+    @property
+    def packs(self) -> bool:
+        """Whether there are kernels for them packed."""
+        return self.memory is None or can_pack(self.open)
 
     def format(self, quantization: QuantizationName | None) -> PackedFormat | None:
         """What they are packed as; None: they stay open."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -120,6 +121,13 @@ class Decoder(nn.Module):
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = OutputHead(config.vocab_size, size, groups.tp, tied_to=tied_to, dtype=dtype, device=device)
         self.rotary = Rotary(config.rotary, device)
+
+    def with_one_layer_of_each_kind(self) -> Decoder:
+        """The same model, less deep. A step takes as much memory in it, as layers take theirs one after the other."""
+        layer_of_config = dict(zip(self.config.layers, self.layers, strict=True))
+        shallow = copy.copy(self)
+        shallow.layers = list(layer_of_config.values())
+        return shallow
 
     @property
     def cache_bytes_per_token(self) -> int:

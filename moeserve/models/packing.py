@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from moeserve.config import QuantizationName
 from moeserve.layers.weights import Weights
+
+PACKED_STATE_VERSION = 1  # of the layout of packed weights and of the names in a model's packed state
 
 
 @dataclass
@@ -49,6 +52,34 @@ class Packer:
         self._filling.clear()
         for weights in self._borrowed:
             weights.pack(self._quantization)
+
+
+def packed_state(model: nn.Module) -> dict[str, Tensor]:
+    """All of a packed model's memory, by name: what `adopt_state` takes."""
+    state: dict[str, Tensor] = dict(model.named_parameters())
+    return state | {
+        f"{name}.panels": weights.panels for name, weights in weights_of(model).items() if weights.panels is not None
+    }
+
+
+def adopt_state(model: nn.Module, state: Mapping[str, Tensor], quantization: QuantizationName | None) -> bool:
+    """Instead of filling and packing: the bytes of a packed model of the same shape, each perhaps with some more.
+
+    Returns whether they are those of this model; if not, it is left as it was.
+    """
+    weights_by_name = weights_of(model)
+    panels = {f"{name}.panels": weights for name, weights in weights_by_name.items() if weights.packs}
+    memories = {f"{name}.memory" for name, weights in weights_by_name.items() if weights.packs}
+    parameters = {name: weight for name, weight in model.named_parameters() if name not in memories}
+    sizes = {name: weights.num_packed_bytes(quantization) for name, weights in panels.items()}
+    sizes |= {name: parameter.nbytes for name, parameter in parameters.items()}
+    if state.keys() != sizes.keys() or any(state[name].nbytes < size for name, size in sizes.items()):
+        return False
+    for name, weights in panels.items():
+        weights.adopt(state[name][: sizes[name]].view(weights.num_weights, -1), quantization)
+    for name, parameter in parameters.items():
+        parameter.data = state[name][: sizes[name]].view(parameter.dtype).view(parameter.shape)
+    return True
 
 
 def weights_of(model: nn.Module) -> dict[str, Weights]:

@@ -23,6 +23,7 @@ from moeserve.ops.native import native_kernels
 
 PackedFormat = Literal["float32", "bfloat16", "int8", "int4"]
 
+MIN_LARGE_PAGES_BYTES = 2**22
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -166,6 +167,14 @@ class PackedWeights:
         return 1 if self.activation is None else 2
 
 
+def allocate(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for weights, in large pages where the system has them."""
+    memory = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu" and memory.nbytes >= MIN_LARGE_PAGES_BYTES and (kernels := native_kernels()):
+        kernels.advise_large_pages(memory)
+    return memory
+
+
 def can_pack(weights: OpenWeights) -> bool:
     """Whether there are kernels that read these weights packed."""
     weight_eOI = weights.weight_eOI
@@ -191,7 +200,7 @@ def pack(weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool = 
     if in_place and size == own_bytes and packed_format == str(weight_eOI.dtype).removeprefix("torch."):
         panels = weight_eOI.data.view(torch.uint8).view(len(weight_eOI), size)
     else:
-        panels = torch.empty(len(weight_eOI), size, dtype=torch.uint8)
+        panels = allocate(len(weight_eOI), size, dtype=torch.uint8, device=weight_eOI.device)
     for weight_OI, of_one in zip(weight_eOI, panels, strict=True):
         kernels.pack_weight(packed_format, weight_OI, of_one, weights.num_parts)
     return adopt(weights, packed_format, panels)

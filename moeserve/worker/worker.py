@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
 import torch
 
 from moeserve.config import EngineConfig
 from moeserve.distributed.group import Groups
-from moeserve.errors import CheckpointError
-from moeserve.machine import free_memory, shown_bytes
 from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
-from moeserve.models import registry
-from moeserve.models.decoder import Decoder
-from moeserve.models.packing import Packer
-from moeserve.models.published import destinations
-from moeserve.models.summary import summarize
-from moeserve.models.weights import fill_randomly, load_weights, open_checkpoint
 from moeserve.ops.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.threads import set_num_threads
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.worker.kv_cache import count_blocks
+from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -36,19 +28,23 @@ class Worker:
         self.groups = groups
         set_num_threads(config.num_threads)
         started = time.monotonic()
-        model = load_model(config, groups, show_progress=show_progress)
+        loaded = load_model(config, groups, show_progress=show_progress)
+        model = loaded.model
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
 
         groups.world.barrier()  # collective: all ranks; all have loaded, so what is free now is left for caches
 
         # The profiling run needs one block, which all its positions share; it reads some before it writes them.
-        probe_caches = model.make_caches(1, config.block_size)
+        shallow = model.with_one_layer_of_each_kind()
+        probe_caches = shallow.make_caches(1, config.block_size)
         for cache in probe_caches:
             cache.clear()
-        probe = ModelRunner(model, probe_caches, groups.mesh, config.block_size, config.device)
+        probe = ModelRunner(shallow, probe_caches, groups.mesh, config.block_size, config.device)
         largest = largest_step(config)
         num_tokens = (largest.num_tokens,) * groups.mesh.dp
-        num_blocks = count_blocks(config, model.cache_bytes_per_token, lambda: probe.execute(largest, num_tokens))
+        num_blocks = count_blocks(
+            config, model.cache_bytes_per_token, loaded.mapped_bytes, lambda: probe.execute(largest, num_tokens)
+        )
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
         caches = model.make_caches(self.num_blocks, config.block_size)
         samples = groups.tp.rank_in_group == 0
@@ -59,40 +55,6 @@ class Worker:
         """One forward pass, of no tokens where the replica has no plan. Every rank of every replica joins it."""
         self.groups.set_step(agreement.step)
         return self.runner.execute(plan or StepPlan(step=agreement.step, chunks=[]), agreement.num_tokens)
-
-
-def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> Decoder:
-    """This rank's part of a checkpoint's model, with its weights.
-
-    Raises:
-        CheckpointError: the weights do not fit in memory, or are not those that the config asks for.
-    """
-    description = registry.describe(config.model_path)
-    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    placements = description.model.place_experts(
-        groups.ep.world_size, loads=config.expert_loads, num_redundant=config.num_redundant_experts
-    )
-    num_bytes = summarize(description, config.dtype, groups, placements).weight_bytes
-    free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
-    if num_bytes > free:
-        share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
-        raise CheckpointError(
-            f"the weights of {config.model_path} do not fit in memory: they take {shown_bytes(num_bytes)} as "
-            f"{config.dtype}{share}, but {shown_bytes(free)} are free{share}. Use a machine with more memory, a "
-            "smaller model, or dtype=bfloat16 if the checkpoint is float32; `moeserve inspect` shows what takes how "
-            "much"
-        )
-    groups.world.barrier()  # collective: all ranks; all have looked at the memory before any of them fills it
-    model = Decoder(description.model, groups, config.dispatcher, placements, dtype=dtype, device=device)
-    packer = Packer(model, config.quantization)
-    if config.load_format == "dummy":
-        fill_randomly(model, config.seed)
-    else:
-        checkpoint = open_checkpoint(Path(config.model_path), description.weight_format)
-        places = destinations(model, description.family, checkpoint.names)
-        load_weights(checkpoint, places, filled=packer.filled, show_progress=show_progress)
-    packer.finish()
-    return model.eval()
 
 
 def largest_step(config: EngineConfig) -> StepPlan:

@@ -300,7 +300,7 @@ def test_layer(dispatcher: Any, num_slots: int | None, placement: Placement) -> 
     def life(group: Any) -> Tensor:
         layer = MoELayer(config, WIDTH, dispatcher, placement, group, num_slots=num_slots, **options)
         slots = list(placement.logical_of_slot[group.rank_in_group])
-        assert layer.experts.gate_up.shape == (len(slots), 12, WIDTH)
+        assert layer.experts.gate_up.open.weight_eOI.shape == (len(slots), 12, WIDTH)
         given = whole.state_dict()
         layer.load_state_dict({n: w[slots] if n.startswith("experts.") else w for n, w in given.items()})
         with torch.inference_mode():

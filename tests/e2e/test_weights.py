@@ -24,7 +24,7 @@ import torch
 from moeserve.config import Settings, resolve
 from moeserve.distributed.group import single
 from moeserve.models import registry
-from moeserve.worker.worker import load_model
+from moeserve.worker.loading import load_model
 
 def resident(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -36,7 +36,7 @@ torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
 with torch.inference_mode():
-    model = load_model(config, single(), show_progress=False)
+    model = load_model(config, single(), show_progress=False).model
 weights = sum(weight.nbytes for weight in model.parameters())
 print((resident("VmHWM") - before) / weights, weights)
 """

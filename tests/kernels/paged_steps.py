@@ -15,7 +15,7 @@ from moeserve.ops.threads import set_num_threads
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 NUM_SPARE_BLOCKS = 3
-INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "avx512_bf16")
 
 kernels = native_kernels()
 needs_kernels = pytest.mark.skipif(kernels is None, reason="moeserve._cpu is not built")

@@ -141,7 +141,7 @@ def test_numbers_too_long_to_write_out_are_refused_all_the_same() -> None:
     [(7, 7), ("7", 7), ("2KB", 2000), ("2 KiB", 2048), ("1.5GiB", 3 * 2**29), ("3M", 3_000_000), ("512MiB", 2**29)],
 )
 def test_amounts_of_memory(amount: int | str, num_bytes: int) -> None:
-    assert parse_bytes(amount) == num_bytes
+    assert parse_bytes("kv_cache_memory", amount) == num_bytes
 
 
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,294 @@
+"""Packed weights and their products against float64, on every instruction set that this machine has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+import torch
+from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, settings_restored, use_instruction_set
+from torch import Tensor
+from torch.nn import functional
+
+from moeserve.ops.activation import ClampedSwiGLU, GatedActivation, SwiGLU
+from moeserve.ops.products import (
+    NativeProduct,
+    OpenWeights,
+    PackedFormat,
+    PackedWeights,
+    Product,
+    TorchProduct,
+    native_product,
+    pack,
+)
+from moeserve.ops.threads import set_num_threads
+
+pytestmark = needs_kernels
+
+FORMATS: tuple[PackedFormat, ...] = get_args(PackedFormat)
+ACTIVATIONS: tuple[GatedActivation | None, ...] = (None, SwiGLU(), ClampedSwiGLU(alpha=1.7, limit=0.8))
+ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2**-8}  # of the largest result
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    with settings_restored():
+        yield
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def isa(request: pytest.FixtureRequest) -> str:
+    use_instruction_set(request.param)
+    return str(request.param)
+
+
+def dtypes_of(packed_format: PackedFormat) -> tuple[torch.dtype, ...]:
+    """Of the rows that are multiplied with it."""
+    if packed_format in ("float32", "bfloat16"):
+        return (getattr(torch, packed_format),)
+    return torch.float32, torch.bfloat16
+
+
+CASES = [(packed_format, dtype) for packed_format in FORMATS for dtype in dtypes_of(packed_format)]
+
+
+def make(
+    num_weights: int,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    *,
+    has_bias: bool = False,
+    activation: GatedActivation | None = None,
+) -> OpenWeights:
+    weight_eOI = torch.randn(num_weights, num_outputs, num_inputs).mul(num_inputs**-0.5).to(dtype)
+    bias_eO = torch.randn(num_weights, num_outputs).to(dtype) if has_bias else None
+    return OpenWeights(weight_eOI, bias_eO, activation)
+
+
+def packed_copy(weights: OpenWeights, packed_format: PackedFormat) -> PackedWeights:
+    return pack(OpenWeights(weights.weight_eOI.clone(), weights.bias_eO, weights.activation), packed_format)
+
+
+def unpacked(packed: PackedWeights) -> Tensor:
+    """[e, O, I] float64, read from the panels as csrc/cpu/packed_weight.h describes them."""
+    return torch.stack([_unpacked_one(panels, packed) for panels in packed.panels])
+
+
+def _unpacked_one(panels: Tensor, packed: PackedWeights) -> Tensor:
+    parts = panels.view(packed.num_parts, -1)
+    num_outputs = packed.num_outputs // packed.num_parts
+    num_panels = -(-num_outputs // 32)
+    rows = [_unpacked_panel(panel, packed.format) for part in parts for panel in part.view(num_panels, -1)]
+    whole_POI = torch.stack(rows).view(packed.num_parts, num_panels * 32, -1)
+    assert not whole_POI[:, num_outputs:].any(), "outputs that were filled up"
+    assert not whole_POI[:, :, packed.num_inputs :].any(), "inputs that were filled up"
+    return whole_POI[:, :num_outputs, : packed.num_inputs].flatten(0, 1)
+
+
+def _unpacked_panel(panel: Tensor, packed_format: PackedFormat) -> Tensor:
+    match packed_format:
+        case "float32":
+            return panel.view(torch.float32).view(-1, 32).T.double()
+        case "bfloat16":
+            return panel.view(torch.bfloat16).view(-1, 32, 2).permute(1, 0, 2).flatten(1).double()
+        case "int8":
+            values, scales = panel[:-128].view(torch.int8), panel[-128:].clone().view(torch.float32)
+            return values.view(-1, 32, 2).permute(1, 0, 2).flatten(1).double() * scales[:, None].double()
+        case "int4":
+            groups_gB = panel.view(-1, 512 + 64)
+            words_gqci = groups_gB[:, :512].contiguous().view(torch.int16).to(torch.int32).view(-1, 8, 16, 2)
+            scales_gO = groups_gB[:, 512:].contiguous().view(torch.bfloat16).double()
+            bits_gqcij = words_gqci[..., None] >> torch.tensor([0, 4, 8, 12]) & 15
+            values_gqcijj = (bits_gqcij - 16 * (bits_gqcij > 7)).double().unflatten(-1, (2, 2))
+            # value j: output 16 * (j % 2) + c, input 4 * q + 2 * (j // 2) + i
+            values_gOK = values_gqcijj.permute(0, 5, 2, 1, 4, 3).flatten(1, 2).flatten(2)
+            return (values_gOK * scales_gO[:, :, None]).permute(1, 0, 2).flatten(1)
+
+
+def in_float64(rows_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, activation: GatedActivation | None) -> Tensor:
+    output = functional.linear(rows_RI.double(), weight_OI, None if bias_O is None else bias_O.double())
+    return output if activation is None else activation(*output.chunk(2, dim=-1))
+
+
+def assert_close(given: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert given.dtype == dtype
+    error = (given.double() - expected).abs().max()
+    assert error <= ROUNDING[dtype] * max(1.0, float(expected.abs().max())) * 2, error
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("packed_format", "dtype"), CASES)
+def test_products(
+    isa: str, packed_format: PackedFormat, dtype: torch.dtype, has_bias: bool, activation: GatedActivation | None
+) -> None:
+    """Rows from none to more than an item takes; outputs and inputs that fill panels, and that do not."""
+    torch.manual_seed(0)
+    shapes = [(64, 64), (128, 96), (192, 32), (66, 70), (34, 33), (2, 5), (320, 513), (96, 1100)]
+    for (num_outputs, num_inputs), num_rows in itertools.product(shapes, [0, 1, 2, 5, 6, 7, 13, 31, 200]):
+        weights = make(1, num_outputs, num_inputs, dtype, has_bias=has_bias, activation=activation)
+        packed = packed_copy(weights, packed_format)
+        rows_RI = torch.randn(num_rows, num_inputs).to(dtype)
+        given = native_product(packed).multiply(rows_RI)
+        (weight_OI,) = unpacked(packed)
+        bias_O = None if weights.bias_eO is None else weights.bias_eO[0]
+        expected = in_float64(rows_RI, weight_OI, bias_O, activation)
+        if num_rows:
+            assert_close(given, expected, dtype)
+        assert given.shape == expected.shape
+
+
+@pytest.mark.parametrize("packed_format", ["float32", "bfloat16"])
+def test_packing_only_moves_values(packed_format: PackedFormat) -> None:
+    dtype = getattr(torch, packed_format)
+    for num_outputs, num_inputs, activation in itertools.product((64, 70, 128), (64, 31), (None, SwiGLU())):
+        weights = make(3, num_outputs, num_inputs, dtype, activation=activation)
+        packed = packed_copy(weights, packed_format)
+        assert torch.equal(unpacked(packed), weights.weight_eOI.double())
+
+
+def test_packing_in_place_takes_no_memory() -> None:
+    weights = make(2, 128, 64, torch.bfloat16)
+    copy = weights.weight_eOI.clone()
+    packed = pack(weights, "bfloat16")
+    assert packed.panels.data_ptr() == weights.weight_eOI.data_ptr()
+    assert torch.equal(unpacked(packed), copy.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_within_half_a_step(dtype: torch.dtype) -> None:
+    weights = make(2, 96, 130, dtype)
+    weights.weight_eOI[0, 7] = 0
+    weight_eOI = weights.weight_eOI.double()
+    step_eO1 = weight_eOI.abs().amax(-1, keepdim=True) / 127
+    error_eOI = (unpacked(packed_copy(weights, "int8")) - weight_eOI).abs()
+    assert (error_eOI <= 0.5001 * step_eO1).all()
+
+
+def test_int4_is_no_worse_than_the_usual_scale() -> None:
+    """Which brings the largest of 32 to -8 (GGUF's Q4_0)."""
+    torch.manual_seed(3)
+    weights = make(1, 64, 128, torch.float32)
+    weights.weight_eOI[0, 3, :32] = 0
+    groups = weights.weight_eOI.double().view(-1, 32)
+    extreme = groups.gather(1, groups.abs().argmax(1, keepdim=True))
+    scale = torch.where(extreme == 0, 1.0, extreme / -8)
+    usual = (groups / scale).round().clamp(-8, 7) * scale
+    given = unpacked(packed_copy(weights, "int4")).view(-1, 32)
+    usual_error, error = ((of - groups).pow(2).sum(1) for of in (usual, given))
+    assert float(error.sum()) <= 0.95 * float(usual_error.sum())
+    assert (error <= 1.02 * usual_error + 1e-12).all()  # scales are bfloat16 here
+
+
+@pytest.mark.parametrize(("packed_format", "dtype"), CASES)
+def test_bytes_of_a_row_do_not_depend_on_others_or_threads(
+    isa: str, packed_format: PackedFormat, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    for num_outputs, num_inputs, activation in [(256, 384, None), (704, 1100, SwiGLU()), (1024, 33, None)]:
+        weights = make(1, num_outputs, num_inputs, dtype, has_bias=True, activation=activation)
+        product = native_product(packed_copy(weights, packed_format))
+        rows_RI = torch.randn(300, num_inputs).to(dtype)
+        set_num_threads(1)
+        alone = torch.cat([product.multiply(row[None]) for row in rows_RI])
+        for num_threads, num_rows in itertools.product((1, 2, 3), (2, 6, 7, 12, 19, 64, 300)):
+            set_num_threads(num_threads)
+            first = 300 - num_rows
+            assert torch.equal(product.multiply(rows_RI[first:]), alone[first:]), (num_threads, num_rows)
+
+
+def rows_and_counts(counts: list[int], num_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(sum(counts), num_inputs).to(dtype), torch.tensor(counts, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("counts", [[4, 0, 3, 40], [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1], [0, 0, 250, 0]])
+@pytest.mark.parametrize(("packed_format", "dtype"), CASES)
+def test_rows_slots_and_heads_of_several_weights(
+    packed_format: PackedFormat, dtype: torch.dtype, counts: list[int]
+) -> None:
+    """Each is the product with its one weight, to the byte."""
+    torch.manual_seed(sum(counts))
+    weights = make(4, 96, 64, dtype, has_bias=True, activation=SwiGLU())
+    product = native_product(packed_copy(weights, packed_format))
+    ones = [
+        native_product(
+            packed_copy(OpenWeights(weight[None], bias[None], weights.activation), packed_format),
+        )
+        for weight, bias in zip(weights.weight_eOI, weights.bias_eO, strict=True)  # type: ignore[arg-type]
+    ]
+    rows_RI, counts_e = rows_and_counts(counts, 64, dtype)
+    expected = [one.multiply(rows) for one, rows in zip(ones, rows_RI.split(counts), strict=True)]
+    assert torch.equal(product.multiply_rows(rows_RI, counts_e), torch.cat(expected))
+
+    slots_eSI = torch.full((4, max(counts) + 1, 64), float("nan"), dtype=dtype)
+    for slots, rows in zip(slots_eSI, rows_RI.split(counts), strict=True):
+        slots[: len(rows)] = rows
+    slotted = product.multiply_slots(slots_eSI, counts_e)
+    for given, rows in zip(slotted, expected, strict=True):
+        assert torch.equal(given[: len(rows)], rows)
+
+    input_TeI = torch.randn(5, 4, 64).to(dtype)
+    each = product.multiply_each(input_TeI)
+    for weight, one in enumerate(ones):
+        assert torch.equal(each[:, weight], one.multiply(input_TeI[:, weight].contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_reference_and_kernels_agree(dtype: torch.dtype, activation: GatedActivation | None) -> None:
+    torch.manual_seed(5)
+    weights = make(3, 64, 48, dtype, has_bias=True, activation=activation)
+    products: list[Product] = [TorchProduct(weights), native_product(packed_copy(weights, _same(dtype)))]
+    rows_RI, counts_e = rows_and_counts([3, 0, 5], 48, dtype)
+    slots_eSI, input_TeI = torch.randn(3, 6, 48).to(dtype), torch.randn(4, 3, 48).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for call in (
+        lambda p: p.multiply_rows(rows_RI, counts_e),
+        lambda p: p.multiply_slots(slots_eSI, counts_e)[:, :3][[0, 2]],
+        lambda p: p.multiply_each(input_TeI),
+    ):
+        reference, given = (call(product) for product in products)
+        torch.testing.assert_close(given, reference, atol=tolerance, rtol=tolerance)
+
+
+def _same(dtype: torch.dtype) -> PackedFormat:
+    return "float32" if dtype == torch.float32 else "bfloat16"
+
+
+def test_input_may_be_part_of_wider_rows() -> None:
+    weights = make(1, 40, 24, torch.float32)
+    product = native_product(packed_copy(weights, "float32"))
+    wide = torch.randn(9, 60)
+    assert torch.equal(product.multiply(wide[:, 10:34]), product.multiply(wide[:, 10:34].contiguous()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(input_=torch.zeros(2, 31)), r"input has shape \[2, 31\], expected \[2, 32\]"),
+        (dict(input_=torch.zeros(2, 32, dtype=torch.bfloat16)), "input is not of type float32"),
+        (dict(input_=torch.zeros(32, 2).T), "input is not contiguous"),
+        (dict(output=torch.zeros(2, 63)), r"output has shape \[2, 63\], expected \[2, 64\]"),
+        (dict(output=torch.zeros(2, 64, dtype=torch.bfloat16)), "output is not of type input's"),
+        (dict(counts=torch.tensor([1])), "counts add up to 1, but input has 2 rows"),
+        (dict(counts=torch.tensor([3])), "counts do not fit the 2 rows of input"),
+        (dict(counts=torch.tensor([-1])), "counts do not fit the 2 rows of input"),
+        (dict(counts=torch.tensor([2], dtype=torch.int32)), "counts is not of type int64"),
+    ],
+)
+def test_wrong_arguments_are_refused(change: dict[str, Tensor], message: str) -> None:
+    native: NativeProduct = native_product(packed_copy(make(1, 64, 32, torch.float32), "float32"))
+    arguments = dict(input_=torch.zeros(2, 32), counts=torch.tensor([2]), output=torch.zeros(2, 64)) | change
+    with pytest.raises(ValueError, match=message):
+        native.weights.multiply_rows(arguments["input_"], arguments["counts"], arguments["output"])
+
+
+def test_panels_of_another_size_are_refused() -> None:
+    assert kernels is not None
+    with pytest.raises(ValueError, match=r"panels has shape \[1, 100\], expected \[1, 8192\]"):
+        kernels.PackedWeights("float32", torch.zeros(1, 100, dtype=torch.uint8), 64, 32)
+    with pytest.raises(ValueError, match="'int3' is no format"):
+        kernels.packed_bytes("int3", 64, 32)
