@@ -166,12 +166,12 @@ class PackedWeights {
  private:
   PackedProduct product_of(const Tensor& input, const Tensor& output) const {
     check_float_type("input", input);
-    check_type("output", output, input.type, "input's");
     check_contiguous("input", input, input.num_dims - 1);
     check_contiguous("output", output, output.num_dims - 1);
     if (bias_) check_type("input", input, bias_->type, "bias'");
     if (product_.format == WeightFormat::kBFloat16) check_type("input", input, ElementType::kBFloat16, "bfloat16");
     if (product_.format == WeightFormat::kFloat32) check_type("input", input, ElementType::kFloat32, "float32");
+    check_type("output", output, input.type, "input's");
     PackedProduct product = product_;
     product.type = input.type;
     product.input_stride = input.strides[0];

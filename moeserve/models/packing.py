@@ -75,10 +75,11 @@ def adopt_state(model: nn.Module, state: Mapping[str, Tensor], quantization: Qua
     sizes |= {name: parameter.nbytes for name, parameter in parameters.items()}
     if state.keys() != sizes.keys() or any(state[name].nbytes < size for name, size in sizes.items()):
         return False
-    for name, weights in panels.items():
-        weights.adopt(state[name][: sizes[name]].view(weights.num_weights, -1), quantization)
+    # Biases before the weights that they belong to: kernels are told where they lie.
     for name, parameter in parameters.items():
         parameter.data = state[name][: sizes[name]].view(parameter.dtype).view(parameter.shape)
+    for name, weights in panels.items():
+        weights.adopt(state[name][: sizes[name]].view(weights.num_weights, -1), quantization)
     return True
 
 

@@ -31,7 +31,7 @@ def resident(name):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 facts = registry.read_facts(sys.argv[1])
-config = resolve(Settings.from_options({}), facts, has_cuda=False, num_cores=1)
+config = resolve(Settings.from_options({"packed_cache": 0}), facts, has_cuda=False, num_cores=1)
 torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")

@@ -48,7 +48,7 @@ def test_auto_becomes_what_the_checkpoint_and_the_machine_say() -> None:
 def test_nothing_undecided_is_left() -> None:
     values = dataclasses.asdict(decide())
     assert "auto" not in {value for name, value in values.items() if name != "load_format"}
-    assert [name for name, value in values.items() if value is None] == ["kv_cache_memory"]
+    assert [name for name, value in values.items() if value is None] == ["quantization", "kv_cache_memory"]
 
 
 def test_what_is_given_is_kept() -> None:
