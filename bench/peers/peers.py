@@ -1,0 +1,296 @@
+"""Starts a peer in a process of its own and asks it. Knows how each is started, never how it computes.
+
+    with start_peer("llama.cpp-q8_0", make_checkpoint("mixtral-mini")) as peer:
+        tokens = peer.generate(prompts, 64)
+        seconds = peer.seconds(prompts, 64)
+
+**Waiting peers do not disturb.** The threads of an engine may spin for a while after their work (vLLM's for a second).
+So a peer that is not being asked is stopped as a whole by the kernel, and goes on when it is asked again. Within a
+request each engine's threads wait as its defaults have it: our own variables for OpenMP are not handed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal
+
+from moeserve.bench.peers.environments import EnvironmentName, PeerError, peers_folder, python_of, tcmalloc
+from moeserve.machine import usable_cores
+
+PeerName = Literal[
+    "llama.cpp-bf16",
+    "llama.cpp-q8_0",
+    "llama.cpp-q4_0",
+    "vllm",
+    "transformers",
+]
+ExpertsPeerName = Literal["vllm", "kt-kernel"]
+FOLDER = Path(__file__).parent
+SECONDS_TO_END = 10.0  # between being told that nothing more comes and being killed
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How a peer is started."""
+
+    adapter: str
+    environment: EnvironmentName | None  # none: moeserve's own
+    gguf_kind: str | None = None
+
+
+RECIPES: dict[PeerName, _Recipe] = {
+    "llama.cpp-bf16": _Recipe("serve_llama_cpp", "llama.cpp", "bf16"),
+    "llama.cpp-q8_0": _Recipe("serve_llama_cpp", "llama.cpp", "q8_0"),
+    "llama.cpp-q4_0": _Recipe("serve_llama_cpp", "llama.cpp", "q4_0"),
+    "vllm": _Recipe("serve_vllm", "vllm"),
+    "transformers": _Recipe("serve_transformers", None),
+}
+EXPERTS_RECIPES: dict[ExpertsPeerName, _Recipe] = {
+    "vllm": _Recipe("serve_vllm", "vllm"),
+    "kt-kernel": _Recipe("serve_kt_kernel", "kt-kernel"),
+}
+
+
+class Peer:
+    """A loaded peer. Between requests its processes are stopped."""
+
+    def __init__(self, process: PeerProcess, answer: Mapping[str, Any]) -> None:
+        self._process = process
+        self.version: str = answer["version"]
+        self.startup_seconds: float = answer["startup_seconds"]  # from making the engine to its first token
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """Greedy decoding past the end of sequence: the new tokens of each prompt.
+
+        All prompts of a request are equally long.
+        """
+        tokens: list[list[int]] = self._ask(prompts, num_tokens)["tokens"]
+        return tokens
+
+    def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+        """How long the peer itself takes to generate; the way there and back is not in it."""
+        answer = self._ask(prompts, num_tokens)
+        if [len(output) for output in answer["tokens"]] != [num_tokens] * len(prompts):
+            raise PeerError(f"asked for {len(prompts)} x {num_tokens} tokens, got {[len(o) for o in answer['tokens']]}")
+        return float(answer["seconds"])
+
+    def close(self) -> None:
+        self._process.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Mapping[str, Any]:
+        return self._process.ask("generate", prompts=[list(prompt) for prompt in prompts], num_tokens=num_tokens)
+
+
+class ExpertsPeer:
+    """The experts of one layer as a peer computes them."""
+
+    def __init__(self, process: PeerProcess, version: str) -> None:
+        self._process = process
+        self.version = version
+
+    def seconds(self, num_rows: int, num_runs: int = 5) -> list[float]:
+        """How long each of some runs over so many rows takes, with routing given at random.
+
+        Raises:
+            PeerError: its results are not those of the experts.
+        """
+        answer = self._process.ask("experts", num_rows=num_rows, num_runs=num_runs)
+        if not answer["relative_error"] < 0.02:  # bf16 keeps 8 bits, 0.4 %
+            raise PeerError(f"its results differ from float32 by {answer['relative_error']:.1%}")
+        return [float(seconds) for seconds in answer["seconds"]]
+
+    def close(self) -> None:
+        self._process.close()
+
+
+def start_peer(
+    name: PeerName,
+    checkpoint: Path,
+    *,
+    num_threads: int | None = None,
+    max_requests: int = 32,
+    max_request_tokens: int = 1024,
+    folder: Path | None = None,
+) -> Peer:
+    """Loads a checkpoint into a peer and generates a first token.
+
+    Args:
+        checkpoint: a folder in Hugging Face layout. For llama.cpp a GGUF file is made of it, once, beside it.
+        num_threads: none: as many as there are usable cores.
+        max_requests: most prompts of one request.
+        max_request_tokens: most tokens of one prompt and its output together.
+        folder: of the environments; none: the default.
+
+    Raises:
+        PeerError: it is not installed, or cannot load the checkpoint.
+    """
+    recipe = RECIPES[name]
+    model = checkpoint.absolute()
+    if recipe.gguf_kind:
+        model = make_gguf(checkpoint, recipe.gguf_kind, folder)
+    vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    process = PeerProcess(name, recipe, folder)
+    answer = process.ask(
+        "load",
+        model=str(model),
+        num_threads=num_threads or usable_cores(),
+        max_requests=max_requests,
+        max_request_tokens=max_request_tokens,
+        first_prompt=random.Random(0).choices(range(vocab_size), k=32),
+    )
+    return Peer(process, answer)
+
+
+def start_experts_peer(
+    name: ExpertsPeerName,
+    *,
+    num_experts: int,
+    hidden: int,
+    width: int,
+    top_k: int,
+    num_threads: int | None = None,
+    folder: Path | None = None,
+) -> ExpertsPeer:
+    """Makes one layer's experts of random bf16 weights in a peer.
+
+    Raises:
+        PeerError: it is not installed, or cannot make them.
+    """
+    process = PeerProcess(f"{name}-experts", EXPERTS_RECIPES[name], folder)
+    shape = {"num_experts": num_experts, "hidden": hidden, "width": width, "top_k": top_k}
+    answer = process.ask("load_experts", shape=shape, num_threads=num_threads or usable_cores())
+    return ExpertsPeer(process, answer["version"])
+
+
+def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
+    """Writes a checkpoint as a GGUF file beside it, or finds it written. Quantised ones are made from the bf16 one.
+
+    The name of the file holds a digest of what it was made from, so a changed checkpoint gets a new file.
+
+    Raises:
+        PeerError: llama.cpp is not installed, or the checkpoint is of a family that cannot be written.
+    """
+    checkpoint = checkpoint.absolute()
+    digest = hashlib.sha256()
+    for source in (checkpoint / "config.json", checkpoint / "model.safetensors.index.json"):
+        digest.update(source.read_bytes())
+    digest.update((FOLDER / "adapters" / "write_gguf.py").read_bytes())
+    target = checkpoint.with_name(f"{checkpoint.name}-{digest.hexdigest()[:8]}.{kind}.gguf")
+    if target.exists():
+        return target
+    inputs = [str(checkpoint), str(target)]
+    if kind != "bf16":
+        inputs = [str(make_gguf(checkpoint, "bf16", folder)), str(target), kind]
+    command = [str(python_of("llama.cpp", folder)), "-m", "adapters.write_gguf", *inputs]
+    result = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise PeerError(f"cannot write {target}: {(result.stdout + result.stderr)[-2000:]}")
+    return target
+
+
+class PeerProcess:
+    """An adapter and whatever processes it starts: one process group, which runs only while it is being asked."""
+
+    def __init__(self, name: str, recipe: _Recipe, folder: Path | None = None) -> None:
+        folder = folder or peers_folder()
+        python = Path(sys.executable) if recipe.environment is None else python_of(recipe.environment, folder)
+        self._name = name
+        self._log = folder / "logs" / f"{name}.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("w") as log:
+            # A group of its own in our session: if we die, the kernel wakes the stopped group and hangs up on it.
+            self._process = subprocess.Popen(
+                [str(python), "-m", f"adapters.{recipe.adapter}"],
+                cwd=FOLDER,
+                env=_variables(recipe.environment, python),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                preexec_fn=os.setpgrp,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, what: str, **values: Any) -> Mapping[str, Any]:
+        """Wakes the peer, asks, and stops it again once it has answered.
+
+        Raises:
+            PeerError: it answered with an error, or ended.
+        """
+        requests, answers = self._pipes()
+        self._signal(signal.SIGCONT)
+        try:
+            requests.write(json.dumps({"do": what, **values}) + "\n")
+            requests.flush()
+            line = answers.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            code = self._process.wait()
+            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
+            raise PeerError(f"{self._name} ended with {code}; {self._log} ends with:\n{tail}")
+        self._signal(signal.SIGSTOP)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerError(f"{self._name} cannot {what}: {answer['error']} (more in {self._log})")
+        return answer
+
+    def close(self) -> None:
+        """Ends the peer. May be called again."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGCONT)
+            for pipe in self._pipes():
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(SECONDS_TO_END)
+        with contextlib.suppress(ProcessLookupError):  # what the adapter left behind, or the adapter itself
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended; reading its answer will tell
+            os.killpg(self._process.pid, number)
+
+    def _pipes(self) -> tuple[IO[str], IO[str]]:
+        assert self._process.stdin
+        assert self._process.stdout
+        return self._process.stdin, self._process.stdout
+
+
+def _variables(environment: EnvironmentName | None, python: Path) -> dict[str, str]:
+    """The environment variables a peer starts with: ours, without those that steer OpenMP or Python, plus its own."""
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMP_", "GOMP_", "KMP_", "PYTHON", "MOESERVE_")) and name != "LD_PRELOAD"
+    }
+    ours |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if environment == "vllm":
+        intel_openmp = python.parent.parent / "lib" / "libiomp5.so"
+        libraries = [library for library in (tcmalloc(), str(intel_openmp)) if library]
+        ours |= {"LD_PRELOAD": ":".join(libraries), "VLLM_NO_USAGE_STATS": "1"}
+        ours |= {"VLLM_CACHE_ROOT": str(python.parent.parent / "compiled")}  # a later start compiles nothing
+    return ours

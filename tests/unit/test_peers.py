@@ -1,0 +1,137 @@
+"""Peers: how they are asked, stopped, ended and found. The adapter that runs is that of transformers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from moeserve.bench.checkpoints import make_checkpoint
+from moeserve.bench.peers.check import draw_prompts, judge
+from moeserve.bench.peers.environments import ENVIRONMENTS, STAMP, PeerError, python_of
+from moeserve.bench.peers.install import install
+from moeserve.bench.peers.peers import RECIPES, PeerProcess, make_gguf, start_peer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint("mixtral-tiny", tmp_path_factory.mktemp("checkpoint") / "mixtral-tiny")
+
+
+@pytest.fixture
+def process(tmp_path):
+    process = PeerProcess("transformers", RECIPES["transformers"], tmp_path)
+    yield process
+    process.close()
+
+
+def state_of(pid: int) -> str:
+    """What the kernel says of a process: R, S, T (stopped), ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def wait_for_state(pid: int, wanted: str) -> None:
+    deadline = time.monotonic() + 10
+    while state_of(pid) != wanted:
+        assert time.monotonic() < deadline, f"process {pid} is {state_of(pid)}, not {wanted}"
+        time.sleep(0.01)
+
+
+def test_a_peer_computes_the_model(checkpoint, tmp_path):
+    prompts = draw_prompts(checkpoint)
+    with start_peer("transformers", checkpoint, num_threads=1, folder=tmp_path) as peer:
+        outputs = peer.generate(prompts, 6)
+        assert peer.seconds(prompts, 6) > 0
+        assert peer.startup_seconds > 0
+        assert "transformers" in peer.version
+    assert [len(output) for output in outputs] == [6] * len(prompts)
+    shifted = [[(token + 1) % 160 for token in output] for output in outputs]
+    verdicts = judge(checkpoint, prompts, {"peer": outputs, "shifted": shifted})
+    assert verdicts["peer"].share_equal > 0.8
+    assert verdicts["peer"].max_gap < 0.2
+    assert verdicts["shifted"].mean_gap > 1
+
+
+def test_a_peer_is_stopped_between_requests_and_woken_by_one(process):
+    with pytest.raises(PeerError, match="nonsense"):
+        process.ask("nonsense")
+    wait_for_state(process.pid, "T")
+    with pytest.raises(PeerError, match="nonsense"):  # it answers again
+        process.ask("nonsense")
+
+
+def test_closing_ends_a_stopped_peer(process):
+    with pytest.raises(PeerError):
+        process.ask("nonsense")
+    wait_for_state(process.pid, "T")
+    process.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+    process.close()  # again does no harm
+
+
+def test_a_peer_that_died_is_an_error_with_its_last_words(process, tmp_path):
+    os.killpg(process.pid, signal.SIGKILL)
+    (tmp_path / "logs" / "transformers.log").write_text("first\nlast words\n")
+    with pytest.raises(PeerError, match=r"ended with -9.*\n[^$]*last words"):
+        process.ask("load")
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path, checkpoint):
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(PeerError, match="cannot load"):
+        start_peer("transformers", tmp_path, folder=tmp_path)
+
+
+def test_our_settings_of_openmp_do_not_reach_a_peer(monkeypatch, tmp_path):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    process = PeerProcess("transformers", RECIPES["transformers"], tmp_path)
+    try:
+        with pytest.raises(PeerError):
+            process.ask("nonsense")
+        variables = Path(f"/proc/{process.pid}/environ").read_text()
+    finally:
+        process.close()
+    assert "OMP_" not in variables
+    assert "PATH=" in variables
+
+
+def test_what_is_not_installed_says_how_to_install_it(tmp_path, checkpoint):
+    with pytest.raises(PeerError, match=r"moeserve\.bench\.peers\.install llama\.cpp"):
+        make_gguf(checkpoint, "bf16", tmp_path)
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / STAMP).write_text("of another version")
+    with pytest.raises(PeerError, match="not installed"):
+        python_of("llama.cpp", tmp_path)
+
+
+def test_an_environment_is_made_once_and_again_after_an_interruption(monkeypatch, tmp_path):
+    nothing = tmp_path / "nothing.txt"
+    nothing.write_text("")
+    monkeypatch.setattr(type(ENVIRONMENTS["kt-kernel"]), "requirements", lambda self: nothing)
+    folder = tmp_path / "peers"
+    with pytest.raises(PeerError, match="No module named 'kt_kernel'"):  # nothing was installed, so the check fails
+        install("kt-kernel", folder)
+    assert not (folder / "kt-kernel" / STAMP).exists()
+
+    monkeypatch.setitem(ENVIRONMENTS, "kt-kernel", type(ENVIRONMENTS["kt-kernel"])("kt-kernel", "json"))
+    python = install("kt-kernel", folder)
+    assert python.exists()
+    marker = folder / "kt-kernel" / "marker"
+    marker.touch()
+    assert install("kt-kernel", folder) == python
+    assert marker.exists()  # found, not made again
+    nothing.write_text("# other pins\n")
+    install("kt-kernel", folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_every_requirement_is_pinned(name):
+    lines = ENVIRONMENTS[name].requirements().read_text().splitlines()
+    assert lines
+    assert [line for line in lines if "==" not in line] == []
