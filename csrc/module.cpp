@@ -34,6 +34,7 @@ NB_MODULE(_cpu, module) {
   module.doc() = "C++ kernels of moeserve for CPUs. Called by moeserve.ops only.";
 
   moeserve::bind_attention(module);
+  moeserve::bind_layers(module);
   moeserve::bind_products(module);
 
   module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a, "Threads that kernels may use.");

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.weights import parameter
-from moeserve.ops.norm import choose_rms_norm
+from moeserve.ops.norm import choose_add_rms_norm, choose_rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -17,6 +17,13 @@ class RMSNorm(nn.Module):
         self.weight = parameter(hidden_size, dtype=dtype, device=device)
         self.epsilon = epsilon
         self.rms_norm = choose_rms_norm(device.type)
+        self.add_rms_norm = choose_add_rms_norm(device.type)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return self.rms_norm(hidden_TD, self.weight, self.epsilon)
+
+    def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states with the update, if there is one; and the same normalised."""
+        if update_TD is None:
+            return hidden_TD, self(hidden_TD)
+        return self.add_rms_norm(hidden_TD, update_TD, self.weight, self.epsilon)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moeserve.ops.rotary import RotaryKernel, choose_rotary
+
 # T tokens, N heads, H head size, F rotated pairs
 
 
@@ -105,31 +107,29 @@ class Rotary:
     def __init__(self, config: RotaryConfig, device: torch.device) -> None:
         self.config = config
         self.frequencies_F = config.frequencies().to(device)
+        self.kernel = choose_rotary(device.type)
 
     def at(self, positions_T: Tensor) -> Rotation:
         """The rotation of a step's tokens. Angles are computed in float32."""
-        angles_T1F = (positions_T.to(torch.float32)[:, None] * self.frequencies_F)[:, None, :]
-        factor = self.config.attention_factor
-        return Rotation(angles_T1F.cos() * factor, angles_T1F.sin() * factor, self.config.is_interleaved)
+        angles_TF = torch.outer(positions_T.to(torch.float32), self.frequencies_F)
+        cosines_TF, sines_TF = angles_TF.cos(), angles_TF.sin()
+        if (factor := self.config.attention_factor) != 1.0:
+            cosines_TF, sines_TF = cosines_TF * factor, sines_TF * factor
+        return Rotation(cosines_TF, sines_TF, self.config.is_interleaved, self.kernel)
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of one step's positions, shared by all layers. [T, 1, F] float32 each."""
+    """Cosines and sines of one step's positions, shared by all layers. [T, F] float32 each."""
 
     cosines: Tensor
     sines: Tensor
     is_interleaved: bool
+    kernel: RotaryKernel
 
     def apply(self, heads_TNH: Tensor) -> Tensor:
-        """Turns the first 2 * F values of each head, in float32. Returns the dtype it was given."""
-        num_pairs = self.cosines.shape[-1]
-        turning, staying = heads_TNH.split([2 * num_pairs, heads_TNH.shape[-1] - 2 * num_pairs], dim=-1)
-        pair_shape, axis = ((num_pairs, 2), -1) if self.is_interleaved else ((2, num_pairs), -2)
-        first_TNF, second_TNF = turning.float().unflatten(-1, pair_shape).unbind(axis)
-        turned = (
-            first_TNF * self.cosines - second_TNF * self.sines,
-            second_TNF * self.cosines + first_TNF * self.sines,
-        )
-        turned_TNH = torch.stack(turned, dim=axis).flatten(-2).to(heads_TNH.dtype)
-        return torch.cat([turned_TNH, staying], dim=-1) if staying.shape[-1] else turned_TNH
+        """Turns the first 2 * F values of each head, in float32. Returns the dtype it was given.
+
+        The heads are given away: where they lie, the result may lie afterwards. They may be a view of a projection.
+        """
+        return self.kernel(heads_TNH, self.cosines, self.sines, self.is_interleaved)

@@ -29,6 +29,9 @@ from moeserve.step_inputs import StepInputs
 class DecoderLayer(nn.Module):
     """Attention and a feed-forward network, each on the normalised residual stream and added back to it.
 
+    Adding is left to the next norm, which reads the stream anyway. So a layer takes the stream with the update that the
+    layer before it has made, if there is one, and passes the stream on with an update of its own.
+
     Between layers each tp rank has a share of the step's tokens. Attention needs all of them: they are gathered before
     it, and its sums are divided again after it.
     """
@@ -64,11 +67,15 @@ class DecoderLayer(nn.Module):
             case MLPConfig(width=width):
                 self.feed_forward = DenseFeedForward(hidden_size, width, groups.tp, dtype=dtype, device=device)
 
-    def forward(self, hidden_tD: Tensor, rotation: Rotation, cache: Any, step: StepInputs) -> Tensor:
-        normed_TD = self.tp.all_gather(self.attention_norm(hidden_tD), step.tp_sizes)  # collective: all tp ranks
+    def forward(
+        self, hidden_tD: Tensor, update_tD: Tensor | None, rotation: Rotation, cache: Any, step: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        hidden_tD, normed_tD = self.attention_norm.after_adding(update_tD, hidden_tD)
+        normed_TD = self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
         attended_TD = self.attention(normed_TD, rotation, cache, step)
-        hidden_tD = hidden_tD + self.tp.reduce_scatter(attended_TD, step.tp_sizes)  # collective: all tp ranks
-        return hidden_tD + self.feed_forward(self.feed_forward_norm(hidden_tD), step)
+        attended_tD = self.tp.reduce_scatter(attended_TD, step.tp_sizes)  # collective: all tp ranks
+        hidden_tD, normed_tD = self.feed_forward_norm.after_adding(attended_tD, hidden_tD)
+        return hidden_tD, self.feed_forward(normed_tD, step)
 
 
 class DenseFeedForward(nn.Module):
@@ -139,13 +146,15 @@ class Decoder(nn.Module):
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
         """Hidden states [T, D] after the last norm, of all the replica's tokens."""
-        hidden_tD = self.embedding(step.token_ids, step.tp_sizes)
+        hidden_tD: Tensor = self.embedding(step.token_ids, step.tp_sizes)
+        update_tD: Tensor | None = None
         rotation = self.rotary.at(step.positions)
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             self.groups.set_layer(index)
-            hidden_tD = layer(hidden_tD, rotation, cache, step)
+            hidden_tD, update_tD = layer(hidden_tD, update_tD, rotation, cache, step)
         self.groups.set_layer(None)
-        return self.tp.all_gather(self.norm(hidden_tD), step.tp_sizes)  # collective: all tp ranks
+        _, normed_tD = self.norm.after_adding(update_tD, hidden_tD)
+        return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, vocab_size] of hidden states. All tp ranks must ask for the same rows."""

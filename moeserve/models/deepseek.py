@@ -20,7 +20,7 @@ from moeserve.models.fields import (
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
-from moeserve.moe.router import RouterConfig
+from moeserve.ops.routing import RouterConfig
 
 
 def read_v2(config: ConfigJson) -> ModelConfig:

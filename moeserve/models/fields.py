@@ -10,8 +10,8 @@ from moeserve.layers.rotary import RotaryConfig, YarnScaling
 from moeserve.models.config_json import ConfigJson
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
-from moeserve.moe.router import RouterConfig
 from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.routing import RouterConfig
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 

@@ -16,8 +16,8 @@ from moeserve.models.fields import (
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
-from moeserve.moe.router import RouterConfig
 from moeserve.ops.activation import ClampedSwiGLU
+from moeserve.ops.routing import RouterConfig
 
 
 def read(config: ConfigJson) -> ModelConfig:

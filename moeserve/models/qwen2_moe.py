@@ -17,8 +17,8 @@ from moeserve.models.fields import (
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
-from moeserve.moe.router import RouterConfig
 from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.routing import RouterConfig
 
 
 def read(config: ConfigJson) -> ModelConfig:

@@ -17,9 +17,10 @@ from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.dispatch.slotted import SlottedDispatcher
 from moeserve.moe.experts import Experts
 from moeserve.moe.placement import Placement
-from moeserve.moe.router import Router, RouterConfig
+from moeserve.moe.router import Router
 from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
 from moeserve.ops.activation import GatedActivation, SwiGLU
+from moeserve.ops.routing import RouterConfig
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width

@@ -6,6 +6,11 @@ import importlib
 import importlib.util
 from types import ModuleType
 
+import torch
+
+# Of the activations that its kernels take; float16 goes to the references.
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
 
 def native_kernels() -> ModuleType | None:
     """The module `moeserve._cpu`, or None where the package was installed without a compiler.

@@ -1,29 +1,54 @@
-"""RMSNorm as one operation: plain torch on a CPU, Triton on a GPU where it is installed."""
+"""RMSNorm as one operation, alone or after an addition: C++ on a CPU, Triton on a GPU where it is installed."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Callable
+from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+
 # T tokens (any number of leading dimensions), D width of a row
 
-RMSNormKernel = Callable[[Tensor, Tensor, float], Tensor]
+
+class RMSNormKernel(Protocol):
+    """(x_TD, weight_D, epsilon) -> [T, D] in the dtype of x_TD"""
+
+    def __call__(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, /) -> Tensor: ...
+
+
+class AddRMSNormKernel(Protocol):
+    """(x_TD, update_TD, weight_D, epsilon) -> their sum, and the sum normalised. Changes neither."""
+
+    def __call__(
+        self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float, /
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def choose_rms_norm(device: str) -> RMSNormKernel:
-    """The implementation for a device type: (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x_TD."""
+    """The implementation for a device type."""
     match device:
         case "cuda" if importlib.util.find_spec("triton"):
             from moeserve.triton_kernels.rms_norm import rms_norm
 
             return rms_norm
+        case "cpu" if kernels := native_kernels():
+            return functools.partial(_native_rms_norm, kernels)
         case "cpu" | "cuda" | "meta":
             return torch_rms_norm
         case _:
             raise AssertionError(f"no RMSNorm for device {device!r}")
+
+
+def choose_add_rms_norm(device: str) -> AddRMSNormKernel:
+    """The implementation for a device type."""
+    if device == "cpu" and (kernels := native_kernels()):
+        return functools.partial(_native_add_rms_norm, kernels)
+    return functools.partial(add_then_norm, choose_rms_norm(device))
 
 
 def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -34,3 +59,30 @@ def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     wide_TD = x_TD.to(torch.float32)
     mean_square_T1 = wide_TD.pow(2).mean(-1, keepdim=True)
     return weight_D * (wide_TD * torch.rsqrt(mean_square_T1 + epsilon)).to(x_TD.dtype)
+
+
+def add_then_norm(
+    rms_norm: RMSNormKernel, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The reference, around a norm."""
+    sum_TD = x_TD + update_TD
+    return sum_TD, rms_norm(sum_TD, weight_D, epsilon)
+
+
+def _native_rms_norm(kernels: ModuleType, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """Two or three dimensions, of which the last is contiguous: heads may be views of a fused projection."""
+    if x_TD.dtype not in NATIVE_DTYPES:
+        return torch_rms_norm(x_TD, weight_D, epsilon)
+    out_TD = torch.empty_like(x_TD)
+    kernels.rms_norm(x_TD, weight_D, epsilon, out_TD)
+    return out_TD
+
+
+def _native_add_rms_norm(
+    kernels: ModuleType, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    if x_TD.dtype not in NATIVE_DTYPES:
+        return add_then_norm(torch_rms_norm, x_TD, update_TD, weight_D, epsilon)
+    sum_TD, out_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    kernels.add_rms_norm(x_TD, update_TD, weight_D, epsilon, sum_TD, out_TD)
+    return sum_TD, out_TD

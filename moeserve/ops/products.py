@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops.activation import ClampedSwiGLU, GatedActivation, SwiGLU
-from moeserve.ops.native import native_kernels
+from moeserve.ops.native import NATIVE_DTYPES, native_kernels
 
 # T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns: the
 # outputs, or half as many after an activation, to which the first half are gates and the second are ups
@@ -24,7 +24,6 @@ from moeserve.ops.native import native_kernels
 PackedFormat = Literal["float32", "bfloat16", "int8", "int4"]
 
 MIN_LARGE_PAGES_BYTES = 2**22
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Product(Protocol):

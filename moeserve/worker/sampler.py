@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moeserve.errors import EngineError
 from moeserve.messages import SampleSpec, SamplingParams, TokenLogprobs
+from moeserve.ops.row_maximum import choose_row_maximum
 
 # L rows of logits, R of them looked at together, V vocabulary, H most likely tokens of a row, most likely first,
 # N tokens of a row whose log-probabilities are told
@@ -84,7 +85,7 @@ def uniform(seed: int, position: int) -> float:
 
 def _most_likely_token(logits_LV: Tensor) -> Tensor:
     """Token of the highest logit of each row. The highest also tells cheaply whether the row is sane."""
-    highest_L, most_likely_L = logits_LV.max(dim=-1)
+    highest_L, most_likely_L = choose_row_maximum(logits_LV.device.type)(logits_LV)
     for row, highest in enumerate(highest_L.tolist()):
         if not math.isfinite(highest):
             raise EngineError(
@@ -99,7 +100,7 @@ def _choose(scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
     """Chooses one token per row of float32 scores, and changes these in place."""
     for row, spec in enumerate(specs):
         _apply_bias_penalties_and_bars(scores_RV[row], spec)
-    highest_R, most_likely_R = scores_RV.max(dim=-1)
+    highest_R, most_likely_R = choose_row_maximum(scores_RV.device.type)(scores_RV)
     if highest_R.isneginf().any():
         raise EngineError(f"all {scores_RV.shape[1]} tokens are barred, so none can be chosen; bar fewer stop tokens")
 

@@ -24,8 +24,9 @@ from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.dispatch.slotted import SlottedDispatcher
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.placement import Placement
-from moeserve.moe.router import RouterConfig, Routing
+from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.routing import RouterConfig
 from moeserve.step_inputs import StepInputs
 
 CPU = torch.device("cpu")

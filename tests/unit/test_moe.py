@@ -15,9 +15,10 @@ from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.experts import Experts
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.placement import Placement
-from moeserve.moe.router import RouterConfig, Routing
+from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.activation import ClampedSwiGLU
+from moeserve.ops.routing import RouterConfig
 
 NO_STEP = cast(Any, None)  # local dispatch does not look at it
 CPU = torch.device("cpu")

@@ -43,7 +43,7 @@ SCALINGS: list[dict[str, Any]] = [
 
 
 def rotated(config: RotaryConfig, heads_TNH: Tensor, *positions: int) -> Tensor:
-    return Rotary(config, CPU).at(torch.tensor(positions)).apply(heads_TNH)
+    return Rotary(config, CPU).at(torch.tensor(positions)).apply(heads_TNH.clone())
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

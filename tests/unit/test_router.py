@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from moeserve.moe.router import Router, RouterConfig
+from moeserve.moe.router import Router
+from moeserve.ops.routing import RouterConfig
 
 CPU = torch.device("cpu")
 WIDTH = 9

@@ -15,6 +15,7 @@ from moeserve.moe.dispatch.base import Arrived, PackedTokens
 from moeserve.moe.dispatch.exchange import Exchange, ExchangeTicket, ReturningOutput
 from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
+from moeserve.ops.pairs import PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, D model width, K experts per token, R pairs that this rank computes, U tokens (each once) that
@@ -29,9 +30,11 @@ class Travelling:
     token_of_row_R: Tensor  # of packed row r, among the U tokens
     counts_e: Tensor
     ticket: ExchangeTicket
+    pairs: PairKernels
 
     def wait(self) -> Arrived[ExchangeTicket]:
-        return Arrived(PackedTokens(self.pending_UD.wait()[self.token_of_row_R], self.counts_e), self.ticket)
+        rows_RD = self.pairs.gather(self.pending_UD.wait(), self.token_of_row_R)
+        return Arrived(PackedTokens(rows_RD, self.counts_e), self.ticket)
 
 
 class AllToAllDispatcher:
@@ -56,10 +59,12 @@ class AllToAllDispatcher:
         tokens_U, index_R = (assignment.pairs_here_R // assignment.top_k).unique_consecutive(return_inverse=True)
         # collective: all ep ranks
         pending_UD = self.group.all_to_all(
-            hidden_TD[needed_tokens], is_needed_WT.sum(dim=-1).tolist(), assignment.count_by_rank(tokens_U)
+            self.exchange.pairs.gather(hidden_TD, needed_tokens),
+            is_needed_WT.sum(dim=-1).tolist(),
+            assignment.count_by_rank(tokens_U),
         )
         ticket = self.exchange.ticket(assignment, routing.weights_TK, hidden_TD.dtype)
-        return Travelling(pending_UD, index_R[assignment.row_order_R], assignment.counts_e, ticket)
+        return Travelling(pending_UD, index_R[assignment.row_order_R], assignment.counts_e, ticket, self.exchange.pairs)
 
     def combine(self, output: Tensor, ticket: ExchangeTicket) -> ReturningOutput:
         return self.exchange.send_back(output, ticket)

@@ -35,7 +35,7 @@ class Gathering:
         routing_NX, hidden_ND = both_NV[:, :routing_size], both_NV[:, routing_size:]
         experts_NK = routing_NX.flatten().view(torch.int32).view(-1, top_k)
         assignment = self.exchange.assign(self.own_TK, experts_NK, self.step)
-        rows_RD = hidden_ND[assignment.packed_pairs_R // top_k]
+        rows_RD = self.exchange.pairs.gather(hidden_ND, assignment.packed_pairs_R, top_k)
         ticket = self.exchange.ticket(assignment, self.weights_TK, both_NV.dtype)
         return Arrived(PackedTokens(rows_RD, assignment.counts_e), ticket)
 

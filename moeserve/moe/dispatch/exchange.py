@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.group import GroupCoordinator, PendingTensor
-from moeserve.moe.dispatch.pairs import Replicas, sort_pairs, weighted_sum
+from moeserve.moe.dispatch.replicas import Replicas
 from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
+from moeserve.ops.pairs import PairKernels, choose_pairs
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, N tokens of all ranks, D model width, K experts per token, P pairs = T * K, R pairs that this
@@ -60,6 +61,7 @@ class Exchange:
         assert placement.num_ranks == group.world_size, (placement.num_ranks, group.world_size)
         self.group = group
         self.replicas = Replicas(placement, device)
+        self.pairs = choose_pairs(device.type)
         self.first_physical = placement.first_physical[group.rank_in_group]
         self.num_local = placement.num_slots[group.rank_in_group]
         ranks = [rank for rank, num_slots in enumerate(placement.num_slots) for _ in range(num_slots)]
@@ -87,7 +89,7 @@ class Exchange:
 
     def ticket(self, assignment: Assignment, weights_TK: Tensor, dtype: torch.dtype) -> ExchangeTicket:
         """What the way back needs."""
-        pair_of_received_O, receive_sizes = sort_pairs(assignment.rank_of_own_TK.flatten(), self.group.world_size)
+        pair_of_received_O, receive_sizes = self.pairs.sort(assignment.rank_of_own_TK.flatten(), self.group.world_size)
         return ExchangeTicket(
             weights_TK=weights_TK,
             row_order_R=assignment.row_order_R,
@@ -102,7 +104,9 @@ class Exchange:
         by_pair_RD = torch.empty_like(output_RD)
         by_pair_RD[ticket.row_order_R] = output_RD
         # collective: all ep ranks
-        return ReturningOutput(self.group.all_to_all(by_pair_RD, ticket.send_sizes, ticket.receive_sizes), ticket)
+        return ReturningOutput(
+            self.group.all_to_all(by_pair_RD, ticket.send_sizes, ticket.receive_sizes), ticket, self.pairs
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,10 @@ class ReturningOutput:
 
     pending_OD: PendingTensor
     ticket: ExchangeTicket
+    pairs: PairKernels
 
     def wait(self) -> Tensor:
         ticket = self.ticket
-        return weighted_sum(self.pending_OD.wait(), ticket.pair_of_received_O, ticket.weights_TK, ticket.dtype)
+        return self.pairs.weighted_sum(
+            self.pending_OD.wait(), ticket.pair_of_received_O, ticket.weights_TK, ticket.dtype
+        )

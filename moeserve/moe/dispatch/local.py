@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from moeserve.moe.dispatch.base import Arrived, PackedTokens
-from moeserve.moe.dispatch.pairs import Replicas, sort_pairs, weighted_sum
+from moeserve.moe.dispatch.replicas import Replicas
 from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
+from moeserve.ops.pairs import choose_pairs
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, K experts per token, R pairs that are not padding
@@ -49,13 +50,14 @@ class LocalDispatcher:
     def __init__(self, placement: Placement, device: torch.device) -> None:
         assert placement.num_ranks == 1
         self.replicas = Replicas(placement, device)
+        self.pairs = choose_pairs(device.type)
         (self.num_experts,) = placement.num_slots
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Here:
         experts_TK = self.replicas.choose(routing.experts_TK, first_token=0)
-        pair_of_row_R, counts_e = sort_pairs(experts_TK.flatten(), self.num_experts)
-        tokens = PackedTokens(hidden_TD[pair_of_row_R // experts_TK.shape[1]], counts_e)
+        pair_of_row_R, counts_e = self.pairs.sort(experts_TK.flatten(), self.num_experts)
+        tokens = PackedTokens(self.pairs.gather(hidden_TD, pair_of_row_R, experts_TK.shape[1]), counts_e)
         return Here(Arrived(tokens, LocalTicket(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)))
 
     def combine(self, output: Tensor, ticket: LocalTicket) -> Done:
-        return Done(weighted_sum(output, ticket.pair_of_row_R, ticket.weights_TK, ticket.dtype))
+        return Done(self.pairs.weighted_sum(output, ticket.pair_of_row_R, ticket.weights_TK, ticket.dtype))

@@ -1,0 +1,289 @@
+// The small operations as Python calls them: norms, rotary embedding, routing, pairs, and the largest of a row.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+
+#include "arguments.h"
+#include "bindings.h"
+#include "cpu/pairs.h"
+#include "cpu/rms_norm.h"
+#include "cpu/rotary.h"
+#include "cpu/routing.h"
+#include "cpu/row_maximum.h"
+
+namespace nb = nanobind;
+
+namespace moeserve {
+
+namespace {
+
+// `tensor` as rows [tokens, heads, width], where it is that or [tokens, width].
+HeadRows head_rows(const char* name, const Tensor& tensor, const Tensor& like) {
+  bool equal = tensor.num_dims == like.num_dims;
+  for (int i = 0; equal && i < like.num_dims; ++i) equal = tensor.size(i) == like.size(i);
+  if (!equal) refuse(std::string(name) + " has shape " + shape_text(tensor) + ", expected " + shape_text(like));
+  check_type(name, tensor, like.type, "x's");
+  check_contiguous(name, tensor, like.num_dims - 1);
+  return {tensor.data, tensor.strides[0], like.num_dims == 3 ? tensor.strides[1] : 0};
+}
+
+RmsNorm read_norm(const Tensor& x, const Tensor& weight, const Tensor& out, double epsilon) {
+  if (x.num_dims != 2) check_dims("x", x, 3);
+  check_float_type("x", x);
+  const int64_t width = x.size(x.num_dims - 1);
+  check_shape("weight", weight, {width});
+  check_type("weight", weight, x.type, "x's");
+  check_contiguous("weight", weight);
+
+  RmsNorm norm{};
+  norm.type = x.type;
+  norm.x = head_rows("x", x, x);
+  norm.weight = weight.data;
+  norm.out = head_rows("out", out, x);
+  norm.num_tokens = x.size(0);
+  norm.num_heads = x.num_dims == 3 ? x.size(1) : 1;
+  norm.width = width;
+  norm.epsilon = static_cast<float>(epsilon);
+  return norm;
+}
+
+void norm(const Tensor& x, const Tensor& weight, double epsilon, const Tensor& out) {
+  const RmsNorm step = read_norm(x, weight, out, epsilon);
+  const nb::gil_scoped_release released;
+  rms_norm(step);
+}
+
+void add_norm(const Tensor& x, const Tensor& update, const Tensor& weight, double epsilon, const Tensor& sum,
+              const Tensor& out) {
+  RmsNorm step = read_norm(x, weight, out, epsilon);
+  step.update = head_rows("update", update, x);
+  step.sum = head_rows("sum", sum, x);
+  if (step.num_tokens * step.num_heads * step.width == 0) return;  // such tensors have no memory
+  const nb::gil_scoped_release released;
+  rms_norm(step);
+}
+
+void turn(const Tensor& heads, const Tensor& cosines, const Tensor& sines, bool is_interleaved) {
+  check_dims("heads", heads, 3);
+  check_float_type("heads", heads);
+  check_contiguous("heads", heads, 2);
+  check_dims("cosines", cosines, 2);
+  check_shape("cosines", cosines, {heads.size(0), cosines.size(1)});
+  check_shape("sines", sines, {heads.size(0), cosines.size(1)});
+  check_type("cosines", cosines, ElementType::kFloat32, "float32");
+  check_type("sines", sines, ElementType::kFloat32, "float32");
+  check_contiguous("cosines", cosines);
+  check_contiguous("sines", sines);
+  if (2 * cosines.size(1) > heads.size(2)) {
+    refuse("heads of shape " + shape_text(heads) + " have less than 2 * " + std::to_string(cosines.size(1)) +
+           " elements to turn");
+  }
+
+  RotaryTurn step{};
+  step.type = heads.type;
+  step.heads = heads.data;
+  step.token_stride = heads.strides[0];
+  step.head_stride = heads.strides[1];
+  step.cosines = numbers<float>(cosines);
+  step.sines = numbers<float>(sines);
+  step.num_tokens = heads.size(0);
+  step.num_heads = heads.size(1);
+  step.num_pairs = cosines.size(1);
+  step.is_interleaved = is_interleaved;
+  const nb::gil_scoped_release released;
+  turn_heads(step);
+}
+
+Scoring scoring_of_name(const std::string& name) {
+  if (name == "softmax") return Scoring::kSoftmax;
+  if (name == "sigmoid") return Scoring::kSigmoid;
+  if (name == "softmax_of_chosen") return Scoring::kSoftmaxOfChosen;
+  refuse("scoring='" + name + "' is none of softmax, sigmoid, softmax_of_chosen");
+}
+
+const float* read_per_expert(const char* name, const std::optional<Tensor>& tensor, int64_t num_experts) {
+  if (!tensor) return nullptr;
+  check_shape(name, *tensor, {num_experts});
+  check_type(name, *tensor, ElementType::kFloat32, "float32");
+  check_contiguous(name, *tensor);
+  return numbers<float>(*tensor);
+}
+
+void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
+            const std::optional<Tensor>& correction, const Tensor& experts, const Tensor& weights,
+            const std::string& scoring, int64_t num_groups, int64_t num_chosen_groups, int64_t experts_rating_group,
+            bool is_normalized, double scale) {
+  check_dims("hidden", hidden, 2);
+  check_float_type("hidden", hidden);
+  check_contiguous("hidden", hidden, 1);
+  const int64_t num_tokens = hidden.size(0);
+  check_dims("weight", weight, 2);
+  const int64_t num_experts = weight.size(0);
+  check_shape("weight", weight, {num_experts, hidden.size(1)});
+  check_type("weight", weight, ElementType::kFloat32, "float32");
+  check_contiguous("weight", weight);
+  check_dims("experts", experts, 2);
+  const int64_t top_k = experts.size(1);
+  check_shape("experts", experts, {num_tokens, top_k});
+  check_shape("weights", weights, {num_tokens, top_k});
+  check_type("experts", experts, ElementType::kInt64, "int64");
+  check_type("weights", weights, ElementType::kFloat32, "float32");
+  check_contiguous("experts", experts);
+  check_contiguous("weights", weights);
+  if (top_k < 1 || top_k > num_experts) {
+    refuse("top_k=" + std::to_string(top_k) + ", but there are " + std::to_string(num_experts) + " experts");
+  }
+  if (num_groups < 1 || num_experts % num_groups != 0) {
+    refuse("num_groups=" + std::to_string(num_groups) + " does not divide " + std::to_string(num_experts) + " experts");
+  }
+  if (num_chosen_groups < 1 || num_chosen_groups > num_groups) {
+    refuse("num_chosen_groups=" + std::to_string(num_chosen_groups) + ", but there are " + std::to_string(num_groups));
+  }
+  const bool is_rated_by_two = experts_rating_group == 2 && num_experts / num_groups >= 2;
+  if (experts_rating_group != 1 && !is_rated_by_two) {
+    refuse("experts_rating_group=" + std::to_string(experts_rating_group) + ", but it must be 1, or 2 of more experts");
+  }
+
+  Routing step{};
+  step.type = hidden.type;
+  step.hidden = hidden.data;
+  step.hidden_stride = hidden.strides[0];
+  step.weight = numbers<float>(weight);
+  step.bias = read_per_expert("bias", bias, num_experts);
+  step.correction = read_per_expert("correction", correction, num_experts);
+  step.experts = static_cast<int64_t*>(experts.data);
+  step.weights = static_cast<float*>(weights.data);
+  step.num_tokens = num_tokens;
+  step.width = hidden.size(1);
+  step.num_experts = num_experts;
+  step.top_k = top_k;
+  step.scoring = scoring_of_name(scoring);
+  step.num_groups = num_groups;
+  step.num_chosen_groups = num_chosen_groups;
+  step.experts_rating_group = experts_rating_group;
+  step.is_normalized = is_normalized;
+  step.scale = static_cast<float>(scale);
+  const nb::gil_scoped_release released;
+  route(step);
+}
+
+void check_indices(const char* name, const Tensor& indices) {
+  check_dims(name, indices, 1);
+  check_type(name, indices, ElementType::kInt64, "int64");
+  check_contiguous(name, indices);
+}
+
+int64_t sort(const Tensor& keys, const Tensor& order, const Tensor& counts) {
+  check_indices("keys", keys);
+  check_indices("order", order);
+  check_indices("counts", counts);
+  check_shape("order", order, {keys.size(0)});
+
+  PairSort step{};
+  step.keys = numbers<int64_t>(keys);
+  step.num_pairs = keys.size(0);
+  step.num_keys = counts.size(0);
+  step.order = static_cast<int64_t*>(order.data);
+  step.counts = static_cast<int64_t*>(counts.data);
+  const nb::gil_scoped_release released;
+  return sort_pairs(step);
+}
+
+void gather(const Tensor& source, const Tensor& indices, int64_t divisor, const Tensor& out) {
+  check_dims("source", source, 2);
+  check_contiguous("source", source, 1);
+  check_indices("indices", indices);
+  check_shape("out", out, {indices.size(0), source.size(1)});
+  check_type("out", out, source.type, "source's");
+  check_contiguous("out", out);
+  if (divisor < 1) refuse("divisor=" + std::to_string(divisor) + ", but it must be at least 1");
+
+  RowGather step{};
+  step.element_bytes = element_bytes(source.type);
+  step.source = source.data;
+  step.source_stride = source.strides[0];
+  step.indices = numbers<int64_t>(indices);
+  step.out = out.data;
+  step.num_source_rows = source.size(0);
+  step.num_rows = indices.size(0);
+  step.width = source.size(1);
+  step.divisor = divisor;
+  const nb::gil_scoped_release released;
+  gather_rows(step);
+}
+
+void sum_up(const Tensor& rows, const Tensor& pair_of_row, const Tensor& weights, const Tensor& out) {
+  check_dims("rows", rows, 2);
+  check_float_type("rows", rows);
+  check_contiguous("rows", rows);
+  check_indices("pair_of_row", pair_of_row);
+  check_shape("pair_of_row", pair_of_row, {rows.size(0)});
+  check_dims("weights", weights, 2);
+  check_type("weights", weights, ElementType::kFloat32, "float32");
+  check_contiguous("weights", weights);
+  check_shape("out", out, {weights.size(0), rows.size(1)});
+  check_type("out", out, rows.type, "rows'");
+  check_contiguous("out", out);
+
+  WeightedSum step{};
+  step.type = rows.type;
+  step.rows = rows.data;
+  step.pair_of_row = numbers<int64_t>(pair_of_row);
+  step.weights = numbers<float>(weights);
+  step.out = out.data;
+  step.num_tokens = weights.size(0);
+  step.top_k = weights.size(1);
+  step.num_rows = rows.size(0);
+  step.width = rows.size(1);
+  const nb::gil_scoped_release released;
+  weighted_sum(step);
+}
+
+void find_maximum(const Tensor& rows, const Tensor& largest, const Tensor& indices) {
+  check_dims("rows", rows, 2);
+  check_float_type("rows", rows);
+  check_contiguous("rows", rows, 1);
+  if (rows.size(1) == 0) refuse("rows of shape " + shape_text(rows) + " have no largest number");
+  check_shape("largest", largest, {rows.size(0)});
+  check_type("largest", largest, ElementType::kFloat32, "float32");
+  check_contiguous("largest", largest);
+  check_indices("indices", indices);
+  check_shape("indices", indices, {rows.size(0)});
+
+  RowMaximum search{};
+  search.type = rows.type;
+  search.rows = rows.data;
+  search.row_stride = rows.strides[0];
+  search.num_rows = rows.size(0);
+  search.width = rows.size(1);
+  search.largest = static_cast<float*>(largest.data);
+  search.indices = static_cast<int64_t*>(indices.data);
+  const nb::gil_scoped_release released;
+  find_row_maximum(search);
+}
+
+}  // namespace
+
+void bind_layers(nb::module_& module) {
+  using namespace nb::literals;
+  module.def("rms_norm", &norm, "x"_a, "weight"_a, "epsilon"_a, "out"_a, "Normalises each row of `x` into `out`.");
+  module.def("add_rms_norm", &add_norm, "x"_a, "update"_a, "weight"_a, "epsilon"_a, "sum"_a, "out"_a,
+             "Adds the update to `x`, into `sum`, and normalises each row of that into `out`.");
+  module.def("turn_heads", &turn, "heads"_a, "cosines"_a, "sines"_a, "is_interleaved"_a,
+             "Turns pairs of each head's first elements, in place.");
+  module.def("route", &choose, "hidden"_a, "weight"_a, "bias"_a.none(), "correction"_a.none(), "experts"_a, "weights"_a,
+             nb::kw_only(), "scoring"_a, "num_groups"_a, "num_chosen_groups"_a, "experts_rating_group"_a,
+             "is_normalized"_a, "scale"_a, "Writes each token's experts, best first, and their weights.");
+  module.def("sort_pairs", &sort, "keys"_a, "order"_a, "counts"_a,
+             "Orders pairs by key, without those of key -1, and counts each key's. Returns how many are in order.");
+  module.def("gather_rows", &gather, "source"_a, "indices"_a, "divisor"_a, "out"_a,
+             "Row r of `out` becomes row indices[r] // divisor of `source`.");
+  module.def("weighted_sum", &sum_up, "rows"_a, "pair_of_row"_a, "weights"_a, "out"_a,
+             "Adds each token's rows, times their weights, in the order of k.");
+  module.def("row_maximum", &find_maximum, "rows"_a, "largest"_a, "indices"_a,
+             "Writes the largest number of each row, and its index.");
+}
+
+}  // namespace moeserve

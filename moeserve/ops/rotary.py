@@ -1,0 +1,65 @@
+"""The rotation of queries and keys as one operation. Knows no positions: cosines and sines are given."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+
+# T tokens, N heads, H head size, F rotated pairs
+
+
+class RotaryKernel(Protocol):
+    """Turns the first 2 * F values of each head, in float32.
+
+    Args:
+        heads_TNH: given away. The result may be in their place, so only the result is to be used.
+        cosines_TF: float32.
+        sines_TF: float32.
+        is_interleaved: a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + F).
+
+    Returns:
+        [T, N, H] in the dtype of the heads.
+    """
+
+    def __call__(self, heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_interleaved: bool, /) -> Tensor: ...
+
+
+def choose_rotary(device: str) -> RotaryKernel:
+    """The implementation for a device type."""
+    match device:
+        case "cpu" if kernels := native_kernels():
+            return functools.partial(_turn_in_place, kernels)
+        case "cpu" | "cuda" | "meta":
+            return torch_rotary
+        case _:
+            raise AssertionError(f"no rotary embedding for device {device!r}")
+
+
+def torch_rotary(heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_interleaved: bool) -> Tensor:
+    """The reference. Leaves the heads as they are."""
+    num_pairs = cosines_TF.shape[-1]
+    cosines_T1F, sines_T1F = cosines_TF[:, None], sines_TF[:, None]
+    turning, staying = heads_TNH.split([2 * num_pairs, heads_TNH.shape[-1] - 2 * num_pairs], dim=-1)
+    pair_shape, axis = ((num_pairs, 2), -1) if is_interleaved else ((2, num_pairs), -2)
+    first_TNF, second_TNF = turning.float().unflatten(-1, pair_shape).unbind(axis)
+    turned = (
+        first_TNF * cosines_T1F - second_TNF * sines_T1F,
+        second_TNF * cosines_T1F + first_TNF * sines_T1F,
+    )
+    turned_TNH = torch.stack(turned, dim=axis).flatten(-2).to(heads_TNH.dtype)
+    return torch.cat([turned_TNH, staying], dim=-1) if staying.shape[-1] else turned_TNH
+
+
+def _turn_in_place(
+    kernels: ModuleType, heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_interleaved: bool
+) -> Tensor:
+    if heads_TNH.dtype not in NATIVE_DTYPES:
+        return torch_rotary(heads_TNH, cosines_TF, sines_TF, is_interleaved)
+    kernels.turn_heads(heads_TNH, cosines_TF, sines_TF, is_interleaved)
+    return heads_TNH

@@ -1,0 +1,164 @@
+"""Sorting, gathering and adding up pairs: in torch and in C++ with each instruction set, against plain loops."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored, use_instruction_set
+from torch import Tensor
+
+from moeserve.ops import pairs
+from moeserve.ops.pairs import CpuPairs, PairKernels, TorchPairs, choose_pairs
+from moeserve.ops.threads import set_num_threads
+
+# T tokens, D model width, K experts per token, P pairs = T * K, R pairs that are not padding
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=["torch", *INSTRUCTION_SETS])
+def operations(request: pytest.FixtureRequest) -> Iterator[PairKernels]:
+    with settings_restored():
+        if request.param == "torch":
+            yield TorchPairs()
+        else:
+            use_instruction_set(request.param)
+            yield choose_pairs("cpu")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sort(operations: PairKernels, seed: int) -> None:
+    draw = random.Random(seed)
+    num_keys = draw.choice([1, 2, 7, 64, 300])
+    least = draw.choice([-1, 0])
+    keys = [draw.randint(least, num_keys - 1) for _ in range(draw.choice([0, 1, 8, 50, 1000]))]
+    order_R, counts = operations.sort(torch.tensor(keys, dtype=torch.int64), num_keys)
+    assert order_R.dtype == counts.dtype == torch.int64
+    assert order_R.tolist() == sorted((p for p, key in enumerate(keys) if key >= 0), key=lambda p: keys[p])
+    assert counts.tolist() == [keys.count(key) for key in range(num_keys)]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64])
+@pytest.mark.parametrize("divisor", [1, 3])
+@pytest.mark.parametrize("num_rows", [0, 1, 500])
+def test_gather(operations: PairKernels, num_rows: int, divisor: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(num_rows)
+    source = (torch.randn(40, 90) * 100).to(dtype)[:, 7:]  # rows of a wider tensor
+    indices_R = torch.randint(0, 40 * divisor, (num_rows,))
+    gathered = operations.gather(source, indices_R, divisor)
+    assert gathered.dtype == dtype
+    assert gathered.shape == (num_rows, 83)
+    for row, index in zip(gathered, indices_R.tolist(), strict=True):
+        assert torch.equal(row, source[index // divisor])
+
+
+def random_sum(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs [R, D] of some pairs in no order, those pairs, and weights [T, K]."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    num_tokens, top_k = draw.choice([0, 1, 3, 40]), draw.choice([1, 2, 8])
+    width = draw.choice([1, 3, 16, 100, 128, 256, 600])
+    num_pairs = num_tokens * top_k
+    pairs_R = torch.randperm(num_pairs)[: draw.choice([0, num_pairs // 2, num_pairs])]
+    return torch.randn(len(pairs_R), width).to(dtype), pairs_R, torch.rand(num_tokens, top_k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(30))
+def test_weighted_sum(operations: PairKernels, seed: int, dtype: torch.dtype) -> None:
+    output_RD, pairs_R, weights_TK = random_sum(seed, dtype)
+    num_tokens, top_k = weights_TK.shape
+    expected_TD = torch.zeros(num_tokens, output_RD.shape[1], dtype=torch.float64)
+    for row, pair in zip(output_RD, pairs_R.tolist(), strict=True):
+        expected_TD[pair // top_k] += row.double() * weights_TK[pair // top_k, pair % top_k].double()
+    total_TD = operations.weighted_sum(output_RD, pairs_R, weights_TK, dtype)
+    assert total_TD.dtype == dtype
+    rounding = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    assert ((total_TD.double() - expected_TD).abs() <= expected_TD.abs() * rounding * 1.01 + 2e-6).all()
+    assert same_bytes(total_TD, TorchPairs().weighted_sum(output_RD, pairs_R, weights_TK, dtype))
+
+
+def test_the_sum_is_in_the_order_of_k(operations: PairKernels) -> None:
+    """1e8 - 1e8 + 1 is 1 in this order, and 0 in others; rows come in another."""
+    output_RD = torch.tensor([[1.0], [-1e8], [1e8]])
+    total_TD = operations.weighted_sum(output_RD, torch.tensor([2, 1, 0]), torch.ones(1, 3), torch.float32)
+    assert total_TD.tolist() == [[1.0]]
+    total_TD = operations.weighted_sum(output_RD, torch.tensor([1, 2, 0]), torch.ones(1, 3), torch.float32)
+    assert total_TD.tolist() == [[0.0]]
+
+
+def test_padding_adds_nothing(operations: PairKernels) -> None:
+    """Not even where its weight is not a number, in the kernels; the reference multiplies it with zero."""
+    output_RD = torch.tensor([[2.0, 3.0]])
+    total_TD = operations.weighted_sum(output_RD, torch.tensor([3]), torch.full((3, 2), 0.5), torch.float32)
+    assert total_TD.tolist() == [[0.0, 0.0], [1.0, 1.5], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
+    operations: PairKernels, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    num_tokens, top_k, width = 120, 6, 700
+    weights_TK = torch.rand(num_tokens, top_k)
+    pairs_R = torch.randperm(num_tokens * top_k)
+    output_RD = torch.randn(len(pairs_R), width).to(dtype)
+    set_num_threads(1)
+    expected_TD = operations.weighted_sum(output_RD, pairs_R, weights_TK, dtype)
+    for num_threads in (2, 3, 8):
+        set_num_threads(num_threads)
+        assert same_bytes(operations.weighted_sum(output_RD, pairs_R, weights_TK, dtype), expected_TD)
+        assert same_bytes(operations.gather(output_RD, pairs_R), output_RD[pairs_R])
+    for token in (0, 55, 119):
+        rows = (pairs_R // top_k == token).nonzero()[:, 0]
+        own_pairs = pairs_R[rows] - token * top_k
+        alone_TD = operations.weighted_sum(output_RD[rows], own_pairs, weights_TK[token : token + 1], dtype)
+        assert same_bytes(alone_TD[0], expected_TD[token])
+
+
+def test_without_kernels_and_on_a_gpu_it_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(choose_pairs("cuda"), TorchPairs)
+    assert kernels is None or isinstance(choose_pairs("cpu"), CpuPairs)
+    monkeypatch.setattr(pairs, "native_kernels", lambda: None)
+    assert isinstance(choose_pairs("cpu"), TorchPairs)
+
+
+SORT = dict(keys=torch.tensor([1, 0, -1]), order=torch.empty(3).long(), counts=torch.empty(2).long())
+GATHER = dict(source=torch.randn(3, 4), indices=torch.tensor([5, 0]), divisor=2, out=torch.randn(2, 4))
+SUM = dict(rows=torch.randn(3, 4), pair_of_row=torch.tensor([3, 0, 1]), weights=torch.rand(2, 2), out=torch.randn(2, 4))
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("function", "good", "argument", "wrong", "message"),
+    [
+        ("sort_pairs", SORT, "keys", lambda t: t.int(), "keys is not of type int64"),
+        ("sort_pairs", SORT, "keys", lambda t: torch.tensor([1, 2, 0]), "pair 1 has key 2, but there are 2"),
+        ("sort_pairs", SORT, "keys", lambda t: torch.tensor([-2, 1, 0]), "pair 0 has key -2"),
+        ("sort_pairs", SORT, "order", lambda t: t[:2], "order has shape"),
+        ("sort_pairs", SORT, "counts", lambda t: t[:, None], "1 dimensions"),
+        ("gather_rows", GATHER, "source", lambda t: t.t().contiguous().t(), "source is not contiguous"),
+        ("gather_rows", GATHER, "indices", lambda t: torch.tensor([0, 6]), "row 1 comes from 6, but there are 6"),
+        ("gather_rows", GATHER, "indices", lambda t: torch.tensor([-1, 0]), "row 0 comes from -1"),
+        ("gather_rows", GATHER, "divisor", lambda n: 0, "divisor=0"),
+        ("gather_rows", GATHER, "out", lambda t: t[:, :3], "out has shape"),
+        ("gather_rows", GATHER, "out", lambda t: t.bfloat16(), "out is not of type source's"),
+        ("weighted_sum", SUM, "rows", lambda t: t.half(), "rows is not of type float32 or bfloat16"),
+        ("weighted_sum", SUM, "pair_of_row", lambda t: torch.tensor([4, 0, 1]), "row 0 belongs to pair 4"),
+        ("weighted_sum", SUM, "pair_of_row", lambda t: torch.tensor([3, 0, -1]), "row 2 belongs to pair -1"),
+        ("weighted_sum", SUM, "pair_of_row", lambda t: t[:2], "pair_of_row has shape"),
+        ("weighted_sum", SUM, "weights", lambda t: t.bfloat16(), "weights is not of type float32"),
+        ("weighted_sum", SUM, "weights", lambda t: t.t(), "weights is not contiguous"),
+        ("weighted_sum", SUM, "out", lambda t: t.bfloat16(), "out is not of type rows'"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    function: str, good: dict[str, Any], argument: str, wrong: Callable[[Any], Any], message: str
+) -> None:
+    getattr(kernels, function)(**good)
+    with pytest.raises(ValueError, match=message):
+        getattr(kernels, function)(**good | {argument: wrong(good[argument])})

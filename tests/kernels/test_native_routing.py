@@ -1,0 +1,279 @@
+"""Routing in C++ with each instruction set: the reference's choice, ties, what NaN does, and who can change a byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored, use_instruction_set
+from torch import Tensor
+
+from moeserve.ops import routing
+from moeserve.ops.routing import CpuRouting, RouterConfig, TorchRouting, choose_routing
+from moeserve.ops.threads import set_num_threads
+
+# T tokens, D model width, E experts, K experts per token
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True, params=INSTRUCTION_SETS)
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    with settings_restored():
+        use_instruction_set(request.param)
+        yield
+
+
+def random_config(draw: random.Random) -> RouterConfig:
+    num_groups = draw.choice([1, 1, 2, 3, 8])
+    num_experts = num_groups * draw.choice([2, 3, 5, 8, 16, 20])
+    num_chosen_groups = draw.randint(1, num_groups)
+    return RouterConfig(
+        num_experts=num_experts,
+        top_k=draw.randint(1, min(9, num_experts // num_groups * num_chosen_groups)),
+        scoring=draw.choice(["softmax", "sigmoid", "softmax_of_chosen"]),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+        experts_rating_group=draw.choice([1, 2]),
+        is_normalized=draw.choice([False, True]),
+        scale=draw.choice([1.0, 2.5]),
+        has_bias=draw.choice([False, True]),
+        has_correction=draw.choice([False, True]),
+    )
+
+
+def random_tensors(config: RouterConfig, num_tokens: int, width: int, dtype: torch.dtype) -> list[Any]:
+    """Hidden states, weight, bias and correction."""
+    num_experts = config.num_experts
+    return [
+        torch.randn(num_tokens, width + 3).to(dtype)[:, 3:],
+        torch.randn(num_experts, width) * width**-0.5,
+        torch.randn(num_experts) if config.has_bias else None,
+        torch.randn(num_experts) * 0.1 if config.has_correction else None,
+    ]
+
+
+def gaps(config: RouterConfig, tensors: list[Any]) -> Tensor:
+    """Of each token, the least difference between any two numbers that are compared: ranks, and ratings of groups."""
+    hidden_TD, weight_ED, bias_E, correction_E = (None if t is None else t.double() for t in tensors)
+    scores_TE = hidden_TD @ weight_ED.T + (0 if bias_E is None else bias_E)
+    if config.scoring == "softmax":
+        scores_TE = scores_TE.softmax(-1)
+    elif config.scoring == "sigmoid":
+        scores_TE = scores_TE.sigmoid()
+    ranks_TE = scores_TE + (0 if correction_E is None else correction_E)
+    groups_TGe = ranks_TE.unflatten(-1, (config.num_groups, -1))
+    ratings_TG = groups_TGe.topk(config.experts_rating_group, dim=-1).values.sum(-1)
+    smallest = [numbers.sort(-1).values.diff(dim=-1).abs() for numbers in (ranks_TE, ratings_TG)]
+    return torch.cat(smallest, dim=-1).amin(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(40))
+def test_choice_and_weights_are_the_references(seed: int, dtype: torch.dtype) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    config = random_config(draw)
+    num_tokens, width = draw.choice([0, 1, 2, 3, 5, 17, 40]), draw.choice([1, 7, 16, 33, 100, 256])
+    tensors = random_tensors(config, 4 * num_tokens, width, dtype)
+    is_clear_T = gaps(config, tensors) > 2e-6  # no rounding can change the order of any two
+    tensors[0] = tensors[0][is_clear_T][:num_tokens]
+    assert len(tensors[0]) >= 0.5 * num_tokens
+    experts_TK, weights_TK = choose_routing("cpu", config)(*tensors)
+    expected_experts_TK, expected_weights_TK = TorchRouting(config)(*tensors)
+    assert experts_TK.dtype == torch.int64
+    assert weights_TK.dtype == torch.float32
+    assert torch.equal(experts_TK, expected_experts_TK)
+    torch.testing.assert_close(weights_TK, expected_weights_TK, atol=1e-6, rtol=1e-5)
+
+
+def logits_as_hidden(logits: list[list[float]]) -> tuple[Tensor, Tensor]:
+    """Hidden states and a weight that make these logits, to the last bit."""
+    return torch.tensor(logits), torch.eye(len(logits[0]))
+
+
+@needs_kernels
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_chosen"])
+@pytest.mark.parametrize(
+    ("logits", "top_k", "chosen"),
+    [
+        ([1.0] * 40, 5, [0, 1, 2, 3, 4]),
+        ([0.0, -0.0, 0.0, -0.0], 3, [0, 1, 2]),
+        ([0.5, 2.0, 0.5, 2.0, 2.0, 0.5], 4, [1, 3, 4, 0]),
+        ([*[-1.0] * 30, 3.0, *[-1.0] * 9, 3.0], 3, [30, 40, 0]),
+        ([3.0, 2.0, 2.0, 2.0], 2, [0, 1]),
+    ],
+)
+def test_of_equal_experts_the_lowest_come_first(
+    scoring: Any, logits: list[float], top_k: int, chosen: list[int]
+) -> None:
+    config = RouterConfig(num_experts=len(logits), top_k=top_k, scoring=scoring)
+    hidden_TD, weight_ED = logits_as_hidden([logits] * 3)
+    experts_TK, _ = choose_routing("cpu", config)(hidden_TD, weight_ED, None, None)
+    assert experts_TK.tolist() == [chosen] * 3
+
+
+@needs_kernels
+@pytest.mark.parametrize("experts_rating_group", [1, 2])
+def test_of_equal_groups_the_lowest_come_first(experts_rating_group: Any) -> None:
+    config = RouterConfig(
+        num_experts=20,
+        top_k=3,
+        scoring="softmax_of_chosen",
+        num_groups=10,
+        num_chosen_groups=2,
+        experts_rating_group=experts_rating_group,
+    )
+    hidden_TD, weight_ED = logits_as_hidden([[1.0, 2.0] * 10, [0.0, 0.0] * 8 + [5.0, 5.0] * 2])
+    experts_TK, _ = choose_routing("cpu", config)(hidden_TD, weight_ED, None, None)
+    assert experts_TK.tolist() == [[1, 3, 0], [16, 17, 18]]
+
+
+def test_a_group_is_rated_by_one_or_by_two() -> None:
+    """Group 0 has the best expert, group 1 the best two."""
+    hidden_TD, weight_ED = logits_as_hidden([[9.0, 0.0, 6.0, 7.0]])
+    for experts_rating_group, chosen in ((1, [0, 1]), (2, [3, 2])):
+        config = RouterConfig(
+            num_experts=4,
+            top_k=2,
+            scoring="softmax_of_chosen",
+            num_groups=2,
+            num_chosen_groups=1,
+            experts_rating_group=experts_rating_group,
+        )
+        experts_TK, _ = choose_routing("cpu", config)(hidden_TD, weight_ED, None, None)
+        assert experts_TK.tolist() == [chosen]
+
+
+def test_corrections_below_all_ranks_of_other_groups_stay_behind_them() -> None:
+    """Experts that cannot be chosen come after those whose ranks are as low as can be."""
+    config = RouterConfig(num_experts=4, top_k=2, num_groups=2, num_chosen_groups=1, has_correction=True)
+    hidden_TD, weight_ED = logits_as_hidden([[0.0, 5.0, 1.0, 2.0]])
+    correction_E = torch.tensor([-3e38, 10.0, 9.0, 9.0])
+    experts_TK, _ = choose_routing("cpu", config)(hidden_TD, weight_ED, None, correction_E)
+    assert experts_TK.tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_far_apart_logits_keep_their_order(scoring: Any) -> None:
+    """Scores down to the smallest numbers there are, which the reference has in order too."""
+    logits = [-95.0, 0.0, -99.0, -30.0, -88.0, -90.0, -86.0, -103.0]
+    if scoring == "sigmoid":
+        logits[1] = -1.0
+    config = RouterConfig(num_experts=8, top_k=8 if scoring == "softmax" else 3, scoring=scoring)
+    hidden_TD, weight_ED = logits_as_hidden([logits])
+    experts_TK, weights_TK = choose_routing("cpu", config)(hidden_TD, weight_ED, None, None)
+    assert experts_TK[0].tolist() == [1, 3, 6, 4, 5, 0, 2, 7][: config.top_k]
+    torch.testing.assert_close(weights_TK, TorchRouting(config)(hidden_TD, weight_ED, None, None)[1])
+
+
+def test_large_logits_give_finite_weights() -> None:
+    for scoring in ("softmax", "sigmoid", "softmax_of_chosen"):
+        config = RouterConfig(num_experts=4, top_k=4, scoring=scoring, is_normalized=True)
+        hidden_TD, weight_ED = logits_as_hidden([[3e38, -3e38, 1e4, -1e4], [-3e38, -1e30, -1e4, -1e4]])
+        _, weights_TK = choose_routing("cpu", config)(hidden_TD, weight_ED, None, None)
+        assert weights_TK.isfinite().all()
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_chosen"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nan_shows_in_the_weights_and_stays_in_its_token(scoring: Any, bad: float) -> None:
+    torch.manual_seed(0)
+    config = RouterConfig(num_experts=40, top_k=4, scoring=scoring, num_groups=4, num_chosen_groups=2)
+    hidden_TD, weight_ED, _, _ = random_tensors(config, 30, 50, torch.float32)
+    kernel = choose_routing("cpu", config)
+    experts_TK, weights_TK = kernel(hidden_TD, weight_ED, None, None)
+    hidden_TD[7, 20], hidden_TD[7, 21] = bad, -bad
+    bad_experts_TK, bad_weights_TK = kernel(hidden_TD, weight_ED, None, None)
+    assert bad_weights_TK[7].isnan().any()
+    assert len(set(bad_experts_TK[7].tolist())) == 4
+    assert 0 <= bad_experts_TK[7].min() <= bad_experts_TK[7].max() < 40
+    others = [*range(7), *range(8, 30)]
+    assert same_bytes(bad_experts_TK[others], experts_TK[others])
+    assert same_bytes(bad_weights_TK[others], weights_TK[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_experts", "width"), [(64, 1024), (37, 1001)])
+def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
+    dtype: torch.dtype, num_experts: int, width: int
+) -> None:
+    torch.manual_seed(0)
+    config = RouterConfig(num_experts=num_experts, top_k=6, scoring="sigmoid", is_normalized=True)
+    hidden_TD, weight_ED, _, _ = random_tensors(config, 150, width, dtype)
+    kernel = choose_routing("cpu", config)
+    set_num_threads(1)
+    expected = kernel(hidden_TD, weight_ED, None, None)
+    for num_threads in (1, 2, 3, 8):
+        set_num_threads(num_threads)
+        for tokens in (slice(None), *(slice(first, first + size) for first in (0, 77) for size in (1, 2, 3, 16, 33))):
+            actual = kernel(hidden_TD[tokens], weight_ED, None, None)
+            if isinstance(kernel, CpuRouting):
+                assert all(map(same_bytes, actual, [part[tokens] for part in expected])), f"{num_threads}, {tokens}"
+
+
+def test_float16_is_the_reference() -> None:
+    config = RouterConfig(num_experts=6, top_k=2)
+    tensors = random_tensors(config, 5, 20, torch.float16)
+    assert all(map(same_bytes, choose_routing("cpu", config)(*tensors), TorchRouting(config)(*tensors)))
+
+
+def test_without_kernels_and_on_a_gpu_it_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RouterConfig(num_experts=6, top_k=2)
+    assert isinstance(choose_routing("cuda", config), TorchRouting)
+    monkeypatch.setattr(routing, "native_kernels", lambda: None)
+    assert isinstance(choose_routing("cpu", config), TorchRouting)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("argument", "wrong", "message"),
+    [
+        ("hidden", lambda t: t[0], "2 dimensions"),
+        ("hidden", lambda t: t.half(), "float32 or bfloat16"),
+        ("hidden", lambda t: t.t().contiguous().t(), "hidden is not contiguous"),
+        ("hidden", lambda t: t[:, :19], "weight has shape"),
+        ("weight", lambda t: t.bfloat16(), "weight is not of type float32"),
+        ("weight", lambda t: t.t().contiguous().t(), "weight is not contiguous"),
+        ("bias", lambda t: t[:5], "bias has shape"),
+        ("correction", lambda t: t.double(), "correction is not of type float32"),
+        ("experts", lambda t: t[:2], "experts has shape"),
+        ("experts", lambda t: t.int(), "experts is not of type int64"),
+        ("weights", lambda t: t[:, :1], "weights has shape"),
+        ("weights", lambda t: t.double(), "weights is not of type float32"),
+        ("num_groups", lambda n: 4, "num_groups=4 does not divide 6"),
+        ("num_groups", lambda n: 0, "num_groups=0"),
+        ("num_chosen_groups", lambda n: 3, "num_chosen_groups=3, but there are 2"),
+        ("experts_rating_group", lambda n: 3, "experts_rating_group=3"),
+        ("num_groups", lambda n: 6, "experts_rating_group=2"),
+        ("scoring", lambda n: "tanh", "scoring='tanh'"),
+    ],
+)
+def test_wrong_arguments_are_refused(argument: str, wrong: Callable[[Any], Any], message: str) -> None:
+    arguments: dict[str, Any] = dict(
+        hidden=torch.randn(3, 20),
+        weight=torch.randn(6, 20),
+        bias=torch.randn(6),
+        correction=torch.randn(6),
+        experts=torch.empty(3, 2, dtype=torch.int64),
+        weights=torch.empty(3, 2),
+        scoring="softmax",
+        num_groups=2,
+        num_chosen_groups=1,
+        experts_rating_group=2,
+        is_normalized=False,
+        scale=1.0,
+    )
+    kernels.route(**arguments)
+    with pytest.raises(ValueError, match=message):
+        kernels.route(**arguments | {argument: wrong(arguments[argument])})
+
+
+@needs_kernels
+def test_more_experts_than_there_are_cannot_be_chosen() -> None:
+    config = RouterConfig(num_experts=3, top_k=4)
+    with pytest.raises(ValueError, match="top_k=4, but there are 3 experts"):
+        choose_routing("cpu", config)(*random_tensors(config, 2, 5, torch.float32))

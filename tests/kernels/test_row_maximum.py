@@ -1,0 +1,98 @@
+"""The largest number of each row: in torch and in C++ with each instruction set, against plain loops."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, settings_restored, use_instruction_set
+from torch import Tensor
+
+from moeserve.ops.row_maximum import RowMaximumKernel, choose_row_maximum, torch_row_maximum
+from moeserve.ops.threads import set_num_threads
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=["torch", *INSTRUCTION_SETS])
+def row_maximum(request: pytest.FixtureRequest) -> Iterator[RowMaximumKernel]:
+    with settings_restored():
+        if request.param == "torch":
+            yield torch_row_maximum
+        else:
+            use_instruction_set(request.param)
+            yield choose_row_maximum("cpu")
+
+
+def assert_found(row_maximum: RowMaximumKernel, rows: Tensor) -> None:
+    largest, indices = row_maximum(rows)
+    assert indices.dtype == torch.int64
+    for row, number, index in zip(rows.tolist(), largest.tolist(), indices.tolist(), strict=True):
+        is_nan = [math.isnan(value) for value in row]
+        if any(is_nan):
+            assert math.isnan(number)
+            assert index == is_nan.index(True)
+        else:
+            assert number == max(row)
+            assert index == row.index(max(row))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 2, 15, 31, 64, 1000, 1024, 1025, 2047, 5000])
+def test_largest_and_first(row_maximum: RowMaximumKernel, width: int, dtype: torch.dtype) -> None:
+    draw = random.Random(width)
+    torch.manual_seed(width)
+    rows = torch.randn(30, width + 2).to(dtype)[:, 2:]  # in bfloat16, equal ones are many
+    rows[1] = 1.5
+    rows[2] = -math.inf
+    rows[3] = torch.tensor([0.0, -0.0]).repeat(width)[:width]
+    for row, bad in enumerate([math.nan, -math.nan, math.inf, -math.inf] * 3, start=10):
+        rows[row, draw.randrange(width)] = bad
+    for row in range(14, 22):
+        rows[row, draw.randrange(width)] = math.nan
+        rows[row, draw.randrange(width)] = math.inf
+    assert_found(row_maximum, rows)
+
+
+def test_every_place(row_maximum: RowMaximumKernel) -> None:
+    width = 1100
+    rows = -torch.ones(width, width) - torch.eye(width)  # the largest is anywhere but on the diagonal
+    assert_found(row_maximum, rows)
+    assert_found(row_maximum, torch.eye(width).bfloat16())
+
+
+def test_threads_find_the_same(row_maximum: RowMaximumKernel) -> None:
+    rows = torch.randn(40, 9000).bfloat16()
+    for num_threads in (1, 2, 8):
+        set_num_threads(num_threads)
+        assert_found(row_maximum, rows)
+
+
+def test_rows_may_be_columns(row_maximum: RowMaximumKernel) -> None:
+    assert_found(row_maximum, torch.randn(50, 7).t())
+
+
+def test_no_rows(row_maximum: RowMaximumKernel) -> None:
+    assert row_maximum(torch.empty(0, 5))[1].shape == (0,)
+
+
+def test_a_gpu_gets_the_reference() -> None:
+    assert choose_row_maximum("cuda") is torch_row_maximum
+
+
+@needs_kernels
+def test_wrong_tensors_are_refused() -> None:
+    rows, largest, indices = torch.randn(3, 5), torch.empty(3), torch.empty(3, dtype=torch.int64)
+    kernels.row_maximum(rows, largest, indices)
+    for arguments, message in [
+        ((rows.half(), largest, indices), "float32 or bfloat16"),
+        ((rows.t(), torch.empty(5), torch.empty(5).long()), "rows is not contiguous"),
+        ((rows[:, :0], largest, indices), "no largest number"),
+        ((rows, largest[:2], indices), "largest has shape"),
+        ((rows, largest, indices.int()), "indices is not of type int64"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kernels.row_maximum(*arguments)
