@@ -88,8 +88,8 @@ MOESERVE_INLINE void widen_block(WeightFormat format, const char* panel, int64_t
   const auto* words = reinterpret_cast<const uint16_t*>(group);
   for (int64_t k = first; k < last; ++k) {
     for (int n = 0; n < kPanel; ++n) {
-      const int bits = words[k % kInt4Group / 4 * 32 + n % 16 * 2 + k % 2] >> (4 * (k % 4 / 2 * 2 + n / 16)) & 15;
-      assign(target + place(k, n), static_cast<float>(bits < 8 ? bits : bits - 16));
+      const int code = words[k % kInt4Group / 4 * 32 + n % 16 * 2 + k % 2] >> (4 * (k % 4 / 2 * 2 + n / 16)) & 15;
+      assign(target + place(k, n), static_cast<float>(kInt4Values[code]));
     }
   }
   const auto* group_scales = reinterpret_cast<const BFloat16*>(group + kInt4ScalesAt);

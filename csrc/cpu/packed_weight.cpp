@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "isa.h"
@@ -16,99 +15,197 @@ namespace moeserve {
 
 namespace {
 
-constexpr int kInt4Words = kInt4ScalesAt / 2;
-constexpr int kInt4Lowest = -8;
-constexpr int kInt4Highest = 7;
 constexpr int kInt8Highest = 127;
 
 int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-BFloat16 to_bfloat16(float value) {
-  BFloat16 rounded;
-  assign(&rounded, value);
-  return rounded;
+template <int W>
+MOESERVE_INLINE Float<W> magnitude(Float<W> x) {
+  return x > 0.0f ? x : -x;
 }
 
-// Of one output's weights, the number that each is divided by, and the quotients.
-float quantize_int8(const float* weights, int64_t num_inputs, int8_t* values) {
-  float largest = 0;
-  for (int64_t k = 0; k < num_inputs; ++k) largest = std::max(largest, std::fabs(weights[k]));
-  const float scale = largest / kInt8Highest;
-  const float inverse = scale > 0 ? 1 / scale : 0;
-  for (int64_t k = 0; k < num_inputs; ++k) {
-    const float rounded = std::nearbyint(weights[k] * inverse);
-    values[k] = static_cast<int8_t>(std::clamp<float>(rounded, -kInt8Highest, kInt8Highest));
-  }
-  return scale;
+template <int W>
+MOESERVE_INLINE Float<W> round_to_integer(Float<W> x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no room for a fraction
+  return (x + kRound) - kRound;
 }
 
-// The squared error of a group with this scale; fills in the values.
-float quantize_int4(const float* weights, float scale, int8_t* values) {
-  const float inverse = scale != 0 ? 1 / scale : 0;
-  float error = 0;
-  for (int i = 0; i < kInt4Group; ++i) {
-    const float rounded = std::nearbyint(weights[i] * inverse);
-    const float value = std::clamp<float>(rounded, kInt4Lowest, kInt4Highest);
-    values[i] = static_cast<int8_t>(value);
-    error += (weights[i] - value * scale) * (weights[i] - value * scale);
-  }
-  return error;
+// To nearest, ties to even, as floats. None is so large that it would become infinite, and none is NaN.
+template <int W>
+MOESERVE_INLINE Float<W> round_to_bfloat16(Float<W> x) {
+  const auto bits = reinterpret_cast<typename Vector<W>::UInt>(x);
+  return reinterpret_cast<Float<W>>((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u);
 }
 
-// Tries scales that bring the weight of largest magnitude to -8 or a little further, and keeps the best.
-BFloat16 choose_int4(const float* weights, int8_t* values) {
-  float extreme = 0;
-  for (int i = 0; i < kInt4Group; ++i) {
-    if (std::fabs(weights[i]) > std::fabs(extreme)) extreme = weights[i];
-  }
-  BFloat16 best{0};
-  float least = std::numeric_limits<float>::infinity();
-  int8_t tried[kInt4Group];
-  for (const float end : {-8.0f, -7.0f, -7.5f, -8.5f, -9.0f, 7.0f, 7.5f}) {
-    const BFloat16 scale = to_bfloat16(extreme / end);
-    const float error = quantize_int4(weights, widen(scale), tried);
-    if (error < least) {
-      least = error;
-      best = scale;
-      std::memcpy(values, tried, sizeof(tried));
-    }
-  }
-  return best;
+template <int W>
+MOESERVE_INLINE Float<W> inverse_or_zero(Float<W> x) {
+  return x != 0.0f ? 1.0f / x : Float<W>{};
 }
 
-// One panel's weights as rows of floats, those that are filled up being zero.
-struct Rows {
-  std::vector<float> weights;  // [kPanel, num_inputs]
+// The weights of one panel, [num_inputs][kPanel], those that are filled up being zero. Side by side stand outputs, for
+// each of which the same is to be done.
+struct Columns {
+  std::vector<float> weights;
   int64_t num_inputs;
-
-  const float* row(int n) const { return weights.data() + n * num_inputs; }
 };
 
-void pack_int8(const Rows& rows, char* panel) {
-  auto* values = reinterpret_cast<int8_t*>(panel);
-  auto* scales = reinterpret_cast<float*>(panel + rows.num_inputs * kPanel);
-  std::vector<int8_t> quantized(rows.num_inputs);
-  for (int n = 0; n < kPanel; ++n) {
-    scales[n] = quantize_int8(rows.row(n), rows.num_inputs, quantized.data());
-    for (int64_t k = 0; k < rows.num_inputs; ++k) values[k / 2 * 2 * kPanel + n * 2 + k % 2] = quantized[k];
+template <int W>
+MOESERVE_INLINE void pack_int8(const Columns& columns, char* panel) {
+  auto* scales = reinterpret_cast<float*>(panel + columns.num_inputs * kPanel);
+  float inverses[kPanel];
+  for (int n = 0; n < kPanel; n += W) {
+    Float<W> largest = {};
+    for (int64_t k = 0; k < columns.num_inputs; ++k) {
+      largest = larger<W>(magnitude<W>(load<W>(columns.weights.data() + k * kPanel + n)), largest);
+    }
+    store<W>(scales + n, largest * (1.0f / kInt8Highest));
+    store<W>(inverses + n, inverse_or_zero<W>(load<W>(scales + n)));
+  }
+  for (int64_t k = 0; k < columns.num_inputs; k += 2) {
+    float rounded[2][kPanel];
+    for (int i = 0; i < 2; ++i) {
+      for (int n = 0; n < kPanel; n += W) {
+        const Float<W> weights = load<W>(columns.weights.data() + (k + i) * kPanel + n);
+        store<W>(rounded[i] + n, round_to_integer<W>(weights * load<W>(inverses + n)));
+      }
+    }
+    auto* values = reinterpret_cast<int8_t*>(panel) + k * kPanel;
+    for (int n = 0; n < kPanel; ++n) {
+      values[2 * n] = static_cast<int8_t>(rounded[0][n]);
+      values[2 * n + 1] = static_cast<int8_t>(rounded[1][n]);
+    }
   }
 }
 
-void pack_int4(const Rows& rows, char* panel) {
-  for (int64_t first = 0; first < rows.num_inputs; first += kInt4Group, panel += kInt4GroupBytes) {
-    uint16_t words[kInt4Words] = {};
+// Between the values of neighbouring codes.
+constexpr float int4_border(int code) { return 0.5f * (kInt4Values[code] + kInt4Values[code + 1]); }
+
+// The value nearest to each quotient. Beyond each border the next gap is added: all of it, or nothing below.
+template <int W>
+MOESERVE_INLINE Float<W> nearest_int4(Float<W> quotients) {
+  constexpr float kSteep = 1e30f;
+  Float<W> values = broadcast<W>(kInt4Values[0]);
+  MOESERVE_UNROLL
+  for (int code = 0; code < 15; ++code) {
+    const Float<W> gap = broadcast<W>(kInt4Values[code + 1] - kInt4Values[code]);
+    const Float<W> beyond = larger<W>((quotients - int4_border(code)) * kSteep, Float<W>{});
+    values += beyond < gap ? beyond : gap;
+  }
+  return values;
+}
+
+// Scales of W outputs in a group of inputs, and the squared errors that they leave.
+template <int W>
+struct Int4Scales {
+  Float<W> scales;
+  Float<W> errors;
+  Float<W> fitted;  // the scales that suit the chosen codes best
+};
+
+template <int W>
+MOESERVE_INLINE Int4Scales<W> try_int4_scales(const float* weights, Float<W> wanted) {
+  const Float<W> scales = round_to_bfloat16<W>(wanted);
+  const Float<W> inverses = inverse_or_zero<W>(scales);
+  Float<W> errors = {};
+  Float<W> products = {};
+  Float<W> squares = {};
+  for (int k = 0; k < kInt4Group; ++k) {
+    const Float<W> weight = load<W>(weights + k * kPanel);
+    const Float<W> values = nearest_int4<W>(weight * inverses);
+    const Float<W> error = weight - values * scales;
+    errors += error * error;
+    products += weight * values;
+    squares += values * values;
+  }
+  return {scales, errors, products / squares};  // no value is 0
+}
+
+// Tries scales that bring each output's weight of largest magnitude near the first code's value, then the one that
+// suits the best one's codes best.
+template <int W>
+MOESERVE_INLINE Float<W> choose_int4_scales(const float* weights) {
+  Float<W> extreme = {};
+  for (int k = 0; k < kInt4Group; ++k) {
+    const Float<W> candidate = load<W>(weights + k * kPanel);
+    extreme = magnitude<W>(candidate) > magnitude<W>(extreme) ? candidate : extreme;
+  }
+  Int4Scales<W> best = try_int4_scales<W>(weights, extreme * (1.0f / (kInt4Values[0] * 0.95f)));
+  for (const float part : {0.85f, 1.05f}) {
+    const Int4Scales<W> other = try_int4_scales<W>(weights, extreme * (1.0f / (kInt4Values[0] * part)));
+    best.scales = other.errors < best.errors ? other.scales : best.scales;
+    best.fitted = other.errors < best.errors ? other.fitted : best.fitted;
+    best.errors = other.errors < best.errors ? other.errors : best.errors;
+  }
+  const Int4Scales<W> last = try_int4_scales<W>(weights, best.fitted);
+  return last.errors < best.errors ? last.scales : best.scales;
+}
+
+template <int W>
+MOESERVE_INLINE void choose_int4_codes(const float* weights, Float<W> scales, int32_t* codes) {
+  using Int = typename Vector<W>::Int;
+  const Float<W> inverses = inverse_or_zero<W>(scales);
+  for (int k = 0; k < kInt4Group; ++k) {
+    const Float<W> quotients = load<W>(weights + k * kPanel) * inverses;
+    Int chosen = {};
+    MOESERVE_UNROLL
+    for (int border = 0; border < 15; ++border) chosen -= quotients > int4_border(border);  // true is -1
+    std::memcpy(codes + k * kPanel, &chosen, sizeof(chosen));
+  }
+}
+
+template <int W>
+MOESERVE_INLINE void pack_int4(const Columns& columns, char* panel) {
+  for (int64_t first = 0; first < columns.num_inputs; first += kInt4Group, panel += kInt4GroupBytes) {
+    const float* weights = columns.weights.data() + first * kPanel;
     BFloat16 scales[kPanel];
-    int8_t values[kInt4Group];
-    for (int n = 0; n < kPanel; ++n) {
-      scales[n] = choose_int4(rows.row(n) + first, values);
-      for (int k = 0; k < kInt4Group; ++k) {
-        const int value_of_word = k % 4 / 2 * 2 + n / 16;
-        words[k / 4 * 32 + n % 16 * 2 + k % 2] |= static_cast<uint16_t>((values[k] & 15) << (4 * value_of_word));
+    int32_t codes[kInt4Group * kPanel];
+    for (int n = 0; n < kPanel; n += W) {
+      float lanes[W];
+      store<W>(lanes, choose_int4_scales<W>(weights + n));
+      for (int i = 0; i < W; ++i) assign(scales + n + i, lanes[i]);
+      choose_int4_codes<W>(weights + n, load<W>(lanes), codes + n);
+    }
+    uint16_t words[kInt4ScalesAt / 2];
+    for (int quad = 0; quad < kInt4Group / 4; ++quad) {
+      const int32_t* of_quad = codes + quad * 4 * kPanel;
+      for (int c = 0; c < 16; ++c) {
+        for (int i = 0; i < 2; ++i) {
+          const int32_t* near = of_quad + i * kPanel + c;
+          const int32_t* far = near + 2 * kPanel;
+          words[quad * 32 + c * 2 + i] = static_cast<uint16_t>(near[0] | near[16] << 4 | far[0] << 8 | far[16] << 12);
+        }
       }
     }
     std::memcpy(panel, words, sizeof(words));
     std::memcpy(panel + sizeof(words), scales, sizeof(scales));
   }
+}
+
+using PackColumns = void (*)(WeightFormat, const Columns&, char*);
+
+template <int W>
+MOESERVE_INLINE void pack_columns(WeightFormat format, const Columns& columns, char* panel) {
+  format == WeightFormat::kInt8 ? pack_int8<W>(columns, panel) : pack_int4<W>(columns, panel);
+}
+
+#if defined(MOESERVE_X86)
+MOESERVE_TARGET_AVX512 void pack_columns_avx512(WeightFormat format, const Columns& columns, char* panel) {
+  pack_columns<16>(format, columns, panel);
+}
+MOESERVE_TARGET_AVX2 void pack_columns_avx2(WeightFormat format, const Columns& columns, char* panel) {
+  pack_columns<8>(format, columns, panel);
+}
+#endif
+void pack_columns_baseline(WeightFormat format, const Columns& columns, char* panel) {
+  pack_columns<4>(format, columns, panel);
+}
+
+PackColumns choose_pack_columns([[maybe_unused]] Isa isa) {
+#if defined(MOESERVE_X86)
+  if (isa == Isa::kAvx512 || isa == Isa::kAvx512Bf16) return pack_columns_avx512;
+  if (isa == Isa::kAvx2) return pack_columns_avx2;
+#endif
+  return pack_columns_baseline;
 }
 
 template <typename Element>
@@ -149,11 +246,15 @@ void pack_panel(WeightFormat format, const Element* source, int num_rows, int64_
   if (format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16) {
     return pack_same(source, num_rows, num_inputs, padded, panel);
   }
-  Rows rows{std::vector<float>(kPanel * padded), padded};
-  for (int n = 0; n < num_rows; ++n) {
-    for (int64_t k = 0; k < num_inputs; ++k) rows.weights[n * padded + k] = widen(source[n * num_inputs + k]);
+  Columns columns{std::vector<float>(kPanel * padded), padded};
+  constexpr int64_t kTogether = 16;  // inputs, so that neither rows nor columns leave the cache in between
+  for (int64_t first = 0; first < num_inputs; first += kTogether) {
+    const int64_t last = std::min(first + kTogether, num_inputs);
+    for (int n = 0; n < num_rows; ++n) {
+      for (int64_t k = first; k < last; ++k) columns.weights[k * kPanel + n] = widen(source[n * num_inputs + k]);
+    }
   }
-  format == WeightFormat::kInt8 ? pack_int8(rows, panel) : pack_int4(rows, panel);
+  choose_pack_columns(current_isa())(format, columns, panel);
 }
 
 }  // namespace

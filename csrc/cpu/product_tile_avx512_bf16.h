@@ -105,14 +105,26 @@ MOESERVE_DOT void widen_int4(__m512i words, __m512i table, __m512bh (&lanes)[2])
   lanes[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8 * kStep + 4), table);
 }
 
-// bfloat16 of the values 0 to 7 and -8 to -1, twice: a table is asked with five bits, of which the fifth is another
-// value's.
+// bfloat16 of what each code stands for, twice: a table is asked with five bits, of which the fifth is another code's.
+struct Int4Table {
+  alignas(64) uint16_t bits[32] = {};
+
+  constexpr Int4Table() {
+    for (int i = 0; i < 32; ++i) bits[i] = bfloat16_bits(kInt4Values[i % 16]);
+  }
+
+  // Of an integer of at most 8 bits.
+  static constexpr uint16_t bfloat16_bits(int value) {
+    int magnitude = value < 0 ? -value : value;
+    int exponent = 127 + 7;
+    for (; magnitude < 128; magnitude *= 2) --exponent;
+    return static_cast<uint16_t>((value < 0 ? 0x8000 : 0) | exponent << 7 | (magnitude & 127));
+  }
+};
+
 MOESERVE_DOT __m512i int4_table() {
-  alignas(64) static constexpr uint16_t kBits[32] = {0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
-                                                     0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80,
-                                                     0,      0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
-                                                     0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80};
-  return _mm512_load_si512(kBits);
+  static constexpr Int4Table kTable;
+  return _mm512_load_si512(kTable.bits);
 }
 
 MOESERVE_DOT __m512 widen_scales(const char* scales) {

@@ -81,8 +81,9 @@ class Attention(nn.Module):
         num_heads, self.num_kv_heads = _length(self.heads), _length(self.kv_heads)
         query_size, kv_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
         self.projected_sizes = [query_size, kv_size, kv_size]
+        # Scores are exponents, so what goes into them keeps 8 bits.
         self.query_key_value = Linear(
-            hidden_size, sum(self.projected_sizes), has_bias=config.has_bias, dtype=dtype, device=device
+            hidden_size, sum(self.projected_sizes), has_bias=config.has_bias, least_bits=8, dtype=dtype, device=device
         )
         self.query_norm: nn.Identity | RMSNorm | TokenNorm
         self.key_norm: nn.Identity | RMSNorm | TokenNorm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,18 @@ class Linear(nn.Module):
         num_outputs: int,
         *,
         has_bias: bool = False,
+        least_bits: Literal[4, 8] = 4,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """
+        Args:
+            least_bits: of a weight that is quantised.
+        """
         super().__init__()
-        self.weights = Weights(1, num_outputs, num_inputs, has_bias=has_bias, dtype=dtype, device=device)
+        self.weights = Weights(
+            1, num_outputs, num_inputs, has_bias=has_bias, least_bits=least_bits, dtype=dtype, device=device
+        )
 
     @property
     def weight(self) -> Tensor:

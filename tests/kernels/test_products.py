@@ -51,6 +51,7 @@ def dtypes_of(packed_format: PackedFormat) -> tuple[torch.dtype, ...]:
     return torch.float32, torch.bfloat16
 
 
+INT4_VALUES = torch.tensor([-128, -104, -80, -62, -47, -34, -22, -10, 1, 13, 24, 37, 50, 65, 83, 105]).double()
 CASES = [(packed_format, dtype) for packed_format in FORMATS for dtype in dtypes_of(packed_format)]
 
 
@@ -84,7 +85,8 @@ def _unpacked_one(panels: Tensor, packed: PackedWeights) -> Tensor:
     rows = [_unpacked_panel(panel, packed.format) for part in parts for panel in part.view(num_panels, -1)]
     whole_POI = torch.stack(rows).view(packed.num_parts, num_panels * 32, -1)
     assert not whole_POI[:, num_outputs:].any(), "outputs that were filled up"
-    assert not whole_POI[:, :, packed.num_inputs :].any(), "inputs that were filled up"
+    if packed.format != "int4":  # which has no zero
+        assert not whole_POI[:, :, packed.num_inputs :].any(), "inputs that were filled up"
     return whole_POI[:, :num_outputs, : packed.num_inputs].flatten(0, 1)
 
 
@@ -101,8 +103,8 @@ def _unpacked_panel(panel: Tensor, packed_format: PackedFormat) -> Tensor:
             groups_gB = panel.view(-1, 512 + 64)
             words_gqci = groups_gB[:, :512].contiguous().view(torch.int16).to(torch.int32).view(-1, 8, 16, 2)
             scales_gO = groups_gB[:, 512:].contiguous().view(torch.bfloat16).double()
-            bits_gqcij = words_gqci[..., None] >> torch.tensor([0, 4, 8, 12]) & 15
-            values_gqcijj = (bits_gqcij - 16 * (bits_gqcij > 7)).double().unflatten(-1, (2, 2))
+            codes_gqcij = words_gqci[..., None] >> torch.tensor([0, 4, 8, 12]) & 15
+            values_gqcijj = INT4_VALUES[codes_gqcij].unflatten(-1, (2, 2))
             # value j: output 16 * (j % 2) + c, input 4 * q + 2 * (j // 2) + i
             values_gOK = values_gqcijj.permute(0, 5, 2, 1, 4, 3).flatten(1, 2).flatten(2)
             return (values_gOK * scales_gO[:, :, None]).permute(1, 0, 2).flatten(1)
@@ -170,19 +172,19 @@ def test_int8_is_within_half_a_step(dtype: torch.dtype) -> None:
     assert (error_eOI <= 0.5001 * step_eO1).all()
 
 
-def test_int4_is_no_worse_than_the_usual_scale() -> None:
-    """Which brings the largest of 32 to -8 (GGUF's Q4_0)."""
+def test_int4_has_a_fifth_less_error_than_the_usual_steps() -> None:
+    """Which are even, with the largest of 32 weights at -8 (GGUF's Q4_0)."""
     torch.manual_seed(3)
     weights = make(1, 64, 128, torch.float32)
-    weights.weight_eOI[0, 3, :32] = 0
+    weights.weight_eOI[0, 6] = 0
     groups = weights.weight_eOI.double().view(-1, 32)
     extreme = groups.gather(1, groups.abs().argmax(1, keepdim=True))
     scale = torch.where(extreme == 0, 1.0, extreme / -8)
     usual = (groups / scale).round().clamp(-8, 7) * scale
     given = unpacked(packed_copy(weights, "int4")).view(-1, 32)
     usual_error, error = ((of - groups).pow(2).sum(1) for of in (usual, given))
-    assert float(error.sum()) <= 0.95 * float(usual_error.sum())
-    assert (error <= 1.02 * usual_error + 1e-12).all()  # scales are bfloat16 here
+    assert float(error.sum()) <= 0.8 * float(usual_error.sum())
+    assert not error[24:28].sum()  # of zeros
 
 
 @pytest.mark.parametrize(("packed_format", "dtype"), CASES)
