@@ -1,0 +1,82 @@
+"""A request's tokens and log-probabilities are the same bytes, whatever it shares its steps, its rank or its node with.
+
+Alone or in any batch, in any order, whole or in chunks, found in the cache or computed, with any number of threads, and
+with its experts on any number of ranks (tp = 1).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from reference_models import Reference
+
+from moeserve import LLM, SamplingParams
+
+FAMILIES = ("mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "qwen3-moe", "gpt-oss")
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=2)
+Told = list[tuple[Any, ...]]  # of each request, what it was told: tokens, and log-probabilities as they are
+
+
+def make_prompts(num_prompts: int = 9) -> list[list[int]]:
+    """Of 1 to 90 tokens, some with the same beginning."""
+    source = random.Random(18)
+    beginning = [source.randrange(90) for _ in range(40)]
+    lengths = [1, 2, 7, 16, 17, 33, 50, 64, 90][:num_prompts]
+    return [
+        (beginning * (index % 2) + [source.randrange(90) for _ in range(length)])[-90:]
+        for index, length in enumerate(lengths)
+    ]
+
+
+def told(reference: Reference, prompts: list[list[int]], *, alone: bool = False, **options: Any) -> Told:
+    options = {"num_threads": 1, "max_model_len": 128} | options
+    llm = LLM(model=str(reference.folder), **options)
+    try:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        batches = [[one] for one in inputs] if alone else [inputs]
+        results = [result for batch in batches for result in llm.generate(batch, PARAMS)]
+    finally:
+        llm.shutdown()
+    return [(r.outputs[0].token_ids, r.outputs[0].logprobs, r.prompt_logprobs) for r in results]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_batches_orders_chunks_and_threads(name: str, dtype: str, reference_named: Callable[[str], Reference]) -> None:
+    reference, prompts = reference_named(name), make_prompts()
+    expected = told(reference, prompts, alone=True, enable_prefix_caching=False, dtype=dtype)
+
+    assert told(reference, prompts, dtype=dtype) == expected
+    assert told(reference, prompts[::-1], dtype=dtype)[::-1] == expected
+    for num_tokens, num_threads in ((5, 1), (37, 2), (16, 3)):
+        options = dict(max_num_batched_tokens=num_tokens, max_num_seqs=4, num_threads=num_threads)
+        assert told(reference, prompts, dtype=dtype, **options) == expected, options
+    assert told(reference, prompts, alone=True, dtype=dtype, block_size=4, num_threads=2) == expected
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights(quantization: str, reference_named: Callable[[str], Reference]) -> None:
+    reference, prompts = reference_named("deepseek-v3"), make_prompts()
+    expected = told(reference, prompts, alone=True, enable_prefix_caching=False, quantization=quantization)
+    assert told(reference, prompts, quantization=quantization) == expected
+    options: dict[str, Any] = dict(max_num_batched_tokens=23, max_num_seqs=5, num_threads=2)
+    assert told(reference, prompts, quantization=quantization, **options) == expected
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "data_parallel_size", "dispatcher"),
+    [("mixtral", 2, "all_to_all"), ("mixtral", 4, "allgather"), ("deepseek-v3", 2, "allgather"),
+     ("gpt-oss", 3, "all_to_all")],
+)  # fmt: skip
+def test_layouts(
+    name: str, data_parallel_size: int, dispatcher: str, dtype: str, reference_named: Callable[[str], Reference]
+) -> None:
+    reference, prompts = reference_named(name), make_prompts(6)
+    expected = told(reference, prompts, dtype=dtype)
+    options = dict(data_parallel_size=data_parallel_size, dispatcher=dispatcher, executor="mp")
+    assert told(reference, prompts, dtype=dtype, **options) == expected
