@@ -31,8 +31,7 @@ void check_value_cache(const Tensor& value_cache, const Tensor& key_cache) {
 
 void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
             const Tensor& row_starts, const Tensor& context_lens, const Tensor& out, double scale,
-            std::optional<int64_t> window, int64_t max_rows, std::optional<int64_t> value_size,
-            const std::optional<Tensor>& sinks) {
+            std::optional<int64_t> window, std::optional<int64_t> value_size, const std::optional<Tensor>& sinks) {
   check_key_cache(key_cache);
   check_value_cache(value_cache, key_cache);
   check_dims("query", query, 3);
@@ -93,7 +92,6 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   step.max_blocks = block_table.size(1);
   step.scale = static_cast<float>(scale);
   step.window = window.value_or(0);
-  step.max_rows = max_rows;
   const nb::gil_scoped_release released;
   paged_attention(step);
 }
@@ -140,9 +138,8 @@ void write(const Tensor& key, const std::optional<Tensor>& value, const Tensor& 
 void bind_attention(nb::module_& module) {
   using namespace nb::literals;
   module.def("paged_attention", &attend, "query"_a, "key_cache"_a, "value_cache"_a, "block_table"_a, "row_starts"_a,
-             "context_lens"_a, "out"_a, nb::kw_only(), "scale"_a, "window"_a.none(), "max_rows"_a,
-             "value_size"_a.none() = nb::none(), "sinks"_a.none() = nb::none(),
-             "Writes to `out` the rows of chunks with at most `max_rows` rows.");
+             "context_lens"_a, "out"_a, nb::kw_only(), "scale"_a, "window"_a.none(), "value_size"_a.none() = nb::none(),
+             "sinks"_a.none() = nb::none(), "Fills `out`; rows of no chunk, and those before position 0, get zeros.");
   module.def("write_cache", &write, "key"_a, "value"_a.none(), "key_cache"_a, "value_cache"_a.none(), "slots"_a,
              "Stores each token's key, and value if there is one, at its slot; -1 is skipped.");
 }

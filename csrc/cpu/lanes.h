@@ -10,6 +10,8 @@
 #include <cstring>
 #include <utility>
 
+#include "isa.h"
+
 #define MOESERVE_INLINE inline __attribute__((always_inline))
 
 // Before a loop whose arrays of vectors are meant to be registers.
@@ -30,6 +32,8 @@ struct Vector {
   typedef float Float __attribute__((vector_size(W * sizeof(float))));
   typedef int32_t Int __attribute__((vector_size(W * sizeof(int32_t))));
   typedef uint32_t UInt __attribute__((vector_size(W * sizeof(uint32_t))));
+  typedef uint16_t Halves __attribute__((vector_size(W * sizeof(uint32_t))));
+  typedef uint16_t HalfAsMany __attribute__((vector_size(W * sizeof(uint16_t))));
 };
 
 template <int W>
@@ -47,8 +51,17 @@ MOESERVE_INLINE void store(float* target, Float<W> lanes) {
   std::memcpy(target, &lanes, sizeof(lanes));
 }
 
+// The instruction is written out because GCC otherwise takes a function's own target for granted before it is inlined,
+// and fills the lanes one by one.
 template <int W>
 MOESERVE_INLINE Float<W> broadcast(float value) {
+#if defined(MOESERVE_X86)
+  if constexpr (W >= 8) {
+    Float<W> lanes;
+    asm("vbroadcastss %1, %0" : "=v"(lanes) : "vm"(value));
+    return lanes;
+  }
+#endif
   return value - Float<W>{};
 }
 

@@ -1,282 +1,121 @@
-// Attention over a paged KV cache.
+// Attention over a paged KV cache: how a step is divided, and how its parts become whole again.
 //
-// A row's context is cut at fixed positions into partitions. Each partition is reduced by itself to the largest score,
-// the sum of the weights and the weighted values; then a row's partitions are merged in order. So the order of
-// additions follows from the row's own position and from the shapes, and a long context can still be shared between
-// threads.
+// Positions are cut at fixed places: into blocks, which are reduced one after the other (attention_block.h), and into
+// partitions of some blocks, which are reduced by themselves and then merged in order. So the order of additions
+// follows from a row's position and the shapes alone, and a long context can still be shared between threads.
 //
-// A partition is reduced piece by piece, each added to the result of those before. In a piece, up to four query heads
-// that share a key-value head go together: first all their scores, then the softmax, then the weighted values, whose
-// sums stay in registers. A larger group of heads finds the keys and values of the piece in the cache of the core.
-//
-// A partition is one piece where few heads share a key-value head, and more where there are many, as their results
-// would otherwise be as large as the keys and values themselves.
+// An item, what a thread does at a time, is some rows of a chunk with some query heads of one key-value head, and some
+// partitions. Which items there are is free: it changes no bit.
 
 #include "paged_attention.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstring>
+#include <deque>
 #include <limits>
-#include <memory>
-#include <numeric>
+#include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "attention_block.h"
 #include "isa.h"
-#include "lanes.h"
 #include "parallel.h"
 
 namespace moeserve {
 
 namespace {
 
-constexpr int kPiece = 256;                     // positions
-constexpr int kHeadsPerPiece = 16;              // of a group: a partition has a piece for every so many, at least one
-constexpr int kMinHeads = 8;                    // a group's heads are divided among items, but not below so many
-constexpr int kMaxTile = 16;                    // positions whose scores are computed together, at most
-constexpr int kPrefetch = 16;                   // positions that a prefetch runs ahead
-constexpr int64_t kParallelBytes = 128 * 1024;  // keys and values that are worth more than one thread
-constexpr int64_t kItemsPerThread = 8;          // enough for a thread that is late to be made up for
+constexpr int kPartition = 256;         // positions, for every kHeadsPerPartition heads of a group
+constexpr int kHeadsPerPartition = 16;  // the states of a group would otherwise outgrow its keys and values
+constexpr int kMostQueries = 96;        // of an item: its states and what it packs should fit in a core's own cache
+constexpr int kFewQueries = 8;          // of an item: with fewer, packing keys and values is most of the work
+constexpr int kItemsPerThread = 4;      // enough for a thread that is late to be made up for
+constexpr double kWorthThreads = 8e-6;  // seconds
+constexpr int kWordBytes = 4;
 
-// One row's position, and the blocks of its chunk.
-struct Row {
-  int64_t index;  // among the tokens
+static_assert(kPartition % kBlock == 0);
+
+// Consecutive rows, the first of which is at `position`, and the blocks of their context.
+struct Chunk {
+  int64_t first_row;  // among the tokens
+  int64_t num_rows;
   int64_t position;
   const int32_t* blocks;
 };
 
-// What one thread does at a time: some partitions of one row, for some query heads of one key-value head.
 struct Item {
-  int32_t row;
+  int32_t chunk;
+  int32_t first_row;  // of the chunk
+  int32_t num_rows;
   int32_t first_head;
   int32_t num_heads;
-  int32_t first_partition;  // counted from the first that the row attends to
+  int32_t first_partition;
   int32_t num_partitions;
-  int32_t shared;  // index into `Job::shared`; -1: the item has all of the row's partitions
+  int32_t shared;  // index into `Job::shared`; -1: the item has all partitions that its rows attend to
 };
 
-// The partial results of a row and some heads whose partitions are divided among items.
+// Rows and heads whose partitions are divided among items.
 struct Shared {
-  float* states;
+  int64_t first_float;  // of the states, in `Job::shared_states`
+  int32_t first_partition;
+  int32_t num_partitions;
   std::atomic<int32_t> num_missing;  // whoever brings the last partition merges them all
+
+  Shared(int64_t first_float, int32_t first, int32_t count)
+      : first_float(first_float), first_partition(first), num_partitions(count), num_missing(count) {}
 };
 
-struct Job {
-  const PagedAttention& step;
-  std::vector<Row> rows;
-  std::vector<Item> items;
-  std::unique_ptr<Shared[]> shared;
+// Memory that is kept from call to call, aligned to cache lines.
+class Room {
+ public:
+  Room() = default;
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+  ~Room() { release(); }
+
+  template <typename Number>
+  Number* at_least(int64_t count) {
+    const auto wanted = static_cast<size_t>(count) * sizeof(Number);
+    if (num_bytes_ < wanted) {
+      release();
+      bytes_ = operator new(wanted, kAlignment);
+      num_bytes_ = wanted;
+    }
+    return static_cast<Number*>(bytes_);
+  }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+
+  void release() {
+    operator delete(bytes_, kAlignment);
+    bytes_ = nullptr;
+    num_bytes_ = 0;
+  }
+
+  void* bytes_ = nullptr;
+  size_t num_bytes_ = 0;
 };
 
-int64_t element_bytes(const PagedAttention& step) { return step.type == ElementType::kFloat32 ? 4 : 2; }
-int64_t group_size(const PagedAttention& step) { return step.num_heads / step.num_kv_heads; }
-
-int64_t first_position(const PagedAttention& step, const Row& row) {
-  return step.window == 0 ? 0 : std::max<int64_t>(0, row.position - step.window + 1);
-}
-
-int64_t partition_size(const PagedAttention& step) {
-  return kPiece * std::max<int64_t>(1, group_size(step) / kHeadsPerPiece);
-}
-
-int64_t count_partitions(const PagedAttention& step, const Row& row) {
-  return row.position / partition_size(step) - first_position(step, row) / partition_size(step) + 1;
-}
-
-// A state is one partition of one row and query head, reduced: largest score, sum of weights, weighted values.
-// The states of a row and some heads are [partitions, heads, state_size].
-int64_t state_size(const PagedAttention& step) { return 2 + step.value_size; }
-
-// sums[p][q] += products of 2 * W elements of the key of position p and of query q.
-template <int W, int kQueries>
-MOESERVE_INLINE void multiply_add(Float<W>* sums, const Pair<W>& key, const float* queries, int64_t stride) {
-  MOESERVE_UNROLL
-  for (int q = 0; q < kQueries; ++q) {
-    sums[q] += key.first * load<W>(queries + q * stride);
-    sums[q] += key.second * load<W>(queries + q * stride + W);
-  }
-}
-
-// Scores of P positions and Q = kQueries queries, P x Q = W: lane p * Q + q belongs to position p and query q.
-// `queries` is [Q, stride], every 2 * W elements in their places as a pair and zero from head_size on.
-template <int W, int kQueries, typename Element>
-MOESERVE_INLINE Float<W> score_tile(const Element* keys, const int64_t* offsets, const float* queries, int64_t stride,
-                                    int head_size) {
-  constexpr int kPositions = W / kQueries;
-  Float<W> sums[W] = {};
-  int h = 0;
-  for (; h + 2 * W <= head_size; h += 2 * W) {
-    MOESERVE_UNROLL
-    for (int p = 0; p < kPositions; ++p) {
-      const Pair<W> key = load_pair<W>(keys + offsets[p] + h);
-      multiply_add<W, kQueries>(sums + p * kQueries, key, queries + h, stride);
-    }
-  }
-  if (h < head_size) {
-    MOESERVE_UNROLL
-    for (int p = 0; p < kPositions; ++p) {
-      const Pair<W> key = load_first<W>(keys + offsets[p] + h, head_size - h);
-      multiply_add<W, kQueries>(sums + p * kQueries, key, queries + h, stride);
-    }
-  }
-  return sum_each<W>(sums);
-}
-
-// Turns scores into weights e^(score - the query's largest up to this piece), in place. Brings that score and the sum
-// of the weights, the first two floats of each query's state, up to date; `factors` become what the weights of the
-// pieces before are to be multiplied with.
-template <int W, int kQueries>
-MOESERVE_INLINE void weigh_scores(float* scores, int num_tiles, bool is_first, float* factors, float* states,
-                                  int64_t states_stride) {
-  float lanes[W];
-  Float<W> largest = load<W>(scores);
-  for (int t = 1; t < num_tiles; ++t) largest = larger<W>(largest, load<W>(scores + t * W));
-  store<W>(lanes, largest);
-  for (int i = kQueries; i < W; ++i) lanes[i % kQueries] = std::max(lanes[i % kQueries], lanes[i]);
-  for (int q = 0; q < kQueries; ++q) {
-    float* state = states + q * states_stride;
-    if (!is_first) {
-      lanes[q] = std::max(lanes[q], state[0]);
-      factors[q] = std::exp(state[0] - lanes[q]);
-    }
-    state[0] = lanes[q];
-  }
-  for (int i = kQueries; i < W; ++i) lanes[i] = lanes[i % kQueries];
-  largest = load<W>(lanes);
-
-  Float<W> total = {};
-  for (int t = 0; t < num_tiles; ++t) {
-    const Float<W> weights = exp_of_nonpositive<W>(load<W>(scores + t * W) - largest);
-    store<W>(scores + t * W, weights);
-    total += weights;
-  }
-  store<W>(lanes, total);
-  for (int i = kQueries; i < W; ++i) lanes[i % kQueries] += lanes[i];
-  for (int q = 0; q < kQueries; ++q) {
-    float* weight_sum = states + q * states_stride + 1;
-    *weight_sum = is_first ? lanes[q] : *weight_sum * factors[q] + lanes[q];
-  }
-}
-
-// Sums weight x value over the positions, for kPairs * 2 * W elements of the value, or for its last `num_last` < 2 * W
-// elements where that is not 0, and adds them to [kQueries, targets_stride] times `factors`; writes them there where
-// this piece is the first. `weights` is [positions, kQueries].
-template <int W, int kQueries, int kPairs, typename Element>
-MOESERVE_INLINE void weigh_values(const Element* values, const int64_t* offsets, int num_positions,
-                                  const float* weights, int num_last, bool is_first, const float* factors,
-                                  float* targets, int64_t targets_stride) {
-  Float<W> sums[kQueries][2 * kPairs] = {};
-  for (int p = 0; p < num_positions; ++p) {
-    const Element* row = values + offsets[p];
-    MOESERVE_UNROLL
-    for (size_t byte = 0; byte < kPairs * 2 * W * sizeof(Element); byte += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(values + offsets[p + kPrefetch]) + byte);
-    }
-    Pair<W> lanes[kPairs];
-    MOESERVE_UNROLL
-    for (int i = 0; i < kPairs; ++i) {
-      lanes[i] = num_last == 0 ? load_pair<W>(row + i * 2 * W) : load_first<W>(row, num_last);
-    }
-    MOESERVE_UNROLL
-    for (int q = 0; q < kQueries; ++q) {
-      const float weight = weights[p * kQueries + q];
-      MOESERVE_UNROLL
-      for (int i = 0; i < kPairs; ++i) {
-        sums[q][2 * i] += weight * lanes[i].first;
-        sums[q][2 * i + 1] += weight * lanes[i].second;
-      }
-    }
-  }
-  MOESERVE_UNROLL
-  for (int q = 0; q < kQueries; ++q) {
-    MOESERVE_UNROLL
-    for (int i = 0; i < kPairs; ++i) {
-      float lanes[2 * W];
-      store<W>(lanes, sums[q][2 * i]);
-      store<W>(lanes + W, sums[q][2 * i + 1]);
-      float* target = targets + q * targets_stride + i * 2 * W;
-      const int num_elements = num_last == 0 ? 2 * W : num_last;
-      if (is_first) {
-        for (int h = 0; h < num_elements; ++h) target[h] = lanes[place<W>(values, h)];
-      } else {
-        for (int h = 0; h < num_elements; ++h) target[h] = target[h] * factors[q] + lanes[place<W>(values, h)];
-      }
-    }
-  }
-}
-
-// Reduces one piece for kQueries query heads into their states, which hold the partition's pieces before it. `keys` and
-// `values` are the two caches; `offsets` leads to the rows of num_positions positions, and goes on for
-// kMaxTile + kPrefetch more with rows that may be read.
-template <int W, int kQueries, typename Element>
-MOESERVE_INLINE void reduce_piece(const Element* keys, const Element* values, const int64_t* offsets, int num_positions,
-                                  const float* queries, int64_t queries_stride, int head_size, int value_size,
-                                  bool is_first, float* states, int64_t states_stride) {
-  constexpr int kPositions = W / kQueries;
-  constexpr int kPairs = W == 16 || kQueries < 4 ? 2 : 1;  // as many as there are registers for their sums
-  static_assert(kPositions <= kMaxTile && kPiece % kPositions == 0);
-
-  float scores[kPiece * kQueries];
-  const int num_tiles = (num_positions + kPositions - 1) / kPositions;
-  for (int t = 0; t < num_tiles; ++t) {
-    const int64_t* tile = offsets + t * kPositions;
-    for (int p = 0; p < kPositions; ++p) {
-      for (int h = 0; h < head_size; h += 64 / sizeof(Element)) __builtin_prefetch(keys + tile[kPrefetch + p] + h);
-    }
-    store<W>(scores + t * W, score_tile<W, kQueries>(keys, tile, queries, queries_stride, head_size));
-  }
-  for (int i = num_positions * kQueries; i < num_tiles * W; ++i) scores[i] = -std::numeric_limits<float>::infinity();
-  float factors[kQueries];
-  weigh_scores<W, kQueries>(scores, num_tiles, is_first, factors, states, states_stride);
-
-  float* targets = states + 2;
-  int h = 0;
-  for (; h + kPairs * 2 * W <= value_size; h += kPairs * 2 * W) {
-    weigh_values<W, kQueries, kPairs>(values + h, offsets, num_positions, scores, 0, is_first, factors, targets + h,
-                                      states_stride);
-  }
-  for (; h < value_size; h += 2 * W) {
-    const int num_last = h + 2 * W <= value_size ? 0 : value_size - h;
-    weigh_values<W, kQueries, 1>(values + h, offsets, num_positions, scores, num_last, is_first, factors, targets + h,
-                                 states_stride);
-  }
-}
-
-// Merges the states of the item's row and heads, in the order of their positions, into the rows of `out`. A head's sink
-// comes last, with a weight and no value.
-template <typename Element>
-MOESERVE_INLINE void merge(const PagedAttention& step, const Row& row, const Item& item, float* states,
-                           int64_t num_partitions) {
-  const int64_t partition_stride = item.num_heads * state_size(step);
-  for (int64_t q = 0; q < item.num_heads; ++q) {
-    const int64_t head = item.first_head + q;
-    float* first = states + q * state_size(step);
-    float largest = first[0];
-    for (int64_t i = 1; i < num_partitions; ++i) largest = std::max(largest, first[i * partition_stride]);
-    if (step.sinks != nullptr) largest = std::max(largest, step.sinks[head]);
-    float weight_sum = 0;
-    for (int64_t i = 0; i < num_partitions; ++i) {
-      float* state = first + i * partition_stride;
-      const float factor = std::exp(state[0] - largest);
-      weight_sum += state[1] * factor;
-      for (int64_t h = 2; h < state_size(step); ++h) {
-        first[h] = i == 0 ? state[h] * factor : first[h] + state[h] * factor;
-      }
-    }
-    if (step.sinks != nullptr) weight_sum += std::exp(step.sinks[head] - largest);
-    auto* out = static_cast<Element*>(step.out) + (row.index * step.num_heads + head) * step.value_size;
-    for (int64_t h = 0; h < step.value_size; ++h) assign(out + h, first[2 + h] / weight_sum);
-  }
-}
-
-// Room that each thread keeps from call to call.
+// What each thread keeps.
 struct Scratch {
-  std::vector<float> queries;
-  std::vector<float> states;
-  std::vector<float> shared_states;  // of the thread that calls the kernel, for all
+  Room queries;
+  Room keys;
+  Room values;
+  Room scores;
+  Room weights;
+  Room factors;
+  Room states;
+  Room zeros;
+  Room visible;
+  // Of the thread that calls the kernel, for all.
+  std::vector<Chunk> chunks;
+  std::vector<Item> items;
+  std::deque<Shared> shared;
+  Room shared_states;
 };
 
 Scratch& scratch() {
@@ -284,138 +123,351 @@ Scratch& scratch() {
   return of_this_thread;
 }
 
-float* at_least(std::vector<float>& room, int64_t size) {
-  if (static_cast<int64_t>(room.size()) < size) room.resize(size);
-  return room.data();
+struct Job {
+  const PagedAttention& step;
+  const BlockKernels& kernels;
+  std::vector<Chunk>& chunks;
+  std::vector<Item>& items;
+  std::deque<Shared>& shared;
+  float* shared_states;
+};
+
+int64_t element_bytes(const PagedAttention& step) { return step.type == ElementType::kFloat32 ? 4 : 2; }
+int64_t group_size(const PagedAttention& step) { return step.num_heads / step.num_kv_heads; }
+
+int64_t first_position(const PagedAttention& step, int64_t position) {
+  return step.window == 0 ? 0 : std::max<int64_t>(0, position - step.window + 1);
 }
 
-// The item's query heads, times scale, as score_tile wants them.
-template <int W, typename Element>
-MOESERVE_INLINE void scale_queries(const PagedAttention& step, const Row& row, const Item& item, float* queries,
-                                   int64_t stride) {
-  const int head_size = static_cast<int>(step.head_size);
-  const auto* source =
-      static_cast<const Element*>(step.query) + (row.index * step.num_heads + item.first_head) * head_size;
-  for (int64_t q = 0; q < item.num_heads; ++q, source += head_size, queries += stride) {
-    for (int h = 0; h < head_size; h += 2 * W) {
-      const Pair<W> pair = h + 2 * W <= head_size ? load_pair<W>(source + h) : load_first<W>(source + h, head_size - h);
-      store<W>(queries + h, pair.first * step.scale);
-      store<W>(queries + h + W, pair.second * step.scale);
+int64_t partition_size(const PagedAttention& step) {
+  return kPartition * std::max<int64_t>(1, group_size(step) / kHeadsPerPartition);
+}
+
+// Partitions that some rows of a chunk attend to.
+int64_t first_partition(const PagedAttention& step, const Chunk& chunk, int64_t first_row) {
+  return first_position(step, chunk.position + first_row) / partition_size(step);
+}
+int64_t end_partition(const PagedAttention& step, const Chunk& chunk, int64_t end_row) {
+  return (chunk.position + end_row - 1) / partition_size(step) + 1;
+}
+
+int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+// The states of an item's queries over one partition lie in one array of so many floats, in which each part begins with
+// a cache line.
+int64_t values_stride(const PagedAttention& step) { return round_up(step.value_size, 16); }
+int64_t states_size(const PagedAttention& step, int64_t num_queries) {
+  return 2 * round_up(num_queries, 16) + num_queries * values_stride(step);
+}
+States states_at(float* room, int64_t num_queries) {
+  return {room, room + round_up(num_queries, 16), room + 2 * round_up(num_queries, 16)};
+}
+
+// Where the keys and values of a block lie.
+struct Rows {
+  const void* keys[kBlock];
+  const void* values[kBlock];
+};
+
+// What a row of an item sees of the block that starts at position `start`.
+Range visible_of(const PagedAttention& step, const Chunk& chunk, const Item& item, int row, int64_t start) {
+  const int64_t position = chunk.position + item.first_row + row;
+  const int64_t begin = first_position(step, position) - start;
+  return {static_cast<int>(std::clamp<int64_t>(begin, 0, kBlock)),
+          static_cast<int>(std::clamp<int64_t>(position + 1 - start, 0, kBlock))};
+}
+
+// What any of some consecutive rows or queries sees, given what the first and the last of them see.
+Range join(Range first, Range last) { return {first.begin, last.end}; }
+
+// An item's positions, in whole blocks.
+int64_t first_start(const PagedAttention& step, const Chunk& chunk, const Item& item) {
+  const int64_t first = first_position(step, chunk.position + item.first_row);
+  return std::max(item.first_partition * partition_size(step), first) / kBlock * kBlock;
+}
+int64_t end_position(const PagedAttention& step, const Chunk& chunk, const Item& item) {
+  return std::min((item.first_partition + item.num_partitions) * partition_size(step),
+                  chunk.position + item.first_row + item.num_rows);
+}
+
+// Finds the rows of `visible` in the block that starts at position `start`.
+void find_rows(const PagedAttention& step, const Chunk& chunk, const Item& item, int64_t start, Range visible,
+               Rows& rows) {
+  const auto* keys = static_cast<const char*>(step.key_cache);
+  const auto* values = static_cast<const char*>(step.value_cache);
+  const int64_t kv_head = item.first_head / group_size(step);
+  const int64_t row_bytes = step.head_size * element_bytes(step);
+  int64_t block = (start + visible.begin) / step.block_size;
+  int64_t in_block = (start + visible.begin) % step.block_size;
+  for (int p = visible.begin; p < visible.end; ++block, in_block = 0) {
+    const int64_t first = (chunk.blocks[block] * step.num_kv_heads + kv_head) * step.block_size + in_block;
+    const int count = static_cast<int>(std::min<int64_t>(step.block_size - in_block, visible.end - p));
+    for (int i = 0; i < count; ++i) {
+      rows.keys[p + i] = keys + (first + i) * row_bytes;
+      rows.values[p + i] = values + (first + i) * row_bytes;
     }
+    p += count;
   }
 }
 
-// Where the key and value of `num_positions` positions from `first` on lie in the caches, and for what is read or
-// prefetched beyond them the last again.
-void find_offsets(const PagedAttention& step, const Row& row, int64_t kv_head, int64_t first, int num_positions,
-                  int64_t* offsets) {
-  int64_t block = first / step.block_size;
-  int64_t in_block = first % step.block_size;
-  for (int p = 0; p < num_positions; ++block, in_block = 0) {
-    const int64_t slot = (row.blocks[block] * step.num_kv_heads + kv_head) * step.block_size;
-    for (; p < num_positions && in_block < step.block_size; ++p, ++in_block) {
-      offsets[p] = (slot + in_block) * step.head_size;
-    }
-  }
-  std::fill_n(offsets + num_positions, kMaxTile + kPrefetch, offsets[num_positions - 1]);
+// What an item has at hand while it runs.
+struct Desk {
+  const PagedAttention& step;
+  const BlockKernels& kernels;
+  const Item& item;
+  const Chunk& chunk;
+  const Item* next;  // the item after this one, or null
+  const Chunk* next_chunk;
+  const void* zeros;  // a row of them
+  char* queries;
+  void* packed_keys;
+  void* packed_values;
+  char* weights;
+  float* scores;
+  float* factors;
+  Range* visible;  // [queries], of the block that is worked on
+  Rows* rows;      // of that block
+  Rows* ahead;     // of the block after it
+
+  int head_size() const { return static_cast<int>(step.head_size); }
+  int value_size() const { return static_cast<int>(step.value_size); }
+  bool is_packed() const { return item.num_rows * item.num_heads > kMaxTile; }
+};
+
+bool has_values(const Desk& desk) { return desk.step.value_cache != desk.step.key_cache; }
+
+Range visible_of(const Desk& desk, int row, int64_t start) {
+  return visible_of(desk.step, desk.chunk, desk.item, row, start);
 }
 
-// Reduces the positions from `begin` to before `end`, which lie in one partition, for the item's heads.
-template <int W, typename Element>
-MOESERVE_INLINE void reduce_partition(const PagedAttention& step, const Row& row, const Item& item, int64_t begin,
-                                      int64_t end, const float* queries, int64_t stride, float* states) {
-  const auto* keys = static_cast<const Element*>(step.key_cache);
-  const auto* values = static_cast<const Element*>(step.value_cache);
-  const int head_size = static_cast<int>(step.head_size);
-  const int value_size = static_cast<int>(step.value_size);
-  for (int64_t piece = begin; piece < end; piece = (piece / kPiece + 1) * kPiece) {
-    const bool is_first = piece == begin;
-    const int num_positions = static_cast<int>(std::min(end, (piece / kPiece + 1) * kPiece) - piece);
-    int64_t offsets[kPiece + kMaxTile + kPrefetch];
-    find_offsets(step, row, item.first_head / group_size(step), piece, num_positions, offsets);
+Range whole_granules(const Desk& desk, Range range) {
+  const int granule = desk.kernels.granule;
+  return {range.begin / granule * granule, (range.end + granule - 1) / granule * granule};
+}
 
-    for (int64_t q = 0; q < item.num_heads;) {
-      const float* tile = queries + q * stride;
-      float* state = states + q * state_size(step);
-      const int64_t num_left = item.num_heads - q;
-      if (num_left >= 4) {
-        reduce_piece<W, 4>(keys, values, offsets, num_positions, tile, stride, head_size, value_size, is_first, state,
-                           state_size(step));
-        q += 4;
-      } else if (num_left >= 2) {
-        reduce_piece<W, 2>(keys, values, offsets, num_positions, tile, stride, head_size, value_size, is_first, state,
-                           state_size(step));
-        q += 2;
-      } else {
-        reduce_piece<W, 1>(keys, values, offsets, num_positions, tile, stride, head_size, value_size, is_first, state,
-                           state_size(step));
-        q += 1;
-      }
-    }
+// Makes zeros of the rows that are not `visible`, up to whole granules.
+void pad_rows(const Desk& desk, Range visible, Rows& rows) {
+  const Range range = whole_granules(desk, visible);
+  for (int p = range.begin; p < visible.begin; ++p) rows.keys[p] = rows.values[p] = desk.zeros;
+  for (int p = visible.end; p < range.end; ++p) rows.keys[p] = rows.values[p] = desk.zeros;
+}
+
+// Finds what any of an item's rows sees of the block that starts at position `start`.
+Range find_item_rows(const Desk& desk, const Chunk& chunk, const Item& item, int64_t start, Rows& rows) {
+  const Range visible =
+      join(visible_of(desk.step, chunk, item, 0, start), visible_of(desk.step, chunk, item, item.num_rows - 1, start));
+  find_rows(desk.step, chunk, item, start, visible, rows);
+  return visible;
+}
+
+// Finds the rows of the block that this thread reads after the one at `start`, if there is any. Returns their range.
+Range look_ahead(const Desk& desk, int64_t start) {
+  if (start + kBlock < end_position(desk.step, desk.chunk, desk.item)) {
+    return find_item_rows(desk, desk.chunk, desk.item, start + kBlock, *desk.ahead);
+  }
+  if (desk.next == nullptr) return {0, 0};
+  const int64_t next_start = first_start(desk.step, *desk.next_chunk, *desk.next);
+  return find_item_rows(desk, *desk.next_chunk, *desk.next, next_start, *desk.ahead);
+}
+
+// Calls use(kind, first) for tiles that cover some queries; there are kTiles[kind] queries in one.
+template <typename Use>
+void for_tiles(int first, int end, const Use& use) {
+  for (int kind = 0; first < end;) {
+    while (kTiles[kind] > end - first) ++kind;
+    use(kind, first);
+    first += kTiles[kind];
   }
 }
 
-template <int W, typename Element>
-MOESERVE_INLINE void run_item(const Job& job, const Item& item) {
-  const PagedAttention& step = job.step;
-  const Row& row = job.rows[item.row];
-  const int64_t stride = (step.head_size + 2 * W - 1) / (2 * W) * (2 * W);
-  float* queries = at_least(scratch().queries, item.num_heads * stride);
-  scale_queries<W, Element>(step, row, item, queries, stride);
-
-  const int64_t partition_stride = item.num_heads * state_size(step);
-  float* states = item.shared < 0 ? at_least(scratch().states, item.num_partitions * partition_stride)
-                                  : job.shared[item.shared].states + item.first_partition * partition_stride;
-  const int64_t first = first_position(step, row);
-  const int64_t size = partition_size(step);
-  for (int64_t i = 0; i < item.num_partitions; ++i) {
-    const int64_t partition = first / size + item.first_partition + i;
-    const int64_t begin = std::max(first, partition * size);
-    const int64_t end = std::min(row.position + 1, (partition + 1) * size);
-    reduce_partition<W, Element>(step, row, item, begin, end, queries, stride, states + i * partition_stride);
+// Brings the states of some of the item's rows up to date with the block that starts at position `start`.
+void attend_rows(const Desk& desk, int first_row, int num_rows, int64_t start, Range ahead, const States& states) {
+  const BlockKernels& kernels = desk.kernels;
+  const int64_t stride = values_stride(desk.step);
+  const int64_t query_bytes = int64_t{kernels.key_steps(desk.head_size())} * kWordBytes;
+  const int64_t weights_bytes = int64_t{kBlock} / kernels.per_word * kWordBytes;
+  const int num_heads = desk.item.num_heads;
+  const int begin = first_row * num_heads;
+  const int end = begin + num_rows * num_heads;
+  for (int row = first_row, query = begin; row < first_row + num_rows; ++row) {
+    const Range visible = visible_of(desk, row, start);
+    for (int head = 0; head < num_heads; ++head) desk.visible[query++] = visible;
   }
+  const auto tile_of = [&](int kind, int query) {
+    const Range seen = join(desk.visible[query], desk.visible[query + kTiles[kind] - 1]);
+    const States tile_states{states.largest + query, states.weight_sums + query, states.values + query * stride};
+    return Tile{desk.queries + query * query_bytes,
+                desk.visible + query,
+                seen,
+                whole_granules(desk, seen),
+                desk.packed_keys,
+                desk.packed_values,
+                desk.rows->keys,
+                desk.rows->values,
+                {desk.ahead->keys, ahead},
+                {desk.ahead->values, has_values(desk) ? ahead : Range{0, 0}},
+                desk.step.scale,
+                desk.scores,
+                tile_states,
+                desk.weights + query * weights_bytes,
+                desk.factors + query};
+  };
 
-  if (item.shared < 0) {
-    merge<Element>(step, row, item, states, item.num_partitions);
+  if (!desk.is_packed()) {
+    for_tiles(begin, end, [&](int kind, int query) {
+      const Tile tile = tile_of(kind, query);
+      if (tile.seen.empty()) return;
+      kernels.weigh_in_place[kind](tile, desk.head_size());
+      kernels.add_in_place[kind](tile, desk.value_size(), stride);
+    });
     return;
   }
-  Shared& shared = job.shared[item.shared];
-  if (shared.num_missing.fetch_sub(item.num_partitions, std::memory_order_acq_rel) == item.num_partitions) {
-    merge<Element>(step, row, item, shared.states, count_partitions(step, row));
+  for_tiles(begin, end, [&](int kind, int query) {
+    const Tile tile = tile_of(kind, query);
+    if (!tile.seen.empty()) kernels.weigh_packed[kind](tile, desk.head_size());
+  });
+  // A strip of values is small enough to stay at hand for all tiles.
+  for (int strip = 0; strip < kernels.num_strips(desk.value_size()); ++strip) {
+    for_tiles(begin, end, [&](int kind, int query) {
+      const Tile tile = tile_of(kind, query);
+      if (!tile.seen.empty()) kernels.add_packed[kind](tile, strip, desk.value_size(), stride);
+    });
   }
 }
 
-template <int W>
-MOESERVE_INLINE void run_item(const Job& job, const Item& item) {
-  switch (job.step.type) {
-    case ElementType::kBFloat16:
-      return run_item<W, BFloat16>(job, item);
-    default:
-      return run_item<W, float>(job, item);
+// Brings the states of the item's rows up to date with the block that starts at position `start`, which is in
+// `desk.rows`.
+void attend_block(Desk& desk, int64_t start, const States& states) {
+  const BlockKernels& kernels = desk.kernels;
+  const int last_row = desk.item.num_rows - 1;
+  const Range ahead = look_ahead(desk, start);
+  // A value that is no number would reach rows that do not see it, as 0 times it is not 0. Where there is one, each row
+  // has the others' positions made zeros.
+  int num_rows = desk.item.num_rows;
+  for (int row = 0; row <= last_row;) {
+    const Range first = visible_of(desk, row, start);
+    const Range last = visible_of(desk, row + num_rows - 1, start);
+    const Range visible = join(first, last);
+    if (visible.empty()) {
+      row += num_rows;
+      continue;
+    }
+    const bool all_see_all = last.begin == first.begin && last.end == first.end;
+    if (num_rows > 1 && !all_see_all && !kernels.all_finite(desk.rows->values, visible, desk.value_size())) {
+      num_rows = 1;
+      continue;
+    }
+    if (num_rows < desk.item.num_rows) find_rows(desk.step, desk.chunk, desk.item, start, visible, *desk.rows);
+    pad_rows(desk, visible, *desk.rows);
+    if (desk.is_packed()) {
+      const Range range = whole_granules(desk, visible);
+      const Range ahead_values = has_values(desk) ? ahead : Range{0, 0};
+      kernels.pack_keys(desk.rows->keys, {desk.ahead->keys, ahead}, range, desk.head_size(), desk.packed_keys);
+      kernels.pack_values(desk.rows->values, {desk.ahead->values, ahead_values}, range, desk.value_size(),
+                          desk.packed_values);
+    }
+    attend_rows(desk, row, num_rows, start, ahead, states);
+    row += num_rows;
   }
+  std::swap(desk.rows, desk.ahead);
 }
 
-#if defined(MOESERVE_X86)
-MOESERVE_TARGET_AVX512 void run_item_avx512(const Job& job, const Item& item) { run_item<16>(job, item); }
-MOESERVE_TARGET_AVX2 void run_item_avx2(const Job& job, const Item& item) { run_item<8>(job, item); }
-#endif
-void run_item_baseline(const Job& job, const Item& item) { run_item<4>(job, item); }
+// Reduces what the item's rows attend to in one partition.
+void attend_partition(Desk& desk, int64_t partition, const States& states) {
+  const int64_t begin = std::max(partition * partition_size(desk.step), first_start(desk.step, desk.chunk, desk.item));
+  const int64_t end =
+      std::min((partition + 1) * partition_size(desk.step), end_position(desk.step, desk.chunk, desk.item));
+  for (int64_t start = begin; start < end; start += kBlock) attend_block(desk, start, states);
+}
 
-using RunItem = void (*)(const Job&, const Item&);
+void run_item(Job& job, size_t index) {
+  const PagedAttention& step = job.step;
+  const Item& item = job.items[index];
+  const Item* next = index + 1 < job.items.size() ? &job.items[index + 1] : nullptr;
+  const BlockKernels& kernels = job.kernels;
+  const Chunk& chunk = job.chunks[item.chunk];
+  const int head_size = static_cast<int>(step.head_size);
+  const int value_size = static_cast<int>(step.value_size);
+  const int num_queries = item.num_rows * item.num_heads;
+  const int64_t query_bytes = int64_t{kernels.key_steps(head_size)} * kWordBytes;
+  const int64_t stride = values_stride(step);
+  Scratch& room = scratch();
 
-RunItem choose_run_item([[maybe_unused]] Isa isa) {
-#if defined(MOESERVE_X86)
-  if (isa == Isa::kAvx512 || isa == Isa::kAvx512Bf16) return run_item_avx512;
-  if (isa == Isa::kAvx2) return run_item_avx2;
-#endif
-  return run_item_baseline;
+  // Calls use(query, its index among all rows' heads).
+  const auto for_queries = [&](const auto& use) {
+    int query = 0;
+    for (int row = 0; row < item.num_rows; ++row) {
+      const int64_t first = (chunk.first_row + item.first_row + row) * step.num_heads + item.first_head;
+      for (int head = 0; head < item.num_heads; ++head) use(query++, first + head);
+    }
+  };
+
+  auto* zeros = room.zeros.at_least<char>(step.head_size * element_bytes(step));
+  std::memset(zeros, 0, step.head_size * element_bytes(step));
+  auto* queries = room.queries.at_least<char>(num_queries * query_bytes);
+  for_queries([&](int query, int64_t index) {
+    const auto* source = static_cast<const char*>(step.query) + index * step.head_size * element_bytes(step);
+    kernels.copy_query(source, head_size, queries + query * query_bytes);
+  });
+  Rows rows[2];
+  Desk desk{step,
+            kernels,
+            item,
+            chunk,
+            next,
+            next == nullptr ? nullptr : &job.chunks[next->chunk],
+            zeros,
+            queries,
+            room.keys.at_least<char>(kernels.packed_keys_size(head_size) * kWordBytes),
+            room.values.at_least<char>(kernels.packed_values_size(value_size) * kWordBytes),
+            room.weights.at_least<char>(int64_t{num_queries} * kBlock / kernels.per_word * kWordBytes),
+            room.scores.at_least<float>(kMaxTile * kBlock),
+            room.factors.at_least<float>(num_queries),
+            room.visible.at_least<Range>(num_queries),
+            &rows[0],
+            &rows[1]};
+  find_item_rows(desk, chunk, item, first_start(step, chunk, item), *desk.rows);
+
+  const int64_t size = states_size(step, num_queries);
+  float* own_states = room.states.at_least<float>(2 * size);
+  Shared* shared = item.shared < 0 ? nullptr : &job.shared[item.shared];
+  const auto states_of = [&](int64_t partition) {
+    if (shared == nullptr) return states_at(own_states + (partition == item.first_partition ? 0 : size), num_queries);
+    return states_at(job.shared_states + shared->first_float + (partition - shared->first_partition) * size,
+                     num_queries);
+  };
+
+  States merged = states_of(item.first_partition);
+  const int64_t end_partition = item.first_partition + item.num_partitions;
+  for (int64_t partition = item.first_partition; partition < end_partition; ++partition) {
+    const States states = states_of(partition);
+    std::fill_n(states.largest, num_queries, kNoScore);
+    std::fill_n(states.weight_sums, num_queries, 0.0f);
+    std::memset(states.values, 0, num_queries * stride * sizeof(float));
+    attend_partition(desk, partition, states);
+    if (shared == nullptr && partition > item.first_partition) kernels.merge(merged, states, num_queries, stride);
+  }
+  if (shared != nullptr) {
+    if (shared->num_missing.fetch_sub(item.num_partitions, std::memory_order_acq_rel) != item.num_partitions) return;
+    merged = states_of(shared->first_partition);
+    for (int i = 1; i < shared->num_partitions; ++i) {
+      kernels.merge(merged, states_of(shared->first_partition + i), num_queries, stride);
+    }
+  }
+  for_queries([&](int query, int64_t index) {
+    const States state{merged.largest + query, merged.weight_sums + query, merged.values + query * stride};
+    const float* sink = step.sinks == nullptr ? nullptr : step.sinks + index % step.num_heads;
+    auto* out = static_cast<char*>(step.out) + index * step.value_size * element_bytes(step);
+    kernels.finish(state, sink, value_size, out);
+  });
 }
 
 void refuse(const std::string& what) { throw std::invalid_argument("paged_attention: " + what); }
 
-// The rows of chunks that are ours and have a position, checked against all the sizes.
-std::vector<Row> find_rows(const PagedAttention& step) {
-  std::vector<Row> rows;
+// The rows that have a position, checked against all the sizes. Returns how many there are.
+int64_t find_chunks(const PagedAttention& step, std::vector<Chunk>& chunks) {
+  chunks.clear();
+  int64_t num_rows = 0;
   for (int64_t s = 0; s < step.num_chunks; ++s) {
     const int64_t begin = step.row_starts[s];
     const int64_t end = step.row_starts[s + 1];
@@ -423,8 +475,6 @@ std::vector<Row> find_rows(const PagedAttention& step) {
       refuse("chunk " + std::to_string(s) + " has rows " + std::to_string(begin) + " to " + std::to_string(end) +
              ", but there are " + std::to_string(step.num_tokens) + " tokens");
     }
-    if (end - begin > step.max_rows) continue;
-
     const int64_t context_len = step.context_lens[s];
     const int32_t* blocks = step.block_table + s * step.max_blocks;
     const int64_t num_blocks = (context_len + step.block_size - 1) / step.block_size;
@@ -434,87 +484,145 @@ std::vector<Row> find_rows(const PagedAttention& step) {
     }
     const int64_t first_row = std::max(begin, end - context_len);
     if (first_row == end) continue;
-    for (int64_t row = first_row; row < end; ++row) rows.push_back({row, context_len - end + row, blocks});
-    const Row first{first_row, context_len - end + first_row, blocks};
-    for (int64_t b = first_position(step, first) / step.block_size; b < num_blocks; ++b) {
+    const int64_t position = context_len - end + first_row;
+    chunks.push_back({first_row, end - first_row, position, blocks});
+    num_rows += end - first_row;
+    for (int64_t b = first_position(step, position) / step.block_size; b < num_blocks; ++b) {
       if (blocks[b] < 0 || blocks[b] >= step.num_blocks) {
         refuse("chunk " + std::to_string(s) + " has block " + std::to_string(blocks[b]) + ", but there are " +
                std::to_string(step.num_blocks));
       }
     }
   }
-  return rows;
+  return num_rows;
 }
 
-// Threads that the rows are worth.
-int choose_num_threads(const PagedAttention& step, const std::vector<Row>& rows) {
-  int64_t num_positions = 0;
-  for (const Row& row : rows) num_positions += row.position + 1 - first_position(step, row);
-  const int64_t bytes = num_positions * step.num_kv_heads * (step.head_size + step.value_size) * element_bytes(step);
-  // A group of many heads is busy with each byte for longer.
-  return bytes * std::max<int64_t>(1, group_size(step) / kMinHeads) < kParallelBytes ? 1 : num_threads();
-}
+// Heads and rows of an item, at most.
+struct Division {
+  int64_t num_heads;
+  int64_t num_rows;
+};
 
-// Query heads of an item: a group, or less of a large one where there are too few partitions for the threads. Fours
-// stay together, as they are in a whole group.
-int64_t choose_num_heads(const PagedAttention& step, int64_t num_partitions, int num_threads) {
+Division divide(const PagedAttention& step, int64_t num_queries) {
   const int64_t group = group_size(step);
-  const int64_t wanted = (num_threads * kItemsPerThread + num_partitions - 1) / num_partitions;
-  const int64_t parts = std::clamp<int64_t>(group / kMinHeads, 1, wanted);
-  return num_threads == 1 ? group : (group + 4 * parts - 1) / (4 * parts) * 4;
+  const int64_t parts = (group + num_queries - 1) / num_queries;
+  const int64_t num_heads = (group + parts - 1) / parts;
+  return {num_heads, std::max<int64_t>(1, num_queries / num_heads)};
 }
 
-// Divides the rows' partitions into items: all of a row's in one, unless the row is long compared to the whole step.
-void plan(Job& job, int num_threads) {
-  const PagedAttention& step = job.step;
-  int64_t total = 0;
-  for (const Row& row : job.rows) total += count_partitions(step, row) * step.num_kv_heads;
-  const int64_t most = num_threads == 1 ? total : std::max<int64_t>(1, total / (num_threads * kItemsPerThread));
-  const int64_t group = group_size(step);
-  const int64_t num_heads = choose_num_heads(step, std::max<int64_t>(1, total), num_threads);
-
-  std::vector<int64_t> shared_partitions;
-  std::vector<int64_t> shared_floats;
-  for (size_t r = 0; r < job.rows.size(); ++r) {
-    const int64_t partitions = count_partitions(step, job.rows[r]);
-    for (int64_t head = 0; head < step.num_heads;) {
-      const int64_t heads = std::min(num_heads, group - head % group);
-      Item item{static_cast<int32_t>(r), static_cast<int32_t>(head), static_cast<int32_t>(heads), 0, 0, -1};
-      if (partitions > most) {
-        item.shared = static_cast<int32_t>(shared_partitions.size());
-        shared_partitions.push_back(partitions);
-        shared_floats.push_back(partitions * heads * state_size(step));
-      }
-      for (int64_t first = 0; first < partitions; first += most) {
-        item.first_partition = static_cast<int32_t>(first);
-        item.num_partitions = static_cast<int32_t>(std::min(most, partitions - first));
-        job.items.push_back(item);
-      }
-      head += heads;
+// Calls use(chunk, first_row, num_rows) for each item's rows.
+template <typename Use>
+void for_rows(const std::vector<Chunk>& chunks, const Division& division, const Use& use) {
+  for (size_t c = 0; c < chunks.size(); ++c) {
+    // As equal as can be, so that the last item is not a small one.
+    const int64_t parts = (chunks[c].num_rows + division.num_rows - 1) / division.num_rows;
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t first = chunks[c].num_rows * part / parts;
+      use(static_cast<int32_t>(c), first, chunks[c].num_rows * (part + 1) / parts - first);
     }
   }
+}
 
-  job.shared = std::make_unique<Shared[]>(shared_partitions.size());
-  const int64_t num_floats = std::accumulate(shared_floats.begin(), shared_floats.end(), int64_t{0});
-  float* states = at_least(scratch().shared_states, num_floats);
-  for (size_t i = 0; i < shared_partitions.size(); ++i) {
-    job.shared[i].states = states;
-    job.shared[i].num_missing.store(static_cast<int32_t>(shared_partitions[i]), std::memory_order_relaxed);
-    states += shared_floats[i];
+// Items if none shared its partitions, and all of their partitions.
+struct Count {
+  int64_t items = 0;
+  int64_t partitions = 0;
+};
+
+Count count_items(const Job& job, const Division& division) {
+  const PagedAttention& step = job.step;
+  const int64_t group = group_size(step);
+  const int64_t per_rows = step.num_kv_heads * ((group + division.num_heads - 1) / division.num_heads);
+  Count count;
+  for_rows(job.chunks, division, [&](int32_t chunk, int64_t first_row, int64_t num_rows) {
+    count.items += per_rows;
+    count.partitions += per_rows * (end_partition(step, job.chunks[chunk], first_row + num_rows) -
+                                    first_partition(step, job.chunks[chunk], first_row));
+  });
+  return count;
+}
+
+// Seconds that a thread may take for the step, roughly.
+double estimate_seconds(const PagedAttention& step, const std::vector<Chunk>& chunks) {
+  double num_pairs = 0;
+  double num_read = 0;
+  for (const Chunk& chunk : chunks) {
+    const int64_t last = chunk.position + chunk.num_rows - 1;
+    const int64_t middle = chunk.position + chunk.num_rows / 2;
+    num_pairs += static_cast<double>(chunk.num_rows * step.num_heads) * (middle + 1 - first_position(step, middle));
+    num_read += static_cast<double>(last + 1 - first_position(step, chunk.position));
   }
+  const double sizes = static_cast<double>(step.head_size + step.value_size);
+  const double bytes = num_read * step.num_kv_heads * sizes * element_bytes(step);
+  return num_pairs * sizes * 2 / 80e9 + bytes / 12e9;
+}
+
+// Fills `items`: large ones, as long as every thread gets some. A context is shared where rows and heads are too few.
+void plan(Job& job, int num_threads, Room& shared_states) {
+  const PagedAttention& step = job.step;
+  job.items.clear();
+  job.shared.clear();
+  Division division = divide(step, kMostQueries);
+  int64_t most = std::numeric_limits<int32_t>::max();  // partitions of an item
+  if (num_threads > 1) {
+    const int64_t wanted = int64_t{num_threads} * kItemsPerThread;
+    Count count = count_items(job, division);
+    for (int64_t num_queries = kMostQueries / 2; num_queries >= kFewQueries && count.items < wanted; num_queries /= 2) {
+      // Few queries had rather share their context: what they pack, others would have to pack again.
+      if (num_queries < kMostQueries / 4 && count.partitions >= wanted) break;
+      division = divide(step, num_queries);
+      count = count_items(job, division);
+    }
+    if (count.items < wanted) most = std::max<int64_t>(1, count.partitions / wanted);
+  }
+
+  const int64_t group = group_size(step);
+  int64_t num_floats = 0;
+  for_rows(job.chunks, division, [&](int32_t chunk, int64_t first_row, int64_t num_rows) {
+    const auto begin = static_cast<int32_t>(first_partition(step, job.chunks[chunk], first_row));
+    const auto end = static_cast<int32_t>(end_partition(step, job.chunks[chunk], first_row + num_rows));
+    for (int64_t head = 0, num_heads = 0; head < step.num_heads; head += num_heads) {
+      num_heads = std::min(division.num_heads, group - head % group);
+      Item item{chunk,
+                static_cast<int32_t>(first_row),
+                static_cast<int32_t>(num_rows),
+                static_cast<int32_t>(head),
+                static_cast<int32_t>(num_heads),
+                begin,
+                end - begin,
+                -1};
+      if (end - begin <= most) {
+        job.items.push_back(item);
+        continue;
+      }
+      item.shared = static_cast<int32_t>(job.shared.size());
+      job.shared.emplace_back(num_floats, begin, end - begin);
+      num_floats += (end - begin) * states_size(step, num_rows * num_heads);
+      for (int64_t first = begin; first < end; first += most) {
+        item.first_partition = static_cast<int32_t>(first);
+        item.num_partitions = static_cast<int32_t>(std::min(most, end - first));
+        job.items.push_back(item);
+      }
+    }
+  });
+  job.shared_states = shared_states.at_least<float>(num_floats);
 }
 
 }  // namespace
 
 void paged_attention(const PagedAttention& step) {
-  Job job{step, find_rows(step), {}, nullptr};
-  const int threads = choose_num_threads(step, job.rows);
-  plan(job, threads);
-  const RunItem run = choose_run_item(current_isa());
+  Scratch& room = scratch();
+  const int64_t num_rows = find_chunks(step, room.chunks);
+  if (num_rows < step.num_tokens) {
+    std::memset(step.out, 0, step.num_tokens * step.num_heads * step.value_size * element_bytes(step));
+  }
+  Job job{step, choose_block_kernels(current_isa(), step.type), room.chunks, room.items, room.shared, nullptr};
+  const int threads = estimate_seconds(step, room.chunks) < kWorthThreads ? 1 : num_threads();
+  plan(job, threads, room.shared_states);
   if (threads == 1) {
-    for (const Item& item : job.items) run(job, item);
+    for (size_t i = 0; i < job.items.size(); ++i) run_item(job, i);
   } else {
-    parallel_for(static_cast<int64_t>(job.items.size()), [&](int64_t i) { run(job, job.items[i]); });
+    parallel_for(static_cast<int64_t>(job.items.size()), [&](int64_t i) { run_item(job, static_cast<size_t>(i)); });
   }
 }
 

@@ -30,18 +30,18 @@ struct PagedAttention {
   int64_t block_size;
   int64_t max_blocks;
   float scale;
-  int64_t window;    // a row attends to that many positions at most, its own included; 0: to all up to its own
-  int64_t max_rows;  // chunks of more rows are left alone: the caller computes them another way
+  int64_t window;  // a row attends to that many positions at most, its own included; 0: to all up to its own
 };
 
-// Fills the rows of `out` that belong to chunks of at most `max_rows` rows.
+// Fills `out`. Row i of a chunk with R rows and context length C is at position C - R + i and attends to the positions
+// up to it. Rows of no chunk, and rows with a negative position, get zeros.
 //
-// Row i of a chunk with R rows and context length C is at position C - R + i and attends to the positions up to it. A
-// row with a negative position attends to nothing and is left alone.
+// A row's result is the same to the last bit alone and in any batch, however its request is cut into chunks, with any
+// number of threads, and with any block size: it depends on the row's query, keys and values, on the sinks, on the
+// group size N / G, and on the instruction set.
 //
-// A row's result is the same to the last bit alone and in any batch, with any number of threads, any block size, and
-// whether its chunk has other rows: it depends on the row's query, keys and values, on the sinks, on the group size
-// N / G, and on the instruction set.
+// Scores, weights and sums are float32. With bfloat16 elements and an instruction set that multiplies these, a weight
+// is rounded to bfloat16 before it is multiplied with a value, and the weights that are added up are the rounded ones.
 //
 // Throws std::invalid_argument, before it reads or writes anything, for rows or blocks that are out of range.
 void paged_attention(const PagedAttention& step);

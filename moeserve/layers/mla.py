@@ -7,6 +7,9 @@ linear maps of the latent vector, and there are two ways to use them:
   attend to the latent vectors themselves. Cheap where few rows attend: nothing is computed per position of the context.
 - *expanded*: keys and values of all heads are computed for the whole context, and attended to as usual. Each row costs
   less, so many rows earn the expansion back.
+
+The two differ in the last bits, so which one a token gets should not depend on its chunk. A backend that takes all rows
+is given all of them absorbed; the reference in torch is given short chunks absorbed, and long ones are expanded.
 """
 
 from __future__ import annotations
@@ -15,14 +18,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moeserve.distributed.group import GroupCoordinator
 from moeserve.distributed.mesh import share_of
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotation
-from moeserve.layers.weights import parameter
+from moeserve.layers.weights import Weights
 from moeserve.ops.dense_attention import attend_causally
 from moeserve.ops.latent_attention import choose_latent_attention
 from moeserve.step_inputs import ChunkSpan, StepInputs
@@ -109,15 +111,16 @@ class LatentAttention(nn.Module):
         query_size = num_heads * config.query_dim
         self.query: Linear | CompressedQuery
         if config.query_rank is None:
-            self.query = Linear(hidden_size, query_size, dtype=dtype, device=device)
+            self.query = Linear(hidden_size, query_size, least_bits=8, dtype=dtype, device=device)
         else:
             self.query = CompressedQuery(
                 hidden_size, config.query_rank, query_size, has_bias=config.has_bias, dtype=dtype, device=device
             )
-        self.compress = Linear(hidden_size, config.cached_size, has_bias=config.has_bias, dtype=dtype, device=device)
+        self.compress = Linear(
+            hidden_size, config.cached_size, has_bias=config.has_bias, least_bits=8, dtype=dtype, device=device
+        )
         self.latent_norm = RMSNorm(config.latent_size, NORM_EPSILON, dtype=dtype, device=device)
-        expanded_size = num_heads * (config.key_dim + config.value_dim)
-        self.expand = parameter(expanded_size, config.latent_size, dtype=dtype, device=device)
+        self.head_maps = HeadMaps(config, num_heads, dtype=dtype, device=device)
         self.output = Linear(
             num_heads * config.value_dim,
             hidden_size,
@@ -127,6 +130,7 @@ class LatentAttention(nn.Module):
         )
         self.scale = config.query_dim**-0.5 * config.score_factor
         self.backend = choose_latent_attention(device.type, scale=self.scale, latent_size=config.latent_size)
+        self._attend = self._attend_absorbed if self.backend.takes_all_rows else self._attend_either_way
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -146,10 +150,28 @@ class LatentAttention(nn.Module):
         key_TS = rotation.apply(key_TS[:, None])[:, 0]
         self.backend.write(torch.cat([self.latent_norm(latent_TL), key_TS], dim=-1), cache.latents, step)
 
-        is_long = [min(span.num_rows, span.context_len) > config.max_absorbed_rows for span in step.spans]
-        attended_TNV = query.new_zeros(len(query), self.num_heads, config.value_dim)
+        attended_TNV = self._attend(query_TNK, query_TNS, cache, step)
+        return self.output(attended_TNV.flatten(1))
+
+    def _attend_absorbed(
+        self,
+        query_TNK: Tensor,
+        query_TNS: Tensor,
+        cache: LatentCache,
+        step: StepInputs,
+        max_rows: int | None = None,
+    ) -> Tensor:
+        """[T, N, V], with zeros in the rows of chunks that have more than `max_rows` rows."""
+        query_TNP = torch.cat([self.head_maps.absorb(query_TNK), query_TNS], dim=-1)
+        return self.head_maps.project(self.backend.attend(query_TNP, cache.latents, step, max_rows))
+
+    def _attend_either_way(self, query_TNK: Tensor, query_TNS: Tensor, cache: LatentCache, step: StepInputs) -> Tensor:
+        """[T, N, V], each chunk in the way that takes fewer multiplications."""
+        max_rows = self.config.max_absorbed_rows
+        is_long = [min(span.num_rows, span.context_len) > max_rows for span in step.spans]
+        attended_TNV = query_TNK.new_zeros(*query_TNK.shape[:2], self.config.value_dim)
         if not all(is_long):
-            attended_TNV = self._attend_absorbed(query_TNK, query_TNS, cache, step)
+            attended_TNV = self._attend_absorbed(query_TNK, query_TNS, cache, step, max_rows)
         for chunk, span in enumerate(step.spans):
             if is_long[chunk]:
                 last_row = span.first_row + span.num_rows
@@ -157,15 +179,7 @@ class LatentAttention(nn.Module):
                 attended_TNV[rows] = self._attend_expanded(
                     torch.cat([query_TNK[rows], query_TNS[rows]], dim=-1), cache, step.block_table[chunk], span
                 )
-        return self.output(attended_TNV.flatten(1))
-
-    def _attend_absorbed(self, query_TNK: Tensor, query_TNS: Tensor, cache: LatentCache, step: StepInputs) -> Tensor:
-        """[T, N, V], with zeros in the rows of chunks that have more rows than are absorbed."""
-        key_NKL, value_NVL = self._maps_of_heads()
-        query_TNL = torch.einsum("tnk,nkl->tnl", query_TNK, key_NKL)
-        query_TNP = torch.cat([query_TNL, query_TNS], dim=-1)
-        attended_TNL = self.backend.attend(query_TNP, cache.latents, step, self.config.max_absorbed_rows)
-        return torch.einsum("tnl,nvl->tnv", attended_TNL, value_NVL)
+        return attended_TNV
 
     def _attend_expanded(self, query_RNQ: Tensor, cache: LatentCache, block_ids: Tensor, span: ChunkSpan) -> Tensor:
         """[R, N, V] of one chunk, so many heads at a time that what is expanded stays small."""
@@ -175,22 +189,44 @@ class LatentAttention(nn.Module):
         size_per_head = span.context_len * max(config.query_dim, config.value_dim)
         heads_at_once = max(1, MAX_EXPANDED_SIZE // size_per_head)
         attended: list[Tensor] = []
-        for maps_nEL in self.expand.unflatten(0, (self.num_heads, -1)).split(heads_at_once):
-            expanded_CnE = functional.linear(latent_CL, maps_nEL.flatten(0, 1)).unflatten(-1, (len(maps_nEL), -1))
-            key_CnK, value_CnV = expanded_CnE.split([config.key_dim, config.value_dim], dim=-1)
-            key_CnQ = torch.cat([key_CnK, key_CS[:, None].expand(-1, len(maps_nEL), -1)], dim=-1)
-            first_head = sum(part.shape[1] for part in attended)
-            query_RnQ = query_RNQ[:, first_head : first_head + len(maps_nEL)]
+        for first_head in range(0, self.num_heads, heads_at_once):
+            heads = slice(first_head, first_head + heads_at_once)
+            key_CnK, value_CnV = self.head_maps.expand(latent_CL, heads)
+            key_CnQ = torch.cat([key_CnK, key_CS[:, None].expand(-1, key_CnK.shape[1], -1)], dim=-1)
             attended.append(
-                attend_causally(query_RnQ, key_CnQ.transpose(0, 1), value_CnV.transpose(0, 1), scale=self.scale)
+                attend_causally(
+                    query_RNQ[:, heads], key_CnQ.transpose(0, 1), value_CnV.transpose(0, 1), scale=self.scale
+                )
             )
         return torch.cat(attended, dim=1)
 
-    def _maps_of_heads(self) -> tuple[Tensor, Tensor]:
-        """What turns a latent vector into each head's key and value: [N, K, L] and [N, V, L]."""
-        maps_NEL = self.expand.unflatten(0, (self.num_heads, -1))
-        key_NKL, value_NVL = maps_NEL.split([self.config.key_dim, self.config.value_dim], dim=1)
-        return key_NKL, value_NVL
+
+class HeadMaps(nn.Module):
+    """What turns a latent vector into each head's key and value; or, absorbed, a query and a result instead."""
+
+    def __init__(
+        self, config: LatentAttentionConfig, num_heads: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        # Scores are exponents, so what goes into them keeps 8 bits; values are as few numbers.
+        size = config.latent_size
+        self.keys = Weights(num_heads, size, config.key_dim, least_bits=8, dtype=dtype, device=device)  # [N, L, K]
+        self.values = Weights(num_heads, config.value_dim, size, least_bits=8, dtype=dtype, device=device)  # [N, V, L]
+
+    def absorb(self, query_TNK: Tensor) -> Tensor:
+        """[T, N, L], whose products with latent vectors are those of the queries with the heads' keys."""
+        return self.keys.product.multiply_each(query_TNK)
+
+    def project(self, attended_TNL: Tensor) -> Tensor:
+        """[T, N, V]: the heads' values of sums of latent vectors."""
+        return self.values.product.multiply_each(attended_TNL)
+
+    def expand(self, latent_CL: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Some heads' keys [C, n, K] and values [C, n, V], while the weights are open."""
+        key_nLK, value_nVL = self.keys.open.weight_eOI[heads], self.values.open.weight_eOI[heads]
+        key_nCK = torch.matmul(latent_CL, key_nLK)
+        value_nCV = torch.matmul(latent_CL, value_nVL.transpose(1, 2))
+        return key_nCK.transpose(0, 1), value_nCV.transpose(0, 1)
 
 
 class CompressedQuery(nn.Module):
@@ -207,9 +243,9 @@ class CompressedQuery(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.down = Linear(hidden_size, rank, has_bias=has_bias, dtype=dtype, device=device)
+        self.down = Linear(hidden_size, rank, has_bias=has_bias, least_bits=8, dtype=dtype, device=device)
         self.norm = RMSNorm(rank, NORM_EPSILON, dtype=dtype, device=device)
-        self.up = Linear(rank, query_size, dtype=dtype, device=device)
+        self.up = Linear(rank, query_size, least_bits=8, dtype=dtype, device=device)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return self.up(self.norm(self.down(hidden_TD)))

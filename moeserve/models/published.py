@@ -113,8 +113,7 @@ def _add_latent_attention(places: _Places, prefix: str, attention: LatentAttenti
     config, heads = attention.config, attention.heads
     places.add(f"{prefix}.kv_a_layernorm.weight", whole(attention.latent_norm.weight))
     places.add_linear(f"{prefix}.kv_a_proj_with_mqa", attention.compress)
-    size = config.key_dim + config.value_dim
-    places.add(f"{prefix}.kv_b_proj.weight", rows(attention.expand, _times(heads, size), config.num_heads * size))
+    _add_head_maps(places, f"{prefix}.kv_b_proj.weight", attention)
     share, width = _times(heads, config.value_dim), config.num_heads * config.value_dim
     places.add_output(f"{prefix}.o_proj", attention.output, share, width, has_bias=config.has_bias)
     match attention.query:
@@ -126,6 +125,19 @@ def _add_latent_attention(places: _Places, prefix: str, attention: LatentAttenti
             places.add_linear(f"{prefix}.q_a_proj", down)
     size = config.query_dim
     places.add(f"{prefix}.{name}.weight", rows(up.weight, _times(heads, size), config.num_heads * size))
+
+
+def _add_head_maps(places: _Places, name: str, attention: LatentAttention) -> None:
+    """Published head after head: the map [K, L] of its key, and below it that [V, L] of its value."""
+    config = attention.config
+    size = config.key_dim + config.value_dim
+    shape = (config.num_heads * size, config.latent_size)
+    keys_NLK = attention.head_maps.keys.open.weight_eOI
+    values_NVL = attention.head_maps.values.open.weight_eOI
+    for here, head in enumerate(range(attention.heads.start, attention.heads.stop)):
+        first, border, last = head * size, head * size + config.key_dim, (head + 1) * size
+        places.add(name, Destination(keys_NLK[here].T, shape, (slice(first, border),)))
+        places.add(name, Destination(values_NVL[here], shape, (slice(border, last),)))
 
 
 def _add_mlp(places: _Places, prefix: str, mlp: GatedMLP, width: int) -> None:

@@ -19,10 +19,6 @@ logger = logging.getLogger(__name__)
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
-# Chunks of up to so many rows go to the C++ kernel, which reads keys and values where they lie. Torch gathers them
-# first, but multiplies matrices faster; measured, the two are even between 8 and 16 rows.
-MAX_NATIVE_ROWS = 8
-
 
 class AttentionBackend(Protocol):
     """Grouped-query attention of one layer. Query head n reads key-value head n // (N // G).
@@ -104,28 +100,15 @@ class TorchAttention:
         sinks_N: Tensor | None = None,
     ) -> Tensor:
         out_TNH = torch.zeros_like(query_TNH)
-        self.attend_longer_chunks(query_TNH, key_cache, value_cache, step, sinks_N, 0, out_TNH)
-        return out_TNH
-
-    def attend_longer_chunks(
-        self,
-        query_TNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: StepInputs,
-        sinks_N: Tensor | None,
-        num_rows: int,
-        out_TNH: Tensor,
-    ) -> None:
-        """Writes to `out_TNH` the rows of the chunks that have more than `num_rows` rows."""
         for chunk, span in enumerate(step.spans):
-            if span.num_rows <= num_rows or span.context_len == 0:
+            if span.num_rows == 0 or span.context_len == 0:
                 continue
             last_row = span.first_row + span.num_rows
             rows = slice(last_row - min(span.num_rows, span.context_len), last_row)
             out_TNH[rows] = self._attend_chunk(
                 query_TNH[rows], key_cache, value_cache, step.block_table[chunk], span, sinks_N
             )
+        return out_TNH
 
     def _attend_chunk(
         self,
@@ -150,7 +133,10 @@ class TorchAttention:
 
 
 class CpuAttention:
-    """C++ kernels for writing, and for chunks of few rows, all of a step in one call; the reference for the others."""
+    """C++ kernels. A row's result has the same bytes whatever the chunk, the batch, the threads and the block size.
+
+    Other dtypes than `NATIVE_DTYPES` go to the reference.
+    """
 
     def __init__(self, kernels: ModuleType, reference: TorchAttention) -> None:
         self.kernels = kernels
@@ -173,14 +159,7 @@ class CpuAttention:
         if query_TNH.dtype not in NATIVE_DTYPES:
             return self.reference.attend(query_TNH, key_cache, value_cache, step, sinks_N)
         query_TNH = query_TNH.contiguous()
-        out_TNH = torch.zeros_like(query_TNH)
+        out_TNH = torch.empty_like(query_TNH)
         tensors = (query_TNH, key_cache, value_cache, step.block_table, step.row_starts, step.context_lens, out_TNH)
-        self.kernels.paged_attention(
-            *tensors,
-            scale=self.reference.scale,
-            window=self.reference.window,
-            max_rows=MAX_NATIVE_ROWS,
-            sinks=sinks_N,
-        )
-        self.reference.attend_longer_chunks(query_TNH, key_cache, value_cache, step, sinks_N, MAX_NATIVE_ROWS, out_TNH)
+        self.kernels.paged_attention(*tensors, scale=self.reference.scale, window=self.reference.window, sinks=sinks_N)
         return out_TNH

@@ -31,15 +31,23 @@ class LatentAttentionBackend(Protocol):
     The cache is [num_blocks, block_size, P], in the dtype of vectors and queries.
     """
 
+    @property
+    def takes_all_rows(self) -> bool:
+        """Whether long chunks belong here too, for a row's bytes must not depend on its chunk.
+
+        If not, it is faster to expand the keys and values of chunks with many rows, and to attend to these.
+        """
+        ...
+
     def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
         """Stores each token's vector at `step.cache_slots`; a slot of -1 keeps nothing."""
         ...
 
-    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int) -> Tensor:
+    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
         """Row i of a chunk is at position context_len - num_rows + i and attends to the positions up to it.
 
         Args:
-            max_rows: chunks of more rows get zeros: their heads' keys and values are better expanded.
+            max_rows: chunks of more rows get zeros. None if it `takes_all_rows`.
 
         Returns:
             [T, N, L] in the dtype of the queries: the sum of the vectors' first L elements, weighted with the softmax
@@ -82,6 +90,8 @@ def choose_latent_attention(device: str, *, scale: float, latent_size: int) -> L
 class TorchLatentAttention:
     """The reference, on any device: gathers each chunk's vectors and multiplies in float32."""
 
+    takes_all_rows = False
+
     def __init__(self, *, scale: float, latent_size: int) -> None:
         self.scale = scale
         self.latent_size = latent_size
@@ -90,12 +100,12 @@ class TorchLatentAttention:
         kept = step.cache_slots >= 0
         cache.flatten(0, 1)[step.cache_slots[kept]] = latent_TP[kept]
 
-    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int) -> Tensor:
+    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
         num_heads = query_TNP.shape[1]
         out_TNL = query_TNP.new_zeros(*query_TNP.shape[:2], self.latent_size)
         for span, block_ids_B in zip(step.spans, step.block_table, strict=True):
             num_rows = min(span.num_rows, span.context_len)
-            if span.num_rows > max_rows or num_rows == 0:
+            if num_rows == 0 or (max_rows is not None and num_rows > max_rows):
                 continue
             last_row = span.first_row + span.num_rows
             rows = slice(last_row - num_rows, last_row)
@@ -118,7 +128,13 @@ class TorchLatentAttention:
 
 
 class CpuLatentAttention:
-    """C++ kernels for writing and attending: the vectors are the keys of a single head, and its values too."""
+    """C++ kernels for writing and attending: the vectors are the keys of a single head, and its values too.
+
+    A row's result has the same bytes whatever the chunk, the batch, the threads and the block size. Other dtypes than
+    `NATIVE_DTYPES` go to the reference.
+    """
+
+    takes_all_rows = True
 
     def __init__(self, kernels: ModuleType, reference: TorchLatentAttention) -> None:
         self.kernels = kernels
@@ -127,21 +143,16 @@ class CpuLatentAttention:
     def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
         self.kernels.write_cache(latent_TP[:, None], None, cache[:, None], None, step.cache_slots)
 
-    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int) -> Tensor:
+    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+        assert max_rows is None, "long chunks are attended to like all others"
         if query_TNP.dtype not in NATIVE_DTYPES:
-            return self.reference.attend(query_TNP, cache, step, max_rows)
+            return self.reference.attend(query_TNP, cache, step)
         query_TNP = query_TNP.contiguous()
         latent_size = self.reference.latent_size
-        out_TNL = query_TNP.new_zeros(*query_TNP.shape[:2], latent_size)
-        keys = values = cache[:, None]
-        tensors = (query_TNP, keys, values, step.block_table, step.row_starts, step.context_lens, out_TNL)
-        self.kernels.paged_attention(
-            *tensors,
-            scale=self.reference.scale,
-            window=None,
-            max_rows=max_rows,
-            value_size=latent_size,
-        )
+        out_TNL = query_TNP.new_empty(*query_TNP.shape[:2], latent_size)
+        vectors = cache[:, None]
+        tensors = (query_TNP, vectors, vectors, step.block_table, step.row_starts, step.context_lens, out_TNL)
+        self.kernels.paged_attention(*tensors, scale=self.reference.scale, window=None, value_size=latent_size)
         return out_TNL
 
     def gather(self, cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:

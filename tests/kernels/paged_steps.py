@@ -74,5 +74,24 @@ def make_step(lengths: list[tuple[int, int]], block_ids: list[list[int]], block_
     )
 
 
+def within_bfloat16_rounding(actual: Tensor, expected: Tensor, spread: Tensor | None = None) -> bool:
+    """Whether rounding of the result, and of weights where there is a spread, explains all differences.
+
+    Args:
+        expected: in float64.
+        spread: the weighted sum of the values' distances from the result: what weights that are each rounded to
+            bfloat16, and then divided by their own sum, can move it by, is this times the rounding.
+    """
+    bound = expected.abs() * 2**-8 * 1.01 + 2e-5
+    if spread is not None:
+        bound += spread * 2**-8 * 1.02
+    return bool(((actual.double() - expected).abs() <= bound).all())
+
+
+def rounds_weights() -> bool:
+    """Whether the kernels round the weights of bfloat16 values, with the instruction set of now."""
+    return kernels is not None and kernels.isa() == "avx512_bf16"
+
+
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,586 @@
+// The kernels, written once for all kinds of products, and compiled for each instruction set.
+
+#include "attention_block.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "attention_lanes.h"
+#include "products.h"
+
+namespace moeserve {
+
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+
+// How operands lie in memory.
+template <typename Products_, typename Element_>
+struct Layout {
+  using Products = Products_;
+  using Element = Element_;
+  using Word = typename Products::Word;
+  using Words = typename Products::Words;
+  static constexpr int W = Products::W;
+  static constexpr int kPerWord = Products::kPerWord;
+  static constexpr int kStrip = Products::kVectors * W;                     // lanes
+  static constexpr int kPerLoad = 4 / sizeof(Element);                      // elements
+  static constexpr int kStepsPerLoad = kPerLoad / kPerWord;                 // 2 where bfloat16 is widened
+  static constexpr int kWeights = kBlock / Products::kPerWord;              // words of one query
+  static constexpr int kValueStrip = kBlock / Products::kPerWord * kStrip;  // words
+  static_assert(kBlock % kStrip == 0);
+
+  static int key_loads(int head_size) { return (head_size + kPerLoad - 1) / kPerLoad; }
+  static int key_steps(int head_size) { return key_loads(head_size) * kStepsPerLoad; }
+};
+
+template <typename Element>
+MOESERVE_INLINE const Element* elements_of(const void* row) {
+  return static_cast<const Element*>(row);
+}
+
+MOESERVE_INLINE void copy_query(const float* query, int head_size, float* words) {
+  std::memcpy(words, query, head_size * sizeof(float));
+}
+
+MOESERVE_INLINE void copy_query(const BFloat16* query, int head_size, float* words) {
+  for (int h = 0; h < head_size; ++h) words[h] = widen(query[h]);
+  if (head_size % 2 == 1) words[head_size] = 0;
+}
+
+MOESERVE_INLINE void copy_query(const BFloat16* query, int head_size, uint32_t* words) {
+  if (head_size % 2 == 1) words[head_size / 2] = 0;
+  std::memcpy(words, query, head_size * sizeof(BFloat16));
+}
+
+// `num_bytes` from `first_byte` on, of the rows that are ahead at some positions.
+MOESERVE_INLINE void prefetch(const Ahead& ahead, int position, int num_positions, size_t first_byte,
+                              size_t num_bytes) {
+  const int end = std::min(position + num_positions, ahead.range.end);
+  for (int p = std::max(position, ahead.range.begin); p < end; ++p) {
+    const auto* row = static_cast<const char*>(ahead.rows[p]) + first_byte;
+    for (size_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+  }
+}
+
+// The words of packed keys that are made of one load.
+template <int W>
+MOESERVE_INLINE void split(Float<W> loaded, Float<W> (&words)[1], const float*) {
+  words[0] = loaded;
+}
+
+// The element in the low half comes first.
+template <int W>
+MOESERVE_INLINE void split(Float<W> loaded, Float<W> (&words)[2], const BFloat16*) {
+  const auto halves = reinterpret_cast<typename Vector<W>::UInt>(loaded);
+  words[0] = reinterpret_cast<Float<W>>(halves << 16);
+  words[1] = reinterpret_cast<Float<W>>(halves & 0xFFFF0000u);
+}
+
+template <int W>
+MOESERVE_INLINE void split(Float<W> loaded, typename Vector<W>::UInt (&words)[1], const BFloat16*) {
+  words[0] = reinterpret_cast<typename Vector<W>::UInt>(loaded);
+}
+
+// W positions and as many loads of their keys, transposed.
+template <typename L>
+struct KeyTile {
+  Float<L::W> columns[L::W];
+  int load;   // the first one in `columns`
+  int begin;  // columns that are there, and are in no other tile
+  int end;
+
+  // The tile in which `first_load` is found.
+  MOESERVE_INLINE KeyTile(const void* const* rows, int first_load, int head_size) {
+    using Element = typename L::Element;
+    constexpr int W = L::W;
+    const int num_loads = L::key_loads(head_size);
+    const auto* bytes = reinterpret_cast<const char* const*>(rows);
+    if (num_loads >= W && head_size % L::kPerLoad == 0) {
+      load = std::min(first_load, num_loads - W);  // the last tile may begin in the one before
+      begin = first_load - load;
+      end = W;
+      load_transposed<W>(bytes, int64_t{load} * 4, columns);
+      return;
+    }
+    load = first_load;
+    begin = 0;
+    end = std::min(W, num_loads - load);
+    const int num_elements = std::min(W * L::kPerLoad, head_size - load * L::kPerLoad);
+    Element elements[W][W * L::kPerLoad] = {};
+    const char* copies[W];
+    for (int i = 0; i < W; ++i) {
+      std::memcpy(elements[i], bytes[i] + load * 4, num_elements * sizeof(Element));
+      copies[i] = reinterpret_cast<const char*>(elements[i]);
+    }
+    load_transposed<W>(copies, 0, columns);
+  }
+};
+
+template <typename L>
+MOESERVE_INLINE void pack_keys(const void* const* rows, const Ahead& ahead, Range range, int head_size,
+                               typename L::Word* packed) {
+  using Element = typename L::Element;
+  constexpr int W = L::W;
+  const int num_loads = L::key_loads(head_size);
+  for (int at = range.begin; at < range.end; at += W) {
+    auto* target = packed + at / L::kStrip * int64_t{L::kStrip} * L::key_steps(head_size) + at % L::kStrip;
+    prefetch(ahead, at, W, 0, head_size * sizeof(Element));
+    for (int first = 0; first < num_loads; first += W) {
+      const KeyTile<L> tile(rows + at, first, head_size);
+      auto* step = target + int64_t{tile.load} * L::kStepsPerLoad * L::kStrip;
+      MOESERVE_UNROLL
+      for (int i = 0; i < W; ++i) {
+        if (i >= tile.end) continue;
+        typename L::Words words[L::kStepsPerLoad];
+        split<W>(tile.columns[i], words, elements_of<Element>(nullptr));
+        MOESERVE_UNROLL
+        for (int s = 0; s < L::kStepsPerLoad; ++s) {
+          std::memcpy(step + (i * L::kStepsPerLoad + s) * L::kStrip, &words[s], sizeof(words[s]));
+        }
+      }
+    }
+  }
+}
+
+// A step of values from element h on, in as many vectors as a word has elements. Beyond value_size lie zeros.
+template <int W, typename Element>
+MOESERVE_INLINE void load_values(const void* const* rows, int h, Float<W> (&words)[1], const Element*) {
+  words[0] = load_widened<W>(elements_of<Element>(rows[0]) + h);
+}
+
+// A word has an element of the first row and the same one of the second.
+template <int W>
+MOESERVE_INLINE void load_values(const void* const* rows, int h, typename Vector<W>::UInt (&words)[2],
+                                 const BFloat16*) {
+  typename Vector<W>::Halves pair[2];
+  MOESERVE_UNROLL
+  for (int i = 0; i < 2; ++i) std::memcpy(&pair[i], elements_of<BFloat16>(rows[i]) + h, sizeof(pair[i]));
+  constexpr auto kHalves = std::make_integer_sequence<int, 2 * W>{};
+  words[0] = reinterpret_cast<typename Vector<W>::UInt>(interleave_halves<W, 0>(pair[0], pair[1], kHalves));
+  words[1] = reinterpret_cast<typename Vector<W>::UInt>(interleave_halves<W, W>(pair[0], pair[1], kHalves));
+}
+
+// The same of the last elements, fewer than there is room for. Beyond them lie zeros.
+template <typename L>
+MOESERVE_INLINE void load_last_values(const void* const* rows, int h, int value_size,
+                                      typename L::Words (&words)[L::kPerWord]) {
+  using Element = typename L::Element;
+  Element elements[L::kPerWord][L::kPerWord * L::W] = {};
+  const void* copies[L::kPerWord];
+  for (int i = 0; i < L::kPerWord; ++i) {
+    std::memcpy(elements[i], elements_of<Element>(rows[i]) + h, (value_size - h) * sizeof(Element));
+    copies[i] = elements[i];
+  }
+  load_values<L::W>(copies, 0, words, elements_of<Element>(nullptr));
+}
+
+template <typename L>
+MOESERVE_INLINE void pack_values(const void* const* rows, const Ahead& ahead, Range range, int value_size,
+                                 typename L::Word* packed) {
+  using Element = typename L::Element;
+  constexpr int W = L::W;
+  for (int p = range.begin; p < range.end; p += L::kPerWord) {
+    prefetch(ahead, p, L::kPerWord, 0, value_size * sizeof(Element));
+    auto* step = packed + p / L::kPerWord * L::kStrip;
+    for (int h = 0; h < value_size; h += L::kPerWord * W) {
+      typename L::Words words[L::kPerWord];
+      if (h + L::kPerWord * W <= value_size) {
+        load_values<W>(rows + p, h, words, elements_of<Element>(nullptr));
+      } else {
+        load_last_values<L>(rows + p, h, value_size, words);
+      }
+      auto* target = step + h / L::kStrip * int64_t{L::kValueStrip} + h % L::kStrip;
+      MOESERVE_UNROLL
+      for (int i = 0; i < L::kPerWord; ++i) std::memcpy(target + i * W, &words[i], sizeof(words[i]));
+    }
+  }
+}
+
+template <typename Element>
+MOESERVE_INLINE bool all_finite(const void* const* rows, Range range, int value_size) {
+  int num_others = 0;
+  for (int p = range.begin; p < range.end; ++p) {
+    const auto* row = elements_of<Element>(rows[p]);
+    for (int h = 0; h < value_size; ++h) num_others += is_finite(row[h]) ? 0 : 1;
+  }
+  return num_others == 0;
+}
+
+// Products of kRows queries with kVectors vectors of packed keys, from position `at` on.
+template <typename L, int kRows, int kVectors>
+MOESERVE_INLINE void score_vectors(const Tile& tile, int head_size, int at) {
+  constexpr int W = L::W;
+  const int num_steps = L::key_steps(head_size);
+  const auto* keys = static_cast<const typename L::Word*>(tile.packed_keys);
+  const auto* strip = keys + at / L::kStrip * int64_t{L::kStrip} * num_steps + at % L::kStrip;
+  Float<W> sums[kRows][kVectors];
+  multiply<typename L::Products, kRows, kVectors>(static_cast<const typename L::Word*>(tile.queries), num_steps, strip,
+                                                  num_steps, sums);
+  const Float<W> factor = broadcast<W>(tile.factor * kLog2E);
+  MOESERVE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    MOESERVE_UNROLL
+    for (int v = 0; v < kVectors; ++v) store<W>(tile.scores + r * kBlock + at + v * W, sums[r][v] * factor);
+  }
+}
+
+template <typename L, int kRows>
+MOESERVE_INLINE void score_packed(const Tile& tile, int head_size) {
+  constexpr int W = L::W;
+  constexpr int kMost = L::Products::kVectors;
+  for (int at = tile.range.begin; at < tile.range.end;) {
+    const int num_vectors = std::min(kMost - at / W % kMost, (tile.range.end - at) / W);
+    if (num_vectors == kMost) {
+      score_vectors<L, kRows, kMost>(tile, head_size, at);
+      at += kMost * W;
+    } else if (num_vectors >= 2) {
+      score_vectors<L, kRows, 2>(tile, head_size, at);
+      at += 2 * W;
+    } else {
+      score_vectors<L, kRows, 1>(tile, head_size, at);
+      at += W;
+    }
+  }
+}
+
+// Adds the products of kRows queries with the columns of a tile from `begin` to before `end`.
+template <typename L, int kRows>
+MOESERVE_INLINE void add_columns(const Float<L::W> (&columns)[L::W], int begin, int end,
+                                 const typename L::Word* queries, int num_steps, Float<L::W> (&sums)[kRows]) {
+  using Products = typename L::Products;
+  MOESERVE_UNROLL
+  for (int i = 0; i < L::W; ++i) {
+    if (i < begin || i >= end) continue;
+    typename L::Words words[L::kStepsPerLoad];
+    split<L::W>(columns[i], words, elements_of<typename L::Element>(nullptr));
+    MOESERVE_UNROLL
+    for (int s = 0; s < L::kStepsPerLoad; ++s) {
+      MOESERVE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const auto* query = queries + r * num_steps + i * L::kStepsPerLoad + s;
+        Products::add(sums[r], words[s], Products::broadcast_word(query));
+      }
+    }
+  }
+}
+
+// The same sums of keys that are read where they lie.
+template <typename L, int kRows>
+MOESERVE_INLINE void score_in_place(const Tile& tile, int head_size) {
+  constexpr int W = L::W;
+  const int num_loads = L::key_loads(head_size);
+  const int num_whole = head_size / L::kPerLoad / W * W;
+  const int num_steps = L::key_steps(head_size);
+  const auto* queries = static_cast<const typename L::Word*>(tile.queries);
+  const Float<W> factor = broadcast<W>(tile.factor * kLog2E);
+  for (int at = tile.range.begin; at < tile.range.end; at += W) {
+    prefetch(tile.keys_ahead, at, W, 0, head_size * sizeof(typename L::Element));
+    Float<W> sums[kRows];
+    MOESERVE_UNROLL
+    for (int r = 0; r < kRows; ++r) sums[r] = Float<W>{};
+    for (int first = 0; first < num_whole; first += W) {
+      Float<W> columns[W];
+      load_transposed<W>(reinterpret_cast<const char* const*>(tile.keys + at), int64_t{first} * 4, columns);
+      add_columns<L, kRows>(columns, 0, W, queries + first * L::kStepsPerLoad, num_steps, sums);
+    }
+    if (num_whole < num_loads) {
+      const KeyTile<L> last(tile.keys + at, num_whole, head_size);
+      add_columns<L, kRows>(last.columns, last.begin, last.end, queries + last.load * L::kStepsPerLoad, num_steps,
+                            sums);
+    }
+    MOESERVE_UNROLL
+    for (int r = 0; r < kRows; ++r) store<W>(tile.scores + r * kBlock + at, sums[r] * factor);
+  }
+}
+
+// The scores of a range that a query does not attend to become lower than all others.
+template <int W>
+MOESERVE_INLINE void mask(float* scores, Range range, Range visible) {
+  using Int = typename Vector<W>::Int;
+  Int position;
+  for (int i = 0; i < W; ++i) position[i] = range.begin + i;
+  const Float<W> lowest = broadcast<W>(-std::numeric_limits<float>::infinity());
+  for (int at = range.begin; at < range.end; at += W) {
+    const Int is_visible = (position >= visible.begin) & (position < visible.end);
+    store<W>(scores + at, is_visible ? load<W>(scores + at) : lowest);
+    position += W;
+  }
+}
+
+template <int W>
+MOESERVE_INLINE float scalar_exp2(float x) {
+  return exp2_of_nonpositive<W, 6>(broadcast<W>(x))[0];
+}
+
+// Turns a tile's scores into weights.
+template <typename L, int kRows>
+MOESERVE_INLINE void weigh(const Tile& tile) {
+  using Products = typename L::Products;
+  constexpr int W = L::W;
+  const Range range = tile.range;
+  for (int r = 0; r < kRows; ++r) {
+    float* scores = tile.scores + r * kBlock;
+    const Range visible = tile.visible[r];
+    if (visible.begin > range.begin || visible.end < range.end) mask<W>(scores, range, visible);
+
+    Float<W> top = broadcast<W>(tile.states.largest[r]);
+    for (int at = range.begin; at < range.end; at += W) top = larger<W>(load<W>(scores + at), top);
+    const float largest = largest_lane<W>(top);
+
+    auto* weights = static_cast<typename L::Word*>(tile.weights) + r * L::kWeights;
+    const Float<W> subtracted = broadcast<W>(largest);
+    Float<W> total{};
+    for (int at = range.begin; at < range.end; at += L::kPerWord * W) {
+      Float<W> vectors[L::kPerWord];
+      MOESERVE_UNROLL
+      for (int i = 0; i < L::kPerWord; ++i) {
+        const Float<W> score = load<W>(scores + at + i * W) - subtracted;
+        vectors[i] = exp2_of_nonpositive<W, Products::kExponentialDegree>(score);
+      }
+      const auto words = Products::pack(vectors);
+      std::memcpy(weights + at / L::kPerWord, &words, sizeof(words));
+      Products::add(total, words, Products::ones());
+    }
+    const float factor = scalar_exp2<W>(tile.states.largest[r] - largest);
+    tile.factors[r] = factor;
+    tile.states.weight_sums[r] = tile.states.weight_sums[r] * factor + sum_lanes<W>(total);
+    tile.states.largest[r] = largest;
+  }
+}
+
+// values[r] = values[r] * factors[r] + sums[r], of which there may be less vectors than sums.
+template <int W, int kRows, int kVectors>
+MOESERVE_INLINE void add_sums(const Float<W> (&sums)[kRows][kVectors], int num_vectors, const float* factors,
+                              float* values, int64_t values_stride) {
+  MOESERVE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const Float<W> factor = broadcast<W>(factors[r]);
+    MOESERVE_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      if (v >= num_vectors) continue;
+      float* target = values + r * values_stride + v * W;
+      store<W>(target, load<W>(target) * factor + sums[r][v]);
+    }
+  }
+}
+
+// The steps of a range of positions.
+template <typename L>
+MOESERVE_INLINE Range steps_of(Range range) {
+  return {range.begin / L::kPerWord, (range.end + L::kPerWord - 1) / L::kPerWord};
+}
+
+template <typename L, int kRows, int kVectors>
+MOESERVE_INLINE void add_packed_vectors(const Tile& tile, Range steps, const typename L::Word* strip, float* values,
+                                        int64_t values_stride) {
+  Float<L::W> sums[kRows][kVectors];
+  multiply<typename L::Products, kRows, kVectors>(static_cast<const typename L::Word*>(tile.weights) + steps.begin,
+                                                  L::kWeights, strip, steps.end - steps.begin, sums);
+  add_sums<L::W, kRows, kVectors>(sums, kVectors, tile.factors, values, values_stride);
+}
+
+template <typename L, int kRows>
+MOESERVE_INLINE void add_packed(const Tile& tile, int strip, int value_size, int64_t values_stride) {
+  constexpr int W = L::W;
+  constexpr int kMost = L::Products::kVectors;
+  const Range steps = steps_of<L>(tile.seen);
+  const auto* packed = static_cast<const typename L::Word*>(tile.packed_values) + int64_t{strip} * L::kValueStrip +
+                       steps.begin * L::kStrip;
+  float* values = tile.states.values + strip * L::kStrip;
+  const int num_vectors = std::min(kMost, (value_size - strip * L::kStrip + W - 1) / W);
+  if (num_vectors == kMost) {
+    add_packed_vectors<L, kRows, kMost>(tile, steps, packed, values, values_stride);
+    return;
+  }
+  int v = 0;
+  if (num_vectors >= 2) {
+    add_packed_vectors<L, kRows, 2>(tile, steps, packed, values, values_stride);
+    v = 2;
+  }
+  if (v < num_vectors) {
+    add_packed_vectors<L, kRows, 1>(tile, steps, packed + v * W, values + v * W, values_stride);
+  }
+}
+
+// The same sums of values that are read where they lie, for elements from h on: kVectors vectors, or the last elements.
+template <typename L, int kRows, int kVectors, bool kLast>
+MOESERVE_INLINE void add_vectors_in_place(const Tile& tile, int h, int value_size, int64_t values_stride) {
+  using Products = typename L::Products;
+  using Element = typename L::Element;
+  constexpr int W = L::W;
+  constexpr int kLoads = kVectors / L::kPerWord;
+  static_assert(!kLast || kLoads == 1);
+  const Range steps = steps_of<L>(tile.seen);
+  const auto* weights = static_cast<const typename L::Word*>(tile.weights);
+  Float<W> sums[kRows][kVectors];
+  MOESERVE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    MOESERVE_UNROLL
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = Float<W>{};
+  }
+  for (int step = steps.begin; step < steps.end; ++step) {
+    const void* const* rows = tile.values + step * L::kPerWord;
+    prefetch(tile.values_ahead, step * L::kPerWord, L::kPerWord, h * sizeof(Element), kVectors * W * sizeof(Element));
+    typename L::Words words[kLoads][L::kPerWord];
+    if constexpr (kLast) {
+      load_last_values<L>(rows, h, value_size, words[0]);
+    } else {
+      MOESERVE_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        load_values<W>(rows, h + i * L::kPerWord * W, words[i], elements_of<Element>(nullptr));
+      }
+    }
+    MOESERVE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const auto weight = Products::broadcast_word(weights + r * L::kWeights + step);
+      MOESERVE_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        Products::add(sums[r][v], words[v / L::kPerWord][v % L::kPerWord], weight);
+      }
+    }
+  }
+  const int num_vectors = kLast ? (value_size - h + W - 1) / W : kVectors;
+  add_sums<W, kRows, kVectors>(sums, num_vectors, tile.factors, tile.states.values + h, values_stride);
+}
+
+template <typename L, int kRows>
+MOESERVE_INLINE void add_in_place(const Tile& tile, int value_size, int64_t values_stride) {
+  constexpr int kLoad = L::kPerWord * L::W;  // elements
+  int h = 0;
+  for (; h + L::kStrip <= value_size; h += L::kStrip) {
+    add_vectors_in_place<L, kRows, L::Products::kVectors, false>(tile, h, value_size, values_stride);
+  }
+  for (; h + kLoad <= value_size; h += kLoad) {
+    add_vectors_in_place<L, kRows, L::kPerWord, false>(tile, h, value_size, values_stride);
+  }
+  if (h < value_size) add_vectors_in_place<L, kRows, L::kPerWord, true>(tile, h, value_size, values_stride);
+}
+
+template <int W>
+MOESERVE_INLINE void merge(const States& merged, const States& next, int num_queries, int64_t values_stride) {
+  for (int q = 0; q < num_queries; ++q) {
+    const float largest = std::max(merged.largest[q], next.largest[q]);
+    const float factor = scalar_exp2<W>(merged.largest[q] - largest);
+    const float next_factor = scalar_exp2<W>(next.largest[q] - largest);
+    merged.largest[q] = largest;
+    // What is added is kept: of two products a compiler may join either with the sum, and here it has no choice.
+    const float next_sum = next.weight_sums[q] * next_factor;
+    next.weight_sums[q] = next_sum;
+    merged.weight_sums[q] = merged.weight_sums[q] * factor + next_sum;
+    float* values = merged.values + q * values_stride;
+    float* next_values = next.values + q * values_stride;
+    for (int64_t h = 0; h < values_stride; h += W) {
+      const Float<W> added = load<W>(next_values + h) * broadcast<W>(next_factor);
+      store<W>(next_values + h, added);
+      store<W>(values + h, load<W>(values + h) * broadcast<W>(factor) + added);
+    }
+  }
+}
+
+template <int W, typename Element>
+MOESERVE_INLINE void finish(const States& state, const float* sink, int value_size, Element* out) {
+  float factor = 1.0f;
+  float weight_sum = *state.weight_sums;
+  if (sink != nullptr) {
+    const float score = *sink * kLog2E;
+    const float largest = std::max(*state.largest, score);
+    factor = scalar_exp2<W>(*state.largest - largest);
+    weight_sum = weight_sum * factor + scalar_exp2<W>(score - largest);
+  }
+  factor /= weight_sum;
+  for (int h = 0; h < value_size; ++h) assign(out + h, state.values[h] * factor + 0.0f);  // no zero is negative
+}
+
+// The kernels of an instruction set: functions of its own, as which instructions they may have stands on them.
+#define MOESERVE_BLOCK_KERNELS(Name, TARGET)                                                                     \
+  template <typename Products, typename Element>                                                                 \
+  struct Name {                                                                                                  \
+    using L = Layout<Products, Element>;                                                                         \
+    using Word = typename Products::Word;                                                                        \
+    TARGET static void copy_query(const void* query, int head_size, void* words) {                               \
+      moeserve::copy_query(elements_of<Element>(query), head_size, static_cast<Word*>(words));                   \
+    }                                                                                                            \
+    TARGET static void pack_keys(const void* const* rows, const Ahead& ahead, Range range, int head_size,        \
+                                 void* packed) {                                                                 \
+      moeserve::pack_keys<L>(rows, ahead, range, head_size, static_cast<Word*>(packed));                         \
+    }                                                                                                            \
+    TARGET static void pack_values(const void* const* rows, const Ahead& ahead, Range range, int value_size,     \
+                                   void* packed) {                                                               \
+      moeserve::pack_values<L>(rows, ahead, range, value_size, static_cast<Word*>(packed));                      \
+    }                                                                                                            \
+    TARGET static bool all_finite(const void* const* rows, Range range, int value_size) {                        \
+      return moeserve::all_finite<Element>(rows, range, value_size);                                             \
+    }                                                                                                            \
+    template <int kRows>                                                                                         \
+    TARGET static void weigh_packed(const Tile& tile, int head_size) {                                           \
+      moeserve::score_packed<L, kRows>(tile, head_size);                                                         \
+      moeserve::weigh<L, kRows>(tile);                                                                           \
+    }                                                                                                            \
+    template <int kRows>                                                                                         \
+    TARGET static void weigh_in_place(const Tile& tile, int head_size) {                                         \
+      moeserve::score_in_place<L, kRows>(tile, head_size);                                                       \
+      moeserve::weigh<L, kRows>(tile);                                                                           \
+    }                                                                                                            \
+    template <int kRows>                                                                                         \
+    TARGET static void add_packed(const Tile& tile, int strip, int value_size, int64_t values_stride) {          \
+      moeserve::add_packed<L, kRows>(tile, strip, value_size, values_stride);                                    \
+    }                                                                                                            \
+    template <int kRows>                                                                                         \
+    TARGET static void add_in_place(const Tile& tile, int value_size, int64_t values_stride) {                   \
+      moeserve::add_in_place<L, kRows>(tile, value_size, values_stride);                                         \
+    }                                                                                                            \
+    TARGET static void merge(const States& merged, const States& next, int num_queries, int64_t values_stride) { \
+      moeserve::merge<Products::W>(merged, next, num_queries, values_stride);                                    \
+    }                                                                                                            \
+    TARGET static void finish(const States& state, const float* sink, int value_size, void* out) {               \
+      moeserve::finish<Products::W>(state, sink, value_size, static_cast<Element*>(out));                        \
+    }                                                                                                            \
+    static constexpr BlockKernels kernels{                                                                       \
+        Products::W,                                                                                             \
+        Products::kVectors,                                                                                      \
+        Products::kPerWord,                                                                                      \
+        L::kPerLoad,                                                                                             \
+        Products::kPerWord * Products::W,                                                                        \
+        copy_query,                                                                                              \
+        pack_keys,                                                                                               \
+        pack_values,                                                                                             \
+        all_finite,                                                                                              \
+        {weigh_packed<6>, weigh_packed<4>, weigh_packed<2>, weigh_packed<1>},                                    \
+        {add_packed<6>, add_packed<4>, add_packed<2>, add_packed<1>},                                            \
+        {weigh_in_place<6>, weigh_in_place<4>, weigh_in_place<2>, weigh_in_place<1>},                            \
+        {add_in_place<6>, add_in_place<4>, add_in_place<2>, add_in_place<1>},                                    \
+        merge,                                                                                                   \
+        finish};                                                                                                 \
+  }
+
+#if defined(MOESERVE_X86)
+MOESERVE_BLOCK_KERNELS(Avx512BFloat16, MOESERVE_TARGET_AVX512_BF16);
+MOESERVE_BLOCK_KERNELS(Avx512, MOESERVE_TARGET_AVX512);
+MOESERVE_BLOCK_KERNELS(Avx2, MOESERVE_TARGET_AVX2);
+#endif
+MOESERVE_BLOCK_KERNELS(Baseline, );
+
+#undef MOESERVE_BLOCK_KERNELS
+
+template <template <typename, typename> typename Kernels, int W>
+const BlockKernels& choose_of_type(ElementType type) {
+  if (type == ElementType::kBFloat16) return Kernels<FloatProducts<W>, BFloat16>::kernels;
+  return Kernels<FloatProducts<W>, float>::kernels;
+}
+
+}  // namespace
+
+const BlockKernels& choose_block_kernels([[maybe_unused]] Isa isa, ElementType type) {
+#if defined(MOESERVE_X86)
+  if (isa == Isa::kAvx512Bf16 && type == ElementType::kBFloat16) {
+    return Avx512BFloat16<BFloat16Products, BFloat16>::kernels;
+  }
+  if (isa == Isa::kAvx512Bf16 || isa == Isa::kAvx512) return choose_of_type<Avx512, 16>(type);
+  if (isa == Isa::kAvx2) return choose_of_type<Avx2, 8>(type);
+#endif
+  return choose_of_type<Baseline, 4>(type);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,162 @@
+// What only attention does with vectors: powers of 2, transposing, and sums and maxima over the lanes of one.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "lanes.h"
+
+namespace moeserve {
+
+// 2 to the power of x, for x <= 0: 0 below -126, exactly 1 at 0, NaN where x is NaN. With kDegree 6 within 2 units in
+// the last place; with 4, to 3e-6 of the result.
+template <int W, int kDegree>
+MOESERVE_INLINE Float<W> exp2_of_nonpositive(Float<W> x) {
+  static_assert(kDegree == 4 || kDegree == 6);
+  using Int = typename Vector<W>::Int;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
+
+  // x = n + r with |r| <= 1/2; 2^r by the polynomial whose relative error is least there.
+  const Float<W> shifted = x + kRound;
+  const Float<W> r = x - (shifted - kRound);
+  Float<W> power;
+  if constexpr (kDegree == 6) {
+    power = r * 1.5353362e-4f + 1.33988739e-3f;
+    power = power * r + 9.61843692e-3f;
+    power = power * r + 5.5503324e-2f;
+    power = power * r + 2.40226477e-1f;
+    power = power * r + 6.93147182e-1f;
+  } else {
+    power = r * 9.58285294e-3f + 5.59064262e-2f;
+    power = power * r + 2.40240991e-1f;
+    power = power * r + 6.93124175e-1f;
+  }
+  power = power * r + 1.0f;
+  const Int exponent = (reinterpret_cast<Int>(shifted) << 23) + 0x3F800000;
+  const Float<W> result = power * reinterpret_cast<Float<W>>(exponent);
+  return x < -126.0f ? Float<W>{} : result;
+}
+
+typedef float Segment __attribute__((vector_size(16), aligned(1), may_alias));
+
+MOESERVE_INLINE const Segment& segment_at(const char* address) { return *reinterpret_cast<const Segment*>(address); }
+
+// W lanes in segments of 4, of which segment i begins at rows[4 * i] + offset.
+template <int W>
+MOESERVE_INLINE Float<W> load_segments(const char* const* rows, int64_t offset) {
+  Float<W> lanes;
+#if defined(MOESERVE_X86)
+  if constexpr (W == 16) {
+    asm("vmovups %1, %x0\n\t"
+        "vinsertf32x4 $1, %2, %0, %0\n\t"
+        "vinsertf32x4 $2, %3, %0, %0\n\t"
+        "vinsertf32x4 $3, %4, %0, %0"
+        : "=&v"(lanes)
+        : "m"(segment_at(rows[0] + offset)), "m"(segment_at(rows[4] + offset)), "m"(segment_at(rows[8] + offset)),
+          "m"(segment_at(rows[12] + offset)));
+    return lanes;
+  }
+  if constexpr (W == 8) {
+    asm("vmovups %1, %x0\n\t"
+        "vinsertf128 $1, %2, %0, %0"
+        : "=&x"(lanes)
+        : "m"(segment_at(rows[0] + offset)), "m"(segment_at(rows[4] + offset)));
+    return lanes;
+  }
+#endif
+  for (int i = 0; i < W / 4; ++i) std::memcpy(reinterpret_cast<char*>(&lanes) + i * 16, rows[4 * i] + offset, 16);
+  return lanes;
+}
+
+// In each segment of 4 lanes: a and b in turn, lanes or pairs of lanes, from kFirst on.
+template <int W, int kFirst, int kSize, int... kLane>
+MOESERVE_INLINE Float<W> interleave(Float<W> a, Float<W> b, std::integer_sequence<int, kLane...>) {
+  return pick<W, (kLane / 4 * 4 + kFirst + kLane % 4 / (2 * kSize) * kSize + kLane % kSize + kLane / kSize % 2 * W)...>(
+      a, b);
+}
+
+// Lane i of columns[j] is the float at rows[i] + offset + 4 * j, for W rows and columns.
+template <int W>
+MOESERVE_INLINE void load_transposed(const char* const* rows, int64_t offset, Float<W> (&columns)[W]) {
+  constexpr auto kLanes = std::make_integer_sequence<int, W>{};
+  MOESERVE_UNROLL
+  for (int column = 0; column < W; column += 4) {
+    // Each of these has 4 floats of every fourth row; between them lie 4 rows, which are transposed in the segments.
+    Float<W> four[4];
+    MOESERVE_UNROLL
+    for (int i = 0; i < 4; ++i) four[i] = load_segments<W>(rows + i, offset + 4 * column);
+    const Float<W> low01 = interleave<W, 0, 1>(four[0], four[1], kLanes);
+    const Float<W> high01 = interleave<W, 2, 1>(four[0], four[1], kLanes);
+    const Float<W> low23 = interleave<W, 0, 1>(four[2], four[3], kLanes);
+    const Float<W> high23 = interleave<W, 2, 1>(four[2], four[3], kLanes);
+    columns[column] = interleave<W, 0, 2>(low01, low23, kLanes);
+    columns[column + 1] = interleave<W, 2, 2>(low01, low23, kLanes);
+    columns[column + 2] = interleave<W, 0, 2>(high01, high23, kLanes);
+    columns[column + 3] = interleave<W, 2, 2>(high01, high23, kLanes);
+  }
+}
+
+template <int W, int... kLane>
+MOESERVE_INLINE Float<W> rotate(Float<W> lanes, int by, std::integer_sequence<int, kLane...>) {
+  switch (by) {
+    case 1:
+      return pick<W, ((kLane + 1) % W)...>(lanes, lanes);
+    case 2:
+      return pick<W, ((kLane + 2) % W)...>(lanes, lanes);
+    case 4:
+      return pick<W, ((kLane + 4) % W)...>(lanes, lanes);
+    default:
+      return pick<W, ((kLane + 8) % W)...>(lanes, lanes);
+  }
+}
+
+template <int W>
+MOESERVE_INLINE float largest_lane(Float<W> lanes) {
+  MOESERVE_UNROLL
+  for (int by = W / 2; by >= 1; by /= 2) {
+    lanes = larger<W>(lanes, rotate<W>(lanes, by, std::make_integer_sequence<int, W>{}));
+  }
+  return lanes[0];
+}
+
+template <int W>
+MOESERVE_INLINE float sum_lanes(Float<W> lanes) {
+  MOESERVE_UNROLL
+  for (int by = W / 2; by >= 1; by /= 2) lanes += rotate<W>(lanes, by, std::make_integer_sequence<int, W>{});
+  return lanes[0];
+}
+
+// Half lanes of `a` and `b` in turn, from kFirst on.
+template <int W, int kFirst, int... kHalf>
+MOESERVE_INLINE typename Vector<W>::Halves interleave_halves(typename Vector<W>::Halves a, typename Vector<W>::Halves b,
+                                                             std::integer_sequence<int, kHalf...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (kFirst + kHalf / 2 + kHalf % 2 * 2 * W)...);
+#else
+  return __builtin_shuffle(a, b, typename Vector<W>::Halves{(kFirst + kHalf / 2 + kHalf % 2 * 2 * W)...});
+#endif
+}
+
+template <int W>
+MOESERVE_INLINE Float<W> load_widened(const float* source) {
+  return load<W>(source);
+}
+
+template <int W>
+MOESERVE_INLINE Float<W> load_widened(const BFloat16* source) {
+  typename Vector<W>::HalfAsMany halves;
+  std::memcpy(&halves, source, sizeof(halves));
+  return reinterpret_cast<Float<W>>(__builtin_convertvector(halves, typename Vector<W>::UInt) << 16);
+}
+
+// Neither infinite nor NaN.
+MOESERVE_INLINE bool is_finite(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return (bits & 0x7F800000) != 0x7F800000;
+}
+MOESERVE_INLINE bool is_finite(BFloat16 value) { return (value.bits & 0x7F80) != 0x7F80; }
+
+}  // namespace moeserve

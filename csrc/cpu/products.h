@@ -1,0 +1,103 @@
+// Sums of products, W at a time, from packed operands: what is multiplied, and in which steps it is added.
+//
+// Operands are made of 32-bit words. A step multiplies a word of one operand with W words of the other and adds to W
+// sums. A sum's steps come one after the other, so its bits follow from its operands alone: not from its lane, and not
+// from what is computed beside it.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "isa.h"
+#include "lanes.h"
+
+namespace moeserve {
+
+// A word is one float32, and each product is added in one rounding where the processor can.
+template <int kWidth>
+struct FloatProducts {
+  static constexpr int W = kWidth;
+  static constexpr int kPerWord = 1;
+  static constexpr int kVectors = W == 16 ? 4 : 2;  // vectors of sums beside each other that suit the registers
+  static constexpr int kExponentialDegree = 6;
+  using Word = float;
+  using Words = Float<W>;
+
+  static MOESERVE_INLINE Words load_words(const Word* source) { return load<W>(source); }
+  static MOESERVE_INLINE Words broadcast_word(const Word* source) { return broadcast<W>(*source); }
+  static MOESERVE_INLINE Words ones() { return broadcast<W>(1.0f); }
+  static MOESERVE_INLINE Words pack(const Float<W>* vectors) { return vectors[0]; }
+  static MOESERVE_INLINE void add(Float<W>& sums, const Words& a, const Words& b) { sums += a * b; }
+};
+
+#if defined(MOESERVE_X86)
+
+// A word is two bfloat16, the first in its low half. Both products of a step are added in float32 by one instruction,
+// VDPBF16PS, which takes subnormal numbers for zero. Only for functions with MOESERVE_TARGET_AVX512_BF16.
+struct BFloat16Products {
+  static constexpr int W = 16;
+  static constexpr int kPerWord = 2;
+  static constexpr int kVectors = 4;
+  static constexpr int kExponentialDegree = 4;
+  using Word = uint32_t;
+  using Words = Vector<16>::UInt;
+
+  static MOESERVE_INLINE Words load_words(const Word* source) {
+    Words words;
+    std::memcpy(&words, source, sizeof(words));
+    return words;
+  }
+  static MOESERVE_INLINE Words broadcast_word(const Word* source) {
+    Words words;
+    asm("vpbroadcastd %1, %0" : "=v"(words) : "m"(*source));
+    return words;
+  }
+  static MOESERVE_INLINE Words ones() {
+    static const Word pair = 0x3F803F80u;
+    return broadcast_word(&pair);
+  }
+
+  // 32 floats, rounded to nearest, in their order. The instructions are written out because a compiler lets a function
+  // without their target attribute call their intrinsics under no circumstances, even to be inlined in one that has it.
+  static MOESERVE_INLINE Words pack(const Float<W>* vectors) {
+    Words words;
+    asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(words) : "v"(vectors[1]), "v"(vectors[0]));
+    return words;
+  }
+  static MOESERVE_INLINE void add(Float<W>& sums, const Words& a, const Words& b) {
+    Float<W> added = sums;
+    asm("vdpbf16ps %2, %1, %0" : "+v"(added) : "v"(a), "v"(b));
+    sums = added;
+  }
+};
+
+#endif
+
+// sums[r][v] = sum over `num_steps` of row r's words and vector v of the strip: [num_steps, kVectors * W] words.
+template <typename Products, int kRows, int kVectors>
+MOESERVE_INLINE void multiply(const typename Products::Word* rows, int64_t row_stride,
+                              const typename Products::Word* strip, int num_steps,
+                              Float<Products::W> (&sums)[kRows][kVectors]) {
+  using Words = typename Products::Words;
+  constexpr int W = Products::W;
+  MOESERVE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    MOESERVE_UNROLL
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = Float<W>{};
+  }
+  for (int step = 0; step < num_steps; ++step) {
+    Words lanes[kVectors];
+    MOESERVE_UNROLL
+    for (int v = 0; v < kVectors; ++v) lanes[v] = Products::load_words(strip + v * W);
+    strip += Products::kVectors * W;
+    MOESERVE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const Words word = Products::broadcast_word(rows + r * row_stride + step);
+      MOESERVE_UNROLL
+      for (int v = 0; v < kVectors; ++v) Products::add(sums[r][v], lanes[v], word);
+    }
+  }
+}
+
+}  // namespace moeserve
