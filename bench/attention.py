@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{limits.matmul_rate:.0f} GFLOP/s of bf16 products"
     )
     print(
-        f"{'attention':<14}{'heads':>9} {'batch':>5} {'rows':>5} {'context':>8} {'torch':>13} {'C++':>13} "
+        f"{'attention':<14}{'heads':>9} {'size':>5} {'batch':>5} {'rows':>5} {'context':>8} {'torch':>13} {'C++':>13} "
         f"{'speed-up':>9} {'of the limit':>13}"
     )
     for shape in all_shapes():
@@ -124,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch_row, kernel_row = rows
         heads = f"{shape.num_heads}/{shape.num_kv_heads}"
         print(
-            f"{shape.kind:<14}{heads:>9} {shape.batch:>5} {shape.num_rows:>5} {shape.context_len:>8} "
+            f"{shape.kind:<14}{heads:>9} {shape.head_size:>5} {shape.batch:>5} {shape.num_rows:>5} "
+            f"{shape.context_len:>8} "
             f"{torch_row['median_us']:>10.1f} us {kernel_row['median_us']:>10.1f} us "
             f"{kernel_row['ratio']:>9.1f} {kernel_row['fraction_of_limit']:>13.0%}",
             flush=True,

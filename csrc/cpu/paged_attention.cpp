@@ -616,6 +616,7 @@ void paged_attention(const PagedAttention& step) {
   if (num_rows < step.num_tokens) {
     std::memset(step.out, 0, step.num_tokens * step.num_heads * step.value_size * element_bytes(step));
   }
+  if (room.chunks.empty() || step.num_heads == 0) return;
   Job job{step, choose_block_kernels(current_isa(), step.type), room.chunks, room.items, room.shared, nullptr};
   const int threads = estimate_seconds(step, room.chunks) < kWorthThreads ? 1 : num_threads();
   plan(job, threads, room.shared_states);

@@ -16,7 +16,9 @@ from moeserve.layers import mla
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.messages import Chunk, StepPlan
+from moeserve.ops import latent_attention
 from moeserve.ops.dense_attention import attend_causally
+from moeserve.ops.native import native_kernels
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.model_runner import ModelRunner
 
@@ -69,7 +71,9 @@ def by_hand(layer: LatentAttention, hidden_CD: Tensor) -> Tensor:
         queries = linear(query.up, norm(query.norm, linear(query.down, hidden)))
     queries = queries.view(len(hidden), config.num_heads, -1)
     latent, turning = linear(layer.compress, hidden).split([config.latent_size, config.rotary_dim], dim=-1)
-    expanded = linear(layer.expand, norm(layer.latent_norm, latent)).view(len(hidden), config.num_heads, -1)
+    maps, latent = layer.head_maps, norm(layer.latent_norm, latent)
+    keys = torch.einsum("cl,nlk->cnk", latent, maps.keys.open.weight_eOI.double())
+    values = torch.einsum("cl,nvl->cnv", latent, maps.values.open.weight_eOI.double())
     rotation = rotary(config).at(torch.arange(len(hidden)))
     turning_queries = rotation.apply(queries[..., config.key_dim :].float()).double()
     turning = rotation.apply(turning[:, None].float())[:, 0].double()
@@ -79,24 +83,26 @@ def by_hand(layer: LatentAttention, hidden_CD: Tensor) -> Tensor:
         heads = []
         for head in range(config.num_heads):
             scores = [
-                queries[position, head, : config.key_dim] @ expanded[other, head, : config.key_dim]
+                queries[position, head, : config.key_dim] @ keys[other, head]
                 + turning_queries[position, head] @ turning[other]
                 for other in range(position + 1)
             ]
             scale = config.score_factor / math.sqrt(config.key_dim + config.rotary_dim)
             weights = torch.softmax(torch.stack(scores) * scale, dim=0)
-            heads.append(weights @ expanded[: position + 1, head, config.key_dim :])
+            heads.append(weights @ values[: position + 1, head])
         rows.append(torch.cat(heads))
     return linear(layer.output, torch.stack(rows))
 
 
-@pytest.mark.parametrize("way", ["absorbed", "expanded", "expanded, a head at a time", "as chosen"])
+@pytest.mark.parametrize("way", ["kernels", "absorbed", "expanded", "expanded, a head at a time", "as chosen"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_ways_give_the_same(shape: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two contexts, computed in chunks of several sizes that ride together, with blocks in no order."""
     torch.manual_seed(0)
+    if way != "kernels":
+        monkeypatch.setattr(latent_attention, "native_kernels", lambda: None)
     layer = make_layer(SHAPES[shape])
-    if way != "as chosen":
+    if way not in ("kernels", "as chosen"):
         limit = 10**6 if way == "absorbed" else 0
         monkeypatch.setattr(LatentAttentionConfig, "max_absorbed_rows", property(lambda config: limit))
     if way == "expanded, a head at a time":
@@ -115,6 +121,17 @@ def test_all_ways_give_the_same(shape: str, way: str, monkeypatch: pytest.Monkey
             rows.append(part)
     for rows, context in zip(outputs, contexts, strict=True):
         torch.testing.assert_close(torch.cat(rows).double(), by_hand(layer, context), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="moeserve._cpu is not built")
+def test_with_kernels_no_chunk_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LatentAttentionConfig, "max_absorbed_rows", property(lambda config: 0))
+    monkeypatch.setattr(LatentAttention, "_attend_expanded", None)
+    layer = make_layer(SHAPE)
+    step = make_step((0, 30, list(range(8))))
+    hidden = torch.randn(30, WIDTH)
+    output = layer(hidden, rotary(SHAPE).at(step.positions), layer.make_cache(8, BLOCK_SIZE), step)
+    torch.testing.assert_close(output.double(), by_hand(layer, hidden), atol=1e-4, rtol=1e-4)
 
 
 def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
