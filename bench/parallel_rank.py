@@ -1,4 +1,4 @@
-"""One rank of the benchmark of parallelism: `python -m moeserve.bench.parallel_rank FD`, started by `parallel.py`.
+"""One rank of the benchmarks of parallelism: `python -m moeserve.bench.parallel_rank FD`, started by `parallel.py`.
 
 Joins the others as the engine's ranks do, times what it is told to, and answers. Knows no rounds and no tables.
 """
@@ -13,7 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moeserve.distributed.group import GroupCoordinator, Groups, PendingTensor
+from moeserve.distributed.group import GroupCoordinator, Groups, PendingTensor, TransportName, connect
+from moeserve.distributed.mesh import Mesh
 from moeserve.engine.process import gather
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
@@ -30,6 +31,7 @@ from moeserve.worker.process import join
 # T tokens of this rank, D model width, E experts, K experts per token
 
 TravellingDispatcher = Literal["allgather", "all_to_all"]
+Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
 
 class TimeAgreements(msgspec.Struct, frozen=True, kw_only=True, tag="agreements"):
@@ -49,7 +51,16 @@ class TimeDispatch(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch"):
     num_calls: int
 
 
-Order: TypeAlias = TimeAgreements | TimeDispatch
+class TimeCollective(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
+    """Call a collective of all ranks on float32, each time as soon as the last call has returned, so often."""
+
+    transport: TransportName
+    operation: Collective
+    num_bytes: int  # of all_reduce, those of x; of the others, what goes from each rank to each
+    num_calls: int
+
+
+Order: TypeAlias = TimeAgreements | TimeDispatch | TimeCollective
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True, tag="timing"):
@@ -65,6 +76,7 @@ def work(parent: Parent) -> None:
     channel = parent.channel(Order)
     set_num_threads(start.config.num_threads)
     groups = join(start)
+    collectives = Collectives(start, groups)
     lockstep = Lockstep(rank=start.dp_index, num_replicas=start.config.data_parallel_size)
     while True:
         for order in channel.receive(None):
@@ -73,6 +85,8 @@ def work(parent: Parent) -> None:
                     channel.send(time_agreements(groups, lockstep, num_calls))
                 case TimeDispatch():
                     channel.send(time_dispatch(groups, order))
+                case TimeCollective():
+                    channel.send(collectives.time(order))
 
 
 def time_agreements(groups: Groups, lockstep: Lockstep, num_calls: int) -> Timing:
@@ -105,6 +119,59 @@ def time_dispatch(groups: Groups, order: TimeDispatch) -> Timing:
         seconds_in_collectives=group.seconds / order.num_calls,
         bytes_sent=group.bytes_sent / order.num_calls,
     )
+
+
+class Collectives:
+    """The groups of all ranks, one for each transport."""
+
+    def __init__(self, start: RankStart, groups: Groups) -> None:
+        self.start = start
+        self.groups: dict[TransportName, GroupCoordinator] = {"auto": groups.world}
+
+    def time(self, order: TimeCollective) -> Timing:
+        if order.transport not in self.groups:
+            self.groups[order.transport] = self._connect(order.transport)
+        group = self.groups[order.transport]
+        call = _collective(group, order)
+        seconds = []
+        group.barrier()  # collective: all ranks
+        for _ in range(order.num_calls):
+            start = time.perf_counter()
+            call()  # collective: all ranks
+            seconds.append(time.perf_counter() - start)
+        return Timing(seconds=seconds)
+
+    def _connect(self, transport: TransportName) -> GroupCoordinator:
+        start = self.start
+        return connect(
+            Mesh(tp=start.config.tensor_parallel_size, dp=start.config.data_parallel_size),
+            start.rank,
+            store_host=start.store_host,
+            store_port=start.store_port,
+            store_key=f"{start.store_key}{transport}",
+            timeout_s=start.config.collective_timeout,
+            local_rank=start.rank,
+            check_order=False,
+            transport=transport,
+        ).world
+
+
+def _collective(group: GroupCoordinator, order: TimeCollective) -> Callable[[], object]:
+    num_ranks = group.world_size
+    num_values = order.num_bytes // 4
+    sizes = [num_values] * num_ranks
+    x = torch.ones(num_values)
+    match order.operation:
+        case "all_to_all":
+            parts = x.repeat(num_ranks)
+            return lambda: group.all_to_all(parts, sizes, sizes).wait()
+        case "all_gather":
+            return lambda: group.all_gather(x, sizes)
+        case "reduce_scatter":
+            parts = x.repeat(num_ranks)
+            return lambda: group.reduce_scatter(parts, sizes)
+        case "all_reduce":
+            return lambda: group.all_reduce(x)
 
 
 def random_tokens(order: TimeDispatch, rank: int) -> tuple[Tensor, Routing]:

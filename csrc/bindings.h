@@ -9,5 +9,6 @@ namespace moeserve {
 void bind_attention(nanobind::module_& module);
 void bind_layers(nanobind::module_& module);
 void bind_products(nanobind::module_& module);
+void bind_shared_memory(nanobind::module_& module);
 
 }  // namespace moeserve

@@ -32,6 +32,7 @@ std::vector<std::string> usable_isa_names() {
 NB_MODULE(_cpu, module) {
   using namespace nb::literals;
   module.doc() = "C++ kernels of moeserve for CPUs. Called by moeserve.ops only.";
+  moeserve::bind_shared_memory(module);
 
   moeserve::bind_attention(module);
   moeserve::bind_layers(module);

@@ -569,7 +569,7 @@ void plan(Job& job, int num_threads, Room& shared_states) {
     Count count = count_items(job, division);
     for (int64_t num_queries = kMostQueries / 2; num_queries >= kFewQueries && count.items < wanted; num_queries /= 2) {
       // Few queries had rather share their context: what they pack, others would have to pack again.
-      if (num_queries < kMostQueries / 4 && count.partitions >= wanted) break;
+      if (num_queries < kMostQueries / 4 && count.partitions >= 2 * num_threads) break;
       division = divide(step, num_queries);
       count = count_items(job, division);
     }

@@ -1,24 +1,27 @@
 """The groups of ranks, and every collective that the engine uses. Knows tensors and ranks, not what they mean.
 
-Everything is built from one exchange of rows between all ranks of a group, for which gloo has a collective that takes
-any number of rows from each to each, also none. Nothing here touches torch.distributed's global state.
+How rows travel is a `Transport`'s business, chosen for each group when it is connected. Here is what all of them share:
+counting, the check of the order, errors that name ranks. Nothing here touches torch.distributed's global state.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from moeserve.distributed import gloo
-from moeserve.distributed.mesh import Axis, Mesh, share_sizes
+from moeserve.distributed import gloo, shared_memory
+from moeserve.distributed.handshake import CannotReach
+from moeserve.distributed.mesh import Axis, Mesh
 from moeserve.distributed.order_check import NO_STEP, Announcement, Operation, OrderCheck
 from moeserve.distributed.store import Noticeboard, listed, own_address, start_store
+from moeserve.distributed.transport import Pending, Transport, TransportError
 from moeserve.errors import DistributedError
 
 __all__ = [
@@ -32,12 +35,10 @@ __all__ = [
     "unconnected",
 ]
 
-# all_reduce takes one exchange when every rank adds everything, and two when each adds a share. With n ranks the first
-# way receives about n - 2 times the size of x more, so with two ranks nothing more; up to here it is the quicker one.
-MAX_EXTRA_BYTES = 2**20
+logger = logging.getLogger(__name__)
 
-# Sums of these are added in float32; of all other dtypes, in their own.
-ADDED_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
+# auto: shared memory for each group whose ranks are on one host and can map each other's memory, gloo for the others.
+TransportName = Literal["auto", "gloo"]
 
 AXES: tuple[Axis, ...] = ("tp", "dp", "ep")
 
@@ -74,6 +75,7 @@ def connect(
     timeout_s: float,
     local_rank: int,
     check_order: bool,
+    transport: TransportName = "auto",
 ) -> Groups:
     """Meet the other ranks of the mesh at a store, and connect with them. Each rank calls it once for each store.
 
@@ -81,7 +83,8 @@ def connect(
     counts the ranks of this host. timeout_s holds for coming here and for each collective afterwards. With
     check_order, ranks tell each other what they are about to join before every collective: slow, for debugging.
 
-    DistributedError names the ranks that did not come. Listens on the address from which the store is reached.
+    DistributedError names the ranks that did not come. gloo listens on the address from which the store is reached;
+    shared memory has no address, and no name anywhere.
     """
     address = own_address(rank, store_host, store_port, timeout_s)
     server = TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -89,22 +92,41 @@ def connect(
     noticeboard = Noticeboard(rank, store, timeout_s)
     noticeboard.meet(range(mesh.world_size))
 
+    def refuse(name: str, ranks: tuple[int, ...], why: str, error: Exception) -> NoReturn:
+        what = f"group {name!r} ({listed(ranks)}) could not be connected: {why}"
+        noticeboard.report(what)
+        raise DistributedError(f"rank {rank}: {what}. {noticeboard.blame(ranks)}") from error
+
     def process_group(name: str, ranks: tuple[int, ...]) -> ProcessGroupGloo:
         prefix = PrefixStore(f"{name}/{ranks[0]}", store)
         try:
             return gloo.process_group(prefix, ranks.index(rank), len(ranks), address=address, timeout_s=timeout_s)
         except RuntimeError as error:
-            what = f"group {name!r} ({listed(ranks)}) could not be connected: {gloo.cause(error, timeout_s)}"
-            noticeboard.report(what)
-            raise DistributedError(f"rank {rank}: {what}. {noticeboard.blame(ranks)}") from error
+            refuse(name, ranks, gloo.cause(error, timeout_s), error)
+
+    def connected(name: str, ranks: tuple[int, ...]) -> Transport:
+        if transport == "auto":
+            prefix = PrefixStore(f"memory/{name}/{ranks[0]}", store)
+            try:
+                return shared_memory.connect(
+                    prefix, ranks, ranks.index(rank), num_ranks_in_all=mesh.world_size, timeout_s=timeout_s
+                )
+            except CannotReach as reason:
+                if rank == 0 and name == "world":  # once is enough
+                    logger.warning("ranks cannot all share memory (%s): some talk over gloo, which is slower", reason)
+            except TransportError as error:
+                refuse(name, ranks, str(error), error)
+        return gloo.GlooTransport(process_group(name, ranks), timeout_s)
 
     everyone = tuple(range(mesh.world_size))
-    order_check = OrderCheck(rank, process_group("order", everyone)) if check_order and len(everyone) > 1 else None
+    order_check = None
+    if check_order and len(everyone) > 1:
+        order_check = OrderCheck(rank, process_group("order", everyone), timeout_s)
 
     def coordinator(name: str, ranks: tuple[int, ...]) -> GroupCoordinator:
         connections = None
         if len(ranks) > 1:
-            connections = Connections(process_group(name, ranks), noticeboard, order_check, timeout_s)
+            connections = Connections(connected(name, ranks), noticeboard, order_check)
         group = GroupCoordinator(name=name, rank=rank, ranks=ranks, local_rank=local_rank, connections=connections)
         group.barrier()  # what cannot work fails here, not in the first step
         return group
@@ -118,10 +140,9 @@ def connect(
 class Connections:
     """What the coordinator of several ranks holds."""
 
-    process_group: ProcessGroupGloo
+    transport: Transport
     noticeboard: Noticeboard
     order_check: OrderCheck | None
-    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -157,26 +178,20 @@ class GroupCoordinator:
         self.local_rank = local_rank  # among the ranks of this host
         self.world_size = len(ranks)
         self.rank_in_group = ranks.index(rank)
-        self.cpu_group = connections.process_group if connections else None
-        self.device_group = self.cpu_group
         self.step = NO_STEP  # this and the next: shown in errors
         self.layer: int | None = None
         self._connections = connections
         self._number = 0  # of the collective under way
-        self._announce = self._check if connections and connections.order_check else self._count
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, added in float32 in rank order: the same bytes on all ranks."""
         if self.world_size == 1:
             return x
         self._announce("all_reduce", x.dtype, x.shape)
-        flat = x.reshape(-1)
-        num_values = flat.numel()
-        if num_values * x.element_size() * (self.world_size - 2) <= MAX_EXTRA_BYTES:
-            parts = self._gather(flat, [num_values] * self.world_size, "all_reduce")
-            return _sum_in_order(parts.view(self.world_size, num_values)).view(x.shape)
-        sizes = share_sizes(num_values, self.world_size)
-        return self._gather(self._reduce(flat, sizes, "all_reduce"), sizes, "all_reduce").view(x.shape)
+        try:
+            return self._transport.all_reduce(x)
+        except TransportError as error:
+            self._fail("all_reduce", self._position(), error)
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """The rows of all ranks in rank order: x [sizes[rank_in_group], ...] -> [sum(sizes), ...]."""
@@ -188,7 +203,7 @@ class GroupCoordinator:
         if self.world_size == 1:
             return PendingTensor(x, _nothing)
         self._announce("all_gather", x.dtype, x.shape[1:], sizes)
-        return self._begin_gather(x, sizes, "all_gather")
+        return self._begin_all_gather(x, sizes, "all_gather")
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """This rank's rows of the sum over ranks: x [sum(sizes), ...] -> [sizes[rank_in_group], ...].
@@ -199,7 +214,10 @@ class GroupCoordinator:
         if self.world_size == 1:
             return x
         self._announce("reduce_scatter", x.dtype, x.shape[1:], sizes)
-        return self._reduce(x, sizes, "reduce_scatter")
+        try:
+            return self._transport.reduce_scatter(x, sizes)
+        except TransportError as error:
+            self._fail("reduce_scatter", self._position(), error)
 
     def all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> PendingTensor:
         """Send rows to each rank: x [sum(send_sizes), ...] -> [sum(receive_sizes), ...], both in rank order.
@@ -210,7 +228,11 @@ class GroupCoordinator:
         if self.world_size == 1:
             return PendingTensor(x, _nothing)
         self._announce("all_to_all", x.dtype, x.shape[1:], (), send_sizes, receive_sizes)
-        return self._exchange(x, send_sizes, receive_sizes, "all_to_all")
+        try:
+            pending = self._transport.begin_all_to_all(x, send_sizes, receive_sizes)
+        except TransportError as error:
+            self._fail("all_to_all", self._position(), error)
+        return self._arriving(pending, "all_to_all")
 
     def broadcast(self, x: Tensor, source_in_group: int) -> Tensor:
         """x of the source rank. The others pass a tensor of the same shape and dtype, whose values do not matter."""
@@ -218,60 +240,51 @@ class GroupCoordinator:
         if self.world_size == 1:
             return x
         self._announce("broadcast", x.dtype, x.shape, (source_in_group,))
-        receive_sizes = [0] * self.world_size
-        receive_sizes[source_in_group] = x.numel()
-        copies = self.world_size if self.rank_in_group == source_in_group else 0
-        send_sizes = [x.numel() if copies else 0] * self.world_size
-        return self._exchange(x.reshape(-1).repeat(copies), send_sizes, receive_sizes, "broadcast").wait().view(x.shape)
+        sizes = [0] * self.world_size
+        sizes[source_in_group] = x.numel()
+        sent = x.reshape(-1)[: sizes[self.rank_in_group]]
+        return self._begin_all_gather(sent, sizes, "broadcast").wait().view(x.shape)
 
     def all_reduce_minimum(self, value: int) -> int:
         """The least of all ranks' values, which fit into 64 bits."""
         if self.world_size == 1:
             return value
         self._announce("all_reduce_minimum", torch.int64)
-        return int(self._gather(torch.tensor([value]), [1] * self.world_size, "all_reduce_minimum").min())
+        return int(self._gather_one(torch.tensor([value]), "all_reduce_minimum").min())
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.world_size > 1:
             self._announce("barrier", torch.uint8)
-            self._gather(torch.zeros(1, dtype=torch.uint8), [1] * self.world_size, "barrier")
+            self._gather_one(torch.zeros(1, dtype=torch.uint8), "barrier")
 
     def close(self) -> None:
         """Drop the connections: ranks that wait for this one fail at once. Nothing may be under way."""
-        self.cpu_group = self.device_group = self._connections = None
+        if self._connections is not None:
+            self._connections.transport.close()
+            self._connections = None
 
-    def _gather(self, x: Tensor, sizes: Sequence[int], operation: Operation) -> Tensor:
-        return self._begin_gather(x, sizes, operation).wait()
+    def _gather_one(self, x: Tensor, operation: Operation) -> Tensor:
+        return self._begin_all_gather(x, [1] * self.world_size, operation).wait()
 
-    def _begin_gather(self, x: Tensor, sizes: Sequence[int], operation: Operation) -> PendingTensor:
-        copies = x.repeat(self.world_size, *[1] * (x.dim() - 1))
-        return self._exchange(copies, [len(x)] * self.world_size, sizes, operation)
-
-    def _reduce(self, x: Tensor, sizes: Sequence[int], operation: Operation) -> Tensor:
-        own = sizes[self.rank_in_group]
-        parts = self._exchange(x, sizes, [own] * self.world_size, operation).wait()
-        return _sum_in_order(parts.view(self.world_size, own, *x.shape[1:]))
-
-    def _exchange(
-        self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], operation: Operation
-    ) -> PendingTensor:
-        """Rows from all to all: the one thing that ranks do."""
-        at = self._position()
-        sent = x.contiguous()
-        received = x.new_empty((sum(receive_sizes), *x.shape[1:]))
+    def _begin_all_gather(self, x: Tensor, sizes: Sequence[int], operation: Operation) -> PendingTensor:
         try:
-            work = gloo.exchange(self._connected.process_group, sent, send_sizes, received, receive_sizes)
-        except RuntimeError as error:
-            self._fail(operation, at, error)
+            pending = self._transport.begin_all_gather(x, sizes)
+        except TransportError as error:
+            self._fail(operation, self._position(), error)
+        return self._arriving(pending, operation)
+
+    def _arriving(self, pending: Pending, operation: Operation) -> PendingTensor:
+        tensor, wait = pending
+        at = self._number, self.step, self.layer
 
         def finish() -> None:
             try:
-                work.wait()
-            except RuntimeError as error:
-                self._fail(operation, at, error)
+                wait()
+            except TransportError as error:
+                self._fail(operation, _shown_position(*at), error)
 
-        return PendingTensor(received, finish)
+        return PendingTensor(tensor, finish)
 
     @property
     def _connected(self) -> Connections:
@@ -279,18 +292,11 @@ class GroupCoordinator:
             raise DistributedError(f"rank {self.rank}: group {self.name!r} is closed")
         return self._connections
 
-    def _count(
-        self,
-        operation: Operation,
-        dtype: torch.dtype,
-        shape: Sequence[int] = (),
-        sizes: Sequence[int] = (),
-        send_sizes: Sequence[int] = (),
-        receive_sizes: Sequence[int] = (),
-    ) -> None:
-        self._number += 1
+    @property
+    def _transport(self) -> Transport:
+        return self._connected.transport
 
-    def _check(
+    def _announce(
         self,
         operation: Operation,
         dtype: torch.dtype,
@@ -299,10 +305,11 @@ class GroupCoordinator:
         send_sizes: Sequence[int] = (),
         receive_sizes: Sequence[int] = (),
     ) -> None:
-        """Count, and make sure that all ranks of the group are about to join the same."""
+        """Count, and where that is asked for make sure that all ranks of the group are about to join the same."""
         self._number += 1
         connected = self._connected
-        assert connected.order_check
+        if connected.order_check is None:
+            return
         mine = Announcement(
             group=self.name,
             operation=operation,
@@ -319,7 +326,7 @@ class GroupCoordinator:
         }
         try:
             disagreement = connected.order_check.disagreement(announcements)
-        except RuntimeError as error:
+        except TransportError as error:
             self._fail(operation, self._position(), error)
         if disagreement is not None:
             connected.noticeboard.report(disagreement)
@@ -327,15 +334,13 @@ class GroupCoordinator:
 
     def _position(self) -> str:
         """Which collective this is."""
-        step = "" if self.step == NO_STEP else f", step {self.step}"
-        layer = "" if self.layer is None else f", layer {self.layer}"
-        return f"number {self._number}{step}{layer}"
+        return _shown_position(self._number, self.step, self.layer)
 
-    def _fail(self, operation: Operation, position: str, error: RuntimeError) -> NoReturn:
+    def _fail(self, operation: Operation, position: str, error: Exception) -> NoReturn:
         """Say what is known, on this rank and in the store."""
         connected = self._connected
         where = f"{operation} of group {self.name!r} ({listed(self.ranks)}; {position})"
-        cause = gloo.cause(error, connected.timeout_s)
+        cause = str(error)
         connected.noticeboard.report(f"{where} failed: {cause}")
         blame = connected.noticeboard.blame(self.ranks)
         raise DistributedError(f"rank {self.rank}: {where} failed: {cause}. {blame}") from error
@@ -374,12 +379,10 @@ class Groups:
             group.close()
 
 
-def _sum_in_order(parts: Tensor) -> Tensor:
-    """The sum over the first dimension, first to last. The parts' dtype."""
-    total = parts[0].to(torch.float32 if parts.dtype in ADDED_IN_FLOAT32 else parts.dtype, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(parts.dtype)
+def _shown_position(number: int, step: int, layer: int | None) -> str:
+    shown_step = "" if step == NO_STEP else f", step {step}"
+    shown_layer = "" if layer is None else f", layer {layer}"
+    return f"number {number}{shown_step}{shown_layer}"
 
 
 def _nothing() -> None:

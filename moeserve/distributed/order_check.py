@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
 from moeserve.distributed import gloo
+from moeserve.distributed.transport import TransportError
 
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce_minimum", "barrier"
@@ -81,8 +82,9 @@ class Announcement:
 class OrderCheck:
     """One rank's side of the check. Ranks are numbered as in the world."""
 
-    def __init__(self, rank: int, process_group: ProcessGroupGloo) -> None:
+    def __init__(self, rank: int, process_group: ProcessGroupGloo, timeout_s: float) -> None:
         self.rank = rank
+        self.timeout_s = timeout_s
         self.num_ranks = process_group.size()
         self.process_group = process_group
         self._sends: list[object] = []  # kept, so that ranks which come later still hear of a disagreement
@@ -90,8 +92,14 @@ class OrderCheck:
     def disagreement(self, mine: Mapping[int, Announcement]) -> str | None:
         """Tell each other rank what it must know, wait for the same from it, and say what does not fit, if anything.
 
-        RuntimeError when a rank does not answer in time, or has died.
+        TransportError when a rank does not answer in time, or has died.
         """
+        try:
+            return self._disagreement(mine)
+        except RuntimeError as error:
+            raise TransportError(gloo.cause(error, self.timeout_s)) from error
+
+    def _disagreement(self, mine: Mapping[int, Announcement]) -> str | None:
         rows = {rank: announcement.to_row(self.num_ranks) for rank, announcement in mine.items()}
         received = {rank: torch.empty_like(row) for rank, row in rows.items()}
         receives = {rank: gloo.receive(self.process_group, row, rank) for rank, row in received.items()}

@@ -1,4 +1,4 @@
-"""Collectives between processes over gloo, against numpy; and what the survivors say when ranks fail."""
+"""Collectives between processes, in shared memory and over gloo, against numpy; and what survivors say of failures."""
 
 from __future__ import annotations
 
@@ -14,18 +14,29 @@ import torch
 from ranks import Place, Ranks
 from torch import Tensor
 
-from moeserve.distributed.group import GroupCoordinator, Groups, connect, group_of_one, single, start_store
+from moeserve.distributed.group import (
+    GroupCoordinator,
+    Groups,
+    TransportName,
+    connect,
+    group_of_one,
+    single,
+    start_store,
+)
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import DistributedError
 
 DTYPES = ("float32", "bfloat16", "int64")
+TRANSPORTS = ("auto", "gloo")  # the first is shared memory here
 
 # Rows of each rank: even, ragged, ranks without rows, no rows at all. Cut to the number of ranks.
 RAGGED = ([3, 3, 3, 3], [2, 0, 5, 1], [0, 4, 0, 0], [0, 0, 0, 0], [1, 700, 3, 2])
 SHAPES = ((), (5,), (2, 3))  # of a row
 
 
-def join(place: Place, tp: int = 1, *, timeout_s: float = 20.0, check_order: bool = False) -> Groups:
+def join(
+    place: Place, tp: int = 1, *, timeout_s: float = 20.0, check_order: bool = False, transport: TransportName = "auto"
+) -> Groups:
     return connect(
         Mesh(tp=tp, dp=place.num_ranks // tp),
         place.rank,
@@ -34,6 +45,7 @@ def join(place: Place, tp: int = 1, *, timeout_s: float = 20.0, check_order: boo
         timeout_s=timeout_s,
         local_rank=place.rank,
         check_order=check_order,
+        transport=transport,
     )
 
 
@@ -75,8 +87,8 @@ def check(got: Tensor, expected: Tensor) -> None:
 # ---- what runs on the ranks
 
 
-def gather_rows(place: Place, dtype: str) -> None:
-    group = join(place).ep
+def gather_rows(place: Place, dtype: str, transport: TransportName) -> None:
+    group = join(place, transport=transport).ep
     for case, sizes in enumerate(RAGGED):
         sizes = sizes[: place.num_ranks]
         for shape in SHAPES:
@@ -84,8 +96,8 @@ def gather_rows(place: Place, dtype: str) -> None:
             check(group.all_gather(strided(parts[place.rank]), sizes), torch.cat(parts))
 
 
-def reduce_rows(place: Place, dtype: str) -> None:
-    group = join(place).ep
+def reduce_rows(place: Place, dtype: str, transport: TransportName) -> None:
+    group = join(place, transport=transport).ep
     for case, sizes in enumerate(RAGGED):
         sizes = sizes[: place.num_ranks]
         start = sum(sizes[: place.rank])
@@ -96,8 +108,8 @@ def reduce_rows(place: Place, dtype: str) -> None:
             check(got, total[start : start + sizes[place.rank]])
 
 
-def reduce_everything(place: Place, dtype: str) -> None:
-    group = join(place).ep
+def reduce_everything(place: Place, dtype: str, transport: TransportName) -> None:
+    group = join(place, transport=transport).ep
     # four ranks add the last in shares, which are not even
     for case, shape in enumerate([(), (0,), (1,), (7, 3), (257, 129), (300_003,)]):
         inputs = [values(100 * case + rank, *shape, dtype=dtype) for rank in range(place.num_ranks)]
@@ -106,8 +118,8 @@ def reduce_everything(place: Place, dtype: str) -> None:
         check(given.contiguous(), inputs[place.rank])
 
 
-def exchange_rows(place: Place, dtype: str) -> None:
-    group = join(place).ep
+def exchange_rows(place: Place, dtype: str, transport: TransportName) -> None:
+    group = join(place, transport=transport).ep
     # how many rows rank i sends to rank j
     tables = [
         [[i + j for j in range(4)] for i in range(4)],
@@ -128,8 +140,8 @@ def exchange_rows(place: Place, dtype: str) -> None:
         check(arriving.wait(), expected)
 
 
-def other_collectives(place: Place) -> None:
-    group = join(place).world
+def other_collectives(place: Place, transport: TransportName) -> None:
+    group = join(place, transport=transport).world
     for source in range(place.num_ranks):
         for dtype in DTYPES:
             for shape in [(), (0, 3), (4, 5)]:
@@ -140,8 +152,8 @@ def other_collectives(place: Place) -> None:
     assert group.all_reduce_minimum(2**62 + place.rank) == 2**62
 
 
-def exchange_while_other_is_late(place: Place) -> list[float]:
-    group = join(place).ep
+def exchange_while_other_is_late(place: Place, transport: TransportName) -> list[float]:
+    group = join(place, transport=transport).ep
     group.barrier()
     if place.rank == 1:
         time.sleep(0.4)
@@ -159,18 +171,15 @@ def membership(place: Place) -> list[Any]:
         assert (group.name, group.rank, group.local_rank) == (name, place.rank, place.rank)
         assert group.ranks[group.rank_in_group] == place.rank
         assert group.world_size == len(group.ranks)
-        assert group.cpu_group.size() == group.world_size
-        assert group.cpu_group.rank() == group.rank_in_group
-        assert group.device_group is group.cpu_group
         # every group is connected to the ranks it names
         assert group.all_gather(torch.tensor([place.rank]), [1] * group.world_size).tolist() == list(group.ranks)
     assert not torch.distributed.is_initialized()
     return [groups.tp.ranks, groups.dp.ranks, groups.ep.ranks, groups.world.ranks]
 
 
-def listening(place: Place) -> list[str]:
+def listening(place: Place, transport: TransportName) -> list[str]:
     """The addresses, in the kernel's hexadecimal form, on which this process listens while it is connected."""
-    groups = join(place)
+    groups = join(place, transport=transport)
     groups.world.barrier()
     sockets = set()
     for link in Path("/proc/self/fd").iterdir():
@@ -183,9 +192,11 @@ def listening(place: Place) -> list[str]:
     return found
 
 
-def outlive(place: Place, victim: int, how: str, operation: str, timeout_s: float = 10.0) -> list[Any]:
+def outlive(
+    place: Place, victim: int, how: str, operation: str, transport: TransportName, timeout_s: float = 10.0
+) -> list[Any]:
     """Use the groups until another rank fails: the error, and how long it took."""
-    groups = join(place, tp=2, timeout_s=timeout_s)
+    groups = join(place, tp=2, timeout_s=timeout_s, transport=transport)
     groups.set_step(41)
     groups.set_layer(7)
     groups.world.barrier()
@@ -218,9 +229,14 @@ def perform(groups: Groups, operation: str) -> None:
             groups.ep.barrier()
 
 
+kept: list[Groups] = []  # connected after a function has returned, as they are in a process that goes on
+
+
 def disagree(place: Place, plan: list[list[list[Any]]], tp: int) -> str:
     """Run this rank's own list of (group, operation, argument): the error."""
+    kept.clear()
     groups = join(place, tp, timeout_s=2.0, check_order=True)
+    kept.append(groups)
     groups.set_step(3)
     groups.world.barrier()
     try:
@@ -289,20 +305,23 @@ def come_twice(place: Place) -> str:
 # ---- the tests
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("function", ["gather_rows", "reduce_rows", "reduce_everything", "exchange_rows"])
-def test_collectives_of_tensors(ranks: Ranks, function: str, num_ranks: int, dtype: str) -> None:
-    ranks.run(num_ranks, f"test_group:{function}", dtype=dtype)
+def test_collectives_of_tensors(ranks: Ranks, function: str, num_ranks: int, dtype: str, transport: str) -> None:
+    ranks.run(num_ranks, f"test_group:{function}", dtype=dtype, transport=transport)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_broadcast_and_minimum(ranks: Ranks, num_ranks: int) -> None:
-    ranks.run(num_ranks, "test_group:other_collectives")
+def test_broadcast_and_minimum(ranks: Ranks, num_ranks: int, transport: str) -> None:
+    ranks.run(num_ranks, "test_group:other_collectives", transport=transport)
 
 
-def test_all_to_all_does_not_wait_for_the_others(ranks: Ranks) -> None:
-    returned, arrived = ranks.run(2, "test_group:exchange_while_other_is_late")[0]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_to_all_does_not_wait_for_the_others(ranks: Ranks, transport: str) -> None:
+    returned, arrived = ranks.run(2, "test_group:exchange_while_other_is_late", transport=transport)[0]
     assert returned < 0.2
     assert arrived > 0.3
 
@@ -320,7 +339,6 @@ def test_groups_of_a_mesh(ranks: Ranks) -> None:
 def test_a_group_of_one_returns_what_it_is_given() -> None:
     group = group_of_one("tp", rank=5)
     assert (group.rank, group.ranks, group.world_size, group.rank_in_group) == (5, (5,), 1, 0)
-    assert group.cpu_group is None
     x = torch.randn(3, 2)
     assert group.all_reduce(x) is x
     assert group.all_gather(x, [3]) is x
@@ -339,7 +357,7 @@ def test_one_rank_connects_without_others(ranks: Ranks) -> None:
 
 
 def test_nothing_listens_beyond_this_host(ranks: Ranks) -> None:
-    for addresses in ranks.run(2, "test_group:listening"):
+    for addresses in ranks.run(2, "test_group:listening", transport="gloo"):
         assert addresses
         assert set(addresses) == {"0100007F"}
     store = start_store()
@@ -350,9 +368,11 @@ def test_nothing_listens_beyond_this_host(ranks: Ranks) -> None:
     }
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("operation", ["all_to_all", "all_reduce", "barrier"])
-def test_a_rank_that_dies_is_named_at_once(ranks: Ranks, operation: str) -> None:
-    outcomes = ranks.start(4, "test_group:outlive", victim=2, how="dies", operation=operation).outcomes()
+def test_a_rank_that_dies_is_named_at_once(ranks: Ranks, operation: str, transport: str) -> None:
+    run = ranks.start(4, "test_group:outlive", victim=2, how="dies", operation=operation, transport=transport)
+    outcomes = run.outcomes()
     assert outcomes[2].error == "died with status 7"
     for rank in (0, 1, 3):
         assert outcomes[rank].error is None, outcomes[rank].error
@@ -365,8 +385,10 @@ def test_a_rank_that_dies_is_named_at_once(ranks: Ranks, operation: str) -> None
         assert "Nothing was heard of rank 2:" in message
 
 
-def test_a_rank_that_is_stuck_is_named_at_the_timeout(ranks: Ranks) -> None:
-    run = ranks.start(4, "test_group:outlive", victim=1, how="stops", operation="all_to_all", timeout_s=1.0)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_is_stuck_is_named_at_the_timeout(ranks: Ranks, transport: str) -> None:
+    arguments: dict[str, Any] = dict(operation="all_to_all", timeout_s=1.0, transport=transport)
+    run = ranks.start(4, "test_group:outlive", victim=1, how="stops", **arguments)
     others = [run.processes[rank].receive(time.monotonic() + 20) for rank in (0, 2, 3)]
     run.processes[1].close()
     for rank, outcome in zip((0, 2, 3), others, strict=True):
@@ -378,13 +400,17 @@ def test_a_rank_that_is_stuck_is_named_at_the_timeout(ranks: Ranks) -> None:
     assert any("not all ranks took part within 1 s" in outcome.value[1] for outcome in others)
 
 
-def test_a_slow_rank_is_no_failure(ranks: Ranks) -> None:
-    values = ranks.run(4, "test_group:outlive", victim=1, how="is late", operation="all_reduce", timeout_s=2.5)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_slow_rank_is_no_failure(ranks: Ranks, transport: str) -> None:
+    arguments: dict[str, Any] = dict(operation="all_reduce", timeout_s=2.5, transport=transport)
+    values = ranks.run(4, "test_group:outlive", victim=1, how="is late", **arguments)
     assert [message for _, message in values] == [""] * 4
 
 
-def test_a_rank_that_leaves_is_quoted(ranks: Ranks) -> None:
-    values = ranks.run(4, "test_group:outlive", victim=3, how="leaves", operation="all_to_all")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_leaves_is_quoted(ranks: Ranks, transport: str) -> None:
+    arguments: dict[str, Any] = dict(operation="all_to_all", transport=transport)
+    values = ranks.run(4, "test_group:outlive", victim=3, how="leaves", **arguments)
     for rank in (0, 1, 2):
         seconds, message = values[rank]
         assert seconds < 2.5

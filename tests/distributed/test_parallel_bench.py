@@ -1,4 +1,4 @@
-"""The benchmark of parallelism, run small, on real ranks."""
+"""The benchmarks of parallelism and of collectives, run small, on real ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.bench import parallel
+from moeserve.bench import collectives, parallel
 from moeserve.bench.checkpoints import make_checkpoint
 from moeserve.bench.parallel_rank import TimeAgreements, TimeDispatch, TravellingDispatcher, random_tokens
 from moeserve.errors import EngineError
@@ -117,3 +117,23 @@ def test_from_end_to_end(
         assert len(row["samples"]) == 2
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)
+
+
+def test_collectives_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(collectives, "NUM_BYTES", (64, 4096))
+    monkeypatch.setattr(collectives, "SAMPLE_SECONDS", 0.01)
+    results = tmp_path / "collectives.jsonl"
+    collectives.main(["--ranks", "2", "--rounds", "2", "--json", str(results)])
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert len(rows) == 2 * 2 * len(collectives.OPERATIONS)
+    by_transport = {name: [row for row in rows if row["transport"] == name] for name in ("shared memory", "gloo")}
+    for shared, gloo in zip(*by_transport.values(), strict=True):
+        assert (shared["operation"], shared["num_bytes"]) == (gloo["operation"], gloo["num_bytes"])
+        assert shared["ratio_to_gloo"] == pytest.approx(gloo["median_us"] / shared["median_us"])
+        assert len(shared["samples"]) == len(gloo["samples"]) == 2
+    ratios = [row["ratio_to_gloo"] for row in by_transport["shared memory"]]
+    assert sorted(ratios)[len(ratios) // 2] > 2, ratios  # 20 to 30 where nothing else runs
+    printed = capsys.readouterr().out
+    assert all(operation in printed for operation in collectives.OPERATIONS)

@@ -1,0 +1,79 @@
+"""How the rows of one group travel: what every way of it can do. Knows ranks of the group and tensors.
+
+Which way a group takes is chosen once, when it is connected: `shared_memory.py` where its ranks are on one host and can
+map each other's memory, else `gloo.py`. What comes out has the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from moeserve.distributed.mesh import share_sizes
+
+# Sums of these are added in float32; of all other dtypes, in their own.
+ADDED_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TransportError(Exception):
+    """A collective failed. Says why, in words that can follow a colon, and not where: the group adds that."""
+
+
+# A tensor that is on its way, and what waits until it is there. TransportError as of the collective itself.
+Pending: TypeAlias = tuple[Tensor, Callable[[], object]]
+
+
+class Transport(Protocol):
+    """One rank's connections with the others of a group, of which there is at least one.
+
+    The contracts are those of `GroupCoordinator`. Sizes are rows of each rank and fit to x. One thread at a time.
+    """
+
+    def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending: ...
+
+    def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending: ...
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def close(self) -> None:
+        """Drop the connections: ranks that wait for this one fail at once."""
+
+
+def all_gather(transport: Transport, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    gathered, wait = transport.begin_all_gather(x, sizes)
+    wait()
+    return gathered
+
+
+def exchange_and_add(transport: Transport, x: Tensor, sizes: Sequence[int], rank_in_group: int) -> Tensor:
+    """`reduce_scatter`, of an exchange."""
+    own = sizes[rank_in_group]
+    parts, wait = transport.begin_all_to_all(x, sizes, [own] * len(sizes))
+    wait()
+    return sum_in_order(parts.view(len(sizes), own, *x.shape[1:]))
+
+
+def gather_and_add(transport: Transport, x: Tensor, num_ranks: int) -> Tensor:
+    """`all_reduce` in which every rank adds everything."""
+    num_values = x.numel()
+    parts = all_gather(transport, x.reshape(-1), [num_values] * num_ranks)
+    return sum_in_order(parts.view(num_ranks, num_values)).view(x.shape)
+
+
+def add_shares_and_gather(transport: Transport, x: Tensor, num_ranks: int) -> Tensor:
+    """`all_reduce` in which each rank adds a share."""
+    sizes = share_sizes(x.numel(), num_ranks)
+    return all_gather(transport, transport.reduce_scatter(x.reshape(-1), sizes), sizes).view(x.shape)
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, first to last. The parts' dtype."""
+    total = parts[0].to(torch.float32 if parts.dtype in ADDED_IN_FLOAT32 else parts.dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)
