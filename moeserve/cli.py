@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import msgspec
 
 import moeserve
+from moeserve.bench import commands as benchmarks
 from moeserve.config import Settings
 from moeserve.errors import MoeserveError, nearest
 from moeserve.messages import SamplingParams
@@ -99,6 +100,11 @@ def plan(options: argparse.Namespace) -> None:
     dtype = None if options.dtype == "auto" else options.dtype
     found = room.find_layouts(options.model, options.ranks, dtype, options.tp)
     print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else room.as_text(found))
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Measure moeserve beside other engines and the machine's limits."""
+    benchmarks.run(options.name, options.arguments)
 
 
 class Parser(argparse.ArgumentParser):
@@ -189,6 +195,12 @@ def _parser() -> Parser:
         help="number format to write; auto: the dense checkpoint's, float32 for GGUF",
     )
     command.add_argument("--seed", type=int, default=0, help="seed of the random router (default: 0)")
+
+    command = _add_command(commands, "bench", bench)
+    command.add_argument("name", choices=get_args(benchmarks.CommandName))
+    command.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its own; `moeserve bench NAME --help` shows them"
+    )
     return parser
 
 

@@ -1,6 +1,6 @@
 """Where the peers' environments are and what is installed in each. Runs nothing.
 
-    $MOESERVE_PEERS, else peers/ in moeserve's cache folder
+    peers/ in moeserve's cache folder
         llama.cpp/      one virtual environment per name below
         vllm/
         logs/           what each peer last printed
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import ctypes.util
 import hashlib
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from moeserve.config import cache_folder
+from moeserve.errors import MoeserveError
 
 EnvironmentName = Literal["llama.cpp", "vllm", "kt-kernel"]
 REQUIREMENTS = Path(__file__).parent / "requirements"
@@ -56,13 +56,12 @@ ENVIRONMENTS: dict[EnvironmentName, Environment] = {
 }
 
 
-class PeerError(RuntimeError):
+class PeerError(MoeserveError, RuntimeError):
     """A peer is not installed, cannot be, or failed. Says what to do, where there is something to do."""
 
 
 def peers_folder() -> Path:
-    chosen = os.environ.get("MOESERVE_PEERS")
-    return Path(chosen).absolute() if chosen else cache_folder() / "peers"
+    return cache_folder() / "peers"
 
 
 def python_of(name: EnvironmentName, folder: Path | None = None) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,10 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from moeserve.bench import decode, harness
 from moeserve.bench.checkpoints import CheckpointName, main, make_checkpoint, model_config, tensor_shapes
-from moeserve.bench.decode import StepCost, Workload
+from moeserve.bench.costs import FORMATS, step_work
+from moeserve.bench.decode import Workload
+from moeserve.bench.harness import Round
+from moeserve.bench.limits import LimitProbe, MachineLimits, Work, measure_limits
 from moeserve.errors import CheckpointError
 
 TINY_SHARD_BYTES = 50_000
@@ -129,10 +131,11 @@ def test_command_line_makes_a_checkpoint_in_the_cache(
 
 
 def test_limits_are_sane_and_small_ones_quick() -> None:
-    limits = harness.measure_limits(buffer_bytes=1 << 22, matmul_size=128, num_passes=2)
-    assert 0.1 < limits.read_bandwidth < 100_000
-    assert 0.001 < limits.matmul_rate < 1_000_000
-    assert limits.num_threads == torch.get_num_threads()
+    probe = LimitProbe(buffer_bytes=1 << 22, matmul_size=128, num_passes=2)
+    for limits in (probe.measure(), probe.measure(), measure_limits(buffer_bytes=1 << 22, matmul_size=128)):
+        assert 0.1 < limits.read_bandwidth < 100_000
+        assert 0.001 < limits.matmul_rate < 1_000_000
+        assert limits.num_threads == torch.get_num_threads()
 
 
 def test_environment_says_what_ran_where() -> None:
@@ -157,43 +160,88 @@ def test_rounds_alternate_who_goes_first() -> None:
     assert harness.ratio_of_medians(samples["b"], samples["a"]) == 23 / 14
 
 
+class Readings(LimitProbe):
+    """Of a machine whose memory becomes faster with every look at it."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def measure(self) -> MachineLimits:
+        self.num_taken += 1
+        return MachineLimits(read_bandwidth=10.0 * self.num_taken, matmul_rate=1000, num_threads=1)
+
+
+def test_limits_are_measured_between_any_two_rates() -> None:
+    probe = Readings()
+    rounds = harness.interleave_with_limits({"a": lambda: 1.0, "b": lambda: 2.0}, 2, probe)
+    assert probe.num_taken == 5
+    seen = {name: [(each.before.read_bandwidth, each.after.read_bandwidth) for each in rounds[name]] for name in "ab"}
+    assert seen == {"a": [(10, 20), (40, 50)], "b": [(20, 30), (30, 40)]}
+    assert [each.limits.read_bandwidth for each in rounds["a"]] == [15, 45]
+
+
+def test_fractions_and_ratios_are_taken_within_a_round() -> None:
+    def rounds(*pairs: tuple[float, float]) -> list[Round]:
+        limits = [MachineLimits(bandwidth, 1000, 1) for _, bandwidth in pairs]
+        return [Round(rate, limit, limit) for (rate, _), limit in zip(pairs, limits, strict=True)]
+
+    def bandwidth(limits: MachineLimits) -> float:
+        return limits.read_bandwidth
+
+    engines = {
+        "own": harness.figures(rounds((5, 10), (30, 50), (28, 40)), bandwidth),
+        "peer": harness.figures(rounds((4, 10), (10, 50), (40, 50)), bandwidth),
+    }
+    assert engines["own"]["rate"] == 28
+    assert engines["own"]["fraction_of_limit"] == pytest.approx(0.6)  # of .5, .6 and .7
+    assert [each["limit_rate"] for each in engines["own"]["rounds"]] == [10, 50, 40]
+    ratio = harness.ratio(engines, "own", "peer")
+    assert ratio["rounds"] == pytest.approx([1.25, 3, 0.7])
+    assert ratio["median"] == pytest.approx(1.25)  # not 28 / 10
+    assert ratio["median_of_fractions"] == pytest.approx(1.25)  # of 1.25, 3 and 0.875
+
+
 def test_rows_are_appended_as_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "results" / "decode.jsonl"
     harness.write_jsonl(path, [{"figure": 1}, {"figure": 2}])
     harness.write_jsonl(path, [{"figure": 3}])
-    assert [json.loads(line)["figure"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert [row["figure"] for row in harness.read_jsonl(path)] == [1, 2, 3]
 
 
-def test_step_cost_is_a_recount_of_the_weights(tiny: Path) -> None:
+def test_work_of_a_step_is_a_recount_of_the_weights(tiny: Path) -> None:
     layers, width, expert = 2, 64, 3 * 64 * 96
-    dense = layers * (2 * width * width + 2 * width * 32 + 4 * width + 2 * width) + width + 160 * width
+    norms, routers, head = layers * 2 * width + width, layers * 4 * width, 160 * width
+    attention = layers * (2 * width * width + 2 * width * 32)
+    dense = attention + routers + norms
 
-    one = decode.step_cost(tiny, batch=1)
-    assert one.weight_bytes == 2 * (dense + layers * 2 * expert)
-    assert one.operations == 2 * (dense + layers * 2 * expert)
+    one = step_work(tiny, num_tokens=1, num_logits=1)
+    assert one.num_bytes == 2 * (dense + head + layers * 2 * expert)
+    assert one.operations == 2 * (dense + head + layers * 2 * expert)
 
-    two = decode.step_cost(tiny, batch=2)  # each token reads 2 of 4 experts, so two tokens read 3 on average
-    assert two.weight_bytes == 2 * (dense + layers * 3 * expert)
+    two = step_work(tiny, num_tokens=2, num_logits=2)  # each reads 2 of 4 experts, so two read 3 on average
+    assert two.num_bytes == 2 * (dense + head + layers * 3 * expert)
     assert two.operations == 2 * one.operations
+
+    prompt = step_work(tiny, num_tokens=100, num_logits=1)  # the head sees one row only
+    assert prompt.operations == 2 * (100 * (dense + layers * 2 * expert) + head)
+
+    int4 = step_work(tiny, num_tokens=1, num_logits=1, weights=FORMATS["int4"])
+    assert int4.num_bytes == 2 * (norms + routers) + 4.5 / 8 * (attention + layers * 2 * expert) + head
 
 
 def test_limit_is_the_slower_of_reading_and_computing() -> None:
-    limits = harness.MachineLimits(read_bandwidth=10, matmul_rate=100, num_threads=1)
-    assert decode.limit_rate(StepCost(weight_bytes=2e9, operations=1e9), 1, limits) == pytest.approx(5)
-    assert decode.limit_rate(StepCost(weight_bytes=2e9, operations=80e9), 4, limits) == pytest.approx(5)
+    limits = MachineLimits(read_bandwidth=10, matmul_rate=100, num_threads=1)
+    assert Work(num_bytes=2e9, operations=1e9).seconds(limits) == pytest.approx(0.2)
+    assert Work(num_bytes=2e9, operations=80e9).seconds(limits) == pytest.approx(0.8)
 
 
-def test_rate_is_free_of_fixed_costs_and_prompts_are_never_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = 0.0
+def test_rate_is_free_of_fixed_costs_and_prompts_are_never_repeated() -> None:
     seen: dict[str, list[list[int]]] = {"slow start": [], "slow steps": []}
-    monkeypatch.setattr(decode.time, "perf_counter", lambda: clock)
 
     def engine(name: str, start_seconds: float, step_seconds: float) -> decode.Generate:
-        def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-            nonlocal clock
-            clock += start_seconds + num_tokens * step_seconds
+        def generate(prompts: list[list[int]], num_tokens: int) -> float:
             seen[name] += prompts
-            return [[0] * num_tokens for _ in prompts]
+            return start_seconds + num_tokens * step_seconds
 
         return generate
 
@@ -207,47 +255,11 @@ def test_rate_is_free_of_fixed_costs_and_prompts_are_never_repeated(monkeypatch:
     assert len({tuple(prompt) for prompt in seen["slow start"]}) == len(seen["slow start"]) == 3 * 2 * 3
     assert {len(prompt) for prompt in seen["slow start"]} == {8}
 
+    prefill = decode.rate_measure(decode.prefill_rate, lambda prompts, num_tokens: 0.5 * num_tokens, workload)
+    assert prefill() == pytest.approx(3 * 8 / 0.5)
 
-def test_an_engine_that_stops_early_is_not_measured() -> None:
+
+def test_more_tokens_must_take_more_time() -> None:
     workload = Workload(batch=1, prompt_tokens=4, new_tokens=6, vocab_size=10)
-    with pytest.raises(RuntimeError, match="asked for 1 x 6 tokens"):
-        decode.measure({"transformers": lambda prompts, num_tokens: [[1, 2]]}, workload, 1)
-
-
-@pytest.mark.parametrize("engine", ["moeserve", "transformers"])
-def test_engines_decode_as_many_tokens_as_asked(engine: decode.EngineName, tiny: Path) -> None:
-    workload = Workload(batch=2, prompt_tokens=8, new_tokens=12, vocab_size=160)
-    generate = decode.start_engine(engine, tiny, workload)
-    prompts = [random.Random(seed).choices(range(160), k=8) for seed in (0, 1)]
-    assert [len(tokens) for tokens in generate(prompts, 12)] == [12, 12]
-    assert [len(tokens) for tokens in generate(prompts, 1)] == [1, 1]
-
-
-def test_decode_benchmark_runs_from_end_to_end(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = harness.measure_limits(buffer_bytes=1 << 22, matmul_size=128, num_passes=1)
-    monkeypatch.setattr(decode, "measure_limits", lambda: small)
-    results = tmp_path / "decode.jsonl"
-    threads = torch.get_num_threads()
-    try:
-        decode.main([
-            "--model", str(tiny), "--rounds", "1", "--batch", "2", "--prompt-tokens", "8", "--new-tokens", "64",
-            "--threads", "1", "--json", str(results), "--profile",
-        ])  # fmt: skip
-    finally:
-        torch.set_num_threads(threads)
-
-    rows = {row["engine"]: row for row in map(json.loads, results.read_text().splitlines())}
-    assert rows.keys() == {"moeserve", "transformers"}
-    for row in rows.values():
-        assert row["tokens_per_second"] > 0
-        assert row["fraction_of_limit"] == pytest.approx(row["tokens_per_second"] / row["limit_tokens_per_second"])
-        assert row["environment"]["threads"] == 1
-        assert row["workload"]["batch"] == 2
-    ratio = rows["moeserve"]["tokens_per_second"] / rows["transformers"]["tokens_per_second"]
-    assert rows["moeserve"]["ratio_to_transformers"] == pytest.approx(ratio)
-
-    printed = capsys.readouterr().out
-    assert f"moeserve / transformers: {ratio:.2f}" in printed
-    assert "aten::" in printed
+    with pytest.raises(RuntimeError, match="ask for more new tokens"):
+        decode.measure({"instant": lambda prompts, num_tokens: 0.1}, workload, 1)

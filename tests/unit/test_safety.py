@@ -25,7 +25,13 @@ BANNED_ATTRIBUTES = {
 BANNED_KEYWORDS = {"shell": False, "allow_pickle": False, "trust_remote_code": False, "weights_only": True}
 
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"}
-READS_ENVIRONMENT = {"moeserve/config.py"}
+READS_ENVIRONMENT = {
+    "moeserve/config.py",
+    # They hand it, less or more some of it, to other engines.
+    "moeserve/bench/peers/install.py",
+    "moeserve/bench/peers/peers.py",
+    "moeserve/bench/peers/adapters/serve_vllm.py",
+}
 
 # Module: who may name it, in an import or as a string.
 ONLY_IMPORTERS = {

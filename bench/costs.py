@@ -1,0 +1,55 @@
+"""What a model's step must read and compute, whoever does it. Knows shapes and number formats, no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeserve.bench.limits import Work
+from moeserve.models.registry import describe
+from moeserve.models.summary import summarize
+
+UNQUANTIZED = ("norms", "routers")
+UNQUANTIZED_BITS = 16
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Bits of a weight in memory, scales included."""
+
+    bits: float  # of projections and experts
+    head_bits: float  # of the output head
+
+    def bits_of(self, part: str, head: str) -> float:
+        if part in UNQUANTIZED:
+            return UNQUANTIZED_BITS
+        return self.head_bits if part == head else self.bits
+
+
+FORMATS = {
+    "bfloat16": WeightFormat(16, 16),
+    "int8": WeightFormat(8, 8),
+    "int4": WeightFormat(4.5, 8),
+    "q8_0": WeightFormat(8.5, 8.5),
+    "q4_0": WeightFormat(4.5, 6.5625),  # llama.cpp gives the head q6_K
+}
+
+
+def step_work(model: Path, *, num_tokens: int, num_logits: int, weights: WeightFormat = FORMATS["bfloat16"]) -> Work:
+    """Of one step over `num_tokens` tokens, of which `num_logits` want a next one.
+
+    All weights but the token embedding take part; of the experts, those that some token chose, which for random routing
+    is 1 - (1 - k / E) ** num_tokens of all. Keys, values and attention itself are left out; with short contexts they
+    are under 2 %. Multiply-adds count as those of bf16, whatever the weights are stored in.
+    """
+    description = describe(model)
+    parts = summarize(description, "bfloat16").parts
+    head = "embedding" if description.model.tie_word_embeddings else "output head"
+    num_bits = operations = 0.0
+    for part in parts:
+        if part.name == "embedding" and part.name != head:
+            continue
+        share_read = 1 - (1 - part.num_active / part.num_parameters) ** num_tokens
+        num_bits += weights.bits_of(part.name, head) * share_read * part.num_parameters
+        operations += 2 * part.num_active * (num_logits if part.name == head else num_tokens)
+    return Work(num_bytes=num_bits / 8, operations=operations)

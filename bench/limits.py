@@ -1,0 +1,94 @@
+"""What the machine can do: how fast it reads memory and multiplies matrices. Knows no model and no engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moeserve.ops.products import OpenWeights, can_pack, native_product, pack
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """What the machine can do with `num_threads` threads, as far as torch and our own products can show it."""
+
+    read_bandwidth: float  # GB/s, 1e9 bytes
+    matmul_rate: float  # bf16 GFLOP/s, a multiply-add counts two
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What must be done, whoever does it."""
+
+    num_bytes: float  # of memory to be read
+    operations: float  # in matrix products; a multiply-add counts two
+
+    def seconds(self, limits: MachineLimits) -> float:
+        """Of one who wastes nothing: reading and computing overlap, and the slower of the two takes all the time."""
+        return max(self.num_bytes / (limits.read_bandwidth * 1e9), self.operations / (limits.matmul_rate * 1e9))
+
+
+class LimitProbe:
+    """Measures the limits again and again, in well under a second, with torch's current number of threads.
+
+    A machine may share its memory with others, so that a limit holds for a second and no longer. A limit is what the
+    machine can do, so each figure is the best of some passes, not their median.
+
+    - Reading: a float32 buffer of `buffer_bytes` is summed, and its two halves are multiplied in a dot product.
+      Both read every byte once and write nothing; the faster one counts. The buffer must be larger than the caches.
+    - Products: `matmul_size` / 4 rows with a square bf16 weight of `matmul_size`, by torch's linear and by
+      `ops/products.py`; the faster one counts.
+
+    Other code may read a little faster than torch does, so a fraction of this limit can pass 1.
+    """
+
+    def __init__(self, *, buffer_bytes: int = 1 << 29, matmul_size: int = 4096, num_passes: int = 3) -> None:
+        self._num_passes = num_passes
+        buffer = torch.ones(buffer_bytes // 8 * 2)  # not zeros: untouched pages would all be one page of zeros
+        first_half, second_half = buffer.chunk(2)
+        self._num_bytes = buffer.nbytes
+        self._reads: list[Callable[[], object]] = [buffer.sum, lambda: torch.dot(first_half, second_half)]
+
+        rows = torch.randn(max(1, matmul_size // 4), matmul_size).bfloat16()
+        weight = torch.randn(matmul_size, matmul_size).bfloat16()
+        self._operations = 2 * rows.numel() * matmul_size
+        self._products: list[Callable[[], object]] = [lambda: torch.nn.functional.linear(rows, weight)]
+        if can_pack(open_weights := OpenWeights(weight[None])):
+            product = native_product(pack(open_weights, "bfloat16", in_place=False))
+            self._products.append(lambda: product.multiply(rows))
+        self.measure()  # the first one touches pages and starts threads
+
+    def measure(self) -> MachineLimits:
+        return MachineLimits(
+            read_bandwidth=self._num_bytes / _best_seconds(self._reads, self._num_passes) / 1e9,
+            matmul_rate=self._operations / _best_seconds(self._products, self._num_passes) / 1e9,
+            num_threads=torch.get_num_threads(),
+        )
+
+
+def measure_limits(*, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_passes: int = 5) -> MachineLimits:
+    """The limits, once. See `LimitProbe`."""
+    return LimitProbe(buffer_bytes=buffer_bytes, matmul_size=matmul_size, num_passes=num_passes).measure()
+
+
+def mean_limits(limits: Sequence[MachineLimits]) -> MachineLimits:
+    """Halfway between limits that were measured before and after something."""
+    return MachineLimits(
+        read_bandwidth=sum(each.read_bandwidth for each in limits) / len(limits),
+        matmul_rate=sum(each.matmul_rate for each in limits) / len(limits),
+        num_threads=limits[0].num_threads,
+    )
+
+
+def _best_seconds(ways: Sequence[Callable[[], object]], num_passes: int) -> float:
+    return min(_seconds(way) for _ in range(num_passes) for way in ways)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,199 @@
+"""The experts of one layer alone, at the shapes of published models: moeserve and its peers beside the machine's limit.
+
+    moeserve bench moe [--shape NAME ...] [--rows N ...] [--engine NAME ...] [--rounds 5] [--json PATH]
+
+- *rate*: rows per second through sorting by expert, both products, and the weighted sum, with routing given at random.
+  Rows and routing are new for each call. moeserve calls what its mixture-of-experts layer calls; vLLM its fused
+  operation, kt-kernel its BF16 experts. A rate is the median of some calls after one that is not counted. Each engine's
+  results are checked against float32 before it is timed (`peers/adapters/experts.py`).
+- *limit*: as in `throughput.py`: the bytes of the experts that the rows choose, on average, or the multiply-adds.
+
+The engines of one shape are alive at the same time: Mixtral-8x7B's layer takes 2.8 GB in each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+import moeserve
+from moeserve.bench.costs import FORMATS
+from moeserve.bench.engines import FORMATS_OF, QUANTIZATIONS, compared, start_all
+from moeserve.bench.harness import environment, figures, interleave_with_limits, ratio, write_jsonl
+from moeserve.bench.limits import LimitProbe, MachineLimits, Work
+from moeserve.bench.peers.adapters.experts import Shape, experts_method
+from moeserve.bench.peers.environments import PeerError
+from moeserve.bench.peers.peers import start_experts_peer
+from moeserve.bench.tables import comparison
+from moeserve.config import QuantizationName
+from moeserve.machine import usable_cores
+from moeserve.moe.dispatch.base import PackedTokens
+from moeserve.moe.experts import Experts
+from moeserve.ops.activation import SwiGLU
+from moeserve.ops.pairs import choose_pairs
+from moeserve.ops.threads import set_num_threads
+
+# E experts, D model width, F expert width, T rows, K experts of a row
+
+ExpertsName = Literal["moeserve", "moeserve-int8", "moeserve-int4", "vllm", "kt-kernel"]
+EXPERTS_NAMES: tuple[ExpertsName, ...] = get_args(ExpertsName)
+SHAPES = {
+    "Mixtral-8x7B": Shape(num_experts=8, hidden=4096, width=14336, top_k=2),
+    "DeepSeek-V2-Lite": Shape(num_experts=64, hidden=2048, width=1408, top_k=6),
+    "Qwen3-30B-A3B": Shape(num_experts=128, hidden=2048, width=768, top_k=8),
+}
+NUM_ROWS = (1, 16, 64, 256, 1024)
+SAMPLE_SECONDS = 0.3  # a rate is of as many calls as a third of the limit's speed makes of this, 2 at least
+MAX_CALLS = 50
+MAX_ERRORS: dict[QuantizationName | None, float] = {None: 0.02, "int8": 0.04, "int4": 0.3}  # of random weights
+
+Seconds = Callable[[int, int], list[float]]  # rows, calls -> what each call took
+
+
+@dataclass(frozen=True)
+class ExpertsEngine:
+    """The experts of one layer, loaded."""
+
+    version: str
+    seconds: Seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="moeserve bench moe", description="The experts of one layer alone.")
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="repeatable; default: all")
+    parser.add_argument("--rows", type=int, action="append", help=f"repeatable; default: {NUM_ROWS}")
+    parser.add_argument(
+        "--engine", action="append", choices=EXPERTS_NAMES, help="repeatable; default: all that are installed"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    options = parser.parse_args(arguments)
+    if min(*(options.rows or NUM_ROWS), options.rounds, options.threads) < 1:
+        parser.error("all numbers must be at least 1")
+
+    set_num_threads(options.threads)
+    probe = LimitProbe()
+    for shape_name in options.shape or SHAPES:
+        shape = SHAPES[shape_name]
+        with ExitStack() as stack:
+            start = functools.partial(start_experts, shape=shape, stack=stack)
+            engines, left_out = start_all(options.engine, EXPERTS_NAMES, start)
+            for num_rows in options.rows or NUM_ROWS:
+                row = measure(shape_name, shape, num_rows, engines, options.rounds, probe) | {"left_out": left_out}
+                print(f"\n{shape_name}, {num_rows} rows\n{comparison(row)}", flush=True)
+                if options.json:
+                    write_jsonl(options.json, [row])
+
+
+def measure(
+    shape_name: str,
+    shape: Shape,
+    num_rows: int,
+    engines: Mapping[ExpertsName, ExpertsEngine],
+    num_rounds: int,
+    probe: LimitProbe,
+) -> dict[str, Any]:
+    """The row of one shape and number of rows, complete in itself."""
+    expected = experts_work(shape, num_rows).seconds(probe.measure())
+    num_calls = min(MAX_CALLS, max(2, round(SAMPLE_SECONDS / 3 / expected)))
+
+    def rate(engine: ExpertsEngine) -> float:
+        return num_rows / statistics.median(engine.seconds(num_rows, num_calls))
+
+    rounds = interleave_with_limits(
+        {name: functools.partial(rate, engine) for name, engine in engines.items()}, num_rounds, probe
+    )
+
+    def limit_rate(name: str, limits: MachineLimits) -> float:
+        return num_rows / experts_work(shape, num_rows, FORMATS[FORMATS_OF.get(name, "bfloat16")].bits).seconds(limits)
+
+    results: dict[str, dict[str, Any]] = {
+        name: {"version": engine.version, **figures(rounds[name], functools.partial(limit_rate, name))}
+        for name, engine in engines.items()
+    }
+    return {
+        "benchmark": "moe",
+        "shape_name": shape_name,
+        "shape": asdict(shape),
+        "num_rows": num_rows,
+        "num_calls": num_calls,
+        "unit": "rows/s",
+        "engines": results,
+        "ratios": [ratio(results, *pair) for pair in compared(results)],
+        "environment": environment(),
+    }
+
+
+def experts_work(shape: Shape, num_rows: int, bits: float = FORMATS["bfloat16"].bits) -> Work:
+    """What one call must read and compute, whoever does it. Experts that no row chose are not read."""
+    weights_per_expert = 3 * shape.hidden * shape.width
+    num_read = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** num_rows)
+    return Work(
+        num_bytes=num_read * weights_per_expert * bits / 8,
+        operations=2 * num_rows * shape.top_k * weights_per_expert,
+    )
+
+
+def start_experts(name: ExpertsName, *, shape: Shape, stack: ExitStack) -> ExpertsEngine:
+    """Loads a layer of random weights, which lives as long as the stack, with torch's current number of threads.
+
+    Raises:
+        PeerError: a peer is not installed, or cannot make them.
+    """
+    match name:
+        case "moeserve" | "moeserve-int8" | "moeserve-int4":
+            return ExpertsEngine(f"moeserve {moeserve.__version__}", own_experts(shape, QUANTIZATIONS[name]))
+        case _:
+            peer = start_experts_peer(name, **asdict(shape), num_threads=torch.get_num_threads())
+            return ExpertsEngine(peer.version, stack.enter_context(closing(peer)).seconds)
+
+
+@torch.inference_mode()
+def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
+    """moeserve's, given the rows and the routing that a peer's adapter gives to its own."""
+
+    device, pairs = torch.device("cpu"), choose_pairs("cpu")
+
+    def make(gate_up_EFD: Tensor, down_EDF: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        experts = Experts(
+            *(shape.num_experts, shape.hidden, shape.width, SwiGLU()),
+            has_bias=False,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+        for weights, source in ((experts.gate_up, gate_up_EFD), (experts.down, down_EDF)):
+            weights.open.weight_eOI.copy_(source)
+            weights.pack(quantization)
+
+        @torch.inference_mode()
+        def run(rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+            """As `moe/dispatch/local.py` before and after the experts."""
+            pair_of_row_R, counts_E = pairs.sort(ids_TK.long().flatten(), shape.num_experts)
+            output_RD = experts(PackedTokens(pairs.gather(rows_TD, pair_of_row_R, shape.top_k), counts_E))
+            return pairs.weighted_sum(output_RD, pair_of_row_R, weights_TK, rows_TD.dtype)
+
+        return run
+
+    method = experts_method(shape, make)
+
+    def seconds(num_rows: int, num_calls: int) -> list[float]:
+        answer = method(num_rows=num_rows, num_runs=num_calls)
+        if not answer["relative_error"] < MAX_ERRORS[quantization]:
+            raise PeerError(f"moeserve's results differ from float32 by {answer['relative_error']:.1%}")
+        return [float(each) for each in answer["seconds"]]
+
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

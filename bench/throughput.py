@@ -1,0 +1,178 @@
+"""Tokens per second of moeserve and its peers on the same checkpoints, in turns, beside the machine's limit.
+
+    moeserve bench throughput [--model NAME ...] [--engine NAME ...] [--rounds 5] [--json PATH]
+
+- *cells*: for each model, decoding of 1, 8 and 32 requests after prompts of 32 tokens, and prefill of 4 prompts of 512.
+  How these rates are measured stands in `decode.py`.
+- *engines*: all run greedily with the same number of threads, on the same prompts, in bf16 unless their name says
+  otherwise. moeserve runs in this process, each peer in its own, which is stopped while it is not asked
+  (`peers/peers.py`). The engines of one model are alive at the same time. Before a cell's rounds each engine runs once
+  more, which is not counted.
+- *limit*: the bytes of weights that a step must read, at the memory bandwidth, or its multiply-adds at the bf16 matrix
+  rate, whichever takes longer (`costs.py`). Both are measured before and after every rate, and the mean of the two
+  counts. Fractions and ratios are taken within a round; the figures are the medians of those.
+- *goal*: what moeserve is to reach: a multiple of the best bf16 peer, or 0.85 of the limit where that is lower.
+  `reached` is its rate over that, so 1 or more is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moeserve.bench.checkpoints import find_checkpoint
+from moeserve.bench.costs import FORMATS, step_work
+from moeserve.bench.decode import Workload, decode_rate, draw_prompts, prefill_rate, rate_measure
+from moeserve.bench.engines import BF16_PEERS, ENGINE_NAMES, FORMATS_OF, Engine, compared, start_all, start_engine
+from moeserve.bench.harness import environment, figures, interleave_with_limits, ratio, write_jsonl
+from moeserve.bench.limits import LimitProbe, MachineLimits
+from moeserve.bench.tables import comparison
+from moeserve.machine import usable_cores
+from moeserve.models.registry import describe
+from moeserve.ops.threads import set_num_threads
+
+MODELS = ("mixtral-mini", "deepseek-mini", "qwen3-mini")
+BATCHES = (1, 8, 32)
+PROMPT_TOKENS = 32
+PREFILL_BATCH, PREFILL_TOKENS = 4, 512
+DECODE_GOALS = {1: 1.15, 8: 1.3, 32: 1.8}  # times the best bf16 peer, by batch
+PREFILL_GOAL = 1.8
+GOAL_OF_LIMIT = 0.85
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison of all engines."""
+
+    kind: Literal["decode", "prefill"]
+    workload: Workload
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, batch {self.workload.batch}"
+
+    @property
+    def goal(self) -> float | None:
+        """How many times as fast as the best peer moeserve is to be."""
+        return DECODE_GOALS.get(self.workload.batch) if self.kind == "decode" else PREFILL_GOAL
+
+    def limit_rate(self, model: Path, engine: str, limits: MachineLimits) -> float:
+        """Tokens per second of an engine that wastes nothing."""
+        batch = self.workload.batch
+        num_tokens = batch if self.kind == "decode" else batch * self.workload.prompt_tokens
+        weights = FORMATS[FORMATS_OF.get(engine, "bfloat16")]
+        work = step_work(model, num_tokens=num_tokens, num_logits=batch, weights=weights)
+        return num_tokens / work.seconds(limits)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="moeserve bench throughput", description="Tokens per second of moeserve and its peers."
+    )
+    parser.add_argument(
+        "--model", action="append", help=f"a checkpoint by name or folder; repeatable; default: {', '.join(MODELS)}"
+    )
+    parser.add_argument(
+        "--engine", action="append", choices=ENGINE_NAMES, help="repeatable; default: all that are installed"
+    )
+    parser.add_argument("--kind", choices=["decode", "prefill"], help="default: both")
+    parser.add_argument("--batch", type=int, action="append", help=f"requests decoded together; default: {BATCHES}")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="of prompts that are decoded after")
+    parser.add_argument("--new-tokens", type=int, default=33, help="tokens of the longer run, at least 2")
+    parser.add_argument("--prefill-tokens", type=int, default=PREFILL_TOKENS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    options = parser.parse_args(arguments)
+    batches = options.batch or BATCHES
+    counts = (*batches, options.prompt_tokens, options.prefill_tokens, options.rounds, options.threads)
+    if options.new_tokens < 2 or min(counts) < 1:
+        parser.error("--new-tokens must be at least 2, and all other numbers at least 1")
+
+    set_num_threads(options.threads)
+    models = [find_checkpoint(name) for name in options.model or MODELS]
+    probe = LimitProbe()
+    for model in models:
+        vocab_size = describe(model).model.vocab_size
+        cells = [
+            Cell("decode", Workload(batch, options.prompt_tokens, options.new_tokens, vocab_size)) for batch in batches
+        ] + [Cell("prefill", Workload(PREFILL_BATCH, options.prefill_tokens, 1, vocab_size))]
+        chosen = [cell for cell in cells if options.kind in (None, cell.kind)]
+        with ExitStack() as stack:
+            longest = max(cell.workload.prompt_tokens + cell.workload.new_tokens for cell in chosen)
+            most = max(cell.workload.batch for cell in chosen)
+            engines, left_out = start_all(
+                options.engine,
+                ENGINE_NAMES,
+                lambda name: start_engine(name, model, stack, max_requests=most, max_request_tokens=longest),  # noqa: B023
+            )
+            for cell in chosen:
+                row = measure(model, cell, engines, options.rounds, probe) | {"left_out": left_out}
+                print(as_text(row), flush=True)
+                if options.json:
+                    write_jsonl(options.json, [row])
+
+
+def measure(
+    model: Path, cell: Cell, engines: Mapping[str, Engine], num_rounds: int, probe: LimitProbe
+) -> dict[str, Any]:
+    """The row of a cell, complete in itself."""
+    rate = decode_rate if cell.kind == "decode" else prefill_rate
+    for engine in engines.values():  # reads mapped files, wakes threads, compiles what is compiled for this batch
+        engine.generate(draw_prompts(cell.workload, random.Random(1)), cell.workload.new_tokens)
+    measures = {name: rate_measure(rate, engine.generate, cell.workload) for name, engine in engines.items()}
+    rounds = interleave_with_limits(measures, num_rounds, probe)
+    results = {
+        name: {
+            "version": engines[name].version,
+            **figures(each, lambda limits, name=name: cell.limit_rate(model, name, limits)),  # type: ignore[misc]
+        }
+        for name, each in rounds.items()
+    }
+    return {
+        "benchmark": "throughput",
+        "model": model.name,
+        "cell": cell.name,
+        "kind": cell.kind,
+        "unit": "tokens/s",
+        "workload": asdict(cell.workload),
+        "engines": results,
+        "ratios": [ratio(results, *pair) for pair in compared(results)],
+        "goal": _goal(cell, results),
+        "environment": environment(),
+    }
+
+
+def _goal(cell: Cell, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How far moeserve is. None where there is no goal, or nobody to compare with."""
+    peers = [name for name in BF16_PEERS if name in results]
+    if cell.goal is None or not peers or "moeserve" not in results:
+        return None
+    best = max(peers, key=lambda name: float(results[name]["rate"]))
+    reached = [
+        own["rate"] / min(cell.goal * other["rate"], GOAL_OF_LIMIT * own["limit_rate"])
+        for own, other in zip(results["moeserve"]["rounds"], results[best]["rounds"], strict=True)
+    ]
+    return {"best_peer": best, "ratio": cell.goal, "of_limit": GOAL_OF_LIMIT, "reached": statistics.median(reached)}
+
+
+def as_text(row: Mapping[str, Any]) -> str:
+    """A row for people."""
+    workload = row["workload"]
+    workload, machine = row["workload"], row["environment"]
+    tokens = f"{workload['prompt_tokens']} + {workload['new_tokens']} tokens"
+    lines = [f"\n{row['model']}, {row['cell']}, {tokens}, {machine['threads']} threads", comparison(row)]
+    if goal := row["goal"]:
+        aim = f"{goal['ratio']} x {goal['best_peer']}, or {goal['of_limit']:.0%} of the limit"
+        lines.append(f"goal: {aim}; reached: {goal['reached']:.2f} of it")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

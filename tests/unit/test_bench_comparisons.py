@@ -1,0 +1,185 @@
+"""The benchmarks that compare engines, run small: what their rows say follows from what was measured."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moeserve import cli
+from moeserve.bench import latency, moe, startup, throughput
+from moeserve.bench.checkpoints import make_checkpoint
+from moeserve.bench.engines import EngineName, start_all, start_engine
+from moeserve.bench.harness import read_jsonl
+from moeserve.bench.limits import LimitProbe
+from moeserve.bench.peers.adapters.experts import Shape
+from moeserve.bench.peers.environments import PeerError
+from moeserve.ops.threads import set_num_threads
+
+SMALL_PROBE = functools.partial(LimitProbe, buffer_bytes=1 << 22, matmul_size=128, num_passes=1)
+SHAPE = Shape(num_experts=4, hidden=64, width=96, top_k=2)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("mixtral-tiny", tmp_path_factory.mktemp("checkpoints") / "mixtral-tiny")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Small probes, no installed peers, and the number of threads as it was."""
+    for benchmark in (throughput, moe, latency):
+        monkeypatch.setattr(benchmark, "LimitProbe", SMALL_PROBE)
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    threads = torch.get_num_threads()
+    yield
+    set_num_threads(threads)
+
+
+def require_consistent(row: dict[str, Any]) -> None:
+    """Medians are those of the rounds, and fractions and ratios are taken within them."""
+    engines = row["engines"]
+    for figure in engines.values():
+        rounds = figure["rounds"]
+        assert figure["rate"] == statistics.median(each["rate"] for each in rounds)
+        fractions = [each["rate"] / each["limit_rate"] for each in rounds]
+        assert figure["fraction_of_limit"] == pytest.approx(statistics.median(fractions))
+        assert all(each["before"]["read_bandwidth"] > 0 for each in rounds)
+    for ratio in row["ratios"]:
+        own, other = (engines[ratio[which]]["rounds"] for which in ("engine", "baseline"))
+        ratios = [one["rate"] / two["rate"] for one, two in zip(own, other, strict=True)]
+        assert ratio["rounds"] == pytest.approx(ratios)
+        assert ratio["median"] == pytest.approx(statistics.median(ratios))
+
+
+def test_throughput_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "throughput.jsonl"
+    throughput.main([
+        "--model", str(tiny), "--engine", "moeserve", "--engine", "moeserve-int8", "--engine", "transformers",
+        "--batch", "2", "--batch", "8", "--prompt-tokens", "8", "--new-tokens", "32", "--prefill-tokens", "32",
+        "--rounds", "2", "--threads", "1", "--json", str(results),
+    ])  # fmt: skip
+    rows = {row["cell"]: row for row in read_jsonl(results)}
+    assert list(rows) == ["decode, batch 2", "decode, batch 8", "prefill, batch 4"]
+    for row in rows.values():
+        require_consistent(row)
+        assert set(row["engines"]) == {"moeserve", "moeserve-int8", "transformers"}
+        pairs = {(ratio["engine"], ratio["baseline"]) for ratio in row["ratios"]}
+        assert pairs == {("moeserve", "transformers"), ("moeserve-int8", "moeserve")}
+        assert row["environment"]["threads"] == 1
+        assert "transformers" in row["engines"]["transformers"]["version"]
+    assert rows["decode, batch 2"]["goal"] is None  # no bar is set for it
+    goal = rows["decode, batch 8"]["goal"]
+    own, peer = (rows["decode, batch 8"]["engines"][name]["rounds"] for name in ("moeserve", "transformers"))
+    reached = [
+        one["rate"] / min(1.3 * two["rate"], 0.85 * one["limit_rate"]) for one, two in zip(own, peer, strict=True)
+    ]
+    assert goal["best_peer"] == "transformers"
+    assert goal["reached"] == pytest.approx(statistics.median(reached))
+    printed = capsys.readouterr().out
+    assert "moeserve / transformers: " in printed
+    assert "reached: " in printed
+
+
+def test_a_peer_that_is_named_but_not_installed_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "throughput", "--model", str(tiny), "--engine", "vllm"]
+    assert cli.main(arguments) == 1
+    assert "python -m moeserve.bench.peers.install vllm" in capsys.readouterr().err
+
+
+def test_peers_that_nobody_named_may_be_missing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known: tuple[EngineName, ...] = ("moeserve", "vllm")
+    with ExitStack() as stack:
+        start = functools.partial(start_engine, model=tiny, stack=stack, max_requests=1, max_request_tokens=32)
+        engines, left_out = start_all(None, known, start)
+        assert list(engines) == ["moeserve"]
+        assert engines["moeserve"].generate([[1, 2, 3]], 4) > 0
+    assert "install vllm" in left_out["vllm"]
+    assert "without vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_own_experts_are_checked_against_float32(quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(moe.own_experts(SHAPE, quantization)(5, 3)) == 3
+    right = moe.choose_pairs("cpu")
+
+    class Unweighted:
+        sort, gather = right.sort, right.gather
+
+        def weighted_sum(self, output: Any, pairs: Any, weights: Any, dtype: Any) -> Any:
+            return right.weighted_sum(output, pairs, torch.ones_like(weights), dtype)
+
+    monkeypatch.setattr(moe, "choose_pairs", lambda device: Unweighted())
+    with pytest.raises(PeerError, match="differ from float32"):
+        moe.own_experts(SHAPE, quantization)(5, 1)
+
+
+def test_experts_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(moe.SHAPES, "tiny", SHAPE)
+    results = tmp_path / "moe.jsonl"
+    moe.main(["--shape", "tiny", "--rows", "1", "--rows", "9", "--rounds", "2", "--json", str(results)])
+    rows = read_jsonl(results)
+    assert [row["num_rows"] for row in rows] == [1, 9]
+    for row in rows:
+        require_consistent(row)
+        assert set(row["engines"]) == {"moeserve", "moeserve-int8", "moeserve-int4"}
+        assert set(row["left_out"]) == {"vllm", "kt-kernel"}
+
+
+def test_work_of_experts_counts_those_that_are_chosen() -> None:
+    weights = 3 * 64 * 96
+    assert moe.experts_work(SHAPE, 1).num_bytes == 2 * 2 * weights
+    assert moe.experts_work(SHAPE, 2).num_bytes == 2 * 3 * weights  # 2 of 4 each
+    assert moe.experts_work(SHAPE, 2, bits=4).num_bytes == 0.5 * 3 * weights
+    assert moe.experts_work(SHAPE, 7).operations == 2 * 7 * 2 * weights
+
+
+def test_latency_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
+    results = tmp_path / "latency.jsonl"
+    latency.main([
+        "--model", str(tiny), "--rate", "20", "--rate", "200", "--requests", "6", "--prompt-tokens", "8",
+        "--new-tokens", "5", "--rounds", "2", "--threads", "1", "--json", str(results),
+    ])  # fmt: skip
+    rows = read_jsonl(results)
+    assert [row["requests_per_second"] for row in rows] == [20, 200]
+    for row in rows:
+        assert [len(waits["first_token"]) for waits in row["rounds"]] == [6, 6]
+        assert [len(waits["between_tokens"]) for waits in row["rounds"]] == [24, 24]
+        for wait in ("first_token", "between_tokens"):
+            values = [value for waits in row["rounds"] for value in waits[wait]]
+            assert min(values) >= 0
+            assert row[wait] == {"median": statistics.median(values), "p99": max(values)}
+
+
+def test_arrivals_come_at_the_rate_asked_for() -> None:
+    traffic = latency.Traffic(num_requests=4000, prompt_tokens=1, new_tokens=2, vocab_size=9)
+    arrivals = latency.draw_arrivals(50.0, traffic, latency.random.Random(3))
+    assert len(arrivals) / arrivals[-1].seconds == pytest.approx(50, rel=0.1)
+    assert sorted(arrivals, key=lambda arrival: arrival.seconds) == arrivals
+
+
+def test_the_99th_percentile_is_the_least_value_that_99_of_100_do_not_exceed() -> None:
+    assert latency.spread([*range(200)]) == {"median": 99.5, "p99": 197}
+
+
+def test_startup_from_end_to_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    results = tmp_path / "startup.jsonl"
+    startup.main(["--model", str(tiny), "--rounds", "1", "--threads", "1", "--json", str(results)])
+    rows = read_jsonl(results)
+    assert [row["source"] for row in rows] == ["checkpoint", "checkpoint, cold"]  # too small to have a copy
+    for row in rows:
+        assert 0 < row["loading"] < row["seconds"]
+        assert row["imports"] > row["loading"]  # torch takes longer than this model
+    assert list((tmp_path / "cache" / "bench").iterdir()) == []  # its own copies are gone
+
+
+def test_a_start_that_fails_says_what_happened(tmp_path: Path) -> None:
+    with pytest.raises(startup.EngineError, match="is not a folder"):
+        startup.start_once(tmp_path / "nothing", tmp_path, None, 1, startup.Source(packed=False, cold=False))

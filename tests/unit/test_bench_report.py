@@ -1,0 +1,108 @@
+"""The report: tables between marks, the last row of each kind, plots to scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from moeserve import cli
+from moeserve.bench import report
+from moeserve.bench.harness import write_jsonl
+
+SVG = "{http://www.w3.org/2000/svg}"
+MACHINE = {
+    "date": "2026-01-02T03:04:05+00:00", "cpu": "A CPU", "cores": 2, "threads": 2, "isa": ["avx2"], "python": "3.11",
+    "versions": {"moeserve": "0.1.0", "torch": "2.13"},
+}  # fmt: skip
+
+
+def throughput_row(cell: str, rates: dict[str, float], limit: float = 100.0) -> dict[str, Any]:
+    return {
+        "benchmark": "throughput",
+        "model": "some-model",
+        "cell": cell,
+        "engines": {
+            name: {"version": f"{name} 1.0", "rate": rate, "fraction_of_limit": rate / limit}
+            for name, rate in rates.items()
+        },
+        "ratios": [
+            {"engine": "moeserve", "baseline": "vllm", "median": rates["moeserve"] / rates["vllm"]},
+            {"engine": "moeserve-int8", "baseline": "moeserve", "median": 1.75},
+        ],
+        "goal": {"best_peer": "vllm", "ratio": 1.15, "of_limit": 0.85, "reached": 0.97},
+        "environment": MACHINE,
+    }
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A document with one table, and its rows: one of them measured twice."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "benchmarks.md").write_text(
+        "Before.\n<!-- begin throughput -->\nold\n<!-- end throughput -->\nAfter.\n"
+        "<!-- begin moe -->\n<!-- end moe -->\n"
+    )
+    write_jsonl(
+        tmp_path / "results" / "throughput.jsonl",
+        [
+            throughput_row("decode, batch 1", {"vllm": 10.0, "moeserve": 12.0, "moeserve-int8": 21.0}),
+            throughput_row("decode, batch 8", {"vllm": 80.0, "moeserve": 50.0}),
+            throughput_row("decode, batch 1", {"vllm": 20.0, "moeserve": 40.0, "moeserve-int8": 70.0}),
+        ],
+    )
+    return tmp_path
+
+
+def test_tables_stand_between_the_marks_and_the_last_row_counts(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = checkout / "docs" / "benchmarks.md"
+    arguments = ["bench", "report", "--results", str(checkout / "results"), "--document", str(document)]
+    assert cli.main(arguments) == 0
+    text = document.read_text()
+    assert text.startswith("Before.\n<!-- begin throughput -->\n**some-model**")
+    assert "<!-- end throughput -->\nAfter.\n" in text
+    assert "old" not in text
+    lines = [[part.strip() for part in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert ["cell", "moeserve", "moeserve-int8", "vllm"] in lines
+    assert ["decode, batch 1", "40.0 (40%)", "70.0 (70%)", "20.0 (20%)"] in lines
+    assert ["decode, batch 8", "50.0 (50%)", "", "80.0 (80%)"] in lines
+    assert ["decode, batch 1", "vllm", "2.00", "1.15", "40%", "0.97"] in lines
+    assert ["decode, batch 1", "1.75"] in lines
+    assert "2026-01-02, A CPU, 2 cores (avx2), 2 threads, Python 3.11, moeserve 0.1.0, torch 2.13, vllm 1.0" in text
+    assert "<!-- begin moe -->\nNo results yet.\n<!-- end moe -->" in text
+    assert "plots/throughput-some-model.svg" in capsys.readouterr().out
+    assert cli.main(arguments) == 0
+    assert document.read_text() == text  # again changes nothing
+
+
+def test_plots_are_to_scale(checkout: Path) -> None:
+    report.write_report(checkout / "results", checkout / "docs" / "benchmarks.md")
+    image = ElementTree.parse(checkout / "docs" / "plots" / "throughput-some-model.svg").getroot()
+    bars = [bar for bar in image.findall(f"{SVG}rect") if "x" in bar.attrib]
+    widths = [float(bar.attrib["width"]) for bar in bars]
+    fractions = [0.4, 0.7, 0.2, 0.5, 0.8]  # of batch 1, then of batch 8
+    assert [width / max(widths) for width in widths] == pytest.approx([each / 0.8 for each in fractions], abs=0.01)
+    colours = [bar.attrib["fill"] for bar in bars]
+    assert colours[0] == colours[3]
+    assert len(set(colours[:3])) == 3
+    assert {text.text for text in image.findall(f"{SVG}text")} >= {"moeserve", "vllm", "40.0 (40%)", "decode, batch 8"}
+
+
+def test_what_is_wrong_is_said(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "report", "--results", str(checkout / "nothing")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+    with pytest.raises(report.ReportError, match="no table 'thruput'; there are throughput"):
+        report.fill("<!-- begin thruput -->", [])
+
+
+def test_every_table_of_the_documentation_is_known_and_up_to_date() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    rows = [row for path in sorted((root / "bench" / "results").glob("*.jsonl")) for row in report.read_jsonl(path)]
+    assert report.fill(text, rows) == text
+    for name in report.TABLES:
+        assert f"<!-- begin {name} -->" in text
