@@ -281,14 +281,15 @@ SharedMemory::Operation& SharedMemory::new_operation() {
 
 // Own bytes never travel: they are copied from one to the other, if these are not the same.
 uint64_t SharedMemory::start(Operation& operation, const char* own_source, char* own_target, int64_t own_bytes) {
-  Part& own = operation.parts[rank_];
-  own.to_send = own.to_receive = 0;
+  operation.parts[rank_] = Part{};
   int num_readers = 0;
-  for (const Part& part : operation.parts) {
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    Part& part = operation.parts[rank];
+    part.is_open = rank != rank_;
     operation.longest = std::max(operation.longest, part.to_send);
-    operation.num_missing += part.to_receive > 0;
     num_readers += part.to_send > 0;
   }
+  operation.num_missing = num_ranks_ - 1;
   // Ranks that add up what comes must all have cut it in the same places.
   const int num_shares = operation.sends_same ? 1 : operation.adds ? num_ranks_ - 1 : std::max(1, num_readers);
   operation.share = std::max<int64_t>(kLine, slots_.slot_bytes / num_shares / kLine * kLine);
@@ -306,7 +307,7 @@ uint64_t SharedMemory::begin_exchange(const char* sent, const std::vector<int64_
   const char* own_source = nullptr;
   char* own_target = nullptr;
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    operation.parts[rank] = {sent, send_bytes[rank], received, receive_bytes[rank], 0};
+    operation.parts[rank] = {sent, send_bytes[rank], received, receive_bytes[rank], 0, true};
     if (rank == rank_) {
       own_source = sent;
       own_target = received;
@@ -323,7 +324,7 @@ uint64_t SharedMemory::begin_gather(const char* sent, char* received, const std:
   operation.sends_same = true;
   char* own_target = nullptr;
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    operation.parts[rank] = {sent, bytes_of_rank[rank_], received, bytes_of_rank[rank], 0};
+    operation.parts[rank] = {sent, bytes_of_rank[rank_], received, bytes_of_rank[rank], 0, true};
     if (rank == rank_) own_target = received;
     received += bytes_of_rank[rank];
   }
@@ -338,7 +339,7 @@ uint64_t SharedMemory::begin_sum_of_parts(Element element, const char* sent, cha
   operation.element = element;
   operation.out = out;
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    operation.parts[rank] = {sent, bytes_of_rank[rank], nullptr, bytes_of_rank[rank_], 0};
+    operation.parts[rank] = {sent, bytes_of_rank[rank], nullptr, bytes_of_rank[rank_], 0, true};
     if (rank == rank_) operation.own = sent;
     sent += bytes_of_rank[rank];
   }
@@ -353,7 +354,7 @@ uint64_t SharedMemory::begin_sum(Element element, const char* sent, char* out, i
   operation.element = element;
   operation.out = out;
   operation.own = sent;
-  operation.parts.assign(num_ranks_, {sent, num_bytes, nullptr, num_bytes, 0});
+  operation.parts.assign(num_ranks_, {sent, num_bytes, nullptr, num_bytes, 0, true});
   return start(operation, nullptr, nullptr, 0);
 }
 
@@ -407,18 +408,16 @@ bool SharedMemory::send_some() {
 void SharedMemory::send_chunk(Operation& operation) {
   const int64_t slot = static_cast<int64_t>(num_chunks_ % slots_.num_slots);
   const Memory& mine = memories_[rank_];
+  const bool is_first = operation.num_sent == 0;
   int64_t offset = slot * slots_.slot_bytes;
-  int64_t same_bytes = 0;
-  if (operation.sends_same) {
-    same_bytes = std::min(operation.share, operation.longest - operation.num_sent);
-    std::memcpy(mine.slots + offset, operation.parts[(rank_ + 1) % num_ranks_].source + operation.num_sent, same_bytes);
-  }
   for (int step = 1; step < num_ranks_; ++step) {  // each rank begins with another reader
     const int reader = (rank_ + step) % num_ranks_;
     const Part& part = operation.parts[reader];
-    const int64_t num_bytes = std::min(operation.share, part.to_send - operation.num_sent);
-    if (num_bytes <= 0) continue;
-    if (!operation.sends_same) std::memcpy(mine.slots + offset, part.source + operation.num_sent, num_bytes);
+    const int64_t num_bytes = std::max<int64_t>(0, std::min(operation.share, part.to_send - operation.num_sent));
+    if (num_bytes == 0 && !is_first) continue;
+    if (num_bytes > 0 && (!operation.sends_same || step == 1)) {
+      std::memcpy(mine.slots + offset, part.source + operation.num_sent, num_bytes);
+    }
     const uint64_t number = ++num_notes_[reader];
     Note& note = mine.notes[reader * slots_.num_slots + (number - 1) % slots_.num_slots];
     note.operation = operation.number;
@@ -453,15 +452,15 @@ SharedMemory::Operation* SharedMemory::expected_from(int rank) {
   number = std::max(number, first_number());
   for (; number < next_number_; ++number) {
     Operation& operation = operations_[number - first_number()];
-    if (operation.parts[rank].received < operation.parts[rank].to_receive) return &operation;
+    if (operation.parts[rank].is_open) return &operation;
   }
   return nullptr;
 }
 
 void SharedMemory::check_note(int rank, const Note& note, const Operation& operation, int64_t left) {
-  const bool fits = note.operation == operation.number && (note.adds != 0) == operation.adds && note.num_bytes > 0 &&
-                    note.num_bytes <= left && note.offset >= 0 &&
-                    note.offset <= slots_.num_slots * slots_.slot_bytes - note.num_bytes;
+  const bool fits = note.operation == operation.number && (note.adds != 0) == operation.adds &&
+                    (left == 0 ? note.num_bytes == 0 : note.num_bytes > 0) && note.num_bytes <= left &&
+                    note.offset >= 0 && note.offset <= slots_.num_slots * slots_.slot_bytes - note.num_bytes;
   if (!fits && failure_ == Outcome::kDone) fail(Outcome::kDisagree, {rank});
 }
 
@@ -491,23 +490,28 @@ bool SharedMemory::receive_note(int rank, Operation& operation) {
   check_note(rank, note, operation, part.to_receive - part.received);
   if (failure_ != Outcome::kDone) return false;
   if (operation.adds) return add_chunk(operation);
-  std::memcpy(part.target + part.received, memories_[rank].slots + note.offset, num_bytes);
-  part.received += num_bytes;
-  operation.num_missing -= part.received == part.to_receive;
+  if (num_bytes > 0) std::memcpy(part.target + part.received, memories_[rank].slots + note.offset, num_bytes);
+  take(operation, part, num_bytes);
   memories_[rank_].marks[rank].num_read.store(++num_read_[rank], std::memory_order_release);
   return true;
 }
 
+void SharedMemory::take(Operation& operation, Part& part, int64_t num_bytes) {
+  part.received += num_bytes;
+  part.is_open = part.received < part.to_receive;
+  operation.num_missing -= !part.is_open;
+}
+
 bool SharedMemory::add_chunk(Operation& operation) {
   addends_.assign(num_ranks_, operation.own + operation.num_added);
-  int64_t num_bytes = 0;
+  int64_t num_bytes = -1;
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if (rank == rank_) continue;
     if (!has_note(rank) || expected_from(rank) != &operation) return false;
     const Part& part = operation.parts[rank];
     const Note& note = note_from(rank);
     check_note(rank, note, operation, part.to_receive - part.received);
-    if (num_bytes == 0) num_bytes = note.num_bytes;
+    if (num_bytes < 0) num_bytes = note.num_bytes;
     if (note.num_bytes != num_bytes && failure_ == Outcome::kDone) fail(Outcome::kDisagree, {rank});
     if (failure_ != Outcome::kDone) return false;
     addends_[rank] = memories_[rank].slots + note.offset;
@@ -517,8 +521,7 @@ bool SharedMemory::add_chunk(Operation& operation) {
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if (rank == rank_) continue;
     Part& part = operation.parts[rank];
-    part.received += num_bytes;
-    operation.num_missing -= part.received == part.to_receive;
+    take(operation, part, num_bytes);
     memories_[rank_].marks[rank].num_read.store(++num_read_[rank], std::memory_order_release);
   }
   return true;
@@ -646,8 +649,7 @@ std::vector<int> SharedMemory::missing(uint64_t number) {
     if (rank == rank_) continue;
     bool is_missing = false;
     if (number >= first) {
-      const Part& part = operations_[number - first].parts[rank];
-      is_missing = part.received < part.to_receive && !has_note(rank);
+      is_missing = operations_[number - first].parts[rank].is_open && !has_note(rank);
     }
     if (!is_sent(number)) {
       const uint64_t use = uses_[num_chunks_ % slots_.num_slots * num_ranks_ + rank];
@@ -663,8 +665,7 @@ std::vector<int> SharedMemory::lost(uint64_t number) {
   if (number < first_number()) return ranks;
   const Operation& operation = operations_[number - first_number()];
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    const Part& part = operation.parts[rank];
-    if (part.received < part.to_receive && !can_still_read(rank) && !has_note(rank)) ranks.push_back(rank);
+    if (operation.parts[rank].is_open && !can_still_read(rank) && !has_note(rank)) ranks.push_back(rank);
   }
   return ranks;
 }

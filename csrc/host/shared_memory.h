@@ -43,6 +43,9 @@ enum class Outcome : int {
 
 // One rank's membership. All ranks begin the same operations in the same order.
 //
+// An operation is done when something has come from every rank, be it nothing at all: so a rank that is missing is
+// missed by all others at the same operation.
+//
 // `begin_*` copies what there is room for and returns. The rest moves whenever this rank begins or waits for an
 // operation of the same group, and at no other time. Memory that was given to an operation is read and written until
 // `wait` for it, or for a later one, has returned kDone. Calls from several threads take turns; `close` does not wait
@@ -94,6 +97,7 @@ class SharedMemory {
     char* target;
     int64_t to_receive;
     int64_t received;
+    bool is_open;  // more must come from it: at least one note comes from each rank, even of nothing
   };
 
   struct Operation {
@@ -107,7 +111,7 @@ class SharedMemory {
     int64_t num_added = 0;
     int64_t share = 0;     // of a slot, for each reader
     int64_t num_sent = 0;  // of each part
-    int64_t longest = 0;   // of the parts to send
+    int64_t longest = 1;   // of the parts to send, and at least 1
     int num_missing = 0;   // ranks of which not all has come
   };
 
@@ -125,6 +129,7 @@ class SharedMemory {
   void send_chunk(Operation& operation);
   bool receive_some();
   bool receive_note(int rank, Operation& operation);
+  void take(Operation& operation, Part& part, int64_t num_bytes);
   bool add_chunk(Operation& operation);
   void check_note(int rank, const Note& note, const Operation& operation, int64_t left);
   bool is_free(int64_t slot);

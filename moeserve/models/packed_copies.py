@@ -154,5 +154,5 @@ def _write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
     for tensor in tensors:
-        yield memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        yield tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         yield bytes(_filled_up(tensor.nbytes) - tensor.nbytes)

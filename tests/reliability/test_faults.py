@@ -405,11 +405,8 @@ def test_a_rank_stopped_inside_a_layer_is_named_at_the_timeout(
     record_property("seconds until the error", seconds)
     error = str(failure.value)
     assert re.search(rf"Nothing was heard of .*rank.* {rank}\b", error), error
-    # A rank that has nothing to get from it goes on until it does, which is at the next agreement at the latest.
     assert re.search(
-        rf"({operation} of group '\w+' \(.*step \d+, layer \d|all_gather of group 'dp' \(.*step \d+)\) failed: "
-        "not all ranks took part within 5 s",
-        error,
+        rf"{operation} of group '\w+' \(.*step \d+, layer \d\) failed: not all ranks took part within 5 s", error
     ), error
     assert 5 <= seconds < 10, seconds
     traces.assert_none()
