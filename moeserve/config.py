@@ -258,7 +258,7 @@ def resolve(
         quantization=model.quantization,
         device=device,
         load_format=model.load_format,
-        packed_cache=0 if model.packed_cache == 0 else parse_bytes("packed_cache", model.packed_cache),
+        packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
         seed=model.seed,
         max_model_len=model.max_model_len or checkpoint.max_position_embeddings,
         max_model_len_may_shrink=model.max_model_len is None,
@@ -292,7 +292,7 @@ def _choose_dispatcher(wanted: Literal["auto"] | DispatcherName, num_ranks: int)
     return wanted
 
 
-def parse_bytes(option: str, amount: int | str) -> int:
+def parse_bytes(option: str, amount: int | str, *, least: int = 1) -> int:
     """Bytes of an amount such as 1048576, "512MiB", "2 GB" or "1.5GiB"; the option is named in errors."""
     if isinstance(amount, int):
         num_bytes = amount
@@ -303,8 +303,8 @@ def parse_bytes(option: str, amount: int | str) -> int:
         prefix = match[2] or ""
         base = 1024 if prefix.endswith("i") else 1000
         num_bytes = int(min(float(match[1]), 1e30) * base ** " KMGT".index(prefix[:1] or " "))
-    if not 1 <= num_bytes <= MAX_BYTES:
-        raise SettingsError(f"{option}={shown(amount)} must be from 1 byte to {MAX_BYTES} bytes")
+    if not least <= num_bytes <= MAX_BYTES:
+        raise SettingsError(f"{option}={shown(amount)} must be from {least} to {MAX_BYTES} bytes")
     return num_bytes
 
 

@@ -73,12 +73,12 @@ def test_what_is_given_is_kept() -> None:
         ("seed", 2**70, "seed="),
         ("num_threads", 10**10, "<= 1024"),
         ("max_model_len", 1, ">= 2"),
-        ("kv_cache_memory", "9" * 400 + "GB", "must be from 1 byte"),
+        ("kv_cache_memory", "9" * 400 + "GB", "must be from 1 to"),
         ("block_size", 1.5, "block_size=1.5"),
         ("dtype", "fp8", "'float32', 'bfloat16'"),
         ("enable_prefix_caching", "yes", "enable_prefix_caching='yes'"),
         ("kv_cache_memory", "lots", "512MiB"),
-        ("kv_cache_memory", 0, "from 1 byte"),
+        ("kv_cache_memory", 0, "from 1 to"),
         ("device", "cuda", "no CUDA device"),
         ("max_model_len", 513, "max_position_embeddings (512)"),
         ("tensor_parallel_size", 3, "so many ranks; use one of 1, 2, 4"),
@@ -150,3 +150,8 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("MOESERVE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "there")
     assert cache_folder() == Path("there") / "moeserve"
+
+
+@pytest.mark.parametrize(("given", "num_bytes"), [(0, 0), ("0", 0), ("16GiB", 2**34), (5_000, 5_000)])
+def test_packed_cache_may_be_nothing(given: int | str, num_bytes: int) -> None:
+    assert decide(packed_cache=given).packed_cache == num_bytes
