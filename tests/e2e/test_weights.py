@@ -37,7 +37,7 @@ Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
 with torch.inference_mode():
     model = load_model(config, single(), show_progress=False).model
-weights = sum(weight.nbytes for weight in model.parameters())
+weights = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()])
 print((resident("VmHWM") - before) / weights, weights)
 """
 
