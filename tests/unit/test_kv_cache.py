@@ -34,37 +34,37 @@ def not_called() -> None:
 
 
 def test_a_given_amount_is_divided_into_blocks() -> None:
-    assert count_blocks(config(kv_cache_memory=52_999, max_model_len=80), BYTES_PER_TOKEN, not_called) == 52
+    assert count_blocks(config(kv_cache_memory=52_999, max_model_len=80), BYTES_PER_TOKEN, 0, not_called) == 52
 
 
 def test_never_more_than_all_requests_could_use() -> None:
     options = {"kv_cache_memory": "1GB", "max_model_len": 95, "max_num_seqs": 3}
-    assert count_blocks(config(**options), BYTES_PER_TOKEN, not_called) == 3 * 10
+    assert count_blocks(config(**options), BYTES_PER_TOKEN, 0, not_called) == 3 * 10
 
 
 @pytest.mark.parametrize("memory", [999, 9_999])
 def test_too_small_for_one_request(memory: int) -> None:
     with pytest.raises(CacheTooSmallError, match="takes 10000 bytes"):
-        count_blocks(config(kv_cache_memory=memory, max_model_len=100), BYTES_PER_TOKEN, not_called)
+        count_blocks(config(kv_cache_memory=memory, max_model_len=100), BYTES_PER_TOKEN, 0, not_called)
 
 
 def test_an_open_length_needs_two_blocks() -> None:
-    assert count_blocks(config(kv_cache_memory=2_000), BYTES_PER_TOKEN, not_called) == 2
+    assert count_blocks(config(kv_cache_memory=2_000), BYTES_PER_TOKEN, 0, not_called) == 2
     with pytest.raises(CacheTooSmallError, match="takes 2000 bytes"):
-        count_blocks(config(kv_cache_memory=1_999), BYTES_PER_TOKEN, not_called)
+        count_blocks(config(kv_cache_memory=1_999), BYTES_PER_TOKEN, 0, not_called)
 
 
 def test_the_profiling_run_is_taken_off_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "free_memory", lambda: 300 * 2**20)
     monkeypatch.setattr(kv_cache, "measure_step_memory", lambda run, device: 100 * 2**20)
-    num_blocks = count_blocks(config(max_num_seqs=10_000), BYTES_PER_TOKEN, not_called)
+    num_blocks = count_blocks(config(max_num_seqs=10_000), BYTES_PER_TOKEN, 0, not_called)
     assert num_blocks == 100 * 2**20 // (10 * BYTES_PER_TOKEN)
 
 
 def test_ranks_share_what_is_free_beside_the_steps_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "free_memory", lambda: 1000 * 2**20)
     monkeypatch.setattr(kv_cache, "measure_step_memory", lambda run, device: 100 * 2**20)
-    num_blocks = count_blocks(config(max_num_seqs=10_000, data_parallel_size=4), BYTES_PER_TOKEN, not_called)
+    num_blocks = count_blocks(config(max_num_seqs=10_000, data_parallel_size=4), BYTES_PER_TOKEN, 0, not_called)
     assert num_blocks == (1000 - 4 * 100) * 2**20 // 2 // 4 // (10 * BYTES_PER_TOKEN)
 
 
