@@ -19,7 +19,7 @@ from typing import Any
 
 # Where a rank can fail: a function that it calls there, by the module in which it is looked up.
 POINTS = {
-    "loading": ("moeserve.worker.worker", "load_weights"),
+    "loading": ("moeserve.worker.loading", "load_weights"),
     "step": ("moeserve.worker.worker", "Worker.execute"),  # it has received one
     "agreement": ("moeserve.engine.process", "gather"),  # first ranks of replicas only
     "attention": ("moeserve.layers.rotary", "Rotation.apply"),  # twice a layer, between projections and cache
