@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -47,6 +47,23 @@ def scatter_blocks(lengths: list[tuple[int, int]], block_size: int, seed: int) -
     free = list(range(sum(num_blocks) + NUM_SPARE_BLOCKS))
     random.Random(seed).shuffle(free)
     return [[free.pop() for _ in range(count)] for count in num_blocks]
+
+
+def drawn_chunks(spans: Sequence[ChunkSpan], draw: random.Random) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
+    """Requests that begin at position 0, brought in steps of drawn sizes.
+
+    Of each step, (rows, context length) of each request, and the rows' numbers in the step that has them all.
+    """
+    num_done = [0] * len(spans)
+    while any(done < span.num_rows for done, span in zip(num_done, spans, strict=True)):
+        lengths, rows = [], []
+        for request, span in enumerate(spans):
+            count = min(span.num_rows - num_done[request], draw.choice([0, 1, 2, 7, 30, 130, 1000]))
+            first = span.first_row + num_done[request]
+            num_done[request] += count
+            lengths.append((count, num_done[request]))
+            rows += range(first, first + count)
+        yield lengths, rows
 
 
 def make_step(lengths: list[tuple[int, int]], block_ids: list[list[int]], block_size: int) -> StepInputs:

@@ -18,6 +18,7 @@ import torch
 from paged_steps import (
     INSTRUCTION_SETS,
     NUM_SPARE_BLOCKS,
+    drawn_chunks,
     kernels,
     make_step,
     needs_kernels,
@@ -408,15 +409,7 @@ def attend_chunk_by_chunk(choose: ChooseBackend, case: Case, draw: random.Random
     backend = choose(scale=case.scale, window=case.window)
     key_cache, value_cache = torch.full_like(case.key_cache, math.nan), torch.full_like(case.value_cache, math.nan)
     out_TNH = torch.full_like(case.query_TNH, math.nan)
-    num_done = [0] * len(case.step.spans)
-    while any(done < span.num_rows for done, span in zip(num_done, case.step.spans, strict=True)):
-        lengths, rows = [], []
-        for request, span in enumerate(case.step.spans):
-            count = min(span.num_rows - num_done[request], draw.choice([0, 1, 2, 7, 30, 130, 1000]))
-            first = span.first_row + num_done[request]
-            num_done[request] += count
-            lengths.append((count, num_done[request]))
-            rows += range(first, first + count)
+    for lengths, rows in drawn_chunks(case.step.spans, draw):
         step = make_step(lengths, case.step.block_table.tolist(), case.key_cache.shape[2])
         set_num_threads(draw.choice([1, 2, 3]))
         keys_TGH, values_TGH = torch.cat(case.keys_CGH)[rows], torch.cat(case.values_CGH)[rows]

@@ -15,6 +15,7 @@ import torch
 from paged_steps import (
     INSTRUCTION_SETS,
     NUM_SPARE_BLOCKS,
+    drawn_chunks,
     make_step,
     needs_kernels,
     rounds_weights,
@@ -296,15 +297,7 @@ def attend_chunk_by_chunk(choose: ChooseBackend, case: Case, draw: random.Random
     backend = choose(scale=case.scale, latent_size=case.latent_size)
     cache = torch.full_like(case.cache, math.nan)
     out_TNL = case.query_TNP.new_full((*case.query_TNP.shape[:2], case.latent_size), math.nan)
-    num_done = [0] * len(case.step.spans)
-    while any(done < span.num_rows for done, span in zip(num_done, case.step.spans, strict=True)):
-        lengths, rows = [], []
-        for request, span in enumerate(case.step.spans):
-            count = min(span.num_rows - num_done[request], draw.choice([0, 1, 2, 7, 30, 130, 1000]))
-            first = span.first_row + num_done[request]
-            num_done[request] += count
-            lengths.append((count, num_done[request]))
-            rows += range(first, first + count)
+    for lengths, rows in drawn_chunks(case.step.spans, draw):
         step = make_step(lengths, case.step.block_table.tolist(), case.cache.shape[1])
         set_num_threads(draw.choice([1, 2, 3]))
         backend.write(torch.cat(case.vectors_CP)[rows], cache, step)
