@@ -26,15 +26,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeserve.bench.harness import environment, interleave, ratio_of_medians, write_jsonl
+from moeserve.bench.harness import add_options, environment, interleave, ratio_of_medians, write_jsonl
 from moeserve.bench.limits import MachineLimits, measure_limits
-from moeserve.machine import usable_cores
 from moeserve.ops.attention import AttentionBackend, TorchAttention, choose_attention
 from moeserve.ops.dense_attention import attend_causally
 from moeserve.ops.latent_attention import LatentAttentionBackend, TorchLatentAttention, choose_latent_attention
@@ -95,12 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m moeserve.bench.attention", description="Attention: the C++ kernel against torch."
     )
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    add_options(parser, rounds=20)
     options = parser.parse_args(arguments)
-    if min(options.rounds, options.threads) < 1:
-        parser.error("--rounds and --threads must be at least 1")
 
     set_num_threads(options.threads)
     limits = measure_limits()

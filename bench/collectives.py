@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from moeserve.bench.checkpoints import make_checkpoint
-from moeserve.bench.harness import environment, interleave, ratio_of_medians, write_jsonl
+from moeserve.bench.harness import add_options, at_least, environment, interleave, ratio_of_medians, write_jsonl
 from moeserve.bench.parallel import Ranks, mean_seconds, median_seconds
 from moeserve.bench.parallel_rank import Collective, TimeCollective
 from moeserve.distributed.group import TransportName
@@ -39,12 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m moeserve.bench.collectives", description="What ranks of one host gain by sharing memory."
     )
-    parser.add_argument("--ranks", type=int, action="append", help=f"may be repeated; if not given: {NUM_RANKS}")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    parser.add_argument(
+        "--ranks", type=at_least(2), action="append", help=f"may be repeated; if not given: {NUM_RANKS}"
+    )
+    add_options(parser, rounds=3, threads=False)
     options = parser.parse_args(arguments)
-    if options.rounds < 1 or min(options.ranks or [2]) < 2:
-        parser.error("--rounds must be at least 1, and --ranks at least 2")
 
     machine = environment()  # before any of our own load
     _show(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load']}")

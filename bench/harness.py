@@ -6,6 +6,7 @@ peers and moeserve in one run and in turns, takes fractions and ratios within a 
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -38,6 +39,27 @@ class Round:
     @property
     def limits(self) -> MachineLimits:
         return mean_limits([self.before, self.after])
+
+
+def add_options(parser: argparse.ArgumentParser, *, rounds: int, threads: bool = True) -> None:
+    """The options that all benchmarks have."""
+    parser.add_argument("--rounds", type=at_least(1), default=rounds)
+    if threads:
+        parser.add_argument("--threads", type=at_least(1), default=usable_cores())
+    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """What reads an option that is a number."""
+
+    def read(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} is less than {least}")
+        return number
+
+    read.__name__ = "int"  # which argparse names where the text is no number
+    return read
 
 
 def environment() -> dict[str, Any]:

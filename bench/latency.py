@@ -24,16 +24,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from moeserve import LLM, SamplingParams
 from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.engines import QUANTIZATIONS
-from moeserve.bench.harness import environment, interleave, write_jsonl
+from moeserve.bench.harness import add_options, at_least, environment, interleave, write_jsonl
 from moeserve.bench.limits import LimitProbe, MachineLimits
 from moeserve.errors import EngineError
-from moeserve.machine import usable_cores
 from moeserve.ops.threads import set_num_threads
 
 MODELS = ("mixtral-mini",)
@@ -75,16 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--engine", choices=list(QUANTIZATIONS), default="moeserve")
     parser.add_argument("--rate", type=float, action="append", help=f"requests per second; default: {RATES}")
-    parser.add_argument("--requests", type=int, default=16, help="of each rate and round")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=32, help="of each request, at least 2")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    parser.add_argument("--requests", type=at_least(1), default=16, help="of each rate and round")
+    parser.add_argument("--prompt-tokens", type=at_least(1), default=128)
+    parser.add_argument("--new-tokens", type=at_least(2), default=32, help="of each request")
+    add_options(parser, rounds=3)
     options = parser.parse_args(arguments)
     rates: Sequence[float] = options.rate or RATES
-    if options.new_tokens < 2 or min(options.requests, options.prompt_tokens, options.rounds, options.threads) < 1:
-        parser.error("--new-tokens must be at least 2, and all other numbers at least 1")
     if min(rates) <= 0:
         parser.error("--rate must be more than 0")
 

@@ -19,7 +19,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,18 +27,25 @@ from torch import Tensor
 import moeserve
 from moeserve.bench.costs import FORMATS
 from moeserve.bench.engines import FORMATS_OF, QUANTIZATIONS, compared, start_all
-from moeserve.bench.harness import environment, figures, interleave_with_limits, ratio, write_jsonl
+from moeserve.bench.harness import (
+    add_options,
+    at_least,
+    environment,
+    figures,
+    interleave_with_limits,
+    ratio,
+    write_jsonl,
+)
 from moeserve.bench.limits import LimitProbe, MachineLimits, Work
 from moeserve.bench.peers.adapters.experts import Shape, experts_method
 from moeserve.bench.peers.environments import PeerError
 from moeserve.bench.peers.peers import start_experts_peer
 from moeserve.bench.tables import comparison
 from moeserve.config import QuantizationName
-from moeserve.machine import usable_cores
 from moeserve.moe.dispatch.base import PackedTokens
 from moeserve.moe.experts import Experts
 from moeserve.ops.activation import SwiGLU
-from moeserve.ops.pairs import choose_pairs
+from moeserve.ops.pairs import Keys, choose_pairs
 from moeserve.ops.threads import set_num_threads
 
 # E experts, D model width, F expert width, T rows, K experts of a row
@@ -70,16 +76,12 @@ class ExpertsEngine:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="moeserve bench moe", description="The experts of one layer alone.")
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="repeatable; default: all")
-    parser.add_argument("--rows", type=int, action="append", help=f"repeatable; default: {NUM_ROWS}")
+    parser.add_argument("--rows", type=at_least(1), action="append", help=f"repeatable; default: {NUM_ROWS}")
     parser.add_argument(
         "--engine", action="append", choices=EXPERTS_NAMES, help="repeatable; default: all that are installed"
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    add_options(parser, rounds=5)
     options = parser.parse_args(arguments)
-    if min(*(options.rows or NUM_ROWS), options.rounds, options.threads) < 1:
-        parser.error("all numbers must be at least 1")
 
     set_num_threads(options.threads)
     probe = LimitProbe()
@@ -178,7 +180,7 @@ def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
         @torch.inference_mode()
         def run(rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
             """As `moe/dispatch/local.py` before and after the experts."""
-            pair_of_row_R, counts_E = pairs.sort(ids_TK.long().flatten(), shape.num_experts)
+            pair_of_row_R, counts_E = pairs.sort(ids_TK.long().flatten(), Keys(shape.num_experts))
             output_RD = experts(PackedTokens(pairs.gather(rows_TD, pair_of_row_R, shape.top_k), counts_E))
             return pairs.weighted_sum(output_RD, pair_of_row_R, weights_TK, rows_TD.dtype)
 

@@ -40,7 +40,7 @@ from moeserve import LLM
 from moeserve.bench import decode
 from moeserve.bench.checkpoints import CheckpointName, make_checkpoint
 from moeserve.bench.decode import Generate, Workload
-from moeserve.bench.harness import environment, interleave, ratio_of_medians, write_jsonl
+from moeserve.bench.harness import add_options, at_least, environment, interleave, ratio_of_medians, write_jsonl
 from moeserve.bench.parallel_rank import Order, TimeAgreements, TimeDispatch, Timing, TravellingDispatcher
 from moeserve.config import EngineConfig, Settings, environment_of_rank, resolve
 from moeserve.distributed.group import start_store
@@ -131,13 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--table", action="append", choices=get_args(Table), help="measure this one only; may be repeated"
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=12, help="tokens of the longer decode run, at least 2")
-    parser.add_argument("--prefill-tokens", type=int, default=512)
-    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    parser.add_argument("--new-tokens", type=at_least(2), default=12, help="tokens of the longer decode run")
+    parser.add_argument("--prefill-tokens", type=at_least(1), default=512)
+    add_options(parser, rounds=3, threads=False)
     options = parser.parse_args(arguments)
-    if options.new_tokens < 2 or min(options.rounds, options.prefill_tokens) < 1:
-        parser.error("--new-tokens must be at least 2, and --rounds and --prefill-tokens at least 1")
 
     model = make_checkpoint(options.model) if options.model in get_args(CheckpointName) else Path(options.model)
     if not (model / "config.json").exists():

@@ -205,6 +205,14 @@ class TimedGroup:
         self.bytes_sent += num_sent * x.shape[1:].numel() * x.element_size()
         return self._timed(lambda: self.group.all_to_all(x, send_sizes, receive_sizes))
 
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        num_sent = len(x) - sizes[self.rank_in_group]
+        self.bytes_sent += num_sent * x.shape[1:].numel() * x.element_size()
+        start = time.perf_counter()
+        reduced = self.group.reduce_scatter(x, sizes)
+        self.seconds += time.perf_counter() - start
+        return reduced
+
     def _timed(self, begin: Callable[[], PendingTensor]) -> PendingTensor:
         start = time.perf_counter()
         pending = begin()

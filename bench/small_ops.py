@@ -18,18 +18,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from moeserve.bench.harness import environment, interleave, ratio_of_medians, write_jsonl
+from moeserve.bench.harness import add_options, environment, interleave, ratio_of_medians, write_jsonl
 from moeserve.bench.limits import MachineLimits, measure_limits
-from moeserve.machine import usable_cores
 from moeserve.ops.native import native_kernels
 from moeserve.ops.norm import add_then_norm, choose_add_rms_norm, choose_rms_norm, torch_rms_norm
-from moeserve.ops.pairs import TorchPairs, choose_pairs
+from moeserve.ops.pairs import Keys, TorchPairs, choose_pairs
 from moeserve.ops.rotary import choose_rotary, torch_rotary
 from moeserve.ops.routing import RouterConfig, TorchRouting, choose_routing
 from moeserve.ops.threads import set_num_threads
@@ -57,12 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m moeserve.bench.small_ops", description="Small operations: the C++ kernels against torch."
     )
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    add_options(parser, rounds=20)
     options = parser.parse_args(arguments)
-    if min(options.rounds, options.threads) < 1:
-        parser.error("--rounds and --threads must be at least 1")
     if native_kernels() is None:
         raise SystemExit("the C++ kernels are not built: there is nothing to compare torch with")
 
@@ -195,13 +189,13 @@ def operations_on(num_rows: int) -> list[Operation]:
     pairs, torch_pairs = choose_pairs("cpu"), TorchPairs()
     experts, weights = reference(x, router_weight, None, correction)
     keys = experts.flatten()
-    order, _ = torch_pairs.sort(keys, NUM_EXPERTS)
+    order, _ = torch_pairs.sort(keys, Keys(NUM_EXPERTS))
     made.append(
         Operation(
             "sort",
             num_rows,
-            lambda: pairs.sort(keys, NUM_EXPERTS),
-            lambda: torch_pairs.sort(keys, NUM_EXPERTS),
+            lambda: pairs.sort(keys, Keys(NUM_EXPERTS)),
+            lambda: torch_pairs.sort(keys, Keys(NUM_EXPERTS)),
             2 * keys.nbytes,
         )
     )

@@ -32,11 +32,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from moeserve.bench.checkpoints import find_checkpoint
-from moeserve.bench.harness import environment, interleave, write_jsonl
+from moeserve.bench.harness import add_options, environment, interleave, write_jsonl
 from moeserve.bench.peers.peers import PeerName, start_peer
 from moeserve.config import QuantizationName, cache_folder
 from moeserve.errors import EngineError
-from moeserve.machine import usable_cores
 from moeserve.ops.threads import set_num_threads
 
 MODELS = ("mixtral-mini",)
@@ -72,12 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quantization", choices=["int8", "int4"])
     known = ["moeserve", *PEER_NAMES]
     parser.add_argument("--engine", action="append", choices=known, help="repeatable; default: moeserve")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    add_options(parser, rounds=5)
     options = parser.parse_args(arguments)
-    if min(options.rounds, options.threads) < 1:
-        parser.error("--rounds and --threads must be at least 1")
 
     set_num_threads(options.threads)
     names = options.engine or ["moeserve"]

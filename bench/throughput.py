@@ -30,10 +30,17 @@ from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.costs import FORMATS, step_work
 from moeserve.bench.decode import Workload, decode_rate, draw_prompts, prefill_rate, rate_measure
 from moeserve.bench.engines import BF16_PEERS, ENGINE_NAMES, FORMATS_OF, Engine, compared, start_all, start_engine
-from moeserve.bench.harness import environment, figures, interleave_with_limits, ratio, write_jsonl
+from moeserve.bench.harness import (
+    add_options,
+    at_least,
+    environment,
+    figures,
+    interleave_with_limits,
+    ratio,
+    write_jsonl,
+)
 from moeserve.bench.limits import LimitProbe, MachineLimits
 from moeserve.bench.tables import comparison
-from moeserve.machine import usable_cores
 from moeserve.models.registry import describe
 from moeserve.ops.threads import set_num_threads
 
@@ -82,18 +89,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--engine", action="append", choices=ENGINE_NAMES, help="repeatable; default: all that are installed"
     )
     parser.add_argument("--kind", choices=["decode", "prefill"], help="default: both")
-    parser.add_argument("--batch", type=int, action="append", help=f"requests decoded together; default: {BATCHES}")
-    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="of prompts that are decoded after")
-    parser.add_argument("--new-tokens", type=int, default=33, help="tokens of the longer run, at least 2")
-    parser.add_argument("--prefill-tokens", type=int, default=PREFILL_TOKENS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    parser.add_argument(
+        "--batch", type=at_least(1), action="append", help=f"requests decoded together; default: {BATCHES}"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=at_least(1), default=PROMPT_TOKENS, help="of prompts that are decoded after"
+    )
+    parser.add_argument("--new-tokens", type=at_least(2), default=33, help="tokens of the longer run")
+    parser.add_argument("--prefill-tokens", type=at_least(1), default=PREFILL_TOKENS)
+    add_options(parser, rounds=5)
     options = parser.parse_args(arguments)
     batches = options.batch or BATCHES
-    counts = (*batches, options.prompt_tokens, options.prefill_tokens, options.rounds, options.threads)
-    if options.new_tokens < 2 or min(counts) < 1:
-        parser.error("--new-tokens must be at least 2, and all other numbers at least 1")
 
     set_num_threads(options.threads)
     models = [find_checkpoint(name) for name in options.model or MODELS]

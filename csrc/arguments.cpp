@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "tape.h"
+
 namespace nb = nanobind;
 
 namespace moeserve {
@@ -106,6 +108,7 @@ bool read_tensor(nb::handle source, Tensor& tensor) {
   const bool is_torch = torch != nullptr && PyObject_TypeCheck(source.ptr(), torch->tensor);
   const bool is_read = is_torch ? read_torch(*torch, source.ptr(), tensor) : read_dlpack(source, tensor);
   if (!is_read) PyErr_Clear();
+  if (Tape* tape = recorded_tape(); is_read && tape != nullptr) tape->keep(source);
   return is_read;
 }
 
@@ -113,25 +116,6 @@ int64_t Tensor::num_elements() const {
   int64_t product = 1;
   for (int i = 0; i < num_dims; ++i) product *= sizes[i];
   return product;
-}
-
-int64_t element_bytes(ElementType type) {
-  switch (type) {
-    case ElementType::kInt64:
-      return 8;
-    case ElementType::kFloat32:
-    case ElementType::kInt32:
-      return 4;
-    case ElementType::kBFloat16:
-    case ElementType::kFloat16:
-      return 2;
-    case ElementType::kInt8:
-    case ElementType::kUInt8:
-      return 1;
-    case ElementType::kOther:
-      break;
-  }
-  refuse("a tensor is of a type that no kernel takes");
 }
 
 void refuse(const std::string& message) { throw std::invalid_argument(message); }

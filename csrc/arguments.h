@@ -29,8 +29,6 @@ struct Tensor {
   int64_t num_elements() const;
 };
 
-int64_t element_bytes(ElementType type);
-
 [[noreturn]] void refuse(const std::string& message);
 std::string shape_text(const Tensor& tensor);
 void check_dims(const char* name, const Tensor& tensor, int num_dims);
@@ -47,7 +45,8 @@ const Number* numbers(const Tensor& tensor) {
 }
 
 // Fills `tensor` from a torch tensor, or from anything else that speaks DLPack; false if it is neither, or not in the
-// memory of the CPU. Torch's attributes are read directly: a DLPack capsule costs ten times as much.
+// memory of the CPU. Torch's attributes are read directly: a DLPack capsule costs ten times as much. While a tape is
+// recorded, it keeps what was read.
 bool read_tensor(nanobind::handle source, Tensor& tensor);
 
 }  // namespace moeserve

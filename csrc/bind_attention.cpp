@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "cpu/cache_write.h"
 #include "cpu/paged_attention.h"
+#include "tape.h"
 
 namespace nb = nanobind;
 
@@ -64,7 +65,7 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   check_type("row_starts", row_starts, ElementType::kInt32, "int32");
   check_type("context_lens", context_lens, ElementType::kInt32, "int32");
 
-  check_contiguous("query", query);
+  check_contiguous("query", query, 2);
   check_contiguous("out", out);
   check_contiguous("block_table", block_table);
   check_contiguous("row_starts", row_starts);
@@ -81,6 +82,8 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   step.context_lens = numbers<int32_t>(context_lens);
   step.sinks = sinks ? numbers<float>(*sinks) : nullptr;
   step.out = out.data;
+  step.query_token_stride = query.strides[0];
+  step.query_head_stride = query.strides[1];
   step.num_tokens = query.size(0);
   step.num_chunks = num_chunks;
   step.num_heads = num_heads;
@@ -92,8 +95,7 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   step.max_blocks = block_table.size(1);
   step.scale = static_cast<float>(scale);
   step.window = window.value_or(0);
-  const nb::gil_scoped_release released;
-  paged_attention(step);
+  run_kernel([step] { paged_attention(step); });
 }
 
 void write(const Tensor& key, const std::optional<Tensor>& value, const Tensor& key_cache,
@@ -129,8 +131,7 @@ void write(const Tensor& key, const std::optional<Tensor>& value, const Tensor& 
     step.value_token_stride = value->strides[0];
     step.value_head_stride = value->strides[1];
   }
-  const nb::gil_scoped_release released;
-  write_cache(step);
+  run_kernel([step] { write_cache(step); });
 }
 
 }  // namespace

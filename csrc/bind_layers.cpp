@@ -4,14 +4,17 @@
 #include <nanobind/stl/string.h>
 
 #include <optional>
+#include <utility>
 
 #include "arguments.h"
 #include "bindings.h"
+#include "cpu/addition.h"
 #include "cpu/pairs.h"
 #include "cpu/rms_norm.h"
 #include "cpu/rotary.h"
 #include "cpu/routing.h"
 #include "cpu/row_maximum.h"
+#include "tape.h"
 
 namespace nb = nanobind;
 
@@ -51,8 +54,7 @@ RmsNorm read_norm(const Tensor& x, const Tensor& weight, const Tensor& out, doub
 
 void norm(const Tensor& x, const Tensor& weight, double epsilon, const Tensor& out) {
   const RmsNorm step = read_norm(x, weight, out, epsilon);
-  const nb::gil_scoped_release released;
-  rms_norm(step);
+  run_kernel([step] { rms_norm(step); });
 }
 
 void add_norm(const Tensor& x, const Tensor& update, const Tensor& weight, double epsilon, const Tensor& sum,
@@ -61,14 +63,16 @@ void add_norm(const Tensor& x, const Tensor& update, const Tensor& weight, doubl
   step.update = head_rows("update", update, x);
   step.sum = head_rows("sum", sum, x);
   if (step.num_tokens * step.num_heads * step.width == 0) return;  // such tensors have no memory
-  const nb::gil_scoped_release released;
-  rms_norm(step);
+  run_kernel([step] { rms_norm(step); });
 }
 
-void turn(const Tensor& heads, const Tensor& cosines, const Tensor& sines, bool is_interleaved) {
+void turn(const Tensor& heads, const Tensor& cosines, const Tensor& sines, bool is_interleaved, const Tensor& out) {
   check_dims("heads", heads, 3);
   check_float_type("heads", heads);
   check_contiguous("heads", heads, 2);
+  check_shape("out", out, {heads.size(0), heads.size(1), heads.size(2)});
+  check_type("out", out, heads.type, "heads'");
+  check_contiguous("out", out, 2);
   check_dims("cosines", cosines, 2);
   check_shape("cosines", cosines, {heads.size(0), cosines.size(1)});
   check_shape("sines", sines, {heads.size(0), cosines.size(1)});
@@ -83,17 +87,16 @@ void turn(const Tensor& heads, const Tensor& cosines, const Tensor& sines, bool 
 
   RotaryTurn step{};
   step.type = heads.type;
-  step.heads = heads.data;
-  step.token_stride = heads.strides[0];
-  step.head_stride = heads.strides[1];
+  step.source = {heads.data, heads.strides[0], heads.strides[1]};
+  step.target = {out.data, out.strides[0], out.strides[1]};
   step.cosines = numbers<float>(cosines);
   step.sines = numbers<float>(sines);
   step.num_tokens = heads.size(0);
   step.num_heads = heads.size(1);
+  step.head_size = heads.size(2);
   step.num_pairs = cosines.size(1);
   step.is_interleaved = is_interleaved;
-  const nb::gil_scoped_release released;
-  turn_heads(step);
+  run_kernel([step] { turn_heads(step); });
 }
 
 Scoring scoring_of_name(const std::string& name) {
@@ -165,8 +168,7 @@ void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tens
   step.experts_rating_group = experts_rating_group;
   step.is_normalized = is_normalized;
   step.scale = static_cast<float>(scale);
-  const nb::gil_scoped_release released;
-  route(step);
+  run_kernel([step] { route(step); });
 }
 
 void check_indices(const char* name, const Tensor& indices) {
@@ -175,20 +177,41 @@ void check_indices(const char* name, const Tensor& indices) {
   check_contiguous(name, indices);
 }
 
-int64_t sort(const Tensor& keys, const Tensor& order, const Tensor& counts) {
-  check_indices("keys", keys);
+PairSort read_sort(const Tensor& keys, int64_t first_key, int64_t num_known, const Tensor& order,
+                   const Tensor& counts) {
+  if (keys.num_dims != 2) check_dims("keys", keys, 1);
+  if (keys.type != ElementType::kInt32) check_type("keys", keys, ElementType::kInt64, "int32 or int64");
+  check_contiguous("keys", keys, keys.num_dims - 1);
   check_indices("order", order);
   check_indices("counts", counts);
-  check_shape("order", order, {keys.size(0)});
+  check_shape("order", order, {keys.num_elements()});
+  if (first_key < 0 || counts.size(0) > num_known - first_key) {
+    refuse("of " + std::to_string(num_known) + " keys, " + std::to_string(counts.size(0)) + " from " +
+           std::to_string(first_key) + " on cannot be counted");
+  }
 
   PairSort step{};
-  step.keys = numbers<int64_t>(keys);
-  step.num_pairs = keys.size(0);
+  step.type = keys.type;
+  step.keys = keys.data;
+  step.keys_per_token = keys.size(keys.num_dims - 1);
+  step.token_stride = keys.strides[0];
+  step.num_tokens = keys.num_dims == 2 ? keys.size(0) : 1;
+  step.first_key = first_key;
   step.num_keys = counts.size(0);
+  step.num_known = num_known;
   step.order = static_cast<int64_t*>(order.data);
   step.counts = static_cast<int64_t*>(counts.data);
-  const nb::gil_scoped_release released;
-  return sort_pairs(step);
+  return step;
+}
+
+int64_t sort(const Tensor& keys, int64_t first_key, int64_t num_known, const Tensor& order, const Tensor& counts) {
+  const PairSort step = read_sort(keys, first_key, num_known, order, counts);
+  return run_kernel([step] { return sort_pairs(step); });
+}
+
+void put_in_order(const Tensor& keys, int64_t first_key, int64_t num_known, const Tensor& order, const Tensor& counts) {
+  const PairSort step = read_sort(keys, first_key, num_known, order, counts);
+  run_kernel([step] { static_cast<void>(sort_pairs(step)); });
 }
 
 void gather(const Tensor& source, const Tensor& indices, int64_t divisor, const Tensor& out) {
@@ -210,8 +233,53 @@ void gather(const Tensor& source, const Tensor& indices, int64_t divisor, const 
   step.num_rows = indices.size(0);
   step.width = source.size(1);
   step.divisor = divisor;
-  const nb::gil_scoped_release released;
-  gather_rows(step);
+  run_kernel([step] { gather_rows(step); });
+}
+
+void scatter(const Tensor& source, const Tensor& indices, const Tensor& out) {
+  check_dims("source", source, 2);
+  check_contiguous("source", source);
+  check_indices("indices", indices);
+  check_shape("indices", indices, {source.size(0)});
+  check_dims("out", out, 2);
+  check_shape("out", out, {out.size(0), source.size(1)});
+  check_type("out", out, source.type, "source's");
+  check_contiguous("out", out);
+
+  RowScatter step{};
+  step.row_bytes = source.size(1) * element_bytes(source.type);
+  step.source = source.data;
+  step.indices = numbers<int64_t>(indices);
+  step.out = out.data;
+  step.num_rows = indices.size(0);
+  step.num_out_rows = out.size(0);
+  run_kernel([step] { scatter_rows(step); });
+}
+
+void join(const Tensor& first, const Tensor& second, const Tensor& out) {
+  check_dims("first", first, 2);
+  check_contiguous("first", first, 1);
+  check_dims("second", second, 2);
+  check_contiguous("second", second, 1);
+  check_shape("second", second, {first.size(0), second.size(1)});
+  check_dims("out", out, 2);
+  check_contiguous("out", out);
+
+  RowJoin step{};
+  step.first = first.data;
+  step.second = second.data;
+  step.out = out.data;
+  step.first_bytes = first.size(1) * element_bytes(first.type);
+  step.second_bytes = second.size(1) * element_bytes(second.type);
+  step.first_stride = first.strides[0] * element_bytes(first.type);
+  step.second_stride = second.strides[0] * element_bytes(second.type);
+  step.num_rows = first.size(0);
+  const int64_t out_bytes = out.size(1) * element_bytes(out.type);
+  if (out.size(0) != step.num_rows || out_bytes != step.first_bytes + step.second_bytes) {
+    refuse("out of shape " + shape_text(out) + " does not fit rows of " + std::to_string(step.first_bytes) + " + " +
+           std::to_string(step.second_bytes) + " bytes");
+  }
+  run_kernel([step] { join_rows(step); });
 }
 
 void sum_up(const Tensor& rows, const Tensor& pair_of_row, const Tensor& weights, const Tensor& out) {
@@ -237,8 +305,7 @@ void sum_up(const Tensor& rows, const Tensor& pair_of_row, const Tensor& weights
   step.top_k = weights.size(1);
   step.num_rows = rows.size(0);
   step.width = rows.size(1);
-  const nb::gil_scoped_release released;
-  weighted_sum(step);
+  run_kernel([step] { weighted_sum(step); });
 }
 
 void find_maximum(const Tensor& rows, const Tensor& largest, const Tensor& indices) {
@@ -260,8 +327,21 @@ void find_maximum(const Tensor& rows, const Tensor& largest, const Tensor& indic
   search.width = rows.size(1);
   search.largest = static_cast<float*>(largest.data);
   search.indices = static_cast<int64_t*>(indices.data);
-  const nb::gil_scoped_release released;
-  find_row_maximum(search);
+  run_kernel([search] { find_row_maximum(search); });
+}
+
+void add(const Tensor& a, const Tensor& b, const Tensor& out) {
+  check_dims("a", a, 2);
+  check_float_type("a", a);
+  for (const auto& [name, tensor] : {std::pair{"b", &b}, std::pair{"out", &out}}) {
+    check_shape(name, *tensor, {a.size(0), a.size(1)});
+    check_type(name, *tensor, a.type, "a's");
+    check_contiguous(name, *tensor);
+  }
+  check_contiguous("a", a);
+
+  const Addition step{a.type, a.data, b.data, out.data, a.num_elements()};
+  run_kernel([step] { add_elements(step); });
 }
 
 }  // namespace
@@ -271,17 +351,24 @@ void bind_layers(nb::module_& module) {
   module.def("rms_norm", &norm, "x"_a, "weight"_a, "epsilon"_a, "out"_a, "Normalises each row of `x` into `out`.");
   module.def("add_rms_norm", &add_norm, "x"_a, "update"_a, "weight"_a, "epsilon"_a, "sum"_a, "out"_a,
              "Adds the update to `x`, into `sum`, and normalises each row of that into `out`.");
-  module.def("turn_heads", &turn, "heads"_a, "cosines"_a, "sines"_a, "is_interleaved"_a,
-             "Turns pairs of each head's first elements, in place.");
+  module.def("turn_heads", &turn, "heads"_a, "cosines"_a, "sines"_a, "is_interleaved"_a, "out"_a,
+             "Turns pairs of each head's first elements, into `out`, which may be `heads`.");
   module.def("route", &choose, "hidden"_a, "weight"_a, "bias"_a.none(), "correction"_a.none(), "experts"_a, "weights"_a,
              nb::kw_only(), "scoring"_a, "num_groups"_a, "num_chosen_groups"_a, "experts_rating_group"_a,
              "is_normalized"_a, "scale"_a, "Writes each token's experts, best first, and their weights.");
-  module.def("sort_pairs", &sort, "keys"_a, "order"_a, "counts"_a,
-             "Orders pairs by key, without those of key -1, and counts each key's. Returns how many are in order.");
+  module.def("sort_pairs", &sort, "keys"_a, "first_key"_a, "num_known"_a, "order"_a, "counts"_a,
+             "Orders pairs by key, -1 or one of those known, without those that are not counted. Returns how many are "
+             "in order.");
+  module.def("order_pairs", &put_in_order, "keys"_a, "first_key"_a, "num_known"_a, "order"_a, "counts"_a,
+             "The same, for those who do not want to know how many: after them comes -1.");
   module.def("gather_rows", &gather, "source"_a, "indices"_a, "divisor"_a, "out"_a,
-             "Row r of `out` becomes row indices[r] // divisor of `source`.");
+             "Row r of `out` becomes row indices[r] // divisor of `source`; with an index of -1 it stays as it is.");
+  module.def("scatter_rows", &scatter, "source"_a, "indices"_a, "out"_a,
+             "Row indices[r] of `out` becomes row r of `source`, but for indices of -1; all others become zeros.");
+  module.def("join_rows", &join, "first"_a, "second"_a, "out"_a, "A row of `out` is made of one of each.");
   module.def("weighted_sum", &sum_up, "rows"_a, "pair_of_row"_a, "weights"_a, "out"_a,
              "Adds each token's rows, times their weights, in the order of k.");
+  module.def("add", &add, "a"_a, "b"_a, "out"_a, "Writes a + b.");
   module.def("row_maximum", &find_maximum, "rows"_a, "largest"_a, "indices"_a,
              "Writes the largest number of each row, and its index.");
 }

@@ -13,6 +13,7 @@
 #include "bindings.h"
 #include "cpu/packed_product.h"
 #include "cpu/packed_weight.h"
+#include "tape.h"
 
 namespace nb = nanobind;
 
@@ -108,32 +109,19 @@ class PackedWeights {
     check_contiguous("bias", *bias_);
   }
 
-  // output [R, columns]: the first counts[0] rows of input [R, K] with the first weight, and so on.
-  void multiply_rows(const Tensor& input, const Tensor& counts, const Tensor& output) const {
+  // output [R, columns]: the first counts[0] rows of input [R, K] with the first weight, and so on. Where there may be
+  // spare rows after the last weight's, these stay as they are.
+  void multiply_rows(const Tensor& input, const Tensor& counts, bool has_spare_rows, const Tensor& output) const {
     check_dims("input", input, 2);
     check_shape("input", input, {input.size(0), product_.num_inputs});
     check_shape("output", output, {input.size(0), num_columns_});
     check_shape("counts", counts, {num_weights()});
     check_type("counts", counts, ElementType::kInt64, "int64");
     check_contiguous("counts", counts);
-    PackedProduct product = product_of(input, output);
-    std::vector<RowGroup> groups;
-    int64_t first_row = 0;
-    for (int64_t weight = 0; weight < num_weights(); ++weight) {
-      const int64_t num_rows = numbers<int64_t>(counts)[weight];
-      if (num_rows < 0 || num_rows > input.size(0) - first_row) {
-        refuse("counts do not fit the " + std::to_string(input.size(0)) + " rows of input");
-      }
-      if (num_rows > 0) {
-        groups.push_back(group_of(weight, row_of(input, first_row), row_of(output, first_row), num_rows));
-      }
-      first_row += num_rows;
-    }
-    if (first_row != input.size(0)) {
-      refuse("counts add up to " + std::to_string(first_row) + ", but input has " + std::to_string(input.size(0)) +
-             " rows");
-    }
-    run(product, groups);
+    const PackedProduct product = product_of(input, output);
+    run([this, product, input, counts, has_spare_rows, output] {
+      packed_product(product, groups_of_rows(input, counts, has_spare_rows, output));
+    });
   }
 
   // output [R, columns] of input [R, K], with the only weight.
@@ -142,7 +130,9 @@ class PackedWeights {
     check_shape("input", input, {input.size(0), product_.num_inputs});
     check_shape("output", output, {input.size(0), num_columns_});
     if (num_weights() != 1) refuse("there are " + std::to_string(num_weights()) + " weights, not one");
-    run(product_of(input, output), {group_of(0, row_of(input, 0), row_of(output, 0), input.size(0))});
+    const PackedProduct product = product_of(input, output);
+    const std::vector<RowGroup> groups{group_of(0, row_of(input, 0), row_of(output, 0), input.size(0))};
+    run([product, groups] { packed_product(product, groups); });
   }
 
   // output [R, weights, columns]: input[:, i] with weight i.
@@ -157,7 +147,7 @@ class PackedWeights {
           weight, static_cast<char*>(input.data) + weight * input.strides[1] * element_bytes(input.type),
           static_cast<char*>(output.data) + weight * output.strides[1] * element_bytes(input.type), input.size(0)));
     }
-    run(product, groups);
+    run([product, groups] { packed_product(product, groups); });
   }
 
   int64_t num_weights() const { return panels_.size(0); }
@@ -192,9 +182,31 @@ class PackedWeights {
     return {panels, bias, input, output, num_rows};
   }
 
-  static void run(const PackedProduct& product, const std::vector<RowGroup>& groups) {
-    const nb::gil_scoped_release released;
-    packed_product(product, groups);
+  std::vector<RowGroup> groups_of_rows(const Tensor& input, const Tensor& counts, bool has_spare_rows,
+                                       const Tensor& output) const {
+    std::vector<RowGroup> groups;
+    int64_t first_row = 0;
+    for (int64_t weight = 0; weight < num_weights(); ++weight) {
+      const int64_t num_rows = numbers<int64_t>(counts)[weight];
+      if (num_rows < 0 || num_rows > input.size(0) - first_row) {
+        refuse("counts do not fit the " + std::to_string(input.size(0)) + " rows of input");
+      }
+      if (num_rows > 0) {
+        groups.push_back(group_of(weight, row_of(input, first_row), row_of(output, first_row), num_rows));
+      }
+      first_row += num_rows;
+    }
+    if (first_row < input.size(0) && !has_spare_rows) {
+      refuse("counts add up to " + std::to_string(first_row) + ", but input has " + std::to_string(input.size(0)) +
+             " rows");
+    }
+    return groups;
+  }
+
+  template <typename Call>
+  void run(const Call& call) const {
+    if (Tape* tape = recorded_tape()) tape->keep(nb::find(*this));
+    run_kernel(call);
   }
 
   nb::object panels_owner_;
@@ -219,7 +231,7 @@ void bind_products(nb::module_& module) {
            "format"_a, "panels"_a, "num_outputs"_a, "num_inputs"_a, "bias"_a.none() = nb::none(),
            "activation"_a = "none", "alpha"_a = 0.0, "limit"_a = 0.0)
       .def("multiply", &PackedWeights::multiply, "input"_a, "output"_a)
-      .def("multiply_rows", &PackedWeights::multiply_rows, "input"_a, "counts"_a, "output"_a)
+      .def("multiply_rows", &PackedWeights::multiply_rows, "input"_a, "counts"_a, "has_spare_rows"_a, "output"_a)
       .def("multiply_each", &PackedWeights::multiply_each, "input"_a, "output"_a)
       .def_prop_ro("num_weights", &PackedWeights::num_weights)
       .def_prop_ro("num_bytes", &PackedWeights::num_bytes);

@@ -1,16 +1,17 @@
-// Python's view of the shared memory between ranks. Buffers come as addresses: what is sent is small and often, and
-// reading a tensor through DLPack takes longer than sending it. Called by moeserve.distributed only, which checks
-// sizes.
+// Python's view of the shared memory between ranks. Called by moeserve.distributed only, which checks sizes.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
+#include "arguments.h"
 #include "bindings.h"
 #include "host/shared_memory.h"
+#include "tape.h"
 
 namespace nb = nanobind;
 
@@ -20,30 +21,60 @@ namespace moeserve {
 
 namespace {
 
-const char* source_at(uintptr_t address) { return reinterpret_cast<const char*>(address); }
-char* target_at(uintptr_t address) { return reinterpret_cast<char*>(address); }
-
 std::vector<int64_t> times(std::vector<int64_t> sizes, int64_t factor) {
   for (int64_t& size : sizes) size *= factor;
   return sizes;
 }
 
-// The outcome as a number: 0 when all went well. Signals are handled meanwhile, so this may raise what their handlers
-// do; the operation goes on then.
-int wait(SharedMemory& memory, uint64_t number, double timeout_s) {
+const char* source_of(const Tensor& tensor) { return static_cast<const char*>(tensor.data); }
+char* target_of(const Tensor& tensor) { return static_cast<char*>(tensor.data); }
+
+// Begins an operation and returns its number. Played, it begins another one, with another number.
+template <typename Begin>
+uint64_t begin(SharedMemory& memory, const Begin& begin_operation) {
+  uint64_t number;
+  {
+    const nb::gil_scoped_release released;
+    number = begin_operation();
+  }
+  if (Tape* tape = recorded_tape()) {
+    tape->keep(nb::find(memory));
+    tape->add([begin_operation, cell = tape->cell(&memory, number)] { *cell = begin_operation(); });
+  }
+  return number;
+}
+
+// The outcome, with the interpreter's lock released. Signals are handled meanwhile, so this may raise what their
+// handlers do; the operation goes on then.
+Outcome wait_patiently(SharedMemory& memory, uint64_t number, double timeout_s) {
   using Clock = std::chrono::steady_clock;
   const auto started = Clock::now();
   double left_s = timeout_s;
   while (true) {
-    Outcome outcome;
+    const Outcome outcome = memory.wait(number, left_s);
+    if (outcome != Outcome::kInterrupted) return outcome;
     {
-      const nb::gil_scoped_release released;
-      outcome = memory.wait(number, left_s);
+      const nb::gil_scoped_acquire acquired;
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }
-    if (outcome != Outcome::kInterrupted) return static_cast<int>(outcome);
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
     left_s = timeout_s - std::chrono::duration<double>(Clock::now() - started).count();
   }
+}
+
+// The outcome as a number: 0 when all went well.
+int wait(SharedMemory& memory, uint64_t number, double timeout_s) {
+  Outcome outcome;
+  {
+    const nb::gil_scoped_release released;
+    outcome = wait_patiently(memory, number, timeout_s);
+  }
+  if (Tape* tape = recorded_tape()) {
+    tape->add([&memory, cell = tape->cell(&memory, number), timeout_s] {
+      const Outcome played = wait_patiently(memory, *cell, timeout_s);
+      if (played != Outcome::kDone) throw PlayedCallFailed{static_cast<int>(played)};
+    });
+  }
+  return static_cast<int>(outcome);
 }
 
 }  // namespace
@@ -67,35 +98,39 @@ void bind_shared_memory(nb::module_& module) {
           "num_ranks"_a, nb::kw_only(), "num_slots"_a, "slot_bytes"_a, "Of each rank's memory.")
       .def(
           "begin_exchange",
-          [](SharedMemory& self, uintptr_t sent, Sizes send_sizes, uintptr_t received, Sizes receive_sizes,
+          [](SharedMemory& self, const Tensor& sent, Sizes send_sizes, const Tensor& received, Sizes receive_sizes,
              int64_t row_bytes) {
-            send_sizes = times(std::move(send_sizes), row_bytes);
-            receive_sizes = times(std::move(receive_sizes), row_bytes);
-            const nb::gil_scoped_release released;
-            return self.begin_exchange(source_at(sent), send_sizes, target_at(received), receive_sizes);
+            const Sizes send_bytes = times(std::move(send_sizes), row_bytes);
+            const Sizes receive_bytes = times(std::move(receive_sizes), row_bytes);
+            return begin(self, [&self, sent, send_bytes, received, receive_bytes] {
+              return self.begin_exchange(source_of(sent), send_bytes, target_of(received), receive_bytes);
+            });
           },
           "sent"_a, "send_sizes"_a, "received"_a, "receive_sizes"_a, "row_bytes"_a)
       .def(
           "begin_gather",
-          [](SharedMemory& self, uintptr_t sent, uintptr_t received, Sizes sizes, int64_t row_bytes) {
-            sizes = times(std::move(sizes), row_bytes);
-            const nb::gil_scoped_release released;
-            return self.begin_gather(source_at(sent), target_at(received), sizes);
+          [](SharedMemory& self, const Tensor& sent, const Tensor& received, Sizes sizes, int64_t row_bytes) {
+            const Sizes bytes = times(std::move(sizes), row_bytes);
+            return begin(self, [&self, sent, received, bytes] {
+              return self.begin_gather(source_of(sent), target_of(received), bytes);
+            });
           },
           "sent"_a, "received"_a, "sizes"_a, "row_bytes"_a)
       .def(
           "begin_sum_of_parts",
-          [](SharedMemory& self, int element, uintptr_t sent, uintptr_t out, Sizes sizes, int64_t row_bytes) {
-            sizes = times(std::move(sizes), row_bytes);
-            const nb::gil_scoped_release released;
-            return self.begin_sum_of_parts(static_cast<Element>(element), source_at(sent), target_at(out), sizes);
+          [](SharedMemory& self, int element, const Tensor& sent, const Tensor& out, Sizes sizes, int64_t row_bytes) {
+            const Sizes bytes = times(std::move(sizes), row_bytes);
+            return begin(self, [&self, element, sent, out, bytes] {
+              return self.begin_sum_of_parts(static_cast<Element>(element), source_of(sent), target_of(out), bytes);
+            });
           },
           "element"_a, "sent"_a, "out"_a, "sizes"_a, "row_bytes"_a)
       .def(
           "begin_sum",
-          [](SharedMemory& self, int element, uintptr_t sent, uintptr_t out, int64_t num_bytes) {
-            const nb::gil_scoped_release released;
-            return self.begin_sum(static_cast<Element>(element), source_at(sent), target_at(out), num_bytes);
+          [](SharedMemory& self, int element, const Tensor& sent, const Tensor& out, int64_t num_bytes) {
+            return begin(self, [&self, element, sent, out, num_bytes] {
+              return self.begin_sum(static_cast<Element>(element), source_of(sent), target_of(out), num_bytes);
+            });
           },
           "element"_a, "sent"_a, "out"_a, "num_bytes"_a)
       .def("wait", &wait, "number"_a, "timeout_s"_a)

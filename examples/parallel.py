@@ -5,8 +5,9 @@ from moeserve import LLM, SamplingParams
 question = [{"role": "user", "content": "What is the capital of France?"}]
 
 # The default model has 9 attention heads, 3 for each rank of a replica. Every rank is a process of its own. They do not
-# run this script, so it needs no main guard.
-with LLM(tensor_parallel_size=3, data_parallel_size=2) as llm:
+# run this script, so it needs no main guard. In float32 all layouts give the same tokens; in bfloat16 the sums over
+# ranks may round the other way where two tokens are equally likely.
+with LLM(tensor_parallel_size=3, data_parallel_size=2, dtype="float32") as llm:
     (answer,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=32))
     print(answer.outputs[0].text)
 

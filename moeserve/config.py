@@ -85,6 +85,9 @@ class SchedulerSettings:
     max_num_batched_tokens: PositiveInt | None = setting(
         None, "most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU"
     )
+    enforce_eager: bool = setting(
+        False, "run the layers of each step anew; otherwise ranks on a CPU record their decode steps and play them"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,7 @@ class EngineConfig:
     max_num_batched_tokens: int
     tensor_parallel_size: int
     data_parallel_size: int
+    enforce_eager: bool
     num_threads: int  # of each rank
     executor: Literal["uniproc", "mp"]
     dispatcher: DispatcherName
@@ -271,6 +275,7 @@ def resolve(
         max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),
         tensor_parallel_size=parallel.tensor_parallel_size,
         data_parallel_size=parallel.data_parallel_size,
+        enforce_eager=scheduler.enforce_eager,
         num_threads=parallel.num_threads or max(1, num_cores // num_ranks),
         executor=("uniproc" if num_ranks == 1 else "mp") if parallel.executor == "auto" else parallel.executor,
         dispatcher=_choose_dispatcher(parallel.dispatcher, num_ranks),

@@ -26,7 +26,11 @@ class StepInputs:
     row_starts: Tensor  # [S + 1] int32, device: rows of chunk s are row_starts[s] to row_starts[s + 1] - 1
     context_lens: Tensor  # [S] int32, device
     block_table: Tensor  # [S, max_blocks] int32, device: block ids of each chunk's context; 0 beyond it
-    logits_rows: Tensor  # [L] int64, device: rows whose logits are wanted
+    logits_rows: Tensor  # [L] int64, device: rows whose logits are wanted, ascending
     spans: tuple[ChunkSpan, ...]  # the same as row_starts and context_lens, on the host
     tp_sizes: tuple[int, ...]  # how many of the T rows each tp rank has between layers, in order of rank
     tokens_per_rank: tuple[int, ...]  # rows that each ep rank brings to dispatch, those of other replicas included
+
+    def wanted_rows(self, hidden_TD: Tensor) -> Tensor:
+        """[L, D]: those of `logits_rows`."""
+        return hidden_TD if len(self.logits_rows) == len(hidden_TD) else hidden_TD[self.logits_rows]

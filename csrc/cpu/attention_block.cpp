@@ -147,7 +147,7 @@ MOESERVE_INLINE void pack_keys(const void* const* rows, const Ahead& ahead, Rang
 // A step of values from element h on, in as many vectors as a word has elements. Beyond value_size lie zeros.
 template <int W, typename Element>
 MOESERVE_INLINE void load_values(const void* const* rows, int h, Float<W> (&words)[1], const Element*) {
-  words[0] = load_widened<W>(elements_of<Element>(rows[0]) + h);
+  words[0] = load_in_order<W>(elements_of<Element>(rows[0]) + h);
 }
 
 // A word has an element of the first row and the same one of the second.
@@ -574,13 +574,13 @@ const BlockKernels& choose_of_type(ElementType type) {
 
 const BlockKernels& choose_block_kernels([[maybe_unused]] Isa isa, ElementType type) {
 #if defined(MOESERVE_X86)
-  if (isa == Isa::kAvx512Bf16 && type == ElementType::kBFloat16) {
-    return Avx512BFloat16<BFloat16Products, BFloat16>::kernels;
-  }
-  if (isa == Isa::kAvx512Bf16 || isa == Isa::kAvx512) return choose_of_type<Avx512, 16>(type);
-  if (isa == Isa::kAvx2) return choose_of_type<Avx2, 8>(type);
-#endif
+  const BlockKernels* avx512 = &choose_of_type<Avx512, 16>(type);
+  const BlockKernels* dots = &Avx512BFloat16<BFloat16Products, BFloat16>::kernels;
+  return *choose_version(isa, &choose_of_type<Baseline, 4>(type), &choose_of_type<Avx2, 8>(type), avx512,
+                         type == ElementType::kBFloat16 ? dots : avx512);
+#else
   return choose_of_type<Baseline, 4>(type);
+#endif
 }
 
 }  // namespace moeserve

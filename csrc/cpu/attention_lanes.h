@@ -139,18 +139,6 @@ MOESERVE_INLINE typename Vector<W>::Halves interleave_halves(typename Vector<W>:
 #endif
 }
 
-template <int W>
-MOESERVE_INLINE Float<W> load_widened(const float* source) {
-  return load<W>(source);
-}
-
-template <int W>
-MOESERVE_INLINE Float<W> load_widened(const BFloat16* source) {
-  typename Vector<W>::HalfAsMany halves;
-  std::memcpy(&halves, source, sizeof(halves));
-  return reinterpret_cast<Float<W>>(__builtin_convertvector(halves, typename Vector<W>::UInt) << 16);
-}
-
 // Neither infinite nor NaN.
 MOESERVE_INLINE bool is_finite(float value) {
   uint32_t bits;

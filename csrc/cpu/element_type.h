@@ -2,8 +2,31 @@
 
 #pragma once
 
+#include <cstdint>
+#include <stdexcept>
+
 namespace moeserve {
 
 enum class ElementType { kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kInt8, kUInt8, kOther };
+
+// Throws std::invalid_argument for a type that no kernel takes.
+inline int64_t element_bytes(ElementType type) {
+  switch (type) {
+    case ElementType::kInt64:
+      return 8;
+    case ElementType::kFloat32:
+    case ElementType::kInt32:
+      return 4;
+    case ElementType::kBFloat16:
+    case ElementType::kFloat16:
+      return 2;
+    case ElementType::kInt8:
+    case ElementType::kUInt8:
+      return 1;
+    case ElementType::kOther:
+      break;
+  }
+  throw std::invalid_argument("a tensor is of a type that no kernel takes");
+}
 
 }  // namespace moeserve

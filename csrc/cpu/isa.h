@@ -30,4 +30,27 @@ std::string isa_name(Isa isa);
 // Throws std::invalid_argument for a name that is unknown or not usable here.
 Isa isa_of_name(const std::string& name);
 
+#if defined(MOESERVE_X86)
+// Which of a kernel's versions an instruction set runs. Where it has none of its own, it runs that of the one before.
+template <typename Kernel>
+Kernel choose_version(Isa isa, Kernel baseline, Kernel avx2, Kernel avx512, Kernel avx512_bf16) {
+  switch (isa) {
+    case Isa::kAvx512Bf16:
+      return avx512_bf16;
+    case Isa::kAvx512:
+      return avx512;
+    case Isa::kAvx2:
+      return avx2;
+    case Isa::kBaseline:
+      break;
+  }
+  return baseline;
+}
+
+template <typename Kernel>
+Kernel choose_version(Isa isa, Kernel baseline, Kernel avx2, Kernel avx512) {
+  return choose_version(isa, baseline, avx2, avx512, avx512);
+}
+#endif
+
 }  // namespace moeserve

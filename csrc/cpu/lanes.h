@@ -151,6 +151,19 @@ MOESERVE_INLINE Pair<W> load_pair(const BFloat16* source) {
   return {reinterpret_cast<Float<W>>(words << 16), reinterpret_cast<Float<W>>(words & 0xFFFF0000u)};
 }
 
+// W consecutive elements, in their order.
+template <int W>
+MOESERVE_INLINE Float<W> load_in_order(const float* source) {
+  return load<W>(source);
+}
+template <int W>
+MOESERVE_INLINE Float<W> load_in_order(const BFloat16* source) {
+  using Halves = typename Vector<W>::HalfAsMany;
+  Halves halves;
+  std::memcpy(&halves, source, sizeof(halves));
+  return reinterpret_cast<Float<W>>(__builtin_convertvector(halves, typename Vector<W>::UInt) << 16);
+}
+
 // Where element i of 2 * W is found when the first vector of its pair is stored before the second.
 template <int W>
 constexpr int place(const float*, int i) {

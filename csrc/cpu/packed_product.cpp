@@ -17,6 +17,7 @@
 #include "parallel.h"
 #include "product_tile.h"
 #include "product_tile_avx512_bf16.h"
+#include "rows.h"
 
 namespace moeserve {
 
@@ -59,7 +60,6 @@ Scratch& scratch() {
   return *of_this_thread;
 }
 
-int64_t bytes_of(ElementType type) { return type == ElementType::kBFloat16 ? 2 : 4; }
 bool is_gated(const PackedProduct& product) { return product.activation != Activation::kNone; }
 bool is_quantized(WeightFormat format) { return format == WeightFormat::kInt8 || format == WeightFormat::kInt4; }
 
@@ -154,7 +154,8 @@ MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
     if constexpr (kFormat == WeightFormat::kInt4) {
       dot_int4<kRows>(input, stride, block.panels, work.num_inputs, sums);
     } else {
-      dot_tile<kRows, kFormat, 0>(input, stride, block, {}, sums);
+      const Prefetch next{{work.panels[0] + work.next_item, work.panels[1] + work.next_item}};
+      dot_tile<kRows, kFormat, kAtTheEnd>(input, stride, block, next, sums);
     }
   };
   switch (work.num_rows) {
@@ -292,18 +293,21 @@ struct Epilogue {
   alignas(64) float factors[kTileOutputs];
   alignas(64) float biases[kTileOutputs];
   int num_outputs[2];  // of each panel that exist
+  bool is_needed;      // whether there is a factor other than 1, or a bias other than 0
 };
 
 template <typename Element>
 MOESERVE_INLINE Epilogue make_epilogue(const PackedProduct& product, const Item& item, const Work& work,
                                        const void* bias) {
   Epilogue epilogue;
+  epilogue.is_needed = bias != nullptr || product.format == WeightFormat::kInt8;
   const int64_t half = is_gated(product) ? product.num_outputs / 2 : product.num_outputs;
   for (int p = 0; p < 2; ++p) {
     const int64_t in_half = is_gated(product) ? item.column * kPanel : (item.column * 2 + p) * kPanel;
     const int64_t first = is_gated(product) ? p * half + in_half : in_half;
     const int count = static_cast<int>(std::clamp<int64_t>(half - in_half, 0, kPanel));
     epilogue.num_outputs[p] = count;
+    if (!epilogue.is_needed) continue;
     const auto* scales = reinterpret_cast<const float*>(work.panels[p] + work.num_inputs * kPanel);  // of int8
     for (int n = 0; n < kPanel; ++n) {
       const bool has_bias = bias != nullptr && n < count;
@@ -315,22 +319,21 @@ MOESERVE_INLINE Epilogue make_epilogue(const PackedProduct& product, const Item&
 }
 
 template <int W, typename Element>
-MOESERVE_INLINE void finish_rows(const PackedProduct& product, const Epilogue& epilogue, const float* sums,
-                                 int num_rows, Element* output) {
-  alignas(64) float lanes[kTileOutputs];
+MOESERVE_INLINE void finish_rows(const PackedProduct& product, const Epilogue& epilogue, float* sums, int num_rows,
+                                 Element* output) {
+  const int count = epilogue.num_outputs[0] + (is_gated(product) ? 0 : epilogue.num_outputs[1]);
+  const int last = count / W * W;
   for (int r = 0; r < num_rows; ++r, sums += kTileOutputs, output += product.output_stride) {
-    for (int n = 0; n < kTileOutputs; n += W) {
-      store<W>(lanes + n, load<W>(sums + n) * load<W>(epilogue.factors + n) + load<W>(epilogue.biases + n));
+    for (int n = 0; epilogue.is_needed && n < kTileOutputs; n += W) {
+      store<W>(sums + n, load<W>(sums + n) * load<W>(epilogue.factors + n) + load<W>(epilogue.biases + n));
     }
-    int count = epilogue.num_outputs[0];
     if (is_gated(product)) {
       for (int n = 0; n < kPanel; n += W) {
-        store<W>(lanes + n, activate<W>(product, load<W>(lanes + n), load<W>(lanes + kPanel + n)));
+        store<W>(sums + n, activate<W>(product, load<W>(sums + n), load<W>(sums + kPanel + n)));
       }
-    } else {
-      count += epilogue.num_outputs[1];
     }
-    for (int n = 0; n < count; ++n) assign(output + n, lanes[n]);
+    for (int n = 0; n < last; n += W) store_in_order<W>(output + n, load<W>(sums + n));
+    for (int n = last; n < count; ++n) assign(output + n, sums[n]);
   }
 }
 
@@ -382,11 +385,10 @@ using RunItem = void (*)(const PackedProduct&, const RowGroup&, const Item&);
 
 RunItem choose_run_item([[maybe_unused]] Isa isa) {
 #if defined(MOESERVE_X86)
-  if (isa == Isa::kAvx512Bf16) return run_avx512_bf16;
-  if (isa == Isa::kAvx512) return run_avx512;
-  if (isa == Isa::kAvx2) return run_avx2;
-#endif
+  return choose_version<RunItem>(isa, run_baseline, run_avx2, run_avx512, run_avx512_bf16);
+#else
   return run_baseline;
+#endif
 }
 
 // Group by group, then rows by rows: the weights of neighbours lie one after the other.
@@ -410,7 +412,7 @@ void plan(const PackedProduct& product, const std::vector<RowGroup>& groups, std
 // Rows whose inputs are filled up with zeros, for weights that were.
 std::vector<RowGroup> with_padded_inputs(PackedProduct& product, const std::vector<RowGroup>& groups,
                                          std::vector<char>& room) {
-  const int64_t element = bytes_of(product.type);
+  const int64_t element = element_bytes(product.type);
   const int64_t width = padded_inputs(product.format, product.num_inputs);
   int64_t num_rows = 0;
   for (const RowGroup& group : groups) num_rows += group.num_rows;

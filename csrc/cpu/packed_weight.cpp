@@ -202,10 +202,10 @@ void pack_columns_baseline(WeightFormat format, const Columns& columns, char* pa
 
 PackColumns choose_pack_columns([[maybe_unused]] Isa isa) {
 #if defined(MOESERVE_X86)
-  if (isa == Isa::kAvx512 || isa == Isa::kAvx512Bf16) return pack_columns_avx512;
-  if (isa == Isa::kAvx2) return pack_columns_avx2;
-#endif
+  return choose_version<PackColumns>(isa, pack_columns_baseline, pack_columns_avx2, pack_columns_avx512);
+#else
   return pack_columns_baseline;
+#endif
 }
 
 template <typename Element>

@@ -132,7 +132,6 @@ struct Job {
   float* shared_states;
 };
 
-int64_t element_bytes(const PagedAttention& step) { return step.type == ElementType::kFloat32 ? 4 : 2; }
 int64_t group_size(const PagedAttention& step) { return step.num_heads / step.num_kv_heads; }
 
 int64_t first_position(const PagedAttention& step, int64_t position) {
@@ -196,7 +195,7 @@ void find_rows(const PagedAttention& step, const Chunk& chunk, const Item& item,
   const auto* keys = static_cast<const char*>(step.key_cache);
   const auto* values = static_cast<const char*>(step.value_cache);
   const int64_t kv_head = item.first_head / group_size(step);
-  const int64_t row_bytes = step.head_size * element_bytes(step);
+  const int64_t row_bytes = step.head_size * element_bytes(step.type);
   int64_t block = (start + visible.begin) / step.block_size;
   int64_t in_block = (start + visible.begin) % step.block_size;
   for (int p = visible.begin; p < visible.end; ++block, in_block = 0) {
@@ -402,11 +401,13 @@ void run_item(Job& job, size_t index) {
     }
   };
 
-  auto* zeros = room.zeros.at_least<char>(step.head_size * element_bytes(step));
-  std::memset(zeros, 0, step.head_size * element_bytes(step));
+  auto* zeros = room.zeros.at_least<char>(step.head_size * element_bytes(step.type));
+  std::memset(zeros, 0, step.head_size * element_bytes(step.type));
   auto* queries = room.queries.at_least<char>(num_queries * query_bytes);
   for_queries([&](int query, int64_t index) {
-    const auto* source = static_cast<const char*>(step.query) + index * step.head_size * element_bytes(step);
+    const int64_t place =
+        index / step.num_heads * step.query_token_stride + index % step.num_heads * step.query_head_stride;
+    const auto* source = static_cast<const char*>(step.query) + place * element_bytes(step.type);
     kernels.copy_query(source, head_size, queries + query * query_bytes);
   });
   Rows rows[2];
@@ -457,7 +458,7 @@ void run_item(Job& job, size_t index) {
   for_queries([&](int query, int64_t index) {
     const States state{merged.largest + query, merged.weight_sums + query, merged.values + query * stride};
     const float* sink = step.sinks == nullptr ? nullptr : step.sinks + index % step.num_heads;
-    auto* out = static_cast<char*>(step.out) + index * step.value_size * element_bytes(step);
+    auto* out = static_cast<char*>(step.out) + index * step.value_size * element_bytes(step.type);
     kernels.finish(state, sink, value_size, out);
   });
 }
@@ -553,7 +554,7 @@ double estimate_seconds(const PagedAttention& step, const std::vector<Chunk>& ch
     num_read += static_cast<double>(last + 1 - first_position(step, chunk.position));
   }
   const double sizes = static_cast<double>(step.head_size + step.value_size);
-  const double bytes = num_read * step.num_kv_heads * sizes * element_bytes(step);
+  const double bytes = num_read * step.num_kv_heads * sizes * element_bytes(step.type);
   return num_pairs * sizes * 2 / 80e9 + bytes / 12e9;
 }
 
@@ -614,7 +615,7 @@ void paged_attention(const PagedAttention& step) {
   Scratch& room = scratch();
   const int64_t num_rows = find_chunks(step, room.chunks);
   if (num_rows < step.num_tokens) {
-    std::memset(step.out, 0, step.num_tokens * step.num_heads * step.value_size * element_bytes(step));
+    std::memset(step.out, 0, step.num_tokens * step.num_heads * step.value_size * element_bytes(step.type));
   }
   if (room.chunks.empty() || step.num_heads == 0) return;
   Job job{step, choose_block_kernels(current_isa(), step.type), room.chunks, room.items, room.shared, nullptr};

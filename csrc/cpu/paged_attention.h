@@ -12,7 +12,7 @@ namespace moeserve {
 // value size. Query head n reads key-value head n / (N / G).
 struct PagedAttention {
   ElementType type;             // float32 or bfloat16
-  const void* query;            // [T, N, H]
+  const void* query;            // [T, N, H], heads contiguous
   const void* key_cache;        // [num_blocks, G, block_size, H]
   const void* value_cache;      // the same, and may be key_cache itself: a value is the first V elements of its row
   const float* sinks;           // [N]: a score of each query head beside its positions', without a value; or null
@@ -20,6 +20,8 @@ struct PagedAttention {
   const int32_t* row_starts;    // [S + 1]
   const int32_t* context_lens;  // [S]
   void* out;                    // [T, N, V]
+  int64_t query_token_stride;   // in elements
+  int64_t query_head_stride;
   int64_t num_tokens;
   int64_t num_chunks;
   int64_t num_heads;

@@ -87,24 +87,45 @@ using SumTokens = void (*)(const WeightedSum&, const int64_t* row_of_pair, int64
 
 SumTokens choose_sum_tokens([[maybe_unused]] Isa isa) {
 #if defined(MOESERVE_X86)
-  if (isa == Isa::kAvx512) return sum_tokens_avx512;
-  if (isa == Isa::kAvx2) return sum_tokens_avx2;
-#endif
+  return choose_version<SumTokens>(isa, sum_tokens_baseline, sum_tokens_avx2, sum_tokens_avx512);
+#else
   return sum_tokens_baseline;
+#endif
 }
 
 }  // namespace
 
-int64_t sort_pairs(const PairSort& sort) {
-  std::fill_n(sort.counts, sort.num_keys, 0);
-  for (int64_t p = 0; p < sort.num_pairs; ++p) {
-    const int64_t key = sort.keys[p];
-    if (key < -1 || key >= sort.num_keys) {
-      refuse("pair " + std::to_string(p) + " has key " + std::to_string(key) + ", but there are " +
-             std::to_string(sort.num_keys));
+namespace {
+
+template <typename Key>
+void check_keys(const PairSort& sort) {
+  const auto* keys = static_cast<const Key*>(sort.keys);
+  for (int64_t t = 0; t < sort.num_tokens; ++t, keys += sort.token_stride) {
+    for (int64_t k = 0; k < sort.keys_per_token; ++k) {
+      if (keys[k] < -1 || keys[k] >= sort.num_known) {
+        refuse("pair " + std::to_string(t * sort.keys_per_token + k) + " has key " + std::to_string(keys[k]) +
+               ", but there are " + std::to_string(sort.num_known));
+      }
     }
-    if (key >= 0) ++sort.counts[key];
   }
+}
+
+template <typename Key>
+int64_t sort_keys(const PairSort& sort) {
+  const auto num_keys = static_cast<uint64_t>(sort.num_keys);
+  // Calls use(pair, key) for each pair that is not left out.
+  const auto for_pairs = [&](const auto& use) {
+    const auto* keys = static_cast<const Key*>(sort.keys);
+    for (int64_t t = 0, pair = 0; t < sort.num_tokens; ++t, keys += sort.token_stride) {
+      for (int64_t k = 0; k < sort.keys_per_token; ++k, ++pair) {
+        const auto key = static_cast<uint64_t>(keys[k] - sort.first_key);
+        if (key < num_keys) use(pair, key);
+      }
+    }
+  };
+  check_keys<Key>(sort);
+  std::fill_n(sort.counts, sort.num_keys, 0);
+  for_pairs([&](int64_t, uint64_t key) { ++sort.counts[key]; });
   thread_local std::vector<int64_t> next;  // place of each key's next pair
   next.resize(sort.num_keys);
   int64_t num_kept = 0;
@@ -112,15 +133,20 @@ int64_t sort_pairs(const PairSort& sort) {
     next[key] = num_kept;
     num_kept += sort.counts[key];
   }
-  for (int64_t p = 0; p < sort.num_pairs; ++p) {
-    if (sort.keys[p] >= 0) sort.order[next[sort.keys[p]]++] = p;
-  }
+  for_pairs([&](int64_t pair, uint64_t key) { sort.order[next[key]++] = pair; });
+  std::fill(sort.order + num_kept, sort.order + sort.num_tokens * sort.keys_per_token, -1);
   return num_kept;
+}
+
+}  // namespace
+
+int64_t sort_pairs(const PairSort& sort) {
+  return sort.type == ElementType::kInt32 ? sort_keys<int32_t>(sort) : sort_keys<int64_t>(sort);
 }
 
 void gather_rows(const RowGather& gather) {
   for (int64_t r = 0; r < gather.num_rows; ++r) {
-    if (gather.indices[r] < 0 || gather.indices[r] >= gather.num_source_rows * gather.divisor) {
+    if (gather.indices[r] < -1 || gather.indices[r] >= gather.num_source_rows * gather.divisor) {
       refuse("row " + std::to_string(r) + " comes from " + std::to_string(gather.indices[r]) + ", but there are " +
              std::to_string(gather.num_source_rows * gather.divisor));
     }
@@ -129,9 +155,47 @@ void gather_rows(const RowGather& gather) {
   const int64_t stride = gather.source_stride * gather.element_bytes;
   for_rows(gather.num_rows, 2 * row_bytes, [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) {
+      if (gather.indices[r] < 0) continue;
       const int64_t row = gather.indices[r] / gather.divisor;
       std::memcpy(static_cast<char*>(gather.out) + r * row_bytes,
                   static_cast<const char*>(gather.source) + row * stride, row_bytes);
+    }
+  });
+}
+
+void scatter_rows(const RowScatter& scatter) {
+  thread_local std::vector<int64_t> room;
+  room.assign(scatter.num_out_rows, -1);
+  int64_t* source_of_row = room.data();
+  for (int64_t r = 0; r < scatter.num_rows; ++r) {
+    const int64_t index = scatter.indices[r];
+    if (index < -1 || index >= scatter.num_out_rows) {
+      refuse("row " + std::to_string(r) + " goes to " + std::to_string(index) + ", but there are " +
+             std::to_string(scatter.num_out_rows));
+    }
+    if (index >= 0) source_of_row[index] = r;
+  }
+  for_rows(scatter.num_out_rows, 2 * scatter.row_bytes, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      char* target = static_cast<char*>(scatter.out) + row * scatter.row_bytes;
+      if (source_of_row[row] < 0) {
+        std::memset(target, 0, scatter.row_bytes);
+      } else {
+        const char* source = static_cast<const char*>(scatter.source) + source_of_row[row] * scatter.row_bytes;
+        std::memcpy(target, source, scatter.row_bytes);
+      }
+    }
+  });
+}
+
+void join_rows(const RowJoin& join) {
+  const int64_t row_bytes = join.first_bytes + join.second_bytes;
+  for_rows(join.num_rows, 2 * row_bytes, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      char* target = static_cast<char*>(join.out) + row * row_bytes;
+      std::memcpy(target, static_cast<const char*>(join.first) + row * join.first_stride, join.first_bytes);
+      std::memcpy(target + join.first_bytes, static_cast<const char*>(join.second) + row * join.second_stride,
+                  join.second_bytes);
     }
   });
 }
@@ -149,8 +213,7 @@ void weighted_sum(const WeightedSum& sum) {
     row_of_pair[pair] = r;
   }
   const SumTokens run = choose_sum_tokens(current_isa());
-  const int64_t element_bytes = sum.type == ElementType::kBFloat16 ? 2 : 4;
-  for_rows(sum.num_tokens, (sum.top_k + 1) * sum.width * element_bytes,
+  for_rows(sum.num_tokens, (sum.top_k + 1) * sum.width * element_bytes(sum.type),
            [&](int64_t first, int64_t last) { run(sum, row_of_pair, first, last); });
 }
 

@@ -9,20 +9,26 @@
 
 namespace moeserve {
 
-// P pairs with a key each, from 0 to num_keys - 1, or -1 for one that is left out.
+// P pairs with a key each, one of num_known, or -1. Those that have another key than the num_keys from first_key on
+// are left out.
 struct PairSort {
-  const int64_t* keys;  // [P]
-  int64_t num_pairs;
+  ElementType type;  // of the keys: int32 or int64
+  const void* keys;  // [T, K], P = T * K pairs
+  int64_t keys_per_token;
+  int64_t token_stride;  // from token to token, in elements
+  int64_t num_tokens;
+  int64_t first_key;
   int64_t num_keys;
-  int64_t* order;   // [P], gets the pairs in the order of their keys, those of one key ascending
-  int64_t* counts;  // [num_keys], gets how many pairs each key has
+  int64_t num_known;  // at least first_key + num_keys
+  int64_t* order;     // [P], gets the pairs in the order of their keys, those of one key ascending; and then -1
+  int64_t* counts;    // [num_keys], gets how many pairs each key has
 };
 
-// Returns how many pairs are not left out: so many numbers `order` has then. Throws std::invalid_argument for a key out
-// of range.
+// Returns how many pairs are not left out: so many numbers `order` has then. Throws std::invalid_argument for a key
+// that is not known.
 int64_t sort_pairs(const PairSort& sort);
 
-// Row r of `out` gets row indices[r] / divisor of `source`.
+// Row r of `out` gets row indices[r] / divisor of `source`; where the index is -1, it stays as it is.
 struct RowGather {
   int64_t element_bytes;
   const void* source;      // [S, D]
@@ -37,6 +43,33 @@ struct RowGather {
 
 // Throws std::invalid_argument for an index out of range.
 void gather_rows(const RowGather& gather);
+
+// Row indices[r] of `out` gets row r of `source`, but for indices of -1. All other rows of `out` become zeros.
+struct RowScatter {
+  int64_t row_bytes;
+  const void* source;      // [R, D]
+  const int64_t* indices;  // [R], each but -1 once
+  void* out;               // [P, D]
+  int64_t num_rows;
+  int64_t num_out_rows;
+};
+
+// Throws std::invalid_argument for an index out of range.
+void scatter_rows(const RowScatter& scatter);
+
+// Row r of `out` gets row r of one tensor, and then of the other.
+struct RowJoin {
+  const void* first;  // [T, ...]
+  const void* second;
+  void* out;
+  int64_t first_bytes;  // of a row
+  int64_t second_bytes;
+  int64_t first_stride;  // in bytes
+  int64_t second_stride;
+  int64_t num_rows;
+};
+
+void join_rows(const RowJoin& join);
 
 // T tokens, K pairs of each, R rows, D width.
 struct WeightedSum {

@@ -32,8 +32,9 @@ MOESERVE_INLINE void multiply_add(const float* input, int64_t stride, const char
     for (int v = 0; v < kVectors; ++v) lanes[v] = load<W>(weights + v * W);
     MOESERVE_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      const Float<W> value = broadcast<W>(input[r * stride + k]);
       MOESERVE_UNROLL
-      for (int v = 0; v < kVectors; ++v) sums[r][v] += input[r * stride + k] * lanes[v];
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += value * lanes[v];
     }
   }
 }
@@ -49,8 +50,8 @@ MOESERVE_INLINE void multiply_add(const BFloat16* input, int64_t stride, const c
     for (int v = 0; v < kVectors; ++v) lanes[v] = load_pair<W>(weights + v * 2 * W);
     MOESERVE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const float first = widen(input[r * stride + k]);
-      const float second = widen(input[r * stride + k + 1]);
+      const Float<W> first = broadcast<W>(widen(input[r * stride + k]));
+      const Float<W> second = broadcast<W>(widen(input[r * stride + k + 1]));
       MOESERVE_UNROLL
       for (int v = 0; v < kVectors; ++v) {
         sums[r][v] += first * lanes[v].first;

@@ -10,17 +10,23 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
+
 #include "product_tile.h"
 
 namespace moeserve {
 
 constexpr int kDotRows = 6;
 
-// Memory that is to be in the second-level cache soon. For every step of 256 bytes that a tile reads, kLines lines of
-// it are asked for.
+// Memory that is to be in the second-level cache soon. For every pair of inputs that a tile reads, kLines lines of it
+// are asked for, or, with kAtTheEnd, two lines for each of the last pairs: memory is read fastest once its own
+// prefetcher follows, and that takes some lines.
 struct Prefetch {
   const char* panels[2];
 };
+
+constexpr int kAtTheEnd = -1;
+constexpr int64_t kLastPairs = 16;
 
 #define MOESERVE_DOT MOESERVE_TARGET_AVX512_BF16 MOESERVE_INLINE
 
@@ -83,7 +89,16 @@ MOESERVE_DOT void dot_tile(const BFloat16* input, int64_t stride, const Block& b
       sums[r][v] = starts_at_zero ? _mm512_setzero_ps() : _mm512_loadu_ps(targets + r * kTileOutputs + v * 16);
     }
   }
-  dot_pairs<kRows, kFormat, kLines>(input, stride, block.panels, block.num_inputs / 2, next, sums);
+  const int64_t num_pairs = block.num_inputs / 2;
+  if constexpr (kLines == kAtTheEnd) {
+    constexpr int64_t kPairBytes = kFormat == WeightFormat::kInt8 ? 64 : 128;
+    const int64_t first = std::max<int64_t>(0, num_pairs - kLastPairs);
+    const char* const rest[2] = {block.panels[0] + first * kPairBytes, block.panels[1] + first * kPairBytes};
+    dot_pairs<kRows, kFormat, 0>(input, stride, block.panels, first, next, sums);
+    dot_pairs<kRows, kFormat, 2>(input + 2 * first, stride, rest, num_pairs - first, next, sums);
+  } else {
+    dot_pairs<kRows, kFormat, kLines>(input, stride, block.panels, num_pairs, next, sums);
+  }
   MOESERVE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     MOESERVE_UNROLL

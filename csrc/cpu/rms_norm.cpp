@@ -107,18 +107,17 @@ using NormRows = void (*)(const RmsNorm&, int64_t first, int64_t last);
 
 NormRows choose_norm_rows([[maybe_unused]] Isa isa) {
 #if defined(MOESERVE_X86)
-  if (isa == Isa::kAvx512) return norm_rows_avx512;
-  if (isa == Isa::kAvx2) return norm_rows_avx2;
-#endif
+  return choose_version<NormRows>(isa, norm_rows_baseline, norm_rows_avx2, norm_rows_avx512);
+#else
   return norm_rows_baseline;
+#endif
 }
 
 }  // namespace
 
 void rms_norm(const RmsNorm& norm) {
   const NormRows run = choose_norm_rows(current_isa());
-  const int64_t element_bytes = norm.type == ElementType::kBFloat16 ? 2 : 4;
-  const int64_t bytes_per_row = norm.width * element_bytes * (norm.update.data == nullptr ? 2 : 4);
+  const int64_t bytes_per_row = norm.width * element_bytes(norm.type) * (norm.update.data == nullptr ? 2 : 4);
   for_rows(norm.num_tokens * norm.num_heads, bytes_per_row,
            [&](int64_t first, int64_t last) { run(norm, first, last); });
 }

@@ -10,37 +10,6 @@ namespace moeserve {
 
 namespace {
 
-template <int W>
-struct Narrow {
-  typedef uint16_t Halves __attribute__((vector_size(W * sizeof(uint16_t))));
-};
-
-// W consecutive elements, in their order.
-template <int W>
-MOESERVE_INLINE Float<W> load_in_order(const float* source) {
-  return load<W>(source);
-}
-template <int W>
-MOESERVE_INLINE Float<W> load_in_order(const BFloat16* source) {
-  using Halves = typename Narrow<W>::Halves;
-  Halves halves;
-  std::memcpy(&halves, source, sizeof(halves));
-  return reinterpret_cast<Float<W>>(__builtin_convertvector(halves, typename Vector<W>::UInt) << 16);
-}
-
-template <int W>
-MOESERVE_INLINE void store_in_order(float* target, Float<W> lanes) {
-  store<W>(target, lanes);
-}
-template <int W>
-MOESERVE_INLINE void store_in_order(BFloat16* target, Float<W> lanes) {
-  using Halves = typename Narrow<W>::Halves;
-  using UInt = typename Vector<W>::UInt;
-  const UInt bits = reinterpret_cast<UInt>(round_to<W>(target, lanes)) >> 16;
-  const Halves halves = __builtin_convertvector(bits, Halves);
-  std::memcpy(target, &halves, sizeof(halves));
-}
-
 // 2 * W consecutive elements: those with an even index, and those with an odd one.
 template <int W, int... kLane>
 MOESERVE_INLINE Pair<W> divide(const Pair<W>& both, std::integer_sequence<int, kLane...>) {
@@ -69,8 +38,8 @@ MOESERVE_INLINE void store_even_and_odd(BFloat16* target, const Pair<W>& pair) {
 }
 
 template <int W, typename Element>
-MOESERVE_INLINE void turn_head(Element* head, const float* cosines, const float* sines, int64_t num_pairs,
-                               bool is_interleaved) {
+MOESERVE_INLINE void turn_head(const Element* head, Element* target, const float* cosines, const float* sines,
+                               int64_t num_pairs, bool is_interleaved) {
   int64_t f = 0;
   for (; f + W <= num_pairs; f += W) {
     const Float<W> cosine = load<W>(cosines + f), sine = load<W>(sines + f);
@@ -82,29 +51,35 @@ MOESERVE_INLINE void turn_head(Element* head, const float* cosines, const float*
     }
     const Pair<W> turned{pair.first * cosine - pair.second * sine, pair.second * cosine + pair.first * sine};
     if (is_interleaved) {
-      store_even_and_odd<W>(head + 2 * f, turned);
+      store_even_and_odd<W>(target + 2 * f, turned);
     } else {
-      store_in_order<W>(head + f, turned.first);
-      store_in_order<W>(head + num_pairs + f, turned.second);
+      store_in_order<W>(target + f, turned.first);
+      store_in_order<W>(target + num_pairs + f, turned.second);
     }
   }
   for (; f < num_pairs; ++f) {
-    Element* first = head + (is_interleaved ? 2 * f : f);
-    Element* second = head + (is_interleaved ? 2 * f + 1 : num_pairs + f);
-    const float a = widen(first), b = widen(second);
-    assign(first, a * cosines[f] - b * sines[f]);
-    assign(second, b * cosines[f] + a * sines[f]);
+    const int64_t first = is_interleaved ? 2 * f : f;
+    const int64_t second = is_interleaved ? 2 * f + 1 : num_pairs + f;
+    const float a = widen(head + first), b = widen(head + second);
+    assign(target + first, a * cosines[f] - b * sines[f]);
+    assign(target + second, b * cosines[f] + a * sines[f]);
   }
 }
 
 template <int W, typename Element>
 MOESERVE_INLINE void turn_tokens(const RotaryTurn& turn, int64_t first, int64_t last) {
+  const int64_t num_left = turn.head_size - 2 * turn.num_pairs;
   for (int64_t t = first; t < last; ++t) {
-    Element* head = static_cast<Element*>(turn.heads) + t * turn.token_stride;
+    const Element* head = static_cast<const Element*>(turn.source.data) + t * turn.source.token_stride;
+    Element* target = static_cast<Element*>(turn.target.data) + t * turn.target.token_stride;
     const float* cosines = turn.cosines + t * turn.num_pairs;
     const float* sines = turn.sines + t * turn.num_pairs;
-    for (int64_t n = 0; n < turn.num_heads; ++n, head += turn.head_stride) {
-      turn_head<W>(head, cosines, sines, turn.num_pairs, turn.is_interleaved);
+    for (int64_t n = 0; n < turn.num_heads; ++n) {
+      turn_head<W>(head, target, cosines, sines, turn.num_pairs, turn.is_interleaved);
+      const int64_t num_turned = 2 * turn.num_pairs;
+      if (target != head) std::memcpy(target + num_turned, head + num_turned, num_left * sizeof(Element));
+      head += turn.source.head_stride;
+      target += turn.target.head_stride;
     }
   }
 }
@@ -132,18 +107,17 @@ using TurnTokens = void (*)(const RotaryTurn&, int64_t first, int64_t last);
 
 TurnTokens choose_turn_tokens([[maybe_unused]] Isa isa) {
 #if defined(MOESERVE_X86)
-  if (isa == Isa::kAvx512) return turn_tokens_avx512;
-  if (isa == Isa::kAvx2) return turn_tokens_avx2;
-#endif
+  return choose_version<TurnTokens>(isa, turn_tokens_baseline, turn_tokens_avx2, turn_tokens_avx512);
+#else
   return turn_tokens_baseline;
+#endif
 }
 
 }  // namespace
 
 void turn_heads(const RotaryTurn& turn) {
   const TurnTokens run = choose_turn_tokens(current_isa());
-  const int64_t element_bytes = turn.type == ElementType::kBFloat16 ? 2 : 4;
-  const int64_t bytes_per_token = turn.num_pairs * (4 * turn.num_heads * element_bytes + 8);
+  const int64_t bytes_per_token = turn.num_pairs * (4 * turn.num_heads * element_bytes(turn.type) + 8);
   for_rows(turn.num_tokens, bytes_per_token, [&](int64_t first, int64_t last) { run(turn, first, last); });
 }
 

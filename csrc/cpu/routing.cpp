@@ -374,10 +374,12 @@ struct Functions {
 
 Functions choose_functions([[maybe_unused]] Isa isa) {
 #if defined(MOESERVE_X86)
-  if (isa == Isa::kAvx512) return {compute_logits_avx512, choose_experts_avx512};
-  if (isa == Isa::kAvx2) return {compute_logits_avx2, choose_experts_avx2};
-#endif
+  return choose_version<Functions>(isa, {compute_logits_baseline, choose_experts_baseline},
+                                   {compute_logits_avx2, choose_experts_avx2},
+                                   {compute_logits_avx512, choose_experts_avx512});
+#else
   return {compute_logits_baseline, choose_experts_baseline};
+#endif
 }
 
 // Experts of an item: all of them, or less where there are too few tokens for the threads.

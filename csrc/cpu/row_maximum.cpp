@@ -103,18 +103,17 @@ using SearchRows = void (*)(const RowMaximum&, int64_t first, int64_t last);
 
 SearchRows choose_search_rows([[maybe_unused]] Isa isa) {
 #if defined(MOESERVE_X86)
-  if (isa == Isa::kAvx512) return search_rows_avx512;
-  if (isa == Isa::kAvx2) return search_rows_avx2;
-#endif
+  return choose_version<SearchRows>(isa, search_rows_baseline, search_rows_avx2, search_rows_avx512);
+#else
   return search_rows_baseline;
+#endif
 }
 
 }  // namespace
 
 void find_row_maximum(const RowMaximum& search) {
   const SearchRows run = choose_search_rows(current_isa());
-  const int64_t element_bytes = search.type == ElementType::kBFloat16 ? 2 : 4;
-  for_rows(search.num_rows, search.width * element_bytes,
+  for_rows(search.num_rows, search.width * element_bytes(search.type),
            [&](int64_t first, int64_t last) { run(search, first, last); });
 }
 

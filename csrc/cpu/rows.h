@@ -13,7 +13,7 @@
 
 namespace moeserve {
 
-constexpr int64_t kRowItemBytes = 64 * 1024;  // what one thread takes at a time, and what is not worth a second thread
+constexpr int64_t kRowItemBytes = 16 * 1024;  // what one thread takes at a time, and what is not worth a second thread
 
 // Calls work(first, last) for ranges that make up [0, num_rows), on several threads where there is enough to do.
 // `work` must give every row the same bytes whatever range it is in.
@@ -64,6 +64,20 @@ MOESERVE_INLINE Float<W> round_to(const BFloat16*, Float<W> lanes) {
 template <int W, typename Element>
 MOESERVE_INLINE Pair<W> round_to(const Element* type, const Pair<W>& pair) {
   return {round_to<W>(type, pair.first), round_to<W>(type, pair.second)};
+}
+
+// W consecutive elements, in their order, rounded.
+template <int W>
+MOESERVE_INLINE void store_in_order(float* target, Float<W> lanes) {
+  store<W>(target, lanes);
+}
+template <int W>
+MOESERVE_INLINE void store_in_order(BFloat16* target, Float<W> lanes) {
+  using Halves = typename Vector<W>::HalfAsMany;
+  using UInt = typename Vector<W>::UInt;
+  const UInt bits = reinterpret_cast<UInt>(round_to<W>(target, lanes)) >> 16;
+  const Halves halves = __builtin_convertvector(bits, Halves);
+  std::memcpy(target, &halves, sizeof(halves));
 }
 
 // The inverse of load_pair, for numbers that the element type has.

@@ -4,6 +4,8 @@
 
 #include <chrono>
 
+#include "pause.h"
+
 namespace moeserve {
 
 namespace {
@@ -13,14 +15,6 @@ using Clock = std::chrono::steady_clock;
 // How long a thread without work looks for some before it sleeps. Waking a sleeper takes about as long.
 constexpr auto kSpinTime = std::chrono::microseconds(30);
 constexpr int kSpinsPerClockRead = 32;
-
-void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Spins until is_done() or until kSpinTime is over. Returns is_done().
 template <typename Condition>

@@ -28,6 +28,7 @@
 
 #include "cpu/isa.h"
 #include "cpu/lanes.h"
+#include "pause.h"
 
 namespace moeserve {
 
@@ -55,14 +56,6 @@ uint64_t bit_of(int rank) { return uint64_t{1} << (rank % kRankBits); }
 int64_t rounded_up(int64_t num_bytes, int64_t unit) { return (num_bytes + unit - 1) / unit * unit; }
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Waits until the word is woken, unless it is no longer `seen`. False: a signal came.
 bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, double seconds) {

@@ -9,8 +9,9 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import NoReturn
 
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
@@ -68,6 +69,17 @@ class GlooTransport:
         if x.nbytes * (self._num_ranks - 2) <= MAX_EXTRA_BYTES:
             return gather_and_add(self, x, self._num_ranks)
         return add_shares_and_gather(self, x, self._num_ranks)
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return False
+
+    @property
+    def is_recording(self) -> bool:
+        return False
+
+    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
+        raise AssertionError("gloo's collectives cannot be recorded")
 
     def close(self) -> None:
         self._group = None

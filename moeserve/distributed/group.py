@@ -181,7 +181,7 @@ class GroupCoordinator:
         self.step = NO_STEP  # this and the next: shown in errors
         self.layer: int | None = None
         self._connections = connections
-        self._number = 0  # of the collective under way
+        self.num_begun = 0  # collectives, the one under way included
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, added in float32 in rank order: the same bytes on all ranks."""
@@ -215,9 +215,11 @@ class GroupCoordinator:
             return x
         self._announce("reduce_scatter", x.dtype, x.shape[1:], sizes)
         try:
-            return self._transport.reduce_scatter(x, sizes)
+            reduced = self._transport.reduce_scatter(x, sizes)
         except TransportError as error:
             self._fail("reduce_scatter", self._position(), error)
+        self._prepare_to_be_played("reduce_scatter")
+        return reduced
 
     def all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> PendingTensor:
         """Send rows to each rank: x [sum(send_sizes), ...] -> [sum(receive_sizes), ...], both in rank order.
@@ -258,6 +260,13 @@ class GroupCoordinator:
             self._announce("barrier", torch.uint8)
             self._gather_one(torch.zeros(1, dtype=torch.uint8), "barrier")
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a tape that was recorded during collectives of this group can be played."""
+        if self.world_size == 1:
+            return True
+        return self._connected.order_check is None and self._transport.can_be_recorded
+
     def close(self) -> None:
         """Drop the connections: ranks that wait for this one fail at once. Nothing may be under way."""
         if self._connections is not None:
@@ -276,15 +285,27 @@ class GroupCoordinator:
 
     def _arriving(self, pending: Pending, operation: Operation) -> PendingTensor:
         tensor, wait = pending
-        at = self._number, self.step, self.layer
+        at = self.num_begun, self.step, self.layer
 
         def finish() -> None:
             try:
                 wait()
             except TransportError as error:
                 self._fail(operation, _shown_position(*at), error)
+            self._prepare_to_be_played(operation)
 
         return PendingTensor(tensor, finish)
+
+    def _prepare_to_be_played(self, operation: Operation) -> None:
+        """While a tape is recorded: what the collective waited for last says if it fails as it is played."""
+        if not self._transport.is_recording:
+            return
+        layer = self.layer
+
+        def fail(cause: str) -> NoReturn:
+            self._fail(operation, _shown_position(self.num_begun, self.step, layer), TransportError(cause))
+
+        self._transport.on_failure_when_played(fail)
 
     @property
     def _connected(self) -> Connections:
@@ -306,14 +327,14 @@ class GroupCoordinator:
         receive_sizes: Sequence[int] = (),
     ) -> None:
         """Count, and where that is asked for make sure that all ranks of the group are about to join the same."""
-        self._number += 1
+        self.num_begun += 1
         connected = self._connected
         if connected.order_check is None:
             return
         mine = Announcement(
             group=self.name,
             operation=operation,
-            number=self._number,
+            number=self.num_begun,
             step=self.step,
             dtype=str(dtype).removeprefix("torch."),
             shape=tuple(shape),
@@ -334,7 +355,7 @@ class GroupCoordinator:
 
     def _position(self) -> str:
         """Which collective this is."""
-        return _shown_position(self._number, self.step, self.layer)
+        return _shown_position(self.num_begun, self.step, self.layer)
 
     def _fail(self, operation: Operation, position: str, error: Exception) -> NoReturn:
         """Say what is known, on this rank and in the store."""
@@ -367,6 +388,20 @@ class Groups:
         """Tell the groups which layer of the model is computed, for their errors; None: outside all layers."""
         for group in (self.world, self.tp, self.dp, self.ep):
             group.layer = layer
+
+    def count_collectives(self) -> tuple[int, ...]:
+        """How many of each group have begun on this rank."""
+        return tuple(group.num_begun for group in (self.world, self.tp, self.dp, self.ep))
+
+    def add_played(self, counts: Sequence[int]) -> None:
+        """Count so many more of each group: they were played from a tape."""
+        for group, count in zip((self.world, self.tp, self.dp, self.ep), counts, strict=True):
+            group.num_begun += count
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether layers that call these groups can be recorded."""
+        return self.tp.can_be_recorded and self.ep.can_be_recorded
 
     def leave(self, why: str) -> None:
         """Stop taking part, because of an error of this rank's own: the others' errors will say why.

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -86,16 +86,24 @@ def connect(
             raise
     except RuntimeError as error:  # of the store
         raise TransportError(f"not all ranks came within {timeout_s:g} s") from error
+    assert native is not None
     assert memory is not None
-    return SharedMemoryTransport(memory, contacts, ranks, rank_in_group, timeout_s)
+    return SharedMemoryTransport(native, memory, contacts, ranks, rank_in_group, timeout_s)
 
 
 class SharedMemoryTransport:
     """One rank's side. See `Transport` for the contract."""
 
     def __init__(
-        self, memory: Any, contacts: Contacts, ranks: Sequence[int], rank_in_group: int, timeout_s: float
+        self,
+        native: ModuleType,
+        memory: Any,
+        contacts: Contacts,
+        ranks: Sequence[int],
+        rank_in_group: int,
+        timeout_s: float,
     ) -> None:
+        self._native = native
         self._memory = memory
         self._contacts = contacts
         self._ranks = ranks
@@ -109,18 +117,15 @@ class SharedMemoryTransport:
         x = x.contiguous()
         row_shape = x.shape[1:]
         gathered = x.new_empty((sum(sizes), *row_shape))
-        number = self._memory.begin_gather(
-            x.data_ptr(), gathered.data_ptr(), sizes, x.element_size() * row_shape.numel()
-        )
+        number = self._memory.begin_gather(x, gathered, sizes, x.element_size() * row_shape.numel())
         return gathered, self._begun(number, x, gathered)
 
     def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         x = x.contiguous()
         row_shape = x.shape[1:]
         received = x.new_empty((sum(receive_sizes), *row_shape))
-        number = self._memory.begin_exchange(
-            x.data_ptr(), send_sizes, received.data_ptr(), receive_sizes, x.element_size() * row_shape.numel()
-        )
+        row_bytes = x.element_size() * row_shape.numel()
+        number = self._memory.begin_exchange(x, send_sizes, received, receive_sizes, row_bytes)
         return received, self._begun(number, x, received)
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -130,9 +135,7 @@ class SharedMemoryTransport:
         x = x.contiguous()
         row_shape = x.shape[1:]
         out = x.new_empty((sizes[self._rank], *row_shape))
-        number = self._memory.begin_sum_of_parts(
-            element, x.data_ptr(), out.data_ptr(), sizes, x.element_size() * row_shape.numel()
-        )
+        number = self._memory.begin_sum_of_parts(element, x, out, sizes, x.element_size() * row_shape.numel())
         self._begun(number, x, out)()
         return out
 
@@ -145,9 +148,20 @@ class SharedMemoryTransport:
             return transport.gather_and_add(self, x, self._num_ranks)
         x = x.contiguous()
         out = torch.empty_like(x)
-        number = self._memory.begin_sum(element, x.data_ptr(), out.data_ptr(), x.nbytes)
+        number = self._memory.begin_sum(element, x, out, x.nbytes)
         self._begun(number, x, out)()
         return out
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return True
+
+    @property
+    def is_recording(self) -> bool:
+        return bool(self._native.is_recording())
+
+    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
+        self._native.on_failure_when_played(lambda outcome: fail(self._explained(outcome)))
 
     def close(self) -> None:
         self._memory.close()

@@ -7,7 +7,7 @@ map each other's memory, else `gloo.py`. What comes out has the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,22 @@ class Transport(Protocol):
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor: ...
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether collectives that are begun and waited for while a tape is recorded can be played from it."""
+        ...
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether this thread records a tape."""
+        ...
+
+    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
+        """While a tape is recorded: what raises an error when the collective waited for last fails as it is played.
+
+        It gets what `TransportError` would say.
+        """
 
     def close(self) -> None:
         """Drop the connections: ranks that wait for this one fail at once."""

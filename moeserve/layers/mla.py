@@ -27,6 +27,7 @@ from moeserve.layers.rotary import Rotation
 from moeserve.layers.weights import Weights
 from moeserve.ops.dense_attention import attend_causally
 from moeserve.ops.latent_attention import choose_latent_attention
+from moeserve.ops.memory import new_empty
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # T tokens, D model width, N heads, K values of a head's key that do not turn, S that do, V values of a head,
@@ -144,41 +145,47 @@ class LatentAttention(nn.Module):
         config = self.config
         query = self.query(hidden_TD).unflatten(-1, (self.num_heads, -1))
         query_TNK, query_TNS = query.split([config.key_dim, config.rotary_dim], dim=-1)
-        query_TNS = rotation.apply(query_TNS)
+        query_TNP = new_empty(query, *query.shape[:2], config.cached_size)
+        rotation.apply(query_TNS, out_TNH=query_TNP[..., config.latent_size :])
 
-        latent_TL, key_TS = self.compress(hidden_TD).split([config.latent_size, config.rotary_dim], dim=-1)
-        key_TS = rotation.apply(key_TS[:, None])[:, 0]
-        self.backend.write(torch.cat([self.latent_norm(latent_TL), key_TS], dim=-1), cache.latents, step)
+        latent_TP = self.compress(hidden_TD)
+        latent_TL, key_TS = latent_TP.split([config.latent_size, config.rotary_dim], dim=-1)
+        self.latent_norm.in_place(latent_TL)
+        rotation.apply(key_TS[:, None], out_TNH=key_TS[:, None])
+        self.backend.write(latent_TP, cache.latents, step)
 
-        attended_TNV = self._attend(query_TNK, query_TNS, cache, step)
+        attended_TNV = self._attend(query_TNK, query_TNP, cache, step)
         return self.output(attended_TNV.flatten(1))
 
     def _attend_absorbed(
         self,
         query_TNK: Tensor,
-        query_TNS: Tensor,
+        query_TNP: Tensor,
         cache: LatentCache,
         step: StepInputs,
         max_rows: int | None = None,
     ) -> Tensor:
-        """[T, N, V], with zeros in the rows of chunks that have more than `max_rows` rows."""
-        query_TNP = torch.cat([self.head_maps.absorb(query_TNK), query_TNS], dim=-1)
+        """[T, N, V], with zeros in the rows of chunks that have more than `max_rows` rows.
+
+        Args:
+            query_TNP: the queries' part that turns at the end, turned; the rest is written here.
+        """
+        self.head_maps.absorb(query_TNK, out_TNL=query_TNP[..., : self.config.latent_size])
         return self.head_maps.project(self.backend.attend(query_TNP, cache.latents, step, max_rows))
 
-    def _attend_either_way(self, query_TNK: Tensor, query_TNS: Tensor, cache: LatentCache, step: StepInputs) -> Tensor:
+    def _attend_either_way(self, query_TNK: Tensor, query_TNP: Tensor, cache: LatentCache, step: StepInputs) -> Tensor:
         """[T, N, V], each chunk in the way that takes fewer multiplications."""
         max_rows = self.config.max_absorbed_rows
         is_long = [min(span.num_rows, span.context_len) > max_rows for span in step.spans]
         attended_TNV = query_TNK.new_zeros(*query_TNK.shape[:2], self.config.value_dim)
         if not all(is_long):
-            attended_TNV = self._attend_absorbed(query_TNK, query_TNS, cache, step, max_rows)
+            attended_TNV = self._attend_absorbed(query_TNK, query_TNP, cache, step, max_rows)
         for chunk, span in enumerate(step.spans):
             if is_long[chunk]:
                 last_row = span.first_row + span.num_rows
                 rows = slice(last_row - min(span.num_rows, span.context_len), last_row)  # those that have a position
-                attended_TNV[rows] = self._attend_expanded(
-                    torch.cat([query_TNK[rows], query_TNS[rows]], dim=-1), cache, step.block_table[chunk], span
-                )
+                query_RNQ = torch.cat([query_TNK[rows], query_TNP[rows, :, self.config.latent_size :]], dim=-1)
+                attended_TNV[rows] = self._attend_expanded(query_RNQ, cache, step.block_table[chunk], span)
         return attended_TNV
 
     def _attend_expanded(self, query_RNQ: Tensor, cache: LatentCache, block_ids: Tensor, span: ChunkSpan) -> Tensor:
@@ -213,9 +220,9 @@ class HeadMaps(nn.Module):
         self.keys = Weights(num_heads, size, config.key_dim, least_bits=8, dtype=dtype, device=device)  # [N, L, K]
         self.values = Weights(num_heads, config.value_dim, size, least_bits=8, dtype=dtype, device=device)  # [N, V, L]
 
-    def absorb(self, query_TNK: Tensor) -> Tensor:
-        """[T, N, L], whose products with latent vectors are those of the queries with the heads' keys."""
-        return self.keys.product.multiply_each(query_TNK)
+    def absorb(self, query_TNK: Tensor, out_TNL: Tensor) -> None:
+        """Writes vectors whose products with latent vectors are those of the queries with the heads' keys."""
+        self.keys.product.multiply_each(query_TNK, out_TNL)
 
     def project(self, attended_TNL: Tensor) -> Tensor:
         """[T, N, V]: the heads' values of sums of latent vectors."""

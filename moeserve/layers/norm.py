@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.weights import parameter
-from moeserve.ops.norm import choose_add_rms_norm, choose_rms_norm
+from moeserve.ops.norm import choose_add_rms_norm, choose_rms_norm, choose_rms_norm_in_place
 
 
 class RMSNorm(nn.Module):
@@ -17,10 +17,15 @@ class RMSNorm(nn.Module):
         self.weight = parameter(hidden_size, dtype=dtype, device=device)
         self.epsilon = epsilon
         self.rms_norm = choose_rms_norm(device.type)
+        self.rms_norm_in_place = choose_rms_norm_in_place(device.type)
         self.add_rms_norm = choose_add_rms_norm(device.type)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return self.rms_norm(hidden_TD, self.weight, self.epsilon)
+
+    def in_place(self, hidden_TD: Tensor) -> None:
+        """Normalises hidden states where they are, which may be a view of something wider."""
+        self.rms_norm_in_place(hidden_TD, self.weight, self.epsilon)
 
     def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states with the update, if there is one; and the same normalised."""

@@ -127,9 +127,12 @@ class Rotation:
     is_interleaved: bool
     kernel: RotaryKernel
 
-    def apply(self, heads_TNH: Tensor) -> Tensor:
+    def apply(self, heads_TNH: Tensor, out_TNH: Tensor | None = None) -> Tensor:
         """Turns the first 2 * F values of each head, in float32. Returns the dtype it was given.
 
         The heads are given away: where they lie, the result may lie afterwards. They may be a view of a projection.
+
+        Args:
+            out_TNH: where the result goes, which may be the heads themselves; None: anywhere.
         """
-        return self.kernel(heads_TNH, self.cosines, self.sines, self.is_interleaved)
+        return self.kernel(heads_TNH, self.cosines, self.sines, self.is_interleaved, out_TNH)

@@ -146,9 +146,15 @@ class Decoder(nn.Module):
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
         """Hidden states [T, D] after the last norm, of all the replica's tokens."""
-        hidden_tD: Tensor = self.embedding(step.token_ids, step.tp_sizes)
+        return self.run_layers(*self.embed(step), caches, step)
+
+    def embed(self, step: StepInputs) -> tuple[Tensor, Rotation]:
+        """What the first layer gets."""
+        return self.embedding(step.token_ids, step.tp_sizes), self.rotary.at(step.positions)
+
+    def run_layers(self, hidden_tD: Tensor, rotation: Rotation, caches: list[Any], step: StepInputs) -> Tensor:
+        """From what `embed` gives to what `forward` returns."""
         update_tD: Tensor | None = None
-        rotation = self.rotary.at(step.positions)
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             self.groups.set_layer(index)
             hidden_tD, update_tD = layer(hidden_tD, update_tD, rotation, cache, step)

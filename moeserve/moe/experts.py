@@ -46,6 +46,7 @@ class Experts(nn.Module):
         gate_up, down, counts_e = self.gate_up.product, self.down.product, tokens.counts_e
         match tokens:
             case PackedTokens():
-                return down.multiply_rows(gate_up.multiply_rows(tokens.rows_RD, counts_e), counts_e)
+                middle = gate_up.multiply_rows(tokens.rows_RD, counts_e, tokens.has_spare_rows)
+                return down.multiply_rows(middle, counts_e, tokens.has_spare_rows)
             case SlottedTokens():
                 return down.multiply_slots(gate_up.multiply_slots(tokens.slots_eSD, counts_e), counts_e)

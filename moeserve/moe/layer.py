@@ -20,6 +20,7 @@ from moeserve.moe.placement import Placement
 from moeserve.moe.router import Router
 from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
 from moeserve.ops.activation import GatedActivation, SwiGLU
+from moeserve.ops.addition import choose_addition
 from moeserve.ops.routing import RouterConfig
 from moeserve.step_inputs import StepInputs
 
@@ -86,6 +87,7 @@ class MoELayer(nn.Module):
                 self.dispatcher = AllGatherDispatcher(group, placement, device)
             case "all_to_all":
                 self.dispatcher = AllToAllDispatcher(group, placement, device)
+        self.add = choose_addition(device.type)
         if num_slots is not None:
             self.dispatcher = SlottedDispatcher(self.dispatcher, num_slots)
 
@@ -96,4 +98,4 @@ class MoELayer(nn.Module):
         arrived = in_flight.wait()
         output = self.experts(arrived.tokens)
         routed_TD = self.dispatcher.combine(output, arrived.ticket).wait()
-        return routed_TD if shared_TD is None else routed_TD + shared_TD
+        return routed_TD if shared_TD is None else self.add(routed_TD, shared_TD)

@@ -158,8 +158,7 @@ class CpuAttention:
     ) -> Tensor:
         if query_TNH.dtype not in NATIVE_DTYPES:
             return self.reference.attend(query_TNH, key_cache, value_cache, step, sinks_N)
-        query_TNH = query_TNH.contiguous()
-        out_TNH = torch.empty_like(query_TNH)
+        out_TNH = query_TNH.new_empty(query_TNH.shape)  # contiguous, whatever the query is
         tensors = (query_TNH, key_cache, value_cache, step.block_table, step.row_starts, step.context_lens, out_TNH)
         self.kernels.paged_attention(*tensors, scale=self.reference.scale, window=self.reference.window, sinks=sinks_N)
         return out_TNH

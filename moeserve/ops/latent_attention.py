@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moeserve.ops.attention import NATIVE_DTYPES
 from moeserve.ops.dense_attention import attend_in_float32
+from moeserve.ops.memory import new_empty
 from moeserve.ops.native import native_kernels
 from moeserve.step_inputs import StepInputs
 
@@ -147,9 +148,8 @@ class CpuLatentAttention:
         assert max_rows is None, "long chunks are attended to like all others"
         if query_TNP.dtype not in NATIVE_DTYPES:
             return self.reference.attend(query_TNP, cache, step)
-        query_TNP = query_TNP.contiguous()
         latent_size = self.reference.latent_size
-        out_TNL = query_TNP.new_empty(*query_TNP.shape[:2], latent_size)
+        out_TNL = new_empty(query_TNP, *query_TNP.shape[:2], latent_size)
         vectors = cache[:, None]
         tensors = (query_TNP, vectors, vectors, step.block_table, step.row_starts, step.context_lens, out_TNL)
         self.kernels.paged_attention(*tensors, scale=self.reference.scale, window=None, value_size=latent_size)

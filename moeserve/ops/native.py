@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from types import ModuleType
@@ -12,6 +13,7 @@ import torch
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
+@functools.cache
 def native_kernels() -> ModuleType | None:
     """The module `moeserve._cpu`, or None where the package was installed without a compiler.
 

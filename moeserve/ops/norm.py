@@ -29,6 +29,12 @@ class AddRMSNormKernel(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class RMSNormInPlace(Protocol):
+    """(x_TD, weight_D, epsilon): leaves in x_TD what `RMSNormKernel` returns."""
+
+    def __call__(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, /) -> None: ...
+
+
 def choose_rms_norm(device: str) -> RMSNormKernel:
     """The implementation for a device type."""
     match device:
@@ -49,6 +55,13 @@ def choose_add_rms_norm(device: str) -> AddRMSNormKernel:
     if device == "cpu" and (kernels := native_kernels()):
         return functools.partial(_native_add_rms_norm, kernels)
     return functools.partial(add_then_norm, choose_rms_norm(device))
+
+
+def choose_rms_norm_in_place(device: str) -> RMSNormInPlace:
+    """The implementation for a device type."""
+    if device == "cpu" and (kernels := native_kernels()):
+        return functools.partial(_native_rms_norm_in_place, kernels)
+    return functools.partial(_norm_then_copy, choose_rms_norm(device))
 
 
 def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -76,6 +89,16 @@ def _native_rms_norm(kernels: ModuleType, x_TD: Tensor, weight_D: Tensor, epsilo
     out_TD = torch.empty_like(x_TD)
     kernels.rms_norm(x_TD, weight_D, epsilon, out_TD)
     return out_TD
+
+
+def _native_rms_norm_in_place(kernels: ModuleType, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
+    if x_TD.dtype not in NATIVE_DTYPES:
+        return _norm_then_copy(torch_rms_norm, x_TD, weight_D, epsilon)
+    kernels.rms_norm(x_TD, weight_D, epsilon, x_TD)
+
+
+def _norm_then_copy(rms_norm: RMSNormKernel, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
+    x_TD.copy_(rms_norm(x_TD, weight_D, epsilon))
 
 
 def _native_add_rms_norm(

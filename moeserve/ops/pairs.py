@@ -5,29 +5,59 @@ Pair p = t * K + k is token t and its k-th expert. Knows no dispatcher.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from moeserve.ops.memory import new_empty
 from moeserve.ops.native import NATIVE_DTYPES, native_kernels
 
 # T tokens, D model width, K experts per token, P pairs = T * K, R pairs that are not padding, S rows of a source
 
 
+@dataclass(frozen=True)
+class Keys:
+    """By which pairs are sorted: some neighbours of all keys, which begin with 0. Key -1 is padding."""
+
+    num_counted: int
+    first: int = 0
+    num_known: int | None = None  # in all; None: these end with the counted ones
+
+    @property
+    def num_all(self) -> int:
+        return self.first + self.num_counted if self.num_known is None else self.num_known
+
+
 class PairKernels(Protocol):
-    def sort(self, keys_P: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    def sort(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
         """Pairs [R] in the order of their keys, those of one key ascending; and how many each key has. Both int64.
 
         Args:
-            keys_P: int64, from 0 to num_keys - 1, or -1 for a pair that is left out.
-            num_keys: how many keys there are.
+            keys_TK: int64 or int32, [T, K] or [P].
+            keys: which of them count. Pairs with other keys are left out.
         """
         ...
 
+    def order(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+        """`sort` in a shape that does not depend on the keys: after the pairs that count come -1, T * K in all."""
+        ...
+
     def gather(self, source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
-        """[R, D]: row r is row indices_R[r] // divisor of the source. With K as divisor, indices may be pairs."""
+        """[R, D]: row r is row indices_R[r] // divisor of the source. With K as divisor, indices may be pairs.
+
+        A row whose index is -1 may hold anything.
+        """
+        ...
+
+    def scatter(self, rows_RD: Tensor, indices_R: Tensor, num_rows: int) -> Tensor:
+        """[num_rows, D]: row indices_R[r] is row r, but for indices of -1; all others are zeros."""
+        ...
+
+    def join(self, first_TX: Tensor, second_TD: Tensor) -> Tensor:
+        """Rows of both, side by side, as so many values of the second's dtype: [T, V]."""
         ...
 
     def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,12 +85,27 @@ def choose_pairs(device: str) -> PairKernels:
 class TorchPairs:
     """The reference, on any device."""
 
-    def sort(self, keys_P: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-        counts = (keys_P + 1).bincount(minlength=num_keys + 1)
-        return keys_P.argsort(stable=True)[int(counts[0]) :], counts[1:]
+    def sort(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+        own_P = keys_TK.flatten() - keys.first
+        pairs_R = ((own_P >= 0) & (own_P < keys.num_counted)).nonzero().flatten()
+        own_R = own_P[pairs_R]
+        return pairs_R[own_R.argsort(stable=True)], own_R.bincount(minlength=keys.num_counted)
+
+    def order(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+        pairs_R, counts = self.sort(keys_TK, keys)
+        return torch.cat([pairs_R, pairs_R.new_full((keys_TK.numel() - len(pairs_R),), -1)]), counts
 
     def gather(self, source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
         return source_SD[indices_R // divisor]
+
+    def scatter(self, rows_RD: Tensor, indices_R: Tensor, num_rows: int) -> Tensor:
+        out_PD = rows_RD.new_zeros(num_rows, rows_RD.shape[1])
+        counts_R = indices_R >= 0
+        out_PD[indices_R[counts_R]] = rows_RD[counts_R]
+        return out_PD
+
+    def join(self, first_TX: Tensor, second_TD: Tensor) -> Tensor:
+        return torch.cat([first_TX.contiguous().view(second_TD.dtype), second_TD], dim=1)
 
     def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         num_tokens, top_k = weights_TK.shape
@@ -80,15 +125,33 @@ class CpuPairs:
         self.kernels = kernels
         self.reference = TorchPairs()
 
-    def sort(self, keys_P: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-        order_P, counts = torch.empty_like(keys_P), torch.empty(num_keys, dtype=torch.int64)
-        num_kept = self.kernels.sort_pairs(keys_P, order_P, counts)
+    def sort(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+        order_P = torch.empty(keys_TK.numel(), dtype=torch.int64)
+        counts = torch.empty(keys.num_counted, dtype=torch.int64)
+        num_kept = self.kernels.sort_pairs(keys_TK, keys.first, keys.num_all, order_P, counts)
         return order_P if num_kept == order_P.shape[0] else order_P[:num_kept], counts
 
+    def order(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+        order_P = torch.empty(keys_TK.numel(), dtype=torch.int64)
+        counts = torch.empty(keys.num_counted, dtype=torch.int64)
+        self.kernels.order_pairs(keys_TK, keys.first, keys.num_all, order_P, counts)
+        return order_P, counts
+
     def gather(self, source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
-        rows_RD = source_SD.new_empty(indices_R.shape[0], source_SD.shape[1])
+        rows_RD = new_empty(source_SD, indices_R.shape[0], source_SD.shape[1])
         self.kernels.gather_rows(source_SD, indices_R, divisor, rows_RD)
         return rows_RD
+
+    def scatter(self, rows_RD: Tensor, indices_R: Tensor, num_rows: int) -> Tensor:
+        out_PD = new_empty(rows_RD, num_rows, rows_RD.shape[1])
+        self.kernels.scatter_rows(rows_RD, indices_R, out_PD)
+        return out_PD
+
+    def join(self, first_TX: Tensor, second_TD: Tensor) -> Tensor:
+        num_first = first_TX.shape[1] * first_TX.element_size() // second_TD.element_size()
+        out_TV = second_TD.new_empty(len(second_TD), num_first + second_TD.shape[1])
+        self.kernels.join_rows(first_TX, second_TD, out_TV)
+        return out_TV
 
     def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype not in NATIVE_DTYPES or output_RD.dtype != dtype:

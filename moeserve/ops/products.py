@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.ops.activation import ClampedSwiGLU, GatedActivation, SwiGLU
+from moeserve.ops.memory import new_empty
 from moeserve.ops.native import NATIVE_DTYPES, native_kernels
 
 # T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns: the
@@ -36,16 +37,24 @@ class Product(Protocol):
         """[T, C], with the only weight."""
         ...
 
-    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor) -> Tensor:
-        """[R, C]: the first counts_e[0] rows with the first weight, and so on. counts_e is int64 and sums to R."""
+    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False) -> Tensor:
+        """[R, C]: the first counts_e[0] rows with the first weight, and so on.
+
+        Args:
+            counts_e: int64, in all R; with spare rows R or less, and results of those are not to be read.
+        """
         ...
 
     def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
         """[e, S, C]: the first counts_e[i] slots of weight i hold its rows; the others' results are not to be read."""
         ...
 
-    def multiply_each(self, input_TeI: Tensor) -> Tensor:
-        """[T, e, C]: every token with every weight, each on an input of its own."""
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        """[T, e, C]: every token with every weight, each on an input of its own.
+
+        Args:
+            out_TeC: where the results go, which may be a part of something wider; None: into memory of their own.
+        """
         ...
 
 
@@ -73,7 +82,7 @@ class TorchProduct:
         (weight_OI,) = self.weights.weight_eOI
         return self._product(input_TI, weight_OI, 0)
 
-    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor) -> Tensor:
+    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False) -> Tensor:
         output_RC = rows_RI.new_empty(len(rows_RI), self._num_columns)
         for weight, rows in _rows_of_each(counts_e):
             output_RC[rows] = self._product(rows_RI[rows], self.weights.weight_eOI[weight], weight)
@@ -91,11 +100,12 @@ class TorchProduct:
             output_eSO = output_eSO + self.weights.bias_eO[:, None]
         return self._activated(output_eSO)
 
-    def multiply_each(self, input_TeI: Tensor) -> Tensor:
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
         output_eTO = torch.bmm(input_TeI.transpose(0, 1), self.weights.weight_eOI.transpose(1, 2))
         if self.weights.bias_eO is not None:
             output_eTO = output_eTO + self.weights.bias_eO[:, None]
-        return self._activated(output_eTO).transpose(0, 1).contiguous()
+        output_TeC = self._activated(output_eTO).transpose(0, 1)
+        return output_TeC.contiguous() if out_TeC is None else out_TeC.copy_(output_TeC)
 
     @property
     def _num_columns(self) -> int:
@@ -129,13 +139,13 @@ class NativeProduct:
         )
 
     def multiply(self, input_TI: Tensor) -> Tensor:
-        output_TC = input_TI.new_empty(len(input_TI), self.num_columns)
+        output_TC = new_empty(input_TI, len(input_TI), self.num_columns)
         self.weights.multiply(input_TI, output_TC)
         return output_TC
 
-    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor) -> Tensor:
-        output_RC = rows_RI.new_empty(len(rows_RI), self.num_columns)
-        self.weights.multiply_rows(rows_RI, counts_e, output_RC)
+    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False) -> Tensor:
+        output_RC = new_empty(rows_RI, len(rows_RI), self.num_columns)
+        self.weights.multiply_rows(rows_RI, counts_e, has_spare_rows, output_RC)
         return output_RC
 
     def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
@@ -144,10 +154,11 @@ class NativeProduct:
         output_eSC[is_used_eS] = self.multiply_rows(slots_eSI[is_used_eS], counts_e)
         return output_eSC
 
-    def multiply_each(self, input_TeI: Tensor) -> Tensor:
-        output_TeC = input_TeI.new_empty(*input_TeI.shape[:2], self.num_columns)
-        self.weights.multiply_each(input_TeI, output_TeC)
-        return output_TeC
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        if out_TeC is None:
+            out_TeC = new_empty(input_TeI, *input_TeI.shape[:2], self.num_columns)
+        self.weights.multiply_each(input_TeI, out_TeC)
+        return out_TeC
 
 
 @dataclass(frozen=True)

@@ -22,27 +22,38 @@ class RotaryKernel(Protocol):
         cosines_TF: float32.
         sines_TF: float32.
         is_interleaved: a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + F).
+        out_TNH: where the result goes, which may be the heads themselves; None: anywhere.
 
     Returns:
         [T, N, H] in the dtype of the heads.
     """
 
-    def __call__(self, heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_interleaved: bool, /) -> Tensor: ...
+    def __call__(
+        self,
+        heads_TNH: Tensor,
+        cosines_TF: Tensor,
+        sines_TF: Tensor,
+        is_interleaved: bool,
+        out_TNH: Tensor | None = None,
+        /,
+    ) -> Tensor: ...
 
 
 def choose_rotary(device: str) -> RotaryKernel:
     """The implementation for a device type."""
     match device:
         case "cpu" if kernels := native_kernels():
-            return functools.partial(_turn_in_place, kernels)
+            return functools.partial(_native_rotary, kernels)
         case "cpu" | "cuda" | "meta":
             return torch_rotary
         case _:
             raise AssertionError(f"no rotary embedding for device {device!r}")
 
 
-def torch_rotary(heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_interleaved: bool) -> Tensor:
-    """The reference. Leaves the heads as they are."""
+def torch_rotary(
+    heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_interleaved: bool, out_TNH: Tensor | None = None
+) -> Tensor:
+    """The reference. Leaves the heads as they are, if they are not where the result goes."""
     num_pairs = cosines_TF.shape[-1]
     cosines_T1F, sines_T1F = cosines_TF[:, None], sines_TF[:, None]
     turning, staying = heads_TNH.split([2 * num_pairs, heads_TNH.shape[-1] - 2 * num_pairs], dim=-1)
@@ -53,13 +64,21 @@ def torch_rotary(heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_int
         second_TNF * cosines_T1F + first_TNF * sines_T1F,
     )
     turned_TNH = torch.stack(turned, dim=axis).flatten(-2).to(heads_TNH.dtype)
-    return torch.cat([turned_TNH, staying], dim=-1) if staying.shape[-1] else turned_TNH
+    if staying.shape[-1]:
+        turned_TNH = torch.cat([turned_TNH, staying], dim=-1)
+    return turned_TNH if out_TNH is None else out_TNH.copy_(turned_TNH)
 
 
-def _turn_in_place(
-    kernels: ModuleType, heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_interleaved: bool
+def _native_rotary(
+    kernels: ModuleType,
+    heads_TNH: Tensor,
+    cosines_TF: Tensor,
+    sines_TF: Tensor,
+    is_interleaved: bool,
+    out_TNH: Tensor | None = None,
 ) -> Tensor:
     if heads_TNH.dtype not in NATIVE_DTYPES:
-        return torch_rotary(heads_TNH, cosines_TF, sines_TF, is_interleaved)
-    kernels.turn_heads(heads_TNH, cosines_TF, sines_TF, is_interleaved)
-    return heads_TNH
+        return torch_rotary(heads_TNH, cosines_TF, sines_TF, is_interleaved, out_TNH)
+    out_TNH = heads_TNH if out_TNH is None else out_TNH
+    kernels.turn_heads(heads_TNH, cosines_TF, sines_TF, is_interleaved, out_TNH)
+    return out_TNH

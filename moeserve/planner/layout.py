@@ -22,7 +22,7 @@ from moeserve.moe.layer import MoEConfig
 from moeserve.moe.placement import Placement
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
-BYTES_OF_CHOICE = 4  # experts travel as int32
+BYTES_OF_CHOICE = 8  # experts travel as int64
 MAX_RANKS = 4096
 MAX_RANKS_LISTED = 16  # with more, a person is shown the ranks of a layout only when it is the one asked for
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from moeserve.distributed.mesh import Mesh, share_sizes
 from moeserve.errors import EngineError
@@ -23,14 +23,24 @@ class ModelRunner:
     """One rank's part of a model, and the caches that its attention layers write to and read from."""
 
     def __init__(
-        self, model: Decoder, caches: list[Any], mesh: Mesh, block_size: int, device: str, *, samples: bool = True
+        self,
+        model: Decoder,
+        caches: list[Any],
+        mesh: Mesh,
+        block_size: int,
+        device: str,
+        *,
+        samples: bool = True,
+        forward: Callable[[StepInputs, list[Any]], Tensor] | None = None,
     ) -> None:
         """
         Args:
             samples: whether this rank chooses the tokens; one rank of a replica does.
+            forward: what gives a step's hidden states in the model's place; None: the model.
         """
         self.samples = samples
         self.model = model
+        self.forward = forward or model
         self.mesh = mesh
         self.caches = caches
         self.block_size = block_size
@@ -47,14 +57,14 @@ class ModelRunner:
             EngineError: the model gave no numbers to choose from. Every rank has done its part of the step.
         """
         step = self.build_inputs(plan, num_tokens)
-        hidden_TD = self.model(step, self.caches)
+        hidden_TD = self.forward(step, self.caches)
         if not self.samples:
             self._join_logits(plan, step, hidden_TD)
             return StepResult(step=plan.step, chunks=[])
 
         # Logits are collective: all of them are computed before anything can be wrong with one of them.
         specs = [chunk.sample for chunk in plan.chunks if chunk.sample is not None]
-        logits_LV = self.model.logits(hidden_TD[step.logits_rows]) if specs else None
+        logits_LV = self.model.logits(step.wanted_rows(hidden_TD)) if specs else None
         failure: EngineError | None = None
         prompts: list[list[TokenLogprobs]] = []
         for chunk, span in zip(plan.chunks, step.spans, strict=True):
@@ -79,45 +89,52 @@ class ModelRunner:
 
     def build_inputs(self, plan: StepPlan, num_tokens: tuple[int, ...]) -> StepInputs:
         """A plan as tensors on the device. See `execute`."""
-        lengths = [len(chunk.token_ids) for chunk in plan.chunks]
-        row_starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
-        token_ids = np.fromiter((token for chunk in plan.chunks for token in chunk.token_ids), np.int64, sum(lengths))
-        starts = np.array([chunk.start for chunk in plan.chunks], np.int64)
-        # Counts up within each chunk: the row's place in the step, less the place of its chunk, plus the chunk's start.
-        positions = np.arange(sum(lengths)) + np.repeat(starts - row_starts[:-1], lengths)
-        block_table = np.zeros((len(plan.chunks), max((len(c.block_ids) for c in plan.chunks), default=0)), np.int32)
-        for row, chunk in enumerate(plan.chunks):
-            block_table[row, : len(chunk.block_ids)] = chunk.block_ids
-        chunk_of_token = np.repeat(np.arange(len(plan.chunks)), lengths)
-        blocks = block_table[chunk_of_token, positions // self.block_size].astype(np.int64)
-        sampled = np.array([c.sample is not None for c in plan.chunks], bool)
-        spans = tuple(
-            ChunkSpan(first_row=int(first), num_rows=length, context_len=chunk.start + length)
-            for first, length, chunk in zip(row_starts, lengths, plan.chunks, strict=False)
-        )
+        size = self.block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        cache_slots: list[int] = []
+        logits_rows: list[int] = []
+        spans: list[ChunkSpan] = []
+        for chunk in plan.chunks:
+            span = ChunkSpan(
+                first_row=len(token_ids),
+                num_rows=len(chunk.token_ids),
+                context_len=chunk.start + len(chunk.token_ids),
+            )
+            spans.append(span)
+            token_ids += chunk.token_ids
+            positions += range(chunk.start, span.context_len)
+            cache_slots += [
+                chunk.block_ids[position // size] * size + position % size
+                for position in range(chunk.start, span.context_len)
+            ]
+            if chunk.sample is not None:
+                logits_rows.append(len(token_ids) - 1)
+        max_blocks = max((len(chunk.block_ids) for chunk in plan.chunks), default=0)
+        block_table = [chunk.block_ids + [0] * (max_blocks - len(chunk.block_ids)) for chunk in plan.chunks]
         return StepInputs(
-            token_ids=self._tensor(token_ids),
-            positions=self._tensor(positions),
-            cache_slots=self._tensor(blocks * self.block_size + positions % self.block_size),
-            row_starts=self._tensor(row_starts),
-            context_lens=self._tensor(np.array([span.context_len for span in spans], np.int32)),
-            block_table=self._tensor(block_table),
-            logits_rows=self._tensor(row_starts[1:][sampled].astype(np.int64) - 1),
-            spans=spans,
-            tp_sizes=share_sizes(sum(lengths), self.mesh.tp),
+            token_ids=self._tensor(token_ids, torch.int64),
+            positions=self._tensor(positions, torch.int64),
+            cache_slots=self._tensor(cache_slots, torch.int64),
+            row_starts=self._tensor([*(span.first_row for span in spans), len(token_ids)], torch.int32),
+            context_lens=self._tensor([span.context_len for span in spans], torch.int32),
+            block_table=self._tensor(block_table, torch.int32).view(len(spans), max_blocks),
+            logits_rows=self._tensor(logits_rows, torch.int64),
+            spans=tuple(spans),
+            tp_sizes=share_sizes(len(token_ids), self.mesh.tp),
             tokens_per_rank=tuple(size for count in num_tokens for size in share_sizes(count, self.mesh.tp)),
         )
 
-    def _join_logits(self, plan: StepPlan, step: StepInputs, hidden_TD: torch.Tensor) -> None:
+    def _join_logits(self, plan: StepPlan, step: StepInputs, hidden_TD: Tensor) -> None:
         """This rank's part of the logits that the first rank of the replica asks for, in the same order."""
         if any(chunk.sample is not None for chunk in plan.chunks):
-            self.model.logits(hidden_TD[step.logits_rows])
+            self.model.logits(step.wanted_rows(hidden_TD))
         for chunk, span in zip(plan.chunks, step.spans, strict=True):
             for first, targets in _prompt_pieces(chunk):
                 self.model.logits(hidden_TD[span.first_row + first :][: len(targets)])
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+    def _tensor(self, numbers: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype).to(self.device, non_blocking=True)
 
 
 def _prompt_pieces(chunk: Chunk) -> Iterator[tuple[int, list[int]]]:

@@ -13,6 +13,7 @@ from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepR
 from moeserve.ops.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.threads import set_num_threads
 from moeserve.scheduling.lockstep import Agreement
+from moeserve.worker.decode_tapes import DecodeTapes
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
@@ -47,8 +48,19 @@ class Worker:
         )
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
         caches = model.make_caches(self.num_blocks, config.block_size)
-        samples = groups.tp.rank_in_group == 0
-        self.runner = ModelRunner(model, caches, groups.mesh, config.block_size, config.device, samples=samples)
+        forward = None
+        if config.device == "cpu" and not config.enforce_eager:
+            max_blocks = -(-config.max_model_len // config.block_size)
+            forward = DecodeTapes(model, caches, groups, max_blocks)
+        self.runner = ModelRunner(
+            model,
+            caches,
+            groups.mesh,
+            config.block_size,
+            config.device,
+            samples=groups.tp.rank_in_group == 0,
+            forward=forward,
+        )
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
 
     def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:

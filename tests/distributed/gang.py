@@ -324,6 +324,7 @@ class CountedDispatcher:
     routed: list[list[int]] = field(default_factory=list)
     computed: list[list[int]] = field(default_factory=list)
     ticket: Any = None  # of what has arrived and is not combined yet
+    num_rows: int = 0  # that arrived with it, spare ones too
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> CountedPending:
         assert self.ticket is None, "I2: what was dispatched before was not combined"
@@ -333,7 +334,7 @@ class CountedDispatcher:
 
     def combine(self, output: Tensor, ticket: Any) -> PendingOutput:
         assert ticket is self.ticket, "I2: combined is not what was dispatched"
-        assert len(output) == sum(self.computed[-1]), "I2: as many rows come out of the experts as go in"
+        assert len(output) == self.num_rows, "I2: as many rows come out of the experts as go in"
         self.ticket = None
         return self.within.combine(output, ticket)
 
@@ -355,6 +356,12 @@ class CountedPending:
         counts.index_add_(0, dispatcher.local_experts, arrived.tokens.counts_e)
         dispatcher.computed.append(counts.tolist())
         dispatcher.ticket = arrived.ticket
+        dispatcher.num_rows = len(arrived.tokens.rows_RD)
+        num_counted = sum(dispatcher.computed[-1])
+        has_spare_rows = arrived.tokens.has_spare_rows
+        assert num_counted == dispatcher.num_rows or num_counted < dispatcher.num_rows and has_spare_rows, (
+            "I2: as many rows come to the experts as are counted"
+        )
         return arrived
 
 

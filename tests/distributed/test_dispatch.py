@@ -6,17 +6,19 @@ import functools
 import random
 from dataclasses import asdict, dataclass
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Place, Ranks
-from thread_ranks import Record, ThreadGroup, run
+from thread_ranks import Record, Table, ThreadGroup, run
 from torch import Tensor
 
 from moeserve.distributed.group import connect, group_of_one
 from moeserve.distributed.mesh import Mesh
+from moeserve.moe.dispatch import allgather
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens
@@ -98,8 +100,9 @@ def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, 
     logical = case.logical_of_slot[group.rank_in_group]
     match arrived.tokens:
         case PackedTokens(rows_RD=rows_RD):
-            output = rows_RD.clone()
-            for expert, rows in zip(logical, output.split(counts), strict=True):
+            output = torch.full_like(rows_RD, torch.nan)  # where nobody computes
+            output[: sum(counts)] = rows_RD[: sum(counts)]
+            for expert, rows in zip(logical, output[: sum(counts)].split(counts), strict=True):
                 rows.copy_(expert_output(rows, expert))
         case SlottedTokens(slots_eSD=slots_eSD):
             output = torch.full_like(slots_eSD, torch.nan)
@@ -155,10 +158,11 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("is_small", [False, True])
 @pytest.mark.parametrize("dispatcher", DISTRIBUTED)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_cases(case: Case, dispatcher: str) -> None:
-    check(case, dispatcher)
+def test_cases(case: Case, dispatcher: str, is_small: bool) -> None:
+    check(case, dispatcher, is_small)
 
 
 @st.composite
@@ -180,13 +184,18 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(logical_of_slot, num_logical, experts, top_k, draw(st.sampled_from(["float32", "bfloat16"])))
 
 
-@given(cases(), st.sampled_from(DISTRIBUTED), st.booleans())
-@settings(max_examples=150, deadline=None)
-def test_any_case(case: Case, dispatcher: str, has_slots: bool) -> None:
-    check(case, dispatcher, has_slots)
+@given(cases(), st.sampled_from(DISTRIBUTED), st.booleans(), st.booleans())
+@settings(max_examples=250, deadline=None)
+def test_any_case(case: Case, dispatcher: str, is_small: bool, has_slots: bool) -> None:
+    check(case, dispatcher, is_small, has_slots)
 
 
-def check(case: Case, name: str, has_slots: bool = False) -> None:
+def of_size(is_small: bool) -> Any:
+    """Makes every step a small one, or none."""
+    return mock.patch.object(allgather, "MAX_SMALL_BYTES", 2**19 if is_small else -1)
+
+
+def check(case: Case, name: str, is_small: bool, has_slots: bool = False) -> None:
     def life(group: ThreadGroup) -> tuple[Tensor, list[int], list[Record]]:
         dispatcher = make_dispatcher(name, group, case.placement)
         if has_slots:
@@ -194,12 +203,24 @@ def check(case: Case, name: str, has_slots: bool = False) -> None:
         output_TD, counts = serve(group, case, dispatcher)
         return output_TD, counts, group.records
 
-    ranks = run(case.num_ranks, life)
+    with of_size(is_small):
+        ranks = run(case.num_ranks, life)
     for rank, (output_TD, _, records) in enumerate(ranks):
         assert bytes_of(output_TD) == bytes_of(expected(case, rank))
         assert [(r.operation, r.dtype) for r in records] == [(r.operation, r.dtype) for r in ranks[0][2]]
     check_counts(case, [counts for _, counts, _ in ranks])
-    check_traffic(case, name, [records for _, _, records in ranks])
+    by_rank = [records for _, _, records in ranks]
+    if is_small:
+        assert [record.operation for record in by_rank[0]] == ["all_gather", "reduce_scatter"]
+        check_that_each_pair_has_one_term(by_rank)
+    else:
+        check_traffic(case, name, by_rank)
+
+
+def check_that_each_pair_has_one_term(by_rank: list[list[Record]]) -> None:
+    """What comes back is a sum over the ranks, and may not be rounded."""
+    terms = torch.stack([torch.cat(records[-1].sent).ne(0).any(dim=1) for records in by_rank])
+    assert terms.sum(0).le(1).all()
 
 
 def check_traffic(case: Case, name: str, by_rank: list[list[Record]]) -> None:
@@ -251,21 +272,35 @@ def test_bytes_that_travel() -> None:
     """Four ranks, one expert each, 8 tokens each for experts 0 and 1: rows go to ranks 0 and 1 alone."""
     case = Case([[0], [1], [2], [3]], 4, [[[0, 1]] * 8] * 4, 2, "bfloat16")
 
-    def traffic(name: str) -> list[int]:
+    def traffic(name: str, is_small: bool = False) -> list[int]:
         def life(group: ThreadGroup) -> list[Record]:
             serve(group, case, make_dispatcher(name, group, case.placement))
             return group.records
 
-        by_rank = run(4, life)
+        with of_size(is_small):
+            by_rank = run(4, life)
         num_bytes = [0] * len(by_rank[0])
         for source, records in enumerate(by_rank):
             for index, record in enumerate(records):
                 num_bytes[index] += sum(rows.nbytes for to, rows in enumerate(record.sent) if to != source)
         return num_bytes
 
-    row, routing = WIDTH * 2, 4 * 8 * 3 * 2 * 4
+    row, routing = WIDTH * 2, 4 * 8 * 3 * 2 * 8
     assert traffic("all_to_all") == [routing, (2 * 8 + 2 * 16) * row, (2 * 8 + 2 * 16) * row]
     assert traffic("allgather") == [routing + 4 * 8 * 3 * row, (2 * 8 + 2 * 16) * row]
+    for name in DISTRIBUTED:
+        assert traffic(name, is_small=True) == [routing + 4 * 8 * 3 * row, 4 * 3 * 16 * row]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_which_steps_are_small(dtype: torch.dtype) -> None:
+    """All tokens of all ranks count, so ranks agree."""
+    dispatcher = AllToAllDispatcher(cast(Any, ThreadGroup(Table(2), 0)), CASES["one token"].placement, CPU)
+    most = allgather.MAX_SMALL_BYTES // (4 * WIDTH * dtype.itemsize)
+    routing = Routing(torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, 4))
+    for others, is_small in ((0, True), (most - 3, True), (most - 2, False)):
+        step = cast(StepInputs, StepOf((3, others)))
+        assert dispatcher.for_small_steps.is_small(torch.zeros(3, WIDTH, dtype=dtype), routing, step) == is_small
 
 
 def test_too_many_rows_for_the_slots() -> None:

@@ -14,6 +14,7 @@ from moeserve.bench import collectives, parallel
 from moeserve.bench.checkpoints import make_checkpoint
 from moeserve.bench.parallel_rank import TimeAgreements, TimeDispatch, TravellingDispatcher, random_tokens
 from moeserve.errors import EngineError
+from moeserve.moe.dispatch.allgather import MAX_SMALL_BYTES
 
 NUM_RANKS = 4
 
@@ -33,13 +34,16 @@ def bytes_sent(order: TimeDispatch, rank: int) -> int:
     """A recount, token by token."""
     row_bytes = 2 * order.hidden_size
     others = NUM_RANKS - 1
+    if NUM_RANKS * order.num_tokens * order.top_k * row_bytes <= MAX_SMALL_BYTES:
+        rows_there = others * order.num_tokens * (8 * order.top_k + row_bytes)  # each with its routing
+        return rows_there + others * order.num_tokens * order.top_k * row_bytes  # a row for every pair of the others
     total = 0
     for source in range(NUM_RANKS):
         _, routing = random_tokens(order, source)
         for experts in routing.experts_TK.tolist():
             holders = [expert * NUM_RANKS // order.num_experts for expert in experts]
             if source == rank:
-                total += others * 4 * order.top_k  # everybody learns the routing
+                total += others * 8 * order.top_k  # everybody learns the routing
                 reached = others if order.dispatcher == "allgather" else len({*holders} - {rank})
                 total += reached * row_bytes
             else:
@@ -47,7 +51,7 @@ def bytes_sent(order: TimeDispatch, rank: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 33])
+@pytest.mark.parametrize("num_tokens", [0, 1, 33, 1000])
 @pytest.mark.parametrize("dispatcher", parallel.DISPATCHERS)
 def test_bytes_are_those_of_a_recount(four: parallel.Ranks, dispatcher: TravellingDispatcher, num_tokens: int) -> None:
     order = TimeDispatch(

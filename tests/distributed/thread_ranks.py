@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,13 @@ class ThreadGroup:
         mine = [parts_of_sender[self.rank_in_group] for parts_of_sender, _ in taken]
         assert [len(part) for part in mine] == list(receive_sizes), "not as many rows came as expected"
         return Arriving(torch.cat(mine))
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        assert len(x) == sum(sizes), "rows are not those announced"
+        taken = self._exchange("reduce_scatter", x, tuple(sizes), tuple(x.split(list(sizes))))
+        assert all(other_sizes == tuple(sizes) for _, other_sizes in taken), "ranks differ in sizes"
+        parts = [rows.split(list(sizes))[self.rank_in_group].float() for rows, _ in taken]
+        return functools.reduce(torch.add, parts).to(x.dtype)
 
     def _exchange(self, operation: str, x: Tensor, sizes: Any, sent: tuple[Tensor, ...]) -> list[tuple[Any, Any]]:
         self.records.append(Record(operation, x.dtype, tuple(x.shape[1:]), tuple(rows.clone() for rows in sent)))

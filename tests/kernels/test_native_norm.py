@@ -11,7 +11,13 @@ from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, se
 from torch import Tensor
 
 from moeserve.ops import norm
-from moeserve.ops.norm import add_then_norm, choose_add_rms_norm, choose_rms_norm, torch_rms_norm
+from moeserve.ops.norm import (
+    add_then_norm,
+    choose_add_rms_norm,
+    choose_rms_norm,
+    choose_rms_norm_in_place,
+    torch_rms_norm,
+)
 from moeserve.ops.threads import set_num_threads
 
 # T tokens, N heads, H head size, D width of a row
@@ -78,6 +84,19 @@ def test_norm_after_an_addition(dtype: torch.dtype, seed: int) -> None:
     assert same_bytes(normed, choose_rms_norm("cpu")(total, weight, EPSILON))
     assert same_bytes(x, before[0])
     assert same_bytes(update, before[1])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("seed", range(10))
+def test_norm_in_place(dtype: torch.dtype, seed: int) -> None:
+    """The rows may be views, of which the rest stays as it is."""
+    wide = torch.randn(5, 100).to(dtype)
+    before, x, weight = wide.clone(), wide[:, 3 : 60 + seed], torch.randn(57 + seed).to(dtype)
+    expected = choose_rms_norm("cpu")(x, weight, EPSILON)
+    choose_rms_norm_in_place("cpu")(x, weight, EPSILON)
+    assert same_bytes(x, expected)
+    assert same_bytes(wide[:, :3], before[:, :3])
+    assert same_bytes(wide[:, 60 + seed :], before[:, 60 + seed :])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

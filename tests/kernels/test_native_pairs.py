@@ -12,7 +12,7 @@ from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, se
 from torch import Tensor
 
 from moeserve.ops import pairs
-from moeserve.ops.pairs import CpuPairs, PairKernels, TorchPairs, choose_pairs
+from moeserve.ops.pairs import CpuPairs, Keys, PairKernels, TorchPairs, choose_pairs
 from moeserve.ops.threads import set_num_threads
 
 # T tokens, D model width, K experts per token, P pairs = T * K, R pairs that are not padding
@@ -30,16 +30,64 @@ def operations(request: pytest.FixtureRequest) -> Iterator[PairKernels]:
             yield choose_pairs("cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("seed", range(20))
-def test_sort(operations: PairKernels, seed: int) -> None:
+def test_sort(operations: PairKernels, seed: int, dtype: torch.dtype) -> None:
     draw = random.Random(seed)
-    num_keys = draw.choice([1, 2, 7, 64, 300])
-    least = draw.choice([-1, 0])
-    keys = [draw.randint(least, num_keys - 1) for _ in range(draw.choice([0, 1, 8, 50, 1000]))]
-    order_R, counts = operations.sort(torch.tensor(keys, dtype=torch.int64), num_keys)
+    first_key, num_keys = draw.choice([0, 0, 5]), draw.choice([0, 1, 2, 7, 64, 300])
+    counted = range(first_key, first_key + num_keys)
+    num_known = first_key + num_keys + draw.choice([0, 4])
+    keys = [draw.randint(-1, num_known - 1) for _ in range(draw.choice([0, 1, 8, 50, 1000]))]
+    order_R, counts = operations.sort(torch.tensor(keys, dtype=dtype), Keys(num_keys, first_key, num_known))
     assert order_R.dtype == counts.dtype == torch.int64
-    assert order_R.tolist() == sorted((p for p, key in enumerate(keys) if key >= 0), key=lambda p: keys[p])
-    assert counts.tolist() == [keys.count(key) for key in range(num_keys)]
+    assert order_R.tolist() == sorted((p for p, key in enumerate(keys) if key in counted), key=lambda p: keys[p])
+    assert counts.tolist() == [keys.count(key) for key in counted]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("seed", range(10))
+def test_order(operations: PairKernels, seed: int, dtype: torch.dtype) -> None:
+    """Of keys that are a part of wider rows."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    wide = torch.randint(-1, 12, (draw.choice([0, 1, 2, 40]), 9), dtype=dtype)
+    keys_TK = wide[:, 2 : 2 + draw.choice([1, 3, 7])]
+    keys = Keys(draw.choice([0, 1, 5]), first=draw.choice([0, 4]), num_known=12)
+    order_P, counts = operations.order(keys_TK, keys)
+    expected_R, expected_counts = TorchPairs().sort(keys_TK.flatten(), keys)
+    assert order_P.tolist() == expected_R.tolist() + [-1] * (keys_TK.numel() - len(expected_R))
+    assert counts.tolist() == expected_counts.tolist()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64])
+@pytest.mark.parametrize("num_rows", [0, 1, 30])
+def test_scatter(operations: PairKernels, num_rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(num_rows)
+    rows_RD = (torch.randn(num_rows, 83) * 100).to(dtype)
+    indices_R = torch.randperm(40)[:num_rows]
+    indices_R[::7] = -1
+    out_PD = operations.scatter(rows_RD, indices_R, 40)
+    assert (out_PD.shape, out_PD.dtype) == ((40, 83), dtype)
+    for place in range(40):
+        (row,) = [*rows_RD[indices_R == place], torch.zeros(83, dtype=dtype)][:1]
+        assert torch.equal(out_PD[place], row)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [0, 1, 300])
+def test_join(operations: PairKernels, num_rows: int, dtype: torch.dtype) -> None:
+    first_TX, second_TD = torch.randint(0, 2**60, (num_rows, 5))[:, 1:4], torch.randn(num_rows, 90).to(dtype)[:, 7:]
+    joined_TV = operations.join(first_TX, second_TD)
+    assert joined_TV.dtype == dtype
+    num_values = 3 * 8 // dtype.itemsize
+    assert torch.equal(joined_TV[:, :num_values].flatten().view(torch.int64).view(-1, 3), first_TX)
+    assert torch.equal(joined_TV[:, num_values:], second_TD)
+
+
+def test_gather_leaves_out_what_has_no_row(operations: PairKernels) -> None:
+    source = torch.randn(4, 9)
+    gathered = operations.gather(source, torch.tensor([5, -1, 0, -1]), divisor=2)
+    assert torch.equal(gathered[[0, 2]], source[[2, 0]])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int64])
@@ -127,8 +175,16 @@ def test_without_kernels_and_on_a_gpu_it_is_the_reference(monkeypatch: pytest.Mo
     assert isinstance(choose_pairs("cpu"), TorchPairs)
 
 
-SORT = dict(keys=torch.tensor([1, 0, -1]), order=torch.empty(3).long(), counts=torch.empty(2).long())
+SORT = dict(
+    keys=torch.tensor([1, 0, -1]),
+    first_key=0,
+    num_known=2,
+    order=torch.empty(3).long(),
+    counts=torch.empty(2).long(),
+)
 GATHER = dict(source=torch.randn(3, 4), indices=torch.tensor([5, 0]), divisor=2, out=torch.randn(2, 4))
+SCATTER = dict(source=torch.randn(2, 3), indices=torch.tensor([2, -1]), out=torch.empty(4, 3))
+JOIN = dict(first=torch.zeros(2, 2).long(), second=torch.randn(2, 4), out=torch.empty(2, 8))
 SUM = dict(rows=torch.randn(3, 4), pair_of_row=torch.tensor([3, 0, 1]), weights=torch.rand(2, 2), out=torch.randn(2, 4))
 
 
@@ -136,17 +192,31 @@ SUM = dict(rows=torch.randn(3, 4), pair_of_row=torch.tensor([3, 0, 1]), weights=
 @pytest.mark.parametrize(
     ("function", "good", "argument", "wrong", "message"),
     [
-        ("sort_pairs", SORT, "keys", lambda t: t.int(), "keys is not of type int64"),
+        ("sort_pairs", SORT, "keys", lambda t: t.double(), "keys is not of type int32 or int64"),
+        ("sort_pairs", SORT, "keys", lambda t: torch.zeros(6, dtype=torch.int64)[::2], "keys is not contiguous"),
         ("sort_pairs", SORT, "keys", lambda t: torch.tensor([1, 2, 0]), "pair 1 has key 2, but there are 2"),
         ("sort_pairs", SORT, "keys", lambda t: torch.tensor([-2, 1, 0]), "pair 0 has key -2"),
+        ("sort_pairs", SORT, "num_known", lambda n: 1, "of 1 keys, 2 from 0 on cannot be counted"),
+        ("sort_pairs", SORT, "first_key", lambda n: -1, "2 from -1 on cannot be counted"),
         ("sort_pairs", SORT, "order", lambda t: t[:2], "order has shape"),
         ("sort_pairs", SORT, "counts", lambda t: t[:, None], "1 dimensions"),
         ("gather_rows", GATHER, "source", lambda t: t.t().contiguous().t(), "source is not contiguous"),
         ("gather_rows", GATHER, "indices", lambda t: torch.tensor([0, 6]), "row 1 comes from 6, but there are 6"),
-        ("gather_rows", GATHER, "indices", lambda t: torch.tensor([-1, 0]), "row 0 comes from -1"),
+        ("gather_rows", GATHER, "indices", lambda t: torch.tensor([-2, 0]), "row 0 comes from -2"),
         ("gather_rows", GATHER, "divisor", lambda n: 0, "divisor=0"),
         ("gather_rows", GATHER, "out", lambda t: t[:, :3], "out has shape"),
         ("gather_rows", GATHER, "out", lambda t: t.bfloat16(), "out is not of type source's"),
+        ("order_pairs", SORT, "keys", lambda t: t.double(), "keys is not of type int32 or int64"),
+        ("order_pairs", SORT, "keys", lambda t: torch.tensor([[1], [0], [2]]).int(), "pair 2 has key 2"),
+        ("order_pairs", SORT, "keys", lambda t: t[None, :2], "order has shape"),
+        ("scatter_rows", SCATTER, "indices", lambda t: torch.tensor([4, 0]), "row 0 goes to 4, but there are 4"),
+        ("scatter_rows", SCATTER, "indices", lambda t: torch.tensor([0, -2]), "row 1 goes to -2"),
+        ("scatter_rows", SCATTER, "indices", lambda t: t[:1], "indices has shape"),
+        ("scatter_rows", SCATTER, "out", lambda t: t.half(), "out is not of type source's"),
+        ("scatter_rows", SCATTER, "out", lambda t: t[:, :2], "out has shape"),
+        ("join_rows", JOIN, "second", lambda t: t[:1], "second has shape"),
+        ("join_rows", JOIN, "first", lambda t: t.t(), "first is not contiguous"),
+        ("join_rows", JOIN, "out", lambda t: t[:, :7].contiguous(), "does not fit rows of 16 . 16 bytes"),
         ("weighted_sum", SUM, "rows", lambda t: t.half(), "rows is not of type float32 or bfloat16"),
         ("weighted_sum", SUM, "pair_of_row", lambda t: torch.tensor([4, 0, 1]), "row 0 belongs to pair 4"),
         ("weighted_sum", SUM, "pair_of_row", lambda t: torch.tensor([3, 0, -1]), "row 2 belongs to pair -1"),

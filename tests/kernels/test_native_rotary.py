@@ -94,6 +94,22 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
         assert same_bytes(turned(tokens), expected[tokens])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_result_in_a_part_of_something_wider(dtype: torch.dtype, is_interleaved: bool) -> None:
+    """As latent attention has its queries: what turns is taken from one tensor's end, and goes to another's."""
+    source_TNH, target_TNH = torch.randn(5, 3, 80).to(dtype), torch.randn(5, 3, 100).to(dtype)
+    heads_TNH, out_TNH = source_TNH[..., 8:], target_TNH[..., 28:]
+    before, left, turning = source_TNH.clone(), target_TNH[..., :28].clone(), heads_TNH.clone()
+    angle_pairs = angles(5, 32)
+    for kernel in (choose_rotary("cpu"), torch_rotary):
+        result = kernel(heads_TNH, *angle_pairs, is_interleaved, out_TNH)
+        assert result.data_ptr() == out_TNH.data_ptr()
+        torch.testing.assert_close(out_TNH, torch_rotary(turning, *angle_pairs, is_interleaved))
+        assert same_bytes(source_TNH, before)
+        assert same_bytes(target_TNH[..., :28], left)
+
+
 def test_nan_stays_in_its_pair() -> None:
     heads_TNH = torch.randn(2, 3, 64)
     heads_TNH[1, 2, 5] = float("nan")
@@ -127,10 +143,16 @@ def test_without_kernels_and_on_a_gpu_it_is_the_reference(monkeypatch: pytest.Mo
         ("cosines", lambda t: t.bfloat16(), "cosines is not of type float32"),
         ("sines", lambda t: t.double(), "sines is not of type float32"),
         ("sines", lambda t: torch.randn(3, 16)[:, ::2], "sines is not contiguous"),
+        ("out", lambda t: t[..., :19], "out has shape"),
+        ("out", lambda t: t.bfloat16(), "out is not of type heads'"),
+        ("out", lambda t: torch.empty(3, 2, 40)[..., ::2], "out is not contiguous"),
     ],
 )
 def test_wrong_tensors_are_refused(argument: str, wrong: Callable[[Tensor], Tensor], message: str) -> None:
     tensors = dict(heads=torch.randn(3, 2, 20), cosines=torch.randn(3, 8), sines=torch.randn(3, 8))
+    tensors["out"] = torch.empty(3, 2, 20)
     arguments = tensors | {argument: wrong(tensors[argument])}
+    if argument == "heads" and arguments["heads"].dim() == 3:
+        arguments["out"] = torch.empty_like(arguments["heads"])
     with pytest.raises(ValueError, match=message):
         kernels.turn_heads(is_interleaved=False, **arguments)

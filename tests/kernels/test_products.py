@@ -226,6 +226,10 @@ def test_rows_slots_and_heads_of_several_weights(
     rows_RI, counts_e = rows_and_counts(counts, 64, dtype)
     expected = [one.multiply(rows) for one, rows in zip(ones, rows_RI.split(counts), strict=True)]
     assert torch.equal(product.multiply_rows(rows_RI, counts_e), torch.cat(expected))
+    with_more_RI = torch.cat([rows_RI, torch.full((3, 64), float("nan"), dtype=dtype)])
+    assert torch.equal(
+        product.multiply_rows(with_more_RI, counts_e, has_spare_rows=True)[: len(rows_RI)], torch.cat(expected)
+    )
 
     slots_eSI = torch.full((4, max(counts) + 1, 64), float("nan"), dtype=dtype)
     for slots, rows in zip(slots_eSI, rows_RI.split(counts), strict=True):
@@ -287,7 +291,7 @@ def test_wrong_arguments_are_refused(change: dict[str, Tensor], message: str) ->
     native: NativeProduct = native_product(packed_copy(make(1, 64, 32, torch.float32), "float32"))
     arguments = dict(input_=torch.zeros(2, 32), counts=torch.tensor([2]), output=torch.zeros(2, 64)) | change
     with pytest.raises(ValueError, match=message):
-        native.weights.multiply_rows(arguments["input_"], arguments["counts"], arguments["output"])
+        native.weights.multiply_rows(arguments["input_"], arguments["counts"], False, arguments["output"])
 
 
 def test_panels_of_another_size_are_refused() -> None:

@@ -24,11 +24,12 @@ POINTS = {
     "agreement": ("moeserve.engine.process", "gather"),  # first ranks of replicas only
     "attention": ("moeserve.layers.rotary", "Rotation.apply"),  # twice a layer, between projections and cache
     "router": ("moeserve.moe.router", "Router.forward"),
-    "dispatch": ("moeserve.moe.dispatch.exchange", "Exchange.assign"),  # routing is known, no token has been sent
-    "wait": ("moeserve.moe.dispatch.all_to_all", "Travelling.wait"),  # tokens are on their way
+    "dispatch": ("moeserve.moe.dispatch.exchange", "Exchange.choose"),  # routing is known, no token has been sent
+    "wait": ("moeserve.moe.dispatch.allgather", "Gathering.wait"),  # tokens are on their way
     "experts": ("moeserve.moe.experts", "Experts.forward"),
-    "combine": ("moeserve.moe.dispatch.exchange", "ReturningOutput.wait"),  # outputs are on their way back
+    "combine": ("moeserve.moe.dispatch.allgather", "AllGatherDispatcher.combine"),  # outputs have not been sent
     "logits": ("moeserve.layers.linear", "OutputHead.forward"),
+    "played": ("moeserve.worker.decode_tapes", "RecordedStep.run"),  # the others play their tapes
 }
 
 

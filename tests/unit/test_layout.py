@@ -62,7 +62,7 @@ def test_bytes_that_travel_are_those_of_every_choice_counted(tmp_path: Path) -> 
         elsewhere = [expert // 2 for expert in pair if expert // 2 != own]
         sent.append(len(set(elsewhere)) * row_bytes)
         received.append(len(elsewhere) * row_bytes)
-    choices = 3 * 2 * 4  # to 3 other ranks, 2 experts, int32
+    choices = 3 * 2 * 8  # to 3 other ranks, 2 experts, int64
     expected = choices + (sum(sent) + sum(received)) / len(sent)
     for layout in found.layouts:
         assert layout.dispatch_bytes == pytest.approx(expected)

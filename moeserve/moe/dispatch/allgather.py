@@ -1,4 +1,9 @@
-"""Dispatch by giving every rank every token: one collective there and one back, and more bytes than needed."""
+"""Dispatch by giving every rank every token: one collective there and one back, and more bytes than needed.
+
+A step of few tokens is carried in shapes that do not depend on its routing: rows for all pairs of all tokens, of which
+a rank computes some, and back to the tokens' ranks as a sum in which all terms but one are zero. So nothing has to be
+known on the host between the collectives.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,21 @@ from moeserve.moe.dispatch.base import Arrived, PackedTokens
 from moeserve.moe.dispatch.exchange import Exchange, ExchangeTicket, ReturningOutput
 from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
+from moeserve.ops.pairs import PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, N tokens of all ranks, D model width, K experts per token, X values that have the bits of K
-# int32, V = X + D, R pairs that this rank computes
+# int64, V = X + D, P pairs = N * K of all ranks, p = T * K of this rank, R pairs that this rank computes
+
+MAX_SMALL_BYTES = 2**19  # of the rows of all pairs of a step of few tokens
+
+
+@dataclass(frozen=True)
+class SmallTicket:
+    weights_TK: Tensor
+    pair_of_row_P: Tensor  # of each row that this rank computed; -1 for the others
+    pairs_per_rank: list[int]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -25,38 +41,77 @@ class Gathering:
     pending_NV: PendingTensor  # of each token its routing, as X values, and its row
     own_TK: Tensor  # physical experts
     weights_TK: Tensor
+    is_small: bool
     exchange: Exchange
     step: StepInputs
 
-    def wait(self) -> Arrived[ExchangeTicket]:
-        both_NV = self.pending_NV.wait()
+    def wait(self) -> Arrived[ExchangeTicket | SmallTicket]:
+        both_NV, exchange = self.pending_NV.wait(), self.exchange
         top_k = self.own_TK.shape[1]
         routing_size = top_k * self.own_TK.element_size() // both_NV.element_size()
-        routing_NX, hidden_ND = both_NV[:, :routing_size], both_NV[:, routing_size:]
-        experts_NK = routing_NX.flatten().view(torch.int32).view(-1, top_k)
-        assignment = self.exchange.assign(self.own_TK, experts_NK, self.step)
-        rows_RD = self.exchange.pairs.gather(hidden_ND, assignment.packed_pairs_R, top_k)
-        ticket = self.exchange.ticket(assignment, self.weights_TK, both_NV.dtype)
+        hidden_ND = both_NV[:, routing_size:]
+        if both_NV.shape[1] * both_NV.element_size() % self.own_TK.element_size() == 0:
+            experts_NK = both_NV.view(torch.int64)[:, :top_k]
+        else:
+            experts_NK = both_NV[:, :routing_size].flatten().view(torch.int64).view(-1, top_k)
+        if self.is_small:
+            pair_of_row_P, counts_e = exchange.pairs.order(experts_NK, exchange.own_keys)
+            sizes = [num_tokens * top_k for num_tokens in self.step.tokens_per_rank]
+            small_ticket = SmallTicket(self.weights_TK, pair_of_row_P, sizes, both_NV.dtype)
+            rows_PD = exchange.pairs.gather(hidden_ND, pair_of_row_P, top_k)
+            return Arrived(PackedTokens(rows_PD, counts_e, has_spare_rows=True), small_ticket)
+        assignment = exchange.assign(experts_NK, self.step)
+        rows_RD = exchange.pairs.gather(hidden_ND, assignment.packed_pairs_R, top_k)
+        ticket = exchange.ticket(self.own_TK, assignment, self.weights_TK, both_NV.dtype)
         return Arrived(PackedTokens(rows_RD, assignment.counts_e), ticket)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A combine of a small step, whose outputs are here."""
+
+    output_pD: Tensor
+    pairs_p: Tensor
+    ticket: SmallTicket
+    pairs: PairKernels
+
+    def wait(self) -> Tensor:
+        return self.pairs.weighted_sum(self.output_pD, self.pairs_p, self.ticket.weights_TK, self.ticket.dtype)
 
 
 class AllGatherDispatcher:
     """All ranks' tokens come to every rank, which picks those of its experts. See `Dispatcher` for the contract.
 
-    Every token's row travels to each other rank once, and every pair's output travels back once.
+    Every token's row travels to each other rank once. In large steps every pair's output travels back once; in small
+    ones each rank sends a row for every pair.
     """
 
     def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
         self.group = group
         self.exchange = Exchange(group, placement, device)
+        self.all_pairs = torch.arange(0, device=device)  # grows
+
+    def is_small(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> bool:
+        """Whether a step has few tokens: a question that all ranks answer alike."""
+        bytes_per_token = routing.experts_TK.shape[1] * hidden_TD.shape[1] * hidden_TD.element_size()
+        return sum(step.tokens_per_rank) * bytes_per_token <= MAX_SMALL_BYTES
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Gathering:
         own_TK = self.exchange.choose(routing, step)
         # Each row brings its routing as so many values more, which are but bits: one collective instead of two.
-        both_TV = torch.cat([own_TK.view(hidden_TD.dtype), hidden_TD], dim=1)
+        both_TV = self.exchange.pairs.join(own_TK, hidden_TD)
         # collective: all ep ranks
         pending_NV = self.group.begin_all_gather(both_TV, step.tokens_per_rank)
-        return Gathering(pending_NV, own_TK, routing.weights_TK, self.exchange, step)
+        is_small = self.is_small(hidden_TD, routing, step)
+        return Gathering(pending_NV, own_TK, routing.weights_TK, is_small, self.exchange, step)
 
-    def combine(self, output: Tensor, ticket: ExchangeTicket) -> ReturningOutput:
-        return self.exchange.send_back(output, ticket)
+    def combine(self, output: Tensor, ticket: ExchangeTicket | SmallTicket) -> ReturningOutput | Returned:
+        if isinstance(ticket, ExchangeTicket):
+            return self.exchange.send_back(output, ticket)
+        pairs = self.exchange.pairs
+        output_PD = pairs.scatter(output, ticket.pair_of_row_P[: len(output)], sum(ticket.pairs_per_rank))
+        # collective: all ep ranks; a pair's output and the other ranks' zeros
+        output_pD = self.group.reduce_scatter(output_PD, ticket.pairs_per_rank)
+        if len(output_pD) > len(self.all_pairs):
+            self.all_pairs = torch.arange(len(output_pD), device=output_pD.device)
+        return Returned(output_pD, self.all_pairs[: len(output_pD)], ticket, pairs)

@@ -21,6 +21,7 @@ class PackedTokens:
 
     rows_RD: Tensor
     counts_e: Tensor  # int64: how many rows each local expert has
+    has_spare_rows: bool = False  # whether more rows may follow the last expert's, which nobody computes
 
 
 @dataclass(frozen=True)

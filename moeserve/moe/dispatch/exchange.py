@@ -6,7 +6,7 @@ Pair p = n * K + k is token n of all ranks' tokens, rank by rank, and its k-th e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -15,39 +15,28 @@ from moeserve.distributed.group import GroupCoordinator, PendingTensor
 from moeserve.moe.dispatch.replicas import Replicas
 from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
-from moeserve.ops.pairs import PairKernels, choose_pairs
+from moeserve.ops.pairs import Keys, PairKernels, choose_pairs
 from moeserve.step_inputs import StepInputs
 
-# T tokens of this rank, N tokens of all ranks, D model width, K experts per token, P pairs = T * K, R pairs that this
-# rank computes, O pairs of this rank's tokens that are not padding, e local experts
+# T tokens of this rank, N tokens of all ranks, D model width, K experts per token, R pairs that this rank computes, O
+# pairs of this rank's tokens that are not padding, e local experts, W ranks
 
 
 @dataclass(frozen=True)
 class Assignment:
     """One step's pairs as one rank sees them."""
 
-    pairs_here_R: Tensor  # those that this rank computes, ascending: tokens of rank 0 first
-    row_order_R: Tensor  # packed row r computes pair pairs_here_R[row_order_R[r]]
+    packed_pairs_R: Tensor  # the pair of each packed row: by local expert, then ascending
     counts_e: Tensor
-    token_starts: Tensor  # on the host: of each rank, its first token among all; then N
-    rank_of_own_TK: Tensor  # who computes the pairs of this rank's tokens; -1: padding
-    top_k: int
-
-    @property
-    def packed_pairs_R(self) -> Tensor:
-        """The pair of each packed row."""
-        return self.pairs_here_R[self.row_order_R]
-
-    def count_by_rank(self, ascending_tokens: Tensor) -> list[int]:
-        """How many of some tokens each rank brought."""
-        cuts = torch.searchsorted(ascending_tokens, self.token_starts.to(ascending_tokens.device))
-        return cuts.diff().tolist()
+    token_starts: list[int]  # of each rank, its first token among all; then N
 
 
 @dataclass(frozen=True)
 class ExchangeTicket:
+    """Outputs come back rank by rank, from each by expert: each end finds the order by sorting its own pairs."""
+
     weights_TK: Tensor
-    row_order_R: Tensor
+    row_of_sent_R: Tensor  # the packed row that is sent in each place
     send_sizes: list[int]  # outputs that go to each rank
     pair_of_received_O: Tensor  # own pair t * K + k of each output that comes back
     receive_sizes: list[int]  # outputs that come from each rank
@@ -62,50 +51,45 @@ class Exchange:
         self.group = group
         self.replicas = Replicas(placement, device)
         self.pairs = choose_pairs(device.type)
-        self.first_physical = placement.first_physical[group.rank_in_group]
-        self.num_local = placement.num_slots[group.rank_in_group]
-        ranks = [rank for rank, num_slots in enumerate(placement.num_slots) for _ in range(num_slots)]
-        self.rank_of_physical = torch.tensor([*ranks, -1], device=device)  # -1 finds the last: padding stays padding
+        self.num_slots = placement.num_slots  # of each rank
+        self.all_keys = Keys(sum(placement.num_slots))
+        first_physical = placement.first_physical[group.rank_in_group]
+        self.own_keys = Keys(placement.num_slots[group.rank_in_group], first_physical, self.all_keys.num_counted)
 
     def choose(self, routing: Routing, step: StepInputs) -> Tensor:
-        """Physical experts [T, K] of this rank's tokens, int32."""
+        """Physical experts [T, K] of this rank's tokens, int64."""
         rank = self.group.rank_in_group
         assert len(routing.experts_TK) == step.tokens_per_rank[rank], (len(routing.experts_TK), step.tokens_per_rank)
-        return self.replicas.choose(routing.experts_TK, first_token=sum(step.tokens_per_rank[:rank])).int()
+        return self.replicas.choose(routing.experts_TK, first_token=sum(step.tokens_per_rank[:rank]))
 
-    def assign(self, own_TK: Tensor, experts_NK: Tensor, step: StepInputs) -> Assignment:
-        """Who computes what, from the physical experts of this rank's tokens and of all ranks'."""
-        local_of_pair = experts_NK.flatten() - self.first_physical
-        pairs_here_R = ((local_of_pair >= 0) & (local_of_pair < self.num_local)).nonzero().flatten()
-        local_R = local_of_pair[pairs_here_R]
-        return Assignment(
-            pairs_here_R=pairs_here_R,
-            row_order_R=local_R.argsort(stable=True),
-            counts_e=local_R.bincount(minlength=self.num_local),
-            token_starts=torch.tensor(list(accumulate(step.tokens_per_rank, initial=0))),
-            rank_of_own_TK=self.rank_of_physical[own_TK],
-            top_k=own_TK.shape[1],
-        )
+    def assign(self, experts_NK: Tensor, step: StepInputs) -> Assignment:
+        """Who computes what, from the physical experts of all ranks' tokens."""
+        packed_pairs_R, counts_e = self.pairs.sort(experts_NK, self.own_keys)
+        return Assignment(packed_pairs_R, counts_e, list(accumulate(step.tokens_per_rank, initial=0)))
 
-    def ticket(self, assignment: Assignment, weights_TK: Tensor, dtype: torch.dtype) -> ExchangeTicket:
-        """What the way back needs."""
-        pair_of_received_O, receive_sizes = self.pairs.sort(assignment.rank_of_own_TK.flatten(), self.group.world_size)
+    def ticket(self, own_TK: Tensor, assignment: Assignment, weights_TK: Tensor, dtype: torch.dtype) -> ExchangeTicket:
+        """What the way back needs, from the physical experts of this rank's tokens."""
+        num_ranks, top_k = len(self.num_slots), own_TK.shape[1]
+        first_pairs = torch.tensor([start * top_k for start in assignment.token_starts[1:]], device=own_TK.device)
+        rank_of_row_R = torch.bucketize(assignment.packed_pairs_R, first_pairs, right=True)
+        row_of_sent_R, send_sizes = self.pairs.sort(rank_of_row_R, Keys(num_ranks))
+        pair_of_received_O, counts = self.pairs.sort(own_TK, self.all_keys)
+        counts_of_physical = iter(counts.tolist())
         return ExchangeTicket(
             weights_TK=weights_TK,
-            row_order_R=assignment.row_order_R,
-            send_sizes=assignment.count_by_rank(assignment.pairs_here_R // assignment.top_k),
+            row_of_sent_R=row_of_sent_R,
+            send_sizes=send_sizes.tolist(),
             pair_of_received_O=pair_of_received_O,
-            receive_sizes=receive_sizes.tolist(),
+            receive_sizes=[sum(islice(counts_of_physical, num_slots)) for num_slots in self.num_slots],
             dtype=dtype,
         )
 
     def send_back(self, output_RD: Tensor, ticket: ExchangeTicket) -> ReturningOutput:
         """Every pair's output to the rank of its token, which sums up."""
-        by_pair_RD = torch.empty_like(output_RD)
-        by_pair_RD[ticket.row_order_R] = output_RD
+        sent_RD = self.pairs.gather(output_RD, ticket.row_of_sent_R)
         # collective: all ep ranks
         return ReturningOutput(
-            self.group.all_to_all(by_pair_RD, ticket.send_sizes, ticket.receive_sizes), ticket, self.pairs
+            self.group.all_to_all(sent_RD, ticket.send_sizes, ticket.receive_sizes), ticket, self.pairs
         )
 
 

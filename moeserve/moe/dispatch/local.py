@@ -11,7 +11,7 @@ from moeserve.moe.dispatch.base import Arrived, PackedTokens
 from moeserve.moe.dispatch.replicas import Replicas
 from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
-from moeserve.ops.pairs import choose_pairs
+from moeserve.ops.pairs import Keys, choose_pairs
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, K experts per token, R pairs that are not padding
@@ -51,11 +51,12 @@ class LocalDispatcher:
         assert placement.num_ranks == 1
         self.replicas = Replicas(placement, device)
         self.pairs = choose_pairs(device.type)
-        (self.num_experts,) = placement.num_slots
+        (num_experts,) = placement.num_slots
+        self.keys = Keys(num_experts)
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Here:
         experts_TK = self.replicas.choose(routing.experts_TK, first_token=0)
-        pair_of_row_R, counts_e = self.pairs.sort(experts_TK.flatten(), self.num_experts)
+        pair_of_row_R, counts_e = self.pairs.sort(experts_TK, self.keys)
         tokens = PackedTokens(self.pairs.gather(hidden_TD, pair_of_row_R, experts_TK.shape[1]), counts_e)
         return Here(Arrived(tokens, LocalTicket(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)))
 

@@ -1,0 +1,85 @@
+// Calls of kernels that are recorded while Python makes them, to be made again without Python. Knows no kernel.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace moeserve {
+
+// What a recorded call throws that could not do its work. The number says why, to who recorded it.
+struct PlayedCallFailed {
+  int outcome;
+};
+
+// The calls of one thread between `start` and `stop`, with all objects whose memory they use. Played again, they do the
+// same work in the same memory, on whatever numbers are there by then.
+class Tape {
+ public:
+  Tape() = default;
+  Tape(const Tape&) = delete;
+  ~Tape() { stop(); }
+
+  // Throws std::logic_error while this thread is recording.
+  void start();
+  void stop();
+  // Throws what a call throws; those after it are then not made. After PlayedCallFailed the call's handler raises.
+  void play() const;
+
+  void add(std::function<void()> call) { calls_.push_back(std::move(call)); }
+  // Of the call recorded last: raises what is wrong when it is played and fails.
+  void set_handler(nanobind::object handler) { handlers_[calls_.size()] = std::move(handler); }
+  // What one call leaves for another: a number that belongs to something of which the calls know the address and the
+  // number that it had while they were recorded.
+  std::shared_ptr<uint64_t> cell(const void* address, uint64_t recorded_number) {
+    std::shared_ptr<uint64_t>& found = cells_[{address, recorded_number}];
+    if (found == nullptr) found = std::make_shared<uint64_t>(recorded_number);
+    return found;
+  }
+  void keep(nanobind::handle owner) { owners_.push_back(nanobind::borrow(owner)); }
+  size_t num_calls() const { return calls_.size(); }
+
+ private:
+  std::vector<std::function<void()>> calls_;
+  std::vector<nanobind::object> owners_;
+  std::map<size_t, nanobind::object> handlers_;  // by the number of calls up to theirs
+  std::map<std::pair<const void*, uint64_t>, std::shared_ptr<uint64_t>> cells_;
+};
+
+// The tape that this thread is recording, or null.
+Tape* recorded_tape();
+
+// Makes a kernel's call without the interpreter's lock, and records it where that is asked for. What a call returned
+// then, it must return whenever it is played: what Python did with it stays as it was.
+template <typename Call>
+auto run_kernel(const Call& call) {
+  const auto run = [&call] {
+    const nanobind::gil_scoped_release released;
+    return call();
+  };
+  Tape* tape = recorded_tape();
+  if constexpr (std::is_void_v<decltype(call())>) {
+    run();
+    if (tape != nullptr) tape->add(call);
+  } else {
+    const auto result = run();
+    if (tape != nullptr) {
+      tape->add([call, result] {
+        if (call() != result) throw std::runtime_error("a recorded call returned something else than when it was made");
+      });
+    }
+    return result;
+  }
+}
+
+void bind_tape(nanobind::module_& module);
+
+}  // namespace moeserve

@@ -1,0 +1,182 @@
+"""Decode steps as one call each: the layers' kernels are recorded on a tape, and played for every step of that size.
+
+A decode step brings one token of each request, so for a number of requests all shapes are known: on one rank, and where
+all ranks share memory and have few tokens together. Then the layers are always the same calls in the same memory, and
+only the numbers change. Between kernels Python takes a few microseconds each time; on small models that adds up to a
+fifth of a step. Results are those of the layers themselves, to the last bit.
+
+Whether a rank plays its tape or runs its layers makes no difference to the other ranks: the collectives are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moeserve.distributed.group import Groups
+from moeserve.layers.rotary import Rotation
+from moeserve.models.decoder import Decoder
+from moeserve.ops.native import native_kernels
+from moeserve.step_inputs import StepInputs
+
+MAX_TOKENS = 64  # of a step that is recorded; larger ones have more to do than to wait for Python
+MAX_TAPE_BYTES = 2**27  # of the results on all tapes
+MAX_SIZES = 4096  # remembered, of steps that were seen or refused
+
+Sizes = tuple[int, tuple[int, ...]]  # of a step: the replica's tokens, and those that each ep rank brings to dispatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A tape, and the memory where its inputs and its result lie."""
+
+    play: Callable[[], None]
+    counts: tuple[int, ...]  # collectives of each group on the tape
+    hidden_tD: Tensor
+    rotation: Rotation
+    step: StepInputs
+    result_TD: Tensor
+    num_bytes: int
+
+    def run(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
+        """The result, which stays as it is until the next run. DistributedError as of the layers."""
+        _fill(self.hidden_tD, self.rotation, self.step, hidden_tD, rotation, step)
+        self.play()
+        return self.result_TD
+
+
+class DecodeTapes:
+    """Runs a CPU rank's part of a model, and decode steps of sizes that it has seen before from tapes."""
+
+    def __init__(self, model: Decoder, caches: list[Any], groups: Groups, max_blocks: int) -> None:
+        """
+        Args:
+            groups: those that the model's layers call.
+            max_blocks: of a request, at most.
+        """
+        self.model = model
+        self.groups = groups
+        self.caches = caches
+        self.block_table = torch.zeros(MAX_TOKENS, max_blocks, dtype=torch.int32)  # of all tapes
+        self.is_possible = native_kernels() is not None and groups.can_be_recorded
+        self.was_refused: OrderedDict[Sizes, bool] = OrderedDict()  # of sizes that were seen: whether they gave no tape
+        self.recorded: OrderedDict[Sizes, RecordedStep] = OrderedDict()  # the one used last at the end
+
+    def __call__(self, step: StepInputs, caches: list[Any]) -> Tensor:
+        """Hidden states [T, D], as the model's own call gives them. They stay as they are until the next call."""
+        assert caches is self.caches
+        hidden_tD, rotation = self.model.embed(step)
+        sizes = len(step.token_ids), step.tokens_per_rank
+        if not self.is_possible or not 0 < sizes[0] <= MAX_TOKENS or not _is_decode(step):
+            return self.model.run_layers(hidden_tD, rotation, caches, step)
+        if recorded := self.recorded.get(sizes):
+            self.recorded.move_to_end(sizes)
+            result_TD = recorded.run(hidden_tD, rotation, step)
+            self.groups.add_played(recorded.counts)
+            return result_TD
+        was_refused = self.was_refused.get(sizes)
+        if was_refused is None:  # it may be the only one
+            self.was_refused[sizes] = False
+            if len(self.was_refused) > MAX_SIZES:
+                self.was_refused.popitem(last=False)
+        if was_refused is not False:
+            return self.model.run_layers(hidden_tD, rotation, caches, step)
+        return self._record(sizes, hidden_tD, rotation, step)
+
+    def _record(self, sizes: Sizes, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
+        """The step's result, and from now on a tape for such steps, where there can be one."""
+        own_hidden_tD = torch.empty_like(hidden_tD)
+        own_rotation = dataclasses.replace(
+            rotation, cosines=torch.empty_like(rotation.cosines), sines=torch.empty_like(rotation.sines)
+        )
+        own_step = dataclasses.replace(
+            step,
+            cache_slots=torch.empty_like(step.cache_slots),
+            context_lens=torch.empty_like(step.context_lens),
+            row_starts=step.row_starts.clone(),
+            block_table=self.block_table[: len(step.block_table)],
+        )
+        _fill(own_hidden_tD, own_rotation, own_step, hidden_tD, rotation, step)
+
+        kernels = native_kernels()
+        assert kernels is not None
+        tape = kernels.Tape()
+        watch, counts = OnlyKernels(), self.groups.count_collectives()
+        tape.start()
+        try:
+            with watch:
+                result_TD = self.model.run_layers(own_hidden_tD, own_rotation, self.caches, own_step)
+        finally:
+            tape.stop()
+        if watch.strangers:
+            strangers = ", ".join(sorted(watch.strangers))
+            logger.info("decode steps of %d tokens are not recorded: the layers also call %s", sizes[0], strangers)
+            self.was_refused[sizes] = True
+            return result_TD
+        counts = tuple(after - before for after, before in zip(self.groups.count_collectives(), counts, strict=True))
+        recorded = RecordedStep(tape.play, counts, own_hidden_tD, own_rotation, own_step, result_TD, watch.num_bytes)
+        self.recorded[sizes] = recorded
+        while sum(each.num_bytes for each in self.recorded.values()) > MAX_TAPE_BYTES and len(self.recorded) > 1:
+            self.recorded.popitem(last=False)
+        return result_TD
+
+
+class OnlyKernels(TorchDispatchMode):
+    """Watches what torch itself is asked to do: taking memory and looking at it leave nothing to be done again."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.strangers: set[str] = set()  # operations that a tape would miss
+        self.num_bytes = 0  # of the memory taken
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+            self.num_bytes += result.nbytes
+        elif name.endswith("_") or not _shares_memory(result, args):
+            self.strangers.add(func.name())
+        return result
+
+
+def _shares_memory(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the results are views of the first argument."""
+    results = result if isinstance(result, (list, tuple)) else [result]
+    if not args or not isinstance(args[0], Tensor) or not all(isinstance(each, Tensor) for each in results):
+        return False
+    memory = args[0].untyped_storage().data_ptr()
+    return all(each.untyped_storage().data_ptr() == memory for each in results)
+
+
+def _is_decode(step: StepInputs) -> bool:
+    """Whether each request brings one token."""
+    return len(step.spans) == len(step.token_ids) and all(span.num_rows == 1 for span in step.spans)
+
+
+def _fill(
+    own_hidden_tD: Tensor,
+    own_rotation: Rotation,
+    own_step: StepInputs,
+    hidden_tD: Tensor,
+    rotation: Rotation,
+    step: StepInputs,
+) -> None:
+    """Copies a step to where a tape finds it. Rows start at the same places in all decode steps of one size."""
+    own_hidden_tD.copy_(hidden_tD)
+    own_rotation.cosines.copy_(rotation.cosines)
+    own_rotation.sines.copy_(rotation.sines)
+    own_step.cache_slots.copy_(step.cache_slots)
+    own_step.context_lens.copy_(step.context_lens)
+    own_step.block_table[:, : step.block_table.shape[1]].copy_(step.block_table)

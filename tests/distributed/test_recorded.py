@@ -1,0 +1,116 @@
+"""Collectives on tapes: played, they carry what is there by then, and say what is wrong as they do when begun."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from ranks import Place, Ranks
+
+from moeserve.distributed.group import Groups, connect
+from moeserve.distributed.mesh import Mesh
+from moeserve.errors import DistributedError
+from moeserve.ops.native import native_kernels
+
+pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
+
+SIZES = [2, 1, 3]
+
+
+def connected(place: Place, **options: Any) -> Groups:
+    return connect(
+        Mesh(tp=1, dp=place.num_ranks),
+        place.rank,
+        store_host=place.store_host,
+        store_port=place.store_port,
+        local_rank=place.rank,
+        **(dict(timeout_s=20.0, check_order=False) | options),
+    )
+
+
+def record(groups: Groups, rows: torch.Tensor, parts: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A tape that gathers rows and adds parts, and where both end up."""
+    kernels = native_kernels()
+    assert kernels is not None
+    sizes = SIZES[: groups.ep.world_size]
+    tape = kernels.Tape()
+    tape.start()
+    try:
+        gathered = groups.ep.all_gather(rows, sizes)
+        summed = groups.ep.reduce_scatter(parts, sizes)
+    finally:
+        tape.stop()
+    return tape, gathered, summed
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_played_collectives_carry_what_is_there_by_then(ranks: Ranks, num_ranks: int) -> None:
+    assert ranks.run(num_ranks, "test_recorded:rounds_that_went_wrong") == [[]] * num_ranks
+
+
+def rounds_that_went_wrong(place: Place) -> list[int]:
+    """Ranks play or begin their collectives as they like: to the others it is the same."""
+    groups = connected(place)
+    sizes = SIZES[: place.num_ranks]
+    rows, parts = torch.empty(sizes[place.rank], 5), torch.empty(sum(sizes), 7, dtype=torch.bfloat16)
+    tape, played_rows, played_sum = record(groups, rows.zero_(), parts.zero_())
+    wrong = []
+    for turn in range(20):
+        torch.manual_seed(turn)
+        all_rows, all_parts = torch.randn(sum(sizes), 5), torch.randn(place.num_ranks, sum(sizes), 7).bfloat16()
+        rows.copy_(all_rows.split(sizes)[place.rank])
+        parts.copy_(all_parts[place.rank])
+        if (turn + place.rank) % 3:
+            tape.play()
+            gathered, summed = played_rows, played_sum
+        else:
+            gathered = groups.ep.all_gather(rows, sizes)
+            summed = groups.ep.reduce_scatter(parts, sizes)
+        total = all_parts[0].float()
+        for part in all_parts[1:]:
+            total += part.float()
+        expected = total.bfloat16().split(sizes)[place.rank]
+        if not torch.equal(gathered, all_rows) or not torch.equal(summed, expected):
+            wrong.append(turn)
+    groups.world.barrier()
+    return wrong
+
+
+def test_a_rank_that_dies_is_named_by_those_that_play(ranks: Ranks) -> None:
+    outcomes = ranks.start(3, "test_recorded:what_the_others_say").outcomes(60.0)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        told = outcomes[rank].value
+        assert told.startswith(f"rank {rank}: all_gather of group 'ep' (ranks 0, 1, 2; number "), told
+        assert "step 7, layer 4" in told
+        assert "rank 1" in told.partition("failed: ")[2]
+
+
+def what_the_others_say(place: Place) -> str:
+    groups = connected(place)
+    sizes = SIZES[: place.num_ranks]
+    groups.set_layer(4)
+    tape, _, _ = record(groups, torch.zeros(sizes[place.rank], 5), torch.zeros(sum(sizes), 7))
+    groups.set_layer(None)
+    groups.set_step(7)
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(DistributedError) as caught:
+        tape.play()
+    return str(caught.value)
+
+
+def test_gloo_and_checked_collectives_are_not_recorded(ranks: Ranks) -> None:
+    assert ranks.run(2, "test_recorded:what_can_be_recorded") == [[True, False, False]] * 2
+
+
+def what_can_be_recorded(place: Place) -> list[bool]:
+    answers = []
+    for index, options in enumerate(({}, dict(transport="gloo"), dict(check_order=True))):
+        groups = connected(place, store_key=str(index), **options)
+        answers.append(groups.can_be_recorded)
+        groups.world.barrier()
+    return answers
