@@ -359,7 +359,7 @@ class CountedPending:
         dispatcher.num_rows = len(arrived.tokens.rows_RD)
         num_counted = sum(dispatcher.computed[-1])
         has_spare_rows = arrived.tokens.has_spare_rows
-        assert num_counted == dispatcher.num_rows or num_counted < dispatcher.num_rows and has_spare_rows, (
+        assert num_counted == dispatcher.num_rows or (num_counted < dispatcher.num_rows and has_spare_rows), (
             "I2: as many rows come to the experts as are counted"
         )
         return arrived
