@@ -46,7 +46,7 @@ class LimitProbe:
     Other code may read a little faster than torch does, so a fraction of this limit can pass 1.
     """
 
-    def __init__(self, *, buffer_bytes: int = 1 << 29, matmul_size: int = 4096, num_passes: int = 3) -> None:
+    def __init__(self, *, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_passes: int = 3) -> None:
         self._num_passes = num_passes
         buffer = torch.ones(buffer_bytes // 8 * 2)  # not zeros: untouched pages would all be one page of zeros
         first_half, second_half = buffer.chunk(2)

@@ -108,7 +108,7 @@ bool read_tensor(nb::handle source, Tensor& tensor) {
   const bool is_torch = torch != nullptr && PyObject_TypeCheck(source.ptr(), torch->tensor);
   const bool is_read = is_torch ? read_torch(*torch, source.ptr(), tensor) : read_dlpack(source, tensor);
   if (!is_read) PyErr_Clear();
-  if (Tape* tape = recorded_tape(); is_read && tape != nullptr) tape->keep(source);
+  if (Tape* tape = recorded_tape(); is_read && tape != nullptr) tape->keep(source, tensor.data);
   return is_read;
 }
 

@@ -9,6 +9,7 @@
 #include "arguments.h"
 #include "bindings.h"
 #include "cpu/addition.h"
+#include "cpu/gating.h"
 #include "cpu/pairs.h"
 #include "cpu/rms_norm.h"
 #include "cpu/rotary.h"
@@ -344,6 +345,21 @@ void add(const Tensor& a, const Tensor& b, const Tensor& out) {
   run_kernel([step] { add_elements(step); });
 }
 
+void gate(const Tensor& gates, const Tensor& rows, const Tensor& out) {
+  check_dims("rows", rows, 2);
+  check_float_type("rows", rows);
+  check_contiguous("rows", rows);
+  check_shape("gates", gates, {rows.size(0), 1});
+  check_shape("out", out, {rows.size(0), rows.size(1)});
+  for (const auto& [name, tensor] : {std::pair{"gates", &gates}, std::pair{"out", &out}}) {
+    check_type(name, *tensor, rows.type, "rows'");
+    check_contiguous(name, *tensor);
+  }
+
+  const Gating step{rows.type, gates.data, rows.data, out.data, rows.size(0), rows.size(1)};
+  run_kernel([step] { gate_rows(step); });
+}
+
 }  // namespace
 
 void bind_layers(nb::module_& module) {
@@ -369,6 +385,7 @@ void bind_layers(nb::module_& module) {
   module.def("weighted_sum", &sum_up, "rows"_a, "pair_of_row"_a, "weights"_a, "out"_a,
              "Adds each token's rows, times their weights, in the order of k.");
   module.def("add", &add, "a"_a, "b"_a, "out"_a, "Writes a + b.");
+  module.def("gate_rows", &gate, "gates"_a, "rows"_a, "out"_a, "Writes sigmoid(gate) * row.");
   module.def("row_maximum", &find_maximum, "rows"_a, "largest"_a, "indices"_a,
              "Writes the largest number of each row, and its index.");
 }

@@ -49,7 +49,8 @@ void Tape::play() const {
 void bind_tape(nb::module_& module) {
   using namespace nb::literals;
   nb::class_<Tape>(module, "Tape", "Records the calls of kernels that this thread makes, to make them again.")
-      .def(nb::init<>())
+      .def(nb::init<uintptr_t, size_t>(), "address"_a = 0, "num_bytes"_a = 0,
+           "Tensors whose memory begins in a range of addresses are not kept alive.")
       .def("start", &Tape::start, "Begins to record. The calls are made as well.")
       .def("stop", &Tape::stop)
       .def("play", &Tape::play, "Makes all calls again, in the memory of the tensors that they were made with.")

@@ -24,7 +24,8 @@ struct PlayedCallFailed {
 // same work in the same memory, on whatever numbers are there by then.
 class Tape {
  public:
-  Tape() = default;
+  // Objects with memory among the `num_bytes` from `address` on are not kept: who records takes care of that memory.
+  Tape(uintptr_t address, size_t num_bytes) : address_(address), num_bytes_(num_bytes) {}
   Tape(const Tape&) = delete;
   ~Tape() { stop(); }
 
@@ -45,9 +46,14 @@ class Tape {
     return found;
   }
   void keep(nanobind::handle owner) { owners_.push_back(nanobind::borrow(owner)); }
+  void keep(nanobind::handle owner, const void* data) {
+    if (reinterpret_cast<uintptr_t>(data) - address_ >= num_bytes_) keep(owner);
+  }
   size_t num_calls() const { return calls_.size(); }
 
  private:
+  uintptr_t address_;
+  size_t num_bytes_;
   std::vector<std::function<void()>> calls_;
   std::vector<nanobind::object> owners_;
   std::map<size_t, nanobind::object> handlers_;  // by the number of calls up to theirs

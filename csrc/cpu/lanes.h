@@ -99,6 +99,13 @@ MOESERVE_INLINE Float<W> exp_of_nonpositive(Float<W> x) {
   return power * reinterpret_cast<Float<W>>(exponent);
 }
 
+template <int W>
+MOESERVE_INLINE Float<W> sigmoid(Float<W> x) {
+  const Float<W> power = exp_of_nonpositive<W>(x > 0.0f ? -x : x);
+  const Float<W> numerator = x > 0.0f ? broadcast<W>(1.0f) : power;
+  return numerator / (1.0f + power);
+}
+
 // Lanes of `a` followed by those of `b`, picked by index.
 template <int W, int... kIndex>
 MOESERVE_INLINE Float<W> pick(Float<W> a, Float<W> b) {

@@ -272,13 +272,6 @@ void accumulate_baseline(const Work& work, Scratch& room) {
 }
 
 template <int W>
-MOESERVE_INLINE Float<W> sigmoid(Float<W> x) {
-  const Float<W> power = exp_of_nonpositive<W>(x > 0.0f ? -x : x);
-  const Float<W> numerator = x > 0.0f ? broadcast<W>(1.0f) : power;
-  return numerator / (1.0f + power);
-}
-
-template <int W>
 MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, Float<W> up) {
   if (product.activation == Activation::kSwiGLU) return gate * sigmoid<W>(gate) * up;
   const Float<W> limit = broadcast<W>(product.limit);

@@ -189,9 +189,11 @@ class GroupCoordinator:
             return x
         self._announce("all_reduce", x.dtype, x.shape)
         try:
-            return self._transport.all_reduce(x)
+            reduced = self._transport.all_reduce(x)
         except TransportError as error:
             self._fail("all_reduce", self._position(), error)
+        self._prepare_to_be_played("all_reduce")
+        return reduced
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """The rows of all ranks in rank order: x [sizes[rank_in_group], ...] -> [sum(sizes), ...]."""

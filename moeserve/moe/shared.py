@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moeserve.layers.linear import Linear
 from moeserve.layers.mlp import GatedMLP
+from moeserve.ops.gating import choose_gating
 
 # T tokens, D model width
 
@@ -30,7 +31,8 @@ class SharedExperts(nn.Module):
         super().__init__()
         self.mlp = GatedMLP(hidden_size, slice(0, config.width), dtype=dtype, device=device)
         self.gate = Linear(hidden_size, 1, dtype=dtype, device=device) if config.is_gated else None
+        self.scale = choose_gating(device.type)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         output_TD = self.mlp(hidden_TD)
-        return output_TD if self.gate is None else self.gate(hidden_TD).sigmoid() * output_TD
+        return output_TD if self.gate is None else self.scale(self.gate(hidden_TD), output_TD)

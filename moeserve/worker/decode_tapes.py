@@ -5,6 +5,8 @@ all ranks share memory and have few tokens together. Then the layers are always 
 only the numbers change. Between kernels Python takes a few microseconds each time; on small models that adds up to a
 fifth of a step. Results are those of the layers themselves, to the last bit.
 
+All tapes work in the same memory, one at a time, and each uses it again from layer to layer.
+
 Whether a rank plays its tape or runs its layers makes no difference to the other ranks: the collectives are the same.
 """
 
@@ -19,17 +21,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeserve.distributed.group import Groups
 from moeserve.layers.rotary import Rotation
 from moeserve.models.decoder import Decoder
+from moeserve.ops.memory import Arena, without_pool
 from moeserve.ops.native import native_kernels
 from moeserve.step_inputs import StepInputs
 
 MAX_TOKENS = 64  # of a step that is recorded; larger ones have more to do than to wait for Python
-MAX_TAPE_BYTES = 2**27  # of the results on all tapes
+MEMORY_BYTES = 2**26  # of what kernels on tapes write, all tapes together
+MAX_TAPES = 256
 MAX_SIZES = 4096  # remembered, of steps that were seen or refused
+TAKING_MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+READING_NUMBERS = ("tolist", "numpy", "__array__", "__dlpack__")  # on the host, past what torch dispatches
 
 Sizes = tuple[int, tuple[int, ...]]  # of a step: the replica's tokens, and those that each ep rank brings to dispatch
 
@@ -46,7 +53,6 @@ class RecordedStep:
     rotation: Rotation
     step: StepInputs
     result_TD: Tensor
-    num_bytes: int
 
     def run(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
         """The result, which stays as it is until the next run. DistributedError as of the layers."""
@@ -67,7 +73,8 @@ class DecodeTapes:
         self.model = model
         self.groups = groups
         self.caches = caches
-        self.block_table = torch.zeros(MAX_TOKENS, max_blocks, dtype=torch.int32)  # of all tapes
+        self.memory = Arena(MEMORY_BYTES)
+        self.inputs = {"block_table": torch.zeros(MAX_TOKENS, max_blocks, dtype=torch.int32)}  # of all tapes
         self.is_possible = native_kernels() is not None and groups.can_be_recorded
         self.was_refused: OrderedDict[Sizes, bool] = OrderedDict()  # of sizes that were seen: whether they gave no tape
         self.recorded: OrderedDict[Sizes, RecordedStep] = OrderedDict()  # the one used last at the end
@@ -95,60 +102,89 @@ class DecodeTapes:
 
     def _record(self, sizes: Sizes, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
         """The step's result, and from now on a tape for such steps, where there can be one."""
-        own_hidden_tD = torch.empty_like(hidden_tD)
+        own_hidden_tD = self._own("hidden", hidden_tD)
         own_rotation = dataclasses.replace(
-            rotation, cosines=torch.empty_like(rotation.cosines), sines=torch.empty_like(rotation.sines)
+            rotation, cosines=self._own("cosines", rotation.cosines), sines=self._own("sines", rotation.sines)
         )
         own_step = dataclasses.replace(
             step,
-            cache_slots=torch.empty_like(step.cache_slots),
-            context_lens=torch.empty_like(step.context_lens),
+            cache_slots=self._own("cache_slots", step.cache_slots),
+            context_lens=self._own("context_lens", step.context_lens),
             row_starts=step.row_starts.clone(),
-            block_table=self.block_table[: len(step.block_table)],
+            block_table=self._own("block_table", step.block_table),
         )
         _fill(own_hidden_tD, own_rotation, own_step, hidden_tD, rotation, step)
 
         kernels = native_kernels()
         assert kernels is not None
-        tape = kernels.Tape()
-        watch, counts = OnlyKernels(), self.groups.count_collectives()
+        tape = kernels.Tape(self.memory.address, self.memory.num_bytes)
+        watch, counts = OnlyKernels(self.memory), self.groups.count_collectives()
         tape.start()
         try:
-            with watch:
+            with watch, watch.reads, without_pool():
                 result_TD = self.model.run_layers(own_hidden_tD, own_rotation, self.caches, own_step)
         finally:
             tape.stop()
-        if watch.strangers:
-            strangers = ", ".join(sorted(watch.strangers))
+        own_result_TD = self.memory.alias(result_TD)  # holding its memory would take it from all other tapes
+        if watch.strangers or own_result_TD is None:
+            strangers = ", ".join(sorted(watch.strangers)) or "what gives no memory of theirs"
             logger.info("decode steps of %d tokens are not recorded: the layers also call %s", sizes[0], strangers)
             self.was_refused[sizes] = True
             return result_TD
         counts = tuple(after - before for after, before in zip(self.groups.count_collectives(), counts, strict=True))
-        recorded = RecordedStep(tape.play, counts, own_hidden_tD, own_rotation, own_step, result_TD, watch.num_bytes)
+        recorded = RecordedStep(tape.play, counts, own_hidden_tD, own_rotation, own_step, own_result_TD)
         self.recorded[sizes] = recorded
-        while sum(each.num_bytes for each in self.recorded.values()) > MAX_TAPE_BYTES and len(self.recorded) > 1:
+        if len(self.recorded) > MAX_TAPES:
             self.recorded.popitem(last=False)
         return result_TD
 
+    def _own(self, name: str, like: Tensor) -> Tensor:
+        """Rows for an input, where all tapes have theirs."""
+        if name not in self.inputs:
+            self.inputs[name] = like.new_empty(MAX_TOKENS, *like.shape[1:])
+        return self.inputs[name][: len(like)]
+
 
 class OnlyKernels(TorchDispatchMode):
-    """Watches what torch itself is asked to do: taking memory and looking at it leave nothing to be done again."""
+    """Watches what torch itself is asked to do: taking memory and looking at it leave nothing to be done again.
 
-    def __init__(self) -> None:
+    Memory is taken from an arena. `reads` is to be entered too.
+    """
+
+    def __init__(self, memory: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.strangers: set[str] = set()  # operations that a tape would miss
-        self.num_bytes = 0  # of the memory taken
+        self.memory = memory
+        self.strangers: set[str] = set()  # what a tape would miss
+        self.reads = HostReads(self.strangers)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.name().partition("::")[2].partition(".")[0]
-        if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
-            self.num_bytes += result.nbytes
-        elif name.endswith("_") or not _shares_memory(result, args):
+        if name in TAKING_MEMORY:
+            taken = self.memory.empty(result.shape, result.dtype) if result.is_contiguous() else None
+            if taken is None:
+                self.strangers.add(f"{func.name()} of {result.nbytes} bytes")
+            return result if taken is None else taken
+        if name.endswith("_") or not _shares_memory(result, args):
             self.strangers.add(func.name())
         return result
+
+
+class HostReads(TorchFunctionMode):
+    """Watches who reads numbers out of tensors, which may be others when a tape is played."""
+
+    def __init__(self, strangers: set[str]) -> None:
+        super().__init__()
+        self.strangers = strangers
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if (name := getattr(func, "__name__", "")) in READING_NUMBERS:
+            self.strangers.add(name)
+        return func(*args, **(kwargs or {}))
 
 
 def _shares_memory(result: Any, args: tuple[Any, ...]) -> bool:

@@ -20,13 +20,13 @@ FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
 def count_blocks(
-    config: EngineConfig, bytes_per_token: int, mapped_bytes: int, run_largest_step: Callable[[], object]
+    config: EngineConfig, bytes_per_token: int, reserved_bytes: int, run_largest_step: Callable[[], object]
 ) -> int:
     """Blocks of KV cache, from the setting or from a profiling run, never more than could be used at once.
 
     Args:
         bytes_per_token: keys and values of one token in all layers.
-        mapped_bytes: of weights in mapped files, which the system takes for memory that it could give to others.
+        reserved_bytes: of each rank, which look free and are not: weights in mapped files, and what it takes later.
         run_largest_step: executes a step as large as any that the scheduler may plan.
 
     Raises:
@@ -39,7 +39,7 @@ def count_blocks(
     else:
         peak = measure_step_memory(run_largest_step, config.device)
         # All ranks are on this host, and take the memory of their largest steps at the same time.
-        free = max(0, _free_memory(config.device) - (peak + mapped_bytes) * config.num_ranks)
+        free = max(0, _free_memory(config.device) - (peak + reserved_bytes) * config.num_ranks)
         num_bytes = int(free * FREE_MEMORY_SHARE[config.device] / config.num_ranks)
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
     num_blocks = min(num_bytes // block_bytes, blocks_per_request * config.max_num_seqs)

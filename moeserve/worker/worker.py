@@ -11,9 +11,10 @@ from moeserve.config import EngineConfig
 from moeserve.distributed.group import Groups
 from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
 from moeserve.ops.dense_attention import MAX_MASK_SIZE
+from moeserve.ops.native import native_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.worker.decode_tapes import DecodeTapes
+from moeserve.worker.decode_tapes import MEMORY_BYTES, DecodeTapes
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
@@ -43,13 +44,17 @@ class Worker:
         probe = ModelRunner(shallow, probe_caches, groups.mesh, config.block_size, config.device)
         largest = largest_step(config)
         num_tokens = (largest.num_tokens,) * groups.mesh.dp
+        has_tapes = config.device == "cpu" and not config.enforce_eager
         num_blocks = count_blocks(
-            config, model.cache_bytes_per_token, loaded.mapped_bytes, lambda: probe.execute(largest, num_tokens)
+            config,
+            model.cache_bytes_per_token,
+            loaded.mapped_bytes + (MEMORY_BYTES if has_tapes else 0),
+            lambda: probe.execute(largest, num_tokens),
         )
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
         caches = model.make_caches(self.num_blocks, config.block_size)
         forward = None
-        if config.device == "cpu" and not config.enforce_eager:
+        if has_tapes:
             max_blocks = -(-config.max_model_len // config.block_size)
             forward = DecodeTapes(model, caches, groups, max_blocks)
         self.runner = ModelRunner(
@@ -62,11 +67,26 @@ class Worker:
             forward=forward,
         )
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
+        if groups.rank == 0 and (reason := why_bytes_may_move(config)):
+            logger.info("the last bits of a request's results may depend on what runs beside it: %s", reason)
 
     def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
         """One forward pass, of no tokens where the replica has no plan. Every rank of every replica joins it."""
         self.groups.set_step(agreement.step)
         return self.runner.execute(plan or StepPlan(step=agreement.step, chunks=[]), agreement.num_tokens)
+
+
+def why_bytes_may_move(config: EngineConfig) -> str | None:
+    """Why a request's results may depend on the batch and the layout. None where they do not, to the last bit."""
+    if config.device != "cpu":
+        return f"device={config.device!r}"
+    if native_kernels() is None:
+        return "the C++ kernels are missing"
+    if config.dtype == "float16":
+        return "dtype='float16', in which the C++ kernels do not compute"
+    if config.tensor_parallel_size > 1:
+        return f"tensor_parallel_size={config.tensor_parallel_size}"
+    return None
 
 
 def largest_step(config: EngineConfig) -> StepPlan:

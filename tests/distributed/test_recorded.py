@@ -79,21 +79,33 @@ def rounds_that_went_wrong(place: Place) -> list[int]:
     return wrong
 
 
-def test_a_rank_that_dies_is_named_by_those_that_play(ranks: Ranks) -> None:
-    outcomes = ranks.start(3, "test_recorded:what_the_others_say").outcomes(60.0)
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_rank_that_dies_is_named_by_those_that_play(ranks: Ranks, operation: str) -> None:
+    outcomes = ranks.start(3, "test_recorded:what_the_others_say", operation=operation).outcomes(60.0)
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].error
         told = outcomes[rank].value
-        assert told.startswith(f"rank {rank}: all_gather of group 'ep' (ranks 0, 1, 2; number "), told
+        assert told.startswith(f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2; number "), told
         assert "step 7, layer 4" in told
         assert "rank 1" in told.partition("failed: ")[2]
 
 
-def what_the_others_say(place: Place) -> str:
+def what_the_others_say(place: Place, operation: str) -> str:
     groups = connected(place)
     sizes = SIZES[: place.num_ranks]
     groups.set_layer(4)
-    tape, _, _ = record(groups, torch.zeros(sizes[place.rank], 5), torch.zeros(sum(sizes), 7))
+    kernels = native_kernels()
+    assert kernels is not None
+    tape = kernels.Tape()
+    tape.start()
+    match operation:
+        case "all_gather":
+            groups.ep.all_gather(torch.zeros(sizes[place.rank], 5), sizes)
+        case "reduce_scatter":
+            groups.ep.reduce_scatter(torch.zeros(sum(sizes), 7), sizes)
+        case "all_reduce":
+            groups.ep.all_reduce(torch.zeros(9))
+    tape.stop()
     groups.set_layer(None)
     groups.set_step(7)
     if place.rank == 1:

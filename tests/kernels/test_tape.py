@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
 import pytest
@@ -44,6 +45,23 @@ def test_memory_stays_as_long_as_the_tape() -> None:
     tape.play()
     assert out.eq(3.5).all()
     del others
+
+
+def test_tensors_in_a_range_of_addresses_are_not_kept() -> None:
+    memory = torch.zeros(100)
+    inside, outside = memory[10:14].view(1, 4), torch.ones(1, 4)
+    before = sys.getrefcount(inside), sys.getrefcount(outside)
+    tape = kernels.Tape(memory.data_ptr(), memory.nbytes)
+    tape.start()
+    kernels.add(inside, outside, inside)
+    tape.stop()
+    assert sys.getrefcount(inside) == before[0]
+    assert sys.getrefcount(outside) > before[1]
+    past_its_end = kernels.Tape(memory.data_ptr(), inside.storage_offset() * 4)
+    past_its_end.start()
+    kernels.add(outside, outside, inside)
+    past_its_end.stop()
+    assert sys.getrefcount(inside) > before[0]
 
 
 def test_a_call_that_failed_is_not_recorded() -> None:

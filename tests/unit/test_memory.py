@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from moeserve.ops.memory import MIN_REUSED_BYTES, PAGE_BYTES, BufferPool, new_empty
+from moeserve.ops.memory import ALIGNMENT, MIN_REUSED_BYTES, PAGE_BYTES, Arena, BufferPool, new_empty, without_pool
 
 SIZE = 3 * 2**18  # float32 elements: 3 MiB
 
@@ -58,4 +58,51 @@ def test_large_results_on_the_cpu_lie_in_it(monkeypatch: pytest.MonkeyPatch) -> 
         tensor = new_empty(like, *shape)
         assert (tensor.shape, tensor.dtype, tensor.device) == (shape, torch.bfloat16, like.device)
     assert new_empty(like.to("meta"), *large).device.type == "meta"
+    with without_pool():
+        assert new_empty(like, *large).shape == large
     assert asked == [large]
+
+
+def test_tensors_of_an_arena_never_share_memory_and_fill_what_is_free() -> None:
+    arena, draw = Arena(2**16), random.Random(4)
+    alive: list[tuple[int, torch.Tensor]] = []
+    num_refused = 0
+    for number in range(2000):
+        shape = torch.Size((draw.randrange(0, 40), draw.randrange(0, 90)))
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.int64])
+        tensor = arena.empty(shape, dtype)
+        if tensor is None:
+            num_refused += 1
+            alive.pop(draw.randrange(len(alive)))
+            continue
+        assert (tensor.shape, tensor.dtype, tensor.data_ptr() % ALIGNMENT) == (shape, dtype, 0)
+        assert (
+            tensor.numel() == 0 or arena.address <= tensor.data_ptr() <= arena.address + arena.num_bytes - tensor.nbytes
+        )
+        tensor.fill_(number % 256)
+        alive.append((number, tensor[draw.randrange(2) :]))  # a view keeps all of it
+        assert all(each.eq(written % 256).all() for written, each in alive)
+    assert num_refused > 10
+    alive.clear()
+    del tensor
+    whole = arena.empty(torch.Size((2**13,)), torch.int64)
+    assert whole is not None
+    assert whole.data_ptr() == arena.address
+
+
+def test_an_alias_sees_the_numbers_and_keeps_nobody_off() -> None:
+    arena = Arena(1000)
+    first, second = (arena.empty(torch.Size((2, 5)), torch.float32) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    alias = arena.alias(second)
+    assert alias is not None
+    second.copy_(torch.arange(10.0).view(2, 5))
+    assert alias.tolist() == second.tolist()
+    address = second.data_ptr()
+    del second
+    again = arena.empty(torch.Size((10,)), torch.float32)
+    assert again is not None
+    assert again.data_ptr() == address == alias.data_ptr()
+    assert arena.alias(first.t()) is None
+    assert arena.alias(torch.zeros(3)) is None
