@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -56,6 +56,7 @@ class Engine:
     """A loaded engine."""
 
     version: str
+    settings: Mapping[str, Any]  # with which it was started, for results
     generate: Generate
 
 
@@ -78,7 +79,8 @@ def start_engine(
                 max_model_len=max_request_tokens,
                 max_num_seqs=max_requests,
             )
-            return Engine(f"moeserve {moeserve.__version__}", generate_with(stack.enter_context(llm)))
+            version, settings = f"moeserve {moeserve.__version__}", {"threads": torch.get_num_threads()}
+            return Engine(version, settings, generate_with(stack.enter_context(llm)))
         case _:
             peer_name: PeerName = name
             peer = start_peer(
@@ -88,7 +90,8 @@ def start_engine(
                 max_requests=max_requests,
                 max_request_tokens=max_request_tokens,
             )
-            return Engine(stack.enter_context(peer).version, peer.seconds)
+            stack.enter_context(peer)
+            return Engine(peer.version, peer.settings, peer.seconds)
 
 
 def start_all(
@@ -110,7 +113,7 @@ def start_all(
         except PeerError as error:
             if names:
                 raise
-            left_out[name] = str(error)
+            left_out[name] = error.reason
             print(f"without {name}: {error}", file=sys.stderr, flush=True)
     return started, left_out
 

@@ -70,6 +70,7 @@ class ExpertsEngine:
     """The experts of one layer, loaded."""
 
     version: str
+    settings: dict[str, Any]
     seconds: Seconds
 
 
@@ -120,7 +121,11 @@ def measure(
         return num_rows / experts_work(shape, num_rows, FORMATS[FORMATS_OF.get(name, "bfloat16")].bits).seconds(limits)
 
     results: dict[str, dict[str, Any]] = {
-        name: {"version": engine.version, **figures(rounds[name], functools.partial(limit_rate, name))}
+        name: {
+            "version": engine.version,
+            "settings": engine.settings,
+            **figures(rounds[name], functools.partial(limit_rate, name)),
+        }
         for name, engine in engines.items()
     }
     return {
@@ -154,10 +159,11 @@ def start_experts(name: ExpertsName, *, shape: Shape, stack: ExitStack) -> Exper
     """
     match name:
         case "moeserve" | "moeserve-int8" | "moeserve-int4":
-            return ExpertsEngine(f"moeserve {moeserve.__version__}", own_experts(shape, QUANTIZATIONS[name]))
+            settings = {"threads": torch.get_num_threads()}
+            return ExpertsEngine(f"moeserve {moeserve.__version__}", settings, own_experts(shape, QUANTIZATIONS[name]))
         case _:
             peer = start_experts_peer(name, **asdict(shape), num_threads=torch.get_num_threads())
-            return ExpertsEngine(peer.version, stack.enter_context(closing(peer)).seconds)
+            return ExpertsEngine(peer.version, peer.settings, stack.enter_context(closing(peer)).seconds)
 
 
 @torch.inference_mode()

@@ -103,11 +103,15 @@ def goals_table(rows: Sequence[Row]) -> str:
             f"{goal['ratio']}",
             f"{own['fraction_of_limit']:.0%}",
             f"{goal['reached']:.2f}",
+            ", ".join(goal["without"]),
         ])  # fmt: skip
     of_limit = rows[0]["goal"]["of_limit"]
-    head = ["cell", "best peer", "moeserve / best peer", "goal", "of the limit", "reached"]
-    says = f"*reached*: moeserve's rate over goal x best peer, or over {of_limit} of the limit where that is lower."
-    return f"{markdown(head, lines)}\n\n{says}"
+    head = ["cell", "best peer", "moeserve / best peer", "goal", "of the limit", "reached", "without"]
+    says = [f"*reached*: moeserve's rate over goal x best peer, or over {of_limit} of the limit where that is lower."]
+    if reasons := unique(reason for row in rows for reason in row["goal"]["without"].items()):
+        told = "; ".join(f"{name} ({reason})" for name, reason in reasons)
+        says.append(f"*without*: peers that were not measured, one of which might have been the best: {told}.")
+    return "\n\n".join([markdown(head, lines), *says])
 
 
 def moe_tables(rows: Sequence[Row]) -> str:
@@ -281,12 +285,21 @@ def machine_line(rows: Sequence[Row]) -> str:
     for row in rows:
         machine = row["environment"]
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
-        peers = unique(each["version"] for each in row.get("engines", {}).values())
-        peers = [peer for peer in peers if peer.split()[0] not in machine["versions"]]
+        peers = unique(peer_facts(figure) for figure in row.get("engines", {}).values())
+        peers = [peer for peer in peers if peer.split()[0] != "moeserve"]
         isa = ", ".join(machine["isa"])
         where = f"{machine['cpu']}, {machine['cores']} cores ({isa}), {machine['threads']} threads"
-        facts.append(f"{machine['date'][:10]}, {where}, Python {machine['python']}, {', '.join([versions, *peers])}.")
+        told = "; ".join([versions, *([f"peers: {', '.join(peers)}"] if peers else [])])
+        facts.append(f"{machine['date'][:10]}, {where}, Python {machine['python']}, {told}.")
     return "\n".join(unique(facts))
+
+
+def peer_facts(figure: Row) -> str:
+    """A version, and what was preloaded where the row tells that something was, or was not."""
+    preloaded = figure.get("settings", {}).get("preloaded")
+    if preloaded is None:
+        return str(figure["version"])
+    return f"{figure['version']} ({' and '.join(preloaded) or 'nothing'} preloaded)"
 
 
 def latest(rows: Iterable[Row], *keys: str) -> list[Row]:

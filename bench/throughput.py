@@ -12,7 +12,8 @@
   rate, whichever takes longer (`costs.py`). Both are measured before and after every rate, and the mean of the two
   counts. Fractions and ratios are taken within a round; the figures are the medians of those.
 - *goal*: what moeserve is to reach: a multiple of the best bf16 peer, or 0.85 of the limit where that is lower.
-  `reached` is its rate over that, so 1 or more is there.
+  `reached` is its rate over that, so 1 or more is there. `without` names the bf16 peers that were not measured, and
+  why: one of them might have been the best.
 """
 
 from __future__ import annotations
@@ -119,16 +120,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 lambda name: start_engine(name, model, stack, max_requests=most, max_request_tokens=longest),  # noqa: B023
             )
             for cell in chosen:
-                row = measure(model, cell, engines, options.rounds, probe) | {"left_out": left_out}
+                row = measure(model, cell, engines, left_out, options.rounds, probe)
                 print(as_text(row), flush=True)
                 if options.json:
                     write_jsonl(options.json, [row])
 
 
 def measure(
-    model: Path, cell: Cell, engines: Mapping[str, Engine], num_rounds: int, probe: LimitProbe
+    model: Path,
+    cell: Cell,
+    engines: Mapping[str, Engine],
+    left_out: Mapping[str, str],
+    num_rounds: int,
+    probe: LimitProbe,
 ) -> dict[str, Any]:
-    """The row of a cell, complete in itself."""
+    """The row of a cell, complete in itself. `left_out` says why other engines are not there."""
     rate = decode_rate if cell.kind == "decode" else prefill_rate
     for engine in engines.values():  # reads mapped files, wakes threads, compiles what is compiled for this batch
         engine.generate(draw_prompts(cell.workload, random.Random(1)), cell.workload.new_tokens)
@@ -137,6 +143,7 @@ def measure(
     results = {
         name: {
             "version": engines[name].version,
+            "settings": dict(engines[name].settings),
             **figures(each, lambda limits, name=name: cell.limit_rate(model, name, limits)),  # type: ignore[misc]
         }
         for name, each in rounds.items()
@@ -150,12 +157,13 @@ def measure(
         "workload": asdict(cell.workload),
         "engines": results,
         "ratios": [ratio(results, *pair) for pair in compared(results)],
-        "goal": _goal(cell, results),
+        "goal": _goal(cell, results, left_out),
+        "left_out": dict(left_out),
         "environment": environment(),
     }
 
 
-def _goal(cell: Cell, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+def _goal(cell: Cell, results: Mapping[str, Mapping[str, Any]], left_out: Mapping[str, str]) -> dict[str, Any] | None:
     """How far moeserve is. None where there is no goal, or nobody to compare with."""
     peers = [name for name in BF16_PEERS if name in results]
     if cell.goal is None or not peers or "moeserve" not in results:
@@ -165,18 +173,25 @@ def _goal(cell: Cell, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
         own["rate"] / min(cell.goal * other["rate"], GOAL_OF_LIMIT * own["limit_rate"])
         for own, other in zip(results["moeserve"]["rounds"], results[best]["rounds"], strict=True)
     ]
-    return {"best_peer": best, "ratio": cell.goal, "of_limit": GOAL_OF_LIMIT, "reached": statistics.median(reached)}
+    missing = [name for name in BF16_PEERS if name in ENGINE_NAMES and name not in results]
+    return {
+        "best_peer": best,
+        "ratio": cell.goal,
+        "of_limit": GOAL_OF_LIMIT,
+        "reached": statistics.median(reached),
+        "without": {name: left_out.get(name, "not asked for") for name in missing},
+    }
 
 
 def as_text(row: Mapping[str, Any]) -> str:
     """A row for people."""
-    workload = row["workload"]
     workload, machine = row["workload"], row["environment"]
     tokens = f"{workload['prompt_tokens']} + {workload['new_tokens']} tokens"
     lines = [f"\n{row['model']}, {row['cell']}, {tokens}, {machine['threads']} threads", comparison(row)]
     if goal := row["goal"]:
         aim = f"{goal['ratio']} x {goal['best_peer']}, or {goal['of_limit']:.0%} of the limit"
         lines.append(f"goal: {aim}; reached: {goal['reached']:.2f} of it")
+        lines += [f"  without {name}: {reason}" for name, reason in goal["without"].items()]
     return "\n".join(lines)
 
 

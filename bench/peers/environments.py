@@ -3,9 +3,16 @@
     peers/ in moeserve's cache folder
         llama.cpp/      one virtual environment per name below
         vllm/
+        ...
         logs/           what each peer last printed
 
-The files in requirements/ pin every package, so pip resolves nothing.
+The files in requirements/ pin every package, so pip resolves nothing. They need Python 3.11, which is newer than what
+moeserve itself needs.
+
+ik_llama.cpp is not among the peers. The wheel of ik-llama-cpp-python 0.1.5, the latest, is built for AVX2 alone and
+does not compute the model: decoding one sequence at a time with two layers of mixtral-mini, 1 % of its tokens are those
+of transformers, with deepseek-mini 67 %, where llama-cpp-python 0.3.36 has 95 % with the same files; only those of
+qwen3-mini are right.
 """
 
 from __future__ import annotations
@@ -20,8 +27,9 @@ from typing import Literal
 from moeserve.config import cache_folder
 from moeserve.errors import MoeserveError
 
-EnvironmentName = Literal["llama.cpp", "vllm", "kt-kernel"]
+EnvironmentName = Literal["llama.cpp", "vllm", "kt-kernel", "transformers"]
 REQUIREMENTS = Path(__file__).parent / "requirements"
+MIN_PYTHON = (3, 11)
 STAMP = "installed"  # written last; holds the digest of what was installed
 
 
@@ -36,6 +44,9 @@ class Environment:
 
     def requirements(self) -> Path:
         return REQUIREMENTS / f"{self.name}.txt"
+
+    def has_torch(self) -> bool:
+        return "\ntorch==" in self.requirements().read_text()
 
     def digest(self) -> str:
         """Changes with anything that would make another environment."""
@@ -52,12 +63,20 @@ ENVIRONMENTS: dict[EnvironmentName, Environment] = {
         Environment("llama.cpp", "llama_cpp", ("llama-cpp-python",), NATIVE_BUILD),
         Environment("vllm", "vllm._custom_ops"),
         Environment("kt-kernel", "kt_kernel"),
+        Environment("transformers", "transformers"),
     )
 }
 
 
 class PeerError(MoeserveError, RuntimeError):
-    """A peer is not installed, cannot be, or failed. Says what to do, where there is something to do."""
+    """A peer is not installed, cannot be, or failed. Says what to do, where there is something to do.
+
+    The first line tells the reason, without names of files; results may keep it.
+    """
+
+    @property
+    def reason(self) -> str:
+        return str(self).partition("\n")[0]
 
 
 def peers_folder() -> Path:
@@ -70,13 +89,27 @@ def python_of(name: EnvironmentName, folder: Path | None = None) -> Path:
     Raises:
         PeerError: it is not installed, or not as it would be now.
     """
-    home = (folder or peers_folder()) / name
-    stamp = home / STAMP
-    if not stamp.exists() or stamp.read_text() != ENVIRONMENTS[name].digest():
-        raise PeerError(f"{home} is not installed; run: python -m moeserve.bench.peers.install {name}")
-    return home / "bin" / "python"
+    if not is_installed(name, folder):
+        raise PeerError(f"not installed; run: python -m moeserve.bench.peers.install {name}")
+    return (folder or peers_folder()) / name / "bin" / "python"
+
+
+def is_installed(name: EnvironmentName, folder: Path | None = None) -> bool:
+    """Whether an environment is there, as it would be made now."""
+    stamp = (folder or peers_folder()) / name / STAMP
+    return stamp.exists() and stamp.read_text() == ENVIRONMENTS[name].digest()
+
+
+def recommended_libraries(python: Path) -> list[str]:
+    """What vLLM and PyTorch recommend to preload on a CPU: tcmalloc and Intel's OpenMP, those of them that are there.
+
+    Args:
+        python: of the environment that is to have Intel's OpenMP in it; the system is to have tcmalloc.
+    """
+    intel_openmp = python.parent.parent / "lib" / "libiomp5.so"
+    return [*filter(None, [tcmalloc()]), *([str(intel_openmp)] if intel_openmp.exists() else [])]
 
 
 def tcmalloc() -> str | None:
-    """The allocator that vLLM recommends on a CPU, where the system has it."""
+    """The allocator's name, where the system has it."""
     return ctypes.util.find_library("tcmalloc_minimal")

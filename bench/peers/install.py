@@ -1,9 +1,11 @@
 """Makes the environments of peers. Each is made once; what was interrupted is made again.
 
-    python -m moeserve.bench.peers.install [NAME ...] [--folder FOLDER]
+    python -m moeserve.bench.peers.install [NAME ...] [--folder FOLDER] [--pip-option=OPTION ...]
 
 Without names, all of them. llama.cpp is compiled for this processor, which takes a C++ compiler and some ten minutes on
-two cores. torch comes as pip finds it: set an index of CPU builds, or it brings gigabytes of CUDA along.
+two cores. The others hold torch, and must get a build of it without CUDA: the libraries of one with CUDA are not among
+the pinned packages, so it could not be imported. pip takes one where its settings offer it: torch's installation page
+says which extra index to set, as `PIP_EXTRA_INDEX_URL` or `--pip-option=--extra-index-url=...`.
 """
 
 from __future__ import annotations
@@ -21,33 +23,43 @@ from typing import get_args
 
 from moeserve.bench.peers.environments import (
     ENVIRONMENTS,
+    MIN_PYTHON,
     STAMP,
     Environment,
     EnvironmentName,
     PeerError,
+    is_installed,
     peers_folder,
     python_of,
     tcmalloc,
 )
 
+ABOUT_TORCH = (
+    "If torch cannot find a library, it is a build with CUDA. Let pip find one without: torch's installation page says "
+    "which extra index to set, as PIP_EXTRA_INDEX_URL or --pip-option=--extra-index-url=..."
+)
 
-def install(name: EnvironmentName, folder: Path | None = None) -> Path:
+
+def install(name: EnvironmentName, folder: Path | None = None, *, pip_options: Sequence[str] = ()) -> Path:
     """Makes an environment, or finds it made.
 
     Returns:
         Its Python.
 
     Raises:
-        PeerError: a step failed. The message holds the end of what it printed; the log holds all of it.
+        PeerError: this Python is too old, or a step failed. The message holds the end of what the step printed; the log
+            holds all of it.
     """
+    if sys.version_info < MIN_PYTHON:
+        least, this = (".".join(map(str, version[:2])) for version in (MIN_PYTHON, sys.version_info))
+        raise PeerError(f"its pinned packages need Python {least}, this is {this}; install moeserve with a newer one")
     folder = folder or peers_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
-        try:
-            return python_of(name, folder)
-        except PeerError:
-            return _make(ENVIRONMENTS[name], folder)
+        if not is_installed(name, folder):
+            _make(ENVIRONMENTS[name], folder, pip_options)
+        return python_of(name, folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -56,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; none: all of them")
     parser.add_argument("--folder", type=Path, help=f"where they go; default: {peers_folder()}")
+    parser.add_argument(
+        "--pip-option", action="append", default=[], metavar="OPTION", help="handed to pip install; repeatable"
+    )
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(get_args(EnvironmentName))
     if unknown:
@@ -64,19 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     failures = []
     for name in options.names or ENVIRONMENTS:
         try:
-            print(f"{name}: {install(name, options.folder and options.folder.absolute())}")
+            folder = options.folder and options.folder.absolute()
+            print(f"{name}: {install(name, folder, pip_options=options.pip_option)}")
         except PeerError as error:
             failures.append(name)
             print(f"{name}: FAILED. {error}", file=sys.stderr)
-    if "vllm" in (options.names or ENVIRONMENTS) and not tcmalloc():
+    if {"vllm", "transformers"} & set(options.names or ENVIRONMENTS) and not tcmalloc():
         print(
-            "vllm: tcmalloc, which vLLM recommends, is not installed here. On Debian: apt install libtcmalloc-minimal4"
+            "tcmalloc, which vLLM and PyTorch recommend, is not installed here. On Debian: "
+            "apt install libtcmalloc-minimal4"
         )
     if failures:
         sys.exit(1)
 
 
-def _make(environment: Environment, folder: Path) -> Path:
+def _make(environment: Environment, folder: Path, pip_options: Sequence[str]) -> None:
     home = folder / environment.name
     log = folder / "logs" / f"install-{environment.name}.log"
     log.parent.mkdir(exist_ok=True)
@@ -84,22 +101,24 @@ def _make(environment: Environment, folder: Path) -> Path:
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", *pip_options]
     for package in environment.compiled:
         pip += ["--no-binary", package]
     variables = os.environ | environment.build_variables
     with log.open("w") as output:
         _run([*pip, "-r", str(environment.requirements())], variables, log, output.fileno())
-        _run([str(python), "-c", f"import {environment.import_name}"], variables, log, output.fileno())
+        advice = ABOUT_TORCH if environment.has_torch() else ""
+        _run([str(python), "-c", f"import {environment.import_name}"], variables, log, output.fileno(), advice)
     (home / STAMP).write_text(environment.digest())
-    return python
 
 
-def _run(command: list[str], variables: dict[str, str], log: Path, output: int) -> None:
+def _run(command: list[str], variables: dict[str, str], log: Path, output: int, advice: str = "") -> None:
+    """The advice ends the message of a failure."""
     code = subprocess.run(command, env=variables, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
     if code != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-        raise PeerError(f"`{' '.join(command)}` ended with {code}; {log} ends with:\n{tail}")
+        told = f"`{' '.join(command)}` ended with {code}; {log} ends with:\n{tail}"
+        raise PeerError(f"{told}\n{advice}".rstrip())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@
 **Waiting peers do not disturb.** The threads of an engine may spin for a while after their work (vLLM's for a second).
 So a peer that is not being asked is stopped as a whole by the kernel, and goes on when it is asked again. Within a
 request each engine's threads wait as its defaults have it: our own variables for OpenMP are not handed on.
+
+**transformers needs nothing installed.** Where its environment is not, it runs in moeserve's, in a process of its own,
+so that there is always one peer. A peer's `settings` say which of the two it was.
 """
 
 from __future__ import annotations
@@ -25,7 +28,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
 
-from moeserve.bench.peers.environments import EnvironmentName, PeerError, peers_folder, python_of, tcmalloc
+from moeserve.bench.peers.environments import (
+    EnvironmentName,
+    PeerError,
+    is_installed,
+    peers_folder,
+    python_of,
+    recommended_libraries,
+)
 from moeserve.machine import usable_cores
 
 PeerName = Literal[
@@ -45,19 +55,26 @@ class _Recipe:
     """How a peer is started."""
 
     adapter: str
-    environment: EnvironmentName | None  # none: moeserve's own
+    environment: EnvironmentName
     gguf_kind: str | None = None
+    preloads: bool = False  # what its makers recommend to preload, where it is there
+    may_share: bool = False  # runs in moeserve's environment where its own is not installed
+
+    def python(self, folder: Path) -> Path:
+        if self.may_share and not is_installed(self.environment, folder):
+            return Path(sys.executable)
+        return python_of(self.environment, folder)
 
 
 RECIPES: dict[PeerName, _Recipe] = {
     "llama.cpp-bf16": _Recipe("serve_llama_cpp", "llama.cpp", "bf16"),
     "llama.cpp-q8_0": _Recipe("serve_llama_cpp", "llama.cpp", "q8_0"),
     "llama.cpp-q4_0": _Recipe("serve_llama_cpp", "llama.cpp", "q4_0"),
-    "vllm": _Recipe("serve_vllm", "vllm"),
-    "transformers": _Recipe("serve_transformers", None),
+    "vllm": _Recipe("serve_vllm", "vllm", preloads=True),
+    "transformers": _Recipe("serve_transformers", "transformers", preloads=True, may_share=True),
 }
 EXPERTS_RECIPES: dict[ExpertsPeerName, _Recipe] = {
-    "vllm": _Recipe("serve_vllm", "vllm"),
+    "vllm": _Recipe("serve_vllm", "vllm", preloads=True),
     "kt-kernel": _Recipe("serve_kt_kernel", "kt-kernel"),
 }
 
@@ -68,6 +85,7 @@ class Peer:
     def __init__(self, process: PeerProcess, answer: Mapping[str, Any]) -> None:
         self._process = process
         self.version: str = answer["version"]
+        self.settings: dict[str, Any] = process.settings | answer["settings"]  # for results
         self.startup_seconds: float = answer["startup_seconds"]  # from making the engine to its first token
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
@@ -103,9 +121,10 @@ class Peer:
 class ExpertsPeer:
     """The experts of one layer as a peer computes them."""
 
-    def __init__(self, process: PeerProcess, version: str) -> None:
+    def __init__(self, process: PeerProcess, answer: Mapping[str, Any]) -> None:
         self._process = process
-        self.version = version
+        self.version: str = answer["version"]
+        self.settings: dict[str, Any] = process.settings | answer["settings"]  # for results
 
     def seconds(self, num_rows: int, num_runs: int = 5) -> list[float]:
         """How long each of some runs over so many rows takes, with routing given at random.
@@ -178,7 +197,7 @@ def start_experts_peer(
     process = PeerProcess(f"{name}-experts", EXPERTS_RECIPES[name], folder)
     shape = {"num_experts": num_experts, "hidden": hidden, "width": width, "top_k": top_k}
     answer = process.ask("load_experts", shape=shape, num_threads=num_threads or usable_cores())
-    return ExpertsPeer(process, answer["version"])
+    return ExpertsPeer(process, answer)
 
 
 def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
@@ -203,7 +222,8 @@ def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
     command = [str(python_of("llama.cpp", folder)), "-m", "adapters.write_gguf", *inputs]
     result = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise PeerError(f"cannot write {target}: {(result.stdout + result.stderr)[-2000:]}")
+        output = (result.stdout + result.stderr)[-2000:]
+        raise PeerError(f"cannot write {checkpoint.name} as a {kind} GGUF file\n{target}: {output}")
     return target
 
 
@@ -212,7 +232,13 @@ class PeerProcess:
 
     def __init__(self, name: str, recipe: _Recipe, folder: Path | None = None) -> None:
         folder = folder or peers_folder()
-        python = Path(sys.executable) if recipe.environment is None else python_of(recipe.environment, folder)
+        python = recipe.python(folder)
+        preloaded = recommended_libraries(python) if recipe.preloads else []
+        is_shared = python == Path(sys.executable)
+        self.settings: dict[str, Any] = {
+            "environment": "moeserve's" if is_shared else "its own",
+            "preloaded": [Path(library).name for library in preloaded],
+        }
         self._name = name
         self._log = folder / "logs" / f"{name}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +247,7 @@ class PeerProcess:
             self._process = subprocess.Popen(
                 [str(python), "-m", f"adapters.{recipe.adapter}"],
                 cwd=FOLDER,
-                env=_variables(recipe.environment, python),
+                env=_variables(recipe.environment, python, preloaded),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -250,11 +276,11 @@ class PeerProcess:
         if not line:
             code = self._process.wait()
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
-            raise PeerError(f"{self._name} ended with {code}; {self._log} ends with:\n{tail}")
+            raise PeerError(f"{self._name} ended with {code}\n{self._log} ends with:\n{tail}")
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"{self._name} cannot {what}: {answer['error']} (more in {self._log})")
+            raise PeerError(f"{self._name} cannot {what}: {answer['error']}\nMore in {self._log}")
         return answer
 
     def close(self) -> None:
@@ -280,7 +306,7 @@ class PeerProcess:
         return self._process.stdin, self._process.stdout
 
 
-def _variables(environment: EnvironmentName | None, python: Path) -> dict[str, str]:
+def _variables(environment: EnvironmentName, python: Path, preloaded: Sequence[str]) -> dict[str, str]:
     """The environment variables a peer starts with: ours, without those that steer OpenMP or Python, plus its own."""
     ours = {
         name: value
@@ -288,9 +314,9 @@ def _variables(environment: EnvironmentName | None, python: Path) -> dict[str, s
         if not name.startswith(("OMP_", "GOMP_", "KMP_", "PYTHON", "MOESERVE_")) and name != "LD_PRELOAD"
     }
     ours |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if preloaded:
+        ours |= {"LD_PRELOAD": ":".join(preloaded)}
     if environment == "vllm":
-        intel_openmp = python.parent.parent / "lib" / "libiomp5.so"
-        libraries = [library for library in (tcmalloc(), str(intel_openmp)) if library]
-        ours |= {"LD_PRELOAD": ":".join(libraries), "VLLM_NO_USAGE_STATS": "1"}
+        ours |= {"VLLM_NO_USAGE_STATS": "1"}
         ours |= {"VLLM_CACHE_ROOT": str(python.parent.parent / "compiled")}  # a later start compiles nothing
     return ours

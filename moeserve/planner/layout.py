@@ -2,7 +2,8 @@
 
 Weights are counted on a model without memory (see models/summary.py), built as the rank would build it. What travels
 has one unit everywhere: bytes that all ranks together send for one token in one layer with experts. It is counted under
-the assumptions that all ranks have equally many tokens, and that a router chooses all experts equally often.
+the assumptions that all ranks have equally many tokens, and that a router chooses all experts equally often. Dispatch
+is that of large steps: those of few tokens go another way, the same with both dispatchers (moe/dispatch/allgather.py).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Layout:
     experts_per_rank: tuple[int, int]  # fewest and most
     weight_bytes: int  # of the rank that has most
     cache_bytes_per_token: int  # of one rank, for each token of its replica
-    # Sent by all ranks together, per token and layer:
+    # Sent by all ranks together, per token and layer, in large steps:
     attention_bytes: int  # gathered before attention, scattered after
     dispatch_bytes: float  # choices to all ranks, rows to those that need them, outputs back
     allgather_bytes: float  # the same if rows go to all ranks instead
@@ -99,7 +100,7 @@ def as_text(found: Layouts) -> str:
         f"{'tp':>4}{'dp':>5}{'heads':>7}{'experts':>10}{'weights':>12}{'cache/token':>13}"
         f"{'attention':>12}{'all-to-all':>12}{'all-gather':>12}",
         f"{'':>4}{'':>5}{'per rank':>17}{'per rank':>12}{'per rank':>13}{'bytes sent by all ranks,':>36}",
-        f"{'':>51}{'per token and layer':>36}",
+        f"{'':>51}{'per token and layer, in large steps':>36}",
     ]
     for layout in found.layouts:
         start = f"{layout.tp:>4}{layout.dp:>5}"
@@ -188,7 +189,7 @@ def _holder(rank: int, mesh: Mesh, num_heads: int, experts: tuple[int, ...]) -> 
 
 
 def _exchange(moe: MoEConfig | None, counts: list[int], row_bytes: int) -> tuple[float, float]:
-    """Bytes that all ranks together send for a token, there and back: with all-to-all, and with all-gather.
+    """Bytes that all ranks send for a token in a large step, there and back: with all-to-all, and with all-gather.
 
     Its choices go to every other rank in both. With all-to-all its row goes once to each other rank that has one of its
     experts. With experts chosen alike, the chance that a rank with c of E experts is needed by a token of k experts is

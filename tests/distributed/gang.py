@@ -9,6 +9,8 @@ client, in the process of the replica. On the way are only checks, named as in `
 - I5: a replica runs the tokens it announced, and no step is run without a token.
 - I6: each round has the number after the last one's.
 
+Steps of up to MIDDLE tokens are carried as small ones, unless a test says otherwise: see `small_steps.py`.
+
 I1 is checked where check_order is asked for. I3 and the tokens are for the caller to check, from the news.
 """
 
@@ -25,6 +27,7 @@ from typing import Any
 import msgspec
 import torch
 from ranks import Place, Ranks
+from small_steps import MIDDLE, border, bytes_of_tokens
 from torch import Tensor
 
 from moeserve.config import EngineConfig, Settings, resolve
@@ -85,6 +88,7 @@ class Story(msgspec.Struct, kw_only=True):
     steps: list[tuple[int, ...]] = []  # tokens of each replica, by executed step
     routed: list[list[list[int]]] = []  # by executed step and layer: how many of this rank's tokens chose each expert
     computed: list[list[list[int]]] = []  # the same: how many rows each expert computed on this rank
+    ways: list[bool] = []  # by executed step and layer, where there are several ranks: whether it was a small one
     news: list[RequestUpdate] = []  # from here on of first ranks alone
     num_rounds: int = 0
     num_idle_rounds: int = 0
@@ -110,6 +114,7 @@ def play(
     num_blocks: int | None = None,
     seed: int = 0,
     replica_type: str = "moeserve.scheduling.replica:Replica",
+    max_small_tokens: int | None = MIDDLE,
 ) -> dict[str, Any]:
     """One rank of a gang of `place.num_ranks / tp` replicas, from its start to the shutdown that all agree to.
 
@@ -118,6 +123,7 @@ def play(
         num_blocks: of KV cache, fewer than the worker made.
         seed: of what a client decides by itself, such as which wake-ups are lost.
         replica_type: as module:name.
+        max_small_tokens: of all ranks, in steps that are carried as small ones. None: as many as in serving.
     """
     process.HEARTBEAT_S = HEARTBEAT_S
     options = {"dtype": "float32", "num_threads": 1, "tensor_parallel_size": tp, **options}
@@ -125,12 +131,14 @@ def play(
     config = resolve(settings, read_facts(folder), has_cuda=False, num_cores=place.num_ranks)
     groups = join(RankStart(config=config, rank=place.rank, store_host=place.store_host, store_port=place.store_port))
     story = Story()
+    max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(folder, max_small_tokens)
     try:
-        if groups.tp.rank_in_group > 0:
-            follow(config, groups, story)
-        else:
-            arrivals = msgspec.convert(timetable, Timetable)
-            lead(config, groups, arrivals, num_blocks, seed, named(replica_type), story)
+        with border(max_small_bytes, story.ways.append):
+            if groups.tp.rank_in_group > 0:
+                follow(config, groups, story)
+            else:
+                arrivals = msgspec.convert(timetable, Timetable)
+                lead(config, groups, arrivals, num_blocks, seed, named(replica_type), story)
     except Exception as error:  # a process would die of it; this one stays, so it must say so
         groups.leave(f"{type(error).__name__}: {error}")
         raise
@@ -381,9 +389,10 @@ def count_dispatches(model: Decoder) -> list[CountedDispatcher]:
 def check_counts(stories: Sequence[Story], tp: int, top_k: int) -> None:
     """I2 and I5: each token's pairs go out once and are computed once, and a rank without tokens adds none.
 
-    Also I1: all ranks executed the same steps.
+    Also I1: all ranks executed the same steps, in the same ways.
     """
     assert all(story.steps == stories[0].steps for story in stories), "I1: ranks executed different steps"
+    assert all(story.ways == stories[0].ways for story in stories), "I1: ranks carried steps in different ways"
     for index, num_tokens in enumerate(stories[0].steps):
         routed = torch.tensor([story.routed[index] for story in stories])  # [ranks, layers, experts]
         computed = torch.tensor([story.computed[index] for story in stories])

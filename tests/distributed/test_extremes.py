@@ -13,6 +13,7 @@ import torch
 from gang import Arrival, Story, Timetable
 from ranks import Ranks
 from reference_models import SHAPES, Reference, make_reference
+from small_steps import MIDDLE, check_ways
 
 from moeserve.messages import Request, RequestUpdate, SamplingParams
 
@@ -141,10 +142,12 @@ def of_one_rank(ranks: Ranks, case: Case) -> dict[str, list[RequestUpdate]]:
     return updates_of([story])
 
 
-def play(ranks: Ranks, case: Case, *, tp: int, dp: int, dispatcher: str) -> list[Story]:
+def play(
+    ranks: Ranks, case: Case, *, tp: int, dp: int, dispatcher: str, max_small_tokens: int | None = MIDDLE
+) -> list[Story]:
     options = OPTIONS | dict(dispatcher=dispatcher, debug_collectives=True, collective_timeout=30)
-    folder = str(case.reference.folder)
-    return gang.run(ranks, tp * dp, case.timetable(dp), folder=folder, tp=tp, options=options)
+    arguments = dict(folder=str(case.reference.folder), tp=tp, options=options, max_small_tokens=max_small_tokens)
+    return gang.run(ranks, tp * dp, case.timetable(dp), **arguments)
 
 
 def updates_of(stories: Sequence[Story]) -> dict[str, list[RequestUpdate]]:
@@ -155,8 +158,10 @@ def updates_of(stories: Sequence[Story]) -> dict[str, list[RequestUpdate]]:
     return updates
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "all_to_all"])
-@pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "dispatcher", "max_small_tokens"),
+    [(1, 4, "all_to_all", 0), (1, 4, "allgather", MIDDLE), (2, 2, "all_to_all", MIDDLE), (2, 2, "allgather", None)],
+)
 def test_tokens_of_transformers(
     ranks: Ranks,
     case: Case,
@@ -164,9 +169,11 @@ def test_tokens_of_transformers(
     tp: int,
     dp: int,
     dispatcher: str,
+    max_small_tokens: int | None,
 ) -> None:
-    stories = play(ranks, case, tp=tp, dp=dp, dispatcher=dispatcher)
+    stories = play(ranks, case, tp=tp, dp=dp, dispatcher=dispatcher, max_small_tokens=max_small_tokens)
     gang.check_counts(stories, tp, case.top_k)
+    check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, max_small_tokens)
     check_that_it_was_extreme(case, stories)
     updates = updates_of(stories)
     for index, prompt in enumerate(case.prompts):

@@ -1,4 +1,7 @@
-"""The model divided over ranks: the tokens of one rank, in every layout, with every dispatcher and placement."""
+"""The model divided over ranks: the tokens of one rank, in every layout, with every dispatcher and placement.
+
+Where a test does not say otherwise, steps with prompts are large and others small: see `small_steps.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from ranks import Place, Ranks
 from reference_models import Reference
+from small_steps import MIDDLE, border, bytes_of_tokens, check_ways
 
 from moeserve.config import Settings, resolve
 from moeserve.distributed.group import Groups, connect, single
@@ -28,7 +32,11 @@ LENGTHS = (1, 9, 23, 17)
 GREEDY = SamplingParams(temperature=0, logprobs=0)
 
 Prompt = list[int]
-Generated = tuple[list[list[int]], list[list[float]]]  # by prompt: tokens, and the log-probability of each
+Generated = tuple[
+    list[list[int]],  # by prompt: tokens
+    list[list[float]],  # and the log-probability of each
+    list[int],  # by step: tokens of all ranks
+]
 
 DISPATCHERS = ("allgather", "all_to_all")
 LAYOUTS = ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
@@ -36,8 +44,10 @@ MODELS = ("mixtral", "deepseek-v3-four-heads", "qwen3-moe-eight-heads", "gpt-oss
 OTHER_MODELS = ("qwen2-moe", "olmoe", "glm4-moe", "deepseek-v2-lite")
 
 
-def generate_here(place: Place, tp: int, dp: int, **what: Any) -> list[Generated]:
-    """`generate` on one of several ranks, with each dispatcher."""
+def generate_here(
+    place: Place, tp: int, dp: int, folder: str, max_small_tokens: int | None, **what: Any
+) -> list[Generated]:
+    """`generate` on one of several ranks, with each dispatcher. `max_small_tokens` as in gang.py."""
     torch.set_num_threads(1)
     groups = connect(
         Mesh(tp=tp, dp=dp),
@@ -48,7 +58,14 @@ def generate_here(place: Place, tp: int, dp: int, **what: Any) -> list[Generated
         local_rank=place.rank,
         check_order=True,
     )
-    return [generate(groups, dispatcher=dispatcher, **what) for dispatcher in DISPATCHERS]
+    max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(folder, max_small_tokens)
+    with_each = []
+    for dispatcher in DISPATCHERS:
+        ways: list[bool] = []
+        with border(max_small_bytes, ways.append):
+            with_each.append(generate(groups, folder, dispatcher, **what))
+        check_ways(with_each[-1][2], ways, max_small_tokens)
+    return with_each
 
 
 def generate(
@@ -74,8 +91,9 @@ def generate(
     lockstep = Lockstep(rank=replica, num_replicas=num_replicas)
     tokens: list[list[int]] = [[] for _ in mine]
     logprobs: list[list[float]] = [[] for _ in mine]
-    step = 0
+    num_tokens: list[int] = []
     while True:
+        step = len(num_tokens)
         chunks, running = [], []
         for index, prompt in enumerate(mine[: step + 1]):
             if len(tokens[index]) == NUM_TOKENS:
@@ -91,7 +109,7 @@ def generate(
         rows = groups.dp.all_gather(row, (1,) * num_replicas)
         agreement = lockstep.finish(rows.tolist())
         if agreement.is_idle:
-            return tokens, logprobs
+            return tokens, logprobs, num_tokens
         result = worker.execute(plan, agreement)
         for index, given in zip(running, result.chunks, strict=False):
             assert given.logprobs is not None
@@ -101,7 +119,7 @@ def generate(
         chosen = groups.tp.broadcast(torch.tensor(chosen, dtype=torch.int64), 0).tolist()
         for index, token_id in zip(running, chosen, strict=True):
             tokens[index].append(token_id)
-        step += 1
+        num_tokens.append(sum(agreement.num_tokens))
 
 
 @functools.cache
@@ -109,20 +127,23 @@ def prompts_of(reference: Reference) -> list[Prompt]:
     return reference.clear_prompts(LENGTHS, NUM_TOKENS)
 
 
-def assert_same_as_one_rank(ranks: Ranks, reference: Reference, tp: int, dp: int, **placement: Any) -> None:
+def assert_same_as_one_rank(
+    ranks: Ranks, reference: Reference, tp: int, dp: int, max_small_tokens: int | None = MIDDLE, **placement: Any
+) -> None:
     """With each dispatcher the tokens are those of transformers, the log-probabilities those of one rank."""
     prompts = prompts_of(reference)
     of_replicas = [prompts[replica::dp] or prompts[:1] for replica in range(dp)]
-    of_replicas[-1] = of_replicas[-1][:1]  # one replica is done long before the others
+    if dp > 1:
+        of_replicas[-1] = of_replicas[-1][:1]  # one replica is done long before the others
     if dp > 2:
         of_replicas[1] = []  # and one has nothing at all
-    what = dict(folder=str(reference.folder), prompts=of_replicas, **placement)
+    what = dict(folder=str(reference.folder), max_small_tokens=max_small_tokens, prompts=of_replicas, **placement)
     given = ranks.run(tp * dp, "test_layouts:generate_here", tp=tp, dp=dp, **what)
-    _, alone = generate(single(), str(reference.folder), "local", [prompts])
+    _, alone, _ = generate(single(), str(reference.folder), "local", [prompts])
     for rank, with_each in enumerate(given):
         mine = of_replicas[rank // tp]
         assert len(with_each) == len(DISPATCHERS)
-        for dispatcher, (tokens, logprobs) in zip(DISPATCHERS, with_each, strict=True):
+        for dispatcher, (tokens, logprobs, _) in zip(DISPATCHERS, with_each, strict=True):
             assert tokens == [reference.greedy(prompt, NUM_TOKENS) for prompt in mine], dispatcher
             if rank % tp == 0:
                 assert len(logprobs) == len(mine)
@@ -143,7 +164,9 @@ def test_same_tokens_on_eight_ranks(ranks: Ranks, reference_named: Callable[[str
     assert_same_as_one_rank(ranks, reference_named(name), 1, 8)
 
 
-@pytest.mark.parametrize(("tp", "dp", "num_redundant"), [(1, 2, 3), (2, 2, 6), (1, 4, 1)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "num_redundant", "max_small_tokens"), [(1, 2, 3, 0), (2, 2, 6, MIDDLE), (1, 4, 1, None)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_same_tokens_with_copies_of_hot_experts(
     ranks: Ranks,
@@ -152,14 +175,16 @@ def test_same_tokens_with_copies_of_hot_experts(
     tp: int,
     dp: int,
     num_redundant: int,
+    max_small_tokens: int | None,
 ) -> None:
+    """With all steps large, with steps of both ways, and with all small."""
     reference = reference_named(name)
     facts = read_facts(reference.folder)
     loads = [
         [math.exp(-((expert + layer) % facts.num_experts)) for expert in range(facts.num_experts)]
         for layer in range(facts.num_sparse_layers)
     ]
-    assert_same_as_one_rank(ranks, reference, tp, dp, num_redundant=num_redundant, loads=loads)
+    assert_same_as_one_rank(ranks, reference, tp, dp, max_small_tokens, num_redundant=num_redundant, loads=loads)
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rank_processes import assert_gone, free_blocks, living_ranks
 from reference_models import Reference
+from small_steps import MIDDLE, PlantedBorder, bytes_of_tokens
 
 from moeserve import LLM, CheckpointError, EngineError, SamplingParams
 
@@ -33,10 +34,26 @@ def reference(reference_named: Callable[[str], Reference]) -> Reference:
     return reference_named("mixtral")
 
 
+def llm_with_border(reference: Reference, folder: Path, **options: Any) -> tuple[LLM, PlantedBorder]:
+    """Its steps with prompts are large, and those of a few tokens small."""
+    border = PlantedBorder(folder, bytes_of_tokens(reference.folder, MIDDLE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        return LLM(reference.folder, **options), border
+
+
 @pytest.fixture(scope="module")
-def llm(reference: Reference) -> Iterator[LLM]:
-    with LLM(reference.folder, data_parallel_size=2, **SETTINGS) as llm:
-        yield llm
+def llm_and_border(
+    reference: Reference, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, PlantedBorder]]:
+    llm, border = llm_with_border(reference, tmp_path_factory.mktemp("border"), data_parallel_size=2, **SETTINGS)
+    with llm:
+        yield llm, border
+
+
+@pytest.fixture(scope="module")
+def llm(llm_and_border: tuple[LLM, PlantedBorder]) -> LLM:
+    return llm_and_border[0]
 
 
 def tokens(outputs: list[Any]) -> list[list[int]]:
@@ -55,23 +72,27 @@ def test_twenty_requests_give_the_tokens_of_transformers(llm: LLM, reference: Re
     assert not llm.core.has_work
 
 
-def test_one_busy_replica_and_one_idle(llm: LLM, reference: Reference) -> None:
+def test_one_busy_replica_and_one_idle(llm_and_border: tuple[LLM, PlantedBorder], reference: Reference) -> None:
+    llm, border = llm_and_border
     prompts = reference.prompts(5, 9, 30, seed=3)
     for prompt in prompts:
         assert tokens(llm.generate(prompt, GREEDY)) == expected(reference, [prompt])
+    assert border.ways() == {False, True}
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3-four-heads", "qwen3-moe-eight-heads", "gpt-oss"])
-def test_two_replicas_of_two_ranks(reference_named: Callable[[str], Reference], name: str) -> None:
+def test_two_replicas_of_two_ranks(reference_named: Callable[[str], Reference], name: str, tmp_path: Path) -> None:
     """Through the scheduler, with long prompts in chunks, copies of experts, and cache hits the second time."""
     other = reference_named(name)
     prompts = other.clear_prompts([3, 40, 17, 24, 9, 31], 12)
     settings = SETTINGS | dict(max_num_batched_tokens=16, num_redundant_experts=3)
-    with LLM(other.folder, tensor_parallel_size=2, data_parallel_size=2, **settings) as llm:
+    llm, border = llm_with_border(other, tmp_path, tensor_parallel_size=2, data_parallel_size=2, **settings)
+    with llm:
         assert tokens(llm.generate(prompts, GREEDY)) == expected(other, prompts)
         again = llm.generate(prompts, GREEDY)
         assert tokens(again) == expected(other, prompts)
         assert again[1].num_cached_tokens == 32
+        assert border.ways() == {False, True}
 
 
 def test_what_was_asked_for_arrives_whole(llm: LLM) -> None:

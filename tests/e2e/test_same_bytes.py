@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from reference_models import Reference
+from small_steps import MIDDLE, PlantedBorder, bytes_of_tokens
 
 from moeserve import LLM, SamplingParams
 
-FAMILIES = ("mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "qwen3-moe", "gpt-oss")
+FAMILIES = (
+    "mixtral", "mixtral-window", "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4-moe", "gpt-oss", "olmoe",
+    "qwen2-moe", "qwen3-moe",
+)  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=2)
 Told = list[tuple[Any, ...]]  # of each request, what it was told: tokens, and log-probabilities as they are
 
@@ -69,14 +74,26 @@ def test_quantised_weights(quantization: str, reference_named: Callable[[str], R
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("name", "data_parallel_size", "dispatcher"),
-    [("mixtral", 2, "all_to_all"), ("mixtral", 4, "allgather"), ("deepseek-v3", 2, "allgather"),
-     ("gpt-oss", 3, "all_to_all")],
+    ("name", "data_parallel_size", "dispatcher", "max_small_tokens"),
+    [("mixtral", 2, "all_to_all", MIDDLE), ("mixtral", 4, "allgather", MIDDLE), ("deepseek-v3", 2, "allgather", None),
+     ("gpt-oss", 3, "all_to_all", 0)],
 )  # fmt: skip
 def test_layouts(
-    name: str, data_parallel_size: int, dispatcher: str, dtype: str, reference_named: Callable[[str], Reference]
+    name: str,
+    data_parallel_size: int,
+    dispatcher: str,
+    max_small_tokens: int | None,
+    dtype: str,
+    reference_named: Callable[[str], Reference],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Prompts in large steps and decoding from tapes, in small ones; all steps small; all large."""
     reference, prompts = reference_named(name), make_prompts(6)
     expected = told(reference, prompts, dtype=dtype)
-    options = dict(data_parallel_size=data_parallel_size, dispatcher=dispatcher, executor="mp")
+    max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(reference.folder, max_small_tokens, dtype)
+    planted = PlantedBorder(tmp_path, max_small_bytes)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = dict(data_parallel_size=data_parallel_size, dispatcher=dispatcher, kv_cache_memory="8MiB", executor="mp")
     assert told(reference, prompts, dtype=dtype, **options) == expected
+    assert planted.ways() == {None: {True}, MIDDLE: {False, True}, 0: {False}}[max_small_tokens]

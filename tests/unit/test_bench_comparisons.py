@@ -74,6 +74,8 @@ def test_throughput_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.C
         assert pairs == {("moeserve", "transformers"), ("moeserve-int8", "moeserve")}
         assert row["environment"]["threads"] == 1
         assert "transformers" in row["engines"]["transformers"]["version"]
+        assert row["engines"]["moeserve"]["settings"] == {"threads": 1}
+        assert row["engines"]["transformers"]["settings"]["threads"] == 1
     assert rows["decode, batch 2"]["goal"] is None  # no bar is set for it
     goal = rows["decode, batch 8"]["goal"]
     own, peer = (rows["decode, batch 8"]["engines"][name]["rounds"] for name in ("moeserve", "transformers"))
@@ -82,15 +84,27 @@ def test_throughput_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.C
     ]
     assert goal["best_peer"] == "transformers"
     assert goal["reached"] == pytest.approx(statistics.median(reached))
+    assert goal["without"] == {"vllm": "not asked for", "llama.cpp-bf16": "not asked for"}
     printed = capsys.readouterr().out
     assert "moeserve / transformers: " in printed
     assert "reached: " in printed
+    assert "without vllm: not asked for" in printed
 
 
 def test_a_peer_that_is_named_but_not_installed_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "throughput", "--model", str(tiny), "--engine", "vllm"]
     assert cli.main(arguments) == 1
     assert "python -m moeserve.bench.peers.install vllm" in capsys.readouterr().err
+
+
+def test_a_goal_says_which_peers_are_missing_and_why() -> None:
+    cell = throughput.Cell("prefill", throughput.Workload(4, 8, 1, 160))
+    figure = {"rate": 1.0, "rounds": [{"rate": 1.0, "limit_rate": 10.0}]}
+    results = {"moeserve": figure, "llama.cpp-bf16": figure, "transformers": figure}
+    goal = throughput._goal(cell, results, {"vllm": "not installed", "llama.cpp-q8_0": "not installed"})
+    assert goal
+    assert goal["without"] == {"vllm": "not installed"}
+    assert throughput._goal(cell, {"moeserve": figure}, {}) is None
 
 
 def test_peers_that_nobody_named_may_be_missing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +114,7 @@ def test_peers_that_nobody_named_may_be_missing(tiny: Path, capsys: pytest.Captu
         engines, left_out = start_all(None, known, start)
         assert list(engines) == ["moeserve"]
         assert engines["moeserve"].generate([[1, 2, 3]], 4) > 0
-    assert "install vllm" in left_out["vllm"]
+    assert left_out["vllm"] == "not installed; run: python -m moeserve.bench.peers.install vllm"
     assert "without vllm" in capsys.readouterr().err
 
 

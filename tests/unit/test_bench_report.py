@@ -17,6 +17,8 @@ MACHINE = {
     "date": "2026-01-02T03:04:05+00:00", "cpu": "A CPU", "cores": 2, "threads": 2, "isa": ["avx2"], "python": "3.11",
     "versions": {"moeserve": "0.1.0", "torch": "2.13"},
 }  # fmt: skip
+SETTINGS = {"vllm": {"threads": 2, "preloaded": ["libtcmalloc.so", "libiomp5.so"]}}
+WITHOUT = {"llama.cpp-bf16": "not installed; run: something"}
 
 
 def throughput_row(cell: str, rates: dict[str, float], limit: float = 100.0) -> dict[str, Any]:
@@ -25,14 +27,19 @@ def throughput_row(cell: str, rates: dict[str, float], limit: float = 100.0) -> 
         "model": "some-model",
         "cell": cell,
         "engines": {
-            name: {"version": f"{name} 1.0", "rate": rate, "fraction_of_limit": rate / limit}
+            name: {
+                "version": f"{name} 1.0",
+                "settings": SETTINGS.get(name, {}),
+                "rate": rate,
+                "fraction_of_limit": rate / limit,
+            }
             for name, rate in rates.items()
         },
         "ratios": [
             {"engine": "moeserve", "baseline": "vllm", "median": rates["moeserve"] / rates["vllm"]},
             {"engine": "moeserve-int8", "baseline": "moeserve", "median": 1.75},
         ],
-        "goal": {"best_peer": "vllm", "ratio": 1.15, "of_limit": 0.85, "reached": 0.97},
+        "goal": {"best_peer": "vllm", "ratio": 1.15, "of_limit": 0.85, "reached": 0.97, "without": WITHOUT},
         "environment": MACHINE,
     }
 
@@ -70,9 +77,11 @@ def test_tables_stand_between_the_marks_and_the_last_row_counts(
     assert ["cell", "moeserve", "moeserve-int8", "vllm"] in lines
     assert ["decode, batch 1", "40.0 (40%)", "70.0 (70%)", "20.0 (20%)"] in lines
     assert ["decode, batch 8", "50.0 (50%)", "", "80.0 (80%)"] in lines
-    assert ["decode, batch 1", "vllm", "2.00", "1.15", "40%", "0.97"] in lines
+    assert ["decode, batch 1", "vllm", "2.00", "1.15", "40%", "0.97", "llama.cpp-bf16"] in lines
     assert ["decode, batch 1", "1.75"] in lines
-    assert "2026-01-02, A CPU, 2 cores (avx2), 2 threads, Python 3.11, moeserve 0.1.0, torch 2.13, vllm 1.0" in text
+    assert "might have been the best: llama.cpp-bf16 (not installed; run: something)." in text
+    assert "2026-01-02, A CPU, 2 cores (avx2), 2 threads, Python 3.11, moeserve 0.1.0, torch 2.13; peers: " in text
+    assert "peers: vllm 1.0 (libtcmalloc.so and libiomp5.so preloaded)." in text
     assert "<!-- begin moe -->\nNo results yet.\n<!-- end moe -->" in text
     assert "plots/throughput-some-model.svg" in capsys.readouterr().out
     assert cli.main(arguments) == 0

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from moeserve.bench.checkpoints import make_checkpoint
+from moeserve.bench.peers import environments
+from moeserve.bench.peers import install as install_module
 from moeserve.bench.peers.check import draw_prompts, judge
-from moeserve.bench.peers.environments import ENVIRONMENTS, STAMP, PeerError, python_of
+from moeserve.bench.peers.environments import ENVIRONMENTS, STAMP, PeerError, python_of, recommended_libraries
 from moeserve.bench.peers.install import install
 from moeserve.bench.peers.peers import RECIPES, PeerProcess, make_gguf, start_peer
+
+RUN = install_module._run
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,8 @@ def test_a_peer_computes_the_model(checkpoint, tmp_path):
         assert peer.seconds(prompts, 6) > 0
         assert peer.startup_seconds > 0
         assert "transformers" in peer.version
+        assert peer.settings["environment"] == "moeserve's"
+        assert peer.settings["threads"] == 1
     assert [len(output) for output in outputs] == [6] * len(prompts)
     shifted = [[(token + 1) % 160 for token in output] for output in outputs]
     verdicts = judge(checkpoint, prompts, {"peer": outputs, "shifted": shifted})
@@ -100,6 +107,39 @@ def test_our_settings_of_openmp_do_not_reach_a_peer(monkeypatch, tmp_path):
     assert "PATH=" in variables
 
 
+def test_what_its_makers_recommend_is_preloaded_where_it_is_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(environments, "tcmalloc", lambda: None)
+    home = tmp_path / "transformers"
+    python = home / "bin" / "python"
+    assert recommended_libraries(python) == []
+    (home / "lib").mkdir(parents=True)
+    intel_openmp = home / "lib" / "libiomp5.so"
+    intel_openmp.symlink_to("nowhere")
+    assert recommended_libraries(python) == []  # a link to nowhere
+    intel_openmp.unlink()
+    intel_openmp.touch()
+    monkeypatch.setattr(environments, "tcmalloc", lambda: "libtcmalloc_minimal.so.4")
+    assert recommended_libraries(python) == ["libtcmalloc_minimal.so.4", str(intel_openmp)]
+
+
+def test_a_peer_that_may_share_runs_in_its_own_environment_once_that_is_installed(tmp_path):
+    home = tmp_path / "transformers"
+    (home / "bin").mkdir(parents=True)
+    (home / "lib").mkdir()
+    (home / "lib" / "libiomp5.so").touch()  # which the loader passes over
+    (home / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (home / "bin" / "python").chmod(0o755)
+    (home / STAMP).write_text(ENVIRONMENTS["transformers"].digest())
+    process = PeerProcess("transformers", RECIPES["transformers"], tmp_path)
+    try:
+        assert process.settings["environment"] == "its own"
+        assert process.settings["preloaded"][-1] == "libiomp5.so"
+        with pytest.raises(PeerError, match="nonsense"):
+            process.ask("nonsense")
+    finally:
+        process.close()
+
+
 def test_what_is_not_installed_says_how_to_install_it(tmp_path, checkpoint):
     with pytest.raises(PeerError, match=r"moeserve\.bench\.peers\.install llama\.cpp"):
         make_gguf(checkpoint, "bf16", tmp_path)
@@ -110,6 +150,7 @@ def test_what_is_not_installed_says_how_to_install_it(tmp_path, checkpoint):
 
 
 def test_an_environment_is_made_once_and_again_after_an_interruption(monkeypatch, tmp_path):
+    monkeypatch.setattr(install_module, "MIN_PYTHON", (3, 10))  # nothing is installed that needs a newer one
     nothing = tmp_path / "nothing.txt"
     nothing.write_text("")
     monkeypatch.setattr(type(ENVIRONMENTS["kt-kernel"]), "requirements", lambda self: nothing)
@@ -128,6 +169,33 @@ def test_an_environment_is_made_once_and_again_after_an_interruption(monkeypatch
     nothing.write_text("# other pins\n")
     install("kt-kernel", folder)
     assert not marker.exists()
+
+
+def test_a_failed_import_says_what_to_do_about_torch(monkeypatch, tmp_path):
+    monkeypatch.setattr(install_module, "MIN_PYTHON", (3, 10))
+    monkeypatch.setattr(install_module, "_run", fail_to_import)
+    with pytest.raises(PeerError, match=r"libcudart(.*\n)*.*--pip-option=--extra-index-url"):
+        install("kt-kernel", tmp_path)
+
+
+def fail_to_import(command: list[str], variables, log: Path, output: int, advice: str = "") -> None:
+    if "-c" in command:
+        missing = "raise ImportError('libcudart.so: cannot open shared object file')"
+        RUN([*command[:2], missing], variables, log, output, advice)
+
+
+def test_pip_gets_the_options(monkeypatch, tmp_path):
+    monkeypatch.setattr(install_module, "MIN_PYTHON", (3, 10))
+    commands = []
+    monkeypatch.setattr(install_module, "_run", lambda command, *rest: commands.append(command))
+    install_module.main(["kt-kernel", "--folder", str(tmp_path), "--pip-option=--extra-index-url=some-index"])
+    assert "--extra-index-url=some-index" in commands[0]
+
+
+def test_an_older_python_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(install_module, "MIN_PYTHON", (3, 99))
+    with pytest.raises(PeerError, match=r"need Python 3\.99, this is 3\."):
+        install("kt-kernel", tmp_path)
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)

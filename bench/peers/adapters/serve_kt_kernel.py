@@ -72,7 +72,7 @@ def main() -> None:
             return run
 
         methods["experts"] = experts_method(dimensions, make)
-        return {"version": f"kt-kernel {kt_kernel.__version__}"}
+        return {"version": f"kt-kernel {kt_kernel.__version__}", "settings": {"threads": num_threads}}
 
     methods["load_experts"] = load_experts
     serve(methods)

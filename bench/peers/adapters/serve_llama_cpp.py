@@ -97,7 +97,8 @@ def main() -> None:
         engine.generate([first_prompt], 1)
         seconds = time.perf_counter() - start
         methods["generate"] = generation(engine.generate)
-        return {"startup_seconds": seconds, "version": f"llama-cpp-python {llama_cpp.__version__}"}
+        version = f"llama-cpp-python {llama_cpp.__version__}"
+        return {"startup_seconds": seconds, "version": version, "settings": {"threads": num_threads}}
 
     methods["load"] = load
     serve(methods)

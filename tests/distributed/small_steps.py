@@ -1,0 +1,109 @@
+"""Moves the border between small and large steps of dispatch, here or in the ranks of an engine.
+
+The models of the tests are so narrow that all their steps would be small. With a border of MIDDLE tokens the steps of
+all but the shortest prompts are large and decode steps of a few requests small, so both ways are taken, and requests
+change from one to the other.
+
+Processes are changed from outside: a `sitecustomize.py` in a folder on their path, which every Python imports as it
+starts. This file is imported by tests and by ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+MIDDLE = 8  # tokens of all ranks
+
+
+def bytes_of_tokens(folder: str | Path, num_tokens: int, dtype: str = "float32") -> int:
+    """What so many tokens of a model take in dispatch, as dispatchers count."""
+    from moeserve.models.registry import describe
+    from moeserve.planner.layout import BYTES_OF_DTYPE
+
+    model = describe(folder).model
+    assert model.first_moe is not None
+    return num_tokens * model.first_moe.router.top_k * model.hidden_size * BYTES_OF_DTYPE[dtype]
+
+
+def border(max_small_bytes: int | None, note: Callable[[bool], None]) -> ExitStack:
+    """Moves the border in this process until the end of the context. None: leaves it where it is.
+
+    Args:
+        note: told whenever a layer of several ranks has computed a step, whether that was a small one.
+    """
+    from unittest import mock
+
+    from moeserve.moe.dispatch import allgather
+
+    combine = allgather.AllGatherDispatcher.combine  # both dispatchers end here
+
+    def noted(self: Any, output: Any, ticket: Any) -> Any:
+        note(isinstance(ticket, allgather.SmallTicket))
+        return combine(self, output, ticket)
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(allgather.AllGatherDispatcher, "combine", noted))
+    if max_small_bytes is not None:
+        stack.enter_context(mock.patch.object(allgather, "MAX_SMALL_BYTES", max_small_bytes))
+    return stack
+
+
+def check_ways(num_tokens: Sequence[int], ways: Sequence[bool], max_small_tokens: int | None) -> None:
+    """Each layer took the small way where a step had so few tokens, and if the border is between them, both were taken.
+
+    Args:
+        num_tokens: of all ranks, by step.
+        ways: what one rank noted: by step and layer, whether it was small.
+    """
+    num_layers = len(ways) // len(num_tokens)
+    expected = [
+        max_small_tokens is None or total <= max_small_tokens for total in num_tokens for _ in range(num_layers)
+    ]
+    assert num_layers
+    assert list(ways) == expected
+    if max_small_tokens == MIDDLE:
+        assert {*ways} == {False, True}
+
+
+class PlantedBorder:
+    """The border in the ranks that are started from now on, and the ways that they took, as the test sees it."""
+
+    def __init__(self, folder: Path, max_small_bytes: int | None) -> None:
+        """
+        Args:
+            folder: an empty one, to be put in front of the processes' path.
+        """
+        self.folder = folder
+        (folder / "border.json").write_text(json.dumps(max_small_bytes))
+        (folder / "sitecustomize.py").write_text(f"import small_steps\nsmall_steps.arm({os.fspath(folder)!r})\n")
+
+    def ways(self) -> set[bool]:
+        """Those that any rank took until now."""
+        return {is_small for is_small in (False, True) if (self.folder / _file_name(is_small)).exists()}
+
+
+def arm(folder: str) -> None:
+    """In a process that starts: plants the border if it is a rank."""
+    if not {"moeserve.engine", "moeserve.worker"} & set(sys.orig_argv):
+        return
+    from moeserve.processes import Parent  # brings no torch: processes start as they do without this
+
+    max_small_bytes = json.loads(Path(folder, "border.json").read_text())
+    channel = Parent.channel
+
+    def channel_with_border(self: Parent, incoming: Any) -> Any:
+        """The first thing that a rank does when all its modules are there."""
+        border(max_small_bytes, lambda is_small: Path(folder, _file_name(is_small)).touch())  # for its whole life
+        return channel(self, incoming)
+
+    Parent.channel = channel_with_border  # type: ignore[method-assign]
+
+
+def _file_name(is_small: bool) -> str:
+    return "took-small" if is_small else "took-large"
