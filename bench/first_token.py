@@ -1,7 +1,7 @@
 """One start of moeserve, from nothing to the first token: what `startup.py` runs for each sample.
 
 Prints three readings of the system's monotonic clock, which all processes share: when the imports were done, when the
-model was loaded, and when the first token was there.
+model was loaded, and when the first token was there. Ends when the packed copy is written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from moeserve import LLM, SamplingParams
+from moeserve.worker.loading import wait_for_copies
 
 PROMPT_TOKENS = 32
 
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         loaded = time.monotonic()
         prompt = random.Random(0).choices(range(llm.config.vocab_size), k=PROMPT_TOKENS)
         llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        print(json.dumps({"imported": imported, "loaded": loaded, "first_token": time.monotonic()}))
+        print(json.dumps({"imported": imported, "loaded": loaded, "first_token": time.monotonic()}), flush=True)
+        wait_for_copies()  # the end of a run gives up what is not written yet
 
 
 if __name__ == "__main__":

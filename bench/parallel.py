@@ -251,9 +251,9 @@ def measure_serving(model: Path, num_rounds: int, new_tokens: int, prefill_token
             }
             for per_replica in REQUESTS_PER_REPLICA:
                 workload = Workload(per_replica * dp, 32, new_tokens, vocab_size)
-                rows += _serving_rows("decode", workload, decode.measure(engines, workload, num_rounds))
+                rows += _serving_rows(model, "decode", workload, decode.measure(engines, workload, num_rounds))
             workload = Workload(dp, prefill_tokens, 1, vocab_size)
-            rows += _serving_rows("prefill", workload, prefill_rates(engines, workload, num_rounds))
+            rows += _serving_rows(model, "prefill", workload, prefill_rates(engines, workload, num_rounds))
     return rows
 
 
@@ -304,13 +304,16 @@ def share_exchanging(timings: Sequence[Timing]) -> float:
     return statistics.mean(timing.seconds_in_collectives for timing in timings) / mean_seconds(timings)
 
 
-def _serving_rows(what: str, workload: Workload, samples: dict[str, list[float]]) -> list[dict[str, Any]]:
+def _serving_rows(
+    model: Path, what: str, workload: Workload, samples: dict[str, list[float]]
+) -> list[dict[str, Any]]:
     rows = []
     for name, rates in samples.items():
         ratio = ratio_of_medians(rates, samples[ONE_RANK.name])
         rows.append(
             {
                 "table": "serving",
+                "model": model.name,
                 "what": what,
                 "layout": name,
                 "workload": asdict(workload),

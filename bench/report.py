@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeserve.bench.engines import ENGINE_NAMES
+from moeserve.bench.engines import ENGINE_NAMES, FORMATS_OF
 from moeserve.bench.harness import read_jsonl
 from moeserve.bench.plots import Bar, Group, bar_chart
 from moeserve.bench.tables import markdown, number
@@ -61,13 +61,20 @@ def write_report(results: Path, document: Path) -> list[Path]:
     return written
 
 
+def with_own_cell(row: Row) -> Row:
+    """A comparison of quantised engines does not take the place of the same one of others."""
+    if row["benchmark"] == "throughput" and FORMATS_OF.keys() & row["engines"].keys():
+        return {**row, "cell": f"{row['cell']}, quantised"}
+    return row
+
+
 def fill(text: str, rows: Sequence[Row]) -> str:
     """The text of a document with every table made anew."""
     for begin, end in re.findall(r"<!-- begin (\w+) -->|<!-- end (\w+) -->", text):
         if (begin or end) not in TABLES:
             raise ReportError(f"there is no table {begin or end!r}; there are {', '.join(TABLES)}")
     for name, table in TABLES.items():
-        found = [row for row in rows if row["benchmark"] == name]
+        found = [with_own_cell(row) for row in rows if row["benchmark"] == name]
         shown = table(found) if found else "No results yet."
         pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
         text = pattern.sub(lambda marks, shown=shown: f"{marks[1]}{shown}\n{marks[2]}", text)  # type: ignore[misc]
@@ -87,6 +94,7 @@ def throughput_tables(rows: Sequence[Row]) -> str:
         if ratios := [each for row in of_model for each in row["ratios"] if each["engine"] != "moeserve"]:
             pairs = unique((each["engine"], each["baseline"]) for each in ratios)
             lines = [[row["cell"], *(ratio_of(row, *pair) for pair in pairs)] for row in of_model]
+            lines = [line for line in lines if any(line[1:])]
             tables.append(markdown(["quantised, ratio", *(f"{one} / {other}" for one, other in pairs)], lines))
     return "\n\n".join([*tables, machine_line(cells)])
 
@@ -182,10 +190,10 @@ def parallel_tables(rows: Sequence[Row]) -> str:
         ]
         tables.append(markdown(["dispatch and combine", "median, µs", "exchanging", "sent", "speed-up"], lines))
     served = [{**row, "requests": row["workload"]["batch"]} for row in rows if row["table"] == "serving"]
-    if servings := latest(served, "what", "requests", "layout"):
+    if servings := latest(served, "model", "what", "requests", "layout"):
         lines = [
             [
-                f"{row['what']}, {row['requests']} requests, {row['layout']}",
+                f"{row['model']}, {row['what']}, {row['requests']} requests, {row['layout']}",
                 number(row["tokens_per_second"]),
                 f"{row['ratio_to_one_rank']:.2f}",
             ]
@@ -193,6 +201,23 @@ def parallel_tables(rows: Sequence[Row]) -> str:
         ]
         tables.append(markdown(["serving", "tokens/s", "of one rank"], lines))
     return "\n\n".join([*tables, machine_line(rows)])
+
+
+def quality_table(rows: Sequence[Row]) -> str:
+    """For each model and format, how far its probabilities are from bf16's."""
+    last = latest(rows, "model", "variant")
+    head = ["model", "instead of bf16", "mean KL divergence, nats", "same likeliest token", "positions"]
+    lines = [
+        [
+            row["model"],
+            row["variant"],
+            f"{row['mean_divergence']:.4f}",
+            f"{row['share_same']:.1%}",
+            str(row["num_positions"]),
+        ]
+        for row in last
+    ]
+    return f"{markdown(head, lines)}\n\n{machine_line(last)}"
 
 
 def attention_table(rows: Sequence[Row]) -> str:
@@ -226,6 +251,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "latency": latency_table,
     "startup": startup_table,
     "attention": attention_table,
+    "quality": quality_table,
     "parallel": parallel_tables,
 }
 
@@ -234,7 +260,7 @@ def plots(rows: Sequence[Row]) -> dict[str, str]:
     """Images by the name of their file: shares of the limit, one image for each model, and one for each shape."""
     images = {}
     for benchmark, of_what, cell in (("throughput", "model", "cell"), ("moe", "shape_name", "num_rows")):
-        cells = latest([row for row in rows if row["benchmark"] == benchmark], of_what, cell)
+        cells = latest([with_own_cell(row) for row in rows if row["benchmark"] == benchmark], of_what, cell)
         for name in unique(row[of_what] for row in cells):
             groups = [
                 Group(

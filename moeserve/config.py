@@ -226,6 +226,7 @@ def resolve(
     *,
     has_cuda: bool,
     num_cores: int,
+    has_kernels: bool = True,
     expert_loads: tuple[tuple[float, ...], ...] = (),
 ) -> EngineConfig:
     """Turns every "auto" and none into a fact.
@@ -234,6 +235,7 @@ def resolve(
         checkpoint: facts read from the checkpoint's config.json.
         has_cuda: whether a CUDA device can be used.
         num_cores: CPU cores that this process may run on.
+        has_kernels: whether the C++ kernels were built.
         expert_loads: what the file says that the settings name: by layer with experts, by expert.
 
     Raises:
@@ -245,7 +247,7 @@ def resolve(
         raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
     dtype: DtypeName = checkpoint.dtype if model.dtype == "auto" else model.dtype
-    _refuse_quantization(model.quantization, dtype, device)
+    _refuse_quantization(model.quantization, dtype, device, has_kernels)
     _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, device, num_cores)
     _refuse_redundancy(parallel.num_redundant_experts, checkpoint, num_ranks)
 
@@ -360,8 +362,10 @@ def _refuse_layout(parallel: ParallelSettings, sizes: tuple[int, ...], device: s
         )
 
 
-def _refuse_quantization(quantization: QuantizationName | None, dtype: DtypeName, device: str) -> None:
-    """Raises SettingsError for a format that no kernel reads on this device or beside this dtype."""
+def _refuse_quantization(
+    quantization: QuantizationName | None, dtype: DtypeName, device: str, has_kernels: bool
+) -> None:
+    """Raises SettingsError for a format that no kernel reads on this device, beside this dtype or in this install."""
     if quantization is None:
         return
     if device != "cpu":
@@ -369,6 +373,11 @@ def _refuse_quantization(quantization: QuantizationName | None, dtype: DtypeName
     if dtype == "float16":
         raise SettingsError(
             f"quantization={quantization!r} does not go with dtype='float16'; use dtype='bfloat16' or 'float32'"
+        )
+    if not has_kernels:
+        raise SettingsError(
+            f"quantization={quantization!r} needs the C++ kernels, and moeserve was installed without them. Install a "
+            "C++17 compiler (g++ or clang++) and install moeserve again, or leave quantization out"
         )
 
 

@@ -26,6 +26,8 @@ from moeserve.machine import usable_cores
 from moeserve.messages import RequestOutput, SamplingParams
 from moeserve.models import registry
 from moeserve.moe.placement import read_loads
+from moeserve.ops.native import native_kernels
+from moeserve.worker.loading import wait_for_copies
 
 
 class LLM:
@@ -68,6 +70,7 @@ class LLM:
             facts,
             has_cuda=torch.cuda.is_available(),
             num_cores=usable_cores(),
+            has_kernels=native_kernels() is not None,
             expert_loads=_read_expert_loads(wanted.parallel.expert_loads, facts),
         )
         defaults = registry.read_generation_defaults(folder)
@@ -222,6 +225,7 @@ class LLM:
     def shutdown(self) -> None:
         """Ends all requests and frees the model. May be called twice; afterwards only what was generated is there."""
         self.core.shutdown()
+        wait_for_copies(only_given_up=True)
 
     def __enter__(self) -> LLM:
         return self

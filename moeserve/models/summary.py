@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeserve.config import DispatcherName, DtypeName
+from moeserve.config import DispatcherName, DtypeName, QuantizationName
 from moeserve.distributed.group import Groups, single
+from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder
+from moeserve.models.packing import weights_of
 from moeserve.models.registry import Description
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.placement import Placement
@@ -69,8 +71,7 @@ def summarize(
     groups = groups or single()
     if placements is None:
         placements = config.place_experts(groups.ep.world_size)
-    dispatcher: DispatcherName = "local" if groups.ep.world_size == 1 else "all_to_all"  # they take no memory
-    model = Decoder(config, groups, dispatcher, placements, dtype=getattr(torch, dtype), device=torch.device("meta"))
+    model = _without_memory(description, dtype, groups, placements)
     counts = _Counts()
     is_whole_used = config.tie_word_embeddings  # by the output head
     counts.add("embedding", model.embedding, share_active=(1, 1 if is_whole_used else config.vocab_size))
@@ -95,6 +96,79 @@ def summarize(
         num_sparse_layers=config.num_sparse_layers,
         cache_bytes_per_token=model.cache_bytes_per_token,
     )
+
+
+@dataclass(frozen=True)
+class LoadingMemory:
+    """Bytes that a rank's weights take."""
+
+    kept: int  # once they are loaded
+    peak: int  # while they are: what is packed beside what is open
+
+
+def loading_memory(
+    description: Description,
+    dtype: DtypeName,
+    groups: Groups,
+    placements: Sequence[Placement],
+    *,
+    device: str,
+    quantization: QuantizationName | None,
+    fills_all_first: bool = False,
+) -> LoadingMemory:
+    """Counts what `Packer` will leave of a rank's weights, and the most that it will need on the way.
+
+    Args:
+        fills_all_first: all weights are open before the first is packed; otherwise those of about one layer are.
+    """
+    model = _without_memory(description, dtype, groups, placements)
+    every = weights_of(model).values()
+    memories = {id(weights.memory) for weights in every}
+    others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in memories)
+    if device == "cpu":
+        for weights in every:
+            _pretend_cpu(weights)
+    kept = others + sum(_kept_bytes(weights, quantization) for weights in every)
+    replaced = {id(weights) for weights in every if _is_replaced(weights, quantization)}
+    if fills_all_first:
+        opened = others + sum(weights.open.weight_eOI.nbytes for weights in every if not weights.is_borrowed)
+        panels = [_kept_bytes(weights, quantization) for weights in every if id(weights) in replaced]
+        return LoadingMemory(kept, max(kept, opened + max(panels, default=0)))
+    most_open = max(
+        sum(part.open.weight_eOI.nbytes for part in weights_of(module).values() if id(part) in replaced)
+        for module in (*model.layers, model.head)
+    )
+    return LoadingMemory(kept, kept + most_open)
+
+
+def _without_memory(
+    description: Description, dtype: DtypeName, groups: Groups, placements: Sequence[Placement]
+) -> Decoder:
+    dispatcher: DispatcherName = "local" if groups.ep.world_size == 1 else "all_to_all"  # they take no memory
+    return Decoder(
+        description.model, groups, dispatcher, placements, dtype=getattr(torch, dtype), device=torch.device("meta")
+    )
+
+
+def _pretend_cpu(weights: Weights) -> None:
+    """One number that stands for all, so that weights without memory say how they would be packed on a CPU."""
+    weight_eOI = weights.open.weight_eOI
+    weights.memory = nn.Parameter(torch.empty(1, dtype=weight_eOI.dtype).expand(weight_eOI.shape), requires_grad=False)
+
+
+def _kept_bytes(weights: Weights, quantization: QuantizationName | None) -> int:
+    if weights.packs:
+        return weights.num_packed_bytes(quantization)
+    return 0 if weights.is_borrowed else weights.open.weight_eOI.nbytes
+
+
+def _is_replaced(weights: Weights, quantization: QuantizationName | None) -> bool:
+    """Whether they are packed into other memory, and their own is given back."""
+    if weights.is_borrowed or not weights.packs:
+        return False
+    weight_eOI = weights.open.weight_eOI
+    is_same_format = weights.format(quantization) == str(weight_eOI.dtype).removeprefix("torch.")
+    return not is_same_format or weights.num_packed_bytes(quantization) != weight_eOI.nbytes
 
 
 class _Counts:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +21,16 @@ from moeserve.machine import free_memory, shown_bytes
 from moeserve.models import registry
 from moeserve.models.decoder import Decoder
 from moeserve.models.packed_copies import PackedCopies, fingerprint, key_of
-from moeserve.models.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
+from moeserve.models.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state, weights_of
 from moeserve.models.published import destinations
-from moeserve.models.summary import summarize
+from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weights import Checkpoint, fill_randomly, load_weights, open_checkpoint
 from moeserve.moe.placement import Placement
 from moeserve.ops.native import native_kernels
 
 MIN_KEPT_BYTES = 64 * 2**20  # of a rank's weights: less is loaded about as fast
 SECONDS_BEFORE_KEEPING = 5.0
+SECONDS_BETWEEN_LOOKS = 0.1  # of a writer, for the end of the process
 LOWEST_PRIORITY = 19
 
 
@@ -48,16 +51,19 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     placements = description.model.place_experts(
         groups.ep.world_size, loads=config.expert_loads, num_redundant=config.num_redundant_experts
     )
-    num_bytes = summarize(description, config.dtype, groups, placements).weight_bytes
+    memory = loading_memory(
+        description,
+        config.dtype,
+        groups,
+        placements,
+        device=config.device,
+        quantization=config.quantization,
+        fills_all_first=config.load_format == "dummy",
+    )
+    wait_for_copies(only_given_up=True)  # which hold the weights of a model that is gone
     free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
-    if num_bytes > free:
-        share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
-        raise CheckpointError(
-            f"the weights of {config.model_path} do not fit in memory: they take {shown_bytes(num_bytes)} as "
-            f"{config.dtype}{share}, but {shown_bytes(free)} are free{share}. Use a machine with more memory, a "
-            "smaller model, or dtype=bfloat16 if the checkpoint is float32; `moeserve inspect` shows what takes how "
-            "much"
-        )
+    if memory.peak > free:
+        raise CheckpointError(_too_large(config, memory, free))
     groups.world.barrier()  # collective: all ranks; all have looked at the memory before any of them fills it
     model = Decoder(description.model, groups, config.dispatcher, placements, dtype=dtype, device=device)
     if config.load_format == "dummy":
@@ -67,26 +73,91 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         return LoadedModel(model.eval())
     checkpoint = open_checkpoint(Path(config.model_path), description.weight_format)
     copies = PackedCopies(cache_folder() / "packed", config.packed_cache)
-    keeps_copy = config.packed_cache > 0 and config.device == "cpu" and num_bytes >= MIN_KEPT_BYTES
+    keeps_copy = config.packed_cache > 0 and config.device == "cpu" and memory.kept >= MIN_KEPT_BYTES
     key = _key_of_copy(config, groups, placements, checkpoint) if keeps_copy else ""
-    if keeps_copy and (state := copies.find(key)) is not None and adopt_state(model, state, config.quantization):
-        return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
+    if keeps_copy and (state := copies.find(key)) is not None:
+        if adopt_state(model, state, config.quantization):
+            return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
+        copies.remove(key)
     packer = Packer(model, config.quantization)
     places = destinations(model, description.family, checkpoint.names)
-    load_weights(checkpoint, places, filled=packer.filled, show_progress=show_progress)
+    load_weights(checkpoint, places, filled=_packing_as_filled(model, packer), show_progress=show_progress)
     packer.finish()
     if keeps_copy:
-        state = packed_state(model)
-        threading.Thread(target=_keep_in_background, args=(copies, key, state), name="packed copy").start()
+        writer = _CopyWriter(copies, key, packed_state(model))
+        weakref.finalize(model, writer.given_up.set)
+        writer.start()
     return LoadedModel(model.eval())
 
 
-def _keep_in_background(copies: PackedCopies, key: str, state: dict[str, Tensor]) -> None:
-    """Meanwhile requests are served, the first of them undisturbed. An interpreter that ends waits for it."""
-    threading.main_thread().join(SECONDS_BEFORE_KEEPING)
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # of this thread alone
-    copies.keep(key, state)
+def _packing_as_filled(model: Decoder, packer: Packer) -> Callable[[Tensor], None]:
+    """Tells the packer what is filled, and gives back memory whose weights are packed elsewhere now.
+
+    It would not go by itself: the destinations have views of it until all weights are loaded.
+    """
+    own = [weights for weights in weights_of(model).values() if not weights.is_borrowed]
+    weights_at = {weights.open.weight_eOI.untyped_storage().data_ptr(): weights for weights in own}
+
+    def filled(memory: Tensor) -> None:
+        packer.filled(memory)
+        storage = memory.untyped_storage()
+        weights = weights_at.get(storage.data_ptr())
+        if weights is None or weights.panels is None:
+            return
+        if weights.panels.untyped_storage().data_ptr() != storage.data_ptr():
+            storage.resize_(0)
+
+    return filled
+
+
+def wait_for_copies(*, only_given_up: bool = False) -> None:
+    """Until what this process writes is written, or only until copies of models that are gone are given up."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _CopyWriter) and (thread.given_up.is_set() or not only_given_up):
+            thread.join()
+
+
+class _CopyWriter(threading.Thread):
+    """Keeps a copy while requests are served, the first of them undisturbed.
+
+    It is given up when the model is gone, whose memory it holds, or when the process is about to end: who has an answer
+    should not wait for the disk. A longer run keeps it.
+    """
+
+    def __init__(self, copies: PackedCopies, key: str, state: dict[str, Tensor]) -> None:
+        super().__init__(name="packed copy")
+        self.given_up = threading.Event()
+        self._copies = copies
+        self._key = key
+        self._state = state
+
+    def run(self) -> None:
+        state, self._state = self._state, {}  # held no longer than this takes
+        due = time.monotonic() + SECONDS_BEFORE_KEEPING
+        while time.monotonic() < due and not self._is_unwanted():
+            self.given_up.wait(SECONDS_BETWEEN_LOOKS)
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # of this thread alone
+        self._copies.keep(self._key, state, self._is_unwanted)
+
+    def _is_unwanted(self) -> bool:
+        return self.given_up.is_set() or not threading.main_thread().is_alive()  # an interpreter that ends waits for us
+
+
+def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
+    """What to tell, and what to try."""
+    share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
+    form = f"{config.dtype}, quantised to {config.quantization}" if config.quantization else config.dtype
+    more = memory.peak - memory.kept
+    meanwhile = f" and {shown_bytes(more)} more while they are loaded" if more else ""
+    trials = ["a machine with more memory", "a smaller model"]
+    if config.device == "cpu" and config.dtype != "float16" and native_kernels() and config.quantization != "int4":
+        trials.append('quantization="int4"' if config.quantization else 'quantization="int8" or "int4"')
+    return (
+        f"the weights of {config.model_path} do not fit in memory: they take {shown_bytes(memory.kept)} as "
+        f"{form}{meanwhile}{share}, but {shown_bytes(free)} are free{share}. Use {', '.join(trials)}, or "
+        "dtype=bfloat16 if the checkpoint is float32; `moeserve inspect` shows what takes how much"
+    )
 
 
 def _key_of_copy(config: EngineConfig, groups: Groups, placements: Sequence[Placement], checkpoint: Checkpoint) -> str:

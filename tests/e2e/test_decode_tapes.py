@@ -51,7 +51,9 @@ def told(llm: LLM, prompts: list[list[int]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "qwen2-moe", "qwen3-moe", "gpt-oss"]
+)
 def test_tapes_give_what_the_layers_give(name: str, dtype: str, reference_named: Callable[[str], Reference]) -> None:
     reference = reference_named(name)
     prompts = reference.prompts(*LENGTHS)

@@ -58,6 +58,7 @@ def checkout(tmp_path: Path) -> Path:
             throughput_row("decode, batch 1", {"vllm": 10.0, "moeserve": 12.0, "moeserve-int8": 21.0}),
             throughput_row("decode, batch 8", {"vllm": 80.0, "moeserve": 50.0}),
             throughput_row("decode, batch 1", {"vllm": 20.0, "moeserve": 40.0, "moeserve-int8": 70.0}),
+            throughput_row("decode, batch 1", {"vllm": 60.0, "moeserve": 90.0}),
         ],
     )
     return tmp_path
@@ -75,10 +76,11 @@ def test_tables_stand_between_the_marks_and_the_last_row_counts(
     assert "old" not in text
     lines = [[part.strip() for part in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert ["cell", "moeserve", "moeserve-int8", "vllm"] in lines
-    assert ["decode, batch 1", "40.0 (40%)", "70.0 (70%)", "20.0 (20%)"] in lines
+    assert ["decode, batch 1, quantised", "40.0 (40%)", "70.0 (70%)", "20.0 (20%)"] in lines
+    assert ["decode, batch 1", "90.0 (90%)", "", "60.0 (60%)"] in lines
     assert ["decode, batch 8", "50.0 (50%)", "", "80.0 (80%)"] in lines
-    assert ["decode, batch 1", "vllm", "2.00", "1.15", "40%", "0.97", "llama.cpp-bf16"] in lines
-    assert ["decode, batch 1", "1.75"] in lines
+    assert ["decode, batch 1, quantised", "vllm", "2.00", "1.15", "40%", "0.97", "llama.cpp-bf16"] in lines
+    assert ["decode, batch 1, quantised", "1.75"] in lines
     assert "might have been the best: llama.cpp-bf16 (not installed; run: something)." in text
     assert "2026-01-02, A CPU, 2 cores (avx2), 2 threads, Python 3.11, moeserve 0.1.0, torch 2.13; peers: " in text
     assert "peers: vllm 1.0 (libtcmalloc.so and libiomp5.so preloaded)." in text
@@ -93,8 +95,8 @@ def test_plots_are_to_scale(checkout: Path) -> None:
     image = ElementTree.parse(checkout / "docs" / "plots" / "throughput-some-model.svg").getroot()
     bars = [bar for bar in image.findall(f"{SVG}rect") if "x" in bar.attrib]
     widths = [float(bar.attrib["width"]) for bar in bars]
-    fractions = [0.4, 0.7, 0.2, 0.5, 0.8]  # of batch 1, then of batch 8
-    assert [width / max(widths) for width in widths] == pytest.approx([each / 0.8 for each in fractions], abs=0.01)
+    fractions = [0.4, 0.7, 0.2, 0.5, 0.8, 0.9, 0.6]  # of batch 1 quantised, then of batch 8, then of batch 1
+    assert [width / max(widths) for width in widths] == pytest.approx([each / 0.9 for each in fractions], abs=0.01)
     colours = [bar.attrib["fill"] for bar in bars]
     assert colours[0] == colours[3]
     assert len(set(colours[:3])) == 3

@@ -31,8 +31,9 @@ FACTS = CheckpointFacts(
 )
 
 
-def decide(has_cuda: bool = False, num_cores: int = 3, **options: Any) -> EngineConfig:
-    return resolve(Settings.from_options(options), FACTS, has_cuda=has_cuda, num_cores=num_cores)
+def decide(has_cuda: bool = False, num_cores: int = 3, has_kernels: bool = True, **options: Any) -> EngineConfig:
+    settings = Settings.from_options(options)
+    return resolve(settings, FACTS, has_cuda=has_cuda, num_cores=num_cores, has_kernels=has_kernels)
 
 
 def test_auto_becomes_what_the_checkpoint_and_the_machine_say() -> None:
@@ -95,6 +96,17 @@ def test_wrong_settings_are_refused_with_their_value(option: str, value: object,
         decide(**{option: value})
     assert says in str(refusal.value)
     assert option in str(refusal.value)
+
+
+def test_quantization_is_refused_where_nothing_reads_it() -> None:
+    assert decide(quantization="int4").quantization == "int4"
+    with pytest.raises(SettingsError, match=r"quantization='int4' needs the C\+\+ kernels.*Install a C\+\+17 compiler"):
+        decide(quantization="int4", has_kernels=False)
+    with pytest.raises(SettingsError, match="quantises on CPUs only"):
+        decide(quantization="int8", device="cuda", has_cuda=True)
+    with pytest.raises(SettingsError, match="does not go with dtype='float16'"):
+        decide(quantization="int8", dtype="float16")
+    assert decide(has_kernels=False).quantization is None
 
 
 def test_ranks_share_the_cores() -> None:

@@ -1,0 +1,184 @@
+"""What weights are said to take before they are loaded is what they then take, quantised or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference_models import SHAPES, Reference, make_reference
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from moeserve import LLM
+from moeserve.api import llm as api
+from moeserve.config import Settings, resolve
+from moeserve.distributed.group import single
+from moeserve.errors import CheckpointError, SettingsError
+from moeserve.models import registry
+from moeserve.models.packing import packed_state
+from moeserve.models.summary import LoadingMemory, loading_memory
+from moeserve.ops import products
+from moeserve.ops.native import native_kernels
+from moeserve.worker import loading
+
+needs_kernels = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
+
+
+def counted(folder: Path, dtype: Any, quantization: Any, fills_all_first: bool = False) -> LoadingMemory:
+    description = registry.describe(folder)
+    return loading_memory(
+        description,
+        dtype,
+        single(),
+        description.model.place_experts(1),
+        device="cpu",
+        quantization=quantization,
+        fills_all_first=fills_all_first,
+    )
+
+
+def loaded_bytes(folder: Path, **options: Any) -> int:
+    settings = Settings.from_options({"packed_cache": 0, "num_threads": 1, **options})
+    config = resolve(settings, registry.read_facts(str(folder)), has_cuda=False, num_cores=1)
+    with torch.inference_mode():
+        model = loading.load_model(config, single(), show_progress=False).model
+    addresses = {weight.untyped_storage().data_ptr(): weight.nbytes for weight in packed_state(model).values()}
+    return sum(addresses.values())  # an embedding that is the output head counts once
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_counted_are_bytes_loaded(reference: Reference, dtype: str, quantization: str | None) -> None:
+    memory = counted(reference.folder, dtype, quantization)
+    assert memory.kept == loaded_bytes(reference.folder, dtype=dtype, quantization=quantization)
+    assert memory.peak >= memory.kept
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_without_kernels_weights_take_what_they_have_parameters(
+    tmp_path: Path, is_tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "native_kernels", lambda: None)
+    shape = SHAPES["mixtral"]
+    shape = dataclasses.replace(shape, settings=shape.settings | {"tie_word_embeddings": is_tied})
+    reference = make_reference(tmp_path, shape)
+    memory = counted(reference.folder, "float32", None)
+    assert memory.kept == memory.peak == loaded_bytes(reference.folder, dtype="float32")
+    assert memory.kept == 4 * sum(weight.numel() for weight in reference.model.parameters())
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of many layers, so that one of them is little of the whole."""
+    shape = SHAPES["mixtral"]
+    larger = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=8)
+    return make_reference(
+        tmp_path_factory.mktemp("deep"), dataclasses.replace(shape, settings=shape.settings | larger)
+    ).folder
+
+
+MEASURE_PEAK = """
+import sys
+from pathlib import Path
+import torch
+from moeserve.config import Settings, resolve
+from moeserve.distributed.group import single
+from moeserve.models import registry
+from moeserve.models.packing import Packer
+from moeserve.worker.loading import load_model
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+sizes, filled = [], Packer.filled
+
+def measured(packer, memory):
+    sizes.append(resident())
+    filled(packer, memory)
+    sizes.append(resident())
+
+Packer.filled = measured
+folder, *quantization = sys.argv[1:]
+options = {"packed_cache": 0, "quantization": quantization[0] if quantization else None}
+config = resolve(Settings.from_options(options), registry.read_facts(folder), has_cuda=False, num_cores=1)
+torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once
+before = resident()
+with torch.inference_mode():
+    load_model(config, single(), show_progress=False)
+print(max(sizes) - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 200 MB, in two shards that a layer has a part of each in."""
+    folder = tmp_path_factory.mktemp("large")
+    config = MixtralConfig(
+        vocab_size=1000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        dtype=torch.bfloat16,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        MixtralForCausalLM(config).save_pretrained(folder, max_shard_size="120MB")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return folder
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_no_more_is_taken_while_loading_than_was_counted(large: Path, quantization: str | None) -> None:
+    command = [sys.executable, "-c", MEASURE_PEAK, str(large), *([quantization] if quantization else [])]
+    measured = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    memory = counted(large, "bfloat16", quantization)
+    assert 0.8 * memory.kept < measured < memory.peak + 16 * 2**20
+
+
+@needs_kernels
+def test_what_fits_quantised_is_loaded_and_what_does_not_is_told_of_it(
+    deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, int8, int4 = (counted(deep, "bfloat16", quantization) for quantization in (None, "int8", "int4"))
+    assert int4.kept < int4.peak < int8.kept < int8.peak < plain.kept
+    options = dict(dtype="bfloat16", num_threads=1, packed_cache=0, kv_cache_memory="1MiB")
+
+    monkeypatch.setattr(loading, "free_memory", lambda: int4.peak)
+    LLM(deep, quantization="int4", **options).shutdown()
+    with pytest.raises(
+        CheckpointError, match=r"as bfloat16, quantised to int8 and .* more .*, quantization=\"int4\", or"
+    ):
+        LLM(deep, quantization="int8", **options)
+    with pytest.raises(
+        CheckpointError, match=r"as bfloat16 .*but .* a smaller model, quantization=\"int8\" or \"int4\","
+    ):
+        LLM(deep, **options)
+    monkeypatch.setattr(loading, "free_memory", lambda: int4.peak - 1)
+    with pytest.raises(CheckpointError, match=r"quantised to int4 and ") as refusal:
+        LLM(deep, quantization="int4", **options)
+    assert not re.search(r"quantization=", str(refusal.value))  # there is none smaller
+
+    monkeypatch.setattr(loading, "free_memory", lambda: plain.peak)
+    LLM(deep, **options).shutdown()
+    # Random weights are all there before the first is packed.
+    with pytest.raises(CheckpointError, match="do not fit in memory"):
+        LLM(deep, quantization="int4", load_format="dummy", **options)
+
+
+def test_quantization_without_kernels_is_refused(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "native_kernels", lambda: None)
+    with pytest.raises(SettingsError, match=r"quantization='int8' needs the C\+\+ kernels"):
+        LLM(deep, quantization="int8")
