@@ -20,13 +20,16 @@ constexpr int kDotRows = 6;
 
 // Memory that is to be in the second-level cache soon. For every pair of inputs that a tile reads, kLines lines of it
 // are asked for, or, with kAtTheEnd, two lines for each of the last pairs: memory is read fastest once its own
-// prefetcher follows, and that takes some lines.
+// prefetcher follows, and that takes some lines. With kAhead, what lies ahead in the tile's own panels is asked for as
+// well, for cores that `gain_from_prefetch`.
 struct Prefetch {
   const char* panels[2];
 };
 
 constexpr int kAtTheEnd = -1;
+constexpr int kAhead = -2;
 constexpr int64_t kLastPairs = 16;
+constexpr int64_t kAheadBytes = 2048;
 
 #define MOESERVE_DOT MOESERVE_TARGET_AVX512_BF16 MOESERVE_INLINE
 
@@ -52,12 +55,22 @@ MOESERVE_DOT __m512bh broadcast_pair(const BFloat16* input) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 
+MOESERVE_DOT void prefetch_ahead(const char* panel, int64_t num_bytes) {
+  for (int64_t byte = 0; byte < num_bytes; byte += 64) _mm_prefetch(panel + kAheadBytes + byte, _MM_HINT_T0);
+}
+
+template <WeightFormat kFormat>
+constexpr int64_t kPairBytes = kFormat == WeightFormat::kInt8 ? 64 : 128;  // of a panel
+
 template <int kRows, WeightFormat kFormat, int kLines>
 MOESERVE_DOT void dot_pairs(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_pairs,
                             const Prefetch& next, __m512 (&sums)[kRows][4]) {
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
     if constexpr (kLines >= 1) _mm_prefetch(next.panels[0] + pair * 64, _MM_HINT_T1);
     if constexpr (kLines >= 2) _mm_prefetch(next.panels[1] + pair * 64, _MM_HINT_T1);
+    if constexpr (kLines == kAhead) {
+      for (const char* panel : panels) prefetch_ahead(panel + pair * kPairBytes<kFormat>, kPairBytes<kFormat>);
+    }
     __m512bh first[2], second[2];
     if constexpr (kFormat == WeightFormat::kInt8) {
       load_int8(panels[0], pair, first);
@@ -90,11 +103,11 @@ MOESERVE_DOT void dot_tile(const BFloat16* input, int64_t stride, const Block& b
     }
   }
   const int64_t num_pairs = block.num_inputs / 2;
-  if constexpr (kLines == kAtTheEnd) {
-    constexpr int64_t kPairBytes = kFormat == WeightFormat::kInt8 ? 64 : 128;
+  if constexpr (kLines == kAtTheEnd || kLines == kAhead) {
     const int64_t first = std::max<int64_t>(0, num_pairs - kLastPairs);
-    const char* const rest[2] = {block.panels[0] + first * kPairBytes, block.panels[1] + first * kPairBytes};
-    dot_pairs<kRows, kFormat, 0>(input, stride, block.panels, first, next, sums);
+    const int64_t first_byte = first * kPairBytes<kFormat>;
+    const char* const rest[2] = {block.panels[0] + first_byte, block.panels[1] + first_byte};
+    dot_pairs<kRows, kFormat, kLines == kAhead ? kAhead : 0>(input, stride, block.panels, first, next, sums);
     dot_pairs<kRows, kFormat, 2>(input + 2 * first, stride, rest, num_pairs - first, next, sums);
   } else {
     dot_pairs<kRows, kFormat, kLines>(input, stride, block.panels, num_pairs, next, sums);
@@ -178,7 +191,7 @@ MOESERVE_TARGET_AVX512_BF16 inline void widen_panel(WeightFormat format, const c
 }
 
 // All inputs of int4 panels, group by group.
-template <int kRows>
+template <int kRows, int kLines>
 MOESERVE_DOT void dot_int4(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_inputs,
                            float* targets) {
   const __m512i table = int4_table();
@@ -187,6 +200,9 @@ MOESERVE_DOT void dot_int4(const BFloat16* input, int64_t stride, const char* co
   for (int64_t k = 0; k < num_inputs; k += kInt4Group) {
     __m512 sums[kRows][4] = {};
     for (int quad = 0; quad < kInt4Group / 4; ++quad) {
+      if constexpr (kLines == kAhead) {
+        for (const char* group : groups) prefetch_ahead(group + quad * 64, 64);
+      }
       const __m512i words[2] = {_mm512_loadu_si512(groups[0] + quad * 64), _mm512_loadu_si512(groups[1] + quad * 64)};
       __m512bh first[2][2], second[2][2];
       widen_int4<0>(words[0], table, first[0]);
