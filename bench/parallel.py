@@ -304,9 +304,7 @@ def share_exchanging(timings: Sequence[Timing]) -> float:
     return statistics.mean(timing.seconds_in_collectives for timing in timings) / mean_seconds(timings)
 
 
-def _serving_rows(
-    model: Path, what: str, workload: Workload, samples: dict[str, list[float]]
-) -> list[dict[str, Any]]:
+def _serving_rows(model: Path, what: str, workload: Workload, samples: dict[str, list[float]]) -> list[dict[str, Any]]:
     rows = []
     for name, rates in samples.items():
         ratio = ratio_of_medians(rates, samples[ONE_RANK.name])

@@ -74,7 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name:8} {difference.mean_divergence:12.5f} {difference.share_same:12.1%}")
     if options.json:
         rows = [
-            {"benchmark": "quality", "model": model.name, "variant": name, **vars(difference), "environment": environment()}
+            {
+                "benchmark": "quality",
+                "model": model.name,
+                "variant": name,
+                **vars(difference),
+                "environment": environment(),
+            }
             for name, difference in differences.items()
         ]
         write_jsonl(options.json, rows)
