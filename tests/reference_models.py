@@ -664,6 +664,25 @@ def make_reference(folder: Path, shape: Shape) -> Reference:
     return Reference(folder, model)
 
 
+def save_large_mixtral(folder: Path, *, hidden_size: int, expert_width: int, **saving: Any) -> None:
+    """A bfloat16 checkpoint of 8 layers with 8 experts, for those who measure memory."""
+    config = transformers.MixtralConfig(
+        vocab_size=1000,
+        hidden_size=hidden_size,
+        intermediate_size=expert_width,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        dtype=torch.bfloat16,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        transformers.MixtralForCausalLM(config).save_pretrained(folder, **saving)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
     """A config.json of transformers 5 as those on the hub are written: older names, and keys that only some have."""
     values = {key: value for key, value in values.items() if key not in ("qk_head_dim", "transformers_version")}

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_models import SHAPES, Reference, make_reference
-from transformers import MixtralConfig, MixtralForCausalLM
+from reference_models import SHAPES, Reference, make_reference, save_large_mixtral
 
 from moeserve import LLM
 from moeserve.api import llm as api
@@ -120,21 +119,7 @@ print(max(sizes) - before)
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of 200 MB, in two shards that a layer has a part of each in."""
     folder = tmp_path_factory.mktemp("large")
-    config = MixtralConfig(
-        vocab_size=1000,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        num_local_experts=8,
-        dtype=torch.bfloat16,
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        MixtralForCausalLM(config).save_pretrained(folder, max_shard_size="120MB")
-    finally:
-        torch.set_default_dtype(torch.float32)
+    save_large_mixtral(folder, hidden_size=512, expert_width=1024, max_shard_size="120MB")
     return folder
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference_models import Reference
+from reference_models import Reference, save_large_mixtral
 from safetensors.torch import save_file
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig
 
 from moeserve import LLM, SamplingParams
 
@@ -45,21 +45,7 @@ print((resident("VmHWM") - before) / weights, weights)
 def test_peak_memory_while_loading_is_little_more_than_the_weights(tmp_path: Path) -> None:
     """At most 1.2 times the weights, mapped pages of the shards included. The shards are larger than what is mapped
     at a time, so that a loader that kept them would show."""
-    config = MixtralConfig(
-        vocab_size=1000,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        num_local_experts=8,
-        dtype=torch.bfloat16,
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        MixtralForCausalLM(config).save_pretrained(tmp_path)  # 1.3 GB in one file
-    finally:
-        torch.set_default_dtype(torch.float32)
+    save_large_mixtral(tmp_path, hidden_size=1024, expert_width=3072)  # 1.3 GB in one file
     assert_peak_memory_is_little(tmp_path)
 
 
