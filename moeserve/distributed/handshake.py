@@ -147,7 +147,16 @@ class _Meeting:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.contacts.sockets[rank] = peer
         peer.settimeout(max(0.01, self.deadline - time.monotonic()))
-        peer.connect(b"\0" + name.encode())
+        while True:
+            try:
+                peer.connect(b"\0" + name.encode())
+                break
+            except BlockingIOError:  # so many wait there that no more fit; the kernel does not wait with a timeout
+                if self.store.check(["refused"]):
+                    raise CannotReach(FOLLOWS) from None
+                if time.monotonic() > self.deadline:
+                    raise CannotReach(f"rank {rank} of the group admitted nobody in time") from None
+                time.sleep(SECONDS_BETWEEN_LOOKS)
         self._give(peer, rank)
 
     def _give(self, peer: socket.socket, rank: int) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -291,28 +292,65 @@ def join_among_strangers(place: Place) -> list[Any]:
     """Somebody connects before the ranks do, says what it likes, and stays."""
     if place.rank == 0:
         return [transport_of(join_as(place, "shared").world)]
-    known = own_names()
     strangers: list[socket.socket] = []
-    deadline = time.monotonic() + 10
-    store = torch.distributed.PrefixStore(
-        "shared", torch.distributed.TCPStore(place.store_host, place.store_port, is_master=False)
-    )
-    store.set("here/1", "")  # rank 0 goes on to listen
-    while not (names := own_names() - known):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    name = listening_rank(store_of(place))
     for words in (b"", b"hello", b"0" * 32 + b"1"):
-        for name in names:
-            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stranger.connect(name)
-            with open("/proc/self/status", "rb") as file:
-                if words:
-                    socket.send_fds(stranger, [words], [file.fileno()])
-            strangers.append(stranger)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect(name)
+        with open("/proc/self/status", "rb") as file:
+            if words:
+                socket.send_fds(stranger, [words], [file.fileno()])
+        strangers.append(stranger)
     found = [transport_of(join_as(place, "shared").world)]
     for stranger in strangers:
         stranger.close()
     return found
+
+
+def join_past_a_crowd(place: Place) -> list[Any]:
+    """So many have connected that no more fit when the other rank comes, and the first admits nobody for a while."""
+    store = store_of(place)
+    if place.rank == 0:
+        gather = handshake._Meeting.gather
+
+        def gather_late(meeting: handshake._Meeting) -> None:
+            store.wait(["begin"])
+            gather(meeting)
+
+        with mock.patch.object(handshake._Meeting, "gather", gather_late):
+            return [transport_of(join_as(place, "shared").world)]
+    name = listening_rank(store)
+    crowd: list[socket.socket] = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            crowd.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            crowd[-1].setblocking(False)
+            crowd[-1].connect(name)
+    timer = threading.Timer(0.5, store.set, ("begin", ""))
+    timer.start()
+    found = [transport_of(join_as(place, "shared").world)]
+    timer.join()
+    for stranger in crowd:
+        stranger.close()
+    return found
+
+
+def store_of(place: Place) -> torch.distributed.Store:
+    return torch.distributed.PrefixStore(
+        "shared", torch.distributed.TCPStore(place.store_host, place.store_port, is_master=False)
+    )
+
+
+def listening_rank(store: torch.distributed.Store) -> bytes:
+    """The socket at which rank 0 of two listens; it believes that the other has come."""
+    known = own_names()
+    deadline = time.monotonic() + 10
+    store.set("here/1", "")
+    while not (names := own_names() - known):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (name,) = names
+    return name
 
 
 def own_names(pids: Sequence[int] | None = None) -> set[bytes]:
@@ -572,6 +610,10 @@ def test_containers_of_one_host(tmp_path: Path, flag: int, expected: str) -> Non
 
 def test_strangers_get_nothing_and_hold_nobody_up(ranks: Ranks) -> None:
     assert ranks.run(2, "test_shared_memory:join_among_strangers") == [["SharedMemoryTransport"]] * 2
+
+
+def test_a_crowd_of_strangers_is_waited_for(ranks: Ranks) -> None:
+    assert ranks.run(2, "test_shared_memory:join_past_a_crowd") == [["SharedMemoryTransport"]] * 2
 
 
 def test_a_rank_that_waits_sleeps(ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
