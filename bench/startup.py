@@ -7,8 +7,8 @@
   the seconds until the model is loaded.
 - *source*: the checkpoint, with packed copies switched off; or the packed copy that an earlier start has kept, in a
   folder of the benchmark's own.
-- *cold*: the kernel was asked to drop what it had cached of the files. Otherwise they are in memory. A file that
-  another process has mapped is not dropped.
+- *cold*: the kernel was asked to drop what it had cached of the files. Otherwise they are read into memory first. A
+  file that another process has mapped is not dropped.
 - *peers*: the seconds that they take from making the engine to the first token, in a fresh process each time.
 
 Sources and peers take turns.
@@ -128,8 +128,8 @@ def start_once(model: Path, cache: Path, quantization: QuantizationName | None, 
     Raises:
         EngineError: it failed; the message holds what it said.
     """
-    if source.cold:
-        drop_from_memory([*model.glob("*.safetensors"), *cache.glob("packed/*.safetensors")])
+    files = [*model.glob("*.safetensors"), *cache.glob("packed/*.safetensors")]
+    (drop_from_memory if source.cold else read_into_memory)(files)
     command = ["env", f"MOESERVE_CACHE={cache}", sys.executable, "-m", "moeserve.bench.first_token"]
     command += [str(model), "--threads", str(threads)]
     command += [] if source.packed else ["--no-packed-cache"]
@@ -149,6 +149,15 @@ def start_once(model: Path, cache: Path, quantization: QuantizationName | None, 
 def start_peer_once(name: PeerName, model: Path, threads: int) -> Start:
     with start_peer(name, model, num_threads=threads) as peer:
         return Start(peer.startup_seconds)
+
+
+def read_into_memory(files: Iterable[Path]) -> None:
+    """What an earlier source had dropped is not this one's to read again."""
+    buffer = bytearray(2**24)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
 
 
 def drop_from_memory(files: Iterable[Path]) -> None:

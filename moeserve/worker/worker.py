@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 
@@ -12,6 +13,7 @@ from moeserve.distributed.group import Groups
 from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
 from moeserve.ops.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.native import native_kernels
+from moeserve.ops.products import without_rows
 from moeserve.ops.threads import set_num_threads
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.worker.decode_tapes import MEMORY_BYTES, DecodeTapes
@@ -49,7 +51,7 @@ class Worker:
             config,
             model.cache_bytes_per_token,
             loaded.mapped_bytes + (MEMORY_BYTES if has_tapes else 0),
-            lambda: probe.execute(largest, num_tokens),
+            functools.partial(_run_without_experts, probe, largest, num_tokens),
         )
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
         caches = model.make_caches(self.num_blocks, config.block_size)
@@ -74,6 +76,12 @@ class Worker:
         """One forward pass, of no tokens where the replica has no plan. Every rank of every replica joins it."""
         self.groups.set_step(agreement.step)
         return self.runner.execute(plan or StepPlan(step=agreement.step, chunks=[]), agreement.num_tokens)
+
+
+def _run_without_experts(probe: ModelRunner, plan: StepPlan, num_tokens: tuple[int, ...]) -> None:
+    """All that takes memory in a step. What experts compute would be most of an engine's start."""
+    with without_rows():
+        probe.execute(plan, num_tokens)
 
 
 def why_bytes_may_move(config: EngineConfig) -> str | None:

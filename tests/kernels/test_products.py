@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import get_args
 
@@ -22,6 +23,7 @@ from moeserve.ops.products import (
     TorchProduct,
     native_product,
     pack,
+    without_rows,
 )
 from moeserve.ops.threads import set_num_threads
 
@@ -242,6 +244,23 @@ def test_rows_slots_and_heads_of_several_weights(
     each = product.multiply_each(input_TeI)
     for weight, one in enumerate(ones):
         assert torch.equal(each[:, weight], one.multiply(input_TeI[:, weight].contiguous()))
+
+
+def test_rows_can_be_left_out_by_one_thread() -> None:
+    """By that which runs a step to see what memory it takes, while others serve."""
+    product = native_product(packed_copy(make(2, 64, 32, torch.float32), "float32"))
+    rows_RI, counts_e = rows_and_counts([3, 5], 32, torch.float32)
+    expected = product.multiply_rows(rows_RI, counts_e)
+    of_another: list[Tensor] = []
+    with without_rows():
+        left_out = product.multiply_rows(rows_RI, counts_e)
+        other = threading.Thread(target=lambda: of_another.append(product.multiply_rows(rows_RI, counts_e)))
+        other.start()
+        other.join()
+    assert left_out.shape == expected.shape
+    assert not left_out.any()
+    assert torch.equal(of_another[0], expected)
+    assert torch.equal(product.multiply_rows(rows_RI, counts_e), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
