@@ -28,11 +28,12 @@ FETCH_TOKENIZERS := $(VENV)/bin/python tests/unit/published_tokenizers.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo tokenizers test test-ranks soak check lint types floors package bench clean distclean
+.PHONY: help setup demo demo-ray tokenizers test test-ranks soak check lint types floors package bench clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    ask the default model a question"
+	@echo "make demo-ray   the same model on two hosts, which are made of network namespaces (needs root)"
 	@echo "make test    run the tests"
 	@echo "make test-ranks   of these, only the tests of several ranks; make soak: long runs, some hours"
 	@echo "make check   lint, formatting, types, and which part may import which"
@@ -45,6 +46,10 @@ setup: $(INSTALLED) $(DEFAULT_MODEL)
 
 demo: setup
 	$(VENV)/bin/moeserve generate --prompt "What is the capital of France?" --max-tokens 48 --temperature 0
+
+# The same `moeserve launch` on two hosts that are made of network namespaces.
+demo-ray: setup
+	$(VENV)/bin/python examples/multi_node/two_hosts.py
 
 # Tokenizers of published models, for tests.
 tokenizers: $(INSTALLED)
@@ -60,7 +65,7 @@ test-ranks: setup
 
 # Long runs, some hours: the simulator, and random traffic on real ranks.
 soak: setup
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m soak tests/reliability
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m soak tests/reliability tests/distributed/test_multi_node.py
 
 bench: setup
 	$(VENV)/bin/moeserve bench throughput --model mixtral-mini --kind decode --batch 1 --engine moeserve --engine transformers

@@ -245,6 +245,21 @@ def attention_shape(row: Row) -> str:
     return f"{kind}, batch {shape['batch']}, context {shape['context_len']}"
 
 
+def executors_table(rows: Sequence[Row]) -> str:
+    """For each layout, what a step takes with each executor."""
+    last = latest(rows, "tp", "dp")
+    ways = unique(way for row in last for way in row["ways"])
+    head = ["one decode step, µs", *(part for way in ways for part in ([way] if way == "mp" else [way, "added"]))]
+    lines = []
+    for row in last:
+        line = [f"tp {row['tp']}, dp {row['dp']}"]
+        for way in ways:
+            line.append(number(row["ways"][way]["seconds"] * 1e6))
+            line += [] if way == "mp" else [number(row["ways"][way]["added"] * 1e6)]
+        lines.append(line)
+    return f"{markdown(head, lines)}\n\n{machine_line(last)}"
+
+
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "throughput": throughput_tables,
     "moe": moe_tables,
@@ -253,6 +268,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "attention": attention_table,
     "quality": quality_table,
     "parallel": parallel_tables,
+    "executors": executors_table,
 }
 
 

@@ -17,7 +17,8 @@ import msgspec
 import moeserve
 from moeserve.bench import commands as benchmarks
 from moeserve.config import Settings
-from moeserve.errors import MoeserveError, nearest
+from moeserve.errors import MoeserveError, SettingsError, nearest
+from moeserve.launch import DEFAULT_PORT
 from moeserve.messages import SamplingParams
 
 
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.error(f"MODEL={options.model_folder} and --model={options.model} are both given; give one")
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     try:
-        options.run(options)
+        return int(options.run(options) or 0)
     except MoeserveError as error:
         if options.verbose:
             logging.exception("failed")
@@ -45,7 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    return 0
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -100,6 +100,32 @@ def plan(options: argparse.Namespace) -> None:
     dtype = None if options.dtype == "auto" else options.dtype
     found = room.find_layouts(options.model, options.ranks, dtype, options.tp)
     print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else room.as_text(found))
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Make a Ray cluster of several hosts and run a command on it: the same on every host, or once with --hosts."""
+    from moeserve import launch as room
+
+    num_nodes = 1 + len(options.hosts) if options.nodes is None else options.nodes
+    if num_nodes < 1 or (options.num_cpus is not None and options.num_cpus < 1):
+        raise SettingsError(f"--nodes {num_nodes} and --num-cpus {options.num_cpus}: both must be at least 1")
+    if options.hosts and num_nodes != 1 + len(options.hosts):
+        raise SettingsError(f"--nodes {num_nodes} does not go with {len(options.hosts)} other hosts; leave it out")
+    return room.launch(
+        room.Launch(
+            head=options.head,
+            port=options.port,
+            num_nodes=num_nodes,
+            hosts=options.hosts,
+            remote_shell=options.remote_shell,
+            interface=options.interface,
+            num_cpus=options.num_cpus,
+            model=options.model,
+            timeout_s=options.timeout,
+            command=options.command,
+            reads_token=options.token_from_stdin,
+        )
+    )
 
 
 def bench(options: argparse.Namespace) -> None:
@@ -196,6 +222,30 @@ def _parser() -> Parser:
     )
     command.add_argument("--seed", type=int, default=0, help="seed of the random router (default: 0)")
 
+    command = _add_command(commands, "launch", launch)
+    command.add_argument("--head", metavar="ADDRESS", help="address of the first host, as the others reach it")
+    command.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"port of Ray on the first host (default: {DEFAULT_PORT})"
+    )
+    command.add_argument("--nodes", type=int, help="how many hosts there are (default: those of --hosts, and this)")
+    command.add_argument(
+        "--hosts", nargs="+", default=[], metavar="HOST", help="the other hosts: the command is started there from here"
+    )
+    command.add_argument(
+        "--remote-shell",
+        default="ssh -o BatchMode=yes",
+        metavar="COMMAND",
+        help="with --hosts: what runs a command on a host (default: ssh -o BatchMode=yes)",
+    )
+    command.add_argument("--interface", help="network interface by name (eth1) or subnet (10.1.0.0/16)")
+    command.add_argument("--num-cpus", type=int, help="cores for ranks on this host (default: those it may use)")
+    command.add_argument("--model", help="folder of a checkpoint that every host must be able to read")
+    command.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for hosts (default: 60)")
+    command.add_argument("--token-from-stdin", action="store_true", help=argparse.SUPPRESS)
+    command.add_argument(
+        "command", nargs="*", metavar="-- COMMAND", help="runs on the first host; none: the cluster stays up"
+    )
+
     command = _add_command(commands, "bench", bench)
     command.add_argument("name", choices=get_args(benchmarks.CommandName))
     command.add_argument(
@@ -204,7 +254,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], None]) -> Parser:
+def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], int | None]) -> Parser:
     command: Parser = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
     command.set_defaults(run=run, parser=command)
     command.add_argument("--verbose", "-v", action="store_true", help="log what the engine does")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -97,8 +99,16 @@ class ParallelSettings:
     tensor_parallel_size: PositiveInt = setting(1, "ranks that share the attention heads of one replica")
     data_parallel_size: PositiveInt = setting(1, "replicas that run in lockstep")
     pipeline_parallel_size: PositiveInt = setting(1, "stages that the layers are divided into")
-    executor: Literal["auto", "uniproc", "mp"] = setting(
-        "auto", "what runs the ranks; uniproc: this process, mp: processes on this host; auto: mp for several ranks"
+    executor: Literal["auto", "uniproc", "mp", "ray"] = setting(
+        "auto",
+        "what runs the ranks; uniproc: this process, mp: processes on this host, ray: actors on the nodes of a Ray "
+        "cluster; auto: for several ranks ray inside a Ray cluster, or where this host has too few cores, else mp",
+    )
+    ray_compiled_graph: bool = setting(
+        True, "with Ray: a step reaches its ranks through a compiled graph, not by calls of actors"
+    )
+    network_interface: str | None = setting(
+        None, "with Ray: where ranks meet, by name (eth1) or subnet (10.1.0.0/16); none: as Ray's nodes know each other"
     )
     dispatcher: Literal["auto", "local", "allgather", "all_to_all"] = setting(
         "auto",
@@ -193,7 +203,9 @@ class EngineConfig:
     data_parallel_size: int
     enforce_eager: bool
     num_threads: int  # of each rank
-    executor: Literal["uniproc", "mp"]
+    executor: Literal["uniproc", "mp", "ray"]
+    ray_compiled_graph: bool
+    network_interface: str | None
     dispatcher: DispatcherName
     num_redundant_experts: int  # in each layer
     expert_loads: tuple[tuple[float, ...], ...]  # by layer with experts, by expert; empty: unknown
@@ -227,6 +239,7 @@ def resolve(
     has_cuda: bool,
     num_cores: int,
     has_kernels: bool = True,
+    cores_of_nodes: Sequence[int] | None = None,
     expert_loads: tuple[tuple[float, ...], ...] = (),
 ) -> EngineConfig:
     """Turns every "auto" and none into a fact.
@@ -236,6 +249,7 @@ def resolve(
         has_cuda: whether a CUDA device can be used.
         num_cores: CPU cores that this process may run on.
         has_kernels: whether the C++ kernels were built.
+        cores_of_nodes: CPU cores of each node of the Ray cluster that is to be used; none: no Ray, see `wants_ray`.
         expert_loads: what the file says that the settings name: by layer with experts, by expert.
 
     Raises:
@@ -248,7 +262,7 @@ def resolve(
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
     dtype: DtypeName = checkpoint.dtype if model.dtype == "auto" else model.dtype
     _refuse_quantization(model.quantization, dtype, device, has_kernels)
-    _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, device, num_cores)
+    _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, device, num_cores, cores_of_nodes)
     _refuse_redundancy(parallel.num_redundant_experts, checkpoint, num_ranks)
 
     if model.max_model_len is not None and model.max_model_len > checkpoint.max_position_embeddings:
@@ -278,14 +292,66 @@ def resolve(
         tensor_parallel_size=parallel.tensor_parallel_size,
         data_parallel_size=parallel.data_parallel_size,
         enforce_eager=scheduler.enforce_eager,
-        num_threads=parallel.num_threads or max(1, num_cores // num_ranks),
-        executor=("uniproc" if num_ranks == 1 else "mp") if parallel.executor == "auto" else parallel.executor,
+        num_threads=parallel.num_threads
+        or _threads_per_rank(
+            cores_of_nodes or (num_cores,), parallel.tensor_parallel_size, parallel.data_parallel_size
+        ),
+        executor=_choose_executor(parallel, num_ranks, cores_of_nodes),
+        ray_compiled_graph=parallel.ray_compiled_graph,
+        network_interface=parallel.network_interface,
         dispatcher=_choose_dispatcher(parallel.dispatcher, num_ranks),
         num_redundant_experts=parallel.num_redundant_experts,
         expert_loads=expert_loads,
         collective_timeout=parallel.collective_timeout,
         debug_collectives=parallel.debug_collectives,
     )
+
+
+def wants_ray(parallel: ParallelSettings, num_cores: int) -> bool:
+    """Whether ranks are to be run by Ray: what `resolve` must be told the nodes for."""
+    num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    if parallel.executor == "auto" and num_ranks > 1:
+        return _is_inside_ray() or num_ranks > _most_ranks(num_cores)
+    return parallel.executor == "ray"
+
+
+def ray_address() -> str:
+    """The Ray cluster that this process was told to use, as Ray reads it; "" if there is none."""
+    return os.environ.get("RAY_ADDRESS", "")
+
+
+def _is_inside_ray() -> bool:
+    """Whether this process belongs to a Ray cluster, or was told of one."""
+    ray = sys.modules.get("ray")
+    return bool(ray_address()) or (ray is not None and bool(ray.is_initialized()))
+
+
+def _most_ranks(num_cores: int) -> int:
+    return max(LEAST_MOST_RANKS, MAX_RANKS_PER_CORE * num_cores)
+
+
+def fit_whole(cores_of_nodes: Sequence[int], num_threads: int, tp: int, dp: int) -> bool:
+    """Whether all replicas fit on nodes without one that is spread over several."""
+    return sum(cores // (num_threads * tp) for cores in cores_of_nodes) >= dp
+
+
+def _threads_per_rank(cores_of_nodes: Sequence[int], tp: int, dp: int) -> int:
+    """The most that all ranks can have, with replicas whole if that is possible; one where cores are too few."""
+    for size, count in ((tp, dp), (1, tp * dp)):
+        for num_threads in range(max(cores_of_nodes), 0, -1):
+            if fit_whole(cores_of_nodes, num_threads, size, count):
+                return num_threads
+    return 1
+
+
+def _choose_executor(
+    parallel: ParallelSettings, num_ranks: int, cores_of_nodes: Sequence[int] | None
+) -> Literal["uniproc", "mp", "ray"]:
+    if parallel.executor != "auto":
+        return parallel.executor
+    if cores_of_nodes is not None:
+        return "ray"
+    return "uniproc" if num_ranks == 1 else "mp"
 
 
 def _choose_dispatcher(wanted: Literal["auto"] | DispatcherName, num_ranks: int) -> DispatcherName:
@@ -336,7 +402,13 @@ def _checked(option: str, value: Any, group: type) -> Any:
         raise SettingsError(f"{option}={shown(value)}: {reason} ({option}: {help})") from None
 
 
-def _refuse_layout(parallel: ParallelSettings, sizes: tuple[int, ...], device: str, num_cores: int) -> None:
+def _refuse_layout(
+    parallel: ParallelSettings,
+    sizes: tuple[int, ...],
+    device: str,
+    num_cores: int,
+    cores_of_nodes: Sequence[int] | None,
+) -> None:
     """Raises SettingsError for a layout of ranks that this checkpoint, this machine or this version cannot run."""
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
     layout = f"tensor_parallel_size={tp}, data_parallel_size={dp}"
@@ -354,11 +426,23 @@ def _refuse_layout(parallel: ParallelSettings, sizes: tuple[int, ...], device: s
         raise SettingsError(f"executor='uniproc' runs one rank, but {layout} asks for {tp * dp}; use executor='mp'")
     if tp * dp > 1 and device == "cuda":
         raise SettingsError(f"{layout}: this version runs several ranks only on CPUs; use device='cpu' or one rank")
-    most_ranks = max(LEAST_MOST_RANKS, MAX_RANKS_PER_CORE * num_cores)
-    if tp * dp > most_ranks:
+    if cores_of_nodes is not None:
+        _refuse_crowding(layout, tp * dp, parallel.num_threads or 1, cores_of_nodes)
+    elif tp * dp > _most_ranks(num_cores):
         raise SettingsError(
             f"{layout} asks for {tp * dp} ranks, but this process may use {num_cores} CPU cores; "
-            f"use at most {most_ranks} ranks (as many as cores for speed)"
+            f"use at most {_most_ranks(num_cores)} ranks (as many as cores for speed), or executor='ray' and more hosts"
+        )
+
+
+def _refuse_crowding(layout: str, num_ranks: int, num_threads: int, cores_of_nodes: Sequence[int]) -> None:
+    """Raises SettingsError for more ranks than a Ray cluster has room for."""
+    most = sum(cores // num_threads for cores in cores_of_nodes)
+    if num_ranks > most:
+        cores = ", ".join(map(str, cores_of_nodes))
+        raise SettingsError(
+            f"{layout} asks for {num_ranks} ranks with num_threads={num_threads}, but the nodes of the Ray cluster "
+            f"have {cores} CPUs, room for {most}; use fewer ranks or threads, or more nodes"
         )
 
 
@@ -389,6 +473,44 @@ def _refuse_redundancy(num_redundant: int, checkpoint: CheckpointFacts, num_rank
             f"num_redundant_experts={num_redundant}: {checkpoint.num_experts} experts on {num_ranks} ranks have room "
             f"for {most} further copies, since a second copy on the same rank is of no use; use at most {most}"
         )
+
+
+def ray_token() -> str:
+    """The secret that nodes of a Ray cluster share, found where Ray looks for it; "": there is none."""
+    told = os.environ.get("RAY_AUTH_TOKEN", "")
+    if is_token_refused() or told:
+        return "" if is_token_refused() else told
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        why = f"the Ray token cannot be read: {error}; set RAY_AUTH_TOKEN, or RAY_AUTH_MODE=disabled"
+        raise SettingsError(why) from None
+
+
+def is_token_refused() -> bool:
+    """Whether the user said that Ray is to ask for no token."""
+    return os.environ.get("RAY_AUTH_MODE", "token") != "token"
+
+
+def environment_of_cluster(address: str, token: str) -> dict[str, str]:
+    """The environment for Ray's own processes, and for programs that are to use the cluster."""
+    environment = dict(os.environ)
+    # A node that has died is noticed within seconds. Ray's defaults take half a minute, and a minute on the other side.
+    for name, value in {
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "2000",
+        "RAY_health_check_failure_threshold": "4",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    }.items():
+        environment.setdefault(name, value)
+    environment["RAY_ADDRESS"] = address
+    # Said in any case: of Ray's own programs some look for a token where nothing is said, and others do not.
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    return environment
 
 
 def environment_of_rank(config: EngineConfig, num_cores: int) -> dict[str, str]:

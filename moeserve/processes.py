@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import msgspec
 
@@ -226,8 +226,94 @@ class Channel(Generic[Incoming]):
         return messages
 
 
-class Child(Generic[Incoming]):
-    """A process that this one started, from its start to its end."""
+class Watched(Protocol[Incoming]):
+    """A process that this one talks with and watches, wherever it runs."""
+
+    name: str  # what it is called in messages to people: "rank 3"
+    channel: Channel[Incoming]
+
+    @property
+    def watched_fds(self) -> list[int]:
+        """What becomes readable, beside the channel, when the process has died."""
+        ...
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether messages have come that `receive` has not returned: `deaths` may have found them."""
+        ...
+
+    def receive(self, timeout_s: float = 0.0) -> list[Incoming]:
+        """Messages that have come. Last words are not among them: see `deaths`."""
+        ...
+
+    def deaths(self) -> list[Death]:
+        """Its own, and those of its own children that it told of; empty while it lives and complains of nothing."""
+        ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it ended in time."""
+        ...
+
+    def close(self) -> None:
+        """Forgets one that has ended."""
+        ...
+
+
+class Line(Generic[Incoming]):
+    """A channel to a process, on which last words come between its messages."""
+
+    def __init__(self, name: str, connection: socket.socket, incoming: Any) -> None:
+        self.name = name
+        self.channel: Channel[Incoming] = Channel(connection, incoming | _LastWords)
+        self._messages: list[Incoming] = []
+        self._last_words: list[Death] = []
+
+    def cause_of_end(self) -> str | None:
+        """One line, once the process has ended."""
+        raise NotImplementedError
+
+    @property
+    def has_ended(self) -> bool:
+        return self.cause_of_end() is not None
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._messages)
+
+    def receive(self, timeout_s: float = 0.0) -> list[Incoming]:
+        self._listen(0.0 if self._messages else timeout_s)
+        messages, self._messages = self._messages, []
+        return messages
+
+    def deaths(self) -> list[Death]:
+        cause = self.cause_of_end()  # before its last words are looked for: they come before its end
+        with contextlib.suppress(msgspec.DecodeError):  # they may be cut off in the middle
+            self._listen(0.0)
+        if self._last_words:
+            return self._last_words
+        return [] if cause is None else [Death(name=self.name, cause=cause)]
+
+    def _listen(self, timeout_s: float) -> None:
+        for message in self.channel.receive(timeout_s):
+            if isinstance(message, _LastWords):
+                self._last_words += message.deaths
+            else:
+                self._messages.append(message)
+
+
+def say_last_words(channel: Channel[Any], deaths: Sequence[Death]) -> None:
+    """To whoever watches this process. Waits a little until they are sent."""
+    channel.send(_LastWords(list(deaths)))
+    channel.flush(SECONDS_TO_GO)
+
+
+class Child(Line[Incoming]):
+    """A process on this host that this one started, from its start to its end. See `Watched`."""
 
     def __init__(
         self,
@@ -258,11 +344,8 @@ class Child(Generic[Incoming]):
                 env=dict(environment) | _same_modules(),
                 start_new_session=True,
             )
-        self.name = name
+        super().__init__(name, ours, incoming)
         self.pid = self._process.pid
-        self.channel: Channel[Incoming] = Channel(ours, incoming | _LastWords)
-        self._messages: list[Incoming] = []
-        self._last_words: list[Death] = []
         self._pidfd = _open_pidfd(self.pid)
         self.channel.send(
             _Launch(
@@ -275,48 +358,17 @@ class Child(Generic[Incoming]):
 
     @property
     def watched_fds(self) -> list[int]:
-        """What becomes readable when the child has died."""
         return [] if self._pidfd is None else [self._pidfd]
 
-    def receive(self, timeout_s: float = 0.0) -> list[Incoming]:
-        """Messages that have come. Last words are not among them: see `deaths`."""
-        self._listen(0.0 if self._messages else timeout_s)
-        messages, self._messages = self._messages, []
-        return messages
-
-    @property
-    def has_unread(self) -> bool:
-        """Whether messages have come that `receive` has not returned: `deaths` may have found them."""
-        return bool(self._messages)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def deaths(self) -> list[Death]:
-        """Its own, and those of its own children that it told of; empty while it lives and complains of nothing."""
+    def cause_of_end(self) -> str | None:
         status = self._process.poll()
-        with contextlib.suppress(msgspec.DecodeError):  # the last words may be cut off in the middle
-            self._listen(0.0)
-        if self._last_words:
-            return self._last_words
-        if status is None:
-            return []
-        return [Death(name=self.name, cause=_exit_cause(status))]
-
-    def _listen(self, timeout_s: float) -> None:
-        for message in self.channel.receive(timeout_s):
-            if isinstance(message, _LastWords):
-                self._last_words += message.deaths
-            else:
-                self._messages.append(message)
+        return None if status is None else _exit_cause(status)
 
     def kill(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the child ended in time."""
         try:
             self._process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -324,16 +376,17 @@ class Child(Generic[Incoming]):
         return True
 
     def close(self) -> None:
-        """Forgets a child that has ended."""
         self.channel.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
 
 
-def collect_deaths(children: Sequence[Child[Any]], seen: Sequence[Death] = ()) -> list[Death]:
+def collect_deaths(
+    children: Sequence[Watched[Any]], seen: Sequence[Death] = (), *, seconds: float = SECONDS_TO_COLLECT
+) -> list[Death]:
     """All deaths that can be known soon after a first sign of one. Ends early once the first cause is among them."""
-    deadline = time.monotonic() + SECONDS_TO_COLLECT
+    deadline = time.monotonic() + seconds
     while True:
         deaths_of_child = [child.deaths() for child in children]
         deaths = [*seen, *(death for each in deaths_of_child for death in each)]
@@ -344,13 +397,13 @@ def collect_deaths(children: Sequence[Child[Any]], seen: Sequence[Death] = ()) -
         _wait_for_sockets(living, left)
 
 
-def wait_for_news(children: Sequence[Child[Any]], timeout_s: float | None) -> None:
+def wait_for_news(children: Sequence[Watched[Any]], timeout_s: float | None) -> None:
     """Waits for a message or a death of any of them; also sends what could not be sent before."""
     # What `deaths` took from a socket will not make it readable again.
     _wait_for_sockets(children, 0.0 if any(child.has_unread for child in children) else timeout_s)
 
 
-def _wait_for_sockets(children: Sequence[Child[Any]], timeout_s: float | None) -> None:
+def _wait_for_sockets(children: Sequence[Watched[Any]], timeout_s: float | None) -> None:
     poll = select.poll()
     for child in children:
         if not child.channel.is_closed:
@@ -366,7 +419,7 @@ def _wait_for_sockets(children: Sequence[Child[Any]], timeout_s: float | None) -
             child.channel.send_encoded(b"")
 
 
-def end_all(children: Sequence[Child[Any]], *, patience_s: float = 0.0) -> None:
+def end_all(children: Sequence[Watched[Any]], *, patience_s: float = 0.0) -> None:
     """Ends processes: gives them time to go by themselves, then kills. None is left afterwards."""
     deadline = time.monotonic() + patience_s
     for child in children:
@@ -374,8 +427,9 @@ def end_all(children: Sequence[Child[Any]], *, patience_s: float = 0.0) -> None:
         child.wait(deadline - time.monotonic())
     for child in children:
         child.kill()
+    deadline = time.monotonic() + SECONDS_TO_GO
     for child in children:
-        child.wait(SECONDS_TO_GO)
+        child.wait(deadline - time.monotonic())
         child.close()
 
 
@@ -387,7 +441,7 @@ class Parent:
         self._socket.set_inheritable(False)
         self._launch = _receive_launch(self._socket)
         self._channel: Channel[Any] | None = None
-        self._children: list[Child[Any]] = []
+        self._children: Sequence[Watched[Any]] = ()
         self._children_may_end = threading.Event()
         self._may_speak = threading.Lock()
         self.name = self._launch.name
@@ -417,17 +471,16 @@ class Parent:
         for child in self._children:
             child.kill()
         channel = self._channel or self.channel(None)
-        channel.send(_LastWords(list(deaths)))
-        channel.flush(SECONDS_TO_GO)
+        say_last_words(channel, deaths)
         _leave(1)
 
-    def watch_children(self, children: Sequence[Child[Any]]) -> None:
+    def watch_children(self, children: Sequence[Watched[Any]]) -> None:
         """From now on, the death of one of them is told to the parent, and ends this process.
 
         Whoever works in this process comes to know of the death by a failure of its own, which `run_child` reports.
         But where it waits for the dead, or for something else, somebody must speak for it.
         """
-        self._children = list(children)
+        self._children = children
 
         def watch() -> None:
             ends = select.poll()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -16,11 +18,13 @@ from tqdm import tqdm
 from moeserve.api.default_model import default_model
 from moeserve.api.frontend import Frontend, Prompt, Prompts
 from moeserve.api.text import TextCodec
-from moeserve.config import CheckpointFacts, EngineConfig, Settings, resolve
+from moeserve.config import CheckpointFacts, EngineConfig, ParallelSettings, Settings, resolve, wants_ray
 from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
+from moeserve.engine.gang import LocalGang
+from moeserve.engine.rebuilt import RebuiltReplicas
 from moeserve.engine.replicas import Replicas
-from moeserve.errors import CheckpointError, EngineError, RequestError, shown
+from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, shown
 from moeserve.interrupts import interrupts_deferred
 from moeserve.machine import usable_cores
 from moeserve.messages import RequestOutput, SamplingParams
@@ -28,6 +32,11 @@ from moeserve.models import registry
 from moeserve.moe.placement import read_loads
 from moeserve.ops.native import native_kernels
 from moeserve.worker.loading import wait_for_copies
+
+if TYPE_CHECKING:
+    from moeserve.executor.ray import Cluster
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -65,12 +74,23 @@ class LLM:
         wanted = Settings.from_options({"model": model, **settings})
         folder = wanted.model.model or default_model(show_progress)
         facts = registry.read_facts(folder)
+        with contextlib.ExitStack() as undone:
+            cluster = find_cluster(wanted.parallel)
+            if cluster is not None:
+                undone.callback(cluster.close)
+            self._start(wanted, folder, facts, cluster, show_progress)
+            undone.pop_all()
+
+    def _start(
+        self, wanted: Settings, folder: str | Path, facts: CheckpointFacts, cluster: Cluster | None, show_progress: bool
+    ) -> None:
         config = resolve(
             wanted,
             facts,
             has_cuda=torch.cuda.is_available(),
             num_cores=usable_cores(),
             has_kernels=native_kernels() is not None,
+            cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
             expert_loads=_read_expert_loads(wanted.parallel.expert_loads, facts),
         )
         defaults = registry.read_generation_defaults(folder)
@@ -80,7 +100,7 @@ class LLM:
             raise CheckpointError(f"{folder}: generation_config.json: {error}") from None
         self.codec = TextCodec.load(config.tokenizer_path)
         self._errors: dict[str, str] = {}  # of prompts that the engine could not finish, until their call tells of it
-        self.core: Engine = start_engine(config, show_progress=show_progress)
+        self.core: Engine = start_engine(config, cluster, show_progress=show_progress)
         self.config = self.core.config
         self.frontend = Frontend(
             self.codec,
@@ -264,13 +284,42 @@ class LLM:
                     self.core.abort(request_id)
 
 
-def start_engine(config: EngineConfig, *, show_progress: bool) -> Engine:
+def find_cluster(parallel: ParallelSettings) -> Cluster | None:
+    """The Ray cluster that runs the ranks, if Ray is to run them.
+
+    Raises:
+        SettingsError: Ray is asked for, and not installed.
+        EngineError: the cluster cannot be used.
+    """
+    if not wants_ray(parallel, usable_cores()):
+        return None
+    is_asked_for = parallel.executor == "ray"
+    try:
+        from moeserve.executor.ray import Cluster  # brings ray, which is not always installed
+    except ImportError as error:
+        if not is_asked_for:
+            logger.warning("ranks are run on this host, since Ray is not installed: %s", error)
+            return None
+        raise SettingsError(f"executor='ray' needs Ray ({error}): pip install 'moeserve[ray]'") from None
+    try:
+        return Cluster(may_start=is_asked_for)
+    except EngineError as error:
+        if is_asked_for:
+            raise
+        logger.warning("ranks are run on this host: %s", error)
+        return None
+
+
+def start_engine(config: EngineConfig, cluster: Cluster | None = None, *, show_progress: bool) -> Engine:
     """The engine that a config asks for, with its model loaded."""
     match config.executor:
         case "uniproc":
             return EngineCore(config, show_progress=show_progress)
         case "mp":
-            return Replicas(config, show_progress=show_progress)
+            return Replicas(config, lambda: LocalGang(config, show_progress=show_progress))
+        case "ray":
+            assert cluster is not None
+            return RebuiltReplicas.over(config, cluster, show_progress=show_progress)
 
 
 def _read_expert_loads(path: str | None, facts: CheckpointFacts) -> tuple[tuple[float, ...], ...]:

@@ -113,7 +113,7 @@ def connect(
                 )
             except CannotReach as reason:
                 if rank == 0 and name == "world":  # once is enough
-                    logger.warning("ranks cannot all share memory (%s): some talk over gloo, which is slower", reason)
+                    logger.info("ranks cannot all share memory (%s): some talk over gloo, which is slower", reason)
             except TransportError as error:
                 refuse(name, ranks, str(error), error)
         return gloo.GlooTransport(process_group(name, ranks), timeout_s)

@@ -15,11 +15,13 @@ from moeserve.distributed.group import GroupCoordinator
 from moeserve.engine.base import fit_to_cache, new_scheduler
 from moeserve.engine.border import Delivery, EngineStart, Ready
 from moeserve.errors import EngineError
+from moeserve.executor.base import Executor
 from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.messages import ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.processes import Channel, Child, Parent
 from moeserve.scheduling.lockstep import Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
+from moeserve.worker.orders import RankStart
 from moeserve.worker.process import join
 
 # How long an idle replica sleeps at most before it agrees again with the others. Seconds.
@@ -27,22 +29,37 @@ HEARTBEAT_S = 1.0
 
 
 def serve(parent: Parent, start: EngineStart, workers: Sequence[Child[Any]]) -> None:
-    """Loads the model and serves until all replicas have agreed to shut down. What goes wrong is raised."""
-    user = User(parent.channel(ReplicaMessage))
+    """Serves, on one host, until all replicas have agreed to shut down. This process runs the replica's first rank.
+
+    What goes wrong is raised.
+    """
+    channel = parent.channel(ReplicaMessage)
     groups = join(start.driver)
     executor = MultiprocExecutor(start.driver.config, groups, workers, show_progress=start.show_progress)
-    config = fit_to_cache(start.driver.config, executor.num_blocks)
-    replica = Replica(
-        scheduler=new_scheduler(config, executor.num_blocks),
-        lockstep=Lockstep(rank=start.driver.dp_index, num_replicas=config.data_parallel_size),
-    )
-    user.say(Ready(executor.num_blocks))
+    replica, user = ready(channel, start.driver, executor.num_blocks)
     drive(replica, user, groups.dp, executor)
     parent.let_children_end()
     executor.shutdown()
 
 
-def drive(replica: Replica, user: User, replicas: GroupCoordinator, executor: MultiprocExecutor) -> None:
+def ready(channel: Channel[ReplicaMessage], start: RankStart, num_blocks: int) -> tuple[Replica, User]:
+    """What is to be driven, once the model is loaded and the user was told so.
+
+    Args:
+        start: of the replica's first rank.
+        num_blocks: of KV cache that each rank has.
+    """
+    user = User(channel)
+    config = fit_to_cache(start.config, num_blocks)
+    replica = Replica(
+        scheduler=new_scheduler(config, num_blocks),
+        lockstep=Lockstep(rank=start.dp_index, num_replicas=config.data_parallel_size),
+    )
+    user.say(Ready(num_blocks))
+    return replica, user
+
+
+def drive(replica: Replica, user: User, replicas: GroupCoordinator, executor: Executor) -> None:
     """Does what the replica's loop asks for, until it ends. An error of an effect ends it as well: see `replica.py`."""
     loop = replica.run()
     answer: Any = None

@@ -1,4 +1,4 @@
-"""Several replicas as one engine: starts their processes, chooses one for each request, watches them, ends them.
+"""Several replicas as one engine: chooses one for each request, watches their processes, ends them.
 
 Knows messages and deaths. What a replica does between them, `process.py` knows.
 """
@@ -9,22 +9,18 @@ import logging
 import os
 import secrets
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torch.distributed import TCPStore
-
-from moeserve.config import EngineConfig, environment_of_rank
-from moeserve.distributed.group import start_store
+from moeserve.config import EngineConfig
 from moeserve.engine.base import fit_to_cache, shrinkage
-from moeserve.engine.border import Delivery, EngineMessage, EngineStart, Ready
+from moeserve.engine.border import Delivery, EngineMessage, Ready
 from moeserve.engine.choice import Candidate, PrefixMemory, choose_replica, prompt_digests
+from moeserve.engine.gang import Gang
 from moeserve.errors import EngineError, RequestError
-from moeserve.machine import usable_cores
 from moeserve.messages import AbortRequest, AddRequest, Request, RequestUpdate, Shutdown, Wake
-from moeserve.processes import Child, as_error, collect_deaths, end_all, root_cause, wait_for_news
+from moeserve.processes import Watched, as_error, root_cause, wait_for_news
 from moeserve.scheduling.block_pool import num_blocks_for
-from moeserve.worker.orders import RankStart, rank_name
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +32,7 @@ SECONDS_TO_LEAVE = 5.0
 class ReplicaProcess:
     """A replica, as the user's process sees it."""
 
-    child: Child[EngineMessage]
+    process: Watched[EngineMessage]
     memory: PrefixMemory  # of its prefix cache
     num_free_blocks: int  # as it last said
     num_requests: int = 0  # in flight
@@ -52,54 +48,32 @@ class InFlight:
 
 
 class Replicas:
-    """See `Engine`. One process per replica, and one per further rank of each, which its replica starts.
+    """See `Engine`.
 
     When one of the processes dies, or fails, all requests end with an error that names it, all processes are ended,
     and nothing is admitted any more.
     """
 
-    def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
+    def __init__(self, config: EngineConfig, start_gang: Callable[[], Gang]) -> None:
         """Returns when all replicas have loaded the model.
 
         Raises:
             CheckpointError, SettingsError: as the ranks found.
-            EngineError: a process died.
+            EngineError: a process died, or could not be started.
         """
-        # Where the ranks meet. Its port is open from here to the end of the processes, not of this object.
-        self._store: TCPStore | None = start_store()
-        store_key = secrets.token_hex(16)
-        environment = environment_of_rank(config, usable_cores())
-        self._children: list[Child[EngineMessage]] = []
-        # Also where nobody calls shutdown.
-        self._end_processes = weakref.finalize(self, end_all, self._children)
         self._owner = os.getpid()
         self._in_flight: dict[str, InFlight] = {}
         self._undelivered: list[RequestUpdate] = []  # what came outside a step: the next one returns it
         self._closed_because = ""
         self._salt = secrets.token_bytes(32)
+        self._gang = start_gang()
+        self._end_gang = weakref.finalize(self, self._gang.end)  # also where nobody calls shutdown
         try:
-            for rank in range(0, config.num_ranks, config.tensor_parallel_size):
-                driver = RankStart(
-                    config=config,
-                    rank=rank,
-                    store_host="127.0.0.1",
-                    store_port=self._store.port,
-                    store_key=store_key,
-                )
-                child: Child[EngineMessage] = Child(
-                    "moeserve.engine",
-                    rank_name(config, rank),
-                    EngineStart(driver=driver, show_progress=show_progress and rank == 0),
-                    EngineMessage,
-                    environment=environment,
-                )
-                self._children.append(child)
             num_blocks = self._wait_until_ready()
         except BaseException:
-            self._end_processes()
-            self._store = None
+            self._end_gang()
             raise
-        self._replicas = [ReplicaProcess(child, PrefixMemory(num_blocks), num_blocks) for child in self._children]
+        self._replicas = [ReplicaProcess(each, PrefixMemory(num_blocks), num_blocks) for each in self._gang.engines]
         self.config = fit_to_cache(config, num_blocks)
         if told := shrinkage(config, self.config):
             logger.warning(told)
@@ -107,6 +81,13 @@ class Replicas:
     @property
     def has_work(self) -> bool:
         return bool(self._in_flight or self._undelivered)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process has died. Looks for deaths; what there is to tell of them, the next step returns."""
+        if not self._closed_because:
+            self._undelivered = self._news()
+        return bool(self._closed_because)
 
     def add(self, request: Request) -> None:
         self._require_owner()
@@ -118,22 +99,22 @@ class Replicas:
         self._in_flight[request.request_id] = InFlight(chosen, num_blocks)
         chosen.num_requests += 1
         chosen.num_blocks_waiting += num_blocks
-        chosen.child.channel.send(AddRequest(request))
+        chosen.process.channel.send(AddRequest(request))
         for replica in self._replicas:
             if replica is not chosen:  # it may be asleep, and no step begins without it
-                replica.child.channel.send(Wake())
+                replica.process.channel.send(Wake())
 
     def abort(self, request_id: str) -> None:
         self._require_owner()
         request = self._in_flight.get(request_id)
         if request is not None:
-            request.replica.child.channel.send(AbortRequest(request_id))
+            request.replica.process.channel.send(AbortRequest(request_id))
 
     def step(self) -> list[RequestUpdate]:
         self._require_owner()
         updates = self._news()
         while not updates and self._in_flight:
-            wait_for_news(self._children, None)
+            wait_for_news(self._gang.members, None)
             updates = self._news()
         if not updates:
             self._require_open()
@@ -144,25 +125,24 @@ class Replicas:
             return
         self._closed_because = "the engine was shut down; make a new one"
         self._undelivered += self._end_requests(error=None)
-        for child in self._children:
-            child.channel.send(Shutdown())
-        end_all(self._children, patience_s=SECONDS_TO_LEAVE)
-        self._end_processes.detach()
-        self._store = None
+        for engine in self._gang.engines:
+            engine.channel.send(Shutdown())
+        self._gang.end(SECONDS_TO_LEAVE)
+        self._end_gang.detach()
 
     def _wait_until_ready(self) -> int:
         """Blocks of KV cache of each rank, when all are ready."""
-        waiting = {child.name for child in self._children}
+        waiting = {engine.name for engine in self._gang.engines}
         num_blocks = 0
         while waiting:
-            wait_for_news(self._children, None)
-            for child in self._children:
-                for message in child.receive():
+            wait_for_news(self._gang.members, None)
+            for engine in self._gang.engines:
+                for message in engine.receive():
                     if isinstance(message, Ready):  # the first deliveries of those that are ready tell nothing
                         num_blocks = message.num_blocks
-                        waiting.remove(child.name)
-            if any(child.deaths() for child in self._children):
-                raise as_error(root_cause(collect_deaths(self._children)), "while the model was loaded")
+                        waiting.remove(engine.name)
+            if any(member.deaths() for member in self._gang.members):
+                raise as_error(root_cause(self._gang.collect_deaths()), "while the model was loaded")
         return num_blocks
 
     def _choose(self, request: Request) -> tuple[ReplicaProcess, int]:
@@ -190,20 +170,19 @@ class Replicas:
         if self._closed_because:
             return updates
         updates += self._received()
-        if any(child.deaths() for child in self._children):
-            cause = root_cause(collect_deaths(self._children))
+        if any(member.deaths() for member in self._gang.members):
+            cause = root_cause(self._gang.collect_deaths())
             error = str(as_error(cause, f"the engine failed while it served {len(self._in_flight)} requests"))
             self._closed_because = f"the engine has failed and takes no requests; make a new one. It failed so: {error}"
             updates += self._received()
             updates += self._end_requests(error=error)
-            self._end_processes()
-            self._store = None
+            self._end_gang()
         return updates
 
     def _received(self) -> list[RequestUpdate]:
         updates: list[RequestUpdate] = []
         for replica in self._replicas:
-            for message in replica.child.receive():
+            for message in replica.process.receive():
                 assert isinstance(message, Delivery), message
                 replica.num_free_blocks = message.stats.num_free_blocks
                 updates += self._known(message.updates)

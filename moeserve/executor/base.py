@@ -11,6 +11,7 @@ from moeserve.scheduling.lockstep import Agreement
 class Executor(Protocol):
     """Runs every rank of one replica. Built ready: weights loaded, KV cache sized."""
 
+    name: str  # of the rank that samples, for errors
     num_blocks: int  # blocks of KV cache that every rank has
 
     def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:

@@ -6,6 +6,7 @@ from moeserve.config import EngineConfig
 from moeserve.distributed.group import single
 from moeserve.messages import StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement
+from moeserve.worker.orders import rank_name
 from moeserve.worker.worker import Worker
 
 
@@ -13,6 +14,7 @@ class UniprocExecutor:
     """See `Executor`."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
+        self.name = rank_name(config, 0)
         self.worker: Worker | None = Worker(config, single(), show_progress=show_progress)
         self.num_blocks = self.worker.num_blocks
 

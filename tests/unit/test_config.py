@@ -49,7 +49,11 @@ def test_auto_becomes_what_the_checkpoint_and_the_machine_say() -> None:
 def test_nothing_undecided_is_left() -> None:
     values = dataclasses.asdict(decide())
     assert "auto" not in {value for name, value in values.items() if name != "load_format"}
-    assert [name for name, value in values.items() if value is None] == ["quantization", "kv_cache_memory"]
+    assert [name for name, value in values.items() if value is None] == [
+        "quantization",
+        "kv_cache_memory",
+        "network_interface",
+    ]
 
 
 def test_what_is_given_is_kept() -> None:
@@ -86,7 +90,7 @@ def test_what_is_given_is_kept() -> None:
         ("tensor_parallel_size", 8, "cannot be divided over so many ranks"),
         ("data_parallel_size", 13, "use at most 12 ranks"),
         ("pipeline_parallel_size", 2, "pipeline_parallel_size=2"),
-        ("executor", "ray", "executor='ray'"),
+        ("executor", "slurm", "executor='slurm'"),
         ("num_redundant_experts", 1, "5 experts on 1 ranks have room for 0 further copies"),
         ("num_redundant_experts", -1, ">= 0"),
     ],

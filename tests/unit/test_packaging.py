@@ -156,7 +156,7 @@ def pins() -> dict[str, str]:
         if line and not line.startswith("#"):
             requirement = Requirement(line)
             # No tag such as +cpu, so that any build of the version will do.
-            assert re.fullmatch(r"==[0-9.]+(\.?(post|rc)[0-9]+)?", str(requirement.specifier)), line
+            assert re.fullmatch(r"==[0-9.]+(\.?(post|rc|b)[0-9]+)?", str(requirement.specifier)), line
             if requirement.marker is None or requirement.marker.evaluate():
                 assert canonicalize_name(requirement.name) not in pinned, line
                 pinned[canonicalize_name(requirement.name)] = str(requirement.specifier).removeprefix("==")

@@ -1,0 +1,73 @@
+"""The IPv4 addresses of this machine: by interface, by subnet, and towards another machine. Opens no connection."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+from moeserve.errors import SettingsError
+
+SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_ANY_PORT = 9  # "connecting" a datagram socket only looks up the route
+
+
+def own_addresses() -> dict[str, str]:
+    """Address by name of interface; those without one are left out."""
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # no IPv4 address
+                continue
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+def address_on(interface: str) -> str:
+    """This machine's address on an interface, given by its name ("eth1") or by a subnet ("10.1.0.0/16").
+
+    Raises:
+        SettingsError: there is none.
+    """
+    addresses = own_addresses()
+    if "/" in interface:
+        try:
+            subnet = ipaddress.ip_network(interface, strict=False)
+        except ValueError as error:
+            raise SettingsError(f"network_interface={interface!r} is no subnet ({error}); write 10.1.0.0/16") from None
+        found = [address for address in addresses.values() if ipaddress.ip_address(address) in subnet]
+    else:
+        found = [addresses[interface]] if interface in addresses else []
+    if not found:
+        there = ", ".join(f"{name} ({address})" for name, address in addresses.items()) or "none with an IPv4 address"
+        raise SettingsError(f"network_interface={interface!r}: {socket.gethostname()} has no such; it has {there}")
+    return found[0]
+
+
+def address_towards(host: str) -> str:
+    """The address from which this machine would speak to a host.
+
+    Raises:
+        OSError: the host's name is not known, or there is no route to it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect((host, _ANY_PORT))
+        return str(asking.getsockname()[0])
+
+
+def is_own(address: str) -> bool:
+    """Whether an address is one of this machine's, second ones of an interface among them."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trying:
+        try:
+            trying.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself can reach it."""
+    return ipaddress.ip_address(address).is_loopback

@@ -1,0 +1,73 @@
+"""The processes that serve as one engine, and those of one host. Knows how they start and end, not what they say."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch.distributed import TCPStore
+
+from moeserve.config import EngineConfig, environment_of_rank
+from moeserve.distributed.group import start_store
+from moeserve.engine.border import EngineMessage, EngineStart
+from moeserve.machine import usable_cores
+from moeserve.processes import Child, Death, Watched, collect_deaths, end_all
+from moeserve.worker.orders import RankStart, rank_name
+
+
+class Gang(Protocol):
+    """The processes of all replicas, started together and ended together."""
+
+    @property
+    def engines(self) -> Sequence[Watched[EngineMessage]]:
+        """One for each replica, by dp rank."""
+        ...
+
+    @property
+    def members(self) -> Sequence[Watched[Any]]:
+        """All that are watched from here, the engines among them."""
+        ...
+
+    def collect_deaths(self) -> list[Death]:
+        """After a first sign of one: all that can be known of its cause."""
+        ...
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """Gives them time to go by themselves, then ends them. Nothing is left. May be called twice."""
+        ...
+
+
+class LocalGang:
+    """See `Gang`. One process for each replica, which starts those of its further ranks itself."""
+
+    def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
+        # Where the ranks meet. Its port is open from here to the end of the processes.
+        self._store: TCPStore | None = start_store()
+        key = secrets.token_hex(16)
+        environment = environment_of_rank(config, usable_cores())
+        self.engines: list[Child[EngineMessage]] = []
+        self.members = self.engines
+        try:
+            for rank in range(0, config.num_ranks, config.tensor_parallel_size):
+                driver = RankStart(
+                    config=config, rank=rank, store_host="127.0.0.1", store_port=self._store.port, store_key=key
+                )
+                child: Child[EngineMessage] = Child(
+                    "moeserve.engine",
+                    rank_name(config, rank),
+                    EngineStart(driver=driver, show_progress=show_progress and rank == 0),
+                    EngineMessage,
+                    environment=environment,
+                )
+                self.engines.append(child)
+        except BaseException:
+            self.end()
+            raise
+
+    def collect_deaths(self) -> list[Death]:
+        return collect_deaths(self.members)
+
+    def end(self, patience_s: float = 0.0) -> None:
+        end_all(self.engines, patience_s=patience_s)
+        self._store = None

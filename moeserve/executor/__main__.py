@@ -1,0 +1,37 @@
+"""`python -m moeserve.executor`: waits until the nodes of a Ray cluster have come, and looks whether they are alike."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from moeserve.errors import MoeserveError
+from moeserve.executor.ray import Cluster
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m moeserve.executor", description=__doc__)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--timeout", type=float, required=True)
+    parser.add_argument("--model")
+    options = parser.parse_args()
+    try:
+        cluster = Cluster(may_start=False)
+        cluster.wait_for_nodes(options.nodes, options.timeout)
+        facts = {each.node_id: each for each in cluster.check(options.model)}
+        for node in cluster.nodes():
+            of_node = facts[node.node_id]
+            versions = ", ".join(f"{package} {version}" for package, version in of_node.versions.items())
+            print(
+                f"{of_node.name}: {node.cores} CPUs, {node.gpus} GPUs, Python {of_node.python}, {versions}",
+                file=sys.stderr,
+                flush=True,
+            )
+    except MoeserveError as error:
+        print(f"moeserve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Hosts made of Linux namespaces: each with its own network, processes, memory files and /tmp, joined by a bridge.
+
+They need root and iproute2. What a host runs ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SUBNET = "10.77.0"
+RELAY = Path(__file__).parent / "lossy_link.py"
+# Folders that a host has for itself.
+OWN_FOLDERS = ("/tmp/ray", "/dev/shm")
+
+
+def why_impossible() -> str:
+    """Why hosts cannot be made here; "": they can."""
+    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} missing"
+    try:
+        with hosts(2):
+            return ""
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        return f"hosts of network namespaces cannot be made here: {getattr(error, 'stderr', None) or error}"
+
+
+@dataclass
+class Host:
+    """One host. Its init process holds the namespaces."""
+
+    name: str
+    address: str
+    init: subprocess.Popen[bytes]
+    init_pid: int
+    bridge: str  # the namespace in which its cable ends
+    running: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """What runs a command on this host."""
+        return ["nsenter", "--target", str(self.init_pid), "--net", "--pid", "--mount", "--ipc", "--uts", *command]
+
+    def start(self, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[str]:
+        """Starts a command, whose output goes to a file."""
+        with log.open("a") as output:
+            process = subprocess.Popen(
+                self.command(command),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+        self.running.append(process)
+        return process
+
+    def processes(self) -> dict[int, str]:
+        """The living processes of this host, its init left out: command line by process id, as outside."""
+        found = {}
+        namespace = os.readlink(f"/proc/{self.init_pid}/ns/pid")
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and os.readlink(folder / "ns" / "pid") == namespace:
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    if command and int(folder.name) != self.init_pid:
+                        found[int(folder.name)] = command
+        return found
+
+    def kill(self, part: str) -> int:
+        """Kills the processes whose command line holds `part`. Returns how many there were."""
+        victims = [pid for pid, command in self.processes().items() if part in command]
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(victims)
+
+    def link(self, state: str) -> None:
+        """Sets the cable "up" or "down"."""
+        _ip("-n", self.bridge, "link", "set", f"v{self.name}", state)
+
+    @contextlib.contextmanager
+    def bad_cable(self, *, delay_ms: float, loss: float, seed: int = 0) -> Iterator[None]:
+        """What passes to and from this host comes later, in another order, and not all of it."""
+        cable, plug = f"v{self.name}", f"p{self.name}"
+        in_bridge = ["-n", self.bridge]
+        _ip(*in_bridge, "link", "add", plug, "type", "veth", "peer", "name", f"q{self.name}")
+        _ip(*in_bridge, "link", "set", cable, "nomaster")
+        _ip(*in_bridge, "link", "set", f"q{self.name}", "master", self.bridge.removeprefix("moe-"), "up")
+        _ip(*in_bridge, "link", "set", plug, "up")
+        carry = [sys.executable, str(RELAY), cable, plug, str(delay_ms), str(loss), str(seed)]
+        relay = subprocess.Popen(["ip", "netns", "exec", self.bridge, *carry])
+        try:
+            yield
+            assert relay.poll() is None, "the relay has ended"
+        finally:
+            relay.kill()
+            relay.wait()
+            _ip(*in_bridge, "link", "delete", plug)
+            _ip(*in_bridge, "link", "set", cable, "master", self.bridge.removeprefix("moe-"))
+
+    def end(self) -> None:
+        """Its init is process 1: with it all others of the host end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.init_pid, signal.SIGKILL)
+        self.init.wait(10)
+        for process in self.running:
+            process.wait(10)
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Hosts that reach each other: 10.77.0.1 and so on, each on its interface eth0."""
+    tag = secrets.token_hex(2)
+    bridge = f"b{tag}"
+    with contextlib.ExitStack() as ending:
+        # The bridge has a namespace of its own, so that nothing of this machine's network changes or is reached.
+        _add_namespace(f"moe-{bridge}", ending)
+        in_bridge = ["-n", f"moe-{bridge}"]
+        _ip(*in_bridge, "link", "add", bridge, "type", "bridge")
+        _ip(*in_bridge, "link", "set", bridge, "up")
+        made = []
+        for number in range(1, count + 1):
+            name = f"{tag}{number}"
+            _add_namespace(f"moe-{name}", ending)
+            made.append(_host(name, f"{SUBNET}.{number}", bridge, in_bridge))
+            ending.callback(made[-1].end)
+        yield made
+
+
+def _add_namespace(name: str, ending: contextlib.ExitStack) -> None:
+    _ip("netns", "add", name)
+    ending.callback(_ip, "netns", "delete", name)
+
+
+def _host(name: str, address: str, bridge: str, in_bridge: list[str]) -> Host:
+    own = ["-n", f"moe-{name}"]
+    cable = ["link", "add", f"v{name}", "netns", f"moe-{bridge}", "type", "veth"]
+    _ip(*cable, "peer", "name", "eth0", "netns", f"moe-{name}")
+    _ip(*in_bridge, "link", "set", f"v{name}", "master", bridge, "up")
+    _ip(*own, "address", "add", f"{address}/24", "dev", "eth0")
+    _ip(*own, "link", "set", "eth0", "up")
+    _ip(*own, "link", "set", "lo", "up")
+    inside = ["ip", "netns", "exec", f"moe-{name}"]
+    subprocess.run([*inside, sys.executable, str(RELAY), "eth0"], check=True)
+    mounts = " && ".join(f"mkdir -p {folder} && mount -t tmpfs none {folder}" for folder in OWN_FOLDERS)
+    script = f"{mounts} && hostname host{address.rsplit('.', 1)[1]} && exec sleep infinity"
+    unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--ipc", "--uts"]
+    init = subprocess.Popen([*inside, *unshare, "sh", "-c", script], start_new_session=True)
+    try:
+        return Host(name, address, init, _sleeping_child(init.pid), f"moe-{bridge}")
+    except BaseException:
+        init.kill()
+        raise
+
+
+def _sleeping_child(pid: int) -> int:
+    """The process id, as seen here, of a host's init once it has made its mounts."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"sleep"):
+                    return int(child)
+        time.sleep(0.02)
+    raise RuntimeError("a host did not come up")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

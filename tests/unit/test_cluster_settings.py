@@ -1,0 +1,201 @@
+"""Settings of ranks on a Ray cluster: when it is wanted, what its nodes have room for, and its environment."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_config import FACTS
+
+from moeserve.config import (
+    EngineConfig,
+    ParallelSettings,
+    Settings,
+    environment_of_cluster,
+    fit_whole,
+    ray_token,
+    resolve,
+    wants_ray,
+)
+from moeserve.errors import SettingsError
+
+NUM_CORES = 3
+MOST_RANKS = 12  # on one host with so many cores
+
+
+@pytest.fixture(autouse=True)
+def outside_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+
+
+def is_wanted(executor: str = "auto", tp: int = 1, dp: int = 1, num_cores: int = NUM_CORES) -> bool:
+    parallel = ParallelSettings(executor=executor, tensor_parallel_size=tp, data_parallel_size=dp)  # type: ignore[arg-type]
+    return wants_ray(parallel, num_cores)
+
+
+def decide(cores_of_nodes: Sequence[int] | None, **options: Any) -> EngineConfig:
+    settings = Settings.from_options(options)
+    return resolve(settings, FACTS, has_cuda=False, num_cores=NUM_CORES, cores_of_nodes=cores_of_nodes)
+
+
+def test_ray_is_wanted_where_it_is_asked_for() -> None:
+    assert is_wanted("ray")
+    assert is_wanted("ray", tp=2)
+
+
+def test_ray_is_not_wanted_where_another_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
+    assert not is_wanted("mp", dp=2)
+    assert not is_wanted("mp", dp=MOST_RANKS + 1)
+    assert not is_wanted("uniproc")
+
+
+def test_auto_does_without_ray_outside_a_cluster() -> None:
+    assert not is_wanted()
+    assert not is_wanted(tp=2)
+    assert not is_wanted(dp=2)
+
+
+def test_auto_wants_the_cluster_that_it_was_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
+    assert is_wanted(tp=2)
+    assert is_wanted(dp=2)
+
+
+def test_auto_wants_the_cluster_that_it_is_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    assert is_wanted(dp=2)
+
+
+def test_ray_that_was_only_imported_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    assert not is_wanted(dp=2)
+
+
+def test_auto_runs_one_rank_here_also_inside_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
+    assert not is_wanted()
+
+
+@pytest.mark.parametrize(("num_cores", "most"), [(1, 8), (2, 8), (3, 12), (8, 32)])
+def test_auto_wants_ray_for_more_ranks_than_this_host_takes(num_cores: int, most: int) -> None:
+    assert not is_wanted(dp=most, num_cores=num_cores)
+    assert is_wanted(dp=most + 1, num_cores=num_cores)
+
+
+def test_auto_becomes_ray_where_there_are_nodes() -> None:
+    assert decide([4, 4], data_parallel_size=2).executor == "ray"
+    assert decide(None, data_parallel_size=2).executor == "mp"
+    assert decide(None).executor == "uniproc"
+
+
+@pytest.mark.parametrize("executor", ["mp", "ray"])
+def test_an_executor_that_is_given_is_kept(executor: str) -> None:
+    assert decide(None, data_parallel_size=2, executor=executor).executor == executor
+    assert decide([4, 4], data_parallel_size=2, executor=executor).executor == executor
+
+
+def test_more_ranks_than_this_host_takes_are_refused_without_nodes_alone() -> None:
+    assert decide([8, 8], data_parallel_size=MOST_RANKS + 1).num_ranks == MOST_RANKS + 1
+    with pytest.raises(SettingsError, match=r"use at most 12 ranks .* or executor='ray' and more hosts"):
+        decide(None, data_parallel_size=MOST_RANKS + 1)
+
+
+def has_room(cores_of_nodes: Sequence[int], num_ranks: int, num_threads: int) -> bool:
+    """Counted by seating rank after rank."""
+    free = list(cores_of_nodes)
+    for _ in range(num_ranks):
+        node = max(range(len(free)), key=free.__getitem__)
+        free[node] -= num_threads
+    return min(free) >= 0
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+def test_ranks_get_the_most_threads_that_all_of_them_can_have_on_one_node_each(num_nodes: int) -> None:
+    for cores_of_nodes in itertools.product((1, 2, 3, 5, 8), repeat=num_nodes):
+        for num_ranks in range(1, min(sum(cores_of_nodes), 9) + 1):
+            most = max(n for n in range(1, 9) if has_room(cores_of_nodes, num_ranks, n))
+            found = decide(cores_of_nodes, data_parallel_size=num_ranks).num_threads
+            assert found == most, (cores_of_nodes, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("cores", "tp", "dp", "threads"), [([8, 8], 2, 1, 4), ([8, 8], 2, 2, 4), ([3, 3], 2, 2, 1), ([3, 3], 2, 3, 1)]
+)
+def test_replicas_stay_whole_where_that_is_possible(cores: list[int], tp: int, dp: int, threads: int) -> None:
+    """The last ones fit only if one is spread over both nodes."""
+    found = decide(cores, tensor_parallel_size=tp, data_parallel_size=dp).num_threads
+    assert found == threads
+    assert fit_whole(cores, found, tp, dp) == (dp < 3)
+
+
+def test_threads_that_are_given_are_kept() -> None:
+    assert decide([8, 8], data_parallel_size=2, num_threads=3).num_threads == 3
+
+
+def test_ranks_for_which_the_nodes_have_no_room_are_refused_with_the_figures() -> None:
+    assert decide([5, 3], data_parallel_size=3, num_threads=2).num_threads == 2
+    with pytest.raises(SettingsError) as refusal:
+        decide([5, 3], data_parallel_size=4, num_threads=2)
+    assert str(refusal.value) == (
+        "tensor_parallel_size=1, data_parallel_size=4 asks for 4 ranks with num_threads=2, but the nodes of the Ray "
+        "cluster have 5, 3 CPUs, room for 3; use fewer ranks or threads, or more nodes"
+    )
+
+
+def test_every_rank_needs_a_core_where_threads_are_not_given() -> None:
+    assert decide([2, 1], data_parallel_size=3).num_threads == 1
+    with pytest.raises(SettingsError, match=r"asks for 4 ranks with num_threads=1, .* have 2, 1 CPUs, room for 3"):
+        decide([2, 1], data_parallel_size=4)
+
+
+def test_the_token_is_looked_for_where_ray_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert ray_token() == ""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("of home\n")
+    assert ray_token() == "of home"
+    (tmp_path / "elsewhere").write_text("of a path\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "elsewhere"))
+    assert ray_token() == "of a path"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "told")
+    assert ray_token() == "told"
+
+
+def test_there_is_no_token_where_ray_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "told")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert ray_token() == "told"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert ray_token() == ""
+
+
+def test_health_checks_are_quick_where_the_user_does_not_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = environment_of_cluster("10.1.2.3:6379", "secret")
+    assert told["RAY_health_check_period_ms"] == "1000"
+    monkeypatch.setenv("RAY_health_check_period_ms", "77")
+    kept = environment_of_cluster("10.1.2.3:6379", "secret")
+    assert kept == told | {"RAY_health_check_period_ms": "77"}
+
+
+def test_a_cluster_is_told_its_address_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.9.9.9:1")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
+    environment = environment_of_cluster("10.1.2.3:6379", "secret")
+    assert environment["RAY_ADDRESS"] == "10.1.2.3:6379"
+    assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN"]) == ("token", "secret")
+    assert environment_of_cluster("10.1.2.3:6379", "")["RAY_AUTH_MODE"] == "disabled"
+    assert os.environ["RAY_ADDRESS"] == "10.9.9.9:1"
+
+
+def test_a_cluster_has_the_environment_of_this_process_beside_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOMETHING_ELSE", "kept")
+    assert environment_of_cluster("10.1.2.3:6379", "")["SOMETHING_ELSE"] == "kept"
