@@ -7,7 +7,6 @@ peers and moeserve in one run and in turns, takes fractions and ratios within a 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from moeserve.bench.limits import LimitProbe, MachineLimits, mean_limits
-from moeserve.machine import usable_cores
+from moeserve.machine import installed_version, usable_cores
 
 ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
 
@@ -78,7 +77,7 @@ def environment() -> dict[str, Any]:
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("moeserve", "torch", "transformers")},
+        "versions": {name: installed_version(name) or None for name in ("moeserve", "torch", "transformers")},
     }
 
 
@@ -181,10 +180,3 @@ def _processor() -> tuple[str, set[str]]:
             fields.setdefault(key.strip(), value.strip())
     flags = fields.get("flags") or fields.get("Features") or ""
     return fields.get("model name") or platform.processor() or platform.machine(), set(flags.split())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

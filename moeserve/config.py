@@ -320,6 +320,11 @@ def ray_address() -> str:
     return os.environ.get("RAY_ADDRESS", "")
 
 
+def ray_temporary_folder() -> str:
+    """Where Ray keeps what it knows of this host's cluster, if the user has said so; "": where temporary files go."""
+    return os.environ.get("RAY_TMPDIR", "")
+
+
 def _is_inside_ray() -> bool:
     """Whether this process belongs to a Ray cluster, or was told of one."""
     ray = sys.modules.get("ray")

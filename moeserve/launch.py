@@ -380,9 +380,11 @@ def _named_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """A signal that asks this process to end also ends what it has started."""
+    """A signal that asks this process to end also ends what it has started. Further ones do not disturb that."""
 
     def stop(number: int, _: object) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     before: dict[signal.Signals, Callable[..., object] | int | None] = {}

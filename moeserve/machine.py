@@ -1,7 +1,8 @@
-"""What the machine, and the container around this process, leave to it: cores and memory. Knows no setting."""
+"""What the machine, and the container around this process, leave to it: cores, memory, packages. Knows no setting."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,14 @@ def free_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     available = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
     return min([available, *(left for folder in _cgroup_folders("memory") for left in _memory_left(folder))])
+
+
+def installed_version(package: str) -> str:
+    """Of a Python package; "": it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def shown_bytes(num_bytes: int) -> str:

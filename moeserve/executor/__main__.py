@@ -23,7 +23,8 @@ def main() -> int:
             of_node = facts[node.node_id]
             versions = ", ".join(f"{package} {version}" for package, version in of_node.versions.items())
             print(
-                f"{of_node.name}: {node.cores} CPUs, {node.gpus} GPUs, Python {of_node.python}, {versions}",
+                f"{of_node.name}: {node.cores} CPUs ({of_node.kernels or 'no C++ kernels'}), {node.gpus} GPUs, "
+                f"Python {of_node.python}, {versions}",
                 file=sys.stderr,
                 flush=True,
             )

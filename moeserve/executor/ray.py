@@ -11,7 +11,6 @@ node and the way there live.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import os
 import platform
@@ -24,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,8 +41,9 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from moeserve.addresses import address_on, is_loopback
-from moeserve.config import EngineConfig, fit_whole, ray_address
+from moeserve.config import EngineConfig, fit_whole, ray_address, ray_temporary_folder
 from moeserve.errors import DistributedError, EngineError, SettingsError
+from moeserve.machine import installed_version
 from moeserve.messages import StepPlan, StepResult
 from moeserve.processes import SECONDS_TO_GO, Channel, Death, Line, collect_deaths, death_of, end_all, say_last_words
 from moeserve.scheduling.lockstep import Agreement
@@ -74,6 +74,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str
     python: str
     versions: dict[str, str]  # by package; "" where it is missing
+    kernels: str  # the instruction set that its C++ kernels compute with; "": it has none
     time: float  # seconds since the epoch
     unreadable: str  # why the model cannot be read there; "": it can
 
@@ -105,7 +106,7 @@ class Place:
 
     group: PlacementGroup
     bundle: int
-    node_id: str
+    node: Node
 
 
 class RemoteProcess:
@@ -173,6 +174,11 @@ class RankProcess(RemoteProcess):
         self._worker: Any = None
         self._thread = threading.local()
         self._num_threads = 1
+
+    def facts(self, model: str) -> bytes:
+        """`NodeFacts` of the node where this is."""
+        with self._heard_out():
+            return _encoded_facts(model)
 
     def open_store(self, interface: str | None, address: str) -> bytes:
         """Opens the store where ranks meet, on an address that other nodes can reach. Returns where: (host, port)."""
@@ -445,11 +451,8 @@ class Cluster:
                 )
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def check(self, model: str | None, node_ids: Collection[str] = ()) -> list[NodeFacts]:
-        """Asks nodes what a rank there would find.
-
-        Args:
-            node_ids: of those to ask; none: all that live.
+    def check(self, model: str | None) -> list[NodeFacts]:
+        """Asks all nodes that live what a rank there would find.
 
         Raises:
             SettingsError: a node differs from this one, or cannot read the model: all such nodes are named.
@@ -461,7 +464,6 @@ class Cluster:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
             ).remote(model)
             for node in self.nodes()
-            if not node_ids or node.node_id in node_ids
         }
         earliest = time.time()
         found = []
@@ -473,6 +475,7 @@ class Cluster:
                 raise EngineError(f"node {node.address} cannot run a rank: {_first_line(error)}") from None
             found.append(msgspec.msgpack.decode(answer, type=NodeFacts))
         _refuse_unlike(found, _own_facts(model), earliest)
+        _warn_of_kernels(found)
         return found
 
     def close(self) -> None:
@@ -508,12 +511,11 @@ class RayGang:
             raise EngineError("Ray was shut down in this process; make a new LLM")
         try:
             places = self._reserve(config, cluster)
-            cluster.check(config.model_path, {place.node_id for place in places})
+            self._start_actors(config, places, engine_process)
+            self._check_nodes(config.model_path, places)
             _warn_of_split(places, config.tensor_parallel_size)
-            address_of_node = {node.node_id: node.address for node in cluster.nodes()}
-            addresses = [address_of_node.get(place.node_id, "?") for place in places]
-            _tell_layout(config, addresses, show_progress)
-            self._start(config, places, addresses, engine_process, show_progress)
+            _tell_layout(config, places, show_progress)
+            self._load(config, places, show_progress)
         except BaseException:
             self.end()
             raise
@@ -540,9 +542,8 @@ class RayGang:
         tp = config.tensor_parallel_size
         bundle = {"CPU": float(config.num_threads)} | ({"GPU": 1.0} if config.device == "cuda" else {})
         nodes = cluster.nodes()
-        order = {node.node_id: index for index, node in enumerate(nodes)}
         if (adopted := get_current_placement_group()) is not None:
-            places = _places_in(adopted, bundle, order)
+            places = _places_in(adopted, bundle, nodes)
             if len(places) < config.num_ranks:
                 raise SettingsError(
                     f"the placement group that this process is in has {len(places)} bundles with {_shown(bundle)}, but "
@@ -563,42 +564,44 @@ class RayGang:
                     f"{_shown(bundle)} each: free are {_shown(ray.available_resources())} of "
                     f"{_shown(ray.cluster_resources())}; end what uses them, or ask for less"
                 )
-            replicas.append(_places_in(group, bundle, order))
-        replicas.sort(key=lambda places: [order.get(place.node_id, len(order)) for place in places])
+            replicas.append(_places_in(group, bundle, nodes))
+        replicas.sort(key=lambda places: [_rank_of_node(place.node, nodes) for place in places])
         return [place for places in replicas for place in places]
 
-    def _start(
-        self,
-        config: EngineConfig,
-        places: Sequence[Place],
-        addresses: Sequence[str],
-        engine_process: type[RemoteProcess],
-        show_progress: bool,
-    ) -> None:
-        per_node = Counter(place.node_id for place in places)
-        cores = {each["NodeID"]: each["Resources"].get("CPU", 0) for each in ray.nodes()}
+    def _start_actors(self, config: EngineConfig, places: Sequence[Place], engine_process: type[RemoteProcess]) -> None:
+        per_node = Counter(place.node for place in places)
         for rank, place in enumerate(places):
-            is_crowded = per_node[place.node_id] * config.num_threads >= cores.get(place.node_id, 0)
             resources = {
                 "num_cpus": config.num_threads,
                 "num_gpus": int(config.device == "cuda"),
                 # Threads that wait awake would take the cores from those that work.
-                "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "passive"}} if is_crowded else {},
+                "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "passive"}}
+                if per_node[place.node] * config.num_threads >= place.node.cores
+                else {},
             }
-            name = f"{rank_name(config, rank)} on node {addresses[rank]}"
+            name = f"{rank_name(config, rank)} on node {place.node.address}"
             self._ranks.append(_start_actor(RankProcess, name, place, resources))
-        tp = config.tensor_parallel_size
-        for replica in range(config.data_parallel_size):
-            first = replica * tp
-            name = f"engine of replica {replica} on node {addresses[first]}"
-            self.engines.append(_start_actor(engine_process, name, places[first], {"num_cpus": 0}))
+        for replica, place in enumerate(places[:: config.tensor_parallel_size]):
+            name = f"engine of replica {replica} on node {place.node.address}"
+            self.engines.append(_start_actor(engine_process, name, place, {"num_cpus": 0}))
 
-        host, port = msgspec.msgpack.decode(
-            self._answer(self._ranks[0], "open_store", config.network_interface, addresses[0]), type=tuple[str, int]
-        )
-        if is_loopback(host) and len(per_node) > 1:
+    def _check_nodes(self, model: str, places: Sequence[Place]) -> None:
+        """Asks a rank of each node what it finds there."""
+        rank_of = {place.node: rank for rank, place in zip(self._ranks, places, strict=True)}
+        earliest = time.time()
+        asked = [(rank, rank.actor.facts.remote(model)) for rank in rank_of.values()]
+        found = [msgspec.msgpack.decode(self._answer(rank, reference), type=NodeFacts) for rank, reference in asked]
+        _refuse_unlike(found, _own_facts(model), earliest)
+        _warn_of_kernels(found)
+
+    def _load(self, config: EngineConfig, places: Sequence[Place], show_progress: bool) -> None:
+        """Tells the engines to have their ranks meet and load the model."""
+        first = places[0].node
+        opening = self._ranks[0].actor.open_store.remote(config.network_interface, first.address)
+        host, port = msgspec.msgpack.decode(self._answer(self._ranks[0], opening), type=tuple[str, int])
+        if is_loopback(host) and len({place.node for place in places}) > 1:
             raise SettingsError(
-                f"ranks would meet at {host} on node {addresses[0]}, which other nodes cannot reach; start Ray there "
+                f"ranks would meet at {host} on node {first.address}, which other nodes cannot reach; start Ray there "
                 "with --node-ip-address, or set network_interface"
             )
         key = secrets.token_hex(16)
@@ -606,14 +609,15 @@ class RayGang:
             msgspec.msgpack.encode(RankStart(config=config, rank=rank, store_host=host, store_port=port, store_key=key))
             for rank in range(config.num_ranks)
         ]
+        tp = config.tensor_parallel_size
         for replica, engine in enumerate(self.engines):
             own = slice(replica * tp, replica * tp + tp)
             engine.actor.serve.remote(starts[own], [rank.actor for rank in self._ranks[own]], show_progress)
 
-    def _answer(self, line: ActorLine, method: str, *arguments: Any) -> Any:
-        """Of a call while everything starts."""
+    def _answer(self, line: ActorLine, reference: Any) -> Any:
+        """To a call of an actor that may still be starting."""
         try:
-            return ray.get(getattr(line.actor, method).remote(*arguments), timeout=SECONDS_TO_START)
+            return ray.get(reference, timeout=SECONDS_TO_START)
         except RayError as error:
             found = line.deaths()
             raise EngineError(
@@ -637,7 +641,8 @@ def _running_cluster() -> str:
     address = told
     if not told:
         with contextlib.suppress(OSError):
-            address = (Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster").read_text().strip()
+            folder = ray_temporary_folder() or tempfile.gettempdir()
+            address = (Path(folder) / "ray" / "ray_current_cluster").read_text().strip()
     if not address:
         return ""
     host, _, port = address.rpartition(":")
@@ -661,29 +666,34 @@ def _start_actor(kind: type[RemoteProcess], name: str, place: Place, resources: 
     return ActorLine(actor, name, kind.SAYS)
 
 
-def _places_in(group: PlacementGroup, least: dict[str, float], order: dict[str, int]) -> list[Place]:
-    """The bundles of a group that have what a rank needs, in order of nodes, unknown ones last."""
-    nodes = placement_group_table(group)["bundles_to_node_id"]
+def _places_in(group: PlacementGroup, least: dict[str, float], nodes: Sequence[Node]) -> list[Place]:
+    """The bundles of a group that have what a rank needs, in order of nodes, those that have died meanwhile last."""
+    node_of = {node.node_id: node for node in nodes}
+    ids = placement_group_table(group)["bundles_to_node_id"]
     places = [
-        Place(group, index, nodes[index])
+        Place(group, index, node_of.get(ids[index]) or Node(ids[index], "?", cores=0, gpus=0))
         for index, bundle in enumerate(group.bundle_specs)
         if all(bundle.get(resource, 0) >= amount for resource, amount in least.items())
     ]
-    return sorted(places, key=lambda place: (order.get(place.node_id, len(order)), place.bundle))
+    return sorted(places, key=lambda place: (_rank_of_node(place.node, nodes), place.bundle))
+
+
+def _rank_of_node(node: Node, nodes: Sequence[Node]) -> int:
+    return nodes.index(node) if node in nodes else len(nodes)
 
 
 def _whole_first(places: Sequence[Place], tp: int) -> list[Place]:
     """In order of nodes, but so that as many replicas as possible have all their ranks on one."""
-    of_node: dict[str, list[Place]] = {}
+    of_node: dict[Node, list[Place]] = {}
     for place in places:
-        of_node.setdefault(place.node_id, []).append(place)
+        of_node.setdefault(place.node, []).append(place)
     whole = [place for each in of_node.values() for place in each[: len(each) // tp * tp]]
     return whole + [place for each in of_node.values() for place in each[len(each) // tp * tp :]]
 
 
 def _warn_of_split(places: Sequence[Place], tp: int) -> None:
     """Of replicas whose ranks are on several nodes."""
-    nodes = [place.node_id for place in places]
+    nodes = [place.node for place in places]
     split = [start // tp for start in range(0, len(places), tp) if len({*nodes[start : start + tp]}) > 1]
     if split:
         logger.warning(
@@ -692,13 +702,13 @@ def _warn_of_split(places: Sequence[Place], tp: int) -> None:
         )
 
 
-def _tell_layout(config: EngineConfig, addresses: Sequence[str], show_progress: bool) -> None:
+def _tell_layout(config: EngineConfig, places: Sequence[Place], show_progress: bool) -> None:
     """Which rank is where, for people: before anything is loaded."""
     lines = [f"{'rank':>4}  replica  tp  node"]
-    for rank, address in enumerate(addresses):
+    for rank, place in enumerate(places):
         replica, tp = divmod(rank, config.tensor_parallel_size)
         device = "1 GPU" if config.device == "cuda" else f"{config.num_threads} thread{'s' * (config.num_threads > 1)}"
-        lines.append(f"{rank:>4}  {replica:>7}  {tp:>2}  {address}  {device}")
+        lines.append(f"{rank:>4}  {replica:>7}  {tp:>2}  {place.node.address}  {device}")
     if show_progress:
         print("\n".join(lines), file=sys.stderr, flush=True)
     else:
@@ -710,23 +720,25 @@ def _encoded_facts(model: str | None) -> bytes:
 
 
 def _own_facts(model: str | None) -> NodeFacts:
-    context = ray.get_runtime_context()
     return NodeFacts(
-        node_id=context.get_node_id(),
+        node_id=ray.get_runtime_context().get_node_id(),
         address=ray.util.get_node_ip_address(),
         hostname=socket.gethostname(),
         python=platform.python_version(),
-        versions={package: _version(package) for package in PACKAGES},
+        versions={package: installed_version(package) for package in PACKAGES},
+        kernels=_own_kernels(),
         time=time.time(),
         unreadable=why_unreadable(Path(model)) if model else "",
     )
 
 
-def _version(package: str) -> str:
+def _own_kernels() -> str:
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        from moeserve.ops.native import native_kernels  # brings torch, which may be missing here
+    except ImportError:
         return ""
+    kernels = native_kernels()
+    return kernels.isa() if kernels else ""
 
 
 def why_unreadable(model: Path) -> str:
@@ -757,6 +769,15 @@ def _refuse_unlike(found: Sequence[NodeFacts], own: NodeFacts, earliest: float) 
             faults.append(f"the clock of {node.name} differs from that of {own.name} by {skew:+.0f} s or more")
     if faults:
         raise SettingsError("the nodes of the Ray cluster cannot run one engine: " + "; ".join(faults))
+
+
+def _warn_of_kernels(found: Sequence[NodeFacts]) -> None:
+    """Of nodes whose kernels compute with different instruction sets: all are right, but not to the same bits."""
+    if len({node.kernels for node in found}) > 1:
+        logger.warning(
+            "the nodes do not compute alike (%s): results may depend in their last bits on the node",
+            ", ".join(f"{node.name}: {node.kernels or 'no C++ kernels'}" for node in found),
+        )
 
 
 def _require_version() -> None:

@@ -7,13 +7,45 @@ import sys
 import time
 from typing import Any
 
-from ray.util import get_placement_group, placement_group_table, remove_placement_group
+import ray
+from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeserve import LLM, MoeserveError, SamplingParams
 
 
 def living_groups() -> list[str]:
     return [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+def object_bytes() -> int:
+    """That are kept in the shared memory of all nodes."""
+    name = "object_store_memory"
+    return int(ray.cluster_resources()[name] - ray.available_resources().get(name, 0.0))
+
+
+def generate(llm: LLM, order: dict[str, Any]) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=order["max_tokens"], ignore_eos=True)
+    outputs = llm.generate(order["prompts"], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def generate_in_group(bundles: list[dict[str, float]], order: dict[str, Any]) -> dict[str, Any]:
+    """In a task that is in a placement group, as an engine may be that others have placed."""
+    group = placement_group(bundles, strategy="STRICT_SPREAD", name="adopted")
+    ray.get(group.ready())
+
+    def task() -> dict[str, Any]:
+        llm = LLM(**order["settings"])
+        try:
+            return {"tokens": generate(llm, order), "groups": living_groups(), "executor": llm.config.executor}
+        finally:
+            llm.shutdown()
+
+    placed = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    found: dict[str, Any] = ray.get(ray.remote(num_cpus=0)(task).options(scheduling_strategy=placed).remote())
+    remove_placement_group(group)
+    return found
 
 
 def main() -> None:
@@ -28,17 +60,17 @@ def main() -> None:
             try:
                 match order.pop("do"):
                     case "start":
-                        llm = LLM(executor="ray", **order)
+                        llm = LLM(**order)
                     case "generate":
                         assert llm is not None
-                        params = SamplingParams(temperature=0, max_tokens=order["max_tokens"], ignore_eos=True)
-                        outputs = llm.generate(order["prompts"], params, use_tqdm=False)
-                        answer["tokens"] = [output.outputs[0].token_ids for output in outputs]
+                        answer["tokens"] = generate(llm, order)
+                    case "generate in group":
+                        answer |= generate_in_group(order.pop("bundles"), order)
                     case "stop":
                         assert llm is not None
                         llm.shutdown()
-                    case "groups":
-                        answer["groups"] = len(living_groups())
+                    case "left":
+                        answer |= {"groups": living_groups(), "object_bytes": object_bytes()}
                     case "remove groups":
                         names = living_groups()
                         answer["groups"] = len(names)

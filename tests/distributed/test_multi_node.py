@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -20,19 +21,29 @@ pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = Path(__file__).parent / "node_program.py"
 SETTINGS: dict[str, Any] = dict(
-    kv_cache_memory="16MiB", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, dtype="float32"
+    executor="ray",
+    kv_cache_memory="16MiB",
+    max_model_len=256,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    dtype="float32",
 )
 CORES = 2  # of each host, as Ray is told
+SHARED_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+SSHD = "/usr/sbin/sshd"
 NUM_TOKENS = 8
+THREADS = {"OMP_NUM_THREADS": "1"}
 LONG = 240  # tokens: for steps to be under way when something dies
 SECONDS_TO_LAUNCH = 120
 RANK, ENGINE = "ray::RankProcess", "ray::EngineProcess"
 
 
 class Cluster:
-    """Hosts with `moeserve launch` on each, and the program on the first."""
+    """Hosts with `moeserve launch` on each, or on the first with the names of the others; there the program runs."""
 
-    def __init__(self, machines: list[Host], folder: Path) -> None:
+    def __init__(
+        self, machines: list[Host], folder: Path, *, cores: int = CORES, remote_shell: str | None = None
+    ) -> None:
         self.hosts = machines
         self._folder = folder
         self._orders = folder / "orders"
@@ -40,11 +51,14 @@ class Cluster:
         os.mkfifo(self._orders)
         self._num_answers = 0
         program = [sys.executable, str(PROGRAM), str(self._orders), str(self._answers)]
-        self._launch = [sys.executable, "-m", "moeserve", "launch", "--head", machines[0].address]
-        self._launch += ["--nodes", str(len(machines)), "--num-cpus", str(CORES)]
-        self.launches = [
-            host.start([*self._launch, "--", *program], self.log(host), **_environment()) for host in machines
-        ]
+        launch = [sys.executable, "-m", "moeserve", "launch", "--num-cpus", str(cores)]
+        if remote_shell is None:
+            launch += ["--head", machines[0].address, "--nodes", str(len(machines))]
+            started_on, environment = machines, THREADS | SHARED_TOKEN
+        else:
+            launch += ["--remote-shell", remote_shell, "--hosts", *(host.address for host in machines[1:])]
+            started_on, environment = machines[:1], THREADS
+        self.launches = [host.start([*launch, "--", *program], self.log(host), **environment) for host in started_on]
         self._pipe = os.open(self._orders, os.O_RDWR)  # does not wait for the reader
 
     def log(self, host: Host) -> Path:
@@ -72,7 +86,8 @@ class Cluster:
         return self.answer()
 
     def shown_logs(self) -> str:
-        return "\n".join(f"--- {host.address}\n{self.log(host).read_text()[-3000:]}" for host in self.hosts)
+        logs = [log for host in self.hosts if (log := self.log(host)).exists()]
+        return "\n".join(f"--- {log.stem}\n{log.read_text()[-3000:]}" for log in logs)
 
     def ranks(self, host: Host) -> list[str]:
         return [command for command in host.processes().values() if command.startswith(RANK)]
@@ -89,10 +104,6 @@ class Cluster:
     def end(self) -> None:
         os.close(self._pipe)
         self.hosts[0].kill(str(PROGRAM))
-
-
-def _environment() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +136,9 @@ def test_a_node_that_cannot_read_the_model_ends_the_launch_with_its_name(referen
         launch += ["--num-cpus", "1", "--model", str(reference.folder), "--", "false"]
         started = time.monotonic()
         logs = [tmp_path / host.address for host in machines]
-        head, other = [host.start(launch, log, **_environment()) for host, log in zip(machines, logs, strict=True)]
+        head, other = [
+            host.start(launch, log, **THREADS, **SHARED_TOKEN) for host, log in zip(machines, logs, strict=True)
+        ]
         assert head.wait(60) == 1
         assert time.monotonic() - started < 45  # of these most go into starting Ray
         said = logs[0].read_text()
@@ -145,7 +158,8 @@ def engine(cluster: Cluster, reference: Reference, tp: int, dp: int, **settings:
     finally:
         assert cluster.ask("stop").keys() == {"seconds"}
         cluster.wait_for(lambda: not any(cluster.actors(host) for host in cluster.hosts), 10)
-        assert cluster.ask("groups")["groups"] == 0
+        left = {"groups": [], "object_bytes": 0}
+        cluster.wait_for(lambda: {name: cluster.ask("left")[name] for name in left} == left, 10)
 
 
 def expected(reference: Reference, prompts: list[list[int]]) -> list[list[int]]:
@@ -161,6 +175,57 @@ def test_two_replicas_on_two_hosts_give_the_tokens_of_one_rank(
         assert sorted(len(cluster.ranks(host)) for host in cluster.hosts) == [0, tp, tp]
         given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
         assert given["tokens"] == expected(reference, prompts)
+
+
+def test_an_engine_adopts_the_placement_group_that_it_is_in(cluster: Cluster, reference: Reference) -> None:
+    prompts = reference.prompts(3, 17)
+    settings = SETTINGS | {"executor": "auto", "data_parallel_size": 3, "model": str(reference.folder)}
+    order = {"prompts": prompts, "max_tokens": NUM_TOKENS, "settings": settings, "bundles": [{"CPU": CORES}] * 3}
+    given = cluster.ask("generate in group", **order)
+    assert given.get("tokens") == expected(reference, prompts), given
+    assert given["groups"] == ["adopted"]
+    assert given["executor"] == "ray"
+
+
+@pytest.fixture(scope="module")
+def remote_shell(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Host], str]:
+    """Starts ssh's server on a host, and returns the ssh command that it lets in."""
+    if not Path(SSHD).exists() or shutil.which("ssh") is None:
+        pytest.skip("needs ssh and its server: apt install openssh-server openssh-client")
+    folder = tmp_path_factory.mktemp("ssh")
+    key = folder / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+
+    def start(host: Host) -> str:
+        Path("/run/sshd").mkdir(exist_ok=True)
+        settings = {"AuthorizedKeysFile": f"{key}.pub", "StrictModes": "no", "UsePAM": "no", "PidFile": "none"}
+        options = [option for name, value in settings.items() for option in ("-o", f"{name}={value}")]
+        host.start([SSHD, "-D", "-e", "-h", str(key), *options], folder / "server.log")
+        return (
+            f"ssh -i {key} -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile={folder}/known "
+            "-o ConnectionAttempts=20"
+        )
+
+    return start
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_a_launch_over_ssh_and_a_replica_on_two_hosts(
+    reference: Reference, tmp_path: Path, remote_shell: Callable[[Host], str]
+) -> None:
+    prompts = reference.prompts(3, 40, 17)
+    with hosts(2) as machines:
+        cluster = Cluster(machines, tmp_path, cores=1, remote_shell=remote_shell(machines[1]))
+        try:
+            with engine(cluster, reference, 2, 1, executor="auto"):  # each host has room for one rank
+                assert [len(cluster.ranks(host)) for host in machines] == [1, 1]
+                given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
+                assert given.get("tokens") == expected(reference, prompts), given
+        finally:
+            cluster.end()
+        assert "the ranks of replica 0 are on several nodes" in cluster.log(machines[0]).read_text()
+        cluster.launches[0].wait(30)
+        cluster.wait_for(lambda: not any("ray" in found for found in machines[1].processes().values()), 30)
 
 
 @pytest.fixture(scope="module")

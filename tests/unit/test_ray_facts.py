@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -10,11 +11,18 @@ import pytest
 from moeserve.errors import SettingsError
 
 pytest.importorskip("ray", reason="install it with: pip install -e '.[ray]'")
-from moeserve.executor.ray import SECONDS_OF_SKEW, NodeFacts, _refuse_unlike
+from moeserve.executor.ray import SECONDS_OF_SKEW, NodeFacts, _refuse_unlike, _warn_of_kernels
 
 VERSIONS = {"moeserve": "0.1", "torch": "2.9.0", "ray": "2.52.0"}
 OWN = NodeFacts(
-    node_id="a", address="10.1.0.1", hostname="first", python="3.11.2", versions=VERSIONS, time=1e9, unreadable=""
+    node_id="a",
+    address="10.1.0.1",
+    hostname="first",
+    python="3.11.2",
+    versions=VERSIONS,
+    kernels="avx2",
+    time=1e9,
+    unreadable="",
 )
 OTHER = msgspec.structs.replace(OWN, node_id="b", address="10.1.0.2", hostname="second")
 THIRD = msgspec.structs.replace(OWN, node_id="c", address="10.1.0.3", hostname="third")
@@ -61,6 +69,16 @@ def test_a_model_that_cannot_be_read_is_named_also_on_this_node() -> None:
         "node 10.1.0.2 (second) cannot read the model: No such file: '/model/config.json'"
     ]
     assert faults(unlike(OWN, unreadable="Permission denied"))[0].startswith("node 10.1.0.1 (first) cannot read")
+
+
+def test_nodes_that_compute_with_other_kernels_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        _warn_of_kernels([OWN, OTHER, THIRD])
+        assert not caplog.messages
+        _refuse_unlike([OWN, unlike(kernels="avx512")], OWN, OWN.time)
+        _warn_of_kernels([OWN, unlike(kernels="avx512"), unlike(THIRD, kernels="")])
+    (said,) = caplog.messages
+    assert "node 10.1.0.1 (first): avx2, node 10.1.0.2 (second): avx512, node 10.1.0.3 (third): no C++ kernels" in said
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(SECONDS_OF_SKEW + 2, "+12 s"), (-SECONDS_OF_SKEW - 2, "-12 s")])

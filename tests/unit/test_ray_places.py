@@ -7,16 +7,16 @@ import logging
 import pytest
 
 pytest.importorskip("ray", reason="install it with: pip install -e '.[ray]'")
-from moeserve.executor.ray import Place, _warn_of_split, _whole_first
+from moeserve.executor.ray import Node, Place, _warn_of_split, _whole_first
 
 
 def places(nodes: str) -> list[Place]:
     """A bundle on each of these nodes."""
-    return [Place(group=None, bundle=index, node_id=node) for index, node in enumerate(nodes)]
+    return [Place(group=None, bundle=index, node=Node(name, name, cores=2, gpus=0)) for index, name in enumerate(nodes)]
 
 
 def nodes_of(found: list[Place]) -> str:
-    return "".join(place.node_id for place in found)
+    return "".join(place.node.node_id for place in found)
 
 
 @pytest.mark.parametrize(
