@@ -55,17 +55,19 @@ demo-ray: setup
 tokenizers: $(INSTALLED)
 	@$(FETCH_TOKENIZERS)
 
-# Threads that wait asleep: awake, they and other work on the machine take the cores from each other.
+# Threads that wait asleep: awake, they and other work on the machine take the cores from each other. Tests of several
+# ranks have the machine for themselves: some of them look at the clock.
 test: setup
 	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels tests/e2e
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest tests/distributed tests/reliability
 
 test-ranks: setup
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m "ranks and not soak" tests/distributed tests/reliability
 
 # Long runs, some hours: the simulator, and random traffic on real ranks.
 soak: setup
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m soak tests/reliability tests/distributed/test_multi_node.py
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m soak
 
 bench: setup
 	$(VENV)/bin/moeserve bench throughput --model mixtral-mini --kind decode --batch 1 --engine moeserve --engine transformers

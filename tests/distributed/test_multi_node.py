@@ -304,3 +304,12 @@ def test_a_placement_group_that_is_taken_away_is_made_anew(cluster: Cluster, ref
     assert cluster.ask("remove groups")["groups"] == 3
     cluster.wait_for(lambda: not any(cluster.ranks(host) for host in cluster.hosts), 30)
     assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("namespaces", "default_cache")
+def test_the_demo_of_two_hosts() -> None:
+    demo = Path(__file__).parents[2] / "examples" / "multi_node" / "two_hosts.py"
+    run = subprocess.run([sys.executable, str(demo)], capture_output=True, text=True, check=True, timeout=400)
+    assert "   1        1   0  10.78.0.2  1 thread" in run.stderr
+    assert "The capital of France is Paris" in run.stdout

@@ -72,11 +72,14 @@ def test_quantised_weights(quantization: str, reference_named: Callable[[str], R
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("name", "data_parallel_size", "dispatcher", "max_small_tokens"),
-    [("mixtral", 2, "all_to_all", MIDDLE), ("mixtral", 4, "allgather", MIDDLE), ("deepseek-v3", 2, "allgather", None),
-     ("gpt-oss", 3, "all_to_all", 0)],
+    ("name", "data_parallel_size", "dispatcher", "max_small_tokens", "dtype"),
+    [("mixtral", 2, "all_to_all", MIDDLE, "float32"), ("mixtral", 4, "allgather", MIDDLE, "bfloat16"),
+     ("deepseek-v3", 2, "allgather", None, "float32"), ("gpt-oss", 3, "all_to_all", 0, "bfloat16"),
+     pytest.param("mixtral", 2, "all_to_all", MIDDLE, "bfloat16", marks=pytest.mark.soak),
+     pytest.param("mixtral", 4, "allgather", MIDDLE, "float32", marks=pytest.mark.soak),
+     pytest.param("deepseek-v3", 2, "allgather", None, "bfloat16", marks=pytest.mark.soak),
+     pytest.param("gpt-oss", 3, "all_to_all", 0, "float32", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_layouts(
     name: str,

@@ -149,6 +149,7 @@ def test_what_is_not_installed_says_how_to_install_it(tmp_path, checkpoint):
         python_of("llama.cpp", tmp_path)
 
 
+@pytest.mark.soak
 def test_an_environment_is_made_once_and_again_after_an_interruption(monkeypatch, tmp_path):
     monkeypatch.setattr(install_module, "MIN_PYTHON", (3, 10))  # nothing is installed that needs a newer one
     nothing = tmp_path / "nothing.txt"

@@ -503,7 +503,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(given[1:])
 
 
-BlockPoolMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
-SchedulerMachine.TestCase.settings = settings(max_examples=500, stateful_step_count=50, deadline=None)
+BlockPoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 test_block_pool_histories = BlockPoolMachine.TestCase
 test_scheduler_histories = SchedulerMachine.TestCase
