@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def free_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     available = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
     return min([available, *(left for folder in _cgroup_folders("memory") for left in _memory_left(folder))])
+
+
+def host_identity() -> str:
+    """What is the same for all processes of this host, and no other's."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        boot = ""
+    return f"{boot} {socket.gethostname()}"
 
 
 def installed_version(package: str) -> str:

@@ -144,6 +144,28 @@ int64_t sort_pairs(const PairSort& sort) {
   return sort.type == ElementType::kInt32 ? sort_keys<int32_t>(sort) : sort_keys<int64_t>(sort);
 }
 
+void add_counts(const CountAddition& addition) {
+  for (int64_t key = 0; key < addition.num_keys; ++key) addition.totals[key] += addition.counts[key];
+}
+
+void choose_copies(const CopyChoice& choice) {
+  for (int64_t token = 0; token < choice.num_tokens; ++token) {
+    for (int64_t pair = token * choice.top_k; pair < (token + 1) * choice.top_k; ++pair) {
+      const int64_t expert = choice.experts[pair];
+      if (expert == -1) {
+        choice.chosen[pair] = -1;
+        continue;
+      }
+      const int64_t num_turns = expert >= 0 && expert < choice.num_experts ? choice.num_turns[expert] : 0;
+      if (num_turns < 1 || num_turns > choice.max_turns) {
+        throw std::invalid_argument("expert " + std::to_string(expert) + " has no copies among those of " +
+                                    std::to_string(choice.num_experts) + " experts");
+      }
+      choice.chosen[pair] = choice.copies[expert * choice.max_turns + (choice.first_token + token) % num_turns];
+    }
+  }
+}
+
 void gather_rows(const RowGather& gather) {
   for (int64_t r = 0; r < gather.num_rows; ++r) {
     if (gather.indices[r] < -1 || gather.indices[r] >= gather.num_source_rows * gather.divisor) {

@@ -28,6 +28,31 @@ struct PairSort {
 // that is not known.
 int64_t sort_pairs(const PairSort& sort);
 
+// Adds to each total a count, which may have been counted by `sort_pairs`.
+struct CountAddition {
+  const int64_t* counts;  // [num_keys]
+  int64_t* totals;        // [num_keys]
+  int64_t num_keys;
+};
+
+void add_counts(const CountAddition& addition);
+
+// Which copy of its experts each token gets: of expert e, token t the one in turn (first_token + t) % num_turns[e].
+struct CopyChoice {
+  const int64_t* experts;    // [T, K]; -1 is nobody, and stays so
+  const int64_t* copies;     // [E, W]
+  const int64_t* num_turns;  // [E], from 1 to W
+  int64_t* chosen;           // [T, K]
+  int64_t first_token;
+  int64_t num_tokens;
+  int64_t top_k;
+  int64_t num_experts;
+  int64_t max_turns;
+};
+
+// Throws std::invalid_argument for an expert or a number of turns out of range.
+void choose_copies(const CopyChoice& choice);
+
 // Row r of `out` gets row indices[r] / divisor of `source`; where the index is -1, it stays as it is.
 struct RowGather {
   int64_t element_bytes;

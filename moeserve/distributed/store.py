@@ -49,13 +49,18 @@ class Noticeboard:
         self.timeout_s = timeout_s
         self._has_reported = False
 
-    def meet(self, ranks: Sequence[int]) -> None:
-        """Wait until all of these ranks are here. DistributedError names those that are not in time."""
+    def meet(self, ranks: Sequence[int], introduction: str) -> list[str]:
+        """Wait until all of these ranks are here: how each introduced itself.
+
+        DistributedError names those that are not in time.
+        """
         if self.store.add(f"came/{self.rank}", 1) > 1:
             raise DistributedError(f"rank {self.rank} came twice: every rank connects once to a store")
-        self.store.set(f"here/{self.rank}", "")
+        self.store.set(f"here/{self.rank}", introduction)
+        keys = [f"here/{rank}" for rank in ranks]
         try:
-            self.store.wait([f"here/{rank}" for rank in ranks], timedelta(seconds=self.timeout_s))
+            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+            return [said.decode() for said in self.store.multi_get(keys)]
         except RuntimeError as error:
             missing = [rank for rank in ranks if not self._holds(f"here/{rank}")]
             why = f"{listed(missing)} did not come within {self.timeout_s:g} s"

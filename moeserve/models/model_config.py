@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import RotaryConfig
+from moeserve.moe.balancer import place_experts
 from moeserve.moe.layer import MoEConfig
-from moeserve.moe.placement import Placement, place_experts
+from moeserve.moe.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ physical experts are numbered through all ranks' slots, rank by rank.
 
 from __future__ import annotations
 
-import heapq
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 from moeserve.distributed.mesh import share_sizes
-from moeserve.errors import SettingsError, shown
+from moeserve.errors import SettingsError
 
 MAX_EXPERTS = 2**20
 MAX_LOAD = 1e30
@@ -68,32 +68,10 @@ class Placement:
             SettingsError: more slots than there could be copies, of which a rank takes one.
         """
         num_slots = num_experts + num_redundant
-        _check_num_slots(num_slots, num_experts, num_ranks)
+        check_num_slots(num_slots, num_experts, num_ranks)
         experts = (slot % num_experts for slot in range(num_slots))
         sizes = share_sizes(num_slots, num_ranks)
         return cls(tuple(tuple(itertools.islice(experts, size)) for size in sizes), num_experts)
-
-    @classmethod
-    def from_loads(cls, loads: Sequence[float], num_ranks: int, num_slots: int) -> Placement:
-        """Spreads the work of experts with unequal loads, greedily; no rank holds two copies of one expert.
-
-        While there are slots to spare, the expert whose copies are hottest gets another copy. Then the copies go,
-        heaviest first, to the rank with the least load that has a slot.
-
-        Args:
-            loads: by logical expert, how many tokens it gets, in any unit.
-            num_ranks: ranks of the group.
-            num_slots: slots of all ranks together.
-
-        Raises:
-            SettingsError: a load out of range, fewer slots than experts, or more than there could be copies.
-        """
-        for expert, load in enumerate(loads):
-            if not 0 <= load <= MAX_LOAD:
-                raise SettingsError(f"expert {expert} has load {shown(load)}; loads must be from 0 to {MAX_LOAD:g}")
-        _check_num_slots(num_slots, len(loads), num_ranks)
-        num_copies = _count_copies(loads, num_ranks, num_slots)
-        return cls(_pack(loads, num_copies, share_sizes(num_slots, num_ranks)), len(loads))
 
     def to_json(self) -> str:
         return msgspec.json.encode(_PlacementJson(self.num_logical, self.logical_of_slot)).decode()
@@ -115,25 +93,19 @@ class Placement:
         return cls(content.logical_of_slot, content.num_logical)
 
 
-def place_experts(
-    loads: Sequence[Sequence[float]], *, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
-) -> tuple[Placement, ...]:
-    """A placement for each layer that has experts: by their loads, or in order where no loads are known.
-
-    Args:
-        loads: by layer, by logical expert, as from `read_loads`; empty: unknown.
-        num_layers: how many of the model's layers have experts.
-        num_experts: logical experts of each.
-        num_ranks: ranks of the group.
-        num_redundant: slots of all ranks together, beyond one for each expert.
+def check_num_slots(num_slots: int, num_experts: int, num_ranks: int) -> None:
+    """Whether so many slots can hold every expert, and no expert twice on a rank.
 
     Raises:
-        SettingsError: see `Placement.from_loads`.
+        SettingsError: they cannot.
     """
-    if not loads:
-        return (Placement.even(num_experts, num_ranks, num_redundant),) * num_layers if num_layers else ()
-    assert len(loads) == num_layers, (len(loads), num_layers)
-    return tuple(Placement.from_loads(of_layer, num_ranks, num_experts + num_redundant) for of_layer in loads)
+    if not 1 <= num_experts <= MAX_EXPERTS or num_ranks < 1:
+        raise SettingsError(f"{num_experts} experts on {num_ranks} ranks: there must be at least one of both")
+    if not num_experts <= num_slots <= num_experts * num_ranks:
+        raise SettingsError(
+            f"{num_experts} experts on {num_ranks} ranks need from {num_experts} slots (one copy each) to "
+            f"{num_experts * num_ranks} (a copy on every rank), not {num_slots}"
+        )
 
 
 def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[float, ...], ...]:
@@ -173,6 +145,106 @@ def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[
     return loads if len(loads) == num_layers else loads * num_layers
 
 
+def copies_in_turn(placement: Placement, rank: int, node_of_rank: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """By logical expert: the copies to which the tokens of a rank go, one token after the other, and then again.
+
+    Of an expert with c copies, each of n ranks has c turns to give and each copy takes n, so all copies get as much if
+    all ranks have as many tokens. The nearest go first: a rank's own copy as long as it takes more, then those of its
+    node, then any.
+
+    Args:
+        rank: whose tokens they are.
+        node_of_rank: by rank: a number of its host.
+
+    Returns:
+        Physical experts.
+    """
+    ranks = range(placement.num_ranks)
+    assert len(node_of_rank) == len(ranks)
+    rank_of_physical = [holder for holder, size in enumerate(placement.num_slots) for _ in range(size)]
+    turns: list[tuple[int, ...]] = []
+    for copies in placement.physical_of_logical:
+        if len(copies) == 1:
+            turns.append(copies)
+            continue
+        room = dict.fromkeys(copies, len(ranks))
+        given: list[list[int]] = [[] for _ in ranks]
+        of_rank: dict[int, list[int]] = {}
+        of_node: dict[int, list[int]] = {}
+        for copy in copies:
+            of_rank.setdefault(rank_of_physical[copy], []).append(copy)
+            of_node.setdefault(node_of_rank[rank_of_physical[copy]], []).append(copy)
+        for holder, own in of_rank.items():
+            _deal(given, [holder], own, room)
+        for node, near in of_node.items():
+            _deal(given, [other for other in ranks if node_of_rank[other] == node], near, room)
+        _deal(given, ranks, copies, room)
+        turns.append(tuple(given[rank]))
+    return tuple(turns)
+
+
+def _deal(given: list[list[int]], ranks: Sequence[int], copies: Sequence[int], room: dict[int, int]) -> None:
+    """Gives ranks what they lack of turns, from copies with room, which are gone through again and again."""
+    num_turns = len(room)
+    waiting = deque(copy for copy in copies if room[copy])
+    for rank in ranks:
+        while waiting and len(given[rank]) < num_turns:
+            copy = waiting.popleft()
+            given[rank].append(copy)
+            room[copy] -= 1
+            if room[copy]:
+                waiting.append(copy)
+
+
+def write_placements(path: Path, placements: Sequence[Placement]) -> None:
+    """For `read_placements`: of each layer that has experts.
+
+    Raises:
+        SettingsError: the file cannot be written.
+    """
+    content = _PlacementsJson(tuple(_PlacementJson(each.num_logical, each.logical_of_slot) for each in placements))
+    try:
+        path.write_bytes(msgspec.json.encode(content) + b"\n")
+    except OSError as error:
+        raise SettingsError(f"cannot write the placements to {path}: {error.strerror}") from None
+
+
+def read_placements(
+    path: Path, *, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
+) -> tuple[Placement, ...]:
+    """What `write_placements` wrote: a placement for each layer that has experts.
+
+    Raises:
+        SettingsError: no such file, or not placements of this model on so many ranks and slots.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise SettingsError(f"{path} is too large for a file of placements ({path.stat().st_size} bytes)")
+        found = msgspec.json.decode(path.read_bytes(), type=_PlacementsJson).placements
+    except OSError as error:
+        raise SettingsError(f"cannot read the placements in {path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SettingsError(f"{path} does not hold placements of experts: {error}") from None
+    if len(found) != num_layers:
+        raise SettingsError(
+            f"{path} holds placements of {len(found)} layers; the model has {num_layers} layers with experts"
+        )
+    sizes = share_sizes(num_experts + num_redundant, num_ranks)
+    for number, each in enumerate(found):
+        fault = _fault(each.logical_of_slot, each.num_logical)
+        if fault is None and each.num_logical != num_experts:
+            fault = f"it is of {each.num_logical} experts, and the model has {num_experts}"
+        if fault is None and tuple(map(len, each.logical_of_slot)) != sizes:
+            slots = ", ".join(map(str, map(len, each.logical_of_slot)))
+            fault = (
+                f"its ranks have {slots} slots, but {num_ranks} ranks and {num_redundant} redundant experts make "
+                f"{', '.join(map(str, sizes))}"
+            )
+        if fault is not None:
+            raise SettingsError(f"{path}: placements[{number}]: {fault}")
+    return tuple(Placement(each.logical_of_slot, each.num_logical) for each in found)
+
+
 _ExpertId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_EXPERTS)]
 _Load = Annotated[float, msgspec.Meta(ge=0, le=MAX_LOAD)]
 
@@ -180,6 +252,10 @@ _Load = Annotated[float, msgspec.Meta(ge=0, le=MAX_LOAD)]
 class _PlacementJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_logical: Annotated[int, msgspec.Meta(ge=1, le=MAX_EXPERTS)]
     logical_of_slot: tuple[tuple[_ExpertId, ...], ...]
+
+
+class _PlacementsJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    placements: tuple[_PlacementJson, ...]
 
 
 class _LoadsJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -195,54 +271,3 @@ def _fault(logical_of_slot: Sequence[Sequence[int]], num_logical: int) -> str | 
     if len(placed) > num_logical:
         return f"a slot holds expert {max(placed)}, but there are {num_logical}, counted from 0"
     return None
-
-
-def _check_num_slots(num_slots: int, num_experts: int, num_ranks: int) -> None:
-    if not 1 <= num_experts <= MAX_EXPERTS or num_ranks < 1:
-        raise SettingsError(f"{num_experts} experts on {num_ranks} ranks: there must be at least one of both")
-    if not num_experts <= num_slots <= num_experts * num_ranks:
-        raise SettingsError(
-            f"{num_experts} experts on {num_ranks} ranks need from {num_experts} slots (one copy each) to "
-            f"{num_experts * num_ranks} (a copy on every rank), not {num_slots}"
-        )
-
-
-def _count_copies(loads: Sequence[float], num_ranks: int, num_slots: int) -> list[int]:
-    """By logical expert, from 1 to `num_ranks`."""
-    num_copies = [1] * len(loads)
-    # The hottest copy first; among equals, that of the expert with the fewest.
-    hottest = [(-load, 1, expert) for expert, load in enumerate(loads)] if num_ranks > 1 else []
-    heapq.heapify(hottest)
-    for _ in range(num_slots - len(loads)):
-        _, count, expert = heapq.heappop(hottest)
-        num_copies[expert] = count + 1
-        if count + 1 < num_ranks:
-            heapq.heappush(hottest, (-loads[expert] / (count + 1), count + 1, expert))
-    return num_copies
-
-
-def _pack(loads: Sequence[float], num_copies: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """By rank: its experts, ascending. `sizes` differ by one at most, and no expert has more copies than ranks."""
-    load_of_copy = [load / count for load, count in zip(loads, num_copies, strict=True)]
-    held: list[set[int]] = [set() for _ in sizes]
-    total = [0.0] * len(sizes)
-
-    def put(expert: int, rank: int) -> None:
-        held[rank].add(expert)
-        total[rank] += load_of_copy[expert]
-
-    for expert in sorted(range(len(loads)), key=lambda expert: -load_of_copy[expert]):
-        for _ in range(num_copies[expert]):
-            lacking = [rank for rank in range(len(sizes)) if expert not in held[rank]]
-            open_to_it = [rank for rank in lacking if len(held[rank]) < sizes[rank]]
-            rank = min(open_to_it or lacking, key=total.__getitem__)
-            if not open_to_it:
-                # Every rank with a free slot has this expert, so a full one passes something on to make room. It holds
-                # more experts besides this one than the rank with the free slot does, so there is something to pass.
-                free = next(other for other in range(len(sizes)) if len(held[other]) < sizes[other])
-                moved = min(held[rank] - held[free], key=lambda expert: (load_of_copy[expert], expert))
-                held[rank].remove(moved)
-                total[rank] -= load_of_copy[moved]
-                put(moved, free)
-            put(expert, rank)
-    return tuple(tuple(sorted(experts)) for experts in held)

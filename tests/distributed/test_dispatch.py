@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moeserve.distributed.group import connect, group_of_one
 from moeserve.distributed.mesh import Mesh
+from moeserve.moe.balancer import balance
 from moeserve.moe.dispatch import allgather
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
@@ -314,7 +315,7 @@ def test_too_many_rows_for_the_slots() -> None:
 @pytest.mark.parametrize("num_slots", [None, 16])
 @pytest.mark.parametrize(
     "placement",
-    [Placement.even(10, 4), Placement.even(10, 4, 5), Placement.from_loads([*range(10)], 4, 13)],
+    [Placement.even(10, 4), Placement.even(10, 4, 5), balance([*range(10)], 4, 13)],
     ids=["uneven", "redundant", "by load"],
 )
 def test_layer(dispatcher: Any, num_slots: int | None, placement: Placement) -> None:

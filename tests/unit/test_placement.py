@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.errors import SettingsError
-from moeserve.moe.placement import Placement, place_experts, read_loads
+from moeserve.moe.placement import Placement, read_loads
 
 
 def check(placement: Placement, num_experts: int, num_ranks: int, num_slots: int) -> None:
@@ -69,41 +68,6 @@ def test_even_by_hand(
     assert Placement.even(num_experts, num_ranks, num_redundant).logical_of_slot == expected
 
 
-def heat(placement: Placement, loads: list[float]) -> list[float]:
-    """Load by rank, copies sharing the load of their expert."""
-    num_copies = [len(copies) for copies in placement.physical_of_logical]
-    return [sum(loads[expert] / num_copies[expert] for expert in slots) for slots in placement.logical_of_slot]
-
-
-@given(sizes(), st.data())
-def test_from_loads(size: tuple[int, int, int], data: st.DataObject) -> None:
-    num_experts, num_ranks, num_slots = size
-    loads = data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.5, 7.0, 1e4]), min_size=num_experts, max_size=num_experts))
-    placement = Placement.from_loads(loads, num_ranks, num_slots)
-    check(placement, num_experts, num_ranks, num_slots)
-    num_copies = [len(copies) for copies in placement.physical_of_logical]
-    for one, other in itertools.permutations(range(num_experts), 2):
-        # Nobody has a copy to spare that a hotter expert could have had.
-        if num_copies[one] > 1 and num_copies[other] < num_ranks:
-            assert loads[one] / (num_copies[one] - 1) >= loads[other] / num_copies[other]
-
-
-def test_loads_are_spread() -> None:
-    """64 experts with Zipf loads on 8 ranks and 8 redundant slots: no rank much above the average."""
-    loads = [1.0 / (rank + 1) for rank in range(64)]
-    random.Random(0).shuffle(loads)
-    placement = Placement.from_loads(loads, 8, 72)
-    of_ranks = heat(placement, loads)
-    assert sum(of_ranks) == pytest.approx(sum(loads))
-    assert max(of_ranks) < 1.05 * sum(of_ranks) / 8
-    assert max(heat(Placement.even(64, 8, 8), loads)) > 1.3 * sum(of_ranks) / 8
-
-
-def test_a_full_rank_makes_room_for_a_copy() -> None:
-    """Rank 0 is full with expert 1, and rank 1 has one copy of expert 0, when the other copy comes."""
-    assert Placement.from_loads([9.0, 9.0], 2, 3).logical_of_slot == ((0,), (0, 1))
-
-
 @pytest.mark.parametrize(
     ("num_experts", "num_ranks", "num_redundant", "message"),
     [
@@ -116,12 +80,6 @@ def test_a_full_rank_makes_room_for_a_copy() -> None:
 def test_even_refuses(num_experts: int, num_ranks: int, num_redundant: int, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Placement.even(num_experts, num_ranks, num_redundant)
-
-
-@pytest.mark.parametrize("load", [-1.0, float("nan"), float("inf"), 10**400])
-def test_from_loads_refuses(load: float) -> None:
-    with pytest.raises(SettingsError, match="expert 1 has load"):
-        Placement.from_loads([1.0, load], 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -179,15 +137,6 @@ def test_loads_that_are_refused(tmp_path: Path, content: object, message: str) -
     with pytest.raises(SettingsError, match=message) as caught:
         read_loads(write(tmp_path, content), num_layers=3, num_experts=2)
     assert "loads.json" in str(caught.value)
-
-
-def test_each_layer_is_placed_by_its_own_loads() -> None:
-    placed = place_experts([[9, 1, 1], [1, 1, 9]], num_layers=2, num_experts=3, num_ranks=2, num_redundant=1)
-    assert placed == (Placement.from_loads([9, 1, 1], 2, 4), Placement.from_loads([1, 1, 9], 2, 4))
-    assert [len(layer.physical_of_logical[expert]) for layer, expert in zip(placed, (0, 2), strict=True)] == [2, 2]
-    unknown = place_experts([], num_layers=2, num_experts=3, num_ranks=2, num_redundant=1)
-    assert unknown == (Placement.even(3, 2, 1),) * 2
-    assert place_experts([], num_layers=0, num_experts=0, num_ranks=2, num_redundant=0) == ()
 
 
 def test_loads_of_a_model_without_experts(tmp_path: Path) -> None:

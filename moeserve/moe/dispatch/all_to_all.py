@@ -49,6 +49,7 @@ class AllToAllDispatcher:
         self.group = group
         self.for_small_steps = AllGatherDispatcher(group, placement, device)
         self.exchange = self.for_small_steps.exchange
+        self.replicas = self.exchange.replicas
         ranks = [rank for rank, num_slots in enumerate(placement.num_slots) for _ in range(num_slots)]
         self.rank_of_physical = torch.tensor([*ranks, -1], device=device)  # -1 finds the last: padding stays padding
         self.ranks_W11 = torch.arange(group.world_size, device=device)[:, None, None]

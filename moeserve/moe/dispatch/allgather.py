@@ -89,6 +89,7 @@ class AllGatherDispatcher:
     def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
         self.group = group
         self.exchange = Exchange(group, placement, device)
+        self.replicas = self.exchange.replicas
         self.all_pairs = torch.arange(0, device=device)  # grows
 
     def is_small(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> bool:

@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from moeserve.moe.dispatch.replicas import Replicas
 from moeserve.moe.router import Routing
 from moeserve.step_inputs import StepInputs
 
@@ -64,6 +65,11 @@ class Dispatcher(Protocol[Ticket]):
     All ranks of the group call `dispatch`, `wait`, `combine` and `wait` in this order, with tokens or without; each
     rank's tokens are as many as `step.tokens_per_rank` says.
     """
+
+    @property
+    def replicas(self) -> Replicas:
+        """Where experts live, which may change between steps."""
+        ...
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Pending[Ticket]: ...
 

@@ -47,9 +47,13 @@ class Exchange:
     """The part of a dispatch among ranks that does not depend on how tokens travel."""
 
     def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
+        """
+        Args:
+            placement: for the numbers of slots of each rank, which stay; what they hold, `replicas` knows.
+        """
         assert placement.num_ranks == group.world_size, (placement.num_ranks, group.world_size)
         self.group = group
-        self.replicas = Replicas(placement, device)
+        self.replicas = Replicas(placement, group.rank_in_group, group.node_of_rank, device)
         self.pairs = choose_pairs(device.type)
         self.num_slots = placement.num_slots  # of each rank
         self.all_keys = Keys(sum(placement.num_slots))

@@ -49,7 +49,7 @@ class LocalDispatcher:
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
         assert placement.num_ranks == 1
-        self.replicas = Replicas(placement, device)
+        self.replicas = Replicas(placement, 0, (0,), device)
         self.pairs = choose_pairs(device.type)
         (num_experts,) = placement.num_slots
         self.keys = Keys(num_experts)

@@ -47,6 +47,7 @@ class SlottedDispatcher(Generic[Ticket]):
 
     def __init__(self, within: Dispatcher[Ticket], num_slots: int) -> None:
         self.within = within
+        self.replicas = within.replicas
         self.num_slots = num_slots
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> IntoSlots[Ticket]:

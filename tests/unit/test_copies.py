@@ -1,0 +1,107 @@
+"""Which copy of an expert a token goes to: all copies as often, near ones first, and padding nowhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeserve.moe.dispatch.replicas import Replicas
+from moeserve.moe.placement import Placement, copies_in_turn
+from moeserve.ops.copies import choose_copies, torch_choose
+
+CPU = torch.device("cpu")
+
+
+def placed(*slots: tuple[int, ...]) -> Placement:
+    return Placement(slots, 1 + max(expert for of_rank in slots for expert in of_rank))
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[Placement, list[int]]:
+    """With the node of each rank."""
+    num_ranks, num_experts = draw(st.integers(1, 9)), draw(st.integers(1, 6))
+    slots = [
+        draw(st.lists(st.integers(0, num_experts - 1), max_size=num_experts, unique=True)) for _ in range(num_ranks)
+    ]
+    for expert in range(num_experts):
+        if not any(expert in of_rank for of_rank in slots):
+            slots[draw(st.integers(0, num_ranks - 1))].append(expert)
+    nodes = [draw(st.integers(0, 3)) for _ in range(num_ranks)]
+    return Placement(tuple(map(tuple, slots)), num_experts), nodes
+
+
+@given(placements())
+def test_every_copy_has_as_many_turns_and_only_of_its_expert(drawn: tuple[Placement, list[int]]) -> None:
+    placement, nodes = drawn
+    turns = [copies_in_turn(placement, rank, nodes) for rank in range(placement.num_ranks)]
+    for expert, copies in enumerate(placement.physical_of_logical):
+        share = Counter[int]()
+        for of_rank in turns:
+            assert len(of_rank[expert]) == len(copies)
+            share.update(of_rank[expert])
+        if len(copies) > 1:
+            assert share == Counter(dict.fromkeys(copies, placement.num_ranks))
+        else:
+            assert set(share) == set(copies)
+
+
+@given(placements())
+def test_a_rank_with_a_copy_uses_no_other(drawn: tuple[Placement, list[int]]) -> None:
+    placement, nodes = drawn
+    for rank, slots in enumerate(placement.logical_of_slot):
+        turns = copies_in_turn(placement, rank, nodes)
+        first = placement.first_physical[rank]
+        for slot, expert in enumerate(slots):
+            assert set(turns[expert]) == {first + slot}
+
+
+def test_those_of_the_node_come_before_others() -> None:
+    """Expert 0 is on ranks 0 and 2, one of each node: nothing of it crosses the border between them."""
+    placement = placed((0,), (1,), (0,), (2,))
+    assert [copies_in_turn(placement, rank, [0, 0, 1, 1])[0] for rank in range(4)] == [(0, 0), (0, 0), (2, 2), (2, 2)]
+    # Without a border the ranks that have none take turns.
+    assert [copies_in_turn(placement, rank, [0] * 4)[0] for rank in range(4)] == [(0, 0), (0, 2), (2, 2), (0, 2)]
+
+
+def test_a_node_with_two_of_three_copies_takes_what_the_other_cannot() -> None:
+    placement = placed((0,), (0,), (0, 1), (2,))
+    turns = [copies_in_turn(placement, rank, [0, 0, 1, 1])[0] for rank in range(4)]
+    assert turns[:3] == [(0, 0, 0), (1, 1, 1), (2, 2, 2)]
+    assert sorted(turns[3]) == [0, 1, 2]  # its node's copy has one turn left
+
+
+@pytest.mark.parametrize("choose", [choose_copies("cpu"), torch_choose])
+def test_turns_go_on_from_token_to_token_and_padding_stays(choose) -> None:
+    copies = torch.tensor([[4, 5, 6], [7, -1, -1]])
+    num_turns = torch.tensor([3, 1])
+    experts = torch.tensor([[0, 1], [0, -1], [1, 0], [-1, -1], [0, 1]])
+    assert choose(experts, copies, num_turns, 1).tolist() == [[5, 7], [6, -1], [7, 4], [-1, -1], [6, 7]]
+    assert choose(experts[:0], copies, num_turns, 3).shape == (0, 2)
+
+
+@given(st.data())
+def test_the_kernel_is_the_reference(data: st.DataObject) -> None:
+    num_experts, width, top_k = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    num_turns = torch.tensor([data.draw(st.integers(1, width)) for _ in range(num_experts)])
+    copies = torch.arange(num_experts * width).view(num_experts, width)
+    experts = torch.randint(-1, num_experts, (data.draw(st.integers(0, 40)), top_k))
+    first = data.draw(st.integers(0, 10**6))
+    chosen = choose_copies("cpu")(experts, copies, num_turns, first)
+    assert torch.equal(chosen, torch_choose(experts, copies, num_turns, first))
+
+
+def test_an_expert_that_is_not_there_is_refused() -> None:
+    if choose_copies("cpu") is torch_choose:
+        pytest.skip("the C++ kernels are missing")
+    with pytest.raises(ValueError, match="expert 2 has no copies among those of 2 experts"):
+        choose_copies("cpu")(torch.tensor([[2]]), torch.tensor([[0], [1]]), torch.tensor([1, 1]), 0)
+
+
+def test_a_placement_in_order_changes_nothing() -> None:
+    experts = torch.tensor([[0, 2], [1, -1]])
+    assert Replicas(placed((0, 1), (2,)), 0, (0, 0), CPU).choose(experts, 5) is experts
+    assert Replicas(placed((1, 0), (2,)), 0, (0, 0), CPU).choose(experts, 5).tolist() == [[1, 2], [0, -1]]
