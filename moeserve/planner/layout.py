@@ -1,5 +1,7 @@
 """The ways to lay out a model over a number of ranks: who holds what, what it takes, and what travels.
 
+How long it would take on accelerators is told by estimate.py.
+
 Weights are counted on a model without memory (see models/summary.py), built as the rank would build it. What travels
 has one unit everywhere: bytes that all ranks together send for one token in one layer with experts. It is counted under
 the assumptions that all ranks have equally many tokens, and that a router chooses all experts equally often. Dispatch
@@ -8,8 +10,9 @@ is that of large steps: those of few tokens go another way, the same with both d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moeserve.config import DtypeName
@@ -18,9 +21,10 @@ from moeserve.distributed.mesh import Mesh, share_of
 from moeserve.errors import SettingsError, shown
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
-from moeserve.models.summary import summarize
+from moeserve.models.summary import Part, summarize
+from moeserve.moe.balancer import place_experts
 from moeserve.moe.layer import MoEConfig
-from moeserve.moe.placement import Placement
+from moeserve.moe.placement import Placement, read_loads
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 BYTES_OF_CHOICE = 8  # experts travel as int64
@@ -35,7 +39,7 @@ class Holder:
     rank: int
     replica: int
     heads: tuple[int, int]  # first and last
-    experts: tuple[int, ...]  # of each layer that has experts; none: empty
+    experts: tuple[int, ...]  # of the first layer that has experts; without loads, of each; none: empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,9 @@ class Layout:
     refusal: str | None  # why it cannot be; the figures below are then zero
     heads_per_rank: int
     experts_per_rank: tuple[int, int]  # fewest and most
+    fullest_rank: float  # rows that the fullest rank's experts are to expect, where the mean is 1; mean of the layers
     weight_bytes: int  # of the rank that has most
+    parts: tuple[Part, ...]  # the same, kind by kind
     cache_bytes_per_token: int  # of one rank, for each token of its replica
     # Sent by all ranks together, per token and layer, in large steps:
     attention_bytes: int  # gathered before attention, scattered after
@@ -64,14 +70,31 @@ class Layouts:
     num_ranks: int
     dtype: DtypeName
     num_experts: int
+    num_shared: int  # further experts that every token chooses; the last ones. 0: shared experts are on every rank
     layouts: tuple[Layout, ...]
 
 
-def find_layouts(folder: Path, num_ranks: int, dtype: DtypeName | None, tp: int | None = None) -> Layouts:
+def find_layouts(
+    folder: Path,
+    num_ranks: int,
+    dtype: DtypeName | None,
+    tp: int | None = None,
+    *,
+    loads: Path | None = None,
+    num_redundant: int = 0,
+    shared_as_routed: bool = False,
+) -> Layouts:
     """Every pair of sizes whose product is `num_ranks`, from most replicas to fewest; or only that with this tp.
 
+    Args:
+        loads: file of how many tokens each routed expert gets; see `read_loads`.
+        num_redundant: slots beyond one for each expert, over all ranks together.
+        shared_as_routed: place shared experts as routed ones that every token chooses, with copies as they are needed;
+            otherwise each rank has them (DeepSeek-V3 serves with 320 ranks that way: arXiv 2412.19437, section 3.4.2).
+
     Raises:
-        SettingsError: too few or too many ranks, or a tp that cannot be.
+        SettingsError: too few or too many ranks, a tp that cannot be, loads of another model, slots that cannot be, or
+            shared experts that cannot stand beside the routed ones.
         CheckpointError: see `describe`.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
@@ -83,19 +106,22 @@ def find_layouts(folder: Path, num_ranks: int, dtype: DtypeName | None, tp: int 
         _refuse_tp(description, tp, num_ranks, sizes)
         sizes = [tp]
     moe = description.model.first_moe
+    num_shared = _num_shared(moe) if shared_as_routed else 0
+    placed = _place(description, num_ranks, loads, num_redundant, num_shared)
     return Layouts(
         model=str(folder),
         num_ranks=num_ranks,
         dtype=dtype,
         num_experts=moe.router.num_experts if moe else 0,
-        layouts=tuple(_layout(description, Mesh(tp=size, dp=num_ranks // size), dtype) for size in sizes),
+        num_shared=num_shared,
+        layouts=tuple(_layout(description, Mesh(tp=size, dp=num_ranks // size), dtype, placed) for size in sizes),
     )
 
 
 def as_text(found: Layouts) -> str:
     """A table for people; then who holds what, if the ranks are few or one layout was asked for."""
     lines = [
-        f"{found.num_ranks} ranks, {found.num_experts} experts in a layer, {found.dtype}",
+        f"{found.num_ranks} ranks, {found.num_experts} experts in a layer{_shared_text(found)}, {found.dtype}",
         "",
         f"{'tp':>4}{'dp':>5}{'heads':>7}{'experts':>10}{'weights':>12}{'cache/token':>13}"
         f"{'attention':>12}{'all-to-all':>12}{'all-gather':>12}",
@@ -121,6 +147,11 @@ def as_text(found: Layouts) -> str:
     return "\n".join(lines)
 
 
+def _shared_text(found: Layouts) -> str:
+    shared = range(found.num_experts, found.num_experts + found.num_shared)
+    return f" and {_named('expert', shared)} chosen by every token" if shared else ""
+
+
 def _holder_line(holder: Holder) -> str:
     first, last = holder.heads
     heads, experts = _named("head", range(first, last + 1)), _named("expert", holder.experts)
@@ -138,7 +169,77 @@ def _refuse_tp(description: Description, tp: int, num_ranks: int, sizes: list[in
         raise SettingsError(f"tp={tp}: {refusal}; use one of {usable}")
 
 
-def _layout(description: Description, mesh: Mesh, dtype: DtypeName) -> Layout:
+@dataclass(frozen=True)
+class _Placed:
+    """The experts of all layers on the ranks of every layout: they depend on the number of ranks alone."""
+
+    slots: tuple[tuple[int, ...], ...]  # by rank: of the first layer that has experts
+    expected: tuple[float, ...]  # by rank: how many of them one token can be expected to choose
+    fullest_rank: float
+    num_shared: int
+
+
+def _num_shared(moe: MoEConfig | None) -> int:
+    """Into how many routed experts the shared ones can be divided: together they are one network."""
+    if moe is None or moe.shared is None:
+        raise SettingsError("shared_as_routed: the model has no shared experts")
+    if moe.shared.width % moe.expert_width:
+        raise SettingsError(
+            f"shared_as_routed: shared experts of width {moe.shared.width} cannot be divided into experts of width "
+            f"{moe.expert_width}, which share their slots"
+        )
+    return moe.shared.width // moe.expert_width
+
+
+def _place(description: Description, num_ranks: int, path: Path | None, num_redundant: int, num_shared: int) -> _Placed:
+    config = description.model
+    moe = config.first_moe
+    if moe is None:
+        if path is not None or num_redundant:
+            raise SettingsError("loads and num_redundant: the model has no experts to place")
+        return _Placed(((),) * num_ranks, (0.0,) * num_ranks, 1.0, 0)
+    num_layers, num_experts, top_k = config.num_sparse_layers, config.num_experts, moe.router.top_k
+    loads: Sequence[tuple[float, ...]] = ()
+    if path is not None:
+        loads = read_loads(path, num_layers=num_layers, num_experts=num_experts)
+    if num_shared:  # every token chooses them
+        routed = loads or ((1.0,) * num_experts,) * num_layers
+        loads = tuple((*of_layer, *(sum(of_layer) / top_k,) * num_shared) for of_layer in routed)
+    layers_of_loads = Counter(loads)  # many layers may be alike, and placing takes time
+    placements = place_experts(
+        tuple(layers_of_loads),
+        num_layers=len(layers_of_loads) or 1,
+        num_experts=num_experts + num_shared,
+        num_ranks=num_ranks,
+        num_redundant=num_redundant,
+    )
+    layers_of_loads = layers_of_loads or Counter([(1.0,) * num_experts])
+    fullest = sum(
+        _fullest(placement, of_layer) * count
+        for placement, (of_layer, count) in zip(placements, layers_of_loads.items(), strict=True)
+    )
+    of_token = [top_k / num_experts] * num_experts + [1.0] * num_shared
+    return _Placed(
+        slots=placements[0].logical_of_slot,
+        expected=_rank_loads(placements[0], of_token),
+        fullest_rank=fullest / layers_of_loads.total(),
+        num_shared=num_shared,
+    )
+
+
+def _rank_loads(placement: Placement, loads: Sequence[float]) -> tuple[float, ...]:
+    """By rank; copies of an expert share its load."""
+    of_copy = [load / len(copies) for load, copies in zip(loads, placement.physical_of_logical, strict=True)]
+    return tuple(sum(of_copy[expert] for expert in experts) for experts in placement.logical_of_slot)
+
+
+def _fullest(placement: Placement, loads: Sequence[float]) -> float:
+    of_rank = _rank_loads(placement, loads)
+    total = sum(of_rank)
+    return max(of_rank) * len(of_rank) / total if total else 1.0
+
+
+def _layout(description: Description, mesh: Mesh, dtype: DtypeName, placed: _Placed) -> Layout:
     config = description.model
     refusal = config.refusal_to_divide(mesh.tp)
     if refusal is not None:
@@ -148,38 +249,59 @@ def _layout(description: Description, mesh: Mesh, dtype: DtypeName) -> Layout:
             refusal=refusal,
             heads_per_rank=0,
             experts_per_rank=(0, 0),
+            fullest_rank=0,
             weight_bytes=0,
+            parts=(),
             cache_bytes_per_token=0,
             attention_bytes=0,
             dispatch_bytes=0,
             allgather_bytes=0,
             holders=(),
         )
-    moe = config.first_moe
-    slots: tuple[tuple[int, ...], ...] = ((),) * mesh.world_size
-    if moe is not None:
-        slots = Placement.even(moe.router.num_experts, mesh.world_size).logical_of_slot
-    counts = [len(experts) for experts in slots]
-    # Ranks differ in their experts, and by a row or two in what does not divide: the fullest stands for all.
-    fullest = counts.index(max(counts))
-    summary = summarize(description, dtype, unconnected(mesh, fullest))
+    counts = [len(experts) for experts in placed.slots]
+    parts, cache_bytes_per_token = _parts(description, mesh, dtype, max(counts), placed.num_shared)
     num_heads = config.layers[0].attention.num_heads
     row_bytes = config.hidden_size * BYTES_OF_DTYPE[dtype]
-    dispatched, gathered = _exchange(moe, counts, row_bytes)
+    dispatched, gathered = _exchange(config.first_moe, placed, row_bytes)
     return Layout(
         tp=mesh.tp,
         dp=mesh.dp,
         refusal=None,
         heads_per_rank=num_heads // mesh.tp,
         experts_per_rank=(min(counts), max(counts)),
-        weight_bytes=summary.weight_bytes,
-        cache_bytes_per_token=summary.cache_bytes_per_token,
+        fullest_rank=placed.fullest_rank,
+        weight_bytes=sum(part.num_bytes for part in parts),
+        parts=parts,
+        cache_bytes_per_token=cache_bytes_per_token,
         # From the token's rank a row to each other one of its replica, and from each of them one to be added up.
         attention_bytes=2 * (mesh.tp - 1) * row_bytes,
         dispatch_bytes=dispatched,
         allgather_bytes=gathered,
-        holders=tuple(_holder(rank, mesh, num_heads, experts) for rank, experts in enumerate(slots)),
+        holders=tuple(_holder(rank, mesh, num_heads, experts) for rank, experts in enumerate(placed.slots)),
     )
+
+
+def _parts(
+    description: Description, mesh: Mesh, dtype: DtypeName, num_slots: int, num_shared: int
+) -> tuple[tuple[Part, ...], int]:
+    """The weights of a rank with so many slots for experts, and the bytes of its cache for a token."""
+    # Counted with each expert once: copies, and shared experts in slots, are as large as the others. Ranks differ in
+    # their experts, and by a row or two in what does not divide: the fullest stands for all.
+    placements = description.model.place_experts(mesh.world_size)
+    counted = [len(experts) for experts in placements[0].logical_of_slot] if placements else [0]
+    rank = counted.index(max(counted))
+    summary = summarize(description, dtype, unconnected(mesh, rank), placements)
+    parts = []
+    for part in summary.parts:
+        if part.name == "routed experts":
+            part = replace(
+                part,
+                num_parameters=part.num_parameters * num_slots // counted[rank],
+                num_bytes=part.num_bytes * num_slots // counted[rank],
+            )
+        if not (num_shared and part.name == "shared experts"):
+            parts.append(part)
+    return tuple(parts), summary.cache_bytes_per_token
 
 
 def _holder(rank: int, mesh: Mesh, num_heads: int, experts: tuple[int, ...]) -> Holder:
@@ -188,24 +310,27 @@ def _holder(rank: int, mesh: Mesh, num_heads: int, experts: tuple[int, ...]) -> 
     return Holder(rank=rank, replica=at.dp, heads=(heads.start, heads.stop - 1), experts=experts)
 
 
-def _exchange(moe: MoEConfig | None, counts: list[int], row_bytes: int) -> tuple[float, float]:
+def _exchange(moe: MoEConfig | None, placed: _Placed, row_bytes: int) -> tuple[float, float]:
     """Bytes that all ranks send for a token in a large step, there and back: with all-to-all, and with all-gather.
 
     Its choices go to every other rank in both. With all-to-all its row goes once to each other rank that has one of its
     experts. With experts chosen alike, the chance that a rank with c of E experts is needed by a token of k experts is
-    1 - C(E - c, k) / C(E, k). What comes back is one row per expert elsewhere.
+    1 - C(E - c, k) / C(E, k); of an expert with n copies a rank has a share of 1 / n. What comes back is one row per
+    expert elsewhere.
     """
-    if moe is None or len(counts) == 1:
+    num_ranks = len(placed.slots)
+    if moe is None or num_ranks == 1:
         return 0.0, 0.0
-    num_experts, top_k = moe.router.num_experts, moe.router.top_k
+    num_experts, top_k = moe.router.num_experts + placed.num_shared, moe.router.top_k + placed.num_shared
     needed = 0.0
-    for count in counts:
+    for expected in placed.expected:
+        count = expected * num_experts / top_k
         chance_of_none = 1.0
         for chosen in range(top_k):
-            chance_of_none *= max(0, num_experts - count - chosen) / (num_experts - chosen)
+            chance_of_none *= max(0.0, num_experts - count - chosen) / (num_experts - chosen)
         needed += 1 - chance_of_none
-    elsewhere = 1 - 1 / len(counts)  # of the ranks, on average over the tokens' own
-    num_others = len(counts) - 1
+    elsewhere = 1 - 1 / num_ranks  # of the ranks, on average over the tokens' own
+    num_others = num_ranks - 1
     both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # choices there, outputs back
     return both_ways + needed * elsewhere * row_bytes, both_ways + num_others * row_bytes
 

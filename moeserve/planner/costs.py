@@ -1,0 +1,631 @@
+"""How long a step takes on accelerators: a model of costs, each of whose terms can show its formula with its numbers.
+
+Knows numbers alone: no model's names, no files, no clock. It is arithmetic, not measurement: each part of a layer takes
+as long as the slower of reading its weights or cache and computing its products, at the shares of the hardware's peaks
+that `Assumptions` says; parts follow each other. All ranks wait for each other in every layer, so the replica with the
+most tokens tells how long attention takes, and the rank with the most rows how long its experts and the exchange take.
+
+Not counted: norms, rotary positions, the embedding, sampling, launches of kernels, agreement between replicas, the
+reading of a prompt's cache while it is computed, scales of fp8 rows, and rows that a kernel adds to fill its tiles.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from moeserve.config import setting
+from moeserve.planner.hardware import Hardware
+
+ExchangeName: TypeAlias = Literal["direct", "by_node", "node_limited"]
+WeightsName: TypeAlias = Literal["auto", "dtype", "fp8"]
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """Assumptions of the estimates"""
+
+    memory_efficiency: _Share = setting(0.8, "share of the peak memory bandwidth that is reached")
+    compute_efficiency: _Share = setting(0.6, "share of the peak rate that matrix products reach")
+    link_efficiency: _Share = setting(0.8, "share of a link's peak bandwidth that exchanges reach")
+    exchange_latency: Annotated[float, msgspec.Meta(ge=0, le=1)] = setting(
+        5e-6, "seconds that each exchange takes beside its bytes"
+    )
+    memory_share: _Share = setting(0.9, "share of the memory that weights and KV cache may take together")
+    weights: WeightsName = setting(
+        "auto",
+        "format of the weights of attention, experts and dense networks, and of their products; auto: fp8 where the "
+        "checkpoint holds them so, else --dtype",
+    )
+    exchange: ExchangeName = setting(
+        "direct",
+        "how rows travel; direct: one for each expert on another rank; by_node: one for each other node that has an "
+        "expert of the token, handed on inside; node_limited: the same, where the router's groups keep to few nodes",
+    )
+    overlap: bool = setting(False, "each step runs as two halves, one of which exchanges while the other computes")
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A figure and where it comes from."""
+
+    name: str
+    template: str  # arithmetic; names in braces stand for the numbers
+    numbers: Mapping[str, float]
+    value: float
+    unit: str = "s"
+
+    @property
+    def in_words(self) -> str:
+        return re.sub(r"{(\w+)}", lambda name: name[1].replace("_", " "), self.template)
+
+    @property
+    def with_numbers(self) -> str:
+        return re.sub(r"{(\w+)}", lambda name: f"{self.numbers[name[1]]:.12g}", self.template)
+
+    def as_text(self) -> str:
+        value = shown_seconds(self.value) if self.unit == "s" else f"{self.value:.4g} {self.unit}".rstrip()
+        return f"{self.name}: {value}\n    = {self.in_words}\n    = {self.with_numbers}"
+
+
+def shown_seconds(seconds: float) -> str:
+    """A time as people read it: "120.96 us", "14.76 ms", "2.00 s"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.2f} {unit}"
+    return f"{seconds * 1e6:.2f} us"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixWork:
+    """Products of rows with weights that are all read once."""
+
+    name: str
+    parameters: float
+    bytes_per_parameter: float
+    memory_bandwidth: float
+    rate: float
+
+    def seconds(self, rows: float) -> float:
+        return max(
+            self.parameters * self.bytes_per_parameter / self.memory_bandwidth, 2 * self.parameters * rows / self.rate
+        )
+
+    def formula(self, rows: float) -> Formula:
+        template = "max({parameters} x {bytes} / {memory_bandwidth}, 2 x {parameters} x {tokens} / {rate})"
+        numbers = {
+            "parameters": self.parameters,
+            "bytes": self.bytes_per_parameter,
+            "memory_bandwidth": self.memory_bandwidth,
+            "tokens": rows,
+            "rate": self.rate,
+        }
+        return Formula(self.name, template, numbers, self.seconds(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWork:
+    """Attention itself in one layer, on one rank. A pair is a token and a position that it attends to.
+
+    Decoding reads the cache of every pair. Prompts have many pairs for each position they read, so they compute only.
+    """
+
+    name: str
+    window: int | None  # a token attends to at most so many positions
+    cache_bytes: float  # of one position
+    decode_operations: float  # of a pair, on this rank's heads
+    prefill_operations: float
+    memory_bandwidth: float
+    rate: float
+
+    def seconds(self, load: StepLoad) -> float:
+        decode, prefill = self._pairs(load)
+        reading, computing = decode * self.cache_bytes / self.memory_bandwidth, decode * self.decode_operations
+        return max(reading, computing / self.rate) + prefill * self.prefill_operations / self.rate
+
+    def formula(self, load: StepLoad) -> Formula:
+        template = (
+            "max({decode_pairs} x {cache_bytes} / {memory_bandwidth}, "
+            "{decode_pairs} x {operations_of_a_decode_pair} / {rate}) "
+            "+ {prompt_pairs} x {operations_of_a_prompt_pair} / {rate}"
+        )
+        decode, prefill = self._pairs(load)
+        numbers = {
+            "decode_pairs": decode,
+            "cache_bytes": self.cache_bytes,
+            "memory_bandwidth": self.memory_bandwidth,
+            "operations_of_a_decode_pair": self.decode_operations,
+            "prompt_pairs": prefill,
+            "operations_of_a_prompt_pair": self.prefill_operations,
+            "rate": self.rate,
+        }
+        return Formula(self.name, template, numbers, self.seconds(load))
+
+    def _pairs(self, load: StepLoad) -> tuple[float, float]:
+        if self.window is None:
+            return load.decode_pairs, load.prefill_pairs
+        return (
+            min(load.decode_pairs, load.num_decoding * self.window),
+            min(load.prefill_pairs, load.num_prefill * self.window),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWork:
+    """The routed experts of one layer, on the rank that has most rows. Weights are read of the experts that are hit.
+
+    All slots are taken to be hit alike: a token misses a slot with the chance 1 - chosen / all slots.
+    """
+
+    slots: int  # of the rank
+    all_slots: int  # of all ranks
+    chosen: int  # experts of a token
+    num_ranks: int
+    parameters: float  # of one expert
+    bytes_per_parameter: float
+    memory_bandwidth: float
+    rate: float
+
+    def seconds(self, num_tokens: float, imbalance: float) -> float:
+        hit = self.slots * (1 - (1 - self.chosen / self.all_slots) ** num_tokens)
+        rows = num_tokens * self.chosen / self.num_ranks * imbalance
+        return max(
+            hit * self.parameters * self.bytes_per_parameter / self.memory_bandwidth,
+            2 * self.parameters * rows / self.rate,
+        )
+
+    def formula(self, num_tokens: float, imbalance: float) -> Formula:
+        template = (
+            "max({slots} x (1 - (1 - {chosen} / {all_slots}) ^ {tokens}) x {parameters} x {bytes} / {memory_bandwidth}"
+            ", 2 x {parameters} x {tokens} x {chosen} / {ranks} x {imbalance} / {rate})"
+        )
+        numbers = {
+            "slots": self.slots,
+            "chosen": self.chosen,
+            "all_slots": self.all_slots,
+            "tokens": num_tokens,
+            "parameters": self.parameters,
+            "bytes": self.bytes_per_parameter,
+            "memory_bandwidth": self.memory_bandwidth,
+            "ranks": self.num_ranks,
+            "imbalance": imbalance,
+            "rate": self.rate,
+        }
+        return Formula("routed experts", template, numbers, self.seconds(num_tokens, imbalance))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeWork:
+    """Dispatch and combine of one layer, on the rank that has most rows. Both kinds of links work at the same time."""
+
+    node_rows: float  # for each token of the rank: to others of its node
+    network_rows: float  # and over the network
+    width: int  # values of a row
+    bytes_per_value: float  # there and back together
+    node_bandwidth: float
+    network_bandwidth: float
+    latency: float  # of each of the two exchanges
+
+    @property
+    def node_bytes(self) -> float:
+        """For each token of the rank."""
+        return self.node_rows * self.width * self.bytes_per_value
+
+    @property
+    def network_bytes(self) -> float:
+        """For each token of the rank."""
+        return self.network_rows * self.width * self.bytes_per_value
+
+    def seconds(self, num_tokens: float, imbalance: float) -> float:
+        slower = max(self.node_bytes / self.node_bandwidth, self.network_bytes / self.network_bandwidth)
+        return num_tokens * slower * imbalance + 2 * self.latency
+
+    def formula(self, num_tokens: float, imbalance: float) -> Formula:
+        template = (
+            "{tokens} x max({rows_inside} x {width} x {bytes} / {node_bandwidth}, "
+            "{rows_outside} x {width} x {bytes} / {network_bandwidth}) x {imbalance} + 2 x {latency}"
+        )
+        numbers = {
+            "tokens": num_tokens,
+            "rows_inside": self.node_rows,
+            "rows_outside": self.network_rows,
+            "width": self.width,
+            "bytes": self.bytes_per_value,
+            "node_bandwidth": self.node_bandwidth,
+            "network_bandwidth": self.network_bandwidth,
+            "imbalance": imbalance,
+            "latency": self.latency,
+        }
+        return Formula("dispatch and combine", template, numbers, self.seconds(num_tokens, imbalance))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherWork:
+    """A replica's rows gathered by its tp ranks before a part of a layer, and its sums scattered after it."""
+
+    tp: int
+    width: int
+    bytes_per_value: float
+    bandwidth: float
+    latency: float
+
+    def seconds(self, rows: float) -> float:
+        row_bytes = self.width * self.bytes_per_value
+        return 2 * (rows * (1 - 1 / self.tp) * row_bytes / self.bandwidth + self.latency)
+
+    def formula(self, rows: float) -> Formula:
+        template = "2 x ({tokens} x (1 - 1 / {tp}) x {width} x {bytes} / {bandwidth} + {latency})"
+        numbers = {
+            "tokens": rows,
+            "tp": self.tp,
+            "width": self.width,
+            "bytes": self.bytes_per_value,
+            "bandwidth": self.bandwidth,
+            "latency": self.latency,
+        }
+        return Formula("gather and scatter of tp ranks", template, numbers, self.seconds(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """How many rows the fullest rank has, where the mean is 1: from the placement, and from chance.
+
+    Tokens choose independently, and each of them different experts. The rows of a rank are then about normal, and the
+    largest of n independent normal values lies about z deviations above their mean (Blom, 1958). Where one rank has
+    more, others have less: that makes the largest as much larger as leaving out "not this rank" from the variance. That
+    the distribution is skewed moves it further (Cornish and Fisher, 1938). As many ranks are taken to compete as could
+    have the fullest one's expected rows.
+    """
+
+    placement: float  # the fullest rank's expected rows, where the mean is 1
+    num_ranks: int
+    num_experts: int
+    chosen: int  # of them, by each token
+
+    def imbalance(self, num_tokens: float) -> float:
+        """The fullest rank's rows over the mean, for so many tokens of all ranks; 1 where there are none."""
+        if self.num_ranks == 1 or not self.chosen or not num_tokens:
+            return 1.0
+        z = self._quantile
+        deviation, skewness = self._deviation(num_tokens)
+        most = self.placement + z * deviation + (z * z - 1) / 6 * skewness
+        return max(self.placement, min(most, max(self._highest, self.placement)))
+
+    def formula(self, num_tokens: float) -> Formula:
+        template = (
+            "max({placement}, min({placement} + {z} x {deviation} + ({z} x {z} - 1) / 6 x {skewness}, {highest}))"
+        )
+        deviation, skewness = self._deviation(num_tokens)
+        numbers = {
+            "placement": self.placement,
+            "z": self._quantile,
+            "deviation": deviation,
+            "skewness": skewness,
+            "highest": max(self._highest, self.placement),
+        }
+        return Formula("rows of the fullest rank / mean", template, numbers, self.imbalance(num_tokens), unit="")
+
+    @property
+    def _highest(self) -> float:
+        """Chosen experts differ, so a rank has at most the tokens times its experts."""
+        return min(self.chosen, math.ceil(self.num_experts / self.num_ranks)) * self.num_ranks / self.chosen
+
+    @property
+    def _quantile(self) -> float:
+        competing = max(1.0, self.num_ranks / self.placement)
+        return NormalDist().inv_cdf((competing - 0.375) / (competing + 0.25))
+
+    def _deviation(self, num_tokens: float) -> tuple[float, float]:
+        """Of the fullest rank's rows, and their third moment over their second; both over the mean of the ranks."""
+        share = min(1.0, self.placement / self.num_ranks)
+        mean = num_tokens * self.chosen / self.num_ranks
+        without_repeats = (self.num_experts - self.chosen) / max(1, self.num_experts - 1)
+        variance = num_tokens * self.chosen * share * without_repeats
+        return math.sqrt(variance) / mean, (1 - 2 * share) * without_repeats / mean
+
+
+@dataclass(frozen=True)
+class LeavingRows:
+    """Rows that leave a rank for each of its tokens: to others of its node, and to other nodes."""
+
+    inside: Formula
+    outside: Formula
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShape:
+    """What a rank of a layout holds and does, as numbers: those of the rank that holds most."""
+
+    tp: int
+    dp: int
+    ranks_per_node: int
+    hidden_size: int
+    num_layers: int
+    num_sparse_layers: int  # those with experts
+    num_layers_of_window: Mapping[int | None, int]  # of attention; None: to all positions
+    cache_bytes: float  # of a position, in one layer
+    decode_operations: float  # of a pair of a token and a position, in one layer
+    prefill_operations: float
+    # Parameters:
+    attention_parameters: float  # of one layer
+    dense_parameters: float  # of the network of one layer without experts
+    router_parameters: float  # of one layer with experts, as the next ones
+    shared_parameters: float
+    expert_parameters: float  # of one expert
+    head_parameters: float
+    slots: int  # for experts, in one layer
+    all_slots: int
+    chosen: int  # experts of a token
+    # Bytes of a value:
+    weight_bytes: float
+    is_fp8: bool
+    plain_bytes: float  # of what is never fp8: rows, cache, head
+    leaving: LeavingRows
+    balance: Balance
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.dp
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaLoad:
+    """What one replica runs in a step."""
+
+    num_decoding: int = 0  # requests
+    decode_pairs: float = 0  # positions that they attend to, of all of them together
+    num_prefill: int = 0  # tokens of prompts
+    prefill_pairs: float = 0  # positions that these attend to, of all of them together
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoad:
+    """What all replicas run in a step, as far as it matters to its time."""
+
+    num_tokens: float  # of all replicas
+    # Of the replica that has most of it:
+    most_tokens: float
+    num_decoding: float
+    decode_pairs: float
+    num_prefill: float
+    prefill_pairs: float
+
+    @classmethod
+    def of(cls, replicas: Sequence[ReplicaLoad]) -> StepLoad:
+        tokens = [replica.num_decoding + replica.num_prefill for replica in replicas]
+        return cls(
+            num_tokens=sum(tokens),
+            most_tokens=max(tokens),
+            num_decoding=max(replica.num_decoding for replica in replicas),
+            decode_pairs=max(replica.decode_pairs for replica in replicas),
+            num_prefill=max(replica.num_prefill for replica in replicas),
+            prefill_pairs=max(replica.prefill_pairs for replica in replicas),
+        )
+
+    def divided(self, parts: int) -> StepLoad:
+        return StepLoad(
+            num_tokens=self.num_tokens / parts,
+            most_tokens=self.most_tokens / parts,
+            num_decoding=self.num_decoding / parts,
+            decode_pairs=self.decode_pairs / parts,
+            num_prefill=self.num_prefill / parts,
+            prefill_pairs=self.prefill_pairs / parts,
+        )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step. They add up; with overlap, the exchange is hidden behind the layers, or they behind it."""
+
+    layers: float  # computing and reading in all layers
+    exchange: float  # in all layers
+    head: float
+    has_overlap: bool
+
+    @property
+    def seconds(self) -> float:
+        in_layers = max(self.layers, self.exchange) if self.has_overlap else self.layers + self.exchange
+        return in_layers + self.head
+
+
+class LayoutCosts:
+    """Times of the steps of one layout on one kind of hardware. What does not change from step to step is kept."""
+
+    def __init__(self, shape: RankShape, hardware: Hardware, assumptions: Assumptions) -> None:
+        self.shape = shape
+        self.assumptions = assumptions
+        self._num_parts = 2 if assumptions.overlap else 1
+        bandwidth = hardware.memory_bandwidth * assumptions.memory_efficiency
+        plain_rate = hardware.bf16_rate * assumptions.compute_efficiency
+        rate = hardware.fp8_rate * assumptions.compute_efficiency if shape.is_fp8 else plain_rate
+        node_bandwidth = hardware.node_bandwidth * assumptions.link_efficiency
+        network_bandwidth = hardware.network_bandwidth * assumptions.link_efficiency
+
+        def matrices(name: str, parameters: float, is_weights: bool = True) -> MatrixWork:
+            return MatrixWork(
+                name=name,
+                parameters=parameters,
+                bytes_per_parameter=shape.weight_bytes if is_weights else shape.plain_bytes,
+                memory_bandwidth=bandwidth,
+                rate=rate if is_weights else plain_rate,
+            )
+
+        # Work of a replica's tokens, and how many layers have it:
+        self._of_replica = [(matrices("projections of attention", shape.attention_parameters), shape.num_layers)]
+        num_dense = shape.num_layers - shape.num_sparse_layers
+        if num_dense:
+            self._of_replica.append((matrices("dense networks", shape.dense_parameters), num_dense))
+        # Of the rank's own share of them:
+        self._of_rank = [
+            (matrices(name, parameters, is_weights), shape.num_sparse_layers)
+            for name, parameters, is_weights in (
+                ("router", shape.router_parameters, False),
+                ("shared experts", shape.shared_parameters, True),
+            )
+            if parameters and shape.num_sparse_layers
+        ]
+        self._attention = [
+            (
+                AttentionWork(
+                    name="attention" if window is None else f"attention to {window} positions",
+                    window=window,
+                    cache_bytes=shape.cache_bytes,
+                    decode_operations=shape.decode_operations,
+                    prefill_operations=shape.prefill_operations,
+                    memory_bandwidth=bandwidth,
+                    rate=plain_rate,
+                ),
+                num_layers,
+            )
+            for window, num_layers in shape.num_layers_of_window.items()
+        ]
+        self._experts = ExpertWork(
+            slots=shape.slots,
+            all_slots=max(1, shape.all_slots),
+            chosen=shape.chosen,
+            num_ranks=shape.num_ranks,
+            parameters=shape.expert_parameters,
+            bytes_per_parameter=shape.weight_bytes,
+            memory_bandwidth=bandwidth,
+            rate=rate,
+        )
+        self.exchange = ExchangeWork(
+            node_rows=shape.leaving.inside.value,
+            network_rows=shape.leaving.outside.value,
+            width=shape.hidden_size,
+            bytes_per_value=(1 if shape.is_fp8 else shape.plain_bytes) + shape.plain_bytes,
+            node_bandwidth=node_bandwidth,
+            network_bandwidth=network_bandwidth,
+            latency=assumptions.exchange_latency,
+        )
+        self._num_exchanges = shape.num_sparse_layers if shape.num_ranks > 1 else 0
+        self._gather = GatherWork(
+            tp=shape.tp,
+            width=shape.hidden_size,
+            bytes_per_value=shape.plain_bytes,
+            bandwidth=node_bandwidth if shape.tp <= shape.ranks_per_node else min(node_bandwidth, network_bandwidth),
+            latency=assumptions.exchange_latency,
+        )
+        self._num_gathers = shape.num_layers + num_dense if shape.tp > 1 else 0
+        self._head = matrices("output head", shape.head_parameters, is_weights=False)
+
+    def step_seconds(self, load: StepLoad, imbalance: float | None = None) -> StepTime:
+        """
+        Args:
+            imbalance: rows of the fullest rank over the mean; None: what is to be expected of so many tokens.
+        """
+        if not load.num_tokens:
+            return StepTime(0.0, 0.0, 0.0, self.assumptions.overlap)
+        part, parts = (load, 1) if self._num_parts == 1 else (load.divided(self._num_parts), self._num_parts)
+        if imbalance is None:
+            imbalance = self.shape.balance.imbalance(part.num_tokens)
+        rows = part.most_tokens
+        own = rows / self.shape.tp
+        layers = 0.0
+        for work, count in self._of_replica:
+            layers += work.seconds(rows) * count
+        for work, count in self._of_rank:
+            layers += work.seconds(own) * count
+        for attention, count in self._attention:
+            layers += attention.seconds(part) * count
+        if self.shape.num_sparse_layers:
+            layers += self._experts.seconds(part.num_tokens, imbalance) * self.shape.num_sparse_layers
+        exchange = 0.0
+        if self._num_exchanges:
+            exchange += self.exchange.seconds(own, imbalance) * self._num_exchanges
+        if self._num_gathers:
+            exchange += self._gather.seconds(rows) * self._num_gathers
+        head = self._head.seconds(max(1, load.num_decoding))
+        return StepTime(layers * parts, exchange * parts, head, self.assumptions.overlap)
+
+    def formulas(self, load: StepLoad) -> tuple[tuple[Formula, int], ...]:
+        """The terms of `step_seconds`, each with how often it stands in a step; then, with 0, what they were given."""
+        assert load.num_tokens
+        parts = self._num_parts
+        part = load.divided(parts)
+        balance = self.shape.balance
+        imbalance = balance.imbalance(part.num_tokens)
+        own = part.most_tokens / self.shape.tp
+        terms = [(work.formula(part.most_tokens), count * parts) for work, count in self._of_replica]
+        terms += [(attention.formula(part), count * parts) for attention, count in self._attention]
+        terms += [(work.formula(own), count * parts) for work, count in self._of_rank]
+        if self.shape.num_sparse_layers:
+            terms.append((self._experts.formula(part.num_tokens, imbalance), self.shape.num_sparse_layers * parts))
+        if self._num_exchanges:
+            terms.append((self.exchange.formula(own, imbalance), self._num_exchanges * parts))
+        if self._num_gathers:
+            terms.append((self._gather.formula(part.most_tokens), self._num_gathers * parts))
+        terms.append((self._head.formula(max(1, load.num_decoding)), 1))
+        if self._num_exchanges:
+            leaving = self.shape.leaving
+            terms += [(leaving.inside, 0), (leaving.outside, 0), (balance.formula(part.num_tokens), 0)]
+        return tuple(terms)
+
+
+def rows_that_leave(
+    how: ExchangeName,
+    *,
+    num_ranks: int,
+    ranks_per_node: int,
+    num_experts: int,
+    chosen: int,
+    num_groups: int = 1,
+    num_chosen_groups: int = 1,
+) -> LeavingRows:
+    """What dispatch sends, and combine brings back, if all experts are chosen equally often.
+
+    By node, a row enters a node at one rank and is handed on from there, once for each expert that is elsewhere in it.
+
+    Args:
+        num_groups: of experts, as the router groups them; used by "node_limited" only, where each node must hold whole
+            groups or each group whole nodes.
+        num_chosen_groups: that a token's experts can be in.
+    """
+    in_node = min(num_ranks, ranks_per_node)
+    numbers: dict[str, float] = {"chosen": chosen, "ranks_of_a_node": in_node, "ranks": num_ranks}
+    if how == "direct":
+        inside = "{chosen} x ({ranks_of_a_node} - 1) / {ranks}"
+        outside = "{chosen} x ({ranks} - {ranks_of_a_node}) / {ranks}"
+        return LeavingRows(
+            Formula(_ROWS_INSIDE, inside, numbers, chosen * (in_node - 1) / num_ranks, unit="rows"),
+            Formula(_ROWS_OUTSIDE, outside, numbers, chosen * (num_ranks - in_node) / num_ranks, unit="rows"),
+        )
+    num_nodes = num_ranks / in_node
+    if how == "by_node":
+        chance_of_none = 1.0
+        for draw in range(chosen):
+            chance_of_none *= max(0.0, num_experts * (1 - 1 / num_nodes) - draw) / (num_experts - draw)
+        needed = 1 - chance_of_none
+    else:
+        needed = _chance_with_groups(num_nodes, chosen, num_groups, num_chosen_groups)
+    numbers |= {"nodes": num_nodes, "chance_that_a_token_needs_a_node": needed}
+    inside = "{chosen} x ({ranks_of_a_node} - 1) / {ranks_of_a_node}"
+    outside = "({nodes} - 1) x {chance_that_a_token_needs_a_node}"
+    return LeavingRows(
+        Formula(_ROWS_INSIDE, inside, numbers, chosen * (in_node - 1) / in_node, unit="rows"),
+        Formula(_ROWS_OUTSIDE, outside, numbers, (num_nodes - 1) * needed, unit="rows"),
+    )
+
+
+_ROWS_INSIDE, _ROWS_OUTSIDE = "rows inside the node, per token", "rows to other nodes, per token"
+
+
+def _chance_with_groups(num_nodes: float, chosen: int, num_groups: int, num_chosen_groups: int) -> float:
+    """That a token needs a given node, when its experts are drawn (with repeats) from a few groups of experts."""
+    if num_nodes > num_groups:
+        share = num_groups / (num_nodes * num_chosen_groups)  # of the experts of the chosen groups, if it is among them
+        return num_chosen_groups / num_groups * (1 - (1 - share) ** chosen)
+    groups_of_node = round(num_groups / num_nodes)
+    chance = 0.0
+    for present in range(1, min(groups_of_node, num_chosen_groups) + 1):
+        ways = math.comb(groups_of_node, present) * math.comb(num_groups - groups_of_node, num_chosen_groups - present)
+        chance_of_present = ways / math.comb(num_groups, num_chosen_groups)
+        chance += chance_of_present * (1 - (1 - present / num_chosen_groups) ** chosen)
+    return chance

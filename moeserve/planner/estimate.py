@@ -1,0 +1,353 @@
+"""What the layouts of a model would hold and do on accelerators: cache, exchange, balance, and tokens per second.
+
+Puts together what others know: the layout (layout.py), the traffic, the hardware, and the model of costs (costs.py).
+The figures are of the hardware and of an engine that uses it as `Assumptions` says, not of moeserve as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moeserve.errors import SettingsError
+from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.machine import shown_bytes
+from moeserve.models.registry import Description, describe
+from moeserve.moe.layer import MoEConfig
+from moeserve.planner.costs import (
+    Assumptions,
+    Balance,
+    Formula,
+    LayoutCosts,
+    RankShape,
+    ReplicaLoad,
+    StepLoad,
+    rows_that_leave,
+    shown_seconds,
+)
+from moeserve.planner.hardware import Hardware
+from moeserve.planner.layout import BYTES_OF_DTYPE, Layout, Layouts
+from moeserve.planner.traffic import Lengths, Traffic
+
+DECODE_REQUESTS = 128
+PREFILL_TOKENS = 4096
+# What can be fp8: all but what is little, or wants precision.
+FP8_PARTS = ("attention", "dense networks", "routed experts", "shared experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseEstimate:
+    """Steps of one kind: decoding only, or prompts only. All replicas have equally many tokens."""
+
+    tokens_per_replica: int
+    step_s: float
+    exchange_s: float  # dispatch and combine, in one layer that has experts
+    node_bytes: float  # that a rank sends in one such layer: to others of its node
+    network_bytes: float  # and to other nodes
+    fullest_rank: float  # its rows for experts, where the mean is 1
+    tokens_per_s: float  # of all replicas
+    formulas: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One layout on some hardware."""
+
+    tp: int
+    dp: int
+    weight_bytes: int  # of the rank that has most
+    cache_tokens: int  # that a replica's cache holds
+    cache_requests: int  # the same in requests as they are on average while they decode
+    memory_formulas: tuple[str, ...]
+    decode: PhaseEstimate | None  # None: the cache does not hold a request
+    prefill: PhaseEstimate | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """The layouts that can be, in their order."""
+
+    hardware: str
+    num_nodes: int
+    ranks_per_node: int
+    assumptions: Assumptions
+    lengths: Lengths
+    layouts: tuple[Estimate, ...]
+
+
+def estimate_layouts(
+    found: Layouts,
+    hardware: Hardware,
+    traffic: Traffic,
+    assumptions: Assumptions,
+    *,
+    ranks_per_node: int,
+    decode_requests: int = DECODE_REQUESTS,
+    prefill_tokens: int = PREFILL_TOKENS,
+) -> Estimates:
+    """
+    Args:
+        found: layouts over whole nodes.
+        decode_requests: that each replica decodes at once; fewer where its cache holds fewer.
+        prefill_tokens: of prompts, that each replica computes in a step.
+
+    Raises:
+        SettingsError: a number of requests or tokens below one, or an exchange that does not fit the model.
+        CheckpointError: see `describe`.
+    """
+    for name, number in (("decode_requests", decode_requests), ("prefill_tokens", prefill_tokens)):
+        if number < 1:
+            raise SettingsError(f"{name}={number}: a step has at least 1")
+    assert found.num_ranks % ranks_per_node == 0
+    description = describe(found.model)
+    lengths = traffic.lengths
+
+    def estimate(layout: Layout) -> Estimate:
+        shape = rank_shape(description, found, layout, assumptions, ranks_per_node)
+        costs = LayoutCosts(shape, hardware, assumptions)
+        weights = _weights(layout, shape.is_fp8)
+        cache = _cache(hardware, assumptions, weights.value, layout.cache_bytes_per_token)
+        held = _held(cache.value, lengths)
+        cache_tokens, cache_requests = int(cache.value), int(held.value)
+        decoding, prefilling = min(decode_requests, cache_requests), min(prefill_tokens, cache_tokens)
+        decode = ReplicaLoad(num_decoding=decoding, decode_pairs=decoding * lengths.decode_context)
+        prefill = ReplicaLoad(num_prefill=prefilling, prefill_pairs=prefilling * lengths.pairs_per_prompt_token)
+        return Estimate(
+            tp=layout.tp,
+            dp=layout.dp,
+            weight_bytes=int(weights.value),
+            cache_tokens=cache_tokens,
+            cache_requests=cache_requests,
+            memory_formulas=(weights.as_text(), cache.as_text(), held.as_text()),
+            decode=_phase(costs, decode) if decoding else None,
+            prefill=_phase(costs, prefill) if prefilling else None,
+        )
+
+    return Estimates(
+        hardware=hardware.name,
+        num_nodes=found.num_ranks // ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        assumptions=assumptions,
+        lengths=lengths,
+        layouts=tuple(estimate(layout) for layout in found.layouts if layout.refusal is None),
+    )
+
+
+def rank_shape(
+    description: Description, found: Layouts, layout: Layout, assumptions: Assumptions, ranks_per_node: int
+) -> RankShape:
+    """What the model of costs must know of a layout.
+
+    Raises:
+        SettingsError: an exchange that does not fit the model.
+    """
+    config = description.model
+    moe = config.first_moe
+    num_sparse, num_layers = config.num_sparse_layers, len(config.layers)
+    parameters = Counter({part.name: 0 for part in layout.parts})
+    for part in layout.parts:
+        parameters[part.name] += part.num_parameters
+    is_fp8 = _is_fp8(description, assumptions)
+    plain_bytes = BYTES_OF_DTYPE[found.dtype]
+    chosen = moe.router.top_k + found.num_shared if moe else 0
+    num_experts = found.num_experts + found.num_shared
+    num_ranks = layout.tp * layout.dp
+    slots = layout.experts_per_rank[1]
+    decode_operations, prefill_operations = _operations(config.layers[0].attention, layout.tp)
+    if assumptions.exchange == "node_limited":
+        _check_node_limit(moe, num_ranks, ranks_per_node)
+    num_dense = max(1, num_layers - num_sparse)
+    per_sparse = max(1, num_sparse)
+    return RankShape(
+        tp=layout.tp,
+        dp=layout.dp,
+        ranks_per_node=ranks_per_node,
+        hidden_size=config.hidden_size,
+        num_layers=num_layers,
+        num_sparse_layers=num_sparse,
+        num_layers_of_window=Counter(getattr(layer.attention, "window", None) for layer in config.layers),
+        cache_bytes=layout.cache_bytes_per_token / num_layers,
+        decode_operations=decode_operations,
+        prefill_operations=prefill_operations,
+        attention_parameters=parameters["attention"] / num_layers,
+        dense_parameters=parameters["dense networks"] / num_dense,
+        router_parameters=parameters["routers"] / per_sparse,
+        shared_parameters=parameters["shared experts"] / per_sparse,
+        expert_parameters=parameters["routed experts"] / per_sparse / max(1, slots),
+        head_parameters=parameters["embedding" if config.tie_word_embeddings else "output head"],
+        slots=slots,
+        all_slots=sum(len(holder.experts) for holder in layout.holders),
+        chosen=chosen,
+        weight_bytes=1 if is_fp8 else plain_bytes,
+        is_fp8=is_fp8,
+        plain_bytes=plain_bytes,
+        leaving=rows_that_leave(
+            assumptions.exchange,
+            num_ranks=num_ranks,
+            ranks_per_node=ranks_per_node,
+            num_experts=num_experts,
+            chosen=chosen,
+            num_groups=moe.router.num_groups if moe else 1,
+            num_chosen_groups=moe.router.num_chosen_groups if moe else 1,
+        ),
+        balance=Balance(placement=layout.fullest_rank, num_ranks=num_ranks, num_experts=num_experts, chosen=chosen),
+    )
+
+
+def as_text(found: Estimates) -> str:
+    """Two tables for people; then the formulas, if one layout was asked for."""
+    lengths = found.lengths
+    lines = [
+        f"Estimates for {found.num_nodes} x {found.ranks_per_node} {found.hardware}, and requests of "
+        f"{lengths.prompt_tokens:.0f} + {lengths.output_tokens:.0f} tokens ({lengths.decode_context:.0f} in the cache "
+        f"while they decode)",
+        f"Assumed: {_assumed(found.assumptions)}",
+        "",
+        f"{'tp':>4}{'dp':>5}{'weights':>11}{'KV cache of a replica':>23}" + _PHASE_HEADS[0].format("requests decoded"),
+        f"{'':>9}{'per rank':>11}{'tokens':>12}{'requests':>11}" + _PHASE_HEADS[1].format("by a replica"),
+    ]
+    for layout in found.layouts:
+        start = f"{layout.tp:>4}{layout.dp:>5}{shown_bytes(layout.weight_bytes):>11}"
+        if layout.decode is None:
+            lines.append(f"{start}  does not fit: no room for the KV cache of a request")
+        else:
+            lines.append(f"{start}{layout.cache_tokens:>12}{layout.cache_requests:>11}{_phase_text(layout.decode)}")
+    lines += [
+        "",
+        f"{'tp':>4}{'dp':>5}{'':>34}" + _PHASE_HEADS[0].format("tokens of prompts"),
+        f"{'':>43}" + _PHASE_HEADS[1].format("in a replica"),
+    ]
+    for layout in found.layouts:
+        if layout.prefill is not None:
+            lines.append(f"{layout.tp:>4}{layout.dp:>5}{'':>34}{_phase_text(layout.prefill)}")
+    if len(found.layouts) == 1:
+        (layout,) = found.layouts
+        lines += ["", "Memory:", *layout.memory_formulas]
+        for name, phase in (("decode", layout.decode), ("prefill", layout.prefill)):
+            if phase is not None:
+                lines += ["", f"A step of {name}:", *phase.formulas]
+    return "\n".join(lines)
+
+
+_PHASE_HEADS = (
+    f"{{:>19}}{'step':>11}{'tokens/s':>10}{'a layer with experts:':>24}{'fullest':>10}",
+    f"{{:>19}}{'':>11}{'':>10}{'exchange':>12}{'sent':>12}{'rank':>10}",
+)
+
+
+def _phase_text(phase: PhaseEstimate) -> str:
+    sent = shown_bytes(round(phase.node_bytes + phase.network_bytes))
+    return (
+        f"{phase.tokens_per_replica:>19}{shown_seconds(phase.step_s):>11}{phase.tokens_per_s:>10.0f}"
+        f"{shown_seconds(phase.exchange_s):>12}{sent:>12}{phase.fullest_rank:>10.2f}"
+    )
+
+
+def _assumed(assumptions: Assumptions) -> str:
+    overlap = "halves of a step overlap" if assumptions.overlap else "no overlap"
+    return (
+        f"{assumptions.memory_efficiency:g} of the memory bandwidth, {assumptions.compute_efficiency:g} of the rate of "
+        f"products, {assumptions.link_efficiency:g} of the links, {shown_seconds(assumptions.exchange_latency)} for an "
+        f"exchange, {assumptions.exchange} exchange, {overlap}"
+    )
+
+
+def _phase(costs: LayoutCosts, of_replica: ReplicaLoad) -> PhaseEstimate:
+    shape = costs.shape
+    load = StepLoad.of((of_replica,) * shape.dp)
+    time = costs.step_seconds(load)
+    terms = costs.formulas(load)
+    own_tokens = load.most_tokens / shape.tp
+    has_exchange = shape.num_ranks > 1 and shape.num_sparse_layers
+    parts = 2 if costs.assumptions.overlap else 1
+    imbalance = shape.balance.imbalance(load.num_tokens / parts)
+    return PhaseEstimate(
+        tokens_per_replica=round(load.most_tokens),
+        step_s=time.seconds,
+        exchange_s=parts * costs.exchange.seconds(own_tokens / parts, imbalance) if has_exchange else 0.0,
+        node_bytes=costs.exchange.node_bytes * own_tokens,
+        network_bytes=costs.exchange.network_bytes * own_tokens,
+        fullest_rank=imbalance,
+        tokens_per_s=load.num_tokens / time.seconds,
+        formulas=(*(_term_text(*term) for term in terms), *_totals(load, time.seconds, terms, time.has_overlap)),
+    )
+
+
+def _term_text(formula: Formula, count: int) -> str:
+    return formula.as_text() + (f"\n    x {count} = {shown_seconds(formula.value * count)}" if count else "")
+
+
+def _totals(load: StepLoad, seconds: float, terms: Sequence[tuple[Formula, int]], has_overlap: bool) -> tuple[str, str]:
+    exchanges = ("dispatch and combine", "gather and scatter of tp ranks")
+    head = _total(terms, ("output head",))
+    exchange = _total(terms, exchanges)
+    layers = _total(terms) - exchange - head
+    template = "max({layers}, {exchange}) + {head}" if has_overlap else "{layers} + {exchange} + {head}"
+    step = Formula("step", template, {"layers": layers, "exchange": exchange, "head": head}, seconds)
+    numbers = {"tokens_of_all_replicas": load.num_tokens, "step": seconds}
+    rate = Formula(
+        "tokens per second", "{tokens_of_all_replicas} / {step}", numbers, load.num_tokens / seconds, unit=""
+    )
+    return step.as_text(), rate.as_text()
+
+
+def _total(terms: Sequence[tuple[Formula, int]], names: Sequence[str] | None = None) -> float:
+    """Seconds of a step that the terms of these names take, or all."""
+    return sum(formula.value * count for formula, count in terms if names is None or formula.name in names)
+
+
+def _operations(attention: AttentionConfig | LatentAttentionConfig, tp: int) -> tuple[float, float]:
+    """Of a pair of a token and a position, on one of tp ranks: decoding, and in a prompt. See layers/mla.py."""
+    heads = attention.num_heads / tp
+    match attention:
+        case AttentionConfig():
+            return heads * 4 * attention.head_dim, heads * 4 * attention.head_dim
+        case LatentAttentionConfig():
+            absorbed = attention.cached_size + attention.latent_size
+            expanded = attention.query_dim + attention.value_dim
+            return heads * 2 * absorbed, heads * 2 * expanded
+
+
+def _weights(layout: Layout, is_fp8: bool) -> Formula:
+    in_fp8 = sum(part.num_parameters for part in layout.parts if is_fp8 and part.name in FP8_PARTS)
+    others = sum(part.num_bytes for part in layout.parts if not (is_fp8 and part.name in FP8_PARTS))
+    numbers = {"fp8_parameters": in_fp8, "bytes_of_others": others}
+    return Formula("weights of a rank", "{fp8_parameters} + {bytes_of_others}", numbers, in_fp8 + others, unit="bytes")
+
+
+def _cache(hardware: Hardware, assumptions: Assumptions, weight_bytes: float, bytes_per_token: int) -> Formula:
+    numbers = {
+        "memory": hardware.memory,
+        "share": assumptions.memory_share,
+        "weights": weight_bytes,
+        "bytes_of_a_token": bytes_per_token,
+    }
+    value = max(0.0, (hardware.memory * assumptions.memory_share - weight_bytes) / bytes_per_token)
+    template = "max(0, ({memory} x {share} - {weights}) / {bytes_of_a_token})"
+    return Formula("KV cache of a replica", template, numbers, value, unit="tokens")
+
+
+def _held(cache_tokens: float, lengths: Lengths) -> Formula:
+    numbers = {"tokens": cache_tokens, "tokens_of_a_request": lengths.decode_context}
+    value = cache_tokens / lengths.decode_context
+    return Formula("the same", "{tokens} / {tokens_of_a_request}", numbers, value, unit="requests")
+
+
+def _is_fp8(description: Description, assumptions: Assumptions) -> bool:
+    if assumptions.weights == "auto":
+        return "fp8" in (description.weight_format.stored_as or "")
+    return assumptions.weights == "fp8"
+
+
+def _check_node_limit(moe: MoEConfig | None, num_ranks: int, ranks_per_node: int) -> None:
+    num_groups = moe.router.num_groups if moe else 1
+    num_nodes = max(1, num_ranks // ranks_per_node)
+    if num_groups == 1:
+        raise SettingsError("exchange=node_limited: the model's router does not choose groups of experts; use by_node")
+    if num_groups % num_nodes and num_nodes % num_groups:
+        raise SettingsError(
+            f"exchange=node_limited: {num_groups} groups of experts and {num_nodes} nodes: one number must divide the "
+            f"other, so that nodes hold whole groups or groups whole nodes; use by_node"
+        )

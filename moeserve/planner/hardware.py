@@ -1,0 +1,126 @@
+"""Accelerators as numbers: what planning must know of one, and of the links between them. Knows no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from moeserve.errors import SettingsError, nearest, shown
+
+MAX_FILE_BYTES = 64 * 1024
+
+_Amount = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One accelerator and its share of the links, at the vendor's peak. Bytes, and per second; a link in one direction.
+
+    What of a peak can be had is for `Assumptions` to say.
+    """
+
+    name: str
+    memory: _Amount
+    memory_bandwidth: _Amount
+    bf16_rate: _Amount  # dense matrix products; a multiply-add counts two
+    fp8_rate: _Amount  # the same as bf16_rate where there is none
+    node_bandwidth: _Amount  # to the other accelerators of its node, all together
+    network_bandwidth: _Amount  # to other nodes
+
+
+# Vendors count twice the dense rates ("with sparsity"), and links in both directions together; here is half of that.
+# A GB of memory counts 1e9 bytes, of which a driver shows a little more. The network is not the accelerator's: one
+# adapter of 400 Gb/s for each is assumed, as where DeepEP was measured (https://github.com/deepseek-ai/DeepEP,
+# docs/legacy.md: H800) and in servers of B200 (https://inferencex.semianalysis.com, "GB200 NVL72 vs B200").
+TABLE = {
+    hardware.name: hardware
+    for hardware in (
+        # https://glennklockwood.com/garden/processors/A100, after NVIDIA's data sheet. No fp8; half the network.
+        Hardware(
+            name="a100",
+            memory=80e9,
+            memory_bandwidth=2.039e12,
+            bf16_rate=312e12,
+            fp8_rate=312e12,
+            node_bandwidth=300e9,
+            network_bandwidth=25e9,
+        ),
+        # SXM. https://lzwjava.github.io/nvidia-h200-gpu-specs-en has NVIDIA's tables of H100 and H200.
+        Hardware(
+            name="h100",
+            memory=80e9,
+            memory_bandwidth=3.35e12,
+            bf16_rate=989e12,
+            fp8_rate=1979e12,
+            node_bandwidth=450e9,
+            network_bandwidth=50e9,
+        ),
+        # H100 with fewer links: 400 GB/s in both directions. https://www.philisun.com, "NVIDIA H800 vs H100".
+        Hardware(
+            name="h800",
+            memory=80e9,
+            memory_bandwidth=3.35e12,
+            bf16_rate=989e12,
+            fp8_rate=1979e12,
+            node_bandwidth=200e9,
+            network_bandwidth=50e9,
+        ),
+        # H100 with more memory: the page above, and MLCommons' H200-SXM-141GBx8 (inference_results_v4.1).
+        Hardware(
+            name="h200",
+            memory=141e9,
+            memory_bandwidth=4.8e12,
+            bf16_rate=989e12,
+            fp8_rate=1979e12,
+            node_bandwidth=450e9,
+            network_bandwidth=50e9,
+        ),
+        # HGX, 1000 W. https://glennklockwood.com/garden/processors/B200; 1440 GB of 8 by NVIDIA's page of DGX B200.
+        Hardware(
+            name="b200",
+            memory=180e9,
+            memory_bandwidth=8e12,
+            bf16_rate=2250e12,
+            fp8_rate=4500e12,
+            node_bandwidth=900e9,
+            network_bandwidth=50e9,
+        ),
+        # 1200 W: the page above. Up to 72 in a node of NVLink. Memory: MLCommons' GB200-NVL72_GB200-186GB.
+        Hardware(
+            name="gb200",
+            memory=186e9,
+            memory_bandwidth=8e12,
+            bf16_rate=2500e12,
+            fp8_rate=5000e12,
+            node_bandwidth=900e9,
+            network_bandwidth=50e9,
+        ),
+    )
+}
+
+
+def read_hardware(name: str) -> Hardware:
+    """An entry of the table, or the content of a JSON file with the fields of `Hardware`.
+
+    Raises:
+        SettingsError: neither known nor a file, or a file with something else.
+    """
+    if name.lower() in TABLE:
+        return TABLE[name.lower()]
+    path = Path(name)
+    if path.suffix != ".json":
+        measured = " (a CPU is described in a file, by what was measured on it: see docs/planning.md)"
+        raise SettingsError(
+            f"hardware={shown(name)} is not in the table: {nearest(name, TABLE)} Or give a .json file that describes "
+            f"it{measured if name.lower() == 'cpu' else ''}"
+        )
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise SettingsError(f"{path} is too large to describe hardware ({path.stat().st_size} bytes)")
+        return msgspec.json.decode(path.read_bytes(), type=Hardware)
+    except OSError as error:
+        raise SettingsError(f"cannot read the hardware in {path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fields = ", ".join(Hardware.__struct_fields__)
+        raise SettingsError(f"{path} must be a JSON object with {fields}: {error}") from None

@@ -1,0 +1,228 @@
+"""Recorded traffic: when requests came, how long they were, and which of them began alike. Knows no text, no model.
+
+Two published formats are read:
+
+- Mooncake's (https://github.com/kvcache-ai/Mooncake, FAST25-release), a JSON object in each line: `timestamp` in
+  milliseconds, `input_length` and `output_length` in tokens, `hash_ids` with one id for each block of 512 tokens of the
+  prompt. Equal ids are equal blocks after equal beginnings.
+- Azure's of 2023 (https://github.com/Azure/AzurePublicDataset), CSV with `TIMESTAMP`, `ContextTokens` and
+  `GeneratedTokens`. It does not tell what began alike.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.resources
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from moeserve.errors import SettingsError, shown
+
+TOKENS_PER_BLOCK = 512  # of Mooncake's ids
+MAX_FILE_BYTES = 1024**3
+MAX_TOKENS = 2**24
+SAMPLE = "sample_traffic.jsonl"
+
+
+@dataclass(frozen=True)
+class RecordedRequest:
+    """A request of which everything is known but its words."""
+
+    arrival_s: float  # after the first request of the file
+    prompt_tokens: int
+    output_tokens: int
+    prefix_blocks: tuple[int, ...]  # ids of the prompt's blocks, the last of which may not be full; none: unknown
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests in the order in which they came; at least one."""
+
+    requests: tuple[RecordedRequest, ...]
+    tokens_per_block: int  # of their prefix_blocks
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths.of(self.requests)
+
+    def scaled(self, *, rate: float = 1.0, length: float = 1.0) -> Traffic:
+        """The same traffic, so many times as dense in time, of prompts and outputs so many times as long.
+
+        Blocks shrink with the prompts, so what began alike still does. Each request keeps a token of each kind.
+
+        Raises:
+            SettingsError: a factor that is not a positive number, or that makes requests too long.
+        """
+        for name, factor in (("rate", rate), ("length", length)):
+            if not 0 < factor < math.inf:
+                raise SettingsError(f"{name}={shown(factor)}: traffic can be scaled by positive numbers only")
+        longest = max(max(each.prompt_tokens, each.output_tokens) for each in self.requests)
+        if longest * length > MAX_TOKENS:
+            raise SettingsError(f"length={shown(length)} makes a request of {longest} tokens longer than {MAX_TOKENS}")
+
+        def scaled_tokens(tokens: int) -> int:
+            return max(1, round(tokens * length))
+
+        return Traffic(
+            tuple(
+                replace(
+                    each,
+                    arrival_s=each.arrival_s / rate,
+                    prompt_tokens=scaled_tokens(each.prompt_tokens),
+                    output_tokens=scaled_tokens(each.output_tokens),
+                )
+                for each in self.requests
+            ),
+            scaled_tokens(self.tokens_per_block),
+        )
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What the lengths of requests come to, for one who computes or caches them."""
+
+    prompt_tokens: float  # mean of requests
+    output_tokens: float
+    decode_context: float  # positions that an output token attends to, mean of output tokens
+    pairs_per_prompt_token: float  # positions that a prompt token attends to, mean of prompt tokens, itself included
+
+    @classmethod
+    def of(cls, requests: tuple[RecordedRequest, ...]) -> Lengths:
+        """Without prefix caching: every prompt is computed and kept in full."""
+        prompts, outputs = [each.prompt_tokens for each in requests], [each.output_tokens for each in requests]
+        positions = sum(output * (prompt + output / 2) for prompt, output in zip(prompts, outputs, strict=True))
+        return cls(
+            prompt_tokens=sum(prompts) / len(requests),
+            output_tokens=sum(outputs) / len(requests),
+            decode_context=positions / sum(outputs),
+            pairs_per_prompt_token=sum(prompt * (prompt + 1) / 2 for prompt in prompts) / sum(prompts),
+        )
+
+
+def choose_traffic(text: str | None) -> Traffic:
+    """What a user means by a file's name, by "4096:512" (tokens of prompt and output), or by nothing: the sample.
+
+    Raises:
+        SettingsError: see `read_traffic` and `fixed_traffic`.
+    """
+    if text is None:
+        return sample_traffic()
+    if match := re.fullmatch(r"(\d{1,12}):(\d{1,12})", text, re.ASCII):
+        return fixed_traffic(int(match[1]), int(match[2]))
+    return read_traffic(Path(text))
+
+
+def read_traffic(path: Path) -> Traffic:
+    """Traffic from a `.jsonl` or `.csv` file in one of the formats above.
+
+    Raises:
+        SettingsError: no such file, another format, or a line that is not a request; it names the line.
+    """
+    readers: dict[str, tuple[Callable[[Path], Iterator[RecordedRequest]], int]] = {
+        ".jsonl": (_read_mooncake, TOKENS_PER_BLOCK),
+        ".csv": (_read_azure, 1),
+    }
+    if path.suffix not in readers:
+        raise SettingsError(f"traffic={shown(str(path))} must be a .jsonl file (Mooncake's) or a .csv file (Azure's)")
+    read, tokens_per_block = readers[path.suffix]
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise SettingsError(f"{path} is too large for a file of traffic ({path.stat().st_size} bytes)")
+        requests = sorted(read(path), key=lambda request: request.arrival_s)
+    except OSError as error:
+        raise SettingsError(f"cannot read the traffic in {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SettingsError(f"{path} is not a file of traffic: {error}") from None
+    if not requests:
+        raise SettingsError(f"{path} holds no requests")
+    first_s = requests[0].arrival_s
+    return Traffic(tuple(replace(each, arrival_s=each.arrival_s - first_s) for each in requests), tokens_per_block)
+
+
+def sample_traffic() -> Traffic:
+    """The first 200 requests of Mooncake's conversation trace, shipped with the package.
+
+    They are under Apache-2.0, as moeserve is: Qin et al., "Mooncake: Trading More Storage for Less Computation",
+    FAST 2025.
+    """
+    with importlib.resources.as_file(importlib.resources.files(__package__) / SAMPLE) as path:
+        return read_traffic(path)
+
+
+def fixed_traffic(prompt_tokens: int, output_tokens: int) -> Traffic:
+    """A request that stands for all.
+
+    Raises:
+        SettingsError: a length out of range.
+    """
+    for name, tokens in (("prompt", prompt_tokens), ("output", output_tokens)):
+        if not 1 <= tokens <= MAX_TOKENS:
+            raise SettingsError(f"traffic: {name} of {shown(tokens)} tokens; lengths are from 1 to {MAX_TOKENS}")
+    return Traffic((RecordedRequest(0.0, prompt_tokens, output_tokens, ()),), 1)
+
+
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+_BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _MooncakeLine(msgspec.Struct, frozen=True):
+    timestamp: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: tuple[_BlockId, ...] = ()
+
+
+_AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,9})?(\+00:00)?")
+
+
+def _read_mooncake(path: Path) -> Iterator[RecordedRequest]:
+    decoder = msgspec.json.Decoder(_MooncakeLine)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                content = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise SettingsError(f"{path}, line {number} is not a request of Mooncake's format: {error}") from None
+            yield RecordedRequest(
+                content.timestamp / 1000, content.input_length, content.output_length, content.hash_ids
+            )
+
+
+def _read_azure(path: Path) -> Iterator[RecordedRequest]:
+    with path.open(newline="", encoding="utf-8-sig") as lines:
+        rows = csv.reader(lines)
+        header = next(rows, [])
+        if header != _AZURE_COLUMNS:
+            raise SettingsError(f"{path} must begin with the columns {','.join(_AZURE_COLUMNS)}, not {shown(header)}")
+        for row in rows:
+            try:
+                timestamp, prompt, output = row
+                yield RecordedRequest(_seconds(timestamp), _tokens(prompt), _tokens(output), ())
+            except ValueError as error:
+                raise SettingsError(
+                    f"{path}, line {rows.line_num} is not a request of Azure's format: {error}"
+                ) from None
+
+
+def _seconds(timestamp: str) -> float:
+    """Since an instant long ago. Fractions have more digits than Python's dates do."""
+    match = _TIMESTAMP.fullmatch(timestamp)
+    if match is None:
+        raise ValueError(f"{shown(timestamp)} is not a time such as '2023-11-16 18:15:46.6805900'")
+    whole, fraction, _ = match.groups()
+    since = datetime.strptime(whole, "%Y-%m-%d %H:%M:%S") - datetime(2000, 1, 1)
+    return since.total_seconds() + float(fraction or 0)
+
+
+def _tokens(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= MAX_TOKENS):
+        raise ValueError(f"{shown(text)} is not a number of tokens from 1 to {MAX_TOKENS}")
+    return int(text)

@@ -1,0 +1,418 @@
+"""The model of costs: formulas against their numbers, terms against plain arithmetic, chance against drawing lots."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeserve.planner.costs import (
+    Assumptions,
+    AttentionWork,
+    Balance,
+    ExchangeName,
+    ExchangeWork,
+    ExpertWork,
+    Formula,
+    GatherWork,
+    LayoutCosts,
+    MatrixWork,
+    RankShape,
+    ReplicaLoad,
+    StepLoad,
+    rows_that_leave,
+    shown_seconds,
+)
+from moeserve.planner.hardware import TABLE, Hardware
+
+SIMPLE = Hardware(
+    name="simple",
+    memory=1e9,
+    memory_bandwidth=1000.0,
+    bf16_rate=4000.0,
+    fp8_rate=8000.0,
+    node_bandwidth=100.0,
+    network_bandwidth=10.0,
+)
+PERFECT = Assumptions(memory_efficiency=1, compute_efficiency=1, link_efficiency=1, exchange_latency=0)
+
+amounts = st.floats(1e-6, 1e15)
+counts = st.integers(1, 10**6)
+
+
+def computed(text: str) -> float:
+    """What a formula with its numbers comes to, computed here: + - x / ^, max and min."""
+
+    def value(node: ast.expr) -> float:
+        match node:
+            case ast.Constant(value=int() | float() as number):
+                return float(number)
+            case ast.BinOp(left=left, op=operator, right=right):
+                a, b = value(left), value(right)
+                match operator:
+                    case ast.Add():
+                        return a + b
+                    case ast.Sub():
+                        return a - b
+                    case ast.Mult():
+                        return a * b
+                    case ast.Div():
+                        return a / b
+                    case ast.Pow():
+                        return a**b
+            case ast.Call(func=ast.Name(id="max" | "min" as name), args=parts):
+                return (max if name == "max" else min)(value(part) for part in parts)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+        raise AssertionError(ast.dump(node))
+
+    return value(ast.parse(text.replace(" x ", " * ").replace("^", "**"), mode="eval").body)
+
+
+def check(formula: Formula) -> None:
+    assert computed(formula.with_numbers) == pytest.approx(formula.value, rel=1e-6, abs=1e-15)
+    assert not any(character in formula.with_numbers + formula.in_words for character in "{}_")
+
+
+@given(parameters=amounts, each=st.sampled_from([1, 2, 4]), bandwidth=amounts, rate=amounts, rows=st.floats(0, 1e6))
+def test_matrix_work(parameters: float, each: int, bandwidth: float, rate: float, rows: float) -> None:
+    work = MatrixWork(
+        name="head", parameters=parameters, bytes_per_parameter=each, memory_bandwidth=bandwidth, rate=rate
+    )
+    check(work.formula(rows))
+
+
+@given(
+    slots=st.integers(0, 64),
+    others=st.integers(0, 1000),
+    chosen=st.integers(1, 8),
+    ranks=st.integers(1, 320),
+    tokens=st.integers(1, 10**5),
+    imbalance=st.floats(1, 40),
+)
+def test_expert_work(slots: int, others: int, chosen: int, ranks: int, tokens: int, imbalance: float) -> None:
+    work = ExpertWork(
+        slots=slots,
+        all_slots=slots + others + chosen,
+        chosen=chosen,
+        num_ranks=ranks,
+        parameters=12345,
+        bytes_per_parameter=2,
+        memory_bandwidth=1e9,
+        rate=1e10,
+    )
+    check(work.formula(tokens, imbalance))
+
+
+@given(window=st.none() | st.integers(1, 10**4), decode=counts, pairs=counts, prompt=counts, prompt_pairs=counts)
+def test_attention_work(window: int | None, decode: int, pairs: int, prompt: int, prompt_pairs: int) -> None:
+    work = AttentionWork(
+        name="attention",
+        window=window,
+        cache_bytes=512.0,
+        decode_operations=2048.0,
+        prefill_operations=1024.0,
+        memory_bandwidth=1e6,
+        rate=3e6,
+    )
+    replica = ReplicaLoad(num_decoding=decode, decode_pairs=pairs, num_prefill=prompt, prefill_pairs=prompt_pairs)
+    check(work.formula(StepLoad.of([replica])))
+    if window is not None:
+        pairs, prompt_pairs = min(pairs, decode * window), min(prompt_pairs, prompt * window)
+    expected = max(pairs * 512 / 1e6, pairs * 2048 / 3e6) + prompt_pairs * 1024 / 3e6
+    assert work.seconds(StepLoad.of([replica])) == pytest.approx(expected)
+
+
+@given(
+    inside=st.floats(0, 16), outside=st.floats(0, 16), tokens=counts, imbalance=st.floats(1, 9), latency=st.floats(0, 1)
+)
+def test_exchange_work(inside: float, outside: float, tokens: int, imbalance: float, latency: float) -> None:
+    work = ExchangeWork(
+        node_rows=inside,
+        network_rows=outside,
+        width=512,
+        bytes_per_value=3,
+        node_bandwidth=2e9,
+        network_bandwidth=1e9,
+        latency=latency,
+    )
+    check(work.formula(tokens, imbalance))
+
+
+@given(tp=st.integers(2, 64), rows=st.integers(0, 10**5), latency=st.floats(0, 1))
+def test_gather_work(tp: int, rows: int, latency: float) -> None:
+    check(GatherWork(tp=tp, width=64, bytes_per_value=2, bandwidth=1e8, latency=latency).formula(rows))
+
+
+def test_the_published_bound_of_the_exchange() -> None:
+    """Insights into DeepSeek-V3 (arXiv 2505.09343), 2.3.2: 32 tokens to 9 experts, a byte there and two back, 50 GB/s.
+
+    Its 120.96 us are those of "7K" = 7000 values; the model's rows have 7168.
+    """
+    work = ExchangeWork(
+        node_rows=0,
+        network_rows=9,
+        width=7000,
+        bytes_per_value=1 + 2,
+        node_bandwidth=160e9,
+        network_bandwidth=50e9,
+        latency=0,
+    )
+    assert work.seconds(32, 1.0) == pytest.approx(120.96e-6, rel=1e-12)
+    assert shown_seconds(work.seconds(32, 1.0)) == "120.96 us"
+    step = 61 * 2 * work.seconds(32, 1.0)  # two halves of 32 tokens each
+    assert shown_seconds(step) == "14.76 ms"
+    assert math.floor(1 / step) == 67
+    assert shown_seconds(replace(work, width=7168).seconds(32, 1.0)) == "123.86 us"
+
+
+def draw_fullest(num_ranks: int, num_experts: int, chosen: int, num_tokens: int, rounds: int) -> float:
+    """Mean over rounds of the fullest rank's rows over the mean, when lots are drawn."""
+    lots = random.Random(5)
+    rank_of = [expert * num_ranks // num_experts for expert in range(num_experts)]
+    ratios = []
+    for _ in range(rounds):
+        rows = [0] * num_ranks
+        for _ in range(num_tokens):
+            for expert in lots.sample(range(num_experts), chosen):
+                rows[rank_of[expert]] += 1
+        ratios.append(max(rows) * num_ranks / (num_tokens * chosen))
+    return mean(ratios)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "chosen", "num_tokens"),
+    [(2, 8, 2, 30), (4, 8, 2, 100), (8, 64, 6, 64), (32, 256, 8, 64), (64, 256, 8, 512), (256, 256, 8, 400)],
+)
+def test_the_fullest_rank_is_what_drawing_lots_gives(
+    num_ranks: int, num_experts: int, chosen: int, num_tokens: int
+) -> None:
+    balance = Balance(placement=1.0, num_ranks=num_ranks, num_experts=num_experts, chosen=chosen)
+    drawn = draw_fullest(num_ranks, num_experts, chosen, num_tokens, rounds=30_000 // num_tokens)
+    assert drawn > 1.02
+    # Of what is above the mean, a tenth may be off.
+    assert balance.imbalance(num_tokens) - 1 == pytest.approx(drawn - 1, rel=0.1)
+
+
+@given(
+    placement=st.floats(1, 8),
+    ranks=st.integers(2, 320),
+    experts=st.integers(8, 512),
+    chosen=st.integers(1, 8),
+    tokens=counts,
+)
+def test_imbalance_is_bounded_and_tells_its_formula(
+    placement: float, ranks: int, experts: int, chosen: int, tokens: int
+) -> None:
+    balance = Balance(placement=min(placement, ranks), num_ranks=ranks, num_experts=experts, chosen=chosen)
+    check(balance.formula(tokens))
+    assert balance.placement <= balance.imbalance(tokens) <= max(balance.placement, ranks)
+    assert balance.imbalance(10**12) == pytest.approx(balance.placement, abs=0.01)
+
+
+def test_a_single_token_fills_ranks_with_one_expert_each() -> None:
+    balance = Balance(placement=1.0, num_ranks=256, num_experts=256, chosen=8)
+    assert balance.imbalance(1) == 256 / 8
+    assert Balance(placement=1.0, num_ranks=1, num_experts=8, chosen=2).imbalance(5) == 1.0
+
+
+def test_experts_that_are_hit_are_as_many_as_lots_hit() -> None:
+    lots = random.Random(7)
+    hit = mean(len({e for _ in range(20) for e in lots.sample(range(64), 6)} & {*range(16)}) for _ in range(400))
+    work = ExpertWork(
+        slots=16,
+        all_slots=64,
+        chosen=6,
+        num_ranks=4,
+        parameters=1,
+        bytes_per_parameter=1,
+        memory_bandwidth=1,
+        rate=1e9,
+    )
+    assert work.seconds(20, 1.0) == pytest.approx(hit, rel=0.02)
+
+
+def draw_rows(how: ExchangeName, num_nodes: int, per_node: int, groups: tuple[int, int]) -> tuple[float, float]:
+    """Rows inside and outside the node of a token of rank 0, 8 of 256 experts, when lots are drawn."""
+    lots = random.Random(3)
+    inside, outside = [], []
+    of_group = 256 // groups[0]
+    for _ in range(4000):
+        if how == "node_limited":
+            among = [g * of_group + e for g in lots.sample(range(groups[0]), groups[1]) for e in range(of_group)]
+        else:
+            among = list(range(256))
+        own = lots.randrange(num_nodes * per_node)
+        ranks = [expert * num_nodes * per_node // 256 for expert in lots.sample(among, 8)]
+        if how == "direct":
+            elsewhere = [rank for rank in ranks if rank != own]
+            inside.append(sum(rank // per_node == own // per_node for rank in elsewhere))
+            outside.append(sum(rank // per_node != own // per_node for rank in elsewhere))
+        else:
+            inside.append(sum(rank % per_node != own % per_node for rank in ranks))
+            outside.append(len({rank // per_node for rank in ranks} - {own // per_node}))
+    return mean(inside), mean(outside)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4, 8, 16])
+@pytest.mark.parametrize("how", ["direct", "by_node", "node_limited"])
+def test_rows_that_leave_are_those_of_lots(how: ExchangeName, num_nodes: int) -> None:
+    groups = (8, 4)
+    leaving = rows_that_leave(
+        how,
+        num_ranks=num_nodes * 8,
+        ranks_per_node=8,
+        num_experts=256,
+        chosen=8,
+        num_groups=groups[0],
+        num_chosen_groups=groups[1],
+    )
+    inside, outside = draw_rows(how, num_nodes, 8, groups)
+    assert leaving.inside.value == pytest.approx(inside, rel=0.05)
+    assert leaving.outside.value == pytest.approx(outside, rel=0.05)
+    check(leaving.inside)
+    check(leaving.outside)
+
+
+def shape(**changes: Any) -> RankShape:
+    """Two ranks of two replicas, an expert for each, one layer with experts and one without."""
+    values: dict[str, Any] = dict(
+        tp=1,
+        dp=2,
+        ranks_per_node=2,
+        hidden_size=10,
+        num_layers=2,
+        num_sparse_layers=1,
+        num_layers_of_window={None: 1, 4: 1},
+        cache_bytes=8.0,
+        decode_operations=16.0,
+        prefill_operations=6.0,
+        attention_parameters=400.0,
+        dense_parameters=300.0,
+        router_parameters=20.0,
+        shared_parameters=30.0,
+        expert_parameters=100.0,
+        head_parameters=500.0,
+        slots=1,
+        all_slots=2,
+        chosen=1,
+        weight_bytes=2.0,
+        is_fp8=False,
+        plain_bytes=2.0,
+        leaving=rows_that_leave("direct", num_ranks=2, ranks_per_node=2, num_experts=2, chosen=1),
+        balance=Balance(placement=1.0, num_ranks=2, num_experts=2, chosen=1),
+    )
+    return RankShape(**values | changes)
+
+
+LOADS = [
+    ReplicaLoad(num_decoding=6, decode_pairs=60, num_prefill=4, prefill_pairs=30),
+    ReplicaLoad(num_decoding=2, decode_pairs=90, num_prefill=0, prefill_pairs=0),
+]
+
+
+def test_a_step_by_hand() -> None:
+    """12 tokens, 10 of them in one replica; memory reads 1000 bytes and products are 4000 operations in a second."""
+    time = LayoutCosts(shape(), SIMPLE, PERFECT).step_seconds(StepLoad.of(LOADS), imbalance=1.5)
+    projections = 2 * 2 * 400 * 10 / 4000  # 2 layers; computing 2 s each is slower than reading 0.8 s
+    dense = 2 * 300 * 10 / 4000
+    router, shared = 2 * 20 * 10 / 4000, 2 * 30 * 10 / 4000
+    full = 90 * 8 / 1000 + 30 * 6 / 4000
+    windowed = 6 * 4 * 8 / 1000 + 4 * 4 * 6 / 4000
+    experts = 2 * 100 * (12 / 2 * 1.5) / 4000  # reading an expert would take 0.2 s
+    assert time.layers == pytest.approx(projections + dense + router + shared + full + windowed + experts)
+    assert time.exchange == pytest.approx(10 * 0.5 * 10 * (2 + 2) / 100 * 1.5)
+    assert time.head == pytest.approx(2 * 500 * 6 / 4000)
+    assert time.seconds == pytest.approx(time.layers + time.exchange + time.head)
+
+
+def test_halves_that_overlap_read_weights_twice_and_hide_the_exchange() -> None:
+    light = [ReplicaLoad(num_decoding=1, decode_pairs=1)] * 2
+    plain = LayoutCosts(shape(), SIMPLE, PERFECT).step_seconds(StepLoad.of(light), imbalance=1.0)
+    halved = LayoutCosts(shape(), SIMPLE, replace(PERFECT, overlap=True)).step_seconds(StepLoad.of(light), 1.0)
+    weights = (2 * 400 + 300 + 20 + 30) * 2 / 1000
+    assert halved.exchange == pytest.approx(plain.exchange)
+    assert halved.layers - plain.layers == pytest.approx(weights, rel=0.1)
+    assert halved.seconds == max(halved.layers, halved.exchange) + halved.head
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_terms_are_the_step(overlap: bool, is_fp8: bool, tp: int) -> None:
+    rank = shape(tp=tp, dp=2, is_fp8=is_fp8, weight_bytes=1.0 if is_fp8 else 2.0)
+    costs = LayoutCosts(rank, TABLE["h800"], Assumptions(overlap=overlap))
+    load = StepLoad.of(LOADS)
+    terms = costs.formulas(load)
+    for formula, _ in terms:
+        check(formula)
+    time = costs.step_seconds(load)
+    assert sum(formula.value * count for formula, count in terms) == pytest.approx(
+        time.layers + time.exchange + time.head
+    )
+
+
+def test_tp_ranks_exchange_their_own_share_and_gather_all() -> None:
+    costs = LayoutCosts(shape(tp=2, dp=1), SIMPLE, PERFECT)
+    load = StepLoad.of([ReplicaLoad(num_decoding=10, decode_pairs=10)])
+    gathers = 3 * 2 * 10 * (1 / 2) * 10 * 2 / 100  # attention of 2 layers, and the dense network
+    assert costs.step_seconds(load, 1.0).exchange == pytest.approx(5 * 0.5 * 10 * 4 / 100 + gathers)
+
+
+def test_a_tp_group_of_several_nodes_is_as_slow_as_the_network() -> None:
+    load = StepLoad.of([ReplicaLoad(num_decoding=10, decode_pairs=10)])
+    near, far = (
+        LayoutCosts(shape(tp=2, dp=1, ranks_per_node=size), SIMPLE, PERFECT).step_seconds(load, 1.0) for size in (2, 1)
+    )
+    assert far.exchange - near.exchange == pytest.approx(3 * 2 * 10 * (1 / 2) * 10 * 2 * (1 / 10 - 1 / 100))
+
+
+def test_a_step_without_tokens_takes_no_time() -> None:
+    assert LayoutCosts(shape(), SIMPLE, PERFECT).step_seconds(StepLoad.of([ReplicaLoad()])).seconds == 0
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    alone = shape(dp=1, slots=2, balance=Balance(placement=1.0, num_ranks=1, num_experts=2, chosen=1))
+    costs = LayoutCosts(alone, SIMPLE, Assumptions())
+    assert costs.step_seconds(StepLoad.of(LOADS[:1])).exchange == 0
+    assert not any(
+        "exchange" in formula.name or "rows" in formula.name for formula, _ in costs.formulas(StepLoad.of(LOADS[:1]))
+    )
+
+
+@pytest.mark.parametrize(
+    "better", ["memory_bandwidth", "bf16_rate", "node_bandwidth"], ids=["memory", "products", "links"]
+)
+def test_better_hardware_is_not_slower(better: str) -> None:
+    load = StepLoad.of(LOADS)
+    fields = {name: getattr(SIMPLE, name) for name in SIMPLE.__struct_fields__}
+    faster = Hardware(**fields | {better: 2 * getattr(SIMPLE, better)})
+    for overlap, chunk in itertools.product((False, True), (load, load.divided(2))):
+        before, after = (
+            LayoutCosts(shape(), hardware, replace(PERFECT, overlap=overlap)).step_seconds(chunk).seconds
+            for hardware in (SIMPLE, faster)
+        )
+        assert after <= before
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2, "2.00 s"), (0.014757, "14.76 ms"), (120.96e-6, "120.96 us"), (0, "0.00 us")]
+)
+def test_times_as_people_read_them(seconds: float, text: str) -> None:
+    assert shown_seconds(seconds) == text
+
+
+def test_the_model_of_costs_needs_no_torch() -> None:
+    modules = "moeserve.planner.costs, moeserve.planner.hardware, moeserve.planner.traffic"
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

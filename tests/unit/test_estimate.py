@@ -1,0 +1,305 @@
+"""`moeserve plan --hardware`: memory, cache, exchange and times of layouts, against recounts from config.json."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve import cli
+from moeserve.errors import SettingsError
+from moeserve.models.registry import describe
+from moeserve.models.summary import summarize
+from moeserve.planner.costs import Assumptions, shown_seconds
+from moeserve.planner.estimate import Estimate, as_text, estimate_layouts
+from moeserve.planner.hardware import TABLE, Hardware
+from moeserve.planner.layout import find_layouts
+from moeserve.planner.traffic import fixed_traffic
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+PERFECT = Assumptions(memory_efficiency=1, compute_efficiency=1, link_efficiency=1, exchange_latency=0)
+H800 = TABLE["h800"]
+
+
+def folder_of(tmp_path: Path, model: str, **changes: Any) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[model] | changes))
+    return tmp_path
+
+
+def estimate(
+    folder: Path,
+    num_ranks: int,
+    *,
+    tp: int = 1,
+    hardware: Hardware = H800,
+    assumptions: Assumptions = PERFECT,
+    traffic: tuple[int, int] = (4096, 2),
+    ranks_per_node: int = 8,
+    decode_requests: int = 128,
+    prefill_tokens: int = 4096,
+    **placement: Any,
+) -> Estimate:
+    found = find_layouts(folder, num_ranks, None, tp, **placement)
+    (layout,) = estimate_layouts(
+        found,
+        hardware,
+        fixed_traffic(*traffic),
+        assumptions,
+        ranks_per_node=ranks_per_node,
+        decode_requests=decode_requests,
+        prefill_tokens=prefill_tokens,
+    ).layouts
+    return layout
+
+
+def test_mixtral_by_hand(tmp_path: Path) -> None:
+    """8 ranks of one node, an expert each. 32 layers, 4096 wide, 32 heads of 128, 8 of keys, experts 14336 wide."""
+    found = estimate(folder_of(tmp_path, "Mixtral-8x7B"), 8, decode_requests=16)
+    expert, attention = 3 * 4096 * 14336, 4096 * (32 + 8 + 8) * 128 + 32 * 128 * 4096
+    vocabulary = 32000 * 4096
+    norms, router = 65 * 4096, 32 * 8 * 4096
+    bytes_held = 2 * (32 * (expert + attention) + 2 * vocabulary + norms)
+    assert found.weight_bytes == pytest.approx(bytes_held + 4 * router, rel=1e-3)
+    cache_bytes = 32 * 2 * 8 * 128 * 2
+    assert found.cache_tokens == pytest.approx((80e9 * 0.9 - found.weight_bytes) / cache_bytes, abs=1)
+    assert found.cache_requests == found.cache_tokens // 4097
+
+    decode = found.decode
+    assert decode is not None
+    assert decode.tokens_per_replica == 16
+    assert decode.tokens_per_s == pytest.approx(8 * 16 / decode.step_s)
+    # All is slower to read than to compute. An expert is hit by nearly every step of 128 tokens.
+    reading = 32 * (attention + expert) * 2 + 16 * 4097 * cache_bytes + 32 * 4096 * 8 * 2 + vocabulary * 2
+    sent = 16 * 2 * (7 / 8) * 4096 * (2 + 2)
+    assert decode.node_bytes == pytest.approx(sent)
+    assert decode.network_bytes == 0
+    exchange = sent * decode.fullest_rank / 200e9
+    assert decode.exchange_s == pytest.approx(exchange)
+    assert decode.step_s == pytest.approx(reading / 3.35e12 + 32 * exchange, rel=1e-3)
+
+    prefill = found.prefill
+    assert prefill is not None
+    operations = 32 * 2 * 4096 * (attention + 2 * expert * prefill.fullest_rank)
+    operations += 32 * 4096 * (4097 / 2) * 4 * 32 * 128 + 32 * 2 * 4096 * 8 * 4096
+    exchange = 4096 * 2 * (7 / 8) * 4096 * 4 * prefill.fullest_rank / 200e9
+    head = vocabulary * 2 / 3.35e12
+    assert prefill.step_s == pytest.approx(operations / 989e12 + 32 * exchange + head, rel=1e-3)
+
+
+def test_latent_attention_in_fp8(tmp_path: Path) -> None:
+    """DeepSeek-V3's checkpoint is fp8, so its matrices count a byte; a position of its cache has 576 values."""
+    folder = folder_of(tmp_path, "DeepSeek-V3")
+    found = estimate(folder, 32, decode_requests=64)
+    parts = summarize(describe(folder), "bfloat16").parts
+    one_rank = {part.name: part.num_parameters for part in parts} | {"routed experts": 58 * 8 * 3 * 7168 * 2048}
+    plain = sum(one_rank[name] for name in ("embedding", "norms", "output head"))
+    small = sum(part.num_bytes for part in parts if part.name == "routers")
+    in_fp8 = sum(one_rank[name] for name in ("attention", "dense networks", "shared experts", "routed experts"))
+    assert found.weight_bytes == in_fp8 + 2 * plain + small
+    assert found.cache_tokens == (72_000_000_000 - found.weight_bytes) // (61 * 576 * 2)
+    assert found.decode is not None
+    absorbed = 128 * 2 * (576 + 512)
+    expected = 64 * 4097 * max(576 * 2 / 3.35e12, absorbed / 989e12)
+    (shown,) = (text for text in found.decode.formulas if text.startswith("attention:"))
+    assert shown.startswith(f"attention: {shown_seconds(expected)}")
+    bfloat16 = estimate(folder, 32, assumptions=Assumptions(weights="dtype"), hardware=TABLE["h200"])
+    assert bfloat16.weight_bytes == 2 * (in_fp8 + plain) + small
+    assert estimate(folder, 32, tp=2).weight_bytes < found.weight_bytes
+
+
+def test_windows_bound_what_is_read(tmp_path: Path) -> None:
+    """Half of gpt-oss's layers attend to 128 positions."""
+    folder = folder_of(tmp_path, "gpt-oss-20b")
+    with_windows = estimate(folder, 1, ranks_per_node=1).decode
+    assert with_windows is not None
+    of_window, of_all = (
+        next(text for text in with_windows.formulas if text.startswith(name))
+        for name in ("attention to 128 positions:", "attention:")
+    )
+    assert f"{128 * 128} x 2048" in of_window
+    assert f"{128 * 4097} x 2048" in of_all
+    assert of_window.splitlines()[-1].startswith("    x 12 = ")
+
+
+def test_320_ranks_with_one_expert_each(tmp_path: Path) -> None:
+    """DeepSeek-V3's decoding (arXiv 2412.19437, 3.4.2): 256 experts, and 64 ranks for redundant and shared ones."""
+    folder = folder_of(tmp_path, "DeepSeek-V3")
+    found = find_layouts(folder, 320, None, 1, num_redundant=63, shared_as_routed=True)
+    (layout,) = found.layouts
+    assert (found.num_experts, found.num_shared, layout.experts_per_rank) == (256, 1, (1, 1))
+    copies = Counter(expert for holder in layout.holders for expert in holder.experts)
+    # A copy of the shared one then gets as much as an expert of 8 in 256: the rest is for redundant ones.
+    assert copies[256] == 32
+    assert sorted(copies[expert] for expert in range(256)) == [1] * 224 + [2] * 32
+    assert layout.fullest_rank == pytest.approx((1 / 32) / (9 / 320))
+    assert "shared experts" not in {part.name for part in layout.parts}
+    (routed,) = (part for part in layout.parts if part.name == "routed experts")
+    assert routed.num_parameters == 58 * 3 * 7168 * 2048
+
+    decode = estimate(folder, 320, num_redundant=63, shared_as_routed=True, decode_requests=64).decode
+    assert decode is not None
+    assert decode.network_bytes == pytest.approx(64 * 9 * (312 / 320) * 7168 * 3)
+    assert not any(text.startswith("shared experts") for text in decode.formulas)
+
+
+def test_a_hot_expert_gets_copies_and_the_shared_one_keeps_its_share(tmp_path: Path) -> None:
+    """With 64 slots to spare, and one expert that every other token chooses."""
+    folder = folder_of(tmp_path, "DeepSeek-V3")
+    loads = tmp_path / "loads.json"
+    loads.write_text(json.dumps({"loads": [[128.0] + [7.5 * 256 / 255] * 255]}))
+    (layout,) = find_layouts(folder, 320, None, 1, loads=loads, num_redundant=63, shared_as_routed=True).layouts
+    copies = Counter(expert for holder in layout.holders for expert in holder.experts)
+    assert copies[0] > 10
+    assert copies[256] == pytest.approx(2 * copies[0], abs=2)
+
+
+def test_loads_tell_the_balance(tmp_path: Path) -> None:
+    """Without loads, hot experts are not known and not placed apart; with equal ones, copies are spread."""
+    folder = folder_of(tmp_path, "Mixtral-8x7B")
+    loads = tmp_path / "loads.json"
+    loads.write_text(json.dumps({"loads": [[9, 9, 1, 1, 1, 1, 1, 1]]}))
+    (layout,) = find_layouts(folder, 4, None, 1, loads=loads).layouts
+    assert layout.fullest_rank == pytest.approx((9 + 1) / 6)
+    (layout,) = find_layouts(folder, 4, None, 1, loads=loads, num_redundant=4).layouts
+    assert layout.fullest_rank < 1.2
+    # 12 slots in order: ranks have 3 of them, and those of experts 0 to 3 are halves.
+    (layout,) = find_layouts(folder, 4, None, 1, num_redundant=4).layouts
+    assert layout.fullest_rank == pytest.approx(2.5 / 2)
+    assert [holder.experts for holder in layout.holders] == [(0, 1, 2), (3, 4, 5), (6, 7, 0), (1, 2, 3)]
+    (routed,) = (part for part in layout.parts if part.name == "routed experts")
+    assert routed.num_parameters == 32 * 3 * 3 * 4096 * 14336
+
+
+def test_layers_with_other_loads_count_each(tmp_path: Path) -> None:
+    """Three layers whose fullest of two ranks has all, one where both have the same."""
+    folder = folder_of(tmp_path, "Mixtral-8x7B", num_hidden_layers=4)
+    loads = tmp_path / "loads.json"
+    hot, cold = [5, 0, 0, 0, 0, 0, 0, 0], [1] * 8
+    loads.write_text(json.dumps({"loads": [hot, cold, hot, hot]}))
+    assert find_layouts(folder, 2, None, 1, loads=loads).layouts[0].fullest_rank == pytest.approx((3 * 2 + 1) / 4)
+
+
+def test_shared_experts_wider_than_one_are_several(tmp_path: Path) -> None:
+    """DeepSeek-V2-Lite has two shared experts in one network of double width."""
+    found = find_layouts(folder_of(tmp_path, "DeepSeek-V2-Lite"), 2, None, 1, shared_as_routed=True)
+    assert found.num_shared == 2
+    assert {expert for holder in found.layouts[0].holders for expert in holder.experts} == {*range(66)}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "options", "message"),
+    [
+        ("Mixtral-8x7B", {}, {"shared_as_routed": True}, "shared_as_routed: the model has no shared experts"),
+        (
+            "Qwen1.5-MoE-A2.7B",
+            {"shared_expert_intermediate_size": 5000},
+            {"shared_as_routed": True},
+            "shared experts of width 5000 cannot be divided into experts of width 1408",
+        ),
+        ("Mixtral-8x7B", {}, {"num_redundant": 99}, "8 experts on 4 ranks need from 8 slots (one copy each) to 32"),
+        ("Mixtral-8x7B", {}, {"loads": Path("none.json")}, "cannot read the expert loads in none.json"),
+    ],
+)
+def test_placements_that_cannot_be(
+    model: str, changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError) as error:
+        find_layouts(folder_of(tmp_path, model, **changes), 4, None, 1, **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "model", "exchange", "message"),
+    [
+        (24, "DeepSeek-V3", "node_limited", "8 groups of experts and 3 nodes: one number must divide the other"),
+        (16, "Mixtral-8x7B", "node_limited", "the model's router does not choose groups of experts; use by_node"),
+    ],
+)
+def test_exchanges_that_do_not_fit(num_ranks: int, model: str, exchange: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        estimate(folder_of(tmp_path, model), num_ranks, assumptions=Assumptions(exchange=exchange))
+
+
+def test_rows_by_node_are_fewer_and_limited_ones_fewer_still(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "DeepSeek-V3")
+    sent = []
+    for exchange in ("direct", "by_node", "node_limited"):
+        assumptions = Assumptions(exchange=exchange)
+        found = estimate(folder, 32, assumptions=assumptions, decode_requests=64).decode
+        assert found is not None
+        sent.append(found.network_bytes / (64 * 7168 * 3))
+    assert sent == [
+        pytest.approx(8 * 24 / 32),
+        pytest.approx(3 * 0.9036, rel=1e-3),
+        pytest.approx(3 * 0.7277, rel=1e-3),
+    ]
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "DeepSeek-V3")
+    found = find_layouts(folder, 8, None, 8)
+    estimates = estimate_layouts(found, H800, fixed_traffic(4096, 512), PERFECT, ranks_per_node=8)
+    assert estimates.layouts[0].decode is None
+    assert "does not fit: no room for the KV cache of a request" in as_text(estimates)
+
+
+def test_a_cache_that_is_small_limits_the_requests(tmp_path: Path) -> None:
+    found = estimate(folder_of(tmp_path, "DeepSeek-V3"), 32, traffic=(60_000, 2))
+    assert found.decode is not None
+    assert found.decode.tokens_per_replica == found.cache_requests < 128
+
+
+def test_steps_without_work(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "Mixtral-8x7B")
+    with pytest.raises(SettingsError, match="decode_requests=0: a step has at least 1"):
+        estimate(folder, 8, decode_requests=0)
+    with pytest.raises(SettingsError, match="prefill_tokens=0: a step has at least 1"):
+        estimate(folder, 8, prefill_tokens=0)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(folder_of(tmp_path, "DeepSeek-V3"))
+    assert cli.main(["plan", folder, "--nodes", "4", "--hardware", "h200"]) == 0
+    text = capsys.readouterr().out
+    assert "Estimates for 4 x 8 h200, and requests of 13911 + 357 tokens" in text
+    assert max(map(len, text.splitlines())) < 180
+    assert "A step of" not in text
+    assert cli.main(["plan", folder, "--nodes", "4", "--hardware", "h200", "--tp", "1", "--traffic", "4096:512"]) == 0
+    text = capsys.readouterr().out
+    for wanted in ("Memory:", "A step of decode:", "A step of prefill:", "dispatch and combine: ", "tokens per second"):
+        assert wanted in text
+
+
+def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(folder_of(tmp_path, "Mixtral-8x7B")), "--ranks", "8", "--hardware", "h100", "--json"]
+    assert cli.main([*command, "--overlap", "--compute-efficiency", "0.5", "--decode-requests", "4"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    estimates = told["estimates"]
+    assert [(each["tp"], each["dp"]) for each in estimates["layouts"]] == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert len(told["layouts"]) == 4
+    assert (estimates["num_nodes"], estimates["ranks_per_node"], estimates["hardware"]) == (1, 8, "h100")
+    assert estimates["assumptions"]["overlap"] is True
+    assert estimates["assumptions"]["compute_efficiency"] == 0.5
+    assert {each["decode"]["tokens_per_replica"] for each in estimates["layouts"]} == {4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say either --ranks, for those of one node, or --nodes (and --gpus-per-node, if not 8)"),
+        (["--ranks", "8", "--nodes", "1"], "say either --ranks"),
+        (["--nodes", "0"], "--nodes 0 and --gpus-per-node 8: both must be at least 1"),
+        (["--ranks", "8", "--traffic", "1:1"], "--traffic is for estimates; say --hardware too"),
+        (["--ranks", "8", "--overlap"], "--overlap is for estimates; say --hardware too"),
+        (["--ranks", "8", "--hardware", "h99"], "hardware='h99' is not in the table"),
+        (["--ranks", "0", "--hardware", "h100"], "ranks=0 cannot be laid out"),
+    ],
+)
+def test_commands_that_cannot_be(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(folder_of(tmp_path, "Mixtral-8x7B")), *arguments]) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Hardware from the table and from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve.errors import SettingsError
+from moeserve.planner.hardware import TABLE, read_hardware
+
+OWN: dict[str, Any] = {
+    "name": "my host",
+    "memory": 64e9,
+    "memory_bandwidth": 2e11,
+    "bf16_rate": 4e12,
+    "fp8_rate": 4e12,
+    "node_bandwidth": 1e10,
+    "network_bandwidth": 1e9,
+}
+
+
+def written(tmp_path: Path, content: Any) -> str:
+    path = tmp_path / "own.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_the_table_has_plausible_entries() -> None:
+    """Dense rates, one direction: what is easily mistaken by a factor of two."""
+    for name, hardware in TABLE.items():
+        assert hardware.name == name
+        assert hardware.fp8_rate in (hardware.bf16_rate, pytest.approx(2 * hardware.bf16_rate, rel=1e-3))
+        # A value read from memory can take part in some hundred products of bfloat16, in each generation.
+        assert 100 < hardware.bf16_rate / hardware.memory_bandwidth < 350
+        assert hardware.network_bandwidth < hardware.node_bandwidth < hardware.memory_bandwidth
+    assert TABLE["h100"].node_bandwidth == 450e9
+    assert TABLE["h800"].node_bandwidth == 200e9
+
+
+def test_names_are_known_in_any_case() -> None:
+    assert read_hardware("H200") is TABLE["h200"]
+
+
+def test_a_file_describes_what_the_table_has_not(tmp_path: Path) -> None:
+    hardware = read_hardware(written(tmp_path, OWN))
+    assert {name: getattr(hardware, name) for name in OWN} == OWN
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h20", "hardware='h20' is not in the table: did you mean 'h200'? Or give a .json file that describes it"),
+        ("cpu", "(a CPU is described in a file, by what was measured on it: see docs/planning.md)"),
+        ("none.json", "cannot read the hardware in none.json: No such file or directory"),
+    ],
+)
+def test_unknown_hardware(name: str, message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        read_hardware(name)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "must be a JSON object with name, memory, memory_bandwidth, bf16_rate"),
+        ("[]", "must be a JSON object with name"),
+        ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1"), "must be a JSON object"),
+        (OWN | {"memory": 0}, "`$.memory`"),
+        (OWN | {"memory": "64GB"}, "`$.memory`"),
+        (OWN | {"memory_bandwith": 1}, "memory_bandwith"),
+        ({"name": "x"}, "memory"),
+        (" " * 100_000, "is too large to describe hardware (100000 bytes)"),
+    ],
+)
+def test_files_that_describe_no_hardware(content: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as error:
+        read_hardware(written(tmp_path, content))
+    assert message in str(error.value)
