@@ -215,6 +215,41 @@ void put_in_order(const Tensor& keys, int64_t first_key, int64_t num_known, cons
   run_kernel([step] { static_cast<void>(sort_pairs(step)); });
 }
 
+void add_up_counts(const Tensor& counts, const Tensor& totals) {
+  check_indices("counts", counts);
+  check_indices("totals", totals);
+  check_shape("totals", totals, {counts.size(0)});
+  const CountAddition step{static_cast<const int64_t*>(counts.data), static_cast<int64_t*>(totals.data),
+                           counts.size(0)};
+  run_kernel([step] { add_counts(step); });
+}
+
+void choose_among_copies(const Tensor& experts, const Tensor& copies, const Tensor& num_turns, int64_t first_token,
+                         const Tensor& chosen) {
+  check_dims("experts", experts, 2);
+  check_dims("copies", copies, 2);
+  check_indices("num_turns", num_turns);
+  check_shape("num_turns", num_turns, {copies.size(0)});
+  check_shape("chosen", chosen, {experts.size(0), experts.size(1)});
+  for (const auto& [name, tensor] : {std::pair{"experts", &experts}, {"copies", &copies}, {"chosen", &chosen}}) {
+    check_type(name, *tensor, ElementType::kInt64, "int64");
+    check_contiguous(name, *tensor);
+  }
+  if (first_token < 0) refuse("first_token=" + std::to_string(first_token) + ", but tokens count from 0");
+
+  CopyChoice step{};
+  step.experts = static_cast<const int64_t*>(experts.data);
+  step.copies = static_cast<const int64_t*>(copies.data);
+  step.num_turns = static_cast<const int64_t*>(num_turns.data);
+  step.chosen = static_cast<int64_t*>(chosen.data);
+  step.first_token = first_token;
+  step.num_tokens = experts.size(0);
+  step.top_k = experts.size(1);
+  step.num_experts = copies.size(0);
+  step.max_turns = copies.size(1);
+  run_kernel([step] { choose_copies(step); });
+}
+
 void gather(const Tensor& source, const Tensor& indices, int64_t divisor, const Tensor& out) {
   check_dims("source", source, 2);
   check_contiguous("source", source, 1);
@@ -377,6 +412,9 @@ void bind_layers(nb::module_& module) {
              "in order.");
   module.def("order_pairs", &put_in_order, "keys"_a, "first_key"_a, "num_known"_a, "order"_a, "counts"_a,
              "The same, for those who do not want to know how many: after them comes -1.");
+  module.def("add_counts", &add_up_counts, "counts"_a, "totals"_a, "Adds to each total a count.");
+  module.def("choose_copies", &choose_among_copies, "experts"_a, "copies"_a, "num_turns"_a, "first_token"_a, "chosen"_a,
+             "Writes which copy of its experts each token gets: they take turns from token to token.");
   module.def("gather_rows", &gather, "source"_a, "indices"_a, "divisor"_a, "out"_a,
              "Row r of `out` becomes row indices[r] // divisor of `source`; with an index of -1 it stays as it is.");
   module.def("scatter_rows", &scatter, "source"_a, "indices"_a, "out"_a,

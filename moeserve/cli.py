@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -20,6 +20,8 @@ from moeserve.config import Settings
 from moeserve.errors import MoeserveError, SettingsError, nearest
 from moeserve.launch import DEFAULT_PORT
 from moeserve.messages import SamplingParams
+from moeserve.planner.costs import Assumptions
+from moeserve.planner.hardware import TABLE
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,12 +96,62 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Print the ways to lay out a checkpoint over a number of ranks."""
-    from moeserve.planner import layout as room
+    """Print the ways to lay out a checkpoint over a number of ranks, and what they would do on some hardware."""
+    from moeserve.planner import estimate, hardware, layout, traffic
 
-    dtype = None if options.dtype == "auto" else options.dtype
-    found = room.find_layouts(options.model, options.ranks, dtype, options.tp)
-    print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else room.as_text(found))
+    num_ranks, ranks_per_node = _ranks(options)
+    for_estimates = {"traffic", "decode_requests", "prefill_tokens", *_given(options, Assumptions)} & {*vars(options)}
+    if options.hardware is None and for_estimates:
+        flag = min(for_estimates).replace("_", "-")
+        raise SettingsError(f"--{flag} is for estimates; say --hardware too")
+    found = layout.find_layouts(
+        options.model,
+        num_ranks,
+        None if options.dtype == "auto" else options.dtype,
+        options.tp,
+        loads=options.loads,
+        num_redundant=options.num_redundant_experts,
+        shared_as_routed=options.shared_as_routed,
+    )
+    estimates = None
+    if options.hardware is not None:
+        given = {name: getattr(options, name) for name in ("decode_requests", "prefill_tokens") if name in options}
+        estimates = estimate.estimate_layouts(
+            found,
+            hardware.read_hardware(options.hardware),
+            traffic.choose_traffic(getattr(options, "traffic", None)),
+            Assumptions(**_given(options, Assumptions)),
+            ranks_per_node=ranks_per_node,
+            **given,
+        )
+    if options.json:
+        told = {} if estimates is None else {"estimates": dataclasses.asdict(estimates)}
+        print(json.dumps(dataclasses.asdict(found) | told, indent=2))
+    else:
+        print(layout.as_text(found))
+        if estimates is not None:
+            print("\n" + estimate.as_text(estimates))
+
+
+def _ranks(options: argparse.Namespace) -> tuple[int, int]:
+    """How many there are, and how many of them are in each node."""
+    if (options.ranks is None) == (options.nodes is None):
+        raise SettingsError("say either --ranks, for those of one node, or --nodes (and --gpus-per-node, if not 8)")
+    if options.ranks is not None:
+        return options.ranks, max(1, options.ranks)
+    if options.nodes < 1 or options.gpus_per_node < 1:
+        raise SettingsError(
+            f"--nodes {options.nodes} and --gpus-per-node {options.gpus_per_node}: both must be at least 1"
+        )
+    return options.nodes * options.gpus_per_node, options.gpus_per_node
+
+
+def viz(options: argparse.Namespace) -> None:
+    """Show what experts and ranks were given, from records of a run: as a table, a page or a picture."""
+    from moeserve.planner import views as room
+
+    num_redundant = options.num_redundant_experts
+    print(room.show(options.loads, html_path=options.html, png_path=options.png, num_redundant=num_redundant))
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -192,8 +244,14 @@ def _parser() -> Parser:
 
     command = _add_command(commands, "plan", plan)
     command.add_argument("model", type=Path, metavar="MODEL", help="folder of a checkpoint; it need not hold weights")
-    command.add_argument("--ranks", type=_reader(int), required=True, help="how many ranks there are, at most 4096")
-    command.add_argument("--tp", type=_reader(int), help="show only the layout with this tp, and all its ranks")
+    command.add_argument("--ranks", type=_reader(int), help="how many ranks there are, at most 4096, all in one node")
+    command.add_argument("--nodes", type=_reader(int), help="instead of --ranks: how many nodes there are")
+    command.add_argument(
+        "--gpus-per-node", type=_reader(int), default=8, help="with --nodes: ranks of each (default: 8)"
+    )
+    command.add_argument(
+        "--tp", type=_reader(int), help="show only the layout with this tp, all its ranks and formulas"
+    )
     command.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
@@ -201,6 +259,56 @@ def _parser() -> Parser:
         help="number format to count memory for; auto: the checkpoint's (default: auto)",
     )
     command.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
+    group = command.add_argument_group("Placement of experts")
+    group.add_argument("--loads", type=Path, metavar="FILE", help="JSON with how many tokens each expert gets")
+    group.add_argument(
+        "--num-redundant-experts",
+        type=_reader(int),
+        default=0,
+        metavar="SLOTS",
+        help="slots beyond one for each expert, over all ranks together (default: 0)",
+    )
+    group.add_argument(
+        "--shared-as-routed",
+        action="store_true",
+        help="place shared experts as experts that every token chooses, with copies; otherwise every rank has them",
+    )
+    group = command.add_argument_group("Estimates", "Made when --hardware is given.")
+    group.add_argument("--hardware", metavar="NAME", help=f"{', '.join(TABLE)}, or a .json file that describes it")
+    group.add_argument(
+        "--traffic",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="lengths of requests: a .jsonl file of Mooncake's or a .csv file of Azure's format, or PROMPT:OUTPUT in "
+        "tokens (default: 200 requests of Mooncake's conversations)",
+    )
+    group.add_argument(
+        "--decode-requests",
+        type=_reader(int),
+        default=argparse.SUPPRESS,
+        metavar="REQUESTS",
+        help="that each replica decodes at once, if its cache holds so many (default: 128)",
+    )
+    group.add_argument(
+        "--prefill-tokens",
+        type=_reader(int),
+        default=argparse.SUPPRESS,
+        metavar="TOKENS",
+        help="of prompts, that each replica computes in a step (default: 4096)",
+    )
+    _add_flags(command.add_argument_group(Assumptions.__doc__), Assumptions)
+
+    command = _add_command(commands, "viz", viz)
+    command.add_argument("loads", type=Path, metavar="LOADS", help="records of expert load, as an engine writes them")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser, with all details")
+    command.add_argument("--png", type=Path, metavar="FILE", help="write a picture of layers and experts")
+    command.add_argument(
+        "--num-redundant-experts",
+        type=_reader(Annotated[int, msgspec.Meta(ge=0, le=2**20)]),
+        metavar="EXPERTS",
+        help="table and page also show how even ranks would be with experts placed by these loads, and so many "
+        "redundant ones in each layer (default: they do not)",
+    )
 
     command = _add_command(commands, "upcycle", upcycle)
     command.add_argument("dense", type=Path, metavar="DENSE", help="a GGUF file, or a folder with safetensors")

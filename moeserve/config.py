@@ -25,6 +25,7 @@ MAX_BYTES = 2**50
 # More ranks than cores are slower than fewer; some are good for trying a layout out, more are a slip of the pen.
 MAX_RANKS_PER_CORE = 4
 LEAST_MOST_RANKS = 8
+DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["int8", "int4"]
 DispatcherName = Literal["local", "allgather", "all_to_all"]
@@ -123,6 +124,14 @@ class ParallelSettings:
         'JSON file {"loads": [[...], ...]}: how many tokens each expert of each layer gets; experts are placed so that '
         "ranks have equal work, hot ones get the copies; none: experts in their order",
     )
+    rebalance: str = setting(
+        "off",
+        "auto: experts change ranks while they serve, as their loads change; off: they stay; else a file with "
+        "placements, as LLM.save_placement writes it",
+    )
+    rebalance_horizon: PositiveInt = setting(
+        10000, "with rebalance=auto: steps in which a new placement must gain more time than moving experts costs"
+    )
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = setting(
         None, "CPU threads of each rank; none: the cores this process may use, divided by the ranks on this host"
     )
@@ -135,6 +144,23 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TelemetrySettings:
+    """Telemetry"""
+
+    expert_load_window: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = setting(
+        None,
+        f"steps after which all ranks tell what their experts were given; none: {DEFAULT_LOAD_WINDOW} if a file "
+        "or metrics want it, else only when asked",
+    )
+    expert_load_file: str | None = setting(
+        None, "file to which a line of JSON is added for each window: what each expert and rank of each layer was given"
+    )
+    metrics_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = setting(
+        None, "port of this host, on the loopback interface, where Prometheus finds the metrics; none: nowhere"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the user asked for, group by group."""
 
@@ -142,6 +168,7 @@ class Settings:
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
 
     @classmethod
     def groups(cls) -> dict[str, type]:
@@ -209,8 +236,14 @@ class EngineConfig:
     dispatcher: DispatcherName
     num_redundant_experts: int  # in each layer
     expert_loads: tuple[tuple[float, ...], ...]  # by layer with experts, by expert; empty: unknown
+    placements: tuple[str, ...]  # of each layer with experts, as JSON; empty: by loads
+    rebalance: Literal["off", "auto"]
+    rebalance_horizon: int  # steps
     collective_timeout: int  # seconds
     debug_collectives: bool
+    expert_load_window: int  # steps; 0: only when asked
+    expert_load_file: str | None
+    metrics_port: int | None
 
     @property
     def num_ranks(self) -> int:
@@ -241,6 +274,7 @@ def resolve(
     has_kernels: bool = True,
     cores_of_nodes: Sequence[int] | None = None,
     expert_loads: tuple[tuple[float, ...], ...] = (),
+    placements: tuple[str, ...] = (),
 ) -> EngineConfig:
     """Turns every "auto" and none into a fact.
 
@@ -251,11 +285,15 @@ def resolve(
         has_kernels: whether the C++ kernels were built.
         cores_of_nodes: CPU cores of each node of the Ray cluster that is to be used; none: no Ray, see `wants_ray`.
         expert_loads: what the file says that the settings name: by layer with experts, by expert.
+        placements: the same, for the file of placements: by layer with experts.
 
     Raises:
         SettingsError: the settings do not fit each other, the checkpoint or the machine.
     """
     model, cache, scheduler, parallel = settings.model, settings.cache, settings.scheduler, settings.parallel
+    telemetry = settings.telemetry
+    moves_experts = parallel.rebalance == "auto"
+    is_load_wanted = moves_experts or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
     num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     if model.device == "cuda" and not has_cuda:
         raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
@@ -264,6 +302,12 @@ def resolve(
     _refuse_quantization(model.quantization, dtype, device, has_kernels)
     _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, device, num_cores, cores_of_nodes)
     _refuse_redundancy(parallel.num_redundant_experts, checkpoint, num_ranks)
+    if moves_experts and num_ranks == 1:
+        raise SettingsError("rebalance='auto' moves experts between ranks, and there is one; use rebalance='off'")
+    if is_load_wanted and not checkpoint.num_sparse_layers:
+        raise SettingsError(
+            "the model has no experts, for rebalance to move or expert_load_file and metrics_port to tell of"
+        )
 
     if model.max_model_len is not None and model.max_model_len > checkpoint.max_position_embeddings:
         raise SettingsError(
@@ -302,8 +346,14 @@ def resolve(
         dispatcher=_choose_dispatcher(parallel.dispatcher, num_ranks),
         num_redundant_experts=parallel.num_redundant_experts,
         expert_loads=expert_loads,
+        placements=placements,
+        rebalance="auto" if parallel.rebalance == "auto" else "off",
+        rebalance_horizon=parallel.rebalance_horizon,
         collective_timeout=parallel.collective_timeout,
         debug_collectives=parallel.debug_collectives,
+        expert_load_window=telemetry.expert_load_window or (DEFAULT_LOAD_WINDOW if is_load_wanted else 0),
+        expert_load_file=telemetry.expert_load_file,
+        metrics_port=telemetry.metrics_port,
     )
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from moeserve.config import LIMITS
 from moeserve.errors import RequestError, nearest, shown
+from moeserve.telemetry.expert_load import LoadWindow
 
 FinishReason = Literal["stop", "length", "abort"]
 T = TypeVar("T")
@@ -197,6 +198,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     chunks: list[ChunkResult]
+    load: LoadWindow | None = None  # of the steps before it, where it was agreed to collect that
+    placement_epoch: int = 0  # the newest placement of experts whose weights this rank holds
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,7 +235,11 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """To every replica, and the last message to each: end all requests, and leave together."""
 
 
-ReplicaMessage: TypeAlias = AddRequest | AbortRequest | Wake | Shutdown
+class CollectLoad(msgspec.Struct, frozen=True, tag="collect-load"):
+    """To the first replica: have all ranks tell what their experts were given, now."""
+
+
+ReplicaMessage: TypeAlias = AddRequest | AbortRequest | Wake | CollectLoad | Shutdown
 
 
 class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -591,6 +591,23 @@ class Reference:
         assert largest.indices[:, 0].tolist() == continuation
         return float((largest.values[:, 0] - largest.values[:, 1]).min())
 
+    def experts(self, token_ids: list[int]) -> list[torch.Tensor]:
+        """[T, K], of each layer that has experts: those that the router chose for each token."""
+        chosen: list[torch.Tensor] = []
+        hooks = [
+            router.register_forward_hook(lambda router, arguments, output: chosen.append(output[2]))
+            for router in self._routers()
+        ]
+        self.logits(token_ids)
+        for hook in hooks:
+            hook.remove()
+        return chosen
+
+    def _routers(self) -> list[nn.Module]:
+        routers = [module for module in self.model.modules() if type(module).__name__.endswith("Router")]
+        assert routers
+        return routers
+
     def num_undecided(self, token_ids: list[int]) -> int:
         """How many tokens, in all layers, would change experts if what the routers see was off by ROUTER_NOISE."""
         generator = torch.Generator().manual_seed(0)
@@ -604,9 +621,7 @@ class Reference:
                 others = router.forward(hidden * (1 + noise))[2].sort(dim=-1).values
                 undecided.append(int((experts != others).any(-1).sum()))
 
-        routers = [module for module in self.model.modules() if type(module).__name__.endswith("Router")]
-        assert routers
-        hooks = [router.register_forward_hook(compare) for router in routers]
+        hooks = [router.register_forward_hook(compare) for router in self._routers()]
         self.logits(token_ids)
         for hook in hooks:
             hook.remove()

@@ -57,6 +57,21 @@ int64_t rounded_up(int64_t num_bytes, int64_t unit) { return (num_bytes + unit -
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+// Adds the time since `begin`, if that was called, to a total.
+class Stopwatch {
+ public:
+  explicit Stopwatch(std::atomic<double>& total) : total_(total) {}
+  Stopwatch(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    if (began_ != 0) total_.store(total_.load() + now() - began_);
+  }
+  void begin() { began_ = now(); }
+
+ private:
+  std::atomic<double>& total_;
+  double began_ = 0;
+};
+
 // Waits until the word is woken, unless it is no longer `seen`. False: a signal came.
 bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, double seconds) {
   timespec time;
@@ -524,6 +539,7 @@ bool SharedMemory::add_chunk(Operation& operation) {
 
 Outcome SharedMemory::wait(uint64_t number, double timeout_s) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  Stopwatch stopwatch(seconds_waited_);
   double deadline = 0;
   while (true) {
     if (is_closing_) return Outcome::kClosed;
@@ -532,6 +548,7 @@ Outcome SharedMemory::wait(uint64_t number, double timeout_s) {
     if (failure_ != Outcome::kDone) return failure_;
     if (is_done(number)) return is_closing_ ? Outcome::kClosed : Outcome::kDone;
     if (deadline == 0) {
+      stopwatch.begin();
       deadline = now() + timeout_s;
       if (waited_for_ != number) look_interval_ = kFirstLook_s;
       waited_for_ = number;

@@ -78,6 +78,9 @@ class SharedMemory {
   // After kTimeout, kLost and kDisagree this rank has left: the others fail as well.
   Outcome wait(uint64_t number, double timeout_s);
 
+  // In all calls of `wait` together, for what was not there yet.
+  double seconds_waited() const { return seconds_waited_; }
+
   // Whom the last failed `wait` was about.
   std::vector<int> absent() const { return absent_; }
 
@@ -157,6 +160,7 @@ class SharedMemory {
   std::atomic<bool> is_closing_{false};
   Outcome failure_ = Outcome::kDone;
   std::vector<int> absent_;
+  std::atomic<double> seconds_waited_{0};
 
   std::deque<Operation> operations_;  // begun and not done, and those between them
   std::vector<Operation> spare_;

@@ -29,8 +29,10 @@ from moeserve.interrupts import interrupts_deferred
 from moeserve.machine import usable_cores
 from moeserve.messages import RequestOutput, SamplingParams
 from moeserve.models import registry
-from moeserve.moe.placement import read_loads
+from moeserve.moe.placement import Placement, read_loads, read_placements, write_placements
 from moeserve.ops.native import native_kernels
+from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.telemetry.observer import LoadObserver
 from moeserve.worker.loading import wait_for_copies
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ class LLM:
             has_kernels=native_kernels() is not None,
             cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
             expert_loads=_read_expert_loads(wanted.parallel.expert_loads, facts),
+            placements=_read_placements(wanted.parallel, facts),
         )
         defaults = registry.read_generation_defaults(folder)
         try:
@@ -99,8 +102,15 @@ class LLM:
         except RequestError as error:
             raise CheckpointError(f"{folder}: generation_config.json: {error}") from None
         self.codec = TextCodec.load(config.tokenizer_path)
+        self._has_experts = facts.num_sparse_layers > 0
+        load_file = config.expert_load_file
+        self._observer = LoadObserver(None if load_file is None else Path(load_file), config.metrics_port)
         self._errors: dict[str, str] = {}  # of prompts that the engine could not finish, until their call tells of it
-        self.core: Engine = start_engine(config, cluster, show_progress=show_progress)
+        try:
+            self.core: Engine = start_engine(config, cluster, show_progress=show_progress)
+        except BaseException:
+            self._observer.close()
+            raise
         self.config = self.core.config
         self.frontend = Frontend(
             self.codec,
@@ -242,8 +252,45 @@ class LLM:
         )
         return {"prompt_token_ids": token_ids}
 
+    def expert_load(self) -> LoadWindow:
+        """What each expert of each layer was given, on all ranks, since this was last told.
+
+        It was told by an earlier call, or after as many steps as `expert_load_window` says. Steps that are under way
+        are not waited for.
+
+        Raises:
+            SettingsError: the model has no experts.
+            EngineError: the engine was shut down, or has failed.
+        """
+        if not self._has_experts:
+            raise SettingsError(f"the model in {self.config.model_path} has no experts, so there is no load to tell")
+        with interrupts_deferred():
+            self.core.collect_load()
+            windows = self.core.take_loads(wait=True)
+            for window in windows:
+                self._observer.observe(window)
+        return windows[-1]
+
+    def save_placement(self, path: str | os.PathLike[str]) -> None:
+        """Writes which rank holds which experts, for `rebalance=path` of a later engine with as many ranks and slots.
+
+        Raises:
+            SettingsError: the model has no experts, or the file cannot be written.
+            EngineError: the engine was shut down, or has failed.
+        """
+        window = self.expert_load()
+        placements = [Placement(slots, window.num_experts) for slots in window.logical_of_slot]
+        write_placements(Path(path), placements)
+
     def shutdown(self) -> None:
-        """Ends all requests and frees the model. May be called twice; afterwards only what was generated is there."""
+        """Ends all requests and frees the model. May be called twice; afterwards only what was generated is there.
+
+        Where a file or metrics want the load of experts, they are told the last of it.
+        """
+        if self._observer.is_wanted:
+            with contextlib.suppress(EngineError):  # of an engine that has failed, or was shut down before
+                self.expert_load()
+        self._observer.close()
         self.core.shutdown()
         wait_for_copies(only_given_up=True)
 
@@ -269,6 +316,8 @@ class LLM:
                     self.core.abort(news.abort_request_id)
                 if news.finished:
                     finished.add(news.prompt_id)
+            for window in self.core.take_loads():
+                self._observer.observe(window)
         return finished
 
     def _raise_error(self, prompt_ids: list[str]) -> None:
@@ -327,6 +376,19 @@ def _read_expert_loads(path: str | None, facts: CheckpointFacts) -> tuple[tuple[
     if path is None:
         return ()
     return read_loads(Path(path), num_layers=facts.num_sparse_layers, num_experts=facts.num_experts)
+
+
+def _read_placements(parallel: ParallelSettings, facts: CheckpointFacts) -> tuple[str, ...]:
+    if parallel.rebalance in ("off", "auto"):
+        return ()
+    found = read_placements(
+        Path(parallel.rebalance),
+        num_layers=facts.num_sparse_layers,
+        num_experts=facts.num_experts,
+        num_ranks=parallel.tensor_parallel_size * parallel.data_parallel_size,
+        num_redundant=parallel.num_redundant_experts,
+    )
+    return tuple(placement.to_json() for placement in found)
 
 
 def _signature() -> inspect.Signature:

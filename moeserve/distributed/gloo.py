@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import NoReturn
@@ -40,6 +41,7 @@ class GlooTransport:
         self._timeout_s = timeout_s
         self._num_ranks = group.size()
         self._rank = group.rank()
+        self.seconds_waited = 0.0
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
         copies = x.repeat(self._num_ranks, *[1] * (x.dim() - 1))
@@ -55,10 +57,12 @@ class GlooTransport:
             raise TransportError(cause(error, self._timeout_s)) from error
 
         def wait() -> None:
+            began = time.perf_counter()
             try:
                 work.wait()
             except RuntimeError as error:
                 raise TransportError(cause(error, self._timeout_s)) from error
+            self.seconds_waited += time.perf_counter() - began
 
         return received, wait
 

@@ -23,6 +23,7 @@ from moeserve.distributed.order_check import NO_STEP, Announcement, Operation, O
 from moeserve.distributed.store import Noticeboard, listed, own_address, start_store
 from moeserve.distributed.transport import Pending, Transport, TransportError
 from moeserve.errors import DistributedError
+from moeserve.machine import host_identity
 
 __all__ = [
     "GroupCoordinator",
@@ -45,7 +46,7 @@ AXES: tuple[Axis, ...] = ("tp", "dp", "ep")
 
 def group_of_one(name: str, rank: int = 0) -> GroupCoordinator:
     """A group without others: every collective returns what it is given."""
-    return GroupCoordinator(name=name, rank=rank, ranks=(rank,), local_rank=0, connections=None)
+    return GroupCoordinator(name=name, rank=rank, ranks=(rank,), node_of_rank=(0,), local_rank=0, connections=None)
 
 
 def single() -> Groups:
@@ -58,7 +59,8 @@ def unconnected(mesh: Mesh, rank: int) -> Groups:
     """The groups of one rank of a mesh that nobody started: to build its part of a model and look at it."""
 
     def coordinator(name: str, ranks: tuple[int, ...]) -> GroupCoordinator:
-        return GroupCoordinator(name=name, rank=rank, ranks=ranks, local_rank=0, connections=None)
+        nodes = (0,) * len(ranks)
+        return GroupCoordinator(name=name, rank=rank, ranks=ranks, node_of_rank=nodes, local_rank=0, connections=None)
 
     tp, dp, ep = (coordinator(axis, mesh.group(axis, rank)) for axis in AXES)
     world = coordinator("world", tuple(range(mesh.world_size)))
@@ -90,7 +92,7 @@ def connect(
     server = TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=timeout_s))
     store = PrefixStore(store_key, server) if store_key else server
     noticeboard = Noticeboard(rank, store, timeout_s)
-    noticeboard.meet(range(mesh.world_size))
+    hosts = noticeboard.meet(range(mesh.world_size), host_identity())
 
     def refuse(name: str, ranks: tuple[int, ...], why: str, error: Exception) -> NoReturn:
         what = f"group {name!r} ({listed(ranks)}) could not be connected: {why}"
@@ -127,7 +129,14 @@ def connect(
         connections = None
         if len(ranks) > 1:
             connections = Connections(connected(name, ranks), noticeboard, order_check)
-        group = GroupCoordinator(name=name, rank=rank, ranks=ranks, local_rank=local_rank, connections=connections)
+        group = GroupCoordinator(
+            name=name,
+            rank=rank,
+            ranks=ranks,
+            node_of_rank=tuple(hosts.index(hosts[member]) for member in ranks),
+            local_rank=local_rank,
+            connections=connections,
+        )
         group.barrier()  # what cannot work fails here, not in the first step
         return group
 
@@ -169,12 +178,20 @@ class GroupCoordinator:
     """
 
     def __init__(
-        self, *, name: str, rank: int, ranks: tuple[int, ...], local_rank: int, connections: Connections | None
+        self,
+        *,
+        name: str,
+        rank: int,
+        ranks: tuple[int, ...],
+        node_of_rank: tuple[int, ...],
+        local_rank: int,
+        connections: Connections | None,
     ) -> None:
         assert rank in ranks
         self.name = name
         self.rank = rank  # of this process in the world
         self.ranks = ranks  # of the group, ascending
+        self.node_of_rank = node_of_rank  # by rank in the group: a number of its host
         self.local_rank = local_rank  # among the ranks of this host
         self.world_size = len(ranks)
         self.rank_in_group = ranks.index(rank)
@@ -182,12 +199,14 @@ class GroupCoordinator:
         self.layer: int | None = None
         self._connections = connections
         self.num_begun = 0  # collectives, the one under way included
+        self.num_bytes_sent = 0  # to other ranks, where each of them is sent what is for it
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, added in float32 in rank order: the same bytes on all ranks."""
         if self.world_size == 1:
             return x
         self._announce("all_reduce", x.dtype, x.shape)
+        self.num_bytes_sent += x.nbytes * (self.world_size - 1)
         try:
             reduced = self._transport.all_reduce(x)
         except TransportError as error:
@@ -205,6 +224,7 @@ class GroupCoordinator:
         if self.world_size == 1:
             return PendingTensor(x, _nothing)
         self._announce("all_gather", x.dtype, x.shape[1:], sizes)
+        self.num_bytes_sent += x.nbytes * (self.world_size - 1)
         return self._begin_all_gather(x, sizes, "all_gather")
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -216,6 +236,7 @@ class GroupCoordinator:
         if self.world_size == 1:
             return x
         self._announce("reduce_scatter", x.dtype, x.shape[1:], sizes)
+        self._count_rows_sent(x, sizes)
         try:
             reduced = self._transport.reduce_scatter(x, sizes)
         except TransportError as error:
@@ -232,6 +253,7 @@ class GroupCoordinator:
         if self.world_size == 1:
             return PendingTensor(x, _nothing)
         self._announce("all_to_all", x.dtype, x.shape[1:], (), send_sizes, receive_sizes)
+        self._count_rows_sent(x, send_sizes)
         try:
             pending = self._transport.begin_all_to_all(x, send_sizes, receive_sizes)
         except TransportError as error:
@@ -263,6 +285,11 @@ class GroupCoordinator:
             self._gather_one(torch.zeros(1, dtype=torch.uint8), "barrier")
 
     @property
+    def seconds_waited(self) -> float:
+        """For what other ranks had not sent yet, in all collectives together."""
+        return 0.0 if self._connections is None else self._transport.seconds_waited
+
+    @property
     def can_be_recorded(self) -> bool:
         """Whether a tape that was recorded during collectives of this group can be played."""
         if self.world_size == 1:
@@ -274,6 +301,10 @@ class GroupCoordinator:
         if self._connections is not None:
             self._connections.transport.close()
             self._connections = None
+
+    def _count_rows_sent(self, x: Tensor, sizes: Sequence[int]) -> None:
+        if len(x):
+            self.num_bytes_sent += x.nbytes // len(x) * (len(x) - sizes[self.rank_in_group])
 
     def _gather_one(self, x: Tensor, operation: Operation) -> Tensor:
         return self._begin_all_gather(x, [1] * self.world_size, operation).wait()
@@ -392,13 +423,21 @@ class Groups:
             group.layer = layer
 
     def count_collectives(self) -> tuple[int, ...]:
-        """How many of each group have begun on this rank."""
-        return tuple(group.num_begun for group in (self.world, self.tp, self.dp, self.ep))
+        """Of each group, how many have begun on this rank; then, what they sent."""
+        groups = self.world, self.tp, self.dp, self.ep
+        return *(group.num_begun for group in groups), *(group.num_bytes_sent for group in groups)
 
     def add_played(self, counts: Sequence[int]) -> None:
-        """Count so many more of each group: they were played from a tape."""
-        for group, count in zip((self.world, self.tp, self.dp, self.ep), counts, strict=True):
+        """Count so many more of each group, and what they sent: they were played from a tape."""
+        groups = self.world, self.tp, self.dp, self.ep
+        for group, count, num_bytes in zip(groups, counts[: len(groups)], counts[len(groups) :], strict=True):
             group.num_begun += count
+            group.num_bytes_sent += num_bytes
+
+    @property
+    def seconds_waited(self) -> float:
+        """Of this rank in the collectives of a step, for what other ranks had not sent yet."""
+        return self.tp.seconds_waited + self.ep.seconds_waited
 
     @property
     def can_be_recorded(self) -> bool:

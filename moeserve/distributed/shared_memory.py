@@ -153,6 +153,10 @@ class SharedMemoryTransport:
         return out
 
     @property
+    def seconds_waited(self) -> float:
+        return float(self._memory.seconds_waited)
+
+    @property
     def can_be_recorded(self) -> bool:
         return True
 

@@ -41,6 +41,11 @@ class Transport(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
     @property
+    def seconds_waited(self) -> float:
+        """For what was not there yet, in all collectives together."""
+        ...
+
+    @property
     def can_be_recorded(self) -> bool:
         """Whether collectives that are begun and waited for while a tape is recorded can be played from it."""
         ...

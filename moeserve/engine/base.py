@@ -9,6 +9,7 @@ from typing import Protocol
 from moeserve.config import EngineConfig
 from moeserve.messages import Request, RequestUpdate
 from moeserve.scheduling.scheduler import Scheduler
+from moeserve.telemetry.expert_load import LoadWindow
 
 
 class Engine(Protocol):
@@ -41,6 +42,25 @@ class Engine(Protocol):
 
         Raises:
             EngineError: a step failed, or the engine was shut down or has failed for good and told of all ends.
+        """
+        ...
+
+    def collect_load(self) -> None:
+        """Has all ranks tell what their experts were given since they last did. `take_loads` has it soon.
+
+        Raises:
+            EngineError: the engine was shut down, or has failed for good.
+        """
+        ...
+
+    def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
+        """What the experts were given, in windows that no earlier call returned.
+
+        Args:
+            wait: until there is one, which must have been asked for.
+
+        Raises:
+            EngineError: it fails meanwhile.
         """
         ...
 

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from moeserve.messages import ReplicaStats, RequestUpdate
+from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.orders import RankStart
 
 
@@ -24,10 +25,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Delivery(msgspec.Struct, frozen=True, tag="delivery"):
-    """From an engine process: news of requests, and how busy it is."""
+    """From an engine process: news of requests, how busy it is, and from the first what experts were given."""
 
     updates: list[RequestUpdate]
     stats: ReplicaStats
+    load: LoadWindow | None = None
 
 
 EngineMessage: TypeAlias = Ready | Delivery

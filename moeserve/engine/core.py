@@ -11,6 +11,7 @@ from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed
 from moeserve.messages import Request, RequestUpdate
 from moeserve.scheduling.lockstep import alone
+from moeserve.telemetry.expert_load import LoadWindow
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ class EngineCore:
             logger.warning(told)
         self.scheduler = new_scheduler(self.config, self.executor.num_blocks)
         self._undelivered: list[RequestUpdate] = []  # ends that came outside a step: the next one returns them
+        self._loads: list[LoadWindow] = []  # that nobody has taken
+        self._steps_since_load = 0
         self._is_open = True
 
     @property
@@ -57,8 +60,12 @@ class EngineCore:
             plan = self.scheduler.schedule()
             if plan is None:
                 return updates
+            collects_load = 0 < self.config.expert_load_window <= self._steps_since_load
+            self._steps_since_load = 1 if collects_load else self._steps_since_load + 1
             with interrupts_allowed():
-                result = self.executor.execute(plan, alone(plan.step, plan.num_tokens))
+                agreement = alone(plan.step, plan.num_tokens, collects_load=collects_load)
+                result = self.executor.execute(plan, agreement)
+            self._loads += [] if result.load is None else [result.load]
             return updates + self.scheduler.commit(plan, result)
         except BaseException as error:
             # What the step did to the books and the cache is unknown, so new ones are begun.
@@ -71,6 +78,17 @@ class EngineCore:
             raise EngineError(
                 f"a step failed and ended {len(request_ids)} requests: {type(error).__name__}: {error}"
             ) from error
+
+    def collect_load(self) -> None:
+        self._require_open()
+        result = self.executor.execute(None, alone(0, 0, collects_load=True))
+        assert result.load is not None
+        self._loads.append(result.load)
+        self._steps_since_load = 0
+
+    def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
+        loads, self._loads = self._loads, []
+        return loads
 
     def shutdown(self) -> None:
         """Ends all requests and the executor. May be called twice."""

@@ -54,6 +54,7 @@ def ready(channel: Channel[ReplicaMessage], start: RankStart, num_blocks: int) -
     replica = Replica(
         scheduler=new_scheduler(config, num_blocks),
         lockstep=Lockstep(rank=start.dp_index, num_replicas=config.data_parallel_size),
+        load_window=config.expert_load_window,
     )
     user.say(Ready(num_blocks))
     return replica, user
@@ -129,8 +130,8 @@ class User:
     def tell(self, delivery: Deliver) -> None:
         """Passes on what is news. Where nobody listens for long, nothing piles up but the tokens of live requests."""
         busy = _busy(delivery.stats)
-        if delivery.updates or busy != self._told:
-            self.say(Delivery(delivery.updates, delivery.stats))
+        if delivery.updates or delivery.load or busy != self._told:
+            self.say(Delivery(delivery.updates, delivery.stats, delivery.load))
             self._told = busy
 
 

@@ -13,6 +13,7 @@ from moeserve.engine.replicas import Replicas
 from moeserve.errors import EngineError
 from moeserve.interrupts import interrupts_allowed
 from moeserve.messages import Request, RequestUpdate
+from moeserve.telemetry.expert_load import LoadWindow
 
 if TYPE_CHECKING:
     from moeserve.executor.ray import Cluster
@@ -79,6 +80,12 @@ class RebuiltReplicas:
             updates, self._left_over = self._left_over, []
             return updates
         return self._replicas.step()
+
+    def collect_load(self) -> None:
+        self._replicas.collect_load()
+
+    def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
+        return self._replicas.take_loads(wait=wait)
 
     def shutdown(self) -> None:
         self._replicas.shutdown()

@@ -18,9 +18,18 @@ from moeserve.engine.border import Delivery, EngineMessage, Ready
 from moeserve.engine.choice import Candidate, PrefixMemory, choose_replica, prompt_digests
 from moeserve.engine.gang import Gang
 from moeserve.errors import EngineError, RequestError
-from moeserve.messages import AbortRequest, AddRequest, Request, RequestUpdate, Shutdown, Wake
+from moeserve.messages import (
+    AbortRequest,
+    AddRequest,
+    CollectLoad,
+    Request,
+    RequestUpdate,
+    Shutdown,
+    Wake,
+)
 from moeserve.processes import Watched, as_error, root_cause, wait_for_news
 from moeserve.scheduling.block_pool import num_blocks_for
+from moeserve.telemetry.expert_load import LoadWindow
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +73,7 @@ class Replicas:
         self._owner = os.getpid()
         self._in_flight: dict[str, InFlight] = {}
         self._undelivered: list[RequestUpdate] = []  # what came outside a step: the next one returns it
+        self._loads: list[LoadWindow] = []  # that nobody has taken
         self._closed_because = ""
         self._salt = secrets.token_bytes(32)
         self._gang = start_gang()
@@ -119,6 +129,24 @@ class Replicas:
         if not updates:
             self._require_open()
         return updates
+
+    def collect_load(self) -> None:
+        self._require_owner()
+        self._undelivered = self._news()
+        self._require_open()
+        first, *others = self._replicas
+        first.process.channel.send(CollectLoad())
+        for replica in others:
+            replica.process.channel.send(Wake())
+
+    def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
+        self._require_owner()
+        while wait and not self._loads:
+            self._require_open()
+            wait_for_news(self._gang.members, None)
+            self._undelivered = self._news()
+        loads, self._loads = self._loads, []
+        return loads
 
     def shutdown(self) -> None:
         if self._closed_because or os.getpid() != self._owner:  # a fork of its owner leaves it alone
@@ -185,6 +213,7 @@ class Replicas:
             for message in replica.process.receive():
                 assert isinstance(message, Delivery), message
                 replica.num_free_blocks = message.stats.num_free_blocks
+                self._loads += [] if message.load is None else [message.load]
                 updates += self._known(message.updates)
         return updates
 

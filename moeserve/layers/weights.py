@@ -80,6 +80,14 @@ class Weights(nn.Module):
         return OpenWeights(self.memory, self.bias, self.activation)
 
     @property
+    def memory_of_each(self) -> list[Tensor]:
+        """[e, bytes] uint8 each, together all of every weight. What is written there is what rows meet from then on."""
+        held = self.panels if self.memory is None else self.memory.data
+        assert held is not None
+        whole = [held] if self.bias is None else [held, self.bias.data]
+        return [memory.view(torch.uint8).view(self.num_weights, memory[:1].nbytes) for memory in whole]
+
+    @property
     def packs(self) -> bool:
         """Whether there are kernels for them packed."""
         return self.memory is None or can_pack(self.open)

@@ -137,6 +137,15 @@ class Decoder(nn.Module):
         return shallow
 
     @property
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """Those with experts, by the number of the layer that they are part of."""
+        return {
+            index: layer.feed_forward
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer.feed_forward, MoELayer)
+        }
+
+    @property
     def cache_bytes_per_token(self) -> int:
         return sum(layer.attention.cache_bytes_per_token for layer in self.layers)
 

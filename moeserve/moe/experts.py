@@ -41,6 +41,11 @@ class Experts(nn.Module):
         )
         self.down = Weights(num_experts, hidden_size, expert_width, has_bias=has_bias, dtype=dtype, device=device)
 
+    @property
+    def memory_of_each(self) -> list[Tensor]:
+        """[e, bytes] uint8 each, together all that makes an expert; see `Weights`."""
+        return [*self.gate_up.memory_of_each, *self.down.memory_of_each]
+
     def forward(self, tokens: PackedTokens | SlottedTokens) -> Tensor:
         """Outputs in the layout of the tokens: [R, D], or [e, S, D]."""
         gate_up, down, counts_e = self.gate_up.product, self.down.product, tokens.counts_e

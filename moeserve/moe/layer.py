@@ -16,6 +16,7 @@ from moeserve.moe.dispatch.base import Dispatcher
 from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.dispatch.slotted import SlottedDispatcher
 from moeserve.moe.experts import Experts
+from moeserve.moe.load import ExpertLoad
 from moeserve.moe.placement import Placement
 from moeserve.moe.router import Router
 from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
@@ -79,6 +80,7 @@ class MoELayer(nn.Module):
         self.shared_experts = (
             None if config.shared is None else SharedExperts(config.shared, hidden_size, dtype=dtype, device=device)
         )
+        self.group = group
         self.dispatcher: Dispatcher[Any]
         match dispatcher:
             case "local":
@@ -87,15 +89,24 @@ class MoELayer(nn.Module):
                 self.dispatcher = AllGatherDispatcher(group, placement, device)
             case "all_to_all":
                 self.dispatcher = AllToAllDispatcher(group, placement, device)
+        self.load = ExpertLoad(placement, group.rank_in_group, device)
         self.add = choose_addition(device.type)
         if num_slots is not None:
             self.dispatcher = SlottedDispatcher(self.dispatcher, num_slots)
+
+    def place(self, placement: Placement) -> None:
+        """From now on the slots hold other experts, whose weights are there already. As many slots on each rank."""
+        assert placement.num_slots == self.load.placement.num_slots
+        self.local_experts = placement.logical_of_slot[self.group.rank_in_group]
+        self.load.placement = placement
+        self.dispatcher.replicas.place(placement)
 
     def forward(self, hidden_TD: Tensor, step: StepInputs) -> Tensor:
         routing = self.router(hidden_TD)
         in_flight = self.dispatcher.dispatch(hidden_TD, routing, step)
         shared_TD = None if self.shared_experts is None else self.shared_experts(hidden_TD)  # meanwhile
         arrived = in_flight.wait()
+        self.load.count(arrived.tokens)
         output = self.experts(arrived.tokens)
         routed_TD = self.dispatcher.combine(output, arrived.ticket).wait()
         return routed_TD if shared_TD is None else self.add(routed_TD, shared_TD)

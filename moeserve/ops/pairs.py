@@ -45,6 +45,10 @@ class PairKernels(Protocol):
         """`sort` in a shape that does not depend on the keys: after the pairs that count come -1, T * K in all."""
         ...
 
+    def count(self, counts: Tensor, totals: Tensor) -> None:
+        """Adds to each total the count of a key, as `sort` gives it."""
+        ...
+
     def gather(self, source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
         """[R, D]: row r is row indices_R[r] // divisor of the source. With K as divisor, indices may be pairs.
 
@@ -95,6 +99,9 @@ class TorchPairs:
         pairs_R, counts = self.sort(keys_TK, keys)
         return torch.cat([pairs_R, pairs_R.new_full((keys_TK.numel() - len(pairs_R),), -1)]), counts
 
+    def count(self, counts: Tensor, totals: Tensor) -> None:
+        totals += counts
+
     def gather(self, source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
         return source_SD[indices_R // divisor]
 
@@ -136,6 +143,9 @@ class CpuPairs:
         counts = torch.empty(keys.num_counted, dtype=torch.int64)
         self.kernels.order_pairs(keys_TK, keys.first, keys.num_all, order_P, counts)
         return order_P, counts
+
+    def count(self, counts: Tensor, totals: Tensor) -> None:
+        self.kernels.add_counts(counts, totals)
 
     def gather(self, source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
         rows_RD = new_empty(source_SD, indices_R.shape[0], source_SD.shape[1])

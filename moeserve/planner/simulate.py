@@ -7,7 +7,8 @@ the names below. All of a run follows from its scenario: the same seed gives the
 - I1: every replica enters the same sequence of collectives, and none leaves before the others.
 - I3: a request ends exactly once, with a reason; the tokens told are those computed.
 - I4: blocks in use = the sum over live requests, and zero when idle; a replica's figures say what it has.
-- I5: a replica runs the tokens it announced. A step has at least one token: padding alone is never run.
+- I5: a replica runs the tokens it announced. A step has at least one token, or figures are collected in it: padding
+  alone is never run.
 - I6: step numbers only grow.
 - I7: after a fault nothing new is admitted, and no further step is run.
 - deadlock: with all processes alive, no collective stays open for longer than the slowest of them can take.
@@ -33,6 +34,7 @@ from moeserve.messages import (
     AbortRequest,
     AddRequest,
     ChunkResult,
+    CollectLoad,
     ReplicaMessage,
     Request,
     RequestUpdate,
@@ -57,7 +59,9 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
 MAX_NUM_BATCHED_TOKENS = 8
 END_TOKEN = 0
-_WANTS_SHUTDOWN = 2  # bit of a row's last integer
+LOAD_WINDOW = 5  # steps
+COLLECTED_SHARE = 0.05  # of requests, with which the figures of experts are asked for
+_WANTS_SHUTDOWN, _WANTS_LOAD = 2, 16  # bits of a row's last integer
 _QUIET_S = 4 * HEARTBEAT_S  # between the last end and the shutdown
 
 
@@ -152,7 +156,8 @@ def simulate(scenario: Scenario, make_replica: MakeReplica | None = None) -> Rep
 
 
 def _real_replica(rank: int, num_replicas: int, scheduler: Scheduler) -> Replica:
-    return Replica(scheduler=scheduler, lockstep=Lockstep(rank=rank, num_replicas=num_replicas))
+    lockstep = Lockstep(rank=rank, num_replicas=num_replicas)
+    return Replica(scheduler=scheduler, lockstep=lockstep, load_window=LOAD_WINDOW)
 
 
 def sampled_token(seed: int, position: int) -> int:
@@ -244,6 +249,7 @@ class _Simulation:
         self.leave_counts: dict[int, int] = {}  # collectives entered by those that left
         self.num_steps = 0
         self.num_idle_rounds = 0
+        self.num_asked = self.num_collections = 0  # for figures; without a step
         self.num_messages = 0
         self.step_bound = 0
         self.slowest_first_token_s = 0.0
@@ -346,6 +352,9 @@ class _Simulation:
         self.num_unended += 1
         self.step_bound += most_steps(request)
         self._send(self.processes[rank], AddRequest(request))
+        if dice.random() < COLLECTED_SHARE:
+            self.num_asked += 1
+            self._send(self.processes[0], CollectLoad())
         if dice.random() < self.scenario.abort_share:
             self._after(dice.expovariate(5.0), self._send_abort, request.request_id)
 
@@ -595,7 +604,7 @@ class _Simulation:
         announced = agreement.num_tokens[process.rank]
         if num_tokens != announced:
             self._violated("I5", f"replica {process.rank} runs {num_tokens} tokens, and {announced} were agreed")
-        if not any(agreement.num_tokens):
+        if not any(agreement.num_tokens) and not agreement.collects_load:
             self._violated("I5", "a step of nothing but padding")
         if self.failed_step is not None and agreement.step >= self.failed_step:
             self._violated("I7", f"replica {process.rank} runs step {agreement.step} after a replica failed")
@@ -688,6 +697,11 @@ class _Simulation:
                 self._violated("livelock", f"{self.num_steps} steps; {self.step_bound} are enough for all requests")
             return
         self.shutdown_is_agreed = all(row[6] & _WANTS_SHUTDOWN for row in rows)
+        if any(row[6] & _WANTS_LOAD for row in rows):
+            self.num_collections += 1
+            num_due = self.num_asked + self.num_steps // LOAD_WINDOW
+            self._require(self.num_collections <= num_due, "idle", f"{self.num_collections} rounds only to collect")
+            return
         self.num_idle_rounds += 1
         for process in self.processes:
             process.must_sleep = True

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from moeserve.errors import LockstepError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 ROW_SIZE = 7  # protocol version, step, replica, tokens, decode only, placement epoch, flags
 
 
@@ -39,6 +39,7 @@ class IntentFlags:
     wants_shutdown: bool = False
     has_failed: bool = False  # outside any collective: it can still say so, and nothing else
     ready_to_rebalance: bool = False
+    wants_load: bool = False  # that all ranks tell what their experts were given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,8 @@ class Agreement:
 
     step: int  # counts agreements, also those to do nothing
     num_tokens: tuple[int, ...]  # by replica
-    is_idle: bool  # nobody has a token to run: no step is executed
+    collects_load: bool  # all ranks tell what their experts were given, before they run anything
+    is_idle: bool  # nobody has a token to run, and nothing is collected: no step is executed
     is_decode_only: bool
     is_shutdown: bool  # all want to leave, so all leave now
     failed_ranks: tuple[int, ...]  # replicas that cannot go on; with any, all end
@@ -65,12 +67,13 @@ class Agreement:
     padded_tokens: int  # the largest count of any replica, to which layouts of one size pad
 
 
-def alone(step: int, num_tokens: int) -> Agreement:
+def alone(step: int, num_tokens: int, *, collects_load: bool = False) -> Agreement:
     """What a single replica agrees on with itself."""
     return Agreement(
         step=step,
         num_tokens=(num_tokens,),
-        is_idle=num_tokens == 0,
+        collects_load=collects_load,
+        is_idle=num_tokens == 0 and not collects_load,
         is_decode_only=False,
         is_shutdown=False,
         failed_ranks=(),
@@ -127,10 +130,12 @@ def agree(rows: Sequence[Sequence[int]], *, step: int, num_replicas: int) -> Agr
     _require_all("step", steps, step, "a replica entered an agreement too many or too few")
     if ranks != tuple(range(num_replicas)):
         raise LockstepError(f"the rows of replicas {list(ranks)} were gathered, in this order; it must be ascending")
+    collects_load = any(packed & _WANTS_LOAD for packed in packed_flags)
     return Agreement(
         step=step,
         num_tokens=num_tokens,
-        is_idle=not any(num_tokens),
+        collects_load=collects_load,
+        is_idle=not any(num_tokens) and not collects_load,
         is_decode_only=all(decode_only),
         is_shutdown=all(packed & _WANTS_SHUTDOWN for packed in packed_flags),
         failed_ranks=tuple(rank for rank, packed in enumerate(packed_flags) if packed & _HAS_FAILED),
@@ -139,7 +144,7 @@ def agree(rows: Sequence[Sequence[int]], *, step: int, num_replicas: int) -> Agr
     )
 
 
-_WANTS_PAUSE, _WANTS_SHUTDOWN, _HAS_FAILED, _READY_TO_REBALANCE = 1, 2, 4, 8
+_WANTS_PAUSE, _WANTS_SHUTDOWN, _HAS_FAILED, _READY_TO_REBALANCE, _WANTS_LOAD = 1, 2, 4, 8, 16
 
 
 def _packed(flags: IntentFlags) -> int:
@@ -148,6 +153,7 @@ def _packed(flags: IntentFlags) -> int:
         + _WANTS_SHUTDOWN * flags.wants_shutdown
         + _HAS_FAILED * flags.has_failed
         + _READY_TO_REBALANCE * flags.ready_to_rebalance
+        + _WANTS_LOAD * flags.wants_load
     )
 
 

@@ -40,6 +40,7 @@ from moeserve.errors import EngineError, RequestError
 from moeserve.messages import (
     AbortRequest,
     AddRequest,
+    CollectLoad,
     ReplicaMessage,
     ReplicaStats,
     Request,
@@ -51,6 +52,7 @@ from moeserve.messages import (
 )
 from moeserve.scheduling.lockstep import Agreement, Intent, IntentFlags, Lockstep
 from moeserve.scheduling.scheduler import Scheduler
+from moeserve.telemetry.expert_load import LoadWindow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class Deliver:
 
     updates: list[RequestUpdate]
     stats: ReplicaStats
+    load: LoadWindow | None = None  # of the first replica alone: the others would tell the same
 
 
 Effect: TypeAlias = Receive | Gather | Execute | Deliver
@@ -97,7 +100,16 @@ class StepFailed:
 class Replica:
     """The requests of one replica from their arrival to their end, in step with all other replicas."""
 
-    def __init__(self, *, scheduler: Scheduler, lockstep: Lockstep) -> None:
+    def __init__(self, *, scheduler: Scheduler, lockstep: Lockstep, load_window: int = 0) -> None:
+        """
+        Args:
+            load_window: after so many steps all ranks tell what their experts were given; 0: only when asked.
+        """
+        self._load_window = load_window
+        self._steps_since_load = 0
+        self._wants_load = False
+        self._load: LoadWindow | None = None  # what the next `Deliver` tells
+        self._placement_epoch = 0  # the newest whose weights its ranks hold
         self._scheduler = scheduler
         self._lockstep = lockstep
         self._unended: dict[str, None] = {}  # accepted requests whose end is not among the news yet
@@ -137,8 +149,15 @@ class Replica:
             if agreement.is_shutdown:
                 return
             is_idle = agreement.is_idle
+            if agreement.collects_load:
+                self._wants_load, self._steps_since_load = False, 0
+            self._steps_since_load += any(agreement.num_tokens)
             # collective: all replicas, whether they have a plan or not
             result = None if is_idle else (yield Execute(plan, agreement))
+            if isinstance(result, StepResult):
+                self._placement_epoch = result.placement_epoch
+                if self._lockstep.rank == 0 and result.load is not None:
+                    self._load = result.load
 
     def _between_collectives(
         self, plan: StepPlan | None, result: StepResult | StepFailed | None, is_idle: bool
@@ -162,7 +181,12 @@ class Replica:
         return Intent(
             num_tokens=sum(chunk_sizes),
             is_decode_only=all(size == 1 for size in chunk_sizes),
-            flags=IntentFlags(wants_shutdown=self._wants_shutdown, has_failed=self._failure is not None),
+            placement_epoch=self._placement_epoch,
+            flags=IntentFlags(
+                wants_shutdown=self._wants_shutdown,
+                has_failed=self._failure is not None,
+                wants_load=self._wants_load or 0 < self._load_window <= self._steps_since_load,
+            ),
         )
 
     def _take_in(self, plan: StepPlan, result: StepResult | StepFailed | None) -> None:
@@ -187,6 +211,8 @@ class Replica:
                 self._wants_shutdown = True
                 for update in self._scheduler.abort_all():
                     self._tell(update, error="the engine was shut down")
+            case CollectLoad():
+                self._wants_load = True
             case Wake():
                 pass  # that it came was its meaning
 
@@ -217,10 +243,11 @@ class Replica:
 
     def _deliver(self) -> Deliver:
         news, self._news = self._news, []
+        load, self._load = self._load, None
         stats = ReplicaStats(
             num_free_blocks=self._scheduler.num_free_blocks,
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
             step=self._lockstep.step,
         )
-        return Deliver(news, stats)
+        return Deliver(news, stats, load)

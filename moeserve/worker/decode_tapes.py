@@ -48,7 +48,7 @@ class RecordedStep:
     """A tape, and the memory where its inputs and its result lie."""
 
     play: Callable[[], None]
-    counts: tuple[int, ...]  # collectives of each group on the tape
+    counts: tuple[int, ...]  # of collectives on the tape
     hidden_tD: Tensor
     rotation: Rotation
     step: StepInputs

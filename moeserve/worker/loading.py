@@ -48,7 +48,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     """
     description = registry.describe(config.model_path)
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
-    placements = description.model.place_experts(
+    placements = tuple(map(Placement.from_json, config.placements)) or description.model.place_experts(
         groups.ep.world_size, loads=config.expert_loads, num_redundant=config.num_redundant_experts
     )
     memory = loading_memory(
@@ -73,7 +73,13 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         return LoadedModel(model.eval())
     checkpoint = open_checkpoint(Path(config.model_path), description.weight_format)
     copies = PackedCopies(cache_folder() / "packed", config.packed_cache)
-    keeps_copy = config.packed_cache > 0 and config.device == "cpu" and memory.kept >= MIN_KEPT_BYTES
+    # Experts that change places would be written where the copy is read from, or is being written from.
+    keeps_copy = (
+        config.rebalance == "off"
+        and config.packed_cache > 0
+        and config.device == "cpu"
+        and memory.kept >= MIN_KEPT_BYTES
+    )
     key = _key_of_copy(config, groups, placements, checkpoint) if keeps_copy else ""
     if keeps_copy and (state := copies.find(key)) is not None:
         if adopt_state(model, state, config.quantization):

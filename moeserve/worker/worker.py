@@ -6,16 +6,21 @@ import functools
 import logging
 import time
 
+import msgspec
 import torch
 
 from moeserve.config import EngineConfig
 from moeserve.distributed.group import Groups
+from moeserve.errors import DistributedError, EngineError
 from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
+from moeserve.moe.load import LoadMeter
+from moeserve.moe.rebalance import Rebalancer, spare_bytes
 from moeserve.ops.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.native import native_kernels
 from moeserve.ops.products import without_rows
 from moeserve.ops.threads import set_num_threads
 from moeserve.scheduling.lockstep import Agreement
+from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.decode_tapes import MEMORY_BYTES, DecodeTapes
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.loading import load_model
@@ -44,16 +49,22 @@ class Worker:
         for cache in probe_caches:
             cache.clear()
         probe = ModelRunner(shallow, probe_caches, groups.mesh, config.block_size, config.device)
+        layers = model.moe_layers
+        may_move = config.rebalance == "auto"
         largest = largest_step(config)
         num_tokens = (largest.num_tokens,) * groups.mesh.dp
         has_tapes = config.device == "cpu" and not config.enforce_eager
         num_blocks = count_blocks(
             config,
             model.cache_bytes_per_token,
-            loaded.mapped_bytes + (MEMORY_BYTES if has_tapes else 0),
+            loaded.mapped_bytes + (MEMORY_BYTES if has_tapes else 0) + (spare_bytes(layers) if may_move else 0),
             functools.partial(_run_without_experts, probe, largest, num_tokens),
         )
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
+        # Begins with zeros, whatever was counted until now.
+        self.load_meter = LoadMeter({number: layer.load for number, layer in layers.items()}, groups)
+        self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon) if may_move else None
+        self._untold: LoadWindow | None = None
         caches = model.make_caches(self.num_blocks, config.block_size)
         forward = None
         if has_tapes:
@@ -72,10 +83,48 @@ class Worker:
         if groups.rank == 0 and (reason := why_bytes_may_move(config)):
             logger.info("the last bits of a request's results may depend on what runs beside it: %s", reason)
 
+    @torch.inference_mode()
     def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
-        """One forward pass, of no tokens where the replica has no plan. Every rank of every replica joins it."""
+        """One forward pass, of no tokens where the replica has no plan. Every rank of every replica joins it.
+
+        Before it slots get other experts, and the ranks tell what theirs were given, where that is agreed; without any
+        token that is all.
+        """
         self.groups.set_step(agreement.step)
-        return self.runner.execute(plan or StepPlan(step=agreement.step, chunks=[]), agreement.num_tokens)
+        self._prepare(agreement)
+        plan = plan or StepPlan(step=agreement.step, chunks=[])
+        result = StepResult(step=plan.step, chunks=[])
+        if any(agreement.num_tokens):
+            started = time.perf_counter()
+            piece = self.rebalancer.begin_step() if self.rebalancer else None
+            failure: EngineError | None = None
+            try:
+                result = self.runner.execute(plan, agreement.num_tokens)
+            except DistributedError:
+                raise
+            except EngineError as error:  # this rank has done its part all the same, and does the rest
+                failure = error
+            if self.rebalancer:
+                self.rebalancer.finish_step(piece)
+            self.load_meter.add_step(agreement.num_tokens, time.perf_counter() - started)
+            if failure is not None:
+                raise failure
+        told, self._untold = self._untold, None
+        epoch = self.rebalancer.held_epoch if self.rebalancer else 0
+        return msgspec.structs.replace(result, load=told, placement_epoch=epoch)
+
+    def _prepare(self, agreement: Agreement) -> None:
+        epoch = self.rebalancer.epoch if self.rebalancer else 0
+        if self.rebalancer and self.rebalancer.may_switch(agreement.placement_epoch):
+            self.load_meter.hold(epoch)  # collective: all ranks
+            self.rebalancer.switch()
+            epoch = self.rebalancer.epoch
+        if agreement.collects_load:
+            figures = self.rebalancer.own_figures() if self.rebalancer else ()
+            collected = self.load_meter.collect(epoch, figures)  # collective: all ranks
+            self._untold = None if collected is None else collected.window
+            if self.rebalancer and collected:
+                self.rebalancer.consider(collected.window, collected.figures_of_rank)
 
 
 def _run_without_experts(probe: ModelRunner, plan: StepPlan, num_tokens: tuple[int, ...]) -> None:

@@ -27,7 +27,7 @@ from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receiv
 from moeserve.scheduling.scheduler import Scheduler
 
 MakeReplica = Callable[[int, int, Scheduler], Replica]
-HAS_FAILED, WANTS_SHUTDOWN = 4, 2  # bits of a row's last integer
+HAS_FAILED, WANTS_SHUTDOWN, WANTS_LOAD = 4, 2, 16  # bits of a row's last integer
 Script = Sequence[Sequence[ReplicaMessage]]  # per replica, the messages on their way to it, in order
 
 
@@ -169,7 +169,8 @@ class _Search:
                         collectives.append(("execute", agreement))
                         num_steps += 1
                         num_tokens = 0 if plan is None else sum(len(chunk.token_ids) for chunk in plan.chunks)
-                        if agreement.num_tokens[rank] != num_tokens or not any(agreement.num_tokens):
+                        is_padding_alone = not any(agreement.num_tokens) and not agreement.collects_load
+                        if agreement.num_tokens[rank] != num_tokens or is_padding_alone:
                             raise Found("I5", f"replica {rank} runs {num_tokens} tokens, agreed: {agreement}")
                         if failed_step is not None and agreement.step >= failed_step:
                             raise Found("I7", f"replica {rank} runs step {agreement.step} after it has failed")
@@ -177,7 +178,7 @@ class _Search:
                         num_receives += 1
                         if num_receives > 3:
                             raise Found("livelock", f"replica {rank} listens again and again, and agrees on nothing")
-                        agreed_idle = last_rows and not any(row[3] for row in last_rows)
+                        agreed_idle = last_rows and not any(row[3] or row[6] & WANTS_LOAD for row in last_rows)
                         if agreed_idle and not block and failed_step is None:
                             raise Found("idle", f"replica {rank} goes on without sleeping, with nothing to do")
                     case Deliver(updates, stats):

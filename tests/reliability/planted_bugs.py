@@ -269,6 +269,13 @@ class PadsForItself(LooksOnlyAtItself):
         return dataclasses.replace(Lockstep.finish(self, rows), padded_tokens=self.intent.num_tokens)
 
 
+class CollectsAtOwnWish(LooksOnlyAtItself):
+    """Asked for what its experts were given, it enters that collective alone."""
+
+    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
+        return dataclasses.replace(Lockstep.finish(self, rows), collects_load=self.intent.flags.wants_load)
+
+
 class RunsPaddingAlone(Lockstep):
     """A step is run even if nobody has a token."""
 
@@ -343,6 +350,7 @@ PLANTED = [
     Planted(LeavesAtOwnWish, {"I1"}, "shutdown", "I1"),
     Planted(LeavesAtAnyonesWish, {"I3"}, "shutdown", "I3"),
     Planted(PadsForItself, {"I1"}, "one busy", "I1"),
+    Planted(CollectsAtOwnWish, {"I1", "I5"}, "collect", "I1"),
     Planted(RunsPaddingAlone, {"I5"}, "one busy", "I5"),
     Planted(CountsOnlySteps, {"I6"}, "one busy", "I6"),
     Planted(CountsAlone, {"I6"}, "one busy", "I6"),

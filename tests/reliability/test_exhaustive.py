@@ -6,7 +6,16 @@ import planted_bugs as bugs
 import pytest
 from exhaustive_search import Explored, Found, Script, explore
 
-from moeserve.messages import AbortRequest, AddRequest, ReplicaMessage, Request, SamplingParams, Shutdown, Wake
+from moeserve.messages import (
+    AbortRequest,
+    AddRequest,
+    CollectLoad,
+    ReplicaMessage,
+    Request,
+    SamplingParams,
+    Shutdown,
+    Wake,
+)
 from moeserve.scheduling.lockstep import Lockstep
 from moeserve.scheduling.replica import Replica
 
@@ -25,6 +34,7 @@ def add(request_id: str, num_prompt_tokens: int, max_tokens: int = 2) -> Replica
 SCRIPTS: dict[str, Script] = {
     "one busy": [[add("a", 6)], [Wake()], [Wake()]],  # three steps: two for its prompt
     "abort": [[add("a", 2), AbortRequest("a")], [add("b", 1, 1)], [Wake()]],
+    "collect": [[add("a", 2, 1), CollectLoad()], [Wake()], [Wake()]],
     "shutdown": [[add("a", 2), Shutdown()], [Shutdown()], [add("refused", 0), Shutdown()]],
 }
 

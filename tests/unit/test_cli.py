@@ -31,11 +31,14 @@ def parse(*arguments: str) -> Any:
         (["generate", "--prompt", "x", "--max-num-seqs", "0"], "'0': Expected `int` >= 1"),
         (["generate", "--prompt", "x", "--dtype", "fp8"], "'float32', 'bfloat16'"),
         (["generate", "--prompt", "x", "--stop-token-ids", "a"], "--stop-token-ids"),
+        (["viz", "loads.jsonl", "--htm", "x"], "unknown flag --htm: did you mean --html?"),
+        (["viz"], "LOADS"),
+        (["viz", "loads.jsonl", "--num-redundant-experts", "-1"], "'-1': Expected `int` >= 0"),
         (["upcycle", "a", "b", "--export", "4"], "unknown flag --export: did you mean --experts?"),
         (["bench", "thruput"], "invalid choice: 'thruput'"),
         (["bench", "moe", "--rows", "0"], "argument --rows: 0 is less than 1"),
         (["bench", "throughput", "--new-tokens", "1"], "argument --new-tokens: 1 is less than 2"),
-        (["genrate"], "'generate', 'inspect', 'plan', 'upcycle'"),
+        (["genrate"], "'generate', 'inspect', 'plan', 'viz', 'upcycle'"),
         ([], "COMMAND"),
     ],
 )
@@ -53,6 +56,7 @@ def test_wrong_command_lines_are_answered(arguments: list[str], says: str, capsy
         (["generate", "no/such/folder", "--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["generate", "no/such/folder", "--prompt", "x", "--kv-cache-memory", "2X"], "no/such/folder"),
         (["upcycle", "no/such/file.gguf", "out"], "no/such/file.gguf"),
+        (["viz", "no/such/loads.jsonl"], "cannot read the expert loads in no/such/loads.jsonl"),
     ],
 )
 def test_errors_are_one_sentence_and_status_1(

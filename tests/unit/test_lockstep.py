@@ -7,12 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from load_windows import of_counts
 
 from moeserve.errors import EngineError, LockstepError
 from moeserve.messages import (
     AbortRequest,
     AddRequest,
     ChunkResult,
+    CollectLoad,
     ReplicaMessage,
     Request,
     RequestUpdate,
@@ -24,6 +26,7 @@ from moeserve.messages import (
 from moeserve.scheduling.lockstep import ROW_SIZE, Agreement, Intent, IntentFlags, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler
+from moeserve.telemetry.expert_load import LoadWindow
 
 NO_FLAGS = IntentFlags()
 
@@ -49,6 +52,7 @@ def test_all_replicas_agree_on_the_same() -> None:
         is_decode_only=False,
         is_shutdown=False,
         failed_ranks=(),
+        collects_load=False,
         placement_epoch=0,
         padded_tokens=9,
     )
@@ -62,6 +66,15 @@ def test_idle_only_if_nobody_has_tokens() -> None:
     assert agreed(nothing, something)[0].is_decode_only
 
 
+def test_what_experts_were_given_is_told_by_all_if_one_asks() -> None:
+    nothing = Intent(num_tokens=0, is_decode_only=True)
+    asking = Intent(num_tokens=0, is_decode_only=True, flags=IntentFlags(wants_load=True))
+    told = agreed(nothing, asking, nothing)
+    assert told[0].collects_load
+    assert not told[0].is_idle
+    assert told[0] == told[1] == told[2]
+
+
 def test_shutdown_needs_all_and_failure_one() -> None:
     leaving = Intent(num_tokens=0, is_decode_only=True, flags=IntentFlags(wants_shutdown=True))
     failed = Intent(num_tokens=0, is_decode_only=True, flags=IntentFlags(has_failed=True, ready_to_rebalance=True))
@@ -72,7 +85,7 @@ def test_shutdown_needs_all_and_failure_one() -> None:
 
 @pytest.mark.parametrize(
     ("place", "value", "named"),
-    [(0, 9, r"protocol version 1 on replicas \[0, 2\]; 9 on replicas \[1\]"), (1, 5, "step 0 .*5 on replicas")],
+    [(0, 9, r"protocol version 2 on replicas \[0, 2\]; 9 on replicas \[1\]"), (1, 5, "step 0 .*5 on replicas")],
 )
 def test_replicas_out_of_step_are_named(place: int, value: int, named: str) -> None:
     sides = [Lockstep(rank=rank, num_replicas=3) for rank in range(3)]
@@ -109,7 +122,7 @@ def request(request_id: str, num_prompt_tokens: int = 2, max_tokens: int = 4) ->
     )
 
 
-@pytest.mark.parametrize("message", [AddRequest(request("a")), AbortRequest("a"), Wake(), Shutdown()])
+@pytest.mark.parametrize("message", [AddRequest(request("a")), AbortRequest("a"), Wake(), CollectLoad(), Shutdown()])
 def test_messages_survive_the_wire(message: ReplicaMessage) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ReplicaMessage) == message
 
@@ -117,7 +130,7 @@ def test_messages_survive_the_wire(message: ReplicaMessage) -> None:
 class Driven:
     """Replica 0 of two. The other one is this test: it wants nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, load_window: int = 0) -> None:
         self.scheduler = Scheduler(
             num_blocks=8,
             block_size=4,
@@ -129,7 +142,10 @@ class Driven:
         )
         lockstep = Lockstep(rank=0, num_replicas=2)
         self.other = Lockstep(rank=1, num_replicas=2)
-        self.run: Generator[Effect, Any, None] = Replica(scheduler=self.scheduler, lockstep=lockstep).run()
+        replica = Replica(scheduler=self.scheduler, lockstep=lockstep, load_window=load_window)
+        self.run: Generator[Effect, Any, None] = replica.run()
+        self.collected: list[int] = []  # steps in which all ranks told
+        self.loads: list[LoadWindow] = []  # that were delivered
         self.effect: Effect | None = next(self.run)
         self.updates: list[RequestUpdate] = []
 
@@ -151,15 +167,21 @@ class Driven:
         self.other.finish(rows)
         self.answer(rows)
         if isinstance(self.effect, Execute):
-            plan = self.effect.plan
-            assert plan is not None
-            chunks = [ChunkResult(token_id=None if chunk.sample is None else 7) for chunk in plan.chunks]
-            self.answer(StepFailed("not a number") if fails else StepResult(step=plan.step, chunks=chunks))
+            plan, agreement = self.effect.plan, self.effect.agreement
+            step = plan.step if plan else 0
+            assert plan is not None or agreement.collects_load
+            chunks = (
+                [ChunkResult(token_id=None if chunk.sample is None else 7) for chunk in plan.chunks] if plan else []
+            )
+            load = of_counts([[agreement.step]], [[agreement.step]]) if agreement.collects_load else None
+            self.collected += [agreement.step] * agreement.collects_load
+            self.answer(StepFailed("not a number") if fails else StepResult(step=step, chunks=chunks, load=load))
         return listened
 
     def deliver(self) -> None:
         assert isinstance(self.effect, Deliver)
         self.updates += self.effect.updates
+        self.loads += [] if self.effect.load is None else [self.effect.load]
         self.answer(None)
 
 
@@ -168,6 +190,26 @@ def test_it_sleeps_only_after_an_idle_round_and_with_a_heartbeat() -> None:
     assert replica.step() == Receive(block=False, heartbeat=False)
     assert replica.step(AddRequest(request("a"))) == Receive(block=True, heartbeat=True)
     assert replica.step() == Receive(block=False, heartbeat=False)
+
+
+def test_a_replica_that_is_asked_collects_once_and_tells() -> None:
+    replica = Driven()
+    replica.step()
+    replica.step(CollectLoad())
+    replica.step()
+    replica.step()
+    assert replica.collected == [1]
+    assert [window.tokens_of_expert for window in replica.loads] == [((1,),)]
+    assert replica.step() == Receive(block=True, heartbeat=True)
+
+
+def test_windows_end_after_so_many_steps_with_tokens() -> None:
+    replica = Driven(load_window=2)
+    replica.step()
+    replica.step(AddRequest(request("a", 2, max_tokens=6)))  # in steps 1 to 6
+    for _ in range(8):
+        replica.step()
+    assert replica.collected == [3, 5, 7]
 
 
 def test_a_failed_step_ends_its_own_requests_only() -> None:

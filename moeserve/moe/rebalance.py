@@ -1,0 +1,252 @@
+"""Moves experts between ranks while they serve, layer by layer: between steps, a bounded part of each step's time.
+
+Every rank does the same, since it decides by figures that all ranks have: the windows that were collected from all of
+them, and the number of steps executed since. So nothing has to be told but the experts' weights themselves. These go
+directly from rank to rank into memory that was set aside; the old placement serves meanwhile, and goes on if nothing
+comes of the new one. A layer is switched where all replicas have agreed that everyone holds the new one's weights.
+
+Knows layers and their placements; what a good placement is, `balancer.py` knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeserve.distributed.group import Groups, PendingTensor
+from moeserve.moe.balancer import Move, imbalance, moves, rank_loads, rebalance
+from moeserve.moe.layer import MoELayer
+from moeserve.moe.placement import Placement
+from moeserve.telemetry.expert_load import LoadWindow
+
+SHARE_OF_A_STEP = 0.1  # that moving may take
+FIRST_BYTES_PER_SECOND = 1e9  # until the first were moved
+LEAST_PIECE_BYTES = 2**16  # of what a rank sends or gets in a step
+PIECE_ALIGNMENT = 64
+LEAST_GAIN = 0.02  # of a layer's fullest rank
+
+
+@dataclass(frozen=True)
+class Change:
+    """A layer's next placement, and what has to be moved for it."""
+
+    layer: int
+    after: Placement
+    moves: tuple[Move, ...]
+    source_slots: tuple[int, ...]  # of each move: where its expert is, on the rank that it comes from
+
+    @classmethod
+    def between(cls, layer: int, before: Placement, after: Placement) -> Change:
+        found = moves(before, after)
+        return cls(
+            layer, after, found, tuple(before.logical_of_slot[move.from_rank].index(move.expert) for move in found)
+        )
+
+    @property
+    def most_at_once(self) -> int:
+        """Moves from one rank, or to one."""
+        senders = [move.from_rank for move in self.moves]
+        receivers = [move.to_rank for move in self.moves]
+        return max(max(map(ranks.count, {*ranks}), default=0) for ranks in (senders, receivers))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """So many bytes of each expert of a change, under way in one step."""
+
+    change: Change
+    start: int
+    size: int
+    pending: PendingTensor
+    sent: Tensor  # not to be freed before it has arrived
+    receive_sizes: list[int]
+    began: float
+
+
+def spare_bytes(layers: dict[int, MoELayer]) -> int:
+    """Memory that a rebalancer of these layers sets aside."""
+    num_slots, num_bytes = _spare_shape(layers)
+    return num_slots * num_bytes
+
+
+def _spare_shape(layers: dict[int, MoELayer]) -> tuple[int, int]:
+    """For each slot of this rank in one layer, its bytes."""
+    return max(len(layer.local_experts) for layer in layers.values()), max(map(_slot_bytes, layers.values()))
+
+
+def _slot_bytes(layer: MoELayer) -> int:
+    return sum(memory.shape[1] for memory in layer.experts.memory_of_each)
+
+
+class Rebalancer:
+    """One rank's side. All ranks call the same methods in the same steps."""
+
+    def __init__(self, layers: dict[int, MoELayer], groups: Groups, horizon: int) -> None:
+        """
+        Args:
+            layers: those with experts, by their number in the model. Their weights are final.
+            horizon: steps in which a new placement must gain more time than it costs.
+        """
+        self.epoch = 0  # of the placement in use: layers switched so far
+        self.held_epoch = 0  # of the newest whose weights are all here
+        self.bytes_moved = 0  # from all ranks to others
+        self._layers = layers
+        self._groups = groups
+        self._horizon = horizon
+        self._rank = groups.world.rank_in_group
+        self._memory = {number: layer.experts.memory_of_each for number, layer in layers.items()}
+        self._slot_bytes = {number: _slot_bytes(layer) for number, layer in layers.items()}
+        self._spare = torch.empty(*_spare_shape(layers), dtype=torch.uint8)
+        for layer in layers.values():  # from now on copies are looked up in tables that can change, on tapes too
+            layer.place(layer.load.placement)
+        self._window: LoadWindow | None = None  # by which plans are being made
+        self._unplanned: deque[int] = deque()  # layers
+        self._planned: list[Change] = []  # of which it is not decided yet whether they are worth it
+        self._gained = 0.0  # tokens that fullest ranks have less, over all planned layers
+        self._changes: deque[Change] = deque()  # to be made; the first is under way
+        self._num_arrived = 0  # bytes of each of its experts
+        self._seconds_per_byte = 1 / FIRST_BYTES_PER_SECOND  # the slowest rank's
+        self._own_seconds_per_byte = self._seconds_per_byte
+        self._step_seconds = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether experts are on their way, or plans are made."""
+        return bool(self._changes or self._unplanned or self._planned)
+
+    def own_figures(self) -> list[int]:
+        """What the others must know of this rank, to be handed to `consider` of all ranks."""
+        return [round(self._own_seconds_per_byte * 1e15)]
+
+    def consider(self, window: LoadWindow, figures_of_rank: Sequence[Sequence[int]]) -> None:
+        """Begins to plan, if nothing is under way.
+
+        Args:
+            window: the newest, the same on all ranks.
+            figures_of_rank: by rank: its `own_figures`.
+        """
+        if self.is_busy or not window.num_steps:
+            return
+        self._window = window
+        self._seconds_per_byte = max(figures[0] for figures in figures_of_rank) / 1e15
+        self._step_seconds = window.seconds / window.num_steps
+        self._unplanned = deque(self._layers)
+        self._gained = 0.0
+
+    def may_switch(self, agreed_epoch: int) -> bool:
+        """Whether all hold the weights of a newer placement than the one in use."""
+        assert self.epoch <= agreed_epoch <= self.held_epoch or agreed_epoch <= self.epoch
+        return agreed_epoch > self.epoch
+
+    def switch(self) -> None:
+        """The layer whose weights have arrived everywhere is served by its new placement from now on."""
+        change = self._changes.popleft()
+        memory = self._memory[change.layer]
+        own = [(number, move) for number, move in enumerate(self._incoming(change))]
+        for number, move in own:
+            start = 0
+            for of_slots in memory:
+                size = of_slots.shape[1]
+                of_slots[move.slot] = self._spare[number, start : start + size]
+                start += size
+        self._layers[change.layer].place(change.after)
+        self._num_arrived = 0
+        self.epoch += 1
+
+    def begin_step(self) -> Piece | None:
+        """Collective, where something is to be moved: all ranks. What it returns is to be given to `finish_step`."""
+        if not self._changes or self.held_epoch > self.epoch:  # the first one only waits to be switched
+            return None
+        change = self._changes[0]
+        began = time.perf_counter()
+        slot_bytes = self._slot_bytes[change.layer]
+        budget = max(LEAST_PIECE_BYTES, SHARE_OF_A_STEP * self._step_seconds / self._seconds_per_byte)
+        size = int(budget) // max(1, change.most_at_once) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+        size = min(max(size, PIECE_ALIGNMENT), slot_bytes - self._num_arrived)
+        ranks = range(self._groups.world.world_size)
+        outgoing = [
+            (move, slot)
+            for move, slot in sorted(
+                zip(change.moves, change.source_slots, strict=True), key=lambda pair: (pair[0].to_rank, pair[0].slot)
+            )
+            if move.from_rank == self._rank
+        ]
+        pieces = [self._part(change.layer, slot, self._num_arrived, size) for _, slot in outgoing]
+        sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+        send_sizes = [size * sum(move.to_rank == rank for move, _ in outgoing) for rank in ranks]
+        receive_sizes = [size * sum(move.from_rank == rank for move in self._incoming(change)) for rank in ranks]
+        # collective: all ranks
+        pending = self._groups.world.all_to_all(sent, send_sizes, receive_sizes)
+        return Piece(change, self._num_arrived, size, pending, sent, receive_sizes, time.perf_counter() - began)
+
+    def finish_step(self, piece: Piece | None) -> None:
+        """Takes what has arrived; and plans a layer, where plans are made."""
+        if piece is not None:
+            began = time.perf_counter()
+            received = piece.pending.wait()
+            self._store(piece, received)
+            seconds = piece.began + time.perf_counter() - began
+            if num_bytes := max(len(piece.sent), len(received)):
+                self._own_seconds_per_byte = seconds / num_bytes
+            self.bytes_moved += piece.size * sum(move.from_rank != move.to_rank for move in piece.change.moves)
+            self._num_arrived = piece.start + piece.size
+            if self._num_arrived == self._slot_bytes[piece.change.layer]:
+                self.held_epoch = self.epoch + 1
+        elif self._unplanned:
+            self._plan(self._unplanned.popleft())
+            if not self._unplanned:
+                self._decide()
+
+    def _plan(self, layer: int) -> None:
+        """A better placement of one layer, if there is one."""
+        assert self._window is not None
+        before = self._layers[layer].load.placement
+        loads = self._window.tokens_of_expert[self._window.layers.index(layer)]
+        after = rebalance(loads, before)
+        if imbalance(loads, before) > imbalance(loads, after) * (1 + LEAST_GAIN):
+            change = Change.between(layer, before, after)
+            if change.moves:
+                self._planned.append(change)
+                self._gained += max(rank_loads(loads, before)) - max(rank_loads(loads, after))
+
+    def _decide(self) -> None:
+        """Whether the gain of all planned changes over the horizon exceeds their cost. If not, they are forgotten.
+
+        What ranks waited for the fullest one is what can be gained, as far as the fullest ranks become less full.
+        """
+        window, planned = self._window, self._planned
+        self._window, self._planned = None, []
+        assert window is not None
+        excess = sum(max(of_rank) - sum(of_rank) / len(of_rank) for of_rank in window.tokens_of_rank)
+        if not planned or excess <= 0:
+            return
+        gain = window.straggler_seconds / window.num_steps * min(1.0, self._gained / excess) * self._horizon
+        cost = sum(change.most_at_once * self._slot_bytes[change.layer] for change in planned) * self._seconds_per_byte
+        if gain > cost:
+            self._changes.extend(planned)
+
+    def _incoming(self, change: Change) -> list[Move]:
+        """By source, as they arrive; the place in this order is that in the spare memory."""
+        own = [move for move in change.moves if move.to_rank == self._rank]
+        return sorted(own, key=lambda move: (move.from_rank, move.slot))
+
+    def _part(self, layer: int, slot: int, start: int, size: int) -> Tensor:
+        """Bytes of what a slot holds, as if all of its weights lay one after the other."""
+        parts, first = [], 0
+        for memory in self._memory[layer]:
+            last = first + memory.shape[1]
+            if start < last and first < start + size:
+                parts.append(memory[slot, max(0, start - first) : start + size - first])
+            first = last
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _store(self, piece: Piece, received: Tensor) -> None:
+        bounds = itertools.accumulate([piece.size] * (len(received) // piece.size), initial=0)
+        for number, start in enumerate(list(bounds)[:-1]):
+            self._spare[number, piece.start : piece.start + piece.size] = received[start : start + piece.size]

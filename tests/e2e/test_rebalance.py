@@ -1,0 +1,98 @@
+"""Experts that change ranks while they serve: the same tokens, counts that go on, and placements that can be kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference_models import Reference
+
+from moeserve import LLM, SamplingParams
+from moeserve.errors import SettingsError
+from moeserve.telemetry.expert_load import read_windows, summed
+
+pytestmark = pytest.mark.ranks
+
+SETTINGS: dict[str, Any] = dict(
+    dtype="float32",
+    kv_cache_memory="8MiB",
+    max_model_len=256,
+    max_num_batched_tokens=32,
+    enable_prefix_caching=False,
+    show_progress=False,
+)
+# What is gained is worth any cost, so that small models on busy machines move at all.
+MOVING: dict[str, Any] = dict(rebalance="auto", rebalance_horizon=10**9, expert_load_window=3)
+NUM_TOKENS = 14
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def recount(reference: Reference, prompts: list[list[int]], num_experts: int) -> list[list[int]]:
+    computed = [prompt + reference.greedy(prompt, NUM_TOKENS)[:-1] for prompt in prompts]
+    layers = zip(*map(reference.experts, computed), strict=True)
+    return [sum(chosen.flatten().bincount(minlength=num_experts) for chosen in layer).tolist() for layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("deepseek-v3", dict(data_parallel_size=4, num_redundant_experts=4)),
+        ("gpt-oss", dict(data_parallel_size=2, num_redundant_experts=2, debug_collectives=True)),  # with biases
+        ("deepseek-v3-four-heads", dict(tensor_parallel_size=2, data_parallel_size=2, dispatcher="allgather")),
+    ],
+)
+def test_tokens_and_counts_are_those_without(
+    name: str, layout: dict[str, Any], reference_named: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    reference = reference_named(name)
+    path = tmp_path / "loads.jsonl"
+    rounds = [reference.prompts(3, 40, 17, 9, seed=seed) for seed in range(3)]
+    with LLM(reference.folder, expert_load_file=str(path), **SETTINGS, **MOVING, **layout) as llm:
+        for prompts in rounds:
+            assert generate(llm, prompts) == [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    windows = read_windows(path)
+    assert windows[-1].placement_epoch > 0
+    assert windows[0].logical_of_slot != windows[-1].logical_of_slot
+    epochs = [window.placement_epoch for window in windows]
+    assert epochs == sorted(epochs)
+    total = summed(windows)
+    expected = recount(reference, [prompt for prompts in rounds for prompt in prompts], total.num_experts)
+    assert [list(counts) for counts in total.tokens_of_expert] == expected
+
+
+def test_a_placement_is_kept_and_used_again(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
+    reference = reference_named("deepseek-v3")
+    prompts = reference.prompts(3, 40, 17, 24)
+    expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    layout = dict(data_parallel_size=2, num_redundant_experts=3)
+    path = tmp_path / "placements.json"
+    with LLM(reference.folder, **SETTINGS, **MOVING, **layout) as llm:
+        for _ in range(3):
+            assert generate(llm, prompts) == expected
+        llm.save_placement(path)
+        kept = llm.expert_load().logical_of_slot
+    with LLM(reference.folder, **SETTINGS, **layout, rebalance=str(path)) as llm:
+        assert generate(llm, prompts) == expected
+        window = llm.expert_load()
+        assert window.logical_of_slot == kept
+        assert window.placement_epoch == 0
+    with LLM(reference.folder, **SETTINGS, **layout) as llm:
+        assert llm.expert_load().logical_of_slot != kept
+    with pytest.raises(SettingsError, match=r"ranks have .* slots, but 2 ranks and 0 redundant experts make "):
+        LLM(reference.folder, **SETTINGS, data_parallel_size=2, rebalance=str(path))
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({"placements": saved["placements"][1:]}))
+    with pytest.raises(SettingsError, match=r"placements of \d layers; the model has \d layers with experts"):
+        LLM(reference.folder, **SETTINGS, **layout, rebalance=str(path))
+
+
+def test_one_rank_has_nowhere_to_move_to(reference_named: Callable[[str], Reference]) -> None:
+    with pytest.raises(SettingsError, match="moves experts between ranks, and there is one"):
+        LLM(reference_named("mixtral").folder, **SETTINGS, rebalance="auto")
