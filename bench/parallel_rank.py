@@ -190,6 +190,7 @@ class TimedGroup:
         self.group = group
         self.world_size = group.world_size
         self.rank_in_group = group.rank_in_group
+        self.node_of_rank = group.node_of_rank
         self.seconds = 0.0
         self.bytes_sent = 0
 

@@ -22,6 +22,7 @@ from moeserve.launch import DEFAULT_PORT
 from moeserve.messages import SamplingParams
 from moeserve.planner.costs import Assumptions
 from moeserve.planner.hardware import TABLE
+from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -131,6 +132,28 @@ def plan(options: argparse.Namespace) -> None:
         print(layout.as_text(found))
         if estimates is not None:
             print("\n" + estimate.as_text(estimates))
+
+
+def simulate(options: argparse.Namespace) -> None:
+    """Serve recorded traffic on hardware that need not be there, in virtual time, and tell how that went."""
+    from moeserve.planner import hardware, traffic
+    from moeserve.planner import simulate as room
+
+    num_ranks, ranks_per_node = _ranks(options)
+    found = room.simulate(
+        options.model,
+        hardware.read_hardware(options.hardware),
+        traffic.choose_traffic(options.traffic),
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        tp=options.tp,
+        dtype=None if options.dtype == "auto" else options.dtype,
+        loads=options.loads,
+        assumptions=Assumptions(**_given(options, Assumptions)),
+        settings=SimulationSettings(**_given(options, SimulationSettings)),
+        experts=ExpertSettings(**_given(options, ExpertSettings)),
+    )
+    print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else room.as_text(found))
 
 
 def _ranks(options: argparse.Namespace) -> tuple[int, int]:
@@ -297,6 +320,36 @@ def _parser() -> Parser:
         help="of prompts, that each replica computes in a step (default: 4096)",
     )
     _add_flags(command.add_argument_group(Assumptions.__doc__), Assumptions)
+
+    command = _add_command(commands, "simulate", simulate)
+    command.add_argument("model", type=Path, metavar="MODEL", help="folder of a checkpoint; it need not hold weights")
+    command.add_argument("--ranks", type=_reader(int), help="how many ranks there are, at most 4096, all in one node")
+    command.add_argument("--nodes", type=_reader(int), help="instead of --ranks: how many nodes there are")
+    command.add_argument(
+        "--gpus-per-node", type=_reader(int), default=8, help="with --nodes: ranks of each (default: 8)"
+    )
+    command.add_argument("--tp", type=_reader(int), default=1, help="ranks of each replica (default: 1)")
+    command.add_argument(
+        "--hardware", required=True, metavar="NAME", help=f"{', '.join(TABLE)}, or a .json file that describes it"
+    )
+    command.add_argument(
+        "--traffic",
+        metavar="FILE",
+        help="requests: a .jsonl file of Mooncake's or a .csv file of Azure's format, or PROMPT:OUTPUT for one alone "
+        "(default: 200 requests of Mooncake's conversations)",
+    )
+    command.add_argument(
+        "--loads", type=Path, metavar="FILE", help="JSON with how many tokens each expert gets at the start"
+    )
+    command.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="number format to count memory for; auto: the checkpoint's (default: auto)",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON, with all figures as numbers")
+    for settings in (SimulationSettings, ExpertSettings, Assumptions):
+        _add_flags(command.add_argument_group(settings.__doc__), settings)
 
     command = _add_command(commands, "viz", viz)
     command.add_argument("loads", type=Path, metavar="LOADS", help="records of expert load, as an engine writes them")

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from moeserve.config import EngineConfig
 from moeserve.engine.base import fit_to_cache, shrinkage
 from moeserve.engine.border import Delivery, EngineMessage, Ready
-from moeserve.engine.choice import Candidate, PrefixMemory, choose_replica, prompt_digests
 from moeserve.engine.gang import Gang
 from moeserve.errors import EngineError, RequestError
 from moeserve.messages import (
@@ -29,6 +28,7 @@ from moeserve.messages import (
 )
 from moeserve.processes import Watched, as_error, root_cause, wait_for_news
 from moeserve.scheduling.block_pool import num_blocks_for
+from moeserve.scheduling.choice import Candidate, PrefixMemory, choose_replica, prompt_digests
 from moeserve.telemetry.expert_load import LoadWindow
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ Knows layers and their placements; what a good placement is, `balancer.py` knows
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ SHARE_OF_A_STEP = 0.1  # that moving may take
 FIRST_BYTES_PER_SECOND = 1e9  # until the first were moved
 LEAST_PIECE_BYTES = 2**16  # of what a rank sends or gets in a step
 PIECE_ALIGNMENT = 64
-LEAST_GAIN = 0.02  # of a layer's fullest rank
+LEAST_GAIN = 0.02  # of a layer's fullest rank, over the mean of ranks
+MEMORY = 0.5  # of a window's counts, so much is left when the next one comes
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,12 @@ class Rebalancer:
         self._spare = torch.empty(*_spare_shape(layers), dtype=torch.uint8)
         for layer in layers.values():  # from now on copies are looked up in tables that can change, on tapes too
             layer.place(layer.load.placement)
+        self._loads = {number: [0.0] * layer.load.placement.num_logical for number, layer in layers.items()}
         self._window: LoadWindow | None = None  # by which plans are being made
         self._unplanned: deque[int] = deque()  # layers
         self._planned: list[Change] = []  # of which it is not decided yet whether they are worth it
-        self._gained = 0.0  # tokens that fullest ranks have less, over all planned layers
+        self._excess = 0.0  # tokens that fullest ranks have above the mean, over all layers
+        self._gained = 0.0  # of these, what would be gone with all planned layers
         self._changes: deque[Change] = deque()  # to be made; the first is under way
         self._num_arrived = 0  # bytes of each of its experts
         self._seconds_per_byte = 1 / FIRST_BYTES_PER_SECOND  # the slowest rank's
@@ -131,13 +135,15 @@ class Rebalancer:
             window: the newest, the same on all ranks.
             figures_of_rank: by rank: its `own_figures`.
         """
+        for number, counts in zip(window.layers, window.tokens_of_expert, strict=True):
+            self._loads[number] = [MEMORY * old + new for old, new in zip(self._loads[number], counts, strict=True)]
         if self.is_busy or not window.num_steps:
             return
         self._window = window
         self._seconds_per_byte = max(figures[0] for figures in figures_of_rank) / 1e15
         self._step_seconds = window.seconds / window.num_steps
         self._unplanned = deque(self._layers)
-        self._gained = 0.0
+        self._excess = self._gained = 0.0
 
     def may_switch(self, agreed_epoch: int) -> bool:
         """Whether all hold the weights of a newer placement than the one in use."""
@@ -204,16 +210,19 @@ class Rebalancer:
                 self._decide()
 
     def _plan(self, layer: int) -> None:
-        """A better placement of one layer, if there is one."""
-        assert self._window is not None
-        before = self._layers[layer].load.placement
-        loads = self._window.tokens_of_expert[self._window.layers.index(layer)]
+        """A better placement of one layer, if there is one: better by more than few tokens are uneven by chance."""
+        before, loads = self._layers[layer].load.placement, self._loads[layer]
+        if not any(loads):
+            return
+        of_rank = rank_loads(loads, before)
+        self._excess += max(of_rank) - sum(of_rank) / len(of_rank)
         after = rebalance(loads, before)
-        if imbalance(loads, before) > imbalance(loads, after) * (1 + LEAST_GAIN):
+        chance = 1 / math.sqrt(max(1.0, sum(loads) / before.num_ranks))
+        if imbalance(loads, before) - imbalance(loads, after) > max(LEAST_GAIN, chance):
             change = Change.between(layer, before, after)
             if change.moves:
                 self._planned.append(change)
-                self._gained += max(rank_loads(loads, before)) - max(rank_loads(loads, after))
+                self._gained += max(of_rank) - max(rank_loads(loads, after))
 
     def _decide(self) -> None:
         """Whether the gain of all planned changes over the horizon exceeds their cost. If not, they are forgotten.
@@ -223,10 +232,9 @@ class Rebalancer:
         window, planned = self._window, self._planned
         self._window, self._planned = None, []
         assert window is not None
-        excess = sum(max(of_rank) - sum(of_rank) / len(of_rank) for of_rank in window.tokens_of_rank)
-        if not planned or excess <= 0:
+        if not planned or self._excess <= 0:
             return
-        gain = window.straggler_seconds / window.num_steps * min(1.0, self._gained / excess) * self._horizon
+        gain = window.straggler_seconds / window.num_steps * min(1.0, self._gained / self._excess) * self._horizon
         cost = sum(change.most_at_once * self._slot_bytes[change.layer] for change in planned) * self._seconds_per_byte
         if gain > cost:
             self._changes.extend(planned)

@@ -539,11 +539,18 @@ class LayoutCosts:
             layers += self._experts.seconds(part.num_tokens, imbalance) * self.shape.num_sparse_layers
         exchange = 0.0
         if self._num_exchanges:
-            exchange += self.exchange.seconds(own, imbalance) * self._num_exchanges
+            exchange += self.exchange.seconds(self._exchanged(part, imbalance), imbalance) * self._num_exchanges
         if self._num_gathers:
             exchange += self._gather.seconds(rows) * self._num_gathers
         head = self._head.seconds(max(1, load.num_decoding))
         return StepTime(layers * parts, exchange * parts, head, self.assumptions.overlap)
+
+    def _exchanged(self, part: StepLoad, imbalance: float) -> float:
+        """Tokens of the rank with most to exchange, over the imbalance.
+
+        Its own rows go out, however uneven experts are; the fullest rank's come in, however uneven replicas are.
+        """
+        return max(part.most_tokens / self.shape.tp / imbalance, part.num_tokens / self.shape.num_ranks)
 
     def formulas(self, load: StepLoad) -> tuple[tuple[Formula, int], ...]:
         """The terms of `step_seconds`, each with how often it stands in a step; then, with 0, what they were given."""
@@ -559,7 +566,8 @@ class LayoutCosts:
         if self.shape.num_sparse_layers:
             terms.append((self._experts.formula(part.num_tokens, imbalance), self.shape.num_sparse_layers * parts))
         if self._num_exchanges:
-            terms.append((self.exchange.formula(own, imbalance), self._num_exchanges * parts))
+            exchanged = self._exchanged(part, imbalance)
+            terms.append((self.exchange.formula(exchanged, imbalance), self._num_exchanges * parts))
         if self._num_gathers:
             terms.append((self._gather.formula(part.most_tokens), self._num_gathers * parts))
         terms.append((self._head.formula(max(1, load.num_decoding)), 1))

@@ -130,15 +130,19 @@ def agree(rows: Sequence[Sequence[int]], *, step: int, num_replicas: int) -> Agr
     _require_all("step", steps, step, "a replica entered an agreement too many or too few")
     if ranks != tuple(range(num_replicas)):
         raise LockstepError(f"the rows of replicas {list(ranks)} were gathered, in this order; it must be ascending")
-    collects_load = any(packed & _WANTS_LOAD for packed in packed_flags)
+    flags = set(packed_flags)  # few are different, of however many replicas
+    has_failures = any(packed & _HAS_FAILED for packed in flags)
+    collects_load = any(packed & _WANTS_LOAD for packed in flags)
     return Agreement(
         step=step,
         num_tokens=num_tokens,
         collects_load=collects_load,
         is_idle=not any(num_tokens) and not collects_load,
         is_decode_only=all(decode_only),
-        is_shutdown=all(packed & _WANTS_SHUTDOWN for packed in packed_flags),
-        failed_ranks=tuple(rank for rank, packed in enumerate(packed_flags) if packed & _HAS_FAILED),
+        is_shutdown=all(packed & _WANTS_SHUTDOWN for packed in flags),
+        failed_ranks=tuple(rank for rank, packed in enumerate(packed_flags) if packed & _HAS_FAILED)
+        if has_failures
+        else (),
         placement_epoch=min(epochs),
         padded_tokens=max(num_tokens),
     )

@@ -2,7 +2,7 @@
 
 Each replica's first rank runs what an engine process runs, `drive` with its `Replica`, `User` and `MultiprocExecutor`,
 over gloo; further ranks execute the steps that come over a socket. What ends at the user's process ends here at the
-client, in the process of the replica. On the way are only checks, named as in `planner/simulate.py`:
+client, in the process of the replica. On the way are only checks, named as in `planner/faults.py`:
 
 - I2: what a layer dispatches it combines, once. That nothing is lost between ranks, `check_counts` sees afterwards.
 - I4: before each round the scheduler's books balance, and it has the requests that the client has not seen end.

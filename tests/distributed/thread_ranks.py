@@ -65,6 +65,10 @@ class ThreadGroup:
     def world_size(self) -> int:
         return self.table.num_ranks
 
+    @property
+    def node_of_rank(self) -> tuple[int, ...]:
+        return (0,) * self.world_size
+
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         assert len(x) == sizes[self.rank_in_group], "own rows are not those announced"
         taken = self._exchange("all_gather", x, tuple(sizes), (x,) * self.world_size)

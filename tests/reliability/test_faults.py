@@ -45,7 +45,8 @@ ALL_BLOCKS = 256 // 16 * 8  # of each replica
 TWO_BY_TWO = dict(tensor_parallel_size=2, data_parallel_size=2)
 NAMES = [f"rank {rank} (replica {rank // 2}, tp {rank % 2})" for rank in range(4)]
 POINTS_OF_A_STEP = ["step", "attention", "router", "dispatch", "wait", "experts", "combine", "logits", "played"]
-assert {*POINTS_OF_A_STEP, "loading", "agreement"} == POINTS.keys()
+POINTS_OF_MOVING = ["moving", "switch"]
+assert {*POINTS_OF_A_STEP, *POINTS_OF_MOVING, "loading", "agreement"} == POINTS.keys()
 
 Record = Callable[[str, object], None]
 
@@ -187,6 +188,22 @@ def test_a_rank_killed_in_a_step_is_named_and_nothing_is_left(
     traces.assert_none()
     assert times[0] <= 1.0, times
     assert times[-1] <= 5.0, times
+
+
+@pytest.mark.parametrize(("point", "rank"), [("moving", 3), ("switch", 1)])
+def test_a_rank_killed_while_experts_move_is_named_and_nothing_is_left(
+    reference: Reference, plant: Callable[..., Planted], traces: Traces, point: str, rank: int
+) -> None:
+    planted = plant(rank=rank, point=point, action="kill")
+    moving = dict(rebalance="auto", rebalance_horizon=10**9, expert_load_window=3, num_redundant_experts=4)
+    llm = LLM(reference.folder, **TWO_BY_TWO, **SETTINGS, **moving)
+    traces.look()
+    planted.trigger()  # nothing moves before the first window has ended
+    with pytest.raises(EngineError) as failure:
+        llm.generate(reference.prompts(*[20] * 6), ENDLESS, use_tqdm=False)
+    assert f"{NAMES[rank]}: killed by SIGKILL" in str(failure.value).splitlines()[0]
+    llm.shutdown()
+    traces.assert_none()
 
 
 # ---- R6: the root cause, as the user of a script sees it

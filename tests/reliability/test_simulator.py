@@ -10,7 +10,7 @@ from collections import Counter
 import planted_bugs as bugs
 import pytest
 
-from moeserve.planner.simulate import HEARTBEAT_S, Fault, InvariantViolation, Scenario, simulate
+from moeserve.planner.faults import HEARTBEAT_S, Fault, InvariantViolation, Scenario, simulate
 from moeserve.scheduling.lockstep import Lockstep
 from moeserve.scheduling.replica import Replica
 
@@ -101,7 +101,7 @@ def test_an_idle_gang_agrees_once_a_heartbeat() -> None:
 def test_the_same_seed_gives_the_same_trace() -> None:
     """In processes that hash texts differently."""
     program = (
-        "from moeserve.planner.simulate import Scenario, simulate\n"
+        "from moeserve.planner.faults import Scenario, simulate\n"
         "for seed in (4, 5): print(simulate(Scenario.drawn(8, seed, 40)).trace_digest)"
     )
     outputs = [

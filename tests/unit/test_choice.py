@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from moeserve.engine.choice import Candidate, PrefixMemory, choose_replica, prompt_digests
 from moeserve.messages import Request, SamplingParams
+from moeserve.scheduling.choice import Candidate, PrefixMemory, choose_replica, prompt_digests
 
 
 def candidate(free: int = 100, requests: int = 0, waiting: int = 0, cached: int = 0) -> Candidate:

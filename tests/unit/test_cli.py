@@ -38,7 +38,7 @@ def parse(*arguments: str) -> Any:
         (["bench", "thruput"], "invalid choice: 'thruput'"),
         (["bench", "moe", "--rows", "0"], "argument --rows: 0 is less than 1"),
         (["bench", "throughput", "--new-tokens", "1"], "argument --new-tokens: 1 is less than 2"),
-        (["genrate"], "'generate', 'inspect', 'plan', 'viz', 'upcycle'"),
+        (["genrate"], "'generate', 'inspect', 'plan', 'simulate', 'viz', 'upcycle'"),
         ([], "COMMAND"),
     ],
 )

@@ -53,6 +53,8 @@ def test_nothing_undecided_is_left() -> None:
         "quantization",
         "kv_cache_memory",
         "network_interface",
+        "expert_load_file",
+        "metrics_port",
     ]
 
 

@@ -99,7 +99,7 @@ def test_of_many_layers_there_are_least_mean_and_most() -> None:
         assert found[f'{name}{{layer="mean"}}'] == pytest.approx(sum(figures) / 129)
         assert found[f'{name}{{layer="max"}}'] == pytest.approx(max(figures))
     metrics.observe(of_counts(experts[:128], experts[:128]))
-    assert len(series(metrics.text())) == 8 + 3 * 128
+    assert len(series(metrics.text())) == 9 + 3 * 128
 
 
 def test_registries_are_their_own() -> None:

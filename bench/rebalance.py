@@ -1,0 +1,159 @@
+"""What moving experts between ranks costs while it goes on, and what it gains.
+
+    python -m moeserve.bench.rebalance [--ranks 2 4] [--rounds 3] [--json PATH]
+
+Replicas of one rank, each on one thread, run prompts of random tokens through a model of random weights whose routers
+prefer some experts. Steps are timed as they are, then while a better placement is planned and experts move, and then as
+they are afterwards. In a round all ranks are started anew; a layout has some slots for redundant experts. *p99* is over
+all rounds together; *gain* is tokens per second afterwards over before in the same round, median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moeserve.bench.harness import add_options, at_least, environment, write_jsonl
+from moeserve.bench.parallel import percentile
+from moeserve.bench.rebalance_rank import Ran, RunSteps
+from moeserve.config import Settings, environment_of_rank, resolve
+from moeserve.distributed.group import start_store
+from moeserve.machine import usable_cores
+from moeserve.models.registry import read_facts
+from moeserve.processes import Child, as_error, collect_deaths, end_all, root_cause, wait_for_news
+from moeserve.worker.orders import RankStart, rank_name
+
+MODEL = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "hidden_size": 512,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 2,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m moeserve.bench.rebalance", description="What moving experts costs and gains."
+    )
+    parser.add_argument("--ranks", type=at_least(2), nargs="+", default=[2, 4], help="numbers of replicas")
+    parser.add_argument("--tokens", type=at_least(1), default=256, help="of each replica in a step")
+    parser.add_argument("--steps", type=at_least(2), default=60, help="before, and afterwards")
+    parser.add_argument(
+        "--hottest", type=float, default=3.0, help="length of the longest router row; 1: none is longer"
+    )
+    add_options(parser, rounds=3, threads=False)
+    options = parser.parse_args(arguments)
+    order = RunSteps(
+        num_tokens=options.tokens, num_steps=options.steps, most_steps=20 * options.steps, hottest=options.hottest
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        (model / "config.json").write_text(json.dumps(MODEL))
+        for num_ranks in options.ranks:
+            rounds = [run(model, num_ranks, order) for _ in range(options.rounds)]
+            row = as_row(num_ranks, order, rounds)
+            print(as_text(row), flush=True)
+            if options.json:
+                write_jsonl(options.json, [row])
+
+
+def run(model: Path, num_ranks: int, order: RunSteps) -> Ran:
+    """What the first of some ranks saw, which were started for it. EngineError when one has died."""
+    settings = Settings.from_options(
+        {
+            "data_parallel_size": num_ranks,
+            "num_threads": 1,
+            "num_redundant_experts": num_ranks,
+            "load_format": "dummy",
+            "kv_cache_memory": "64MiB",
+            "max_model_len": order.num_tokens,
+            "max_num_batched_tokens": order.num_tokens,
+            "rebalance": "auto",
+            "rebalance_horizon": 2**30,  # it is worth it in any case
+        }
+    )
+    config = resolve(settings, read_facts(model), has_cuda=False, num_cores=usable_cores())
+    store = start_store()
+    children: list[Child[Ran]] = [
+        Child(
+            "moeserve.bench.rebalance_rank",
+            rank_name(config, rank),
+            RankStart(config=config, rank=rank, store_host="127.0.0.1", store_port=store.port),
+            Ran,
+            environment=environment_of_rank(config, usable_cores()),
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for child in children:
+            child.channel.send(order)
+        told: dict[str, Ran] = {}
+        while len(told) < len(children):
+            wait_for_news(children, None)
+            for child in children:
+                for ran in child.receive():
+                    told[child.name] = ran
+            if any(child.deaths() for child in children if child.name not in told):
+                raise as_error(root_cause(collect_deaths(children)), "while steps were timed")
+        return told[children[0].name]
+    finally:
+        end_all(children)
+
+
+def as_row(num_ranks: int, order: RunSteps, rounds: Sequence[Ran]) -> dict[str, Any]:
+    def of_steps(parts: Sequence[Sequence[float]]) -> dict[str, float]:
+        seconds = [each for part in parts for each in part]
+        return {"p50": statistics.median(seconds), "p99": percentile(seconds, 0.99), "steps": len(seconds)}
+
+    gains = [sum(ran.before.seconds) / sum(ran.after.seconds) for ran in rounds]
+    return {
+        "benchmark": "rebalance",
+        "ranks": num_ranks,
+        "tokens": order.num_tokens,
+        "hottest": order.hottest,
+        "before": of_steps([ran.before.seconds for ran in rounds]),
+        "during": of_steps([ran.during for ran in rounds]),
+        "after": of_steps([ran.after.seconds for ran in rounds]),
+        "max_over_mean": {
+            "before": statistics.median(ran.before.max_over_mean for ran in rounds),
+            "after": statistics.median(ran.after.max_over_mean for ran in rounds),
+        },
+        "gain": statistics.median(gains),
+        "gains": gains,
+        "layers_switched": rounds[0].num_layers_switched,
+        "bytes_moved": rounds[0].bytes_moved,
+        "environment": environment(),
+    }
+
+
+def as_text(row: dict[str, Any]) -> str:
+    before, during, after = row["before"], row["during"], row["after"]
+    balance = row["max_over_mean"]
+    return (
+        f"{row['ranks']} ranks, {row['tokens']} tokens each: fullest over mean {balance['before']:.2f}, afterwards "
+        f"{balance['after']:.2f}; tokens/s x {row['gain']:.2f}\n"
+        f"  step p50 ms: {before['p50'] * 1e3:.1f}, meanwhile {during['p50'] * 1e3:.1f}, afterwards "
+        f"{after['p50'] * 1e3:.1f}\n"
+        f"  step p99 ms: {before['p99'] * 1e3:.1f}, meanwhile {during['p99'] * 1e3:.1f} "
+        f"(x {during['p99'] / before['p99']:.2f}, {during['steps']} steps), afterwards {after['p99'] * 1e3:.1f}\n"
+        f"  {row['layers_switched']} layers switched, {row['bytes_moved'] / 2**20:.0f} MiB moved"
+    )
+
+
+if __name__ == "__main__":
+    main()

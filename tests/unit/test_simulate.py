@@ -1,0 +1,331 @@
+"""`moeserve simulate`: the real scheduling in virtual time, with the step times of the model of costs."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve import cli
+from moeserve.messages import AddRequest, ChunkResult, Request, SamplingParams, StepResult
+from moeserve.models.registry import describe
+from moeserve.moe.balancer import imbalance
+from moeserve.moe.placement import Placement
+from moeserve.planner.costs import Assumptions, LayoutCosts, ReplicaLoad, StepLoad
+from moeserve.planner.estimate import rank_shape
+from moeserve.planner.expert_balance import ExpertBalance
+from moeserve.planner.gang import Gang
+from moeserve.planner.hardware import TABLE
+from moeserve.planner.layout import find_layouts
+from moeserve.planner.simulate import Outcome, Percentiles, prompt_of, serve
+from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
+from moeserve.planner.traffic import RecordedRequest, Traffic, sample_traffic
+from moeserve.scheduling.scheduler import Scheduler
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+H800 = TABLE["h800"]
+NUM_REPLICAS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers with 16 experts in 8 ranks' reach."""
+    path = tmp_path_factory.mktemp("mixtral")
+    changes = {"num_hidden_layers": 2, "num_local_experts": 16}
+    (path / "config.json").write_text(json.dumps(PUBLISHED["Mixtral-8x7B"] | changes))
+    return path
+
+
+@pytest.fixture(scope="module")
+def costs(folder: Path) -> LayoutCosts:
+    return costs_of(folder, num_redundant=8)
+
+
+def costs_of(folder: Path, num_redundant: int) -> LayoutCosts:
+    found = find_layouts(folder, NUM_REPLICAS, None, 1, num_redundant=num_redundant)
+    assumptions = Assumptions()
+    shape = rank_shape(describe(folder), found, found.layouts[0], assumptions, NUM_REPLICAS)
+    return LayoutCosts(shape, H800, assumptions)
+
+
+def balance_of(costs: LayoutCosts, seed: int = 0, **settings: Any) -> ExpertBalance:
+    experts = ExpertSettings(num_redundant_experts=8, **settings)
+    return ExpertBalance(costs, H800, experts, (), num_experts=16, top_k=2, seed=seed)
+
+
+def drawn_traffic(seed: int, num_requests: int, seconds: float, *, prompt: int = 300, output: int = 40) -> Traffic:
+    dice = random.Random(seed)
+    arrivals = sorted(dice.uniform(0, seconds) for _ in range(num_requests - 1))
+    return Traffic(
+        tuple(
+            RecordedRequest(
+                arrival_s=arrival_s,
+                prompt_tokens=dice.randint(1, prompt),
+                output_tokens=dice.randint(1, output),
+                prefix_blocks=(0, dice.randrange(4), 10 + number)[: dice.randint(0, 3)],
+            )
+            for number, arrival_s in enumerate([0.0, *arrivals])
+        ),
+        tokens_per_block=100,
+    )
+
+
+SMALL = SimulationSettings(max_num_seqs=4, max_num_batched_tokens=128, block_size=8)
+
+
+def served(traffic: Traffic, costs: LayoutCosts, *, cache_tokens: int = 4000, **options: Any) -> Outcome:
+    return serve(traffic, costs, balance_of(costs), SMALL, cache_tokens=cache_tokens, **options)
+
+
+class TestGang:
+    """Replicas that sleep through rounds do what they would have done in them."""
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_sleepers_change_nothing(self, seed: int) -> None:
+        fast, plain = list(self.played(seed, drives_sleepers=False)), list(self.played(seed, drives_sleepers=True))
+        assert fast == plain
+        assert any("finish_reason='length'" in line for line in fast)
+        assert any("is_idle=True" in line for line in fast)
+
+    def test_only_those_with_work_are_driven(self) -> None:
+        gang = Gang(NUM_REPLICAS, self.scheduler)
+        gang.send(5, AddRequest(self.request("a", 3, 2)))
+        assert list(gang.begin().plans) == [5]
+        assert [rank for rank, _ in gang.finish({5: self.result(1)})] == [5]
+        gang.begin()
+        gang.finish({5: self.result(2)})
+        assert gang.begin().agreement.is_idle
+        assert gang.finish({}) == []
+
+    def played(self, seed: int, *, drives_sleepers: bool) -> Iterator[str]:
+        """All agreements, plans and news of a run with few requests, one of which is refused."""
+        dice = random.Random(seed)
+        gang = Gang(NUM_REPLICAS, self.scheduler, drives_sleepers=drives_sleepers)
+        for number in range(120):
+            if dice.random() < 0.25 and number < 80:
+                request = self.request(str(number), dice.choice([1, 5, 20, 39, 40]), dice.randint(1, 12))
+                gang.send(dice.randrange(NUM_REPLICAS), AddRequest(request))
+            turn = gang.begin()
+            yield f"{turn}"
+            results = {rank: self.result(plan.step, len(plan.chunks)) for rank, plan in turn.plans.items()}
+            for rank, plan in turn.plans.items():
+                given = [ChunkResult(token_id=None if chunk.sample is None else 7) for chunk in plan.chunks]
+                results[rank] = StepResult(step=plan.step, chunks=given)
+            for rank, told in gang.finish(results):
+                if told.updates:
+                    yield f"{rank} {told}"
+        assert turn.agreement.is_idle
+
+    @staticmethod
+    def scheduler() -> Scheduler:
+        return Scheduler(
+            num_blocks=12,
+            block_size=4,
+            max_num_seqs=3,
+            max_num_batched_tokens=8,
+            max_model_len=40,
+            enable_prefix_caching=True,
+            cache_salt=b"",
+        )
+
+    @staticmethod
+    def request(request_id: str, num_tokens: int, max_tokens: int) -> Request:
+        params = SamplingParams(max_tokens=max_tokens)
+        return Request(request_id=request_id, prompt_token_ids=[1] * num_tokens, params=params, seed=0)
+
+    @staticmethod
+    def result(step: int, num_chunks: int = 1) -> StepResult:
+        return StepResult(step=step, chunks=[ChunkResult(token_id=7)] * num_chunks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fast_path_is_the_plain_path(costs: LayoutCosts, seed: int) -> None:
+    """With idle times between requests, queues, prefixes that are shared, and preemptions."""
+    traffic = drawn_traffic(seed, 60, seconds=0.3)
+    fast = served(traffic, costs, cache_tokens=640)
+    assert fast == served(traffic, costs, cache_tokens=640, drives_sleepers=True)
+    assert fast.cached_tokens
+    assert fast.empty_turn_share
+    sparse = drawn_traffic(seed, 10, seconds=30)
+    assert served(sparse, costs) == served(sparse, costs, drives_sleepers=True)
+
+
+def test_every_request_ends_once_with_what_it_asked_for(costs: LayoutCosts) -> None:
+    traffic = drawn_traffic(3, 300, seconds=0.2, output=60)
+    found = served(traffic, costs, cache_tokens=400)
+    assert found.num_finished == 300
+    assert found.output_tokens == sum(each.output_tokens for each in traffic.requests)
+    assert found.prompt_tokens == sum(each.prompt_tokens for each in traffic.requests)
+    assert found.num_preemptions
+    assert 0 < found.cache_used < found.cache_used_most <= 1
+
+
+def test_time_is_the_sum_of_step_times(costs: LayoutCosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All come at once, so nothing rests. The loads are of real plans: one token for each output but the first."""
+    told: list[tuple[StepLoad, float, float]] = []
+    step_seconds = costs.step_seconds
+
+    def noted(load: StepLoad, imbalance: float | None = None) -> Any:
+        assert imbalance is not None
+        time = step_seconds(load, imbalance)
+        told.append((load, imbalance, time.seconds))
+        return time
+
+    monkeypatch.setattr(costs, "step_seconds", noted)
+    traffic = Traffic(tuple(RecordedRequest(0.0, 20, 5, ()) for _ in range(NUM_REPLICAS)), 1)
+    found = served(traffic, costs)
+    assert found.seconds == pytest.approx(sum(seconds for _, _, seconds in told))
+    assert [load for load, _, _ in told] == [
+        StepLoad.of([ReplicaLoad(num_prefill=20, prefill_pairs=210)] * NUM_REPLICAS),
+        *(StepLoad.of([ReplicaLoad(num_decoding=1, decode_pairs=length)] * NUM_REPLICAS) for length in range(21, 25)),
+    ]
+    even = balance_of(costs).expected
+    assert told[0][1] == pytest.approx(replace(costs.shape.balance, placement=even).imbalance(20 * NUM_REPLICAS))
+    assert found.first_token_s.p99 == pytest.approx(told[0][2])
+    assert found.output_token_s.p50 == pytest.approx(sum(seconds for _, _, seconds in told[1:]) / 4)
+
+
+def test_requests_wait_for_their_time(costs: LayoutCosts) -> None:
+    """Two that do not meet take as long as one each, and what is between them is no step."""
+    alone = served(Traffic((RecordedRequest(0.0, 20, 5, ()),), 1), costs)
+    both = served(Traffic((RecordedRequest(0.0, 20, 5, ()), RecordedRequest(100.0, 20, 5, ())), 1), costs)
+    assert both.seconds == pytest.approx(100 + alone.seconds)
+    assert both.busy_s == pytest.approx(2 * alone.seconds)
+    assert both.first_token_s.p99 == pytest.approx(alone.first_token_s.p99)
+
+
+def test_prompts_share_what_the_traffic_says() -> None:
+    assert prompt_of(RecordedRequest(0.0, 5, 1, (7, 8)), 3, own_token=-1) == [7, 7, 7, 8, 8]
+    assert prompt_of(RecordedRequest(0.0, 8, 1, (7, 8)), 3, own_token=-1) == [7, 7, 7, 8, 8, 8, -1, -1]
+    assert prompt_of(RecordedRequest(0.0, 2, 1, ()), 1, own_token=-4) == [-4, -4]
+
+
+def test_rebalancing_pays_for_a_skewed_router(folder: Path, costs: LayoutCosts) -> None:
+    """More requests than can be served at once, so tokens per second are a matter of speed alone."""
+    traffic = drawn_traffic(0, 1000, seconds=0.01, prompt=2000, output=100)
+    settings = SimulationSettings(max_num_seqs=64, enable_prefix_caching=False)
+    moving: dict[str, Any] = dict(rebalance_window=0.02, rebalance_horizon=1000.0, rebalance_share=0.5)
+    found = {}
+    for rebalance in ("off", "auto"):
+        balance = balance_of(costs, skew=1.2, rebalance=rebalance, **moving)
+        found[rebalance] = serve(traffic, costs, balance, settings, cache_tokens=100_000)
+        assert balance._now == pytest.approx(found[rebalance].seconds)
+    off, auto = found["off"], found["auto"]
+    assert auto.output_tokens_per_s > 1.05 * off.output_tokens_per_s
+    assert auto.rank_balance.at_end < off.rank_balance.at_end == off.rank_balance.at_start
+    assert auto.rebalances
+    assert not off.rebalances
+    # The last ones may not have come to their end.
+    assert (
+        auto.rebalances[0].num_layers == 2 <= auto.placement_epoch <= sum(each.num_layers for each in auto.rebalances)
+    )
+    assert auto.rebalances[0].transfer_s <= auto.moving_s <= sum(each.transfer_s for each in auto.rebalances)
+    # Every expert that moved has its bytes, and its time at the speed of the links.
+    expert_bytes = 3 * 4096 * 14336 * 2
+    for each in auto.rebalances:
+        assert each.num_bytes == each.num_moves * expert_bytes
+        assert each.num_bytes / NUM_REPLICAS / (200e9 * 0.8) <= each.transfer_s <= each.num_bytes / (200e9 * 0.8)
+        assert each.gain_s > each.transfer_s
+
+
+def test_moves_that_cost_more_than_they_gain_are_not_made(costs: LayoutCosts) -> None:
+    traffic = drawn_traffic(0, 200, seconds=0.01)
+    balance = balance_of(costs, skew=1.2, rebalance="auto", rebalance_window=0.02, rebalance_horizon=1e-6)
+    assert serve(traffic, costs, balance, SMALL, cache_tokens=4000).rebalances == ()
+
+
+class TestBalance:
+    def test_drift_keeps_the_loads_and_moves_them(self, costs: LayoutCosts) -> None:
+        balance = balance_of(costs, skew=1.0, drift=20.0)
+        before = [list(of_layer) for of_layer in balance._loads]
+        balance.rest(3600.0)
+        assert [sorted(of_layer) for of_layer in balance._loads] == [sorted(of_layer) for of_layer in before]
+        assert balance._loads != before
+        placement = Placement.even(16, NUM_REPLICAS, 8)
+        expected = [imbalance(of_layer, placement) for of_layer in balance._loads]
+        assert balance.expected == pytest.approx(sum(expected) / 2)
+
+    def test_drift_is_the_same_whether_experts_move_or_not(self, costs: LayoutCosts) -> None:
+        load = StepLoad.of([ReplicaLoad(num_decoding=64, decode_pairs=6400)] * NUM_REPLICAS)
+        balances = [balance_of(costs, skew=1.0, drift=20.0, rebalance=how) for how in ("off", "auto")]
+        for _ in range(300):
+            for balance in balances:
+                balance.advance(load, 1.0)
+        off, auto = balances
+        assert auto.rebalances
+        assert auto.expected < off.expected
+        for balance in balances:
+            balance.rest(3600.0 - balance._now)
+        assert off._loads == auto._loads
+
+    def test_a_step_is_made_longer_by_its_share_at_most(self, costs: LayoutCosts) -> None:
+        load = StepLoad.of([ReplicaLoad(num_decoding=64, decode_pairs=6400)] * NUM_REPLICAS)
+        balance = balance_of(costs, skew=1.0, rebalance="auto", rebalance_share=0.25)
+        added = [balance.advance(load, 1e-3) for _ in range(70_000)]
+        assert max(added) == pytest.approx(0.25e-3)
+        (rebalance, *_) = balance.rebalances
+        assert sum(added) == pytest.approx(sum(each.transfer_s for each in balance.rebalances))
+        assert rebalance.balance_after < rebalance.balance_before
+
+    def test_by_loads_at_the_start(self, costs: LayoutCosts) -> None:
+        assert balance_of(costs, skew=1.0, placement="loads").expected < balance_of(costs, skew=1.0).expected
+
+
+def test_percentiles() -> None:
+    assert Percentiles.of(range(1, 101)) == Percentiles(p50=50, p90=90, p99=99)
+    assert Percentiles.of([3.0]) == Percentiles(p50=3.0, p90=3.0, p99=3.0)
+    assert Percentiles.of([]) == Percentiles(p50=0.0, p90=0.0, p99=0.0)
+
+
+class TestCommand:
+    ARGUMENTS = ("--ranks", "8", "--hardware", "h800", "--seconds", "3", "--length", "0.05", "--rate", "4")
+    EXPERTS = ("--num-redundant-experts", "8", "--skew", "1", "--drift", "5", "--rebalance", "auto")
+
+    def test_the_same_seed_gives_the_same_bytes(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        outputs = []
+        for seed in ("1", "1", "2"):
+            assert cli.main(["simulate", str(folder), *self.ARGUMENTS, *self.EXPERTS, "--json", "--seed", seed]) == 0
+            outputs.append(capsys.readouterr().out)
+        assert outputs[0] == outputs[1] != outputs[2]
+        found = json.loads(outputs[0])
+        asked = [each for each in sample_traffic().requests if each.arrival_s / 4 < 3]
+        assert found["outcome"]["num_finished"] == found["num_requests"] == len(asked)
+        assert found["outcome"]["output_tokens"] == sum(max(1, round(each.output_tokens * 0.05)) for each in asked)
+
+    def test_loads_of_a_file(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """All tokens go to two experts of the first rank; with their loads known, to two ranks."""
+        path = tmp_path / "loads.json"
+        path.write_text(json.dumps({"loads": [[1.0, 1.0] + [0.0] * 14]}))
+        for placement, fullest in (("even", 8.0), ("loads", 4.0)):
+            arguments = ("--loads", str(path), "--placement", placement, "--json")
+            assert cli.main(["simulate", str(folder), *self.ARGUMENTS, *arguments]) == 0
+            found = json.loads(capsys.readouterr().out)["outcome"]
+            assert found["rank_balance"]["at_start"] == pytest.approx(fullest)
+
+    def test_for_people(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["simulate", str(folder), *self.ARGUMENTS, *self.EXPERTS]) == 0
+        text = capsys.readouterr().out
+        for name in ("1 x 8 h800, tp 1, dp 8", "time to the first token", "empty turns", "rebalances"):
+            assert name in text
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["--skew", "1", "--loads", "loads.json"], "say one of them"),
+            (["--length", "100"], "give more ranks or a larger tp, or shorter requests"),
+            (["--tp", "3"], "tp=3 does not divide ranks=8"),
+            (["--num-redundant-experts", "1000"], "slots"),
+            (["--loads", "no/such/loads.json"], "cannot read the expert loads"),
+        ],
+    )
+    def test_what_cannot_be(
+        self, folder: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        command = ["simulate", str(folder), "--ranks", "8", "--hardware", "h800", *arguments]
+        assert cli.main(command) == 1
+        assert says in capsys.readouterr().err
