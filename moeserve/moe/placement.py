@@ -149,8 +149,8 @@ def copies_in_turn(placement: Placement, rank: int, node_of_rank: Sequence[int])
     """By logical expert: the copies to which the tokens of a rank go, one token after the other, and then again.
 
     Of an expert with c copies, each of n ranks has c turns to give and each copy takes n, so all copies get as much if
-    all ranks have as many tokens. The nearest go first: a rank's own copy as long as it takes more, then those of its
-    node, then any.
+    all ranks have as many tokens. Those of the rank's node go first, as long as they take more. Within a node all are
+    alike: a rank that has more tokens than others should not compute them all.
 
     Args:
         rank: whose tokens they are.
@@ -169,13 +169,9 @@ def copies_in_turn(placement: Placement, rank: int, node_of_rank: Sequence[int])
             continue
         room = dict.fromkeys(copies, len(ranks))
         given: list[list[int]] = [[] for _ in ranks]
-        of_rank: dict[int, list[int]] = {}
         of_node: dict[int, list[int]] = {}
         for copy in copies:
-            of_rank.setdefault(rank_of_physical[copy], []).append(copy)
             of_node.setdefault(node_of_rank[rank_of_physical[copy]], []).append(copy)
-        for holder, own in of_rank.items():
-            _deal(given, [holder], own, room)
         for node, near in of_node.items():
             _deal(given, [other for other in ranks if node_of_rank[other] == node], near, room)
         _deal(given, ranks, copies, room)

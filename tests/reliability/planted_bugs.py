@@ -342,7 +342,7 @@ PLANTED = [
     Planted(AbortsOnlyInWords, {"I3", "I4"}, "abort", "I3"),
     Planted(FreesTwice, {"I4"}, "abort", "crash"),
     Planted(LeaksAtAbort, {"I4"}),
-    Planted(RaisesRequestError, {"crash"}, "shutdown", "crash"),
+    Planted(RaisesRequestError, {"crash", "I4"}, "shutdown", "crash"),
     Planted(EndsTwice, {"I3"}, "abort", "I3"),
     Planted(LosesNewsOfFailedStep, {"I4"}, "one busy", "I4"),
     Planted(LosesTokens, {"I3"}),
