@@ -260,6 +260,26 @@ def executors_table(rows: Sequence[Row]) -> str:
     return f"{markdown(head, lines)}\n\n{machine_line(last)}"
 
 
+def rebalance_table(rows: Sequence[Row]) -> str:
+    """For each number of ranks, steps before, while and after experts moved."""
+    last = latest(rows, "ranks", "tokens")
+    head = ["", "fullest rank / mean", "step p50, ms", "step p99, ms", "tokens/s over before"]
+    lines = []
+    for row in last:
+        for when in ("before", "during", "after"):
+            balance, gain = row["max_over_mean"].get(when), row["gain"] if when == "after" else None
+            lines.append(
+                [
+                    f"{row['ranks']} ranks, {when}",
+                    "" if balance is None else f"{balance:.2f}",
+                    number(row[when]["p50"] * 1e3),
+                    number(row[when]["p99"] * 1e3),
+                    "" if gain is None else f"{gain:.2f}",
+                ]
+            )
+    return f"{markdown(head, lines)}\n\n{machine_line(last)}"
+
+
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "throughput": throughput_tables,
     "moe": moe_tables,
@@ -269,6 +289,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "quality": quality_table,
     "parallel": parallel_tables,
     "executors": executors_table,
+    "rebalance": rebalance_table,
 }
 
 
