@@ -257,12 +257,7 @@ def _parser() -> Parser:
 
     command = _add_command(commands, "inspect", inspect)
     command.add_argument("model", type=Path, metavar="MODEL", help="folder of a checkpoint; it need not hold weights")
-    command.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="number format to count memory for; auto: the checkpoint's (default: auto)",
-    )
+    _add_counted_dtype(command)
     command.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
 
     command = _add_command(commands, "plan", plan)
@@ -275,12 +270,7 @@ def _parser() -> Parser:
     command.add_argument(
         "--tp", type=_reader(int), help="show only the layout with this tp, all its ranks and formulas"
     )
-    command.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="number format to count memory for; auto: the checkpoint's (default: auto)",
-    )
+    _add_counted_dtype(command)
     command.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
     group = command.add_argument_group("Placement of experts")
     group.add_argument("--loads", type=Path, metavar="FILE", help="JSON with how many tokens each expert gets")
@@ -341,12 +331,7 @@ def _parser() -> Parser:
     command.add_argument(
         "--loads", type=Path, metavar="FILE", help="JSON with how many tokens each expert gets at the start"
     )
-    command.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="number format to count memory for; auto: the checkpoint's (default: auto)",
-    )
+    _add_counted_dtype(command)
     command.add_argument("--json", action="store_true", help="print JSON, with all figures as numbers")
     for settings in (SimulationSettings, ExpertSettings, Assumptions):
         _add_flags(command.add_argument_group(settings.__doc__), settings)
@@ -420,6 +405,15 @@ def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], i
     command.set_defaults(run=run, parser=command)
     command.add_argument("--verbose", "-v", action="store_true", help="log what the engine does")
     return command
+
+
+def _add_counted_dtype(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="number format to count memory for; auto: the checkpoint's (default: auto)",
+    )
 
 
 def _add_flags(group: Any, settings: type, without: Iterable[str] = ()) -> None:

@@ -603,6 +603,12 @@ class Reference:
             hook.remove()
         return chosen
 
+    def expert_counts(self, sequences: Sequence[list[int]]) -> list[list[int]]:
+        """By layer that has experts, by expert: how many tokens of all sequences chose it."""
+        num_experts = len(self._routers()[0].weight)
+        layers = zip(*map(self.experts, sequences), strict=True)
+        return [sum(chosen.flatten().bincount(minlength=num_experts) for chosen in layer).tolist() for layer in layers]
+
     def _routers(self) -> list[nn.Module]:
         routers = [module for module in self.model.modules() if type(module).__name__.endswith("Router")]
         assert routers

@@ -10,10 +10,9 @@ Knows layers and their placements; what a good placement is, `balancer.py` knows
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,11 +35,11 @@ MEMORY = 0.5  # of a window's counts, so much is left when the next one comes
 
 @dataclass(frozen=True)
 class Change:
-    """A layer's next placement, and what has to be moved for it."""
+    """A layer's next placement, and what has to be moved for it, which is something."""
 
     layer: int
     after: Placement
-    moves: tuple[Move, ...]
+    moves: tuple[Move, ...]  # by rank that they go to and slot
     source_slots: tuple[int, ...]  # of each move: where its expert is, on the rank that it comes from
 
     @classmethod
@@ -53,9 +52,9 @@ class Change:
     @property
     def most_at_once(self) -> int:
         """Moves from one rank, or to one."""
-        senders = [move.from_rank for move in self.moves]
-        receivers = [move.to_rank for move in self.moves]
-        return max(max(map(ranks.count, {*ranks}), default=0) for ranks in (senders, receivers))
+        senders = Counter(move.from_rank for move in self.moves)
+        receivers = Counter(move.to_rank for move in self.moves)
+        return max(*senders.values(), *receivers.values())
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ class Piece:
     size: int
     pending: PendingTensor
     sent: Tensor  # not to be freed before it has arrived
-    receive_sizes: list[int]
-    began: float
+    seconds: float  # that it took to begin
 
 
 def spare_bytes(layers: dict[int, MoELayer]) -> int:
@@ -122,7 +120,7 @@ class Rebalancer:
     @property
     def is_busy(self) -> bool:
         """Whether experts are on their way, or plans are made."""
-        return bool(self._changes or self._unplanned or self._planned)
+        return bool(self._changes or self._unplanned)
 
     def own_figures(self) -> list[int]:
         """What the others must know of this rank, to be handed to `consider` of all ranks."""
@@ -147,17 +145,15 @@ class Rebalancer:
 
     def may_switch(self, agreed_epoch: int) -> bool:
         """Whether all hold the weights of a newer placement than the one in use."""
-        assert self.epoch <= agreed_epoch <= self.held_epoch or agreed_epoch <= self.epoch
+        assert agreed_epoch <= self.held_epoch, (agreed_epoch, self.held_epoch)
         return agreed_epoch > self.epoch
 
     def switch(self) -> None:
         """The layer whose weights have arrived everywhere is served by its new placement from now on."""
         change = self._changes.popleft()
-        memory = self._memory[change.layer]
-        own = [(number, move) for number, move in enumerate(self._incoming(change))]
-        for number, move in own:
+        for number, move in enumerate(self._incoming(change)):
             start = 0
-            for of_slots in memory:
+            for of_slots in self._memory[change.layer]:
                 size = of_slots.shape[1]
                 of_slots[move.slot] = self._spare[number, start : start + size]
                 start += size
@@ -173,14 +169,12 @@ class Rebalancer:
         began = time.perf_counter()
         slot_bytes = self._slot_bytes[change.layer]
         budget = max(LEAST_PIECE_BYTES, SHARE_OF_A_STEP * self._step_seconds / self._seconds_per_byte)
-        size = int(budget) // max(1, change.most_at_once) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+        size = int(budget) // change.most_at_once // PIECE_ALIGNMENT * PIECE_ALIGNMENT
         size = min(max(size, PIECE_ALIGNMENT), slot_bytes - self._num_arrived)
         ranks = range(self._groups.world.world_size)
         outgoing = [
             (move, slot)
-            for move, slot in sorted(
-                zip(change.moves, change.source_slots, strict=True), key=lambda pair: (pair[0].to_rank, pair[0].slot)
-            )
+            for move, slot in zip(change.moves, change.source_slots, strict=True)
             if move.from_rank == self._rank
         ]
         pieces = [self._part(change.layer, slot, self._num_arrived, size) for _, slot in outgoing]
@@ -189,7 +183,7 @@ class Rebalancer:
         receive_sizes = [size * sum(move.from_rank == rank for move in self._incoming(change)) for rank in ranks]
         # collective: all ranks
         pending = self._groups.world.all_to_all(sent, send_sizes, receive_sizes)
-        return Piece(change, self._num_arrived, size, pending, sent, receive_sizes, time.perf_counter() - began)
+        return Piece(change, self._num_arrived, size, pending, sent, time.perf_counter() - began)
 
     def finish_step(self, piece: Piece | None) -> None:
         """Takes what has arrived; and plans a layer, where plans are made."""
@@ -197,7 +191,7 @@ class Rebalancer:
             began = time.perf_counter()
             received = piece.pending.wait()
             self._store(piece, received)
-            seconds = piece.began + time.perf_counter() - began
+            seconds = piece.seconds + time.perf_counter() - began
             if num_bytes := max(len(piece.sent), len(received)):
                 self._own_seconds_per_byte = seconds / num_bytes
             self.bytes_moved += piece.size * sum(move.from_rank != move.to_rank for move in piece.change.moves)
@@ -255,6 +249,5 @@ class Rebalancer:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _store(self, piece: Piece, received: Tensor) -> None:
-        bounds = itertools.accumulate([piece.size] * (len(received) // piece.size), initial=0)
-        for number, start in enumerate(list(bounds)[:-1]):
-            self._spare[number, piece.start : piece.start + piece.size] = received[start : start + piece.size]
+        of_each = received.view(-1, piece.size)
+        self._spare[: len(of_each), piece.start : piece.start + piece.size] = of_each

@@ -23,14 +23,7 @@ NUM_TOKENS = 12
 
 def recount(reference: Reference, prompts: list[list[int]]) -> list[list[int]]:
     """By layer, by expert. Of a request all tokens but the last one go through the model."""
-    num_experts = next(
-        count
-        for name in ("num_local_experts", "n_routed_experts", "num_experts")
-        if (count := getattr(reference.model.config, name, None)) is not None
-    )
-    computed = [prompt + reference.greedy(prompt, NUM_TOKENS)[:-1] for prompt in prompts]
-    layers = zip(*map(reference.experts, computed), strict=True)
-    return [sum(chosen.flatten().bincount(minlength=num_experts) for chosen in layer).tolist() for layer in layers]
+    return reference.expert_counts([prompt + reference.greedy(prompt, NUM_TOKENS)[:-1] for prompt in prompts])
 
 
 def generate(llm: LLM, prompts: list[list[int]]) -> None:
