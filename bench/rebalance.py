@@ -1,11 +1,13 @@
 """What moving experts between ranks costs while it goes on, and what it gains.
 
-    python -m moeserve.bench.rebalance [--ranks 2 4] [--rounds 3] [--json PATH]
+    python -m moeserve.bench.rebalance [--ranks 2 4] [--rounds 5] [--json PATH]
 
 Replicas of one rank, each on one thread, run prompts of random tokens through a model of random weights whose routers
-prefer some experts. Steps are timed as they are, then while a better placement is planned and experts move, and then as
-they are afterwards. In a round all ranks are started anew; a layout has some slots for redundant experts. *p99* is over
-all rounds together; *gain* is tokens per second afterwards over before in the same round, median over rounds.
+prefer some experts. With a slot for a redundant expert on each rank and `rebalance="auto"`, steps are timed as they
+are, then while a better placement is planned and experts move, and then as they are afterwards; without both, as they
+are. In a round all ranks are started anew for each. *p99* is over all rounds together; *gain* is tokens per second
+afterwards over those before, and *gain_over_without* over those without, in the same round; both are medians over
+rounds.
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m moeserve.bench.rebalance", description="What moving experts costs and gains."
     )
     parser.add_argument("--ranks", type=at_least(2), nargs="+", default=[2, 4], help="numbers of replicas")
-    parser.add_argument("--tokens", type=at_least(1), default=256, help="of each replica in a step")
+    parser.add_argument("--tokens", type=at_least(1), default=128, help="of each replica in a step")
     parser.add_argument("--steps", type=at_least(2), default=60, help="before, and afterwards")
     parser.add_argument(
         "--hottest", type=float, default=3.0, help="length of the longest router row; 1: none is longer"
     )
-    add_options(parser, rounds=3, threads=False)
+    add_options(parser, rounds=5, threads=False)
     options = parser.parse_args(arguments)
     order = RunSteps(
         num_tokens=options.tokens, num_steps=options.steps, most_steps=20 * options.steps, hottest=options.hottest
@@ -65,26 +67,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = Path(folder)
         (model / "config.json").write_text(json.dumps(MODEL))
         for num_ranks in options.ranks:
-            rounds = [run(model, num_ranks, order) for _ in range(options.rounds)]
+            rounds = []
+            for number in range(options.rounds):
+                order_of_runs = (False, True) if number % 2 else (True, False)  # the first may have the cooler machine
+                ran = {balances: run(model, num_ranks, order, balances) for balances in order_of_runs}
+                rounds.append((ran[False], ran[True]))
             row = as_row(num_ranks, order, rounds)
             print(as_text(row), flush=True)
             if options.json:
                 write_jsonl(options.json, [row])
 
 
-def run(model: Path, num_ranks: int, order: RunSteps) -> Ran:
-    """What the first of some ranks saw, which were started for it. EngineError when one has died."""
+def run(model: Path, num_ranks: int, order: RunSteps, balances: bool) -> Ran:
+    """What the first of some ranks saw, which were started for it. EngineError when one has died.
+
+    Args:
+        balances: whether there are redundant experts, and experts move.
+    """
     settings = Settings.from_options(
         {
             "data_parallel_size": num_ranks,
             "num_threads": 1,
-            "num_redundant_experts": num_ranks,
+            "num_redundant_experts": num_ranks if balances else 0,
             "load_format": "dummy",
             "kv_cache_memory": "64MiB",
             "max_model_len": order.num_tokens,
             "max_num_batched_tokens": order.num_tokens,
-            "rebalance": "auto",
-            "rebalance_horizon": 2**30,  # it is worth it in any case
+            "rebalance": "auto" if balances else "off",
         }
     )
     config = resolve(settings, read_facts(model), has_cuda=False, num_cores=usable_cores())
@@ -115,26 +124,34 @@ def run(model: Path, num_ranks: int, order: RunSteps) -> Ran:
         end_all(children)
 
 
-def as_row(num_ranks: int, order: RunSteps, rounds: Sequence[Ran]) -> dict[str, Any]:
+def as_row(num_ranks: int, order: RunSteps, both: Sequence[tuple[Ran, Ran]]) -> dict[str, Any]:
+    """Of rounds, each without and with balancing."""
+    rounds = [with_it for _, with_it in both]
+
     def of_steps(parts: Sequence[Sequence[float]]) -> dict[str, float]:
         seconds = [each for part in parts for each in part]
         return {"p50": statistics.median(seconds), "p99": percentile(seconds, 0.99), "steps": len(seconds)}
 
     gains = [sum(ran.before.seconds) / sum(ran.after.seconds) for ran in rounds]
+    gains_over_without = [sum(without.after.seconds) / sum(with_it.after.seconds) for without, with_it in both]
     return {
         "benchmark": "rebalance",
         "ranks": num_ranks,
         "tokens": order.num_tokens,
         "hottest": order.hottest,
+        "without": of_steps([without.after.seconds for without, _ in both]),
         "before": of_steps([ran.before.seconds for ran in rounds]),
         "during": of_steps([ran.during for ran in rounds]),
         "after": of_steps([ran.after.seconds for ran in rounds]),
         "max_over_mean": {
+            "without": statistics.median(without.after.max_over_mean for without, _ in both),
             "before": statistics.median(ran.before.max_over_mean for ran in rounds),
             "after": statistics.median(ran.after.max_over_mean for ran in rounds),
         },
         "gain": statistics.median(gains),
         "gains": gains,
+        "gain_over_without": statistics.median(gains_over_without),
+        "gains_over_without": gains_over_without,
         "layers_switched": rounds[0].num_layers_switched,
         "bytes_moved": rounds[0].bytes_moved,
         "environment": environment(),
@@ -142,17 +159,23 @@ def as_row(num_ranks: int, order: RunSteps, rounds: Sequence[Ran]) -> dict[str, 
 
 
 def as_text(row: dict[str, Any]) -> str:
-    before, during, after = row["before"], row["during"], row["after"]
+    without, before, during, after = row["without"], row["before"], row["during"], row["after"]
     balance = row["max_over_mean"]
     return (
-        f"{row['ranks']} ranks, {row['tokens']} tokens each: fullest over mean {balance['before']:.2f}, afterwards "
-        f"{balance['after']:.2f}; tokens/s x {row['gain']:.2f}\n"
-        f"  step p50 ms: {before['p50'] * 1e3:.1f}, meanwhile {during['p50'] * 1e3:.1f}, afterwards "
-        f"{after['p50'] * 1e3:.1f}\n"
-        f"  step p99 ms: {before['p99'] * 1e3:.1f}, meanwhile {during['p99'] * 1e3:.1f} "
-        f"(x {during['p99'] / before['p99']:.2f}, {during['steps']} steps), afterwards {after['p99'] * 1e3:.1f}\n"
+        f"{row['ranks']} ranks, {row['tokens']} tokens each: fullest over mean {balance['without']:.2f} without, "
+        f"{balance['before']:.2f} before, {balance['after']:.2f} afterwards\n"
+        f"  tokens/s: x {row['gain_over_without']:.2f} over without {_shown(row['gains_over_without'])}, "
+        f"x {row['gain']:.2f} over before {_shown(row['gains'])}\n"
+        f"  step p50 ms: {without['p50'] * 1e3:.1f} without, {before['p50'] * 1e3:.1f} before, "
+        f"{during['p50'] * 1e3:.1f} meanwhile, {after['p50'] * 1e3:.1f} afterwards\n"
+        f"  step p99 ms: {before['p99'] * 1e3:.1f} before, {during['p99'] * 1e3:.1f} meanwhile "
+        f"(x {during['p99'] / before['p99']:.2f}, {during['steps']} steps), {after['p99'] * 1e3:.1f} afterwards\n"
         f"  {row['layers_switched']} layers switched, {row['bytes_moved'] / 2**20:.0f} MiB moved"
     )
+
+
+def _shown(gains: Sequence[float]) -> str:
+    return "(" + ", ".join(f"{gain:.2f}" for gain in gains) + ")"
 
 
 if __name__ == "__main__":

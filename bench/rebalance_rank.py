@@ -25,7 +25,10 @@ WARM_UP = 3  # steps that nobody measures
 
 
 class RunSteps(msgspec.Struct, frozen=True, kw_only=True, tag="steps"):
-    """Run so many steps, then bring the counts together, and then so many steps again with what comes of it."""
+    """Run so many steps, then bring the counts together, and then so many steps again with what comes of it.
+
+    Without rebalancing nothing comes of it.
+    """
 
     num_tokens: int  # of each replica in a step
     num_steps: int  # before, and once nothing moves any more
@@ -60,7 +63,6 @@ def work(parent: Parent) -> None:
 @torch.inference_mode()
 def run(worker: Worker, groups: Groups, start: RankStart, order: RunSteps) -> Ran:
     rebalancer = worker.rebalancer
-    assert rebalancer is not None
     _skew(worker.runner.model, order.hottest)
     dice = random.Random(start.rank)
     num_replicas = start.config.data_parallel_size
@@ -72,7 +74,7 @@ def run(worker: Worker, groups: Groups, start: RankStart, order: RunSteps) -> Ra
         number += 1
         began = time.perf_counter()
         # collective: all ranks; what the replicas would agree on
-        epoch = groups.world.all_reduce_minimum(rebalancer.held_epoch)
+        epoch = groups.world.all_reduce_minimum(rebalancer.held_epoch if rebalancer else 0)
         agreement = Agreement(
             step=number,
             num_tokens=(order.num_tokens,) * num_replicas,
@@ -89,7 +91,7 @@ def run(worker: Worker, groups: Groups, start: RankStart, order: RunSteps) -> Ra
 
     def counted() -> float:
         """Of the steps since the last time, without a thought of moving anything."""
-        collected = worker.load_meter.collect(rebalancer.epoch)  # collective: all ranks
+        collected = worker.load_meter.collect(rebalancer.epoch if rebalancer else 0)  # collective: all ranks
         assert collected is not None
         return ranks_max_over_mean(collected.window)
 
@@ -99,7 +101,7 @@ def run(worker: Worker, groups: Groups, start: RankStart, order: RunSteps) -> Ra
     during = [step(collects_load=True)]
     assert told is not None
     max_over_mean = ranks_max_over_mean(told)
-    while rebalancer.is_busy and len(during) < order.most_steps:
+    while rebalancer and rebalancer.is_busy and len(during) < order.most_steps:
         during.append(step())
     counted()
     after = [step() for _ in range(order.num_steps)]
@@ -107,8 +109,8 @@ def run(worker: Worker, groups: Groups, start: RankStart, order: RunSteps) -> Ra
         before=Steps(seconds=before, max_over_mean=max_over_mean),
         during=during,
         after=Steps(seconds=after, max_over_mean=counted()),
-        num_layers_switched=rebalancer.epoch,
-        bytes_moved=rebalancer.bytes_moved,
+        num_layers_switched=rebalancer.epoch if rebalancer else 0,
+        bytes_moved=rebalancer.bytes_moved if rebalancer else 0,
     )
 
 

@@ -261,20 +261,21 @@ def executors_table(rows: Sequence[Row]) -> str:
 
 
 def rebalance_table(rows: Sequence[Row]) -> str:
-    """For each number of ranks, steps before, while and after experts moved."""
+    """For each number of ranks, steps without balancing, and before, while and after experts moved."""
     last = latest(rows, "ranks", "tokens")
-    head = ["", "fullest rank / mean", "step p50, ms", "step p99, ms", "tokens/s over before"]
+    head = ["", "fullest rank / mean", "step p50, ms", "step p99, ms", "tokens/s over without", "over before"]
     lines = []
     for row in last:
-        for when in ("before", "during", "after"):
-            balance, gain = row["max_over_mean"].get(when), row["gain"] if when == "after" else None
+        for when in ("without", "before", "during", "after"):
+            balance = row["max_over_mean"].get(when)
+            gains = [row["gain_over_without"], row["gain"]] if when == "after" else []
             lines.append(
                 [
                     f"{row['ranks']} ranks, {when}",
                     "" if balance is None else f"{balance:.2f}",
                     number(row[when]["p50"] * 1e3),
                     number(row[when]["p99"] * 1e3),
-                    "" if gain is None else f"{gain:.2f}",
+                    *([f"{gain:.2f}" for gain in gains] or ["", ""]),
                 ]
             )
     return f"{markdown(head, lines)}\n\n{machine_line(last)}"

@@ -134,7 +134,8 @@ void bind_shared_memory(nb::module_& module) {
           },
           "element"_a, "sent"_a, "out"_a, "num_bytes"_a)
       .def("wait", &wait, "number"_a, "timeout_s"_a)
-      .def_prop_ro("seconds_waited", &SharedMemory::seconds_waited)
+      .def("begin_step", &SharedMemory::begin_step)
+      .def("seconds_waited", &SharedMemory::seconds_waited)
       .def("absent", &SharedMemory::absent)
       .def("close", &SharedMemory::close, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -24,6 +24,8 @@ from moeserve.planner.costs import Assumptions
 from moeserve.planner.hardware import TABLE
 from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
 
+GPUS_PER_NODE = 8
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, 1 for an error that was explained, 2 for a wrong command line."""
@@ -105,6 +107,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.hardware is None and for_estimates:
         flag = min(for_estimates).replace("_", "-")
         raise SettingsError(f"--{flag} is for estimates; say --hardware too")
+    assumptions = Assumptions(**_given(options, Assumptions))
     found = layout.find_layouts(
         options.model,
         num_ranks,
@@ -113,6 +116,8 @@ def plan(options: argparse.Namespace) -> None:
         loads=options.loads,
         num_redundant=options.num_redundant_experts,
         shared_as_routed=options.shared_as_routed,
+        num_nodes=num_ranks // ranks_per_node,
+        keeps_groups=assumptions.exchange == "node_limited",
     )
     estimates = None
     if options.hardware is not None:
@@ -121,7 +126,7 @@ def plan(options: argparse.Namespace) -> None:
             found,
             hardware.read_hardware(options.hardware),
             traffic.choose_traffic(getattr(options, "traffic", None)),
-            Assumptions(**_given(options, Assumptions)),
+            assumptions,
             ranks_per_node=ranks_per_node,
             **given,
         )
@@ -140,6 +145,15 @@ def simulate(options: argparse.Namespace) -> None:
     from moeserve.planner import simulate as room
 
     num_ranks, ranks_per_node = _ranks(options)
+    assumptions, experts = (
+        Assumptions(**_given(options, Assumptions)),
+        ExpertSettings(**_given(options, ExpertSettings)),
+    )
+    if assumptions.exchange == "node_limited" and (experts.rebalance, experts.placement) != ("off", "even"):
+        raise SettingsError(
+            "--exchange node_limited counts on nodes with whole groups of experts, which --rebalance auto and "
+            "--placement loads do not keep here; use --exchange by_node"
+        )
     found = room.simulate(
         options.model,
         hardware.read_hardware(options.hardware),
@@ -149,9 +163,9 @@ def simulate(options: argparse.Namespace) -> None:
         tp=options.tp,
         dtype=None if options.dtype == "auto" else options.dtype,
         loads=options.loads,
-        assumptions=Assumptions(**_given(options, Assumptions)),
+        assumptions=assumptions,
         settings=SimulationSettings(**_given(options, SimulationSettings)),
-        experts=ExpertSettings(**_given(options, ExpertSettings)),
+        experts=experts,
     )
     print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else room.as_text(found))
 
@@ -161,12 +175,16 @@ def _ranks(options: argparse.Namespace) -> tuple[int, int]:
     if (options.ranks is None) == (options.nodes is None):
         raise SettingsError("say either --ranks, for those of one node, or --nodes (and --gpus-per-node, if not 8)")
     if options.ranks is not None:
+        if options.gpus_per_node is not None:
+            raise SettingsError(
+                f"--ranks {options.ranks} are all in one node, so --gpus-per-node {options.gpus_per_node} does not go "
+                f"with them; say --nodes instead of --ranks, or leave it out"
+            )
         return options.ranks, max(1, options.ranks)
-    if options.nodes < 1 or options.gpus_per_node < 1:
-        raise SettingsError(
-            f"--nodes {options.nodes} and --gpus-per-node {options.gpus_per_node}: both must be at least 1"
-        )
-    return options.nodes * options.gpus_per_node, options.gpus_per_node
+    ranks_per_node = GPUS_PER_NODE if options.gpus_per_node is None else options.gpus_per_node
+    if options.nodes < 1 or ranks_per_node < 1:
+        raise SettingsError(f"--nodes {options.nodes} and --gpus-per-node {ranks_per_node}: both must be at least 1")
+    return options.nodes * ranks_per_node, ranks_per_node
 
 
 def viz(options: argparse.Namespace) -> None:
@@ -261,19 +279,11 @@ def _parser() -> Parser:
     command.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
 
     command = _add_command(commands, "plan", plan)
-    command.add_argument("model", type=Path, metavar="MODEL", help="folder of a checkpoint; it need not hold weights")
-    command.add_argument("--ranks", type=_reader(int), help="how many ranks there are, at most 4096, all in one node")
-    command.add_argument("--nodes", type=_reader(int), help="instead of --ranks: how many nodes there are")
-    command.add_argument(
-        "--gpus-per-node", type=_reader(int), default=8, help="with --nodes: ranks of each (default: 8)"
-    )
+    _add_cluster(command)
     command.add_argument(
         "--tp", type=_reader(int), help="show only the layout with this tp, all its ranks and formulas"
     )
-    _add_counted_dtype(command)
-    command.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
     group = command.add_argument_group("Placement of experts")
-    group.add_argument("--loads", type=Path, metavar="FILE", help="JSON with how many tokens each expert gets")
     group.add_argument(
         "--num-redundant-experts",
         type=_reader(int),
@@ -312,12 +322,7 @@ def _parser() -> Parser:
     _add_flags(command.add_argument_group(Assumptions.__doc__), Assumptions)
 
     command = _add_command(commands, "simulate", simulate)
-    command.add_argument("model", type=Path, metavar="MODEL", help="folder of a checkpoint; it need not hold weights")
-    command.add_argument("--ranks", type=_reader(int), help="how many ranks there are, at most 4096, all in one node")
-    command.add_argument("--nodes", type=_reader(int), help="instead of --ranks: how many nodes there are")
-    command.add_argument(
-        "--gpus-per-node", type=_reader(int), default=8, help="with --nodes: ranks of each (default: 8)"
-    )
+    _add_cluster(command)
     command.add_argument("--tp", type=_reader(int), default=1, help="ranks of each replica (default: 1)")
     command.add_argument(
         "--hardware", required=True, metavar="NAME", help=f"{', '.join(TABLE)}, or a .json file that describes it"
@@ -328,24 +333,21 @@ def _parser() -> Parser:
         help="requests: a .jsonl file of Mooncake's or a .csv file of Azure's format, or PROMPT:OUTPUT for one alone "
         "(default: 200 requests of Mooncake's conversations)",
     )
-    command.add_argument(
-        "--loads", type=Path, metavar="FILE", help="JSON with how many tokens each expert gets at the start"
-    )
-    _add_counted_dtype(command)
-    command.add_argument("--json", action="store_true", help="print JSON, with all figures as numbers")
     for settings in (SimulationSettings, ExpertSettings, Assumptions):
         _add_flags(command.add_argument_group(settings.__doc__), settings)
 
     command = _add_command(commands, "viz", viz)
     command.add_argument("loads", type=Path, metavar="LOADS", help="records of expert load, as an engine writes them")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser, with all details")
-    command.add_argument("--png", type=Path, metavar="FILE", help="write a picture of layers and experts")
+    command.add_argument(
+        "--png", type=Path, metavar="FILE", help="write a picture of experts and ranks by layer, and of ranks over time"
+    )
     command.add_argument(
         "--num-redundant-experts",
         type=_reader(Annotated[int, msgspec.Meta(ge=0, le=2**20)]),
         metavar="EXPERTS",
-        help="table and page also show how even ranks would be with experts placed by these loads, and so many "
-        "redundant ones in each layer (default: they do not)",
+        help="also show how even ranks would be with experts placed by these loads, and so many redundant ones in each "
+        "layer (default: it is not shown)",
     )
 
     command = _add_command(commands, "upcycle", upcycle)
@@ -405,6 +407,24 @@ def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], i
     command.set_defaults(run=run, parser=command)
     command.add_argument("--verbose", "-v", action="store_true", help="log what the engine does")
     return command
+
+
+def _add_cluster(command: argparse.ArgumentParser) -> None:
+    """What is planned or simulated, and on how many ranks."""
+    command.add_argument("model", type=Path, metavar="MODEL", help="folder of a checkpoint; it need not hold weights")
+    command.add_argument("--ranks", type=_reader(int), help="how many ranks there are, at most 4096, all in one node")
+    command.add_argument("--nodes", type=_reader(int), help="instead of --ranks: how many nodes there are")
+    command.add_argument(
+        "--gpus-per-node", type=_reader(int), help=f"with --nodes: ranks of each (default: {GPUS_PER_NODE})"
+    )
+    command.add_argument(
+        "--loads",
+        type=Path,
+        metavar="FILE",
+        help="how many tokens each expert gets: JSON, or the .jsonl of expert_load_file",
+    )
+    _add_counted_dtype(command)
+    command.add_argument("--json", action="store_true", help="print JSON, with bytes and seconds as numbers")
 
 
 def _add_counted_dtype(command: argparse.ArgumentParser) -> None:

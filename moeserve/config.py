@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -28,7 +28,11 @@ LEAST_MOST_RANKS = 8
 DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["int8", "int4"]
-DispatcherName = Literal["local", "allgather", "all_to_all"]
+DispatcherName = Literal["local", "allgather", "all_to_all", "deepep"]
+WITHOUT_NCCL = (  # of a torch
+    "was built without NCCL, over which ranks on GPUs talk; install one for CUDA (https://pytorch.org/get-started), "
+    "or use one rank, or device='cpu'"
+)
 
 
 def setting(default: Any, help: str) -> Any:
@@ -111,18 +115,24 @@ class ParallelSettings:
     network_interface: str | None = setting(
         None, "with Ray: where ranks meet, by name (eth1) or subnet (10.1.0.0/16); none: as Ray's nodes know each other"
     )
-    dispatcher: Literal["auto", "local", "allgather", "all_to_all"] = setting(
+    dispatcher: Literal["auto", "local", "allgather", "all_to_all", "deepep"] = setting(
         "auto",
         "what carries tokens to their experts; local: no exchange; allgather: every rank gets every token; "
-        "all_to_all: every rank gets the tokens that its experts need",
+        "all_to_all: every rank gets the tokens that its experts need; deepep: the same between GPUs, by DeepEP; auto: "
+        "between GPUs deepep if it can, else all_to_all",
     )
+    deepep_low_latency_tokens: Annotated[int, msgspec.Meta(ge=0, le=8192)] = setting(
+        128, "with DeepEP: steps to which no rank brings more tokens go by its kernels for few; 0: none do"
+    )
+    deepep_float8: bool = setting(False, "with DeepEP: rows travel to experts as 8-bit floats")
     num_redundant_experts: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = setting(
         0, "slots for second and further copies of experts in each layer, over all ranks together"
     )
     expert_loads: str | None = setting(
         None,
-        'JSON file {"loads": [[...], ...]}: how many tokens each expert of each layer gets; experts are placed so that '
-        "ranks have equal work, hot ones get the copies; none: experts in their order",
+        'JSON file {"loads": [[...], ...]}, or the .jsonl of expert_load_file: how many tokens each expert of each '
+        "layer gets; experts are placed so that ranks have equal work, hot ones get the copies; none: experts in their "
+        "order",
     )
     rebalance: str = setting(
         "off",
@@ -150,7 +160,7 @@ class TelemetrySettings:
     expert_load_window: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = setting(
         None,
         f"steps after which all ranks tell what their experts were given; none: {DEFAULT_LOAD_WINDOW} if a file "
-        "or metrics want it, else only when asked",
+        "or metrics want it, or experts may move; else only when asked",
     )
     expert_load_file: str | None = setting(
         None, "file to which a line of JSON is added for each window: what each expert and rank of each layer was given"
@@ -234,6 +244,9 @@ class EngineConfig:
     ray_compiled_graph: bool
     network_interface: str | None
     dispatcher: DispatcherName
+    dispatcher_may_change: bool  # from deepep to all_to_all, where ranks find that it cannot serve
+    deepep_low_latency_tokens: int
+    deepep_float8: bool
     num_redundant_experts: int  # in each layer
     expert_loads: tuple[tuple[float, ...], ...]  # by layer with experts, by expert; empty: unknown
     placements: tuple[str, ...]  # of each layer with experts, as JSON; empty: by loads
@@ -271,6 +284,8 @@ def resolve(
     *,
     has_cuda: bool,
     num_cores: int,
+    num_gpus: int | None = None,
+    has_nccl: bool = True,
     has_kernels: bool = True,
     cores_of_nodes: Sequence[int] | None = None,
     expert_loads: tuple[tuple[float, ...], ...] = (),
@@ -282,6 +297,8 @@ def resolve(
         checkpoint: facts read from the checkpoint's config.json.
         has_cuda: whether a CUDA device can be used.
         num_cores: CPU cores that this process may run on.
+        num_gpus: CUDA devices that torch sees; none: nobody has counted.
+        has_nccl: whether torch was built with NCCL.
         has_kernels: whether the C++ kernels were built.
         cores_of_nodes: CPU cores of each node of the Ray cluster that is to be used; none: no Ray, see `wants_ray`.
         expert_loads: what the file says that the settings name: by layer with experts, by expert.
@@ -300,10 +317,22 @@ def resolve(
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
     dtype: DtypeName = checkpoint.dtype if model.dtype == "auto" else model.dtype
     _refuse_quantization(model.quantization, dtype, device, has_kernels)
-    _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, device, num_cores, cores_of_nodes)
+    _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, num_cores, cores_of_nodes)
+    if device == "cuda":
+        _refuse_gpus(parallel, num_gpus if cores_of_nodes is None else None, has_nccl)
     _refuse_redundancy(parallel.num_redundant_experts, checkpoint, num_ranks)
+    if moves_experts and device == "cuda":
+        raise SettingsError(
+            "rebalance='auto' decides by how long ranks wait for each other, which this version counts on CPUs only; "
+            "use rebalance='off', or a file of placements"
+        )
     if moves_experts and num_ranks == 1:
         raise SettingsError("rebalance='auto' moves experts between ranks, and there is one; use rebalance='off'")
+    if parallel.rebalance not in ("off", "auto") and parallel.expert_loads is not None:
+        raise SettingsError(
+            f"rebalance={shown(parallel.rebalance)} says where experts are, and so does "
+            f"expert_loads={shown(parallel.expert_loads)}; leave one of them out"
+        )
     if is_load_wanted and not checkpoint.num_sparse_layers:
         raise SettingsError(
             "the model has no experts, for rebalance to move or expert_load_file and metrics_port to tell of"
@@ -343,7 +372,10 @@ def resolve(
         executor=_choose_executor(parallel, num_ranks, cores_of_nodes),
         ray_compiled_graph=parallel.ray_compiled_graph,
         network_interface=parallel.network_interface,
-        dispatcher=_choose_dispatcher(parallel.dispatcher, num_ranks),
+        dispatcher=_choose_dispatcher(parallel.dispatcher, num_ranks, device),
+        dispatcher_may_change=parallel.dispatcher == "auto",
+        deepep_low_latency_tokens=parallel.deepep_low_latency_tokens,
+        deepep_float8=parallel.deepep_float8,
         num_redundant_experts=parallel.num_redundant_experts,
         expert_loads=expert_loads,
         placements=placements,
@@ -409,9 +441,18 @@ def _choose_executor(
     return "uniproc" if num_ranks == 1 else "mp"
 
 
-def _choose_dispatcher(wanted: Literal["auto"] | DispatcherName, num_ranks: int) -> DispatcherName:
+def _choose_dispatcher(wanted: Literal["auto"] | DispatcherName, num_ranks: int, device: str) -> DispatcherName:
     if wanted == "auto":
-        return "local" if num_ranks == 1 else "all_to_all"
+        if num_ranks == 1:
+            return "local"
+        return "deepep" if device == "cuda" else "all_to_all"
+    if wanted == "deepep" and (num_ranks == 1 or device != "cuda"):
+        raise SettingsError(
+            f"dispatcher='deepep' carries tokens between GPUs, but there is {num_ranks} rank on device {device!r}; use "
+            "'auto'"
+            if num_ranks == 1
+            else f"dispatcher='deepep' carries tokens between GPUs, and device={device!r}; use 'all_to_all' or 'auto'"
+        )
     if wanted == "local" and num_ranks > 1:
         raise SettingsError(
             f"dispatcher='local' carries no token to another rank, but there are {num_ranks}; "
@@ -460,13 +501,12 @@ def _checked(option: str, value: Any, group: type) -> Any:
 def _refuse_layout(
     parallel: ParallelSettings,
     sizes: tuple[int, ...],
-    device: str,
     num_cores: int,
     cores_of_nodes: Sequence[int] | None,
 ) -> None:
     """Raises SettingsError for a layout of ranks that this checkpoint, this machine or this version cannot run."""
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
-    layout = f"tensor_parallel_size={tp}, data_parallel_size={dp}"
+    layout = shown_layout(tp, dp)
     if parallel.pipeline_parallel_size > 1:
         raise SettingsError(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}: this version does not divide a model into "
@@ -479,8 +519,6 @@ def _refuse_layout(
         )
     if tp * dp > 1 and parallel.executor == "uniproc":
         raise SettingsError(f"executor='uniproc' runs one rank, but {layout} asks for {tp * dp}; use executor='mp'")
-    if tp * dp > 1 and device == "cuda":
-        raise SettingsError(f"{layout}: this version runs several ranks only on CPUs; use device='cpu' or one rank")
     if cores_of_nodes is not None:
         _refuse_crowding(layout, tp * dp, parallel.num_threads or 1, cores_of_nodes)
     elif tp * dp > _most_ranks(num_cores):
@@ -488,6 +526,33 @@ def _refuse_layout(
             f"{layout} asks for {tp * dp} ranks, but this process may use {num_cores} CPU cores; "
             f"use at most {_most_ranks(num_cores)} ranks (as many as cores for speed), or executor='ray' and more hosts"
         )
+
+
+def shown_layout(tp: int, dp: int) -> str:
+    """What errors call a layout of ranks."""
+    return f"tensor_parallel_size={tp}, data_parallel_size={dp}"
+
+
+def _refuse_gpus(parallel: ParallelSettings, num_gpus: int | None, has_nccl: bool) -> None:
+    """Raises SettingsError for several ranks on GPUs that cannot talk, or that this host has too few for.
+
+    Args:
+        num_gpus: of this host; none: unknown, or Ray finds GPUs on other hosts too.
+    """
+    tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
+    if tp * dp > 1 and not has_nccl:
+        raise SettingsError(f"{shown_layout(tp, dp)}: torch {WITHOUT_NCCL}")
+    if num_gpus is not None and tp * dp > num_gpus:
+        raise SettingsError(too_few_gpus(tp, dp, num_gpus))
+
+
+def too_few_gpus(tp: int, dp: int, num_gpus: int) -> str:
+    """What is wrong with a layout for which a host has not enough of them, and what to do."""
+    return (
+        f"{shown_layout(tp, dp)} asks for {tp * dp} ranks, each with a GPU of its own, but torch sees {num_gpus} on "
+        f"this host; use at most {num_gpus} rank{'s' * (num_gpus != 1)}, let torch see more (CUDA_VISIBLE_DEVICES), or "
+        "use executor='ray' and more hosts"
+    )
 
 
 def _refuse_crowding(layout: str, num_ranks: int, num_threads: int, cores_of_nodes: Sequence[int]) -> None:
@@ -523,11 +588,41 @@ def _refuse_quantization(
 def _refuse_redundancy(num_redundant: int, checkpoint: CheckpointFacts, num_ranks: int) -> None:
     """Raises SettingsError for more copies of experts than ranks could hold, of which each takes one."""
     most = checkpoint.num_experts * (num_ranks - 1)
+    if num_redundant and num_ranks == 1:
+        raise SettingsError(
+            f"num_redundant_experts={num_redundant}: copies of experts are for several ranks, and there is one; "
+            "use 0, or more ranks"
+        )
     if num_redundant > most:
         raise SettingsError(
             f"num_redundant_experts={num_redundant}: {checkpoint.num_experts} experts on {num_ranks} ranks have room "
             f"for {most} further copies, since a second copy on the same rank is of no use; use at most {most}"
         )
+
+
+def set_for_libraries(wanted: Mapping[str, str]) -> None:
+    """Variables by which libraries in this process are told; what the user has set stays."""
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def nvshmem_queue_depth(default: int) -> int:
+    """NVSHMEM_QP_DEPTH, which DeepEP's low-latency kernels go by.
+
+    Raises:
+        SettingsError: it is no number.
+    """
+    told = os.environ.get("NVSHMEM_QP_DEPTH", str(default))
+    if not told.isdecimal():
+        raise SettingsError(
+            f"NVSHMEM_QP_DEPTH={told!r} is not a number; unset it, or give it a number such as {default}"
+        )
+    return int(told)
+
+
+def environment_without(name: str) -> dict[str, str]:
+    """This process's environment but for one variable, for a child."""
+    return {each: value for each, value in os.environ.items() if each != name}
 
 
 def ray_token() -> str:

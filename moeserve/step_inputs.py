@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -30,6 +30,12 @@ class StepInputs:
     spans: tuple[ChunkSpan, ...]  # the same as row_starts and context_lens, on the host
     tp_sizes: tuple[int, ...]  # how many of the T rows each tp rank has between layers, in order of rank
     tokens_per_rank: tuple[int, ...]  # rows that each ep rank brings to dispatch, those of other replicas included
+    padding: Tensor | None = None  # [T] bool, device: rows that stand for no token; None: there are none
+    own_rows: slice = field(default_factory=lambda: slice(None))  # of the T: this rank's between layers
+
+    @property
+    def max_rows_per_chunk(self) -> int:
+        return max((span.num_rows for span in self.spans), default=0)
 
     def wanted_rows(self, hidden_TD: Tensor) -> Tensor:
         """[L, D]: those of `logits_rows`."""

@@ -44,7 +44,7 @@ def free_blocks(llm: LLM, expected: int) -> list[int]:
     deadline = time.monotonic() + 2
     while True:
         llm.core._received()  # type: ignore[attr-defined]
-        free = [replica.num_free_blocks for replica in llm.core._replicas]  # type: ignore[attr-defined]
+        free = [book.num_free_blocks for book in llm.core._chooser._books]  # type: ignore[attr-defined]
         if {*free} == {expected} or time.monotonic() > deadline:
             return free
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""RMSNorm on a GPU: one program per row, the row in registers, one read and one write."""
+"""RMSNorm on a GPU, alone or after an addition: rows in registers, each number read once and written once."""
 
 from __future__ import annotations
 
@@ -9,77 +9,163 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T rows, D width of a row
+# T rows (any number of leading dimensions), D width of a row; O outer and I inner rows: T as two dimensions
 
 MAX_WIDTH = 65536  # one program holds a whole row
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """Scales each row to unit mean square and multiplies it by the weight.
 
-    In float32: x / sqrt(mean(x²) + eps); rounded to the dtype of x_TD; then times the weight, as transformers' Mixtral
-    does. The sum over a row runs in an order fixed by D alone.
+    In float32: x / sqrt(mean(x²) + epsilon); rounded to the dtype of x_TD; then times the weight, as transformers'
+    Mixtral does. The sum over a row runs in an order fixed by D alone.
 
-    Memory moved: (2 * T * D + D) * element size, which is what bounds the time for many rows.
+    Memory moved: (2 * T * D + D) * element size, which is what bounds the time for many rows. About 4 * T * D
+    operations.
 
     Args:
         x_TD: [..., D], float32, bfloat16 or float16; D at most 65536. Leading dimensions may be strided.
         weight_D: [D], same dtype and device.
-        eps: added to the mean square.
+        epsilon: added to the mean square.
 
     Returns:
         A new contiguous tensor of the shape and dtype of x_TD.
     """
-    width = x_TD.shape[-1]
-    assert weight_D.shape == (width,), f"{tuple(weight_D.shape)} weights for rows of {width}"
-    assert weight_D.dtype == x_TD.dtype, f"weights in {weight_D.dtype}, rows in {x_TD.dtype}"
-    assert width <= MAX_WIDTH, f"a row of {width} does not fit one program"
-
-    rows_TD = x_TD.reshape(-1, width)
-    if rows_TD.stride(-1) != 1:
-        rows_TD = rows_TD.contiguous()
-    output_TD = torch.empty(rows_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    if output_TD.numel() == 0:  # a grid of no programs cannot be launched
-        return output_TD.view(x_TD.shape)
-
-    block_size = triton.next_power_of_2(width)
-    rms_norm_kernel[(rows_TD.shape[0],)](
-        rows_TD,
-        weight_D.contiguous(),
-        output_TD,
-        rows_TD.stride(0),
-        width,
-        eps,
-        BLOCK_D=block_size,
-        **compile_options(block_size),
-    )
-    return output_TD.view(x_TD.shape)
+    rows_OID = _as_rows(x_TD)
+    output_OID = torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device)
+    _launch(rows_OID, None, weight_D, epsilon, None, output_OID)
+    return output_OID.view(x_TD.shape)
 
 
-def compile_options(block_size: int) -> dict[str, Any]:
-    """How the kernel is compiled for rows of up to `block_size` values."""
+def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
+    """Leaves in x_TD what `rms_norm` returns. Moves as much memory.
+
+    Args:
+        x_TD: [T, D] or [T, heads, D], which may be a view of a fused projection; the last dimension is contiguous.
+    """
+    assert x_TD.ndim <= 3 or x_TD.is_contiguous(), f"strides {x_TD.stride()} of {x_TD.ndim} dimensions"
+    assert x_TD.stride(-1) == 1, "a copy would take the result"
+    rows_OID = _as_rows(x_TD)
+    _launch(rows_OID, None, weight_D, epsilon, None, rows_OID)
+
+
+def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Adds, and normalises the sum after it has been rounded to the dtype, as two operations would.
+
+    Memory moved: (4 * T * D + D) * element size; apart, the two would move (5 * T * D + D).
+
+    Args:
+        x_TD, update_TD: [..., D], of one shape and dtype. Neither is changed.
+        weight_D, epsilon: as for `rms_norm`.
+
+    Returns:
+        x_TD + update_TD, and what `rms_norm` makes of it; both contiguous.
+    """
+    assert update_TD.shape == x_TD.shape, f"{tuple(update_TD.shape)} for {tuple(x_TD.shape)}"
+    assert update_TD.dtype == x_TD.dtype, f"{update_TD.dtype} for {x_TD.dtype}"
+    rows_OID = _as_rows(x_TD)
+    sum_OID = torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device)
+    output_OID = torch.empty_like(sum_OID)
+    _launch(rows_OID, _as_rows(update_TD), weight_D, epsilon, sum_OID, output_OID)
+    return sum_OID.view(x_TD.shape), output_OID.view(x_TD.shape)
+
+
+def block_sizes(width: int) -> dict[str, int]:
+    """Rows of one program, and the room for each. Of the width alone, so that the order of a row's sum is too."""
+    block_width = triton.next_power_of_2(width)
+    return {"BLOCK_T": max(1024 // block_width, 1), "BLOCK_D": block_width}
+
+
+def compile_options(block_width: int) -> dict[str, Any]:
+    """How the kernel is compiled for rows of up to `block_width` values."""
     return {
-        "num_warps": min(max(block_size // 512, 1), 16),  # up to 8192 values, 16 for each thread
+        "num_warps": min(max(block_width // 512, 2), 16),  # up to 8192 values, 16 for each thread
         "enable_fp_fusion": False,  # squares are rounded before they are added, as torch does; the default varies
     }
 
 
+def _as_rows(x_TD: Tensor) -> Tensor:
+    """The rows in two leading dimensions, each with a stride of its own: heads of a fused projection need no copy."""
+    if x_TD.stride(-1) != 1:
+        x_TD = x_TD.contiguous()
+    if x_TD.ndim == 3:
+        return x_TD
+    return x_TD.reshape(-1, 1, x_TD.shape[-1])
+
+
+def _launch(
+    x_OID: Tensor,
+    update_OID: Tensor | None,
+    weight_D: Tensor,
+    epsilon: float,
+    sum_OID: Tensor | None,
+    output_OID: Tensor,
+) -> None:
+    num_outer, num_inner, width = x_OID.shape
+    assert weight_D.shape == (width,), f"{tuple(weight_D.shape)} weights for rows of {width}"
+    assert weight_D.dtype == x_OID.dtype, f"weights in {weight_D.dtype}, rows in {x_OID.dtype}"
+    assert width <= MAX_WIDTH, f"a row of {width} does not fit one program"
+    if x_OID.numel() == 0:  # a grid of no programs cannot be launched
+        return
+    sizes = block_sizes(width)
+    rms_norm_kernel[(triton.cdiv(num_outer * num_inner, sizes["BLOCK_T"]),)](
+        x_OID,
+        update_OID,
+        weight_D.contiguous(),
+        sum_OID,
+        output_OID,
+        num_outer * num_inner,
+        num_inner,
+        width,
+        x_OID.stride(0),
+        x_OID.stride(1),
+        0 if update_OID is None else update_OID.stride(0),
+        0 if update_OID is None else update_OID.stride(1),
+        output_OID.stride(0),
+        output_OID.stride(1),
+        epsilon,
+        **sizes,
+        **compile_options(sizes["BLOCK_D"]),
+    )
+
+
 @triton.jit
 def rms_norm_kernel(
-    x_ptr,  # [T, D], rows row_stride elements apart
+    x_ptr,  # [O, I, D]
+    update_ptr,  # [O, I, D], or None: there is nothing to add
     weight_ptr,  # [D]
-    output_ptr,  # [T, D], contiguous
-    row_stride,
+    sum_ptr,  # [O, I, D], strides of the output; None where there is nothing to add
+    output_ptr,  # [O, I, D], may be x
+    num_rows,  # O * I
+    num_inner,
     width,
-    eps,
+    x_outer_stride,
+    x_inner_stride,
+    update_outer_stride,
+    update_inner_stride,
+    output_outer_stride,
+    output_inner_stride,
+    epsilon,
+    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two, at least D
 ):
-    row = tl.program_id(0).to(tl.int64)  # row * stride can pass 2**31
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # row * stride can pass 2**31
+    outer, inner = rows // num_inner, rows % num_inner
     columns = tl.arange(0, BLOCK_D)
-    in_row = columns < width
-    x = tl.load(x_ptr + row * row_stride + columns, mask=in_row, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=in_row, other=0.0)
+    is_column = columns < width
+    is_inside = (rows < num_rows)[:, None] & is_column[None, :]
 
-    scale = tl.rsqrt(tl.sum(x * x) / width + eps)
+    x_offsets = (outer * x_outer_stride + inner * x_inner_stride)[:, None] + columns[None, :]
+    output_offsets = (outer * output_outer_stride + inner * output_inner_stride)[:, None] + columns[None, :]
+    x = tl.load(x_ptr + x_offsets, mask=is_inside, other=0.0).to(tl.float32)
+    if update_ptr is not None:
+        update_offsets = (outer * update_outer_stride + inner * update_inner_stride)[:, None] + columns[None, :]
+        update = tl.load(update_ptr + update_offsets, mask=is_inside, other=0.0).to(tl.float32)
+        rounded = (x + update).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + output_offsets, rounded, mask=is_inside)
+        x = rounded.to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0)[None, :]
+
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / width + epsilon)[:, None]
     normed = (x * scale).to(weight.dtype)
-    tl.store(output_ptr + row * width + columns, normed * weight, mask=in_row)
+    tl.store(output_ptr + output_offsets, normed * weight, mask=is_inside)

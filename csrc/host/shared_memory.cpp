@@ -47,6 +47,9 @@ constexpr int kSpinsPerClockRead = 32;
 constexpr uint64_t kVainSpins = 4;
 constexpr uint64_t kWaitsPerTrial = 16;
 
+// Operations of a step that are told apart when waits are counted.
+constexpr uint64_t kMaxPlaces = 4096;
+
 // Of a bell: wake at whatever happens. The other bits are ranks, modulo kAnything's place.
 constexpr int kRankBits = 63;
 constexpr uint64_t kAnything = uint64_t{1} << kRankBits;
@@ -57,18 +60,19 @@ int64_t rounded_up(int64_t num_bytes, int64_t unit) { return (num_bytes + unit -
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// Adds the time since `begin`, if that was called, to a total.
+// Adds the time since `begin`, if that was called, to one of the totals, if there is one of this number.
 class Stopwatch {
  public:
-  explicit Stopwatch(std::atomic<double>& total) : total_(total) {}
+  Stopwatch(std::vector<double>& totals, uint64_t number) : totals_(totals), number_(number) {}
   Stopwatch(const Stopwatch&) = delete;
   ~Stopwatch() {
-    if (began_ != 0) total_.store(total_.load() + now() - began_);
+    if (began_ != 0 && number_ < totals_.size()) totals_[number_] += now() - began_;
   }
   void begin() { began_ = now(); }
 
  private:
-  std::atomic<double>& total_;
+  std::vector<double>& totals_;
+  const uint64_t number_;
   double began_ = 0;
 };
 
@@ -284,6 +288,8 @@ SharedMemory::Operation& SharedMemory::new_operation() {
   operation = Operation{};
   operation.parts = std::move(parts);
   operation.number = next_number_++;
+  const uint64_t place = operation.number - first_of_step_;
+  if (place >= seconds_waited_.size() && place < kMaxPlaces) seconds_waited_.resize(place + 1);
   return operation;
 }
 
@@ -537,9 +543,19 @@ bool SharedMemory::add_chunk(Operation& operation) {
 
 // --- waiting
 
+void SharedMemory::begin_step() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  first_of_step_ = next_number_;
+}
+
+std::vector<double> SharedMemory::seconds_waited() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return seconds_waited_;
+}
+
 Outcome SharedMemory::wait(uint64_t number, double timeout_s) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Stopwatch stopwatch(seconds_waited_);
+  Stopwatch stopwatch(seconds_waited_, number - first_of_step_);  // begun before the step: a number too large
   double deadline = 0;
   while (true) {
     if (is_closing_) return Outcome::kClosed;

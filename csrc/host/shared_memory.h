@@ -78,8 +78,11 @@ class SharedMemory {
   // After kTimeout, kLost and kDisagree this rank has left: the others fail as well.
   Outcome wait(uint64_t number, double timeout_s);
 
-  // In all calls of `wait` together, for what was not there yet.
-  double seconds_waited() const { return seconds_waited_; }
+  // Operations begun from now on are the first, the second and so on of a step.
+  void begin_step();
+
+  // By place among the operations of a step, all steps together: seconds in `wait` for what was not there yet.
+  std::vector<double> seconds_waited();
 
   // Whom the last failed `wait` was about.
   std::vector<int> absent() const { return absent_; }
@@ -160,7 +163,8 @@ class SharedMemory {
   std::atomic<bool> is_closing_{false};
   Outcome failure_ = Outcome::kDone;
   std::vector<int> absent_;
-  std::atomic<double> seconds_waited_{0};
+  std::vector<double> seconds_waited_;
+  uint64_t first_of_step_ = 1;
 
   std::deque<Operation> operations_;  // begun and not done, and those between them
   std::vector<Operation> spare_;

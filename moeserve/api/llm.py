@@ -31,7 +31,7 @@ from moeserve.messages import RequestOutput, SamplingParams
 from moeserve.models import registry
 from moeserve.moe.placement import Placement, read_loads, read_placements, write_placements
 from moeserve.ops.native import native_kernels
-from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.telemetry.expert_load import LoadWindow, summed
 from moeserve.telemetry.observer import LoadObserver
 from moeserve.worker.loading import wait_for_copies
 
@@ -91,6 +91,8 @@ class LLM:
             facts,
             has_cuda=torch.cuda.is_available(),
             num_cores=usable_cores(),
+            num_gpus=torch.cuda.device_count(),
+            has_nccl=torch.distributed.is_nccl_available(),
             has_kernels=native_kernels() is not None,
             cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
             expert_loads=_read_expert_loads(wanted.parallel.expert_loads, facts),
@@ -105,6 +107,7 @@ class LLM:
         self._has_experts = facts.num_sparse_layers > 0
         load_file = config.expert_load_file
         self._observer = LoadObserver(None if load_file is None else Path(load_file), config.metrics_port)
+        self._load_since: LoadWindow | None = None  # the last call of `expert_load`
         self._errors: dict[str, str] = {}  # of prompts that the engine could not finish, until their call tells of it
         try:
             self.core: Engine = start_engine(config, cluster, show_progress=show_progress)
@@ -253,10 +256,10 @@ class LLM:
         return {"prompt_token_ids": token_ids}
 
     def expert_load(self) -> LoadWindow:
-        """What each expert of each layer was given, on all ranks, since this was last told.
+        """What each expert of each layer was given, on all ranks, since the last call, or since the start.
 
-        It was told by an earlier call, or after as many steps as `expert_load_window` says. Steps that are under way
-        are not waited for.
+        Steps that are under way are not waited for. A file or metrics have it too, in windows that end here at the
+        latest.
 
         Raises:
             SettingsError: the model has no experts.
@@ -264,12 +267,9 @@ class LLM:
         """
         if not self._has_experts:
             raise SettingsError(f"the model in {self.config.model_path} has no experts, so there is no load to tell")
-        with interrupts_deferred():
-            self.core.collect_load()
-            windows = self.core.take_loads(wait=True)
-            for window in windows:
-                self._observer.observe(window)
-        return windows[-1]
+        total = self._collected_load()
+        self._load_since = None
+        return total
 
     def save_placement(self, path: str | os.PathLike[str]) -> None:
         """Writes which rank holds which experts, for `rebalance=path` of a later engine with as many ranks and slots.
@@ -278,7 +278,9 @@ class LLM:
             SettingsError: the model has no experts, or the file cannot be written.
             EngineError: the engine was shut down, or has failed.
         """
-        window = self.expert_load()
+        if not self._has_experts:
+            raise SettingsError(f"the model in {self.config.model_path} has no experts, so there is no placement")
+        window = self._collected_load()
         placements = [Placement(slots, window.num_experts) for slots in window.logical_of_slot]
         write_placements(Path(path), placements)
 
@@ -289,7 +291,7 @@ class LLM:
         """
         if self._observer.is_wanted:
             with contextlib.suppress(EngineError):  # of an engine that has failed, or was shut down before
-                self.expert_load()
+                self._collected_load()
         self._observer.close()
         self.core.shutdown()
         wait_for_copies(only_given_up=True)
@@ -316,9 +318,21 @@ class LLM:
                     self.core.abort(news.abort_request_id)
                 if news.finished:
                     finished.add(news.prompt_id)
-            for window in self.core.take_loads():
-                self._observer.observe(window)
+            self._note_loads(self.core.take_loads())
         return finished
+
+    def _collected_load(self) -> LoadWindow:
+        """All since `expert_load` was last called, which goes on."""
+        with interrupts_deferred():
+            self.core.collect_load()
+            self._note_loads(self.core.take_loads(wait=True))
+        assert self._load_since is not None
+        return self._load_since
+
+    def _note_loads(self, windows: list[LoadWindow]) -> None:
+        for window in windows:
+            self._observer.observe(window)
+            self._load_since = window if self._load_since is None else summed([self._load_since, window])
 
     def _raise_error(self, prompt_ids: list[str]) -> None:
         for prompt_id in prompt_ids:
@@ -381,8 +395,14 @@ def _read_expert_loads(path: str | None, facts: CheckpointFacts) -> tuple[tuple[
 def _read_placements(parallel: ParallelSettings, facts: CheckpointFacts) -> tuple[str, ...]:
     if parallel.rebalance in ("off", "auto"):
         return ()
+    path = Path(parallel.rebalance)
+    if not parallel.rebalance or not path.exists():
+        raise SettingsError(
+            f"rebalance={shown(parallel.rebalance)}: there is no such file of placements; choose 'off', 'auto', or a "
+            f"file that LLM.save_placement wrote"
+        )
     found = read_placements(
-        Path(parallel.rebalance),
+        path,
         num_layers=facts.num_sparse_layers,
         num_experts=facts.num_experts,
         num_ranks=parallel.tensor_parallel_size * parallel.data_parallel_size,

@@ -41,7 +41,8 @@ class GlooTransport:
         self._timeout_s = timeout_s
         self._num_ranks = group.size()
         self._rank = group.rank()
-        self.seconds_waited = 0.0
+        self._seconds_waited: list[float] = []
+        self._num_begun = 0  # operations of the step
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
         copies = x.repeat(self._num_ranks, *[1] * (x.dim() - 1))
@@ -56,15 +57,26 @@ class GlooTransport:
         except RuntimeError as error:
             raise TransportError(cause(error, self._timeout_s)) from error
 
+        place = self._num_begun
+        self._num_begun += 1
+        if place == len(self._seconds_waited):
+            self._seconds_waited.append(0.0)
+
         def wait() -> None:
             began = time.perf_counter()
             try:
                 work.wait()
             except RuntimeError as error:
                 raise TransportError(cause(error, self._timeout_s)) from error
-            self.seconds_waited += time.perf_counter() - began
+            self._seconds_waited[place] += time.perf_counter() - began
 
         return received, wait
+
+    def begin_step(self) -> None:
+        self._num_begun = 0
+
+    def seconds_waited(self) -> list[float]:
+        return self._seconds_waited.copy()
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         return exchange_and_add(self, x, sizes, self._rank)

@@ -1,27 +1,30 @@
 """The groups of ranks, and every collective that the engine uses. Knows tensors and ranks, not what they mean.
 
-How rows travel is a `Transport`'s business, chosen for each group when it is connected. Here is what all of them share:
-counting, the check of the order, errors that name ranks. Nothing here touches torch.distributed's global state.
+How rows travel is a `Transport`'s business, chosen for each group when it is connected: ranks with a GPU have one for
+what is on it, and one for what is on the host all the same. Here is what all of them share: counting, the check of the
+order, errors that name ranks. Of torch.distributed's global state nothing is touched but names in one table, by
+`symmetric_memory.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from moeserve.distributed import gloo, shared_memory
+from moeserve.distributed import gloo, nccl, shared_memory, symmetric_memory
 from moeserve.distributed.handshake import CannotReach
 from moeserve.distributed.mesh import Axis, Mesh
 from moeserve.distributed.order_check import NO_STEP, Announcement, Operation, OrderCheck
 from moeserve.distributed.store import Noticeboard, listed, own_address, start_store
-from moeserve.distributed.transport import Pending, Transport, TransportError
+from moeserve.distributed.transport import ByDevice, Pending, Transport, TransportError
 from moeserve.errors import DistributedError
 from moeserve.machine import host_identity
 
@@ -42,6 +45,9 @@ logger = logging.getLogger(__name__)
 TransportName = Literal["auto", "gloo"]
 
 AXES: tuple[Axis, ...] = ("tp", "dp", "ep")
+
+CPU = torch.device("cpu")
+GROUPS_OF_LAYERS = ("tp", "ep")  # whose tensors are where the model is; all others carry figures of the host
 
 
 def group_of_one(name: str, rank: int = 0) -> GroupCoordinator:
@@ -78,6 +84,8 @@ def connect(
     local_rank: int,
     check_order: bool,
     transport: TransportName = "auto",
+    device: torch.device = CPU,
+    deterministic: bool = False,
 ) -> Groups:
     """Meet the other ranks of the mesh at a store, and connect with them. Each rank calls it once for each store.
 
@@ -85,8 +93,12 @@ def connect(
     counts the ranks of this host. timeout_s holds for coming here and for each collective afterwards. With
     check_order, ranks tell each other what they are about to join before every collective: slow, for debugging.
 
-    DistributedError names the ranks that did not come. gloo listens on the address from which the store is reached;
-    shared memory has no address, and no name anywhere.
+    `transport` is that of tensors on the CPU. With a GPU for `device`, which no other rank has and which is current in
+    this thread, the groups that layers use carry tensors on it as well, over NCCL; `deterministic` adds those in rank
+    order and in float32 as all others are added, instead of as is quickest.
+
+    DistributedError names the ranks that did not come. SettingsError where there is a GPU, but no NCCL. gloo and NCCL
+    listen on the address from which the store is reached; shared memory has no address, and no name anywhere.
     """
     address = own_address(rank, store_host, store_port, timeout_s)
     server = TCPStore(store_host, store_port, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -120,6 +132,48 @@ def connect(
                 refuse(name, ranks, str(error), error)
         return gloo.GlooTransport(process_group(name, ranks), timeout_s)
 
+    nccl_groups: dict[tuple[int, ...], Any] = {}  # by members: two at a time could wait for each other on the device
+
+    def connected_on_device(name: str, ranks: tuple[int, ...]) -> nccl.NcclTransport:
+        prefix = PrefixStore(f"{device.type}/{name}/{ranks[0]}", store)
+        where = ranks.index(rank), len(ranks)
+        is_new = ranks not in nccl_groups
+        try:
+            if is_new:
+                nccl_groups[ranks] = nccl.process_group(
+                    prefix, *where, device=device, address=address, timeout_s=timeout_s
+                )
+            one_shot = None
+            if name == "tp" and not deterministic:  # ep's sums may run beside tp's, on a stream of their own
+                one_shot = sums_at_once(PrefixStore("symmetric", prefix), ranks, nccl_groups[ranks])
+            through = nccl.NcclTransport(
+                nccl_groups[ranks], timeout_s, deterministic=deterministic, one_shot=one_shot, owns_group=is_new
+            )
+            through.try_out(device)
+            return through
+        except TransportError as error:
+            refuse(name, ranks, str(error), error)
+        except RuntimeError as error:
+            refuse(name, ranks, nccl.cause(error, timeout_s), error)
+
+    def sums_at_once(
+        prefix: PrefixStore, ranks: tuple[int, ...], nccl_group: Any
+    ) -> symmetric_memory.OneShotSum | None:
+        try:
+            return symmetric_memory.connect(
+                prefix,
+                ranks.index(rank),
+                len(ranks),
+                is_one_host=len({hosts[member] for member in ranks}) == 1,
+                device=device,
+                timeout_s=timeout_s,
+                library=symmetric_memory.TorchLibrary(nccl_group),
+            )
+        except CannotReach as reason:
+            if rank == 0:  # once is enough
+                logger.info("small sums go over NCCL, not through symmetric memory (%s)", reason)
+            return None
+
     everyone = tuple(range(mesh.world_size))
     order_check = None
     if check_order and len(everyone) > 1:
@@ -128,7 +182,14 @@ def connect(
     def coordinator(name: str, ranks: tuple[int, ...]) -> GroupCoordinator:
         connections = None
         if len(ranks) > 1:
-            connections = Connections(connected(name, ranks), noticeboard, order_check)
+            way: Transport = connected(name, ranks)
+            if device.type != "cpu":
+                way = ByDevice(way, connected_on_device(name, ranks) if name in GROUPS_OF_LAYERS else None)
+            make_torch_group = None
+            if name == "ep" and ranks in nccl_groups:
+                where = PrefixStore("torch/ep", store), ranks.index(rank), len(ranks)
+                make_torch_group = functools.partial(nccl.as_torch_group, *where, nccl_groups[ranks])
+            connections = Connections(way, noticeboard, order_check, make_torch_group)
         group = GroupCoordinator(
             name=name,
             rank=rank,
@@ -152,6 +213,7 @@ class Connections:
     transport: Transport
     noticeboard: Noticeboard
     order_check: OrderCheck | None
+    make_torch_group: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +236,12 @@ class GroupCoordinator:
     float16, bfloat16, float32, float64, integers and bool, and need not be contiguous. Rows are entries of the first
     dimension, and ranks may have none. A group of one returns its own input, not a copy.
 
-    DistributedError when a rank has died, or does not take part in time.
+    The groups that layers use carry tensors on the ranks' GPUs too, where `connect` was given these: see `nccl.py` for
+    dtypes, and for the order in which sums are added. There a collective returns, and a wait ends, when the current
+    stream will have waited.
+
+    DistributedError when a rank has died, or does not take part in time. On a GPU it may come late: see
+    `raise_failure`.
     """
 
     def __init__(
@@ -202,7 +269,7 @@ class GroupCoordinator:
         self.num_bytes_sent = 0  # to other ranks, where each of them is sent what is for it
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, added in float32 in rank order: the same bytes on all ranks."""
+        """The sum over ranks, added in float32 in rank order (on a GPU, see `nccl.py`): the same bytes on all ranks."""
         if self.world_size == 1:
             return x
         self._announce("all_reduce", x.dtype, x.shape)
@@ -230,7 +297,7 @@ class GroupCoordinator:
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """This rank's rows of the sum over ranks: x [sum(sizes), ...] -> [sizes[rank_in_group], ...].
 
-        Added in float32 in rank order.
+        Added in float32 in rank order; on a GPU, see `nccl.py`.
         """
         assert len(x) == sum(sizes)
         if self.world_size == 1:
@@ -284,10 +351,24 @@ class GroupCoordinator:
             self._announce("barrier", torch.uint8)
             self._gather_one(torch.zeros(1, dtype=torch.uint8), "barrier")
 
-    @property
-    def seconds_waited(self) -> float:
-        """For what other ranks had not sent yet, in all collectives together."""
-        return 0.0 if self._connections is None else self._transport.seconds_waited
+    def make_torch_group(self) -> Any:
+        """The ep group between GPUs, as torch.distributed knows it, for a library that wants one."""
+        make = self._connected.make_torch_group
+        assert make is not None
+        return make()
+
+    def begin_step(self, step: int) -> None:
+        """Tell which step this is, for errors and the order check; and to count from its first collective."""
+        self.step = step
+        if self._connections is not None:
+            self._connections.transport.begin_step()
+
+    def seconds_waited(self) -> list[float]:
+        """For what other ranks had not sent yet: by place among the exchanges of a step, all steps together.
+
+        All ranks have equally many: an exchange has the same place on each, and a collective is one or two of them.
+        """
+        return [] if self._connections is None else self._transport.seconds_waited()
 
     @property
     def can_be_recorded(self) -> bool:
@@ -295,6 +376,26 @@ class GroupCoordinator:
         if self.world_size == 1:
             return True
         return self._connected.order_check is None and self._transport.can_be_recorded
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether collectives of this group, of tensors on a GPU, can be captured in a CUDA graph."""
+        if self.world_size == 1:
+            return True
+        way = self._transport
+        return self._connected.order_check is None and isinstance(way, ByDevice) and way.can_be_captured
+
+    def raise_failure(self) -> None:
+        """DistributedError when a collective on a GPU was given up since: its stream has gone on, without a result.
+
+        For when the host has waited for the GPU, and before it believes what came from there. Costs next to nothing.
+        """
+        way = None if self._connections is None else self._transport
+        if isinstance(way, ByDevice):
+            try:
+                way.raise_failure()
+            except TransportError as error:
+                self._fail("a collective", f"up to {self._position()}", error)
 
     def close(self) -> None:
         """Drop the connections: ranks that wait for this one fail at once. Nothing may be under way."""
@@ -390,7 +491,7 @@ class GroupCoordinator:
         """Which collective this is."""
         return _shown_position(self.num_begun, self.step, self.layer)
 
-    def _fail(self, operation: Operation, position: str, error: Exception) -> NoReturn:
+    def _fail(self, operation: str, position: str, error: Exception) -> NoReturn:
         """Say what is known, on this rank and in the store."""
         connected = self._connected
         where = f"{operation} of group {self.name!r} ({listed(self.ranks)}; {position})"
@@ -412,10 +513,11 @@ class Groups:
     ep: GroupCoordinator
     noticeboard: Noticeboard | None = None  # none where nobody else is
 
-    def set_step(self, step: int) -> None:
-        """Tell the groups which step this is, for their errors and the order check."""
+    def begin_step(self, step: int) -> None:
+        """See `GroupCoordinator.begin_step`. DistributedError when a GPU's collective of an earlier step has failed."""
+        self.raise_failure()
         for group in (self.world, self.tp, self.dp, self.ep):
-            group.step = step
+            group.begin_step(step)
 
     def set_layer(self, layer: int | None) -> None:
         """Tell the groups which layer of the model is computed, for their errors; None: outside all layers."""
@@ -435,14 +537,19 @@ class Groups:
             group.num_bytes_sent += num_bytes
 
     @property
-    def seconds_waited(self) -> float:
-        """Of this rank in the collectives of a step, for what other ranks had not sent yet."""
-        return self.tp.seconds_waited + self.ep.seconds_waited
-
-    @property
     def can_be_recorded(self) -> bool:
         """Whether layers that call these groups can be recorded."""
         return self.tp.can_be_recorded and self.ep.can_be_recorded
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether layers that call these groups can be captured in a CUDA graph."""
+        return self.tp.can_be_captured and self.ep.can_be_captured
+
+    def raise_failure(self) -> None:
+        """See `GroupCoordinator.raise_failure`."""
+        for group in (self.tp, self.ep):
+            group.raise_failure()
 
     def leave(self, why: str) -> None:
         """Stop taking part, because of an error of this rank's own: the others' errors will say why.

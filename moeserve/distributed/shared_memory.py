@@ -152,9 +152,11 @@ class SharedMemoryTransport:
         self._begun(number, x, out)()
         return out
 
-    @property
-    def seconds_waited(self) -> float:
-        return float(self._memory.seconds_waited)
+    def begin_step(self) -> None:
+        self._memory.begin_step()
+
+    def seconds_waited(self) -> list[float]:
+        return list(self._memory.seconds_waited())
 
     @property
     def can_be_recorded(self) -> bool:

@@ -1,7 +1,8 @@
 """How the rows of one group travel: what every way of it can do. Knows ranks of the group and tensors.
 
 Which way a group takes is chosen once, when it is connected: `shared_memory.py` where its ranks are on one host and can
-map each other's memory, else `gloo.py`. What comes out has the same bytes.
+map each other's memory, else `gloo.py`. What comes out has the same bytes. Tensors on GPUs go by `nccl.py`, beside one
+of these two for what is on the host all the same.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ class Transport(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
-    @property
-    def seconds_waited(self) -> float:
-        """For what was not there yet, in all collectives together."""
+    def begin_step(self) -> None:
+        """Operations begun from now on are the first, the second and so on of a step. The same ones on all ranks."""
+        ...
+
+    def seconds_waited(self) -> list[float]:
+        """By place among the operations of a step, all steps together: for what was not there yet."""
         ...
 
     @property
@@ -63,6 +67,90 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Drop the connections: ranks that wait for this one fail at once."""
+
+
+class DeviceTransport(Transport, Protocol):
+    """A `Transport` of tensors on a device that works on its own, in the order of streams.
+
+    What is begun, waited for and returned is so for the current stream: the host waits for nothing, and a collective
+    that fails on the device does so after it has returned.
+    """
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether collectives of the same sizes can be captured in a CUDA graph, and replayed by all ranks."""
+        ...
+
+    def raise_failure(self) -> None:
+        """TransportError when a collective has failed on the device: what has come of it is no result."""
+        ...
+
+
+class ByDevice:
+    """A `Transport` of both kinds of tensors: each goes the way of the device that it is on.
+
+    Ranks put a collective's tensors on the same kind of device, as they use the same sizes. Nothing of it is recorded
+    on tapes, which are for ranks without a GPU.
+    """
+
+    def __init__(self, cpu: Transport, cuda: DeviceTransport | None) -> None:
+        """
+        Args:
+            cuda: None: all of the group's tensors are on the CPU.
+        """
+        self._cpu = cpu
+        self._cuda = cuda
+
+    def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
+        return self._way_of(x).begin_all_gather(x, sizes)
+
+    def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+        return self._way_of(x).begin_all_to_all(x, send_sizes, receive_sizes)
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        return self._way_of(x).reduce_scatter(x, sizes)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._way_of(x).all_reduce(x)
+
+    def begin_step(self) -> None:
+        self._cpu.begin_step()
+        if self._cuda is not None:
+            self._cuda.begin_step()
+
+    def seconds_waited(self) -> list[float]:
+        """The host's, which waits for tensors on the CPU alone."""
+        return self._cpu.seconds_waited()
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return False
+
+    @property
+    def is_recording(self) -> bool:
+        return False
+
+    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
+        raise AssertionError("collectives of ranks with a GPU cannot be recorded on tapes")
+
+    @property
+    def can_be_captured(self) -> bool:
+        return self._cuda is not None and self._cuda.can_be_captured
+
+    def raise_failure(self) -> None:
+        if self._cuda is not None:
+            self._cuda.raise_failure()
+
+    def close(self) -> None:
+        if self._cuda is not None:
+            self._cuda.close()
+        self._cpu.close()
+
+    def _way_of(self, x: Tensor) -> Transport:
+        if x.device.type == "cpu":
+            return self._cpu
+        assert self._cuda is not None, f"the group carries tensors on the CPU alone, not on {x.device}"
+        return self._cuda
 
 
 def all_gather(transport: Transport, x: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -10,7 +10,6 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from moeserve.config import EngineConfig
 from moeserve.engine.base import fit_to_cache, shrinkage
@@ -27,33 +26,13 @@ from moeserve.messages import (
     Wake,
 )
 from moeserve.processes import Watched, as_error, root_cause, wait_for_news
-from moeserve.scheduling.block_pool import num_blocks_for
-from moeserve.scheduling.choice import Candidate, PrefixMemory, choose_replica, prompt_digests
+from moeserve.scheduling.choice import ReplicaChooser
 from moeserve.telemetry.expert_load import LoadWindow
 
 logger = logging.getLogger(__name__)
 
 # How long the replicas may take to finish their step and agree to leave. Seconds.
 SECONDS_TO_LEAVE = 5.0
-
-
-@dataclass(eq=False)
-class ReplicaProcess:
-    """A replica, as the user's process sees it."""
-
-    process: Watched[EngineMessage]
-    memory: PrefixMemory  # of its prefix cache
-    num_free_blocks: int  # as it last said
-    num_requests: int = 0  # in flight
-    num_blocks_waiting: int = 0  # of prompts whose first token has not come
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A request that has not ended."""
-
-    replica: ReplicaProcess
-    num_blocks_waiting: int  # of its prompt; 0 once there was news of it
 
 
 class Replicas:
@@ -71,11 +50,10 @@ class Replicas:
             EngineError: a process died, or could not be started.
         """
         self._owner = os.getpid()
-        self._in_flight: dict[str, InFlight] = {}
+        self._in_flight: dict[str, Watched[EngineMessage]] = {}  # by request: the replica that serves it
         self._undelivered: list[RequestUpdate] = []  # what came outside a step: the next one returns it
         self._loads: list[LoadWindow] = []  # that nobody has taken
         self._closed_because = ""
-        self._salt = secrets.token_bytes(32)
         self._gang = start_gang()
         self._end_gang = weakref.finalize(self, self._gang.end)  # also where nobody calls shutdown
         try:
@@ -83,7 +61,13 @@ class Replicas:
         except BaseException:
             self._end_gang()
             raise
-        self._replicas = [ReplicaProcess(each, PrefixMemory(num_blocks), num_blocks) for each in self._gang.engines]
+        self._chooser = ReplicaChooser(
+            len(self._gang.engines),
+            num_blocks,
+            config.block_size,
+            finds_prefixes=config.enable_prefix_caching,
+            salt=secrets.token_bytes(32),
+        )
         self.config = fit_to_cache(config, num_blocks)
         if told := shrinkage(config, self.config):
             logger.warning(told)
@@ -105,20 +89,18 @@ class Replicas:
         self._require_open()
         if request.request_id in self._in_flight:
             raise RequestError(f"request {request.request_id!r} is still being served; give each request its own id")
-        chosen, num_blocks = self._choose(request)
-        self._in_flight[request.request_id] = InFlight(chosen, num_blocks)
-        chosen.num_requests += 1
-        chosen.num_blocks_waiting += num_blocks
-        chosen.process.channel.send(AddRequest(request))
-        for replica in self._replicas:
-            if replica is not chosen:  # it may be asleep, and no step begins without it
-                replica.process.channel.send(Wake())
+        chosen = self._gang.engines[self._chooser.choose(request)]
+        self._in_flight[request.request_id] = chosen
+        chosen.channel.send(AddRequest(request))
+        for engine in self._gang.engines:
+            if engine is not chosen:  # it may be asleep, and no step begins without it
+                engine.channel.send(Wake())
 
     def abort(self, request_id: str) -> None:
         self._require_owner()
-        request = self._in_flight.get(request_id)
-        if request is not None:
-            request.replica.process.channel.send(AbortRequest(request_id))
+        engine = self._in_flight.get(request_id)
+        if engine is not None:
+            engine.channel.send(AbortRequest(request_id))
 
     def step(self) -> list[RequestUpdate]:
         self._require_owner()
@@ -134,10 +116,10 @@ class Replicas:
         self._require_owner()
         self._undelivered = self._news()
         self._require_open()
-        first, *others = self._replicas
-        first.process.channel.send(CollectLoad())
-        for replica in others:
-            replica.process.channel.send(Wake())
+        first, *others = self._gang.engines
+        first.channel.send(CollectLoad())
+        for engine in others:
+            engine.channel.send(Wake())
 
     def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
         self._require_owner()
@@ -173,25 +155,6 @@ class Replicas:
                 raise as_error(root_cause(self._gang.collect_deaths()), "while the model was loaded")
         return num_blocks
 
-    def _choose(self, request: Request) -> tuple[ReplicaProcess, int]:
-        """A replica for a request, and how many blocks of its prompt it will have to compute."""
-        num_blocks = num_blocks_for(len(request.prompt_token_ids), self.config.block_size)
-        digests: list[bytes] = []
-        if self.config.enable_prefix_caching and len(self._replicas) > 1:
-            digests = prompt_digests(request, self.config.block_size, self._salt)
-        candidates = [
-            Candidate(
-                num_free_blocks=replica.num_free_blocks,
-                num_requests=replica.num_requests,
-                num_blocks_waiting=replica.num_blocks_waiting,
-                num_cached_blocks=replica.memory.num_known(digests),
-            )
-            for replica in self._replicas
-        ]
-        index = choose_replica(candidates, num_blocks)
-        self._replicas[index].memory.remember(digests)
-        return self._replicas[index], num_blocks - candidates[index].num_cached_blocks
-
     def _news(self) -> list[RequestUpdate]:
         """What has come, without waiting. A death is the end of all requests."""
         updates, self._undelivered = self._undelivered, []
@@ -209,10 +172,10 @@ class Replicas:
 
     def _received(self) -> list[RequestUpdate]:
         updates: list[RequestUpdate] = []
-        for replica in self._replicas:
-            for message in replica.process.receive():
+        for index, engine in enumerate(self._gang.engines):
+            for message in engine.receive():
                 assert isinstance(message, Delivery), message
-                replica.num_free_blocks = message.stats.num_free_blocks
+                self._chooser.note_free_blocks(index, message.stats.num_free_blocks)
                 self._loads += [] if message.load is None else [message.load]
                 updates += self._known(message.updates)
         return updates
@@ -220,13 +183,11 @@ class Replicas:
     def _known(self, updates: Iterable[RequestUpdate]) -> Iterable[RequestUpdate]:
         """The updates of requests that have not ended; strikes off those that end."""
         for update in updates:
-            request = self._in_flight.get(update.request_id)
-            if request is None:
+            if update.request_id not in self._in_flight:
                 continue
-            request.replica.num_blocks_waiting -= request.num_blocks_waiting
-            request.num_blocks_waiting = 0
-            if update.finish_reason is not None:
-                request.replica.num_requests -= 1
+            has_ended = update.finish_reason is not None
+            self._chooser.note_news(update.request_id, has_ended=has_ended)
+            if has_ended:
                 del self._in_flight[update.request_id]
             yield update
 

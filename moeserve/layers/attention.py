@@ -118,8 +118,7 @@ class Attention(nn.Module):
         if self.config.clip is not None:
             limit = self.config.clip
             query_TNH, key_TGH, value_TGH = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGH))
-        query_TNH, key_TGH = rotation.apply(query_TNH), rotation.apply(key_TGH)
-        self.backend.write(key_TGH, value_TGH, cache.keys, cache.values, step)
+        query_TNH = self.backend.turn_and_write(query_TNH, key_TGH, value_TGH, rotation, cache.keys, cache.values, step)
         attended_TNH = self.backend.attend(query_TNH, cache.keys, cache.values, step, self.sinks)
         return self.output(attended_TNH.flatten(1))
 

@@ -67,9 +67,9 @@ class Embedding(nn.Module):
         """This rank's share [t, D] of the tokens' rows; `sizes` are the shares of all tp ranks."""
         if self.tp.world_size == 1:
             return functional.embedding(token_ids_T, self.weight)
-        is_here_T = (token_ids_T >= self.share.start) & (token_ids_T < self.share.stop)
-        hidden_TD = self.weight.new_zeros(len(token_ids_T), self.weight.shape[1])
-        hidden_TD[is_here_T] = functional.embedding(token_ids_T[is_here_T] - self.share.start, self.weight)
+        is_elsewhere_T = (token_ids_T < self.share.start) | (token_ids_T >= self.share.stop)
+        rows_T = (token_ids_T - self.share.start).masked_fill(is_elsewhere_T, 0)
+        hidden_TD = functional.embedding(rows_T, self.weight).masked_fill(is_elsewhere_T[:, None], 0.0)
         return self.tp.reduce_scatter(hidden_TD, sizes)  # collective: all tp ranks
 
 

@@ -13,11 +13,11 @@ from moeserve.ops.products import (
     OpenWeights,
     PackedFormat,
     Product,
-    TorchProduct,
     adopt,
     allocate,
     can_pack,
     native_product,
+    open_product,
     pack,
     packed_bytes,
 )
@@ -71,7 +71,7 @@ class Weights(nn.Module):
         self.activation = activation
         self.least_bits = least_bits
         self.num_weights = num_weights
-        self.product: Product = TorchProduct(self.open)
+        self.product: Product = open_product(self.open)
 
     @property
     def open(self) -> OpenWeights:

@@ -19,6 +19,7 @@ from moeserve.layers.mlp import GatedMLP
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotary, Rotation
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
+from moeserve.moe.dispatch.deepep_carrier import Carrier
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.placement import Placement
 from moeserve.step_inputs import StepInputs
@@ -45,6 +46,7 @@ class DecoderLayer(nn.Module):
         dispatcher: DispatcherName,
         placements: Iterator[Placement],
         *,
+        carrier: Carrier | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -62,7 +64,14 @@ class DecoderLayer(nn.Module):
         match config.feed_forward:
             case MoEConfig() as moe:
                 self.feed_forward = MoELayer(
-                    moe, hidden_size, dispatcher, next(placements), groups.ep, dtype=dtype, device=device
+                    moe,
+                    hidden_size,
+                    dispatcher,
+                    next(placements),
+                    groups.ep,
+                    carrier=carrier,
+                    dtype=dtype,
+                    device=device,
                 )
             case MLPConfig(width=width):
                 self.feed_forward = DenseFeedForward(hidden_size, width, groups.tp, dtype=dtype, device=device)
@@ -99,6 +108,7 @@ class Decoder(nn.Module):
 
     Args:
         placements: of each layer that has experts, in order, over the ranks of the ep group; see `place_experts`.
+        carrier: with the dispatcher "deepep".
     """
 
     def __init__(
@@ -108,19 +118,21 @@ class Decoder(nn.Module):
         dispatcher: DispatcherName,
         placements: Sequence[Placement],
         *,
+        carrier: Carrier | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.config = config
         self.groups = groups
+        self.carrier = carrier
         self.tp = groups.tp
         size, epsilon = config.hidden_size, config.norm_epsilon
         self.embedding = Embedding(config.vocab_size, size, groups.tp, dtype=dtype, device=device)
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
         unused = iter(placements)
         self.layers = [
-            DecoderLayer(layer, size, epsilon, groups, dispatcher, unused, dtype=dtype, device=device)
+            DecoderLayer(layer, size, epsilon, groups, dispatcher, unused, carrier=carrier, dtype=dtype, device=device)
             for layer in config.layers
         ]
         self.registered_layers = nn.ModuleList(self.layers)  # so that torch finds their weights

@@ -51,7 +51,7 @@ class Experts(nn.Module):
         gate_up, down, counts_e = self.gate_up.product, self.down.product, tokens.counts_e
         match tokens:
             case PackedTokens():
-                middle = gate_up.multiply_rows(tokens.rows_RD, counts_e, tokens.has_spare_rows)
+                middle = gate_up.multiply_rows(tokens.rows_RD, counts_e, tokens.has_spare_rows, tokens.gather)
                 return down.multiply_rows(middle, counts_e, tokens.has_spare_rows)
             case SlottedTokens():
                 return down.multiply_slots(gate_up.multiply_slots(tokens.slots_eSD, counts_e), counts_e)

@@ -13,6 +13,8 @@ from moeserve.distributed.group import GroupCoordinator
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher
+from moeserve.moe.dispatch.deepep import DeepEPDispatcher
+from moeserve.moe.dispatch.deepep_carrier import Carrier
 from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.dispatch.slotted import SlottedDispatcher
 from moeserve.moe.experts import Experts
@@ -23,6 +25,7 @@ from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
 from moeserve.ops.activation import GatedActivation, SwiGLU
 from moeserve.ops.addition import choose_addition
 from moeserve.ops.routing import RouterConfig
+from moeserve.ops.side_stream import choose_aside
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width
@@ -46,6 +49,7 @@ class MoELayer(nn.Module):
         config: what the layer computes, whatever ranks do it.
         hidden_size: D.
         dispatcher: how tokens travel. "local" is for a group of one rank.
+        carrier: with "deepep": the buffer of all layers.
         placement: the logical expert in each slot of each rank of the group. Router and shared experts are whole on
             every rank; of the experts, a rank has those in its own slots, in their order.
         group: the ep group.
@@ -60,6 +64,7 @@ class MoELayer(nn.Module):
         placement: Placement,
         group: GroupCoordinator,
         *,
+        carrier: Carrier | None = None,
         num_slots: int | None = None,
         dtype: torch.dtype,
         device: torch.device,
@@ -89,8 +94,12 @@ class MoELayer(nn.Module):
                 self.dispatcher = AllGatherDispatcher(group, placement, device)
             case "all_to_all":
                 self.dispatcher = AllToAllDispatcher(group, placement, device)
+            case "deepep":
+                assert carrier is not None
+                self.dispatcher = DeepEPDispatcher(group, placement, device, carrier=carrier)
         self.load = ExpertLoad(placement, group.rank_in_group, device)
         self.add = choose_addition(device.type)
+        self.aside = choose_aside(device.type)
         if num_slots is not None:
             self.dispatcher = SlottedDispatcher(self.dispatcher, num_slots)
 
@@ -103,10 +112,12 @@ class MoELayer(nn.Module):
 
     def forward(self, hidden_TD: Tensor, step: StepInputs) -> Tensor:
         routing = self.router(hidden_TD)
+        if step.padding is not None:
+            routing = routing.without(step.padding[step.own_rows])
         in_flight = self.dispatcher.dispatch(hidden_TD, routing, step)
-        shared_TD = None if self.shared_experts is None else self.shared_experts(hidden_TD)  # meanwhile
+        shared = None if self.shared_experts is None else self.aside(self.shared_experts, hidden_TD)  # meanwhile
         arrived = in_flight.wait()
         self.load.count(arrived.tokens)
         output = self.experts(arrived.tokens)
         routed_TD = self.dispatcher.combine(output, arrived.ticket).wait()
-        return routed_TD if shared_TD is None else self.add(routed_TD, shared_TD)
+        return routed_TD if shared is None else self.add(routed_TD, shared.wait())

@@ -16,12 +16,12 @@ from moeserve.distributed.group import Groups
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.placement import Placement
 from moeserve.ops.pairs import choose_pairs
-from moeserve.telemetry.expert_load import LoadWindow, summed
+from moeserve.telemetry.expert_load import LoadWindow
 
 # e local experts
 
 NANOSECONDS = 10**9
-NUM_OWN = 3  # figures that each rank tells in any case: nanoseconds waited, bytes sent, nanoseconds of its steps
+NUM_OWN = 2  # figures that each rank tells in any case: bytes sent, nanoseconds of its steps
 
 
 class ExpertLoad:
@@ -54,19 +54,21 @@ class LoadMeter:
         """
         self._load_of_layer = load_of_layer
         self._groups = groups
-        self._first_step = self._num_steps = 0
-        self._held: list[LoadWindow] = []  # that belong to the window under way
+        self._first_step = 0
+        self._held: dict[int, list[list[int]]] = {}  # see `hold`; by layer: rows by rank, and then by expert
         self._forget()
 
-    def add_step(self, num_tokens: Sequence[int], seconds: float) -> None:
+    def add_step(self, num_tokens: Sequence[int], seconds: float, padded_to: int | None = None) -> None:
         """Counts a step that was executed.
 
         Args:
             num_tokens: of each replica.
             seconds: that it took here.
+            padded_to: rows that each replica ran; None: as many as tokens.
         """
         self._num_steps += 1
         self._num_tokens += sum(num_tokens)
+        self._num_padding_tokens += 0 if padded_to is None else sum(padded_to - count for count in num_tokens)
         self._num_empty_turns += sum(count == 0 for count in num_tokens)
         self._seconds += seconds
 
@@ -81,60 +83,72 @@ class LoadMeter:
         """
         if not self._load_of_layer:
             return None
-        by_rank = self._gathered(figures)
-        window = self._window(by_rank, NUM_OWN + len(figures), placement_epoch)
-        window = summed([*self._held, window])
-        self._held = []
+        groups, num_figures = self._groups, NUM_OWN + len(figures)
+        waited = groups.ep.seconds_waited()
+        before = self._waited + [0.0] * (len(waited) - len(self._waited))
+        waited_ns = [round((now - then) * NANOSECONDS) for now, then in zip(waited, before, strict=True)]
+        own = [groups.ep.num_bytes_sent - self._bytes, round(self._seconds * NANOSECONDS), *figures, *waited_ns]
+        by_rank = self._gathered(own, list(self._load_of_layer))
+        window = self._window(by_rank, num_figures, len(own), placement_epoch)
+        self._first_step += self._num_steps
+        self._held = {}
         self._forget()
-        return Collected(window, tuple(tuple(numbers[NUM_OWN : NUM_OWN + len(figures)]) for numbers in by_rank))
+        return Collected(window, tuple(tuple(numbers[NUM_OWN:num_figures]) for numbers in by_rank))
 
-    def hold(self, placement_epoch: int) -> None:
-        """Brings the counts together before slots get other experts. Collective: all ranks."""
-        self._held.append(self._window(self._gathered(()), NUM_OWN, placement_epoch))
-        self._forget()
+    def hold(self, layer: int) -> None:
+        """Brings a layer's counts together before its slots get other experts. Collective: all ranks."""
+        rows = self._rows(layer, self._gathered([], [layer]))
+        held = self._held.get(layer)
+        self._held[layer] = rows if held is None else _added(held, rows)
+        self._load_of_layer[layer].rows_e.zero_()
 
-    def _gathered(self, figures: Sequence[int]) -> list[list[int]]:
-        """By rank: NUM_OWN figures, those asked for, and the rows of its slots, layer by layer."""
-        groups = self._groups
-        own = [
-            round(groups.seconds_waited * NANOSECONDS) - self._waited_ns,
-            groups.ep.num_bytes_sent - self._bytes,
-            round(self._seconds * NANOSECONDS),
-            *figures,
-        ]
-        mine = torch.cat([torch.tensor(own), *(load.rows_e.cpu() for load in self._load_of_layer.values())])
+    def _gathered(self, own: list[int], layers: Sequence[int]) -> list[list[int]]:
+        """By rank: figures of its own, as many on each, and the rows of its slots, layer by layer."""
+        loads = [self._load_of_layer[layer] for layer in layers]
+        mine = torch.cat([torch.tensor(own, dtype=torch.int64), *(load.rows_e.cpu() for load in loads)])
         sizes = [
-            len(own) + sum(load.placement.num_slots[rank] for load in self._load_of_layer.values())
-            for rank in range(groups.world.world_size)
+            len(own) + sum(load.placement.num_slots[rank] for load in loads)
+            for rank in range(self._groups.world.world_size)
         ]
         # collective: all ranks
-        return [numbers.tolist() for numbers in groups.world.all_gather(mine, sizes).split(sizes)]
+        return [numbers.tolist() for numbers in self._groups.world.all_gather(mine, sizes).split(sizes)]
 
-    def _window(self, by_rank: Sequence[Sequence[int]], num_figures: int, placement_epoch: int) -> LoadWindow:
-        waited = [numbers[0] / NANOSECONDS for numbers in by_rank]
+    def _rows(self, layer: int, of_slots: Sequence[Sequence[int]]) -> list[list[int]]:
+        """A layer's rows by rank, and by logical expert. `of_slots`: by rank, by slot."""
+        placement = self._load_of_layer[layer].placement
+        of_expert = [0] * placement.num_logical
+        for slots, rows in zip(placement.logical_of_slot, of_slots, strict=True):
+            for expert, count in zip(slots, rows, strict=True):
+                of_expert[expert] += count
+        return [list(map(sum, of_slots)), of_expert]
+
+    def _window(
+        self, by_rank: Sequence[Sequence[int]], first_waited: int, first_rows: int, placement_epoch: int
+    ) -> LoadWindow:
+        """Of each rank's numbers, waits begin at `first_waited`, and rows at `first_rows`."""
         tokens_of_expert, tokens_of_rank = [], []
-        first = [num_figures] * len(by_rank)
-        for load in self._load_of_layer.values():
-            of_expert, of_rank = [0] * load.placement.num_logical, []
-            for rank, slots in enumerate(load.placement.logical_of_slot):
-                rows = by_rank[rank][first[rank] : first[rank] + len(slots)]
-                first[rank] += len(slots)
-                of_rank.append(sum(rows))
-                for expert, count in zip(slots, rows, strict=True):
-                    of_expert[expert] += count
+        first = [first_rows] * len(by_rank)
+        for layer, load in self._load_of_layer.items():
+            last = [start + num_slots for start, num_slots in zip(first, load.placement.num_slots, strict=True)]
+            of_slots = [numbers[start:end] for numbers, start, end in zip(by_rank, first, last, strict=True)]
+            first = last
+            rows = self._rows(layer, of_slots)
+            of_rank, of_expert = _added(self._held[layer], rows) if layer in self._held else rows
             tokens_of_expert.append(tuple(of_expert))
             tokens_of_rank.append(tuple(of_rank))
+        # Exchange by exchange: who is fullest may be another rank in each layer.
+        waited = zip(*(numbers[first_waited:first_rows] for numbers in by_rank), strict=True)
         return LoadWindow(
             first_step=self._first_step,
             num_steps=self._num_steps,
             ended_at=time.time(),
-            seconds=max(numbers[2] for numbers in by_rank) / NANOSECONDS,
+            seconds=max(numbers[1] for numbers in by_rank) / NANOSECONDS,
             placement_epoch=placement_epoch,
             num_tokens=self._num_tokens,
-            num_padding_tokens=0,
+            num_padding_tokens=self._num_padding_tokens,
             num_empty_turns=self._num_empty_turns,
-            bytes_dispatched=sum(numbers[1] for numbers in by_rank),
-            straggler_seconds=sum(waited) / len(waited) - min(waited),
+            bytes_dispatched=sum(numbers[0] for numbers in by_rank),
+            straggler_seconds=sum(sum(of_rank) / len(of_rank) - min(of_rank) for of_rank in waited) / NANOSECONDS,
             layers=tuple(self._load_of_layer),
             tokens_of_expert=tuple(tokens_of_expert),
             tokens_of_rank=tuple(tokens_of_rank),
@@ -144,8 +158,11 @@ class LoadMeter:
     def _forget(self) -> None:
         for load in self._load_of_layer.values():
             load.rows_e.zero_()
-        self._first_step += self._num_steps
-        self._num_steps = self._num_tokens = self._num_empty_turns = 0
+        self._num_steps = self._num_tokens = self._num_padding_tokens = self._num_empty_turns = 0
         self._seconds = 0.0
-        self._waited_ns = round(self._groups.seconds_waited * NANOSECONDS)
+        self._waited = self._groups.ep.seconds_waited()
         self._bytes = self._groups.ep.num_bytes_sent
+
+
+def _added(one: list[list[int]], other: list[list[int]]) -> list[list[int]]:
+    return [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(one, other, strict=True)]

@@ -17,6 +17,7 @@ import msgspec
 
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import SettingsError
+from moeserve.telemetry.expert_load import read_windows, summed
 
 MAX_EXPERTS = 2**20
 MAX_LOAD = 1e30
@@ -109,10 +110,11 @@ def check_num_slots(num_slots: int, num_experts: int, num_ranks: int) -> None:
 
 
 def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[float, ...], ...]:
-    """Loads of experts from a file such as {"loads": [[5, 1, 0, 2], [3, 3, 1, 1]]}.
+    """Loads of experts from a file such as {"loads": [[5, 1, 0, 2], [3, 3, 1, 1]]}, or from records of a run.
 
     Args:
-        path: JSON; one list of loads for each layer that has experts, or a single list that holds for all of them.
+        path: JSON; one list of loads for each layer that has experts, or a single list that holds for all of them. Or
+            .jsonl, as `expert_load_file` writes it: the sum of its windows.
         num_layers: how many of the model's layers have experts.
         num_experts: logical experts of each.
 
@@ -122,10 +124,14 @@ def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[
     Raises:
         SettingsError: no such file, or not the loads of this model.
     """
+    loads: tuple[tuple[float, ...], ...]
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        if path.suffix == ".jsonl":
+            loads = summed(read_windows(path)).tokens_of_expert
+        elif path.stat().st_size > MAX_FILE_BYTES:
             raise SettingsError(f"{path} is too large for a file of expert loads ({path.stat().st_size} bytes)")
-        loads = msgspec.json.decode(path.read_bytes(), type=_LoadsJson).loads
+        else:
+            loads = msgspec.json.decode(path.read_bytes(), type=_LoadsJson).loads
     except OSError as error:
         raise SettingsError(f"cannot read the expert loads in {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -236,6 +242,8 @@ def read_placements(
                 f"its ranks have {slots} slots, but {num_ranks} ranks and {num_redundant} redundant experts make "
                 f"{', '.join(map(str, sizes))}"
             )
+            if len(each.logical_of_slot) == num_ranks:
+                fault += f"; use num_redundant_experts={sum(map(len, each.logical_of_slot)) - num_experts}"
         if fault is not None:
             raise SettingsError(f"{path}: placements[{number}]: {fault}")
     return tuple(Placement(each.logical_of_slot, each.num_logical) for each in found)

@@ -10,7 +10,6 @@ Knows layers and their placements; what a good placement is, `balancer.py` knows
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -20,17 +19,16 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.group import Groups, PendingTensor
-from moeserve.moe.balancer import Move, imbalance, moves, rank_loads, rebalance
+from moeserve.moe.balancer import Move, moves
+from moeserve.moe.gain import Proposal, excess, pays, propose, remembered
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.placement import Placement
 from moeserve.telemetry.expert_load import LoadWindow
 
 SHARE_OF_A_STEP = 0.1  # that moving may take
 FIRST_BYTES_PER_SECOND = 1e9  # until the first were moved
-LEAST_PIECE_BYTES = 2**16  # of what a rank sends or gets in a step
+LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 2**16, 2**24  # of what a rank sends or gets in a step
 PIECE_ALIGNMENT = 64
-LEAST_GAIN = 0.02  # of a layer's fullest rank, over the mean of ranks
-MEMORY = 0.5  # of a window's counts, so much is left when the next one comes
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,15 @@ class Change:
     """A layer's next placement, and what has to be moved for it, which is something."""
 
     layer: int
-    after: Placement
+    proposal: Proposal
     moves: tuple[Move, ...]  # by rank that they go to and slot
     source_slots: tuple[int, ...]  # of each move: where its expert is, on the rank that it comes from
 
     @classmethod
-    def between(cls, layer: int, before: Placement, after: Placement) -> Change:
-        found = moves(before, after)
-        return cls(
-            layer, after, found, tuple(before.logical_of_slot[move.from_rank].index(move.expert) for move in found)
-        )
+    def between(cls, layer: int, before: Placement, proposal: Proposal, node_of_rank: Sequence[int]) -> Change:
+        found = moves(before, proposal.after, node_of_rank)
+        source_slots = tuple(before.logical_of_slot[move.from_rank].index(move.expert) for move in found)
+        return cls(layer, proposal, found, source_slots)
 
     @property
     def most_at_once(self) -> int:
@@ -72,7 +69,7 @@ class Piece:
 def spare_bytes(layers: dict[int, MoELayer]) -> int:
     """Memory that a rebalancer of these layers sets aside."""
     num_slots, num_bytes = _spare_shape(layers)
-    return num_slots * num_bytes
+    return num_slots * num_bytes + MOST_PIECE_BYTES
 
 
 def _spare_shape(layers: dict[int, MoELayer]) -> tuple[int, int]:
@@ -103,14 +100,14 @@ class Rebalancer:
         self._memory = {number: layer.experts.memory_of_each for number, layer in layers.items()}
         self._slot_bytes = {number: _slot_bytes(layer) for number, layer in layers.items()}
         self._spare = torch.empty(*_spare_shape(layers), dtype=torch.uint8)
+        self._outgoing = torch.empty(MOST_PIECE_BYTES, dtype=torch.uint8)
         for layer in layers.values():  # from now on copies are looked up in tables that can change, on tapes too
             layer.place(layer.load.placement)
         self._loads = {number: [0.0] * layer.load.placement.num_logical for number, layer in layers.items()}
         self._window: LoadWindow | None = None  # by which plans are being made
         self._unplanned: deque[int] = deque()  # layers
         self._planned: list[Change] = []  # of which it is not decided yet whether they are worth it
-        self._excess = 0.0  # tokens that fullest ranks have above the mean, over all layers
-        self._gained = 0.0  # of these, what would be gone with all planned layers
+        self._excess = 0.0  # rows that fullest ranks have above the mean, over all layers
         self._changes: deque[Change] = deque()  # to be made; the first is under way
         self._num_arrived = 0  # bytes of each of its experts
         self._seconds_per_byte = 1 / FIRST_BYTES_PER_SECOND  # the slowest rank's
@@ -134,19 +131,24 @@ class Rebalancer:
             figures_of_rank: by rank: its `own_figures`.
         """
         for number, counts in zip(window.layers, window.tokens_of_expert, strict=True):
-            self._loads[number] = [MEMORY * old + new for old, new in zip(self._loads[number], counts, strict=True)]
+            self._loads[number] = remembered(self._loads[number], counts)
         if self.is_busy or not window.num_steps:
             return
         self._window = window
         self._seconds_per_byte = max(figures[0] for figures in figures_of_rank) / 1e15
         self._step_seconds = window.seconds / window.num_steps
         self._unplanned = deque(self._layers)
-        self._excess = self._gained = 0.0
+        self._excess = 0.0
 
     def may_switch(self, agreed_epoch: int) -> bool:
         """Whether all hold the weights of a newer placement than the one in use."""
         assert agreed_epoch <= self.held_epoch, (agreed_epoch, self.held_epoch)
         return agreed_epoch > self.epoch
+
+    @property
+    def next_layer(self) -> int:
+        """The layer that `switch` is about."""
+        return self._changes[0].layer
 
     def switch(self) -> None:
         """The layer whose weights have arrived everywhere is served by its new placement from now on."""
@@ -157,7 +159,7 @@ class Rebalancer:
                 size = of_slots.shape[1]
                 of_slots[move.slot] = self._spare[number, start : start + size]
                 start += size
-        self._layers[change.layer].place(change.after)
+        self._layers[change.layer].place(change.proposal.after)
         self._num_arrived = 0
         self.epoch += 1
 
@@ -169,7 +171,7 @@ class Rebalancer:
         began = time.perf_counter()
         slot_bytes = self._slot_bytes[change.layer]
         budget = max(LEAST_PIECE_BYTES, SHARE_OF_A_STEP * self._step_seconds / self._seconds_per_byte)
-        size = int(budget) // change.most_at_once // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+        size = int(min(budget, MOST_PIECE_BYTES)) // change.most_at_once // PIECE_ALIGNMENT * PIECE_ALIGNMENT
         size = min(max(size, PIECE_ALIGNMENT), slot_bytes - self._num_arrived)
         ranks = range(self._groups.world.world_size)
         outgoing = [
@@ -177,8 +179,9 @@ class Rebalancer:
             for move, slot in zip(change.moves, change.source_slots, strict=True)
             if move.from_rank == self._rank
         ]
-        pieces = [self._part(change.layer, slot, self._num_arrived, size) for _, slot in outgoing]
-        sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+        sent = self._outgoing[: size * len(outgoing)]
+        for of_slot, (_, slot) in zip(sent.view(len(outgoing), size), outgoing, strict=True):
+            self._copy_part(change.layer, slot, self._num_arrived, of_slot)
         send_sizes = [size * sum(move.to_rank == rank for move, _ in outgoing) for rank in ranks]
         receive_sizes = [size * sum(move.from_rank == rank for move in self._incoming(change)) for rank in ranks]
         # collective: all ranks
@@ -204,49 +207,44 @@ class Rebalancer:
                 self._decide()
 
     def _plan(self, layer: int) -> None:
-        """A better placement of one layer, if there is one: better by more than few tokens are uneven by chance."""
+        """A better placement of one layer, if there is one."""
         before, loads = self._layers[layer].load.placement, self._loads[layer]
-        if not any(loads):
-            return
-        of_rank = rank_loads(loads, before)
-        self._excess += max(of_rank) - sum(of_rank) / len(of_rank)
-        after = rebalance(loads, before)
-        chance = 1 / math.sqrt(max(1.0, sum(loads) / before.num_ranks))
-        if imbalance(loads, before) - imbalance(loads, after) > max(LEAST_GAIN, chance):
-            change = Change.between(layer, before, after)
+        self._excess += excess(loads, before)
+        if proposal := propose(loads, before):
+            change = Change.between(layer, before, proposal, self._groups.world.node_of_rank)
             if change.moves:
                 self._planned.append(change)
-                self._gained += max(of_rank) - max(rank_loads(loads, after))
 
     def _decide(self) -> None:
-        """Whether the gain of all planned changes over the horizon exceeds their cost. If not, they are forgotten.
-
-        What ranks waited for the fullest one is what can be gained, as far as the fullest ranks become less full.
-        """
-        window, planned = self._window, self._planned
-        self._window, self._planned = None, []
+        """Which of the planned changes are worth it. The others are forgotten."""
+        window, self._window = self._window, None
+        planned, self._planned = self._planned, []
         assert window is not None
-        if not planned or self._excess <= 0:
-            return
-        gain = window.straggler_seconds / window.num_steps * min(1.0, self._gained / self._excess) * self._horizon
-        cost = sum(change.most_at_once * self._slot_bytes[change.layer] for change in planned) * self._seconds_per_byte
-        if gain > cost:
-            self._changes.extend(planned)
+        waited_s = window.straggler_seconds / window.num_steps * self._horizon
+        self._changes.extend(
+            change
+            for change in planned
+            if pays(change.proposal, all_excess=self._excess, waited_s=waited_s, cost_s=self._seconds(change))
+        )
+
+    def _seconds(self, change: Change) -> float:
+        """That a change takes: each byte travels, and is copied once more at the switch."""
+        return 2 * change.most_at_once * self._slot_bytes[change.layer] * self._seconds_per_byte
 
     def _incoming(self, change: Change) -> list[Move]:
         """By source, as they arrive; the place in this order is that in the spare memory."""
         own = [move for move in change.moves if move.to_rank == self._rank]
         return sorted(own, key=lambda move: (move.from_rank, move.slot))
 
-    def _part(self, layer: int, slot: int, start: int, size: int) -> Tensor:
-        """Bytes of what a slot holds, as if all of its weights lay one after the other."""
-        parts, first = [], 0
+    def _copy_part(self, layer: int, slot: int, start: int, part: Tensor) -> None:
+        """Bytes of what a slot holds, from `start` on, as if all of its weights lay one after the other."""
+        first = 0
         for memory in self._memory[layer]:
             last = first + memory.shape[1]
-            if start < last and first < start + size:
-                parts.append(memory[slot, max(0, start - first) : start + size - first])
+            begin, end = max(start, first), min(start + len(part), last)
+            if begin < end:
+                part[begin - start : end - start] = memory[slot, begin - first : end - first]
             first = last
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _store(self, piece: Piece, received: Tensor) -> None:
         of_each = received.view(-1, piece.size)

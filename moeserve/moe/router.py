@@ -20,6 +20,10 @@ class Routing:
     experts_TK: Tensor  # int64
     weights_TK: Tensor  # float32
 
+    def without(self, padding_T: Tensor) -> Routing:
+        """The same with rows that are padding sent nowhere. `padding_T`: bool."""
+        return Routing(self.experts_TK.masked_fill(padding_T[:, None], -1), self.weights_TK)
+
 
 class Router(nn.Module):
     """Computes in float32, whatever the model's dtype: choosing experts is the one step where rounding can jump."""

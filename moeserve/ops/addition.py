@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.ops import backend
 from moeserve.ops.memory import new_empty
-from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+from moeserve.ops.native import NATIVE_DTYPES, require_native
 
 
 class Addition(Protocol):
@@ -21,8 +22,8 @@ class Addition(Protocol):
 
 def choose_addition(device: str) -> Addition:
     """The implementation for a device type."""
-    if device == "cpu" and (kernels := native_kernels()):
-        return functools.partial(_native_add, kernels)
+    if backend.of(device) == "native":
+        return functools.partial(_native_add, require_native())
     return torch.add
 
 

@@ -9,8 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.ops import backend
 from moeserve.ops.dense_attention import attend_causally
-from moeserve.ops.native import native_kernels
+from moeserve.ops.native import require_native
+from moeserve.ops.rotary import Turn
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size; R rows of one chunk, C positions they attend to, B blocks
@@ -30,6 +32,19 @@ class AttentionBackend(Protocol):
         self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
     ) -> None:
         """Stores each token's key and value at `step.cache_slots`; a slot of -1 keeps nothing."""
+        ...
+
+    def turn_and_write(
+        self,
+        query_TNH: Tensor,
+        key_TGH: Tensor,
+        value_TGH: Tensor,
+        turn: Turn,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+    ) -> Tensor:
+        """`write` with keys turned; returns the queries turned. Both are given away."""
         ...
 
     def attend(
@@ -54,6 +69,22 @@ class AttentionBackend(Protocol):
         ...
 
 
+def turn_then_write(
+    backend: AttentionBackend,
+    query_TNH: Tensor,
+    key_TGH: Tensor,
+    value_TGH: Tensor,
+    turn: Turn,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    step: StepInputs,
+) -> Tensor:
+    """`turn_and_write`, one after the other."""
+    query_TNH, key_TGH = turn.apply(query_TNH), turn.apply(key_TGH)
+    backend.write(key_TGH, value_TGH, key_cache, value_cache, step)
+    return query_TNH
+
+
 def choose_attention(device: str, *, scale: float, window: int | None) -> AttentionBackend:
     """The attention backend for a device type.
 
@@ -62,16 +93,20 @@ def choose_attention(device: str, *, scale: float, window: int | None) -> Attent
         window: positions that a token attends to at most, its own included; None: all up to its own.
     """
     reference = TorchAttention(scale=scale, window=window)
-    match device:
-        case "cpu" if kernels := native_kernels():
-            return CpuAttention(kernels, reference)
-        case "cpu":
-            logger.info("the C++ kernels are not built: attention runs in plain torch, slower")
+    match backend.of(device):
+        case "native":
+            return CpuAttention(require_native(), reference)
+        case "triton":
+            from moeserve.ops.gpu import GpuAttention
+
+            return GpuAttention(reference)
+        case "torch":
+            if device != "meta":
+                logger.info(
+                    "the kernels for device %s are not built or installed: attention runs in plain torch, slower",
+                    device,
+                )
             return reference
-        case "cuda" | "meta":
-            return reference
-        case _:
-            raise AssertionError(f"no attention for device {device!r}")
 
 
 class TorchAttention:
@@ -90,6 +125,8 @@ class TorchAttention:
         blocks, offsets = slots // block_size, slots % block_size
         key_cache[blocks, :, offsets] = key_TGH[kept]
         value_cache[blocks, :, offsets] = value_TGH[kept]
+
+    turn_and_write = turn_then_write
 
     def attend(
         self,
@@ -147,6 +184,8 @@ class CpuAttention:
     ) -> None:
         tensors = (key_TGH, value_TGH, key_cache, value_cache, step.cache_slots)
         self.kernels.write_cache(*tensors)
+
+    turn_and_write = turn_then_write
 
     def attend(
         self,

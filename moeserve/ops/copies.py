@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moeserve.ops.native import native_kernels
+from moeserve.ops import backend
+from moeserve.ops.native import require_native
 
 # T tokens, K experts per token, E experts, W turns at most
 
@@ -25,8 +26,8 @@ class ChooseCopies(Protocol):
 
 def choose_copies(device: str) -> ChooseCopies:
     """The implementation for a device type."""
-    if device == "cpu" and (kernels := native_kernels()):
-        return functools.partial(_native_choose, kernels)
+    if backend.of(device) == "native":
+        return functools.partial(_native_choose, require_native())
     return torch_choose
 
 

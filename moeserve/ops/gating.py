@@ -8,8 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moeserve.ops import backend
 from moeserve.ops.memory import new_empty
-from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+from moeserve.ops.native import NATIVE_DTYPES, require_native
 
 
 class Gating(Protocol):
@@ -20,8 +21,8 @@ class Gating(Protocol):
 
 def choose_gating(device: str) -> Gating:
     """The implementation for a device type."""
-    if device == "cpu" and (kernels := native_kernels()):
-        return functools.partial(_native_gating, kernels)
+    if backend.of(device) == "native":
+        return functools.partial(_native_gating, require_native())
     return torch_gating
 
 

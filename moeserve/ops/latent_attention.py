@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.ops import backend
 from moeserve.ops.attention import NATIVE_DTYPES
 from moeserve.ops.dense_attention import attend_in_float32
 from moeserve.ops.memory import new_empty
-from moeserve.ops.native import native_kernels
+from moeserve.ops.native import require_native
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, L latent size, P latent size and rotary size; R rows of one chunk, C positions of its
@@ -76,16 +77,20 @@ def choose_latent_attention(device: str, *, scale: float, latent_size: int) -> L
         latent_size: L, how many of a vector's P elements are its value.
     """
     reference = TorchLatentAttention(scale=scale, latent_size=latent_size)
-    match device:
-        case "cpu" if kernels := native_kernels():
-            return CpuLatentAttention(kernels, reference)
-        case "cpu":
-            logger.info("the C++ kernels are not built: latent attention runs in plain torch, slower")
+    match backend.of(device):
+        case "native":
+            return CpuLatentAttention(require_native(), reference)
+        case "triton":
+            from moeserve.ops.gpu import GpuLatentAttention
+
+            return GpuLatentAttention(reference)
+        case "torch":
+            if device != "meta":
+                logger.info(
+                    "the kernels for device %s are not built or installed: attention runs in plain torch, slower",
+                    device,
+                )
             return reference
-        case "cuda" | "meta":
-            return reference
-        case _:
-            raise AssertionError(f"no latent attention for device {device!r}")
 
 
 class TorchLatentAttention:

@@ -23,3 +23,10 @@ def native_kernels() -> ModuleType | None:
     if importlib.util.find_spec("moeserve._cpu") is None:
         return None
     return importlib.import_module("moeserve._cpu")
+
+
+def require_native() -> ModuleType:
+    """The module, where `backend` says that it serves."""
+    kernels = native_kernels()
+    assert kernels is not None
+    return kernels

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+from moeserve.ops import backend
+from moeserve.ops.native import NATIVE_DTYPES, require_native
 
 # T tokens (any number of leading dimensions), D width of a row
 
@@ -37,31 +37,41 @@ class RMSNormInPlace(Protocol):
 
 def choose_rms_norm(device: str) -> RMSNormKernel:
     """The implementation for a device type."""
-    match device:
-        case "cuda" if importlib.util.find_spec("triton"):
+    match backend.of(device):
+        case "native":
+            return functools.partial(_native_rms_norm, require_native())
+        case "triton":
             from moeserve.triton_kernels.rms_norm import rms_norm
 
             return rms_norm
-        case "cpu" if kernels := native_kernels():
-            return functools.partial(_native_rms_norm, kernels)
-        case "cpu" | "cuda" | "meta":
+        case "torch":
             return torch_rms_norm
-        case _:
-            raise AssertionError(f"no RMSNorm for device {device!r}")
 
 
 def choose_add_rms_norm(device: str) -> AddRMSNormKernel:
     """The implementation for a device type."""
-    if device == "cpu" and (kernels := native_kernels()):
-        return functools.partial(_native_add_rms_norm, kernels)
-    return functools.partial(add_then_norm, choose_rms_norm(device))
+    match backend.of(device):
+        case "native":
+            return functools.partial(_native_add_rms_norm, require_native())
+        case "triton":
+            from moeserve.triton_kernels.rms_norm import add_rms_norm
+
+            return add_rms_norm
+        case "torch":
+            return functools.partial(add_then_norm, torch_rms_norm)
 
 
 def choose_rms_norm_in_place(device: str) -> RMSNormInPlace:
     """The implementation for a device type."""
-    if device == "cpu" and (kernels := native_kernels()):
-        return functools.partial(_native_rms_norm_in_place, kernels)
-    return functools.partial(_norm_then_copy, choose_rms_norm(device))
+    match backend.of(device):
+        case "native":
+            return functools.partial(_native_rms_norm_in_place, require_native())
+        case "triton":
+            from moeserve.triton_kernels.rms_norm import rms_norm_in_place
+
+            return rms_norm_in_place
+        case "torch":
+            return functools.partial(_norm_then_copy, torch_rms_norm)
 
 
 def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:

@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.ops import backend
 from moeserve.ops.memory import new_empty
-from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+from moeserve.ops.native import NATIVE_DTYPES, require_native
 
 # T tokens, D model width, K experts per token, P pairs = T * K, R pairs that are not padding, S rows of a source
 
@@ -77,13 +78,15 @@ class PairKernels(Protocol):
 
 def choose_pairs(device: str) -> PairKernels:
     """The implementation for a device type."""
-    match device:
-        case "cpu" if kernels := native_kernels():
-            return CpuPairs(kernels)
-        case "cpu" | "cuda" | "meta":
+    match backend.of(device):
+        case "native":
+            return CpuPairs(require_native())
+        case "triton":
+            from moeserve.ops.gpu import GpuPairs
+
+            return GpuPairs()
+        case "torch":
             return TorchPairs()
-        case _:
-            raise AssertionError(f"no operations on pairs for device {device!r}")
 
 
 class TorchPairs:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moeserve.ops import backend
 from moeserve.ops.activation import ClampedSwiGLU, GatedActivation, SwiGLU
 from moeserve.ops.memory import new_empty
-from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+from moeserve.ops.native import NATIVE_DTYPES, native_kernels, require_native
 
 # T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns: the
 # outputs, or half as many after an activation, to which the first half are gates and the second are ups
@@ -43,6 +44,14 @@ def without_rows() -> Iterator[None]:
         _thread.is_without_rows = False
 
 
+@dataclass(frozen=True)
+class Gather:
+    """Rows that are still where they came from: row r is row indices_R[r] // divisor of a source."""
+
+    indices_R: Tensor
+    divisor: int
+
+
 class Product(Protocol):
     """activation(input @ weight.T + bias) for e weights of one shape.
 
@@ -53,11 +62,15 @@ class Product(Protocol):
         """[T, C], with the only weight."""
         ...
 
-    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False) -> Tensor:
+    def multiply_rows(
+        self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False, gather: Gather | None = None
+    ) -> Tensor:
         """[R, C]: the first counts_e[0] rows with the first weight, and so on.
 
         Args:
+            rows_RI: with `gather`, the source.
             counts_e: int64, in all R; with spare rows R or less, and results of those are not to be read.
+            gather: where rows are fetched from, by a kernel of the same backend as that which gave the indices.
         """
         ...
 
@@ -98,7 +111,11 @@ class TorchProduct:
         (weight_OI,) = self.weights.weight_eOI
         return self._product(input_TI, weight_OI, 0)
 
-    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False) -> Tensor:
+    def multiply_rows(
+        self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False, gather: Gather | None = None
+    ) -> Tensor:
+        if gather is not None:
+            rows_RI = rows_RI[gather.indices_R.clamp(min=0) // gather.divisor]
         output_RC = rows_RI.new_empty(len(rows_RI), self._num_columns)
         for weight, rows in _rows_of_each(counts_e):
             output_RC[rows] = self._product(rows_RI[rows], self.weights.weight_eOI[weight], weight)
@@ -151,7 +168,7 @@ class NativeProduct:
             packed.num_outputs,
             packed.num_inputs,
             packed.bias_eO,
-            **_activation_arguments(packed.activation),
+            **activation_arguments(packed.activation),
         )
 
     def multiply(self, input_TI: Tensor) -> Tensor:
@@ -159,7 +176,10 @@ class NativeProduct:
         self.weights.multiply(input_TI, output_TC)
         return output_TC
 
-    def multiply_rows(self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False) -> Tensor:
+    def multiply_rows(
+        self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False, gather: Gather | None = None
+    ) -> Tensor:
+        assert gather is None, "rows for these kernels are gathered before"
         output_RC = new_empty(rows_RI, len(rows_RI), self.num_columns)
         if getattr(_thread, "is_without_rows", False):
             return output_RC.zero_()
@@ -203,17 +223,26 @@ def allocate(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return memory
 
 
+def open_product(weights: OpenWeights) -> Product:
+    """The product with weights as they are."""
+    if backend.of(weights.weight_eOI.device.type) == "triton":
+        from moeserve.ops.gpu import GpuProduct
+
+        return GpuProduct(weights)
+    return TorchProduct(weights)
+
+
 def can_pack(weights: OpenWeights) -> bool:
     """Whether there are kernels that read these weights packed."""
     weight_eOI = weights.weight_eOI
-    is_known = weight_eOI.device.type == "cpu" and weight_eOI.dtype in NATIVE_DTYPES and weight_eOI.numel() > 0
-    return is_known and native_kernels() is not None
+    is_known = weight_eOI.dtype in NATIVE_DTYPES and weight_eOI.numel() > 0
+    return is_known and backend.of(weight_eOI.device.type) == "native"
 
 
 def packed_bytes(weights: OpenWeights, packed_format: PackedFormat) -> int:
     """Of each of the weights."""
     _, num_outputs, num_inputs = weights.weight_eOI.shape
-    return int(_kernels().packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts))
+    return int(require_native().packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts))
 
 
 def pack(weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool = True) -> PackedWeights:
@@ -221,7 +250,7 @@ def pack(weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool = 
 
     They are then not to be used unpacked any more.
     """
-    kernels = _kernels()
+    kernels = require_native()
     weight_eOI = weights.weight_eOI
     size = packed_bytes(weights, packed_format)
     own_bytes = weight_eOI[0].nbytes
@@ -241,16 +270,11 @@ def adopt(weights: OpenWeights, packed_format: PackedFormat, panels: Tensor) -> 
 
 
 def native_product(packed: PackedWeights) -> NativeProduct:
-    return NativeProduct(_kernels(), packed)
+    return NativeProduct(require_native(), packed)
 
 
-def _kernels() -> ModuleType:
-    kernels = native_kernels()
-    assert kernels is not None, "see can_pack"
-    return kernels
-
-
-def _activation_arguments(activation: GatedActivation | None) -> dict[str, Any]:
+def activation_arguments(activation: GatedActivation | None) -> dict[str, Any]:
+    """As kernels take it."""
     match activation:
         case None:
             return {}

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+from moeserve.ops import backend
+from moeserve.ops.native import NATIVE_DTYPES, require_native
 
 # T tokens, N heads, H head size, F rotated pairs
 
@@ -39,15 +40,34 @@ class RotaryKernel(Protocol):
     ) -> Tensor: ...
 
 
+class Turn(Protocol):
+    """How much the heads of each token of a step turn."""
+
+    @property
+    def cosines(self) -> Tensor: ...  # [T, F] float32, like the sines
+
+    @property
+    def sines(self) -> Tensor: ...
+
+    @property
+    def is_interleaved(self) -> bool: ...
+
+    def apply(self, heads_TNH: Tensor) -> Tensor:
+        """The heads turned. They are given away: only the result is to be used."""
+        ...
+
+
 def choose_rotary(device: str) -> RotaryKernel:
     """The implementation for a device type."""
-    match device:
-        case "cpu" if kernels := native_kernels():
-            return functools.partial(_native_rotary, kernels)
-        case "cpu" | "cuda" | "meta":
+    match backend.of(device):
+        case "native":
+            return functools.partial(_native_rotary, require_native())
+        case "triton":
+            from moeserve.triton_kernels.rotary import rotary
+
+            return rotary
+        case "torch":
             return torch_rotary
-        case _:
-            raise AssertionError(f"no rotary embedding for device {device!r}")
 
 
 def torch_rotary(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+from moeserve.ops import backend
+from moeserve.ops.native import NATIVE_DTYPES, require_native
 
 # T tokens, D model width, E experts, K experts per token, G groups of experts
 
@@ -43,8 +45,8 @@ class RouterConfig:
 class RoutingKernel(Protocol):
     """Chooses each token's experts.
 
-    Of experts that are equally good, and of groups, the kernel for CPUs takes the lowest index first; the reference
-    takes what torch's topk gives, which may be any.
+    Of experts that are equally good, and of groups, the kernels take the lowest index first; the reference takes what
+    torch's topk gives, which may be any.
 
     Args:
         hidden_TD: any floating type.
@@ -62,13 +64,15 @@ class RoutingKernel(Protocol):
 def choose_routing(device: str, config: RouterConfig) -> RoutingKernel:
     """The implementation for a device type."""
     reference = TorchRouting(config)
-    match device:
-        case "cpu" if kernels := native_kernels():
-            return CpuRouting(kernels, reference)
-        case "cpu" | "cuda" | "meta":
+    match backend.of(device):
+        case "native":
+            return CpuRouting(require_native(), reference)
+        case "triton":
+            from moeserve.ops.gpu import route_in_float32
+
+            return functools.partial(route_in_float32, config)
+        case "torch":
             return reference
-        case _:
-            raise AssertionError(f"no routing for device {device!r}")
 
 
 class TorchRouting:
@@ -116,14 +120,7 @@ class CpuRouting:
         self.kernels = kernels
         self.reference = reference
         self.top_k = config.top_k
-        self.rules = dict(
-            scoring=config.scoring,
-            num_groups=config.num_groups,
-            num_chosen_groups=config.num_chosen_groups,
-            experts_rating_group=config.experts_rating_group,
-            is_normalized=config.is_normalized,
-            scale=config.scale,
-        )
+        self.rules = kernel_rules(config)
 
     def __call__(
         self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None
@@ -135,3 +132,15 @@ class CpuRouting:
         weights_TK = torch.empty(num_tokens, self.top_k, dtype=torch.float32)
         self.kernels.route(hidden_TD, weight_ED, bias_E, correction_E, experts_TK, weights_TK, **self.rules)
         return experts_TK, weights_TK
+
+
+def kernel_rules(config: RouterConfig) -> dict[str, Any]:
+    """What kernels are told besides how many experts are chosen."""
+    return dict(
+        scoring=config.scoring,
+        num_groups=config.num_groups,
+        num_chosen_groups=config.num_chosen_groups,
+        experts_rating_group=config.experts_rating_group,
+        is_normalized=config.is_normalized,
+        scale=config.scale,
+    )

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moeserve.ops.native import NATIVE_DTYPES, native_kernels
+from moeserve.ops import backend
+from moeserve.ops.native import NATIVE_DTYPES, require_native
 
 # R rows, V width of a row
 
@@ -26,13 +27,15 @@ class RowMaximumKernel(Protocol):
 @functools.cache
 def choose_row_maximum(device: str) -> RowMaximumKernel:
     """The implementation for a device type."""
-    match device:
-        case "cpu" if kernels := native_kernels():
-            return functools.partial(_native_row_maximum, kernels)
-        case "cpu" | "cuda" | "meta":
+    match backend.of(device):
+        case "native":
+            return functools.partial(_native_row_maximum, require_native())
+        case "triton":
+            from moeserve.triton_kernels.sampling import row_maximum
+
+            return row_maximum
+        case "torch":
             return torch_row_maximum
-        case _:
-            raise AssertionError(f"no row maximum for device {device!r}")
 
 
 def torch_row_maximum(rows_RV: Tensor) -> tuple[Tensor, Tensor]:

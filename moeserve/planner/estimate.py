@@ -15,20 +15,17 @@ from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
-from moeserve.moe.layer import MoEConfig
 from moeserve.planner.costs import (
     Assumptions,
-    Balance,
-    Formula,
     LayoutCosts,
     RankShape,
     ReplicaLoad,
     StepLoad,
-    rows_that_leave,
-    shown_seconds,
 )
+from moeserve.planner.expert_rows import Balance, rows_that_leave
+from moeserve.planner.formula import Formula, shown_seconds
 from moeserve.planner.hardware import Hardware
-from moeserve.planner.layout import BYTES_OF_DTYPE, Layout, Layouts
+from moeserve.planner.layout import BYTES_OF_DTYPE, Layout, Layouts, check_groups, group_topology
 from moeserve.planner.traffic import Lengths, Traffic
 
 DECODE_REQUESTS = 128
@@ -60,6 +57,7 @@ class Estimate:
     weight_bytes: int  # of the rank that has most
     cache_tokens: int  # that a replica's cache holds
     cache_requests: int  # the same in requests as they are on average while they decode
+    refusal: str | None  # why no request fits into the memory
     memory_formulas: tuple[str, ...]
     decode: PhaseEstimate | None  # None: the cache does not hold a request
     prefill: PhaseEstimate | None
@@ -72,8 +70,10 @@ class Estimates:
     hardware: str
     num_nodes: int
     ranks_per_node: int
+    weights: str  # format of those of attention, experts and dense networks: fp8, or the name of a dtype
     assumptions: Assumptions
     lengths: Lengths
+    traffic_note: str  # see `Traffic`
     layouts: tuple[Estimate, ...]
 
 
@@ -120,6 +120,7 @@ def estimate_layouts(
             weight_bytes=int(weights.value),
             cache_tokens=cache_tokens,
             cache_requests=cache_requests,
+            refusal=None if cache_requests else _shortage(weights.value, hardware.memory * assumptions.memory_share),
             memory_formulas=(weights.as_text(), cache.as_text(), held.as_text()),
             decode=_phase(costs, decode) if decoding else None,
             prefill=_phase(costs, prefill) if prefilling else None,
@@ -129,8 +130,10 @@ def estimate_layouts(
         hardware=hardware.name,
         num_nodes=found.num_ranks // ranks_per_node,
         ranks_per_node=ranks_per_node,
+        weights="fp8" if _is_fp8(description, assumptions) else found.dtype,
         assumptions=assumptions,
         lengths=lengths,
+        traffic_note=traffic.note,
         layouts=tuple(estimate(layout) for layout in found.layouts if layout.refusal is None),
     )
 
@@ -141,7 +144,7 @@ def rank_shape(
     """What the model of costs must know of a layout.
 
     Raises:
-        SettingsError: an exchange that does not fit the model.
+        SettingsError: an exchange that does not fit the model, or where its experts are.
     """
     config = description.model
     moe = config.first_moe
@@ -155,9 +158,10 @@ def rank_shape(
     num_experts = found.num_experts + found.num_shared
     num_ranks = layout.tp * layout.dp
     slots = layout.experts_per_rank[1]
-    decode_operations, prefill_operations = _operations(config.layers[0].attention, layout.tp)
     if assumptions.exchange == "node_limited":
-        _check_node_limit(moe, num_ranks, ranks_per_node)
+        topology = group_topology(moe, found.num_shared, max(1, num_ranks // ranks_per_node))
+        check_groups([holder.experts for holder in layout.holders], num_experts, topology)
+    decode_operations, prefill_operations = _operations(config.layers[0].attention, layout.tp)
     num_dense = max(1, num_layers - num_sparse)
     per_sparse = max(1, num_sparse)
     return RankShape(
@@ -199,10 +203,11 @@ def rank_shape(
 def as_text(found: Estimates) -> str:
     """Two tables for people; then the formulas, if one layout was asked for."""
     lengths = found.lengths
+    note = f"{found.traffic_note}; " if found.traffic_note else ""
     lines = [
-        f"Estimates for {found.num_nodes} x {found.ranks_per_node} {found.hardware}, and requests of "
-        f"{lengths.prompt_tokens:.0f} + {lengths.output_tokens:.0f} tokens ({lengths.decode_context:.0f} in the cache "
-        f"while they decode)",
+        f"Estimates for {found.num_nodes} x {found.ranks_per_node} {found.hardware}, weights in {found.weights}, and "
+        f"requests of {lengths.prompt_tokens:.0f} + {lengths.output_tokens:.0f} tokens ({note}"
+        f"{lengths.decode_context:.0f} in the cache while they decode)",
         f"Assumed: {_assumed(found.assumptions)}",
         "",
         f"{'tp':>4}{'dp':>5}{'weights':>11}{'KV cache of a replica':>23}" + _PHASE_HEADS[0].format("requests decoded"),
@@ -211,17 +216,18 @@ def as_text(found: Estimates) -> str:
     for layout in found.layouts:
         start = f"{layout.tp:>4}{layout.dp:>5}{shown_bytes(layout.weight_bytes):>11}"
         if layout.decode is None:
-            lines.append(f"{start}  does not fit: no room for the KV cache of a request")
+            lines.append(f"{start}  does not fit: {layout.refusal}")
         else:
             lines.append(f"{start}{layout.cache_tokens:>12}{layout.cache_requests:>11}{_phase_text(layout.decode)}")
-    lines += [
-        "",
-        f"{'tp':>4}{'dp':>5}{'':>34}" + _PHASE_HEADS[0].format("tokens of prompts"),
-        f"{'':>43}" + _PHASE_HEADS[1].format("in a replica"),
-    ]
-    for layout in found.layouts:
-        if layout.prefill is not None:
-            lines.append(f"{layout.tp:>4}{layout.dp:>5}{'':>34}{_phase_text(layout.prefill)}")
+    prefills = [(layout, layout.prefill) for layout in found.layouts if layout.prefill is not None]
+    if prefills:
+        lines += [
+            "",
+            f"{'tp':>4}{'dp':>5}{'':>34}" + _PHASE_HEADS[0].format("tokens of prompts"),
+            f"{'':>43}" + _PHASE_HEADS[1].format("in a replica"),
+        ]
+    for layout, prefill in prefills:
+        lines.append(f"{layout.tp:>4}{layout.dp:>5}{'':>34}{_phase_text(prefill)}")
     if len(found.layouts) == 1:
         (layout,) = found.layouts
         lines += ["", "Memory:", *layout.memory_formulas]
@@ -329,6 +335,15 @@ def _cache(hardware: Hardware, assumptions: Assumptions, weight_bytes: float, by
     return Formula("KV cache of a replica", template, numbers, value, unit="tokens")
 
 
+def _shortage(weight_bytes: float, usable_bytes: float) -> str:
+    if weight_bytes < usable_bytes:
+        return "no room for the KV cache of a request"
+    return (
+        f"the weights of a rank take {shown_bytes(round(weight_bytes))}, and weights and KV cache may take "
+        f"{shown_bytes(round(usable_bytes))} of its memory"
+    )
+
+
 def _held(cache_tokens: float, lengths: Lengths) -> Formula:
     numbers = {"tokens": cache_tokens, "tokens_of_a_request": lengths.decode_context}
     value = cache_tokens / lengths.decode_context
@@ -339,15 +354,3 @@ def _is_fp8(description: Description, assumptions: Assumptions) -> bool:
     if assumptions.weights == "auto":
         return "fp8" in (description.weight_format.stored_as or "")
     return assumptions.weights == "fp8"
-
-
-def _check_node_limit(moe: MoEConfig | None, num_ranks: int, ranks_per_node: int) -> None:
-    num_groups = moe.router.num_groups if moe else 1
-    num_nodes = max(1, num_ranks // ranks_per_node)
-    if num_groups == 1:
-        raise SettingsError("exchange=node_limited: the model's router does not choose groups of experts; use by_node")
-    if num_groups % num_nodes and num_nodes % num_groups:
-        raise SettingsError(
-            f"exchange=node_limited: {num_groups} groups of experts and {num_nodes} nodes: one number must divide the "
-            f"other, so that nodes hold whole groups or groups whole nodes; use by_node"
-        )

@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moeserve.moe.balancer import Topology, imbalance, moves, place_experts, rebalance
+from moeserve.moe.balancer import imbalance, moves, place_experts
+from moeserve.moe.gain import excess, pays, propose, remembered
 from moeserve.moe.placement import Placement
 from moeserve.planner.costs import LayoutCosts, StepLoad
 from moeserve.planner.hardware import Hardware
+from moeserve.planner.layout import with_shared
 from moeserve.planner.simulation_settings import ExpertSettings
 
 DRIFT_PERIOD_S = 60.0
@@ -51,13 +53,15 @@ class ExpertBalance:
         loads: Sequence[Sequence[float]],
         *,
         num_experts: int,
+        num_shared: int = 0,
         top_k: int,
         seed: int,
     ) -> None:
         """
         Args:
-            loads: by layer, by expert; empty: drawn, with the settings' skew.
+            loads: by layer, by routed expert; empty: drawn, with the settings' skew.
             num_experts: routed ones of a layer.
+            num_shared: further ones, which every token chooses.
             top_k: of them, that a token chooses.
 
         Raises:
@@ -67,25 +71,29 @@ class ExpertBalance:
         self._costs = costs
         self._settings = settings
         self._top_k = top_k
+        self._num_shared = num_shared
         # One for each use, so that drift is the same with and without rebalancing.
         self._drift_dice, self._count_dice = np.random.default_rng([seed, 1]), np.random.default_rng([seed, 2])
         self._num_layers = shape.num_sparse_layers
+        # Of routed experts.
         self._loads = _even_if_zero(loads) or _drawn(self._num_layers, num_experts, settings.skew, seed)
+        by_loads = self._loads if settings.placement == "loads" else ()
+        if num_shared and not by_loads:  # not in their order: one copy of what every token chooses would not do
+            by_loads = [[1.0] * num_experts] * self._num_layers
         self._placements = list(
             place_experts(
-                self._loads if settings.placement == "loads" else (),
+                [with_shared(of_layer, top_k, num_shared) for of_layer in by_loads],
                 num_layers=self._num_layers,
-                num_experts=num_experts,
+                num_experts=num_experts + num_shared,
                 num_ranks=shape.num_ranks,
                 num_redundant=settings.num_redundant_experts,
             )
         )
-        num_nodes = max(1, shape.num_ranks // shape.ranks_per_node)
-        self._topology = Topology(num_nodes=num_nodes)
         self._node_of_rank = [rank // shape.ranks_per_node for rank in range(shape.num_ranks)]
         self._expert_bytes = shape.expert_parameters * shape.weight_bytes
         efficiency = costs.assumptions.link_efficiency
         self._bandwidth = hardware.node_bandwidth * efficiency, hardware.network_bandwidth * efficiency
+        self._seen = [[0.0] * (num_experts + num_shared)] * self._num_layers  # loads, as the windows' counts tell them
         self._of_layer = [1.0] * self._num_layers  # imbalance that is to be expected
         self._of_tokens: dict[int, float] = {}  # of a step with so many, by chance too; until anything changes
         self._of_both: dict[tuple[float, int], float] = {}
@@ -134,8 +142,10 @@ class ExpertBalance:
         if self._now >= self._window.ends_at:
             window = self._window
             self._window = _Window(ends_at=self._now + self._settings.rebalance_window)
-            if self._settings.rebalance == "auto" and window.num_steps and self._num_layers and not self._moving:
-                self._rebalance(window)
+            if self._settings.rebalance == "auto" and window.num_steps and self._num_layers:
+                self._remember(window)
+                if not self._moving:
+                    self._rebalance(window)
 
     def _drift(self) -> None:
         if not self._settings.drift:
@@ -154,7 +164,8 @@ class ExpertBalance:
     def _refresh(self, layers: Sequence[int]) -> None:
         """After the loads or the placement of these layers have changed."""
         for layer in layers:
-            self._of_layer[layer] = imbalance(self._loads[layer], self._placements[layer])
+            loads = with_shared(self._loads[layer], self._top_k, self._num_shared)
+            self._of_layer[layer] = imbalance(loads, self._placements[layer])
         self._of_tokens.clear()
 
     def _by_chance(self, placement: float, num_tokens: int) -> float:
@@ -167,35 +178,34 @@ class ExpertBalance:
             self._of_both[placement, num_tokens] = known
         return known
 
+    def _remember(self, window: _Window) -> None:
+        """What tokens of the window would have counted, drawn from the loads; the balancer sees nothing else."""
+        for layer in range(self._num_layers):
+            loads = np.asarray(self._loads[layer])
+            drawn = self._count_dice.multinomial(window.num_tokens * self._top_k, loads / loads.sum()).tolist()
+            self._seen[layer] = remembered(self._seen[layer], [*drawn, *[window.num_tokens] * self._num_shared])
+
     def _rebalance(self, window: _Window) -> None:
-        """Starts the moves of each layer that is forecast to gain more than they cost."""
+        """Starts the moves of each layer that is forecast to gain more than they cost, as the engine does it."""
         load = window.mean_load()
         lasted_s = self._now - window.ends_at + self._settings.rebalance_window
         busy_s = self._settings.rebalance_horizon * window.seconds / lasted_s
-        num_tokens = max(1, round(load.num_tokens))
-        now_s = self._costs.step_seconds(load, self.of_step(num_tokens)).seconds
+        now_s = self._costs.step_seconds(load, self.of_step(max(1, round(load.num_tokens)))).seconds
+        waited_s = busy_s * (1 - self._costs.step_seconds(load, 1.0).seconds / now_s)
 
-        def time_share(balance: float) -> float:
-            """Of the forecast time, that a layer with this imbalance takes more or less than another."""
-            seconds = self._costs.step_seconds(load, self._by_chance(balance, num_tokens)).seconds
-            return seconds / self._num_layers / now_s
-
+        all_excess = sum(map(excess, self._seen, self._placements))
+        proposals = list(map(propose, self._seen, self._placements))
         before_all, after_all, gain_s = [], [], 0.0
-        for layer, placement in enumerate(self._placements):
-            loads = np.asarray(self._loads[layer])
-            counts = self._count_dice.multinomial(window.num_tokens * self._top_k, loads / loads.sum()).tolist()
-            draft = rebalance(counts, placement, self._topology)
-            before, after = imbalance(counts, placement), imbalance(counts, draft)
-            before_all.append(before)
-            after_all.append(before)
-            if after >= before:
+        for layer, (placement, proposal) in enumerate(zip(self._placements, proposals, strict=True)):
+            before_all.append(imbalance(self._seen[layer], placement))
+            after_all.append(before_all[-1])
+            if proposal is None:
                 continue
-            move = self._layer_move(layer, placement, draft)
-            gain = busy_s * (time_share(before) - time_share(after))
-            if gain > move.seconds:
+            move = self._layer_move(layer, placement, proposal.after)
+            if pays(proposal, all_excess=all_excess, waited_s=waited_s, cost_s=move.seconds):
                 self._moving.append(move)
-                after_all[-1] = after
-                gain_s += gain
+                after_all[-1] = imbalance(self._seen[layer], proposal.after)
+                gain_s += waited_s * proposal.gained / all_excess
         if self._moving:
             self.rebalances.append(
                 Rebalance(
@@ -216,7 +226,7 @@ class ExpertBalance:
         # By kind of link (inside the node, network) and direction: experts that each rank passes on or gets.
         counts = [[0] * num_ranks for _ in range(4)]
         num_moves = 0
-        for move in moves(before, after, self._topology):
+        for move in moves(before, after, self._node_of_rank):
             if move.from_rank != move.to_rank:
                 is_far = self._node_of_rank[move.from_rank] != self._node_of_rank[move.to_rank]
                 counts[2 * is_far][move.from_rank] += 1

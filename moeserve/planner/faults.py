@@ -44,7 +44,7 @@ from moeserve.messages import (
     StepResult,
     Wake,
 )
-from moeserve.scheduling.lockstep import Lockstep
+from moeserve.scheduling.lockstep import WANTS_LOAD, WANTS_SHUTDOWN, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler
 
@@ -61,7 +61,6 @@ MAX_NUM_BATCHED_TOKENS = 8
 END_TOKEN = 0
 LOAD_WINDOW = 5  # steps
 COLLECTED_SHARE = 0.05  # of requests, with which the figures of experts are asked for
-_WANTS_SHUTDOWN, _WANTS_LOAD = 2, 16  # bits of a row's last integer
 _QUIET_S = 4 * HEARTBEAT_S  # between the last end and the shutdown
 
 
@@ -696,8 +695,8 @@ class _Simulation:
             if self.num_steps > self.step_bound:
                 self._violated("livelock", f"{self.num_steps} steps; {self.step_bound} are enough for all requests")
             return
-        self.shutdown_is_agreed = all(row[6] & _WANTS_SHUTDOWN for row in rows)
-        if any(row[6] & _WANTS_LOAD for row in rows):
+        self.shutdown_is_agreed = all(row[6] & WANTS_SHUTDOWN for row in rows)
+        if any(row[6] & WANTS_LOAD for row in rows):
             self.num_collections += 1
             num_due = self.num_asked + self.num_steps // LOAD_WINDOW
             self._require(self.num_collections <= num_due, "idle", f"{self.num_collections} rounds only to collect")

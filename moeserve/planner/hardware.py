@@ -110,10 +110,11 @@ def read_hardware(name: str) -> Hardware:
         return TABLE[name.lower()]
     path = Path(name)
     if path.suffix != ".json":
+        ending = nearest(name, TABLE)
         measured = " (a CPU is described in a file, by what was measured on it: see docs/planning.md)"
         raise SettingsError(
-            f"hardware={shown(name)} is not in the table: {nearest(name, TABLE)} Or give a .json file that describes "
-            f"it{measured if name.lower() == 'cpu' else ''}"
+            f"hardware={shown(name)} is not in the table: {ending}{'' if ending.endswith('?') else '.'} Or give a "
+            f".json file that describes it{measured if name.lower() == 'cpu' else ''}"
         )
     try:
         if path.stat().st_size > MAX_FILE_BYTES:

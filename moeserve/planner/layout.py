@@ -22,7 +22,7 @@ from moeserve.errors import SettingsError, shown
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
 from moeserve.models.summary import Part, summarize
-from moeserve.moe.balancer import place_experts
+from moeserve.moe.balancer import Topology, balance, imbalance, place_experts, rank_loads
 from moeserve.moe.layer import MoEConfig
 from moeserve.moe.placement import Placement, read_loads
 
@@ -71,6 +71,7 @@ class Layouts:
     dtype: DtypeName
     num_experts: int
     num_shared: int  # further experts that every token chooses; the last ones. 0: shared experts are on every rank
+    num_group_parts: int  # of the ranks, in order and equal: each has whole groups of the router's experts; 1: anywhere
     layouts: tuple[Layout, ...]
 
 
@@ -83,6 +84,8 @@ def find_layouts(
     loads: Path | None = None,
     num_redundant: int = 0,
     shared_as_routed: bool = False,
+    num_nodes: int = 1,
+    keeps_groups: bool = False,
 ) -> Layouts:
     """Every pair of sizes whose product is `num_ranks`, from most replicas to fewest; or only that with this tp.
 
@@ -91,10 +94,13 @@ def find_layouts(
         num_redundant: slots beyond one for each expert, over all ranks together.
         shared_as_routed: place shared experts as routed ones that every token chooses, with copies as they are needed;
             otherwise each rank has them (DeepSeek-V3 serves with 320 ranks that way: arXiv 2412.19437, section 3.4.2).
+        num_nodes: equal ones, that the ranks are in.
+        keeps_groups: nodes have whole groups of the router's experts, or groups whole nodes, as "node_limited" exchange
+            takes it (see costs.py); otherwise an expert may be anywhere.
 
     Raises:
-        SettingsError: too few or too many ranks, a tp that cannot be, loads of another model, slots that cannot be, or
-            shared experts that cannot stand beside the routed ones.
+        SettingsError: too few or too many ranks, a tp that cannot be, loads of another model, slots that cannot be,
+            shared experts that cannot stand beside the routed ones, or groups that cannot be kept.
         CheckpointError: see `describe`.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
@@ -107,13 +113,15 @@ def find_layouts(
         sizes = [tp]
     moe = description.model.first_moe
     num_shared = _num_shared(moe) if shared_as_routed else 0
-    placed = _place(description, num_ranks, loads, num_redundant, num_shared)
+    topology = group_topology(moe, num_shared, num_nodes) if keeps_groups else Topology()
+    placed = _place(description, num_ranks, loads, num_redundant, num_shared, topology)
     return Layouts(
         model=str(folder),
         num_ranks=num_ranks,
         dtype=dtype,
         num_experts=moe.router.num_experts if moe else 0,
         num_shared=num_shared,
+        num_group_parts=topology.num_nodes,
         layouts=tuple(_layout(description, Mesh(tp=size, dp=num_ranks // size), dtype, placed) for size in sizes),
     )
 
@@ -122,6 +130,7 @@ def as_text(found: Layouts) -> str:
     """A table for people; then who holds what, if the ranks are few or one layout was asked for."""
     lines = [
         f"{found.num_ranks} ranks, {found.num_experts} experts in a layer{_shared_text(found)}, {found.dtype}",
+        *_groups_text(found),
         "",
         f"{'tp':>4}{'dp':>5}{'heads':>7}{'experts':>10}{'weights':>12}{'cache/token':>13}"
         f"{'attention':>12}{'all-to-all':>12}{'all-gather':>12}",
@@ -150,6 +159,13 @@ def as_text(found: Layouts) -> str:
 def _shared_text(found: Layouts) -> str:
     shared = range(found.num_experts, found.num_experts + found.num_shared)
     return f" and {_named('expert', shared)} chosen by every token" if shared else ""
+
+
+def _groups_text(found: Layouts) -> list[str]:
+    """Ranks from 0 to 7, from 8 to 15, and so on."""
+    if found.num_group_parts == 1:
+        return []
+    return [f"each {found.num_ranks // found.num_group_parts} ranks in order hold whole groups of the router's experts"]
 
 
 def _holder_line(holder: Holder) -> str:
@@ -191,7 +207,63 @@ def _num_shared(moe: MoEConfig | None) -> int:
     return moe.shared.width // moe.expert_width
 
 
-def _place(description: Description, num_ranks: int, path: Path | None, num_redundant: int, num_shared: int) -> _Placed:
+def group_topology(moe: MoEConfig | None, num_shared: int, num_nodes: int) -> Topology:
+    """The parts of the ranks that are to have whole groups of experts: nodes, or where these are more, several of them.
+
+    Raises:
+        SettingsError: there are no groups, they cannot be divided over nodes, or experts belong to none.
+    """
+    num_groups = moe.router.num_groups if moe else 1
+    if num_groups == 1:
+        raise SettingsError("exchange=node_limited: the model's router does not choose groups of experts; use by_node")
+    if num_shared:
+        raise SettingsError(
+            "exchange=node_limited: with shared_as_routed, tokens also choose experts that are in no group, on nodes "
+            "anywhere; use by_node"
+        )
+    if num_groups % num_nodes and num_nodes % num_groups:
+        raise SettingsError(
+            f"exchange=node_limited: {num_groups} groups of experts and {num_nodes} nodes: one number must divide the "
+            f"other, so that nodes hold whole groups or groups whole nodes; use by_node"
+        )
+    return Topology(num_nodes=min(num_nodes, num_groups), num_groups=num_groups)
+
+
+def check_groups(slots: Sequence[Sequence[int]], num_experts: int, topology: Topology) -> None:
+    """Whether each part of the ranks has whole groups of experts.
+
+    Args:
+        slots: by rank, its experts.
+
+    Raises:
+        SettingsError: a group is divided.
+    """
+    part_of_group: dict[int, int] = {}
+    for rank, experts in enumerate(slots):
+        part = rank * topology.num_nodes // len(slots)
+        for group in {expert * topology.num_groups // num_experts for expert in experts}:
+            if part_of_group.setdefault(group, part) != part:
+                size = len(slots) // topology.num_nodes
+                raise SettingsError(
+                    f"exchange=node_limited: each {size} ranks in order must hold whole groups of experts, but "
+                    f"{sum(map(len, slots))} slots on {len(slots)} ranks divide group {group} of the router's "
+                    f"{topology.num_groups}; use by_node, or other numbers of redundant experts and ranks"
+                )
+
+
+def with_shared(loads: Sequence[float], top_k: int, num_shared: int) -> list[float]:
+    """A layer's loads of routed experts, and after them those of shared ones, which every token chooses."""
+    return [*loads, *[sum(loads) / top_k] * num_shared]
+
+
+def _place(
+    description: Description,
+    num_ranks: int,
+    path: Path | None,
+    num_redundant: int,
+    num_shared: int,
+    topology: Topology,
+) -> _Placed:
     config = description.model
     moe = config.first_moe
     if moe is None:
@@ -202,41 +274,37 @@ def _place(description: Description, num_ranks: int, path: Path | None, num_redu
     loads: Sequence[tuple[float, ...]] = ()
     if path is not None:
         loads = read_loads(path, num_layers=num_layers, num_experts=num_experts)
-    if num_shared:  # every token chooses them
-        routed = loads or ((1.0,) * num_experts,) * num_layers
-        loads = tuple((*of_layer, *(sum(of_layer) / top_k,) * num_shared) for of_layer in routed)
+    alike = (1.0,) * num_experts
+    if num_shared:
+        loads = tuple(tuple(with_shared(of_layer, top_k, num_shared)) for of_layer in loads or (alike,) * num_layers)
     layers_of_loads = Counter(loads)  # many layers may be alike, and placing takes time
-    placements = place_experts(
-        tuple(layers_of_loads),
-        num_layers=len(layers_of_loads) or 1,
-        num_experts=num_experts + num_shared,
-        num_ranks=num_ranks,
-        num_redundant=num_redundant,
-    )
-    layers_of_loads = layers_of_loads or Counter([(1.0,) * num_experts])
+    placements: Sequence[Placement]
+    if topology.num_nodes > 1:  # balanced even without loads: in order, copies would be away from their groups
+        layers_of_loads = layers_of_loads or Counter([alike])
+        num_slots = num_experts + num_redundant
+        placements = [balance(of_layer, num_ranks, num_slots, topology) for of_layer in layers_of_loads]
+        for placement in placements:
+            check_groups(placement.logical_of_slot, num_experts, topology)
+    else:
+        placements = place_experts(
+            tuple(layers_of_loads),
+            num_layers=len(layers_of_loads) or 1,
+            num_experts=num_experts + num_shared,
+            num_ranks=num_ranks,
+            num_redundant=num_redundant,
+        )
+        layers_of_loads = layers_of_loads or Counter([alike])
     fullest = sum(
-        _fullest(placement, of_layer) * count
+        imbalance(of_layer, placement) * count
         for placement, (of_layer, count) in zip(placements, layers_of_loads.items(), strict=True)
     )
     of_token = [top_k / num_experts] * num_experts + [1.0] * num_shared
     return _Placed(
         slots=placements[0].logical_of_slot,
-        expected=_rank_loads(placements[0], of_token),
+        expected=rank_loads(of_token, placements[0]),
         fullest_rank=fullest / layers_of_loads.total(),
         num_shared=num_shared,
     )
-
-
-def _rank_loads(placement: Placement, loads: Sequence[float]) -> tuple[float, ...]:
-    """By rank; copies of an expert share its load."""
-    of_copy = [load / len(copies) for load, copies in zip(loads, placement.physical_of_logical, strict=True)]
-    return tuple(sum(of_copy[expert] for expert in experts) for experts in placement.logical_of_slot)
-
-
-def _fullest(placement: Placement, loads: Sequence[float]) -> float:
-    of_rank = _rank_loads(placement, loads)
-    total = sum(of_rank)
-    return max(of_rank) * len(of_rank) / total if total else 1.0
 
 
 def _layout(description: Description, mesh: Mesh, dtype: DtypeName, placed: _Placed) -> Layout:

@@ -26,16 +26,16 @@ from moeserve.machine import shown_bytes
 from moeserve.messages import AddRequest, ChunkResult, Request, SamplingParams, StepPlan, StepResult
 from moeserve.models.registry import describe
 from moeserve.moe.placement import read_loads
-from moeserve.planner.costs import Assumptions, LayoutCosts, ReplicaLoad, StepLoad, shown_seconds
+from moeserve.planner.costs import Assumptions, LayoutCosts, ReplicaLoad, StepLoad
 from moeserve.planner.estimate import estimate_layouts, rank_shape
 from moeserve.planner.expert_balance import ExpertBalance, Rebalance
+from moeserve.planner.formula import shown_seconds
 from moeserve.planner.gang import Gang
 from moeserve.planner.hardware import Hardware
 from moeserve.planner.layout import find_layouts
 from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
 from moeserve.planner.traffic import RecordedRequest, Traffic
-from moeserve.scheduling.block_pool import num_blocks_for
-from moeserve.scheduling.choice import Candidate, PrefixMemory, choose_replica, prompt_digests
+from moeserve.scheduling.choice import ReplicaChooser
 from moeserve.scheduling.scheduler import Scheduler
 
 
@@ -143,9 +143,14 @@ def simulate(
         raise SettingsError(f"skew={experts.skew:g} draws loads, and loads={loads} gives them; say one of them")
     num_redundant = experts.num_redundant_experts
     traffic = _asked(traffic, settings)
-    found = find_layouts(model, num_ranks, dtype, tp, num_redundant=num_redundant)
+    found = find_layouts(
+        model, num_ranks, dtype, tp, num_redundant=num_redundant, shared_as_routed=experts.shared_as_routed
+    )
     (layout,) = found.layouts
     (estimate,) = estimate_layouts(found, hardware, traffic, assumptions, ranks_per_node=ranks_per_node).layouts
+    if not estimate.cache_tokens:
+        fault = f"{num_ranks} ranks of {hardware.name}, tp={tp}: {estimate.refusal}"
+        raise SettingsError(f"{fault}; give more ranks or a larger tp")
     description = describe(model)
     config = description.model
     costs = LayoutCosts(rank_shape(description, found, layout, assumptions, ranks_per_node), hardware, assumptions)
@@ -159,6 +164,7 @@ def simulate(
         experts,
         given,
         num_experts=found.num_experts,
+        num_shared=found.num_shared,
         top_k=moe.router.top_k if moe else 0,
         seed=settings.seed,
     )
@@ -220,28 +226,8 @@ class _InFlight:
     """A request that has not ended."""
 
     recorded: RecordedRequest
-    rank: int  # of its replica
-    num_blocks_waiting: int  # of its prompt; 0 once there was news of it
     first_token_s: float = 0.0
     num_tokens: int = 0
-
-
-@dataclass(eq=False)
-class _Known:
-    """A replica as the chooser last knew it."""
-
-    num_free_blocks: int
-    memory: PrefixMemory
-    num_requests: int = 0
-    num_blocks_waiting: int = 0
-
-    def candidate(self, num_cached_blocks: int = 0) -> Candidate:
-        return Candidate(
-            num_free_blocks=self.num_free_blocks,
-            num_requests=self.num_requests,
-            num_blocks_waiting=self.num_blocks_waiting,
-            num_cached_blocks=num_cached_blocks,
-        )
 
 
 class _Run:
@@ -277,16 +263,13 @@ class _Run:
         self._traffic = traffic
         self._costs = costs
         self._balance = balance
-        self._block_size = settings.block_size
         self._num_blocks = num_blocks
-        self._has_prefixes = has_prefixes
         self._num_replicas = costs.shape.dp
         self._gang = Gang(self._num_replicas, make_scheduler, drives_sleepers=drives_sleepers)
         self._params: dict[int, SamplingParams] = {}  # by the length of the output
-        self._known = [_Known(num_blocks, PrefixMemory(num_blocks)) for _ in range(self._num_replicas)]
-        self._candidates = [known.candidate() for known in self._known]
-        self._outdated: set[int] = set()  # of these
-        self._used: dict[int, None] = {}  # replicas that were sent requests
+        self._chooser = ReplicaChooser(
+            self._num_replicas, num_blocks, settings.block_size, finds_prefixes=has_prefixes, salt=b""
+        )
         self._next_request = 0
         self._in_flight: dict[str, _InFlight] = {}
         self._now = 0.0
@@ -334,33 +317,8 @@ class _Run:
             params=self._params[output_tokens],
             seed=number,
         )
-        rank, num_blocks_waiting = self._choose(request)
-        self._in_flight[request.request_id] = _InFlight(recorded, rank, num_blocks_waiting)
-        known = self._known[rank]
-        known.num_requests += 1
-        known.num_blocks_waiting += num_blocks_waiting
-        self._outdated.add(rank)
-        self._gang.send(rank, AddRequest(request))
-
-    def _choose(self, request: Request) -> tuple[int, int]:
-        """A replica for a request, and how many blocks of its prompt it will have to compute: as the engine does it."""
-        for rank in self._outdated:
-            self._candidates[rank] = self._known[rank].candidate()
-        self._outdated.clear()
-        num_blocks = num_blocks_for(len(request.prompt_token_ids), self._block_size)
-        candidates = self._candidates
-        digests: list[bytes] = []
-        if self._has_prefixes and self._num_replicas > 1:
-            digests = prompt_digests(request, self._block_size, b"")
-            candidates = candidates.copy()
-            for rank in self._used:
-                num_cached_blocks = self._known[rank].memory.num_known(digests)
-                if num_cached_blocks:
-                    candidates[rank] = self._known[rank].candidate(num_cached_blocks)
-        rank = choose_replica(candidates, num_blocks)
-        self._known[rank].memory.remember(digests)
-        self._used[rank] = None
-        return rank, num_blocks - candidates[rank].num_cached_blocks
+        self._in_flight[request.request_id] = _InFlight(recorded)
+        self._gang.send(self._chooser.choose(request), AddRequest(request))
 
     def _execute(self, plans: Mapping[int, StepPlan]) -> None:
         """A step of all replicas. Who comes while it runs is sent on before there is news of it."""
@@ -374,28 +332,25 @@ class _Run:
         self._now += step_s + moving_s
         self._take_arrivals()
         for rank, told in self._gang.finish({rank: _result_of(plan) for rank, plan in plans.items()}):
-            known = self._known[rank]
-            known.num_free_blocks = told.stats.num_free_blocks
-            self._outdated.add(rank)
+            self._chooser.note_free_blocks(rank, told.stats.num_free_blocks)
             for update in told.updates:
                 assert update.error is None, update
-                self._hear(update.request_id, known, len(update.token_ids), update.finish_reason is not None)
+                self._hear(update.request_id, len(update.token_ids), update.finish_reason is not None)
                 if update.finish_reason is not None:
                     self._cached_tokens += update.num_cached_tokens
 
-    def _hear(self, request_id: str, known: _Known, num_tokens: int, has_ended: bool) -> None:
+    def _hear(self, request_id: str, num_tokens: int, has_ended: bool) -> None:
+        self._chooser.note_news(request_id, has_ended=has_ended)
         request = self._in_flight[request_id]
         recorded = request.recorded
         if not request.num_tokens:
             request.first_token_s = self._now
             self._first_token_s.append(self._now - recorded.arrival_s)
-            known.num_blocks_waiting -= request.num_blocks_waiting
         request.num_tokens += num_tokens
         if not has_ended:
             return
         assert request.num_tokens == recorded.output_tokens, request
         del self._in_flight[request_id]
-        known.num_requests -= 1
         if request.num_tokens > 1:
             self._output_token_s.append((self._now - request.first_token_s) / (request.num_tokens - 1))
         self._num_finished += 1
@@ -443,7 +398,7 @@ class _Run:
             fullest_rank=Percentiles.of(self._fullest),
             tokens_per_step=self._tokens_run / num_steps,
             empty_turn_share=self._empty_turns / (num_steps * self._num_replicas),
-            num_replicas_used=len(self._used),
+            num_replicas_used=self._chooser.num_used,
             num_preemptions=self._gang.num_preemptions,
             cache_used=self._block_s / (all_blocks * self._busy_s),
             cache_used_most=self._blocks_used_most / self._num_blocks,

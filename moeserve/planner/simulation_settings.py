@@ -43,8 +43,13 @@ class ExpertSettings:
     num_redundant_experts: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = setting(
         0, "slots beyond one for each expert, over all ranks together"
     )
+    shared_as_routed: bool = setting(
+        False, "shared experts lie in slots, with copies, as experts that every token chooses; otherwise on every rank"
+    )
     placement: Literal["even", "loads"] = setting(
-        "even", "of experts at the start; even: in their order, loads: balanced, by the loads of the start"
+        "even",
+        "of experts at the start; even: in their order (with --shared-as-routed: as if routed ones were alike), loads: "
+        "balanced, by the loads of the start",
     )
     rebalance: Literal["off", "auto"] = setting(
         "off",

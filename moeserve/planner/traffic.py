@@ -16,7 +16,7 @@ import importlib.resources
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +47,7 @@ class Traffic:
 
     requests: tuple[RecordedRequest, ...]
     tokens_per_block: int  # of their prefix_blocks
+    note: str = field(default="", compare=False)  # which traffic it is, where the user has not named any
 
     @property
     def lengths(self) -> Lengths:
@@ -130,7 +131,10 @@ def read_traffic(path: Path) -> Traffic:
         ".csv": (_read_azure, 1),
     }
     if path.suffix not in readers:
-        raise SettingsError(f"traffic={shown(str(path))} must be a .jsonl file (Mooncake's) or a .csv file (Azure's)")
+        raise SettingsError(
+            f"traffic={shown(str(path))} must be a .jsonl file (Mooncake's) or a .csv file (Azure's), or "
+            f"PROMPT:OUTPUT in tokens, such as 4096:512"
+        )
     read, tokens_per_block = readers[path.suffix]
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -149,11 +153,12 @@ def read_traffic(path: Path) -> Traffic:
 def sample_traffic() -> Traffic:
     """The first 200 requests of Mooncake's conversation trace, shipped with the package.
 
-    They are under Apache-2.0, as moeserve is: Qin et al., "Mooncake: Trading More Storage for Less Computation",
-    FAST 2025.
+    They are under Apache-2.0, as moeserve is (see sample_traffic.LICENSE.md): Qin et al., "Mooncake: Trading More
+    Storage for Less Computation", FAST 2025.
     """
     with importlib.resources.as_file(importlib.resources.files(__package__) / SAMPLE) as path:
-        return read_traffic(path)
+        traffic = read_traffic(path)
+    return replace(traffic, note=f"the {len(traffic.requests)} requests that come with moeserve")
 
 
 def fixed_traffic(prompt_tokens: int, output_tokens: int) -> Traffic:

@@ -1,4 +1,4 @@
-"""Which replica serves a request: a choice by numbers. Knows no process and no message."""
+"""Which replica serves a request: a choice by what is known of each. Knows no process and no message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeserve.messages import Request
-from moeserve.scheduling.block_pool import block_digest, root_digest
+from moeserve.scheduling.block_pool import block_digest, num_blocks_for, root_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +67,99 @@ class PrefixMemory:
             self._digests.move_to_end(digest)
         while len(self._digests) > self._max_blocks:
             self._digests.popitem(last=False)
+
+
+class ReplicaChooser:
+    """Chooses a replica for each request, and keeps the books that the choice is made by.
+
+    It learns of requests that it chose a replica for, and of blocks that a replica tells of; of nothing else.
+    """
+
+    def __init__(
+        self, num_replicas: int, num_blocks: int, block_size: int, *, finds_prefixes: bool, salt: bytes
+    ) -> None:
+        """
+        Args:
+            num_blocks: of KV cache, of each replica.
+            finds_prefixes: whether replicas have prefix caches.
+            salt: of the digests by which prompts are remembered, so that nobody can make two alike.
+        """
+        self._block_size = block_size
+        self._finds_prefixes = finds_prefixes and num_replicas > 1
+        self._salt = salt
+        self._books = [_Book(num_blocks, PrefixMemory(num_blocks)) for _ in range(num_replicas)]
+        self._candidates = [book.candidate() for book in self._books]
+        self._outdated: set[int] = set()  # of these
+        self._used: dict[int, None] = {}
+        self._sent: dict[str, _Sent] = {}
+
+    @property
+    def num_used(self) -> int:
+        """Replicas that were ever chosen."""
+        return len(self._used)
+
+    def choose(self, request: Request) -> int:
+        """The number of a replica, to which the request is taken to be sent now."""
+        for index in self._outdated:
+            self._candidates[index] = self._books[index].candidate()
+        self._outdated.clear()
+        num_blocks = num_blocks_for(len(request.prompt_token_ids), self._block_size)
+        candidates = self._candidates
+        digests: list[bytes] = []
+        if self._finds_prefixes:
+            digests = prompt_digests(request, self._block_size, self._salt)
+            candidates = candidates.copy()
+            for index in self._used:
+                if num_cached_blocks := self._books[index].memory.num_known(digests):
+                    candidates[index] = self._books[index].candidate(num_cached_blocks)
+        chosen = choose_replica(candidates, num_blocks)
+        book, num_waiting = self._books[chosen], num_blocks - candidates[chosen].num_cached_blocks
+        book.memory.remember(digests)
+        book.num_requests += 1
+        book.num_blocks_waiting += num_waiting
+        self._sent[request.request_id] = _Sent(chosen, num_waiting)
+        self._used[chosen] = None
+        self._outdated.add(chosen)
+        return chosen
+
+    def note_free_blocks(self, index: int, num_free_blocks: int) -> None:
+        """What a replica says of itself."""
+        self._books[index].num_free_blocks = num_free_blocks
+        self._outdated.add(index)
+
+    def note_news(self, request_id: str, *, has_ended: bool) -> None:
+        """There was something to tell of a request: its prompt waits no more."""
+        sent = self._sent[request_id]
+        book = self._books[sent.index]
+        book.num_blocks_waiting -= sent.num_blocks_waiting
+        sent.num_blocks_waiting = 0
+        if has_ended:
+            book.num_requests -= 1
+            del self._sent[request_id]
+        self._outdated.add(sent.index)
+
+
+@dataclass(eq=False)
+class _Book:
+    """A replica as the chooser last knew it."""
+
+    num_free_blocks: int
+    memory: PrefixMemory  # of its prefix cache
+    num_requests: int = 0
+    num_blocks_waiting: int = 0
+
+    def candidate(self, num_cached_blocks: int = 0) -> Candidate:
+        return Candidate(
+            num_free_blocks=self.num_free_blocks,
+            num_requests=self.num_requests,
+            num_blocks_waiting=self.num_blocks_waiting,
+            num_cached_blocks=num_cached_blocks,
+        )
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A request that has not ended."""
+
+    index: int  # of its replica
+    num_blocks_waiting: int  # of its prompt; 0 once there was news of it

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from moeserve.errors import LockstepError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 ROW_SIZE = 7  # protocol version, step, replica, tokens, decode only, placement epoch, flags
 
 
@@ -35,10 +35,8 @@ ROW_SIZE = 7  # protocol version, step, replica, tokens, decode only, placement 
 class IntentFlags:
     """What a replica has to say beside what it would run."""
 
-    wants_pause: bool = False
     wants_shutdown: bool = False
     has_failed: bool = False  # outside any collective: it can still say so, and nothing else
-    ready_to_rebalance: bool = False
     wants_load: bool = False  # that all ranks tell what their experts were given
 
 
@@ -67,14 +65,14 @@ class Agreement:
     padded_tokens: int  # the largest count of any replica, to which layouts of one size pad
 
 
-def alone(step: int, num_tokens: int, *, collects_load: bool = False) -> Agreement:
+def alone(step: int, num_tokens: int, *, is_decode_only: bool = False, collects_load: bool = False) -> Agreement:
     """What a single replica agrees on with itself."""
     return Agreement(
         step=step,
         num_tokens=(num_tokens,),
         collects_load=collects_load,
         is_idle=num_tokens == 0 and not collects_load,
-        is_decode_only=False,
+        is_decode_only=is_decode_only,
         is_shutdown=False,
         failed_ranks=(),
         placement_epoch=0,
@@ -131,16 +129,16 @@ def agree(rows: Sequence[Sequence[int]], *, step: int, num_replicas: int) -> Agr
     if ranks != tuple(range(num_replicas)):
         raise LockstepError(f"the rows of replicas {list(ranks)} were gathered, in this order; it must be ascending")
     flags = set(packed_flags)  # few are different, of however many replicas
-    has_failures = any(packed & _HAS_FAILED for packed in flags)
-    collects_load = any(packed & _WANTS_LOAD for packed in flags)
+    has_failures = any(packed & HAS_FAILED for packed in flags)
+    collects_load = any(packed & WANTS_LOAD for packed in flags)
     return Agreement(
         step=step,
         num_tokens=num_tokens,
         collects_load=collects_load,
         is_idle=not any(num_tokens) and not collects_load,
         is_decode_only=all(decode_only),
-        is_shutdown=all(packed & _WANTS_SHUTDOWN for packed in flags),
-        failed_ranks=tuple(rank for rank, packed in enumerate(packed_flags) if packed & _HAS_FAILED)
+        is_shutdown=all(packed & WANTS_SHUTDOWN for packed in flags),
+        failed_ranks=tuple(rank for rank, packed in enumerate(packed_flags) if packed & HAS_FAILED)
         if has_failures
         else (),
         placement_epoch=min(epochs),
@@ -148,17 +146,11 @@ def agree(rows: Sequence[Sequence[int]], *, step: int, num_replicas: int) -> Agr
     )
 
 
-_WANTS_PAUSE, _WANTS_SHUTDOWN, _HAS_FAILED, _READY_TO_REBALANCE, _WANTS_LOAD = 1, 2, 4, 8, 16
+WANTS_SHUTDOWN, HAS_FAILED, WANTS_LOAD = 1, 2, 4  # bits of a row's last integer
 
 
 def _packed(flags: IntentFlags) -> int:
-    return (
-        _WANTS_PAUSE * flags.wants_pause
-        + _WANTS_SHUTDOWN * flags.wants_shutdown
-        + _HAS_FAILED * flags.has_failed
-        + _READY_TO_REBALANCE * flags.ready_to_rebalance
-        + _WANTS_LOAD * flags.wants_load
-    )
+    return WANTS_SHUTDOWN * flags.wants_shutdown + HAS_FAILED * flags.has_failed + WANTS_LOAD * flags.wants_load
 
 
 def _require_all(name: str, values: Sequence[int], expected: int, hint: str) -> None:

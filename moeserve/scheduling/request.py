@@ -17,7 +17,7 @@ class LiveRequest:
     root_digest: bytes
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_computed: int = 0  # tokens whose keys and values are in the cache
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)  # replaced, never changed: plans share it
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     ended: bool = False
     _digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as anyone asked
@@ -64,7 +64,7 @@ class LiveRequest:
         return Chunk(
             token_ids=self.token_ids[start:end],
             start=start,
-            block_ids=list(self.block_ids),
+            block_ids=self.block_ids,
             sample=self._sample_spec() if end == len(self.token_ids) else None,
             num_prompt_logprobs=self.request.params.prompt_logprobs if wants_rows else None,
             # row p predicts token p + 1; what follows the prompt is sampled, not given

@@ -240,7 +240,8 @@ class Scheduler:
         return num_taken + len(self._running) <= self._pool.num_free
 
     def _plan(self, request: LiveRequest, num_tokens: int, planned: dict[LiveRequest, int]) -> None:
-        request.block_ids += self._pool.allocate(self._num_new_blocks(request, num_tokens))
+        if num_new := self._num_new_blocks(request, num_tokens):
+            request.block_ids = [*request.block_ids, *self._pool.allocate(num_new)]
         planned[request] = num_tokens
 
     def _num_new_blocks(self, request: LiveRequest, num_tokens: int) -> int:

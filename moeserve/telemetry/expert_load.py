@@ -77,9 +77,18 @@ def max_over_mean(counts: Sequence[float]) -> float:
 
 
 def ranks_max_over_mean(window: LoadWindow) -> float:
-    """`max_over_mean` of ranks over all layers. Maxima of layers are added: in each, all wait for its fullest rank."""
-    total = sum(map(sum, window.tokens_of_rank))
-    return sum(map(max, window.tokens_of_rank)) * window.num_ranks / total if total else 1.0
+    """`layers_max_over_mean` of a window's ranks."""
+    return layers_max_over_mean(window.tokens_of_rank)
+
+
+def layers_max_over_mean(of_ranks: Sequence[Sequence[float]]) -> float:
+    """`max_over_mean` of ranks over all layers. Maxima of layers are added: in each, all wait for its fullest rank.
+
+    Args:
+        of_ranks: by layer, by rank: what they were given, or would have been.
+    """
+    total = sum(map(sum, of_ranks))
+    return sum(map(max, of_ranks)) * len(of_ranks[0]) / total if total else 1.0
 
 
 def evenness(counts: Sequence[float]) -> float:

@@ -10,6 +10,7 @@ from moeserve.telemetry.expert_load import (
     LoadWindow,
     coarsened,
     evenness,
+    layers_max_over_mean,
     max_over_mean,
     padding_share,
     ranks_max_over_mean,
@@ -50,7 +51,7 @@ def summary(
     even = f"fullest rank over mean: {ranks_max_over_mean(total):.2f} in all layers together, "
     even += f"{figures[worst]:.2f} in layer {total.layers[worst]}"
     if planned is not None:
-        even += f"; {planned_max_over_mean(planned):.2f} if placed as planned"
+        even += f"; {layers_max_over_mean(planned):.2f} if placed as planned"
     waited = total.straggler_seconds / total.seconds if total.seconds else 0.0
     return (
         f"{counted(len(total.layers), 'layer')} with {counted(total.num_experts, 'expert')} on "
@@ -60,12 +61,6 @@ def summary(
         f"{shown_bytes(total.bytes_dispatched)} dispatched, {waited:.1%} of the time spent waiting for slow ranks",
         even,
     )
-
-
-def planned_max_over_mean(planned: Sequence[Sequence[float]]) -> float:
-    """As `ranks_max_over_mean`, of what ranks would have been given: by layer, by rank."""
-    total = sum(map(sum, planned))
-    return sum(map(max, planned)) * len(planned[0]) / total if total else 1.0
 
 
 def counted(number: int, name: str) -> str:

@@ -1,6 +1,6 @@
 """Expert load for Prometheus. Knows windows of load only, and opens no port unless it is told to.
 
-Series are labelled by layer, never by expert or rank: a model of 61 layers has 191 of them on any number of ranks.
+Series are labelled by layer, never by expert or rank: 61 layers with experts have 192 of them on any number of ranks.
 """
 
 from __future__ import annotations

@@ -41,6 +41,9 @@ class LoadObserver:
         return self._file is not None or self._server is not None
 
     def observe(self, window: LoadWindow) -> None:
+        """A window without steps says nothing, and is left out."""
+        if not window.num_steps:
+            return
         if self._file is not None:
             write_window(self._file, window)
         if self._metrics is not None:

@@ -38,9 +38,10 @@ def count_blocks(
         num_bytes = config.kv_cache_memory
     else:
         peak = measure_step_memory(run_largest_step, config.device)
-        # All ranks are on this host, and take the memory of their largest steps at the same time.
-        free = max(0, _free_memory(config.device) - (peak + reserved_bytes) * config.num_ranks)
-        num_bytes = int(free * FREE_MEMORY_SHARE[config.device] / config.num_ranks)
+        # On a CPU all ranks of the host take their memory, and that of their largest steps, from the same.
+        num_sharing = config.num_ranks if config.device == "cpu" else 1
+        free = max(0, _free_memory(config.device) - (peak + reserved_bytes) * num_sharing)
+        num_bytes = int(free * FREE_MEMORY_SHARE[config.device] / num_sharing)
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
     num_blocks = min(num_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moeserve.config import EngineConfig, cache_folder
 from moeserve.distributed.group import Groups
+from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models import registry
@@ -25,6 +26,8 @@ from moeserve.models.packing import PACKED_STATE_VERSION, Packer, adopt_state, p
 from moeserve.models.published import destinations
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weights import Checkpoint, fill_randomly, load_weights, open_checkpoint
+from moeserve.moe.dispatch.deepep import DeepEPShape, choose_deepep, open_deepep
+from moeserve.moe.dispatch.deepep_carrier import Carrier
 from moeserve.moe.placement import Placement
 from moeserve.ops.native import native_kernels
 
@@ -65,7 +68,9 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     if memory.peak > free:
         raise CheckpointError(_too_large(config, memory, free))
     groups.world.barrier()  # collective: all ranks; all have looked at the memory before any of them fills it
-    model = Decoder(description.model, groups, config.dispatcher, placements, dtype=dtype, device=device)
+    carrier = _carrier(config, description, placements, groups, dtype, device)
+    dispatcher = "all_to_all" if config.dispatcher == "deepep" and carrier is None else config.dispatcher
+    model = Decoder(description.model, groups, dispatcher, placements, carrier=carrier, dtype=dtype, device=device)
     if config.load_format == "dummy":
         packer = Packer(model, config.quantization)
         fill_randomly(model, config.seed)
@@ -94,6 +99,40 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         weakref.finalize(model, writer.given_up.set)
         writer.start()
     return LoadedModel(model.eval())
+
+
+def _carrier(
+    config: EngineConfig,
+    description: registry.Description,
+    placements: tuple[Placement, ...],
+    groups: Groups,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Carrier | None:
+    """DeepEP's buffer for all layers; None where other dispatchers carry the tokens. Collective: all ranks.
+
+    Raises:
+        SettingsError: it was asked for, and cannot serve.
+    """
+    moe = description.model.first_moe
+    if config.dispatcher != "deepep" or moe is None:
+        return None
+    shape = DeepEPShape(
+        hidden_size=description.model.hidden_size,
+        top_k=moe.router.top_k,
+        dtype=dtype,
+        num_slots=placements[0].num_slots,
+        max_tokens_per_rank=max(share_sizes(config.max_num_batched_tokens, groups.mesh.tp)),
+        low_latency_tokens=config.deepep_low_latency_tokens,
+        is_float8=config.deepep_float8,
+    )
+    deep_ep = choose_deepep(shape, groups.ep, device, is_asked_for=not config.dispatcher_may_change)
+    if deep_ep is None:
+        return None
+    # Its sort of rows that makes results repeatable looks at the host, which no graph can hold.
+    return open_deepep(
+        deep_ep, shape, groups.ep.make_torch_group(), groups.ep, device, is_deterministic=config.enforce_eager
+    )
 
 
 def _packing_as_filled(model: Decoder, packer: Packer) -> Callable[[Tensor], None]:

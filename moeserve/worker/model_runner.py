@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from moeserve.distributed.mesh import Mesh, share_sizes
+from moeserve.distributed.mesh import Mesh, share_of, share_sizes
 from moeserve.errors import EngineError
 from moeserve.messages import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
 from moeserve.models.decoder import Decoder
@@ -31,14 +32,17 @@ class ModelRunner:
         device: str,
         *,
         samples: bool = True,
+        tp_rank: int = 0,
         forward: Callable[[StepInputs, list[Any]], Tensor] | None = None,
     ) -> None:
         """
         Args:
             samples: whether this rank chooses the tokens; one rank of a replica does.
+            tp_rank: of this rank in its replica.
             forward: what gives a step's hidden states in the model's place; None: the model.
         """
         self.samples = samples
+        self.tp_rank = tp_rank
         self.model = model
         self.forward = forward or model
         self.mesh = mesh
@@ -47,16 +51,19 @@ class ModelRunner:
         self.device = torch.device(device)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, num_tokens: tuple[int, ...]) -> StepResult:
+    def execute(self, plan: StepPlan, num_tokens: tuple[int, ...], padded_to: int | None = None) -> StepResult:
         """Runs one step: every chunk's keys and values into the cache, and the tokens that were asked for.
 
         Args:
             num_tokens: of each replica's plan for this step, in order of dp rank.
+            padded_to: rows that all replicas pad a decode step to; None: they do not.
 
         Raises:
             EngineError: the model gave no numbers to choose from. Every rank has done its part of the step.
         """
         step = self.build_inputs(plan, num_tokens)
+        if padded_to is not None:
+            step = self._padded(step, padded_to)
         hidden_TD = self.forward(step, self.caches)
         if not self.samples:
             self._join_logits(plan, step, hidden_TD)
@@ -67,7 +74,7 @@ class ModelRunner:
         logits_LV = self.model.logits(step.wanted_rows(hidden_TD)) if specs else None
         failure: EngineError | None = None
         prompts: list[list[TokenLogprobs]] = []
-        for chunk, span in zip(plan.chunks, step.spans, strict=True):
+        for chunk, span in zip(plan.chunks, step.spans[: len(plan.chunks)], strict=True):
             prompts.append([])
             for first, targets in _prompt_pieces(chunk):
                 rows_RV = self.model.logits(hidden_TD[span.first_row + first :][: len(targets)])
@@ -78,6 +85,7 @@ class ModelRunner:
         if failure is not None:
             raise failure
         sampled = iter([] if logits_LV is None else sample(logits_LV, specs))
+        self.model.groups.raise_failure()  # the tokens are on the host, so what a GPU did for them is done
         results = []
         for chunk, prompt in zip(plan.chunks, prompts, strict=True):
             if chunk.sample is None:
@@ -123,13 +131,35 @@ class ModelRunner:
             spans=tuple(spans),
             tp_sizes=share_sizes(len(token_ids), self.mesh.tp),
             tokens_per_rank=tuple(size for count in num_tokens for size in share_sizes(count, self.mesh.tp)),
+            own_rows=share_of(len(token_ids), self.tp_rank, self.mesh.tp),
+        )
+
+    def _padded(self, step: StepInputs, size: int) -> StepInputs:
+        """The same step, each of its chunks one row, with as many more at its end as are missing."""
+        num_tokens, num_missing = len(step.token_ids), size - len(step.token_ids)
+        assert len(step.spans) == num_tokens <= size, (len(step.spans), num_tokens, size)
+        tp_sizes = share_sizes(size, self.mesh.tp)
+        rows = torch.arange(size + 1, dtype=torch.int32, device=self.device)
+        return StepInputs(
+            token_ids=functional.pad(step.token_ids, (0, num_missing)),
+            positions=functional.pad(step.positions, (0, num_missing)),
+            cache_slots=functional.pad(step.cache_slots, (0, num_missing), value=-1),
+            row_starts=rows,
+            context_lens=functional.pad(step.context_lens, (0, num_missing)),
+            block_table=functional.pad(step.block_table, (0, 0, 0, num_missing)),
+            logits_rows=step.logits_rows,
+            spans=step.spans + tuple(ChunkSpan(row, 1, 0) for row in range(num_tokens, size)),
+            tp_sizes=tp_sizes,
+            tokens_per_rank=tp_sizes * self.mesh.dp,
+            padding=rows[:size] >= num_tokens,
+            own_rows=share_of(size, self.tp_rank, self.mesh.tp),
         )
 
     def _join_logits(self, plan: StepPlan, step: StepInputs, hidden_TD: Tensor) -> None:
         """This rank's part of the logits that the first rank of the replica asks for, in the same order."""
         if any(chunk.sample is not None for chunk in plan.chunks):
             self.model.logits(step.wanted_rows(hidden_TD))
-        for chunk, span in zip(plan.chunks, step.spans, strict=True):
+        for chunk, span in zip(plan.chunks, step.spans[: len(plan.chunks)], strict=True):
             for first, targets in _prompt_pieces(chunk):
                 self.model.logits(hidden_TD[span.first_row + first :][: len(targets)])
 

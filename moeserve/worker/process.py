@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
+from moeserve.config import EngineConfig, too_few_gpus
 from moeserve.distributed.group import Groups, connect
 from moeserve.distributed.mesh import Mesh
+from moeserve.errors import SettingsError
 from moeserve.processes import Parent
 from moeserve.worker.orders import Leave, RankStart, WorkerMessage
 from moeserve.worker.worker import Worker
@@ -22,8 +26,9 @@ def serve(parent: Parent, start: RankStart) -> None:
 
 
 def join(start: RankStart) -> Groups:
-    """The groups of this rank, once all ranks have come."""
+    """The groups of this rank, once all ranks have come. Its GPU, if it has one, is this thread's from now on."""
     config = start.config
+    device = take_device(config, start.rank)
     return connect(
         Mesh(tp=config.tensor_parallel_size, dp=config.data_parallel_size),
         start.rank,
@@ -33,4 +38,24 @@ def join(start: RankStart) -> Groups:
         timeout_s=config.collective_timeout,
         local_rank=start.rank,
         check_order=config.debug_collectives,
+        device=device,
     )
+
+
+def take_device(config: EngineConfig, rank: int) -> torch.device:
+    """Where a rank's tensors live. A GPU becomes this thread's current one, which is what "cuda" means to torch.
+
+    GPUs are counted as torch sees them, so CUDA_VISIBLE_DEVICES chooses. Of several ranks on one host each has its own;
+    Ray shows an actor its own one and no other.
+
+    Raises:
+        SettingsError: there are fewer GPUs than ranks.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    index = 0 if config.executor == "ray" else rank
+    num_gpus = torch.cuda.device_count()
+    if index >= num_gpus:
+        raise SettingsError(too_few_gpus(config.tensor_parallel_size, config.data_parallel_size, num_gpus))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

@@ -18,6 +18,7 @@ from torch import Tensor
 from moeserve.errors import EngineError
 from moeserve.messages import SampleSpec, SamplingParams, TokenLogprobs
 from moeserve.ops.row_maximum import choose_row_maximum
+from moeserve.ops.sampling import DrawKernel, choose_draw
 
 # L rows of logits, R of them looked at together, V vocabulary, H most likely tokens of a row, most likely first,
 # N tokens of a row whose log-probabilities are told
@@ -144,6 +145,8 @@ def _on(scores_V: Tensor, token_ids: list[int] | np.ndarray) -> Tensor:
 
 def _draw(scores_RV: Tensor, highest_R: Tensor, specs: list[SampleSpec]) -> list[int]:
     """One random token per row. Looks at the head of a row first, and at all of it only where that is not enough."""
+    if kernel := choose_draw(scores_RV.device.type):
+        return _draw_by(kernel, scores_RV, specs)
     temperatures_R = torch.tensor([spec.params.temperature for spec in specs], dtype=torch.float64)
     # The highest is subtracted before the division: no temperature, however small, gives infinity over infinity.
     shifted_RV = (scores_RV - highest_R[:, None]).double()
@@ -164,6 +167,24 @@ def _draw(scores_RV: Tensor, highest_R: Tensor, specs: list[SampleSpec]) -> list
         assert place is not None, "a whole row settles every choice"
         drawn.append(int(order_H[place]))
     return drawn
+
+
+def _draw_by(kernel: DrawKernel, scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
+    params, device = [spec.params for spec in specs], scores_RV.device
+
+    def of_rows(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+    drawn_R = kernel(
+        scores_RV,
+        of_rows([each.temperature for each in params], torch.float32),
+        of_rows([each.top_k for each in params], torch.int64),
+        of_rows([each.top_p for each in params], torch.float32),
+        of_rows([each.min_p for each in params], torch.float32),
+        of_rows([uniform(spec.seed, spec.position) for spec in specs], torch.float64),
+    )
+    tokens: list[int] = drawn_R.tolist()
+    return tokens
 
 
 def _place(probabilities_H: np.ndarray, params: SamplingParams, number: float, *, is_whole_row: bool) -> int | None:

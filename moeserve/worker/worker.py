@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -15,12 +17,14 @@ from moeserve.errors import DistributedError, EngineError
 from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
 from moeserve.moe.load import LoadMeter
 from moeserve.moe.rebalance import Rebalancer, spare_bytes
+from moeserve.ops import backend
 from moeserve.ops.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.native import native_kernels
 from moeserve.ops.products import without_rows
 from moeserve.ops.threads import set_num_threads
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.decode_tapes import MEMORY_BYTES, DecodeTapes
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.loading import load_model
@@ -43,21 +47,36 @@ class Worker:
 
         groups.world.barrier()  # collective: all ranks; all have loaded, so what is free now is left for caches
 
+        tp_rank = groups.tp.rank_in_group
         # The profiling run needs one block, which all its positions share; it reads some before it writes them.
         shallow = model.with_one_layer_of_each_kind()
         probe_caches = shallow.make_caches(1, config.block_size)
         for cache in probe_caches:
             cache.clear()
-        probe = ModelRunner(shallow, probe_caches, groups.mesh, config.block_size, config.device)
+        probe = ModelRunner(shallow, probe_caches, groups.mesh, config.block_size, config.device, tp_rank=tp_rank)
         layers = model.moe_layers
         may_move = config.rebalance == "auto"
         largest = largest_step(config)
         num_tokens = (largest.num_tokens,) * groups.mesh.dp
         has_tapes = config.device == "cpu" and not config.enforce_eager
+        has_graphs = config.device == "cuda" and not config.enforce_eager and backend.of("cuda") == "triton"
+        has_graphs = has_graphs and groups.can_be_captured
+        max_blocks = -(-config.max_model_len // config.block_size)
+        sizes = graph_sizes(config.max_num_seqs)
+
+        def record(caches: list[Any], sizes: Sequence[int]) -> CudaGraphs:
+            return CudaGraphs(model, caches, groups.mesh, tp_rank, max_blocks, sizes, TorchCapture())
+
+        reserved = loaded.mapped_bytes + (spare_bytes(layers) if may_move else 0)
+        if has_tapes:
+            reserved += MEMORY_BYTES
+        elif has_graphs:
+            one_block = model.make_caches(1, config.block_size)
+            reserved += memory_of_graphs(functools.partial(record, one_block), sizes)
         num_blocks = count_blocks(
             config,
             model.cache_bytes_per_token,
-            loaded.mapped_bytes + (MEMORY_BYTES if has_tapes else 0) + (spare_bytes(layers) if may_move else 0),
+            reserved,
             functools.partial(_run_without_experts, probe, largest, num_tokens),
         )
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
@@ -66,17 +85,20 @@ class Worker:
         self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon) if may_move else None
         self._untold: LoadWindow | None = None
         caches = model.make_caches(self.num_blocks, config.block_size)
-        forward = None
+        self.graphs: CudaGraphs | None = None
+        forward: DecodeTapes | CudaGraphs | None = None
         if has_tapes:
-            max_blocks = -(-config.max_model_len // config.block_size)
             forward = DecodeTapes(model, caches, groups, max_blocks)
+        elif has_graphs:
+            forward = self.graphs = record(caches, sizes)
         self.runner = ModelRunner(
             model,
             caches,
             groups.mesh,
             config.block_size,
             config.device,
-            samples=groups.tp.rank_in_group == 0,
+            samples=tp_rank == 0,
+            tp_rank=tp_rank,
             forward=forward,
         )
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
@@ -90,23 +112,24 @@ class Worker:
         Before it slots get other experts, and the ranks tell what theirs were given, where that is agreed; without any
         token that is all.
         """
-        self.groups.set_step(agreement.step)
+        self.groups.begin_step(agreement.step)
+        started = time.perf_counter()
         self._prepare(agreement)
         plan = plan or StepPlan(step=agreement.step, chunks=[])
         result = StepResult(step=plan.step, chunks=[])
         if any(agreement.num_tokens):
-            started = time.perf_counter()
+            padded_to = self.graphs.size_for(agreement) if self.graphs else None
             piece = self.rebalancer.begin_step() if self.rebalancer else None
             failure: EngineError | None = None
             try:
-                result = self.runner.execute(plan, agreement.num_tokens)
+                result = self.runner.execute(plan, agreement.num_tokens, padded_to)
             except DistributedError:
                 raise
             except EngineError as error:  # this rank has done its part all the same, and does the rest
                 failure = error
             if self.rebalancer:
                 self.rebalancer.finish_step(piece)
-            self.load_meter.add_step(agreement.num_tokens, time.perf_counter() - started)
+            self.load_meter.add_step(agreement.num_tokens, time.perf_counter() - started, padded_to)
             if failure is not None:
                 raise failure
         told, self._untold = self._untold, None
@@ -116,7 +139,7 @@ class Worker:
     def _prepare(self, agreement: Agreement) -> None:
         epoch = self.rebalancer.epoch if self.rebalancer else 0
         if self.rebalancer and self.rebalancer.may_switch(agreement.placement_epoch):
-            self.load_meter.hold(epoch)  # collective: all ranks
+            self.load_meter.hold(self.rebalancer.next_layer)  # collective: all ranks
             self.rebalancer.switch()
             epoch = self.rebalancer.epoch
         if agreement.collects_load:

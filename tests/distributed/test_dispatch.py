@@ -72,9 +72,10 @@ class Case:
 
 @dataclass(frozen=True)
 class StepOf:
-    """All that dispatch reads of a step."""
+    """All that dispatch, or a layer of experts, reads of a step."""
 
     tokens_per_rank: tuple[int, ...]
+    padding: None = None
 
 
 def expert_output(rows_RD: Tensor, logical: int) -> Tensor:

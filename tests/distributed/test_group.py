@@ -197,7 +197,7 @@ def outlive(
 ) -> list[Any]:
     """Use the groups until another rank fails: the error, and how long it took."""
     groups = join(place, tp=2, timeout_s=timeout_s, transport=transport)
-    groups.set_step(41)
+    groups.begin_step(41)
     groups.set_layer(7)
     groups.world.barrier()
     began = time.monotonic()
@@ -237,7 +237,7 @@ def disagree(place: Place, plan: list[list[list[Any]]], tp: int) -> str:
     kept.clear()
     groups = join(place, tp, timeout_s=2.0, check_order=True)
     kept.append(groups)
-    groups.set_step(3)
+    groups.begin_step(3)
     groups.world.barrier()
     try:
         for name, operation, argument in plan[place.rank]:
@@ -248,7 +248,7 @@ def disagree(place: Place, plan: list[list[list[Any]]], tp: int) -> str:
                 case "minimum":
                     group.all_reduce_minimum(argument)
                 case "step":
-                    groups.set_step(argument)
+                    groups.begin_step(argument)
                 case "reduce":
                     group.all_reduce(torch.ones(argument))
                 case "reduce bfloat16":
@@ -272,7 +272,7 @@ def all_collectives_checked(place: Place) -> None:
     """In check mode, with the ranks' groups interleaved."""
     groups = join(place, tp=2, check_order=True)
     for step in range(3):
-        groups.set_step(step)
+        groups.begin_step(step)
         groups.tp.all_reduce(torch.ones(3))
         arriving = groups.ep.all_to_all(torch.ones(place.rank * 4, 2), [place.rank] * 4, [0, 1, 2, 3])
         groups.dp.all_gather(torch.ones(groups.dp.rank_in_group, 1), [0, 1])
@@ -498,3 +498,29 @@ def test_one_collective_too_many_at_the_end_is_named_at_the_timeout(ranks: Ranks
     messages = ranks.run(2, "test_group:disagree", plan=[[["tp", "barrier", 0]], []], tp=2)
     assert "rank 0: barrier of group 'tp' (ranks 0, 1; number 2, step 3) failed: not all ranks took part" in messages[0]
     assert "Nothing was heard of rank 1:" in messages[0]
+
+
+def wait_in_turn(place: Place, *, transport: TransportName) -> list[float]:
+    """Each rank is late for another exchange of a step; twice the same step."""
+    groups = join(place, transport=transport)
+    ep = groups.ep
+    before = ep.seconds_waited()
+    for step in range(2):
+        groups.begin_step(step)
+        for number in range(2 * place.num_ranks):
+            if number % place.num_ranks == place.rank:
+                time.sleep(0.05)
+            ep.all_gather(torch.ones(1), [1] * place.num_ranks)
+    after = ep.seconds_waited()
+    return [now - then for now, then in zip(after, before + [0.0] * (len(after) - len(before)), strict=True)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_waits_are_told_by_exchange(ranks: Ranks, transport: TransportName) -> None:
+    """Over all exchanges together, all ranks wait alike; exchange by exchange, the late one waits least."""
+    waited = ranks.run(3, "test_group:wait_in_turn", transport=transport)
+    assert len({len(of_rank) for of_rank in waited}) == 1
+    for number in range(6):
+        of_rank = [seconds[number] for seconds in waited]
+        assert of_rank.index(min(of_rank)) == number % 3
+        assert all(0.08 < seconds < 0.5 for rank, seconds in enumerate(of_rank) if rank != number % 3)

@@ -107,7 +107,7 @@ def what_the_others_say(place: Place, operation: str) -> str:
             groups.ep.all_reduce(torch.zeros(9))
     tape.stop()
     groups.set_layer(None)
-    groups.set_step(7)
+    groups.begin_step(7)
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(DistributedError) as caught:

@@ -173,6 +173,14 @@ def test_unknown_setting_is_answered_with_the_nearest(plain: Reference) -> None:
         LLM(plain.folder, max_model_length=100)
 
 
+def test_a_slip_in_rebalance_is_answered_with_the_choices(plain: Reference) -> None:
+    says = (
+        "rebalance='atuo': there is no such file of placements; choose 'off', 'auto', or a file that LLM.save_placement"
+    )
+    with pytest.raises(SettingsError, match=says):
+        LLM(plain.folder, rebalance="atuo")
+
+
 def test_cache_too_small_for_one_request_says_how_many_bytes_it_takes(plain: Reference) -> None:
     # 2 layers, keys and values, 2 heads of 8 float32 values: 256 bytes a token, 4096 a block of 16
     with pytest.raises(CacheTooSmallError, match=r"max_model_len=100 tokens takes 28672 bytes \(256 per token\)"):

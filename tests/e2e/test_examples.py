@@ -15,6 +15,10 @@ EXPECTED = {
     "offline.py": ("", ["Paris", " five", "Wednesday"]),
     "chat.py": ("What is the capital of France?\nAnd of Italy?\n", ["Paris", "Rome"]),
     "parallel.py": ("", ["Paris", "tp 3 x dp 2 = 6 ranks"]),
+    "rebalance.py": (
+        "",
+        ["before: placement epoch 0, fullest", "after: ", "started again: placement epoch 0, fullest"],
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models import registry
 from moeserve.models.packing import packed_state
 from moeserve.models.summary import LoadingMemory, loading_memory
-from moeserve.ops import products
+from moeserve.ops import backend, products
 from moeserve.ops.native import native_kernels
 from moeserve.worker import loading
 
@@ -64,6 +64,7 @@ def test_without_kernels_weights_take_what_they_have_parameters(
     tmp_path: Path, is_tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "native_kernels", lambda: None)
+    monkeypatch.setattr(backend, "native_kernels", lambda: None)
     shape = SHAPES["mixtral"]
     shape = dataclasses.replace(shape, settings=shape.settings | {"tie_word_embeddings": is_tied})
     reference = make_reference(tmp_path, shape)

@@ -32,7 +32,7 @@ from paged_steps import (
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from moeserve.ops import attention, dense_attention
+from moeserve.ops import attention, backend, dense_attention
 from moeserve.ops.attention import (
     AttentionBackend,
     CpuAttention,
@@ -611,7 +611,7 @@ def test_cpu_uses_the_kernels() -> None:
 def test_cpu_without_kernels_uses_torch_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attention, "native_kernels", lambda: None)
+    monkeypatch.setattr(backend, "native_kernels", lambda: None)
     with caplog.at_level(logging.INFO, logger=attention.__name__):
         assert isinstance(choose_attention("cpu", scale=1.0, window=None), TorchAttention)
     assert "not built" in caplog.text

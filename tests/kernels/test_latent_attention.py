@@ -27,7 +27,7 @@ from paged_steps import (
 )
 from torch import Tensor
 
-from moeserve.ops import dense_attention, latent_attention
+from moeserve.ops import backend, dense_attention, latent_attention
 from moeserve.ops.latent_attention import (
     CpuLatentAttention,
     LatentAttentionBackend,
@@ -381,7 +381,7 @@ def test_cpu_uses_the_kernels() -> None:
 def test_cpu_without_kernels_uses_torch_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(latent_attention, "native_kernels", lambda: None)
+    monkeypatch.setattr(backend, "native_kernels", lambda: None)
     with caplog.at_level(logging.INFO, logger=latent_attention.__name__):
         assert isinstance(choose_latent_attention("cpu", scale=1.0, latent_size=16), TorchLatentAttention)
     assert "not built" in caplog.text

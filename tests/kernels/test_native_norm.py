@@ -10,7 +10,7 @@ import torch
 from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored, use_instruction_set
 from torch import Tensor
 
-from moeserve.ops import norm
+from moeserve.ops import backend
 from moeserve.ops.norm import (
     add_then_norm,
     choose_add_rms_norm,
@@ -141,7 +141,7 @@ def test_float16_is_the_reference() -> None:
 
 
 def test_without_kernels_it_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "native_kernels", lambda: None)
+    monkeypatch.setattr(backend, "native_kernels", lambda: None)
     assert choose_rms_norm("cpu") is torch_rms_norm
     x, weight = torch.randn(3, 40), torch.randn(40)
     expected = add_then_norm(torch_rms_norm, x, x, weight, EPSILON)

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moeserve.messages import AddRequest, ChunkResult, ReplicaMessage, StepPlan, StepResult, Wake
+from moeserve.scheduling.lockstep import HAS_FAILED, WANTS_LOAD, WANTS_SHUTDOWN
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler
 
 MakeReplica = Callable[[int, int, Scheduler], Replica]
-HAS_FAILED, WANTS_SHUTDOWN, WANTS_LOAD = 4, 2, 16  # bits of a row's last integer
 Script = Sequence[Sequence[ReplicaMessage]]  # per replica, the messages on their way to it, in order
 
 

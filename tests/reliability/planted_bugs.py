@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeserve.messages import AbortRequest, ReplicaMessage, Request, RequestUpdate, StepPlan, StepResult
-from moeserve.scheduling.lockstep import Agreement, Intent, Lockstep
+from moeserve.scheduling.lockstep import WANTS_SHUTDOWN, Agreement, Intent, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler
 
@@ -197,7 +197,7 @@ class LeaksAtAbort(Replica):
         if isinstance(message, AbortRequest):
             request = self._scheduler._running.get(message.request_id)
             if request is not None:
-                del request.block_ids[-1:]
+                request.block_ids = request.block_ids[:-1]
         super()._obey(message)
 
 
@@ -259,7 +259,7 @@ class LeavesAtAnyonesWish(Lockstep):
     """All leave together, but before some have read the messages that came before their own shutdown."""
 
     def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        return dataclasses.replace(super().finish(rows), is_shutdown=any(row[6] & 2 for row in rows))
+        return dataclasses.replace(super().finish(rows), is_shutdown=any(row[6] & WANTS_SHUTDOWN for row in rows))
 
 
 class PadsForItself(LooksOnlyAtItself):

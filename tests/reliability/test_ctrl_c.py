@@ -84,7 +84,7 @@ def generate_beside_a_stream(llm: LLM, reference: Reference, at: Line | None, se
     while llm.core.has_work:
         llm.core.step()
     assert free_blocks(llm, ALL_BLOCKS) == [ALL_BLOCKS] * 2
-    assert [replica.num_requests for replica in llm.core._replicas] == [0, 0]  # type: ignore[attr-defined]
+    assert [book.num_requests for book in llm.core._chooser._books] == [0, 0]  # type: ignore[attr-defined]
     return interrupted, tracer
 
 

@@ -156,15 +156,61 @@ def test_plans_of_any_size(problem: tuple[list[float], int, int, Topology]) -> N
         assert imbalance(loads, plan) <= imbalance(loads, published) * ROUNDING
 
 
-@pytest.mark.parametrize("num_ranks", [8, 32, 64, 128, 320])
-@pytest.mark.parametrize("num_redundant", [0, 8, 64])
 @pytest.mark.parametrize("sigma", [0.0, 0.5, 1.0, 2.0])
-def test_never_worse_than_published(num_ranks: int, num_redundant: int, sigma: float) -> None:
+def test_never_worse_than_published(sigma: float) -> None:
     """Also where the published algorithm puts two copies on a rank. With a sigma of 0: uniform loads."""
-    for seed in range(3):
-        loads = lognormal(seed, 256, sigma) if sigma else [random.Random(seed + e).random() for e in range(256)]
+    generator = random.Random(int(sigma * 10))
+    num_with_twice = 0
+    for num_ranks, num_redundant in [
+        *itertools.product([8, 32, 64, 128, 320], [0, 8, 64]),
+        *some_sizes(generator, 150),
+    ]:
+        loads = [generator.lognormvariate(0, sigma) if sigma else generator.random() for _ in range(256)]
         published, plan = (make(loads, num_ranks, 256 + num_redundant) for make in (eplb, balance))
-        assert imbalance(loads, plan) <= imbalance(loads, published) * ROUNDING
+        check(plan, 256, num_ranks, 256 + num_redundant)
+        assert imbalance(loads, plan) <= imbalance(loads, published) * ROUNDING, (num_ranks, num_redundant)
+        num_with_twice += has_twice(published)
+    assert num_with_twice >= 10
+
+
+def some_sizes(generator: random.Random, number: int) -> Iterator[tuple[int, int]]:
+    """Ranks and redundant slots; most ranks have one slot more than others. Some have none."""
+    for _ in range(number):
+        yield generator.randint(8, 320), generator.randint(0, 64)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_slots"), [(64, 319), (16, 276), (256, 284)])
+def test_equal_loads_are_spread_like_the_published(num_ranks: int, num_slots: int) -> None:
+    """The published algorithm gives ranks two halves of an expert; a rank as good has halves of two experts."""
+    loads = [1.0] * 256
+    assert has_twice(eplb(loads, num_ranks, num_slots))
+    plan = balance(loads, num_ranks, num_slots)
+    check(plan, 256, num_ranks, num_slots)
+    assert imbalance(loads, plan) <= imbalance(loads, eplb(loads, num_ranks, num_slots)) * ROUNDING
+
+
+def test_where_no_plan_without_second_copies_is_as_good() -> None:
+    """The halves of one expert are on two ranks, which carry halves; the published algorithm has both on one."""
+    loads = [1.0] * 256
+    assert imbalance(loads, eplb(loads, 8, 257)) == 1.0
+    assert imbalance(loads, balance(loads, 8, 257)) == 32.5 / 32
+
+
+def test_small_plans_against_all_there_are() -> None:
+    """With three ranks: most are as good as any plan without second copies, to 1 %. The search is not complete."""
+    generator = random.Random(0)
+    num_best, num_all = 0, 200
+    for _ in range(num_all):
+        num_experts = generator.randint(3, 5)
+        num_slots = generator.randint(num_experts, min(8, 3 * num_experts))
+        loads = [generator.lognormvariate(0, 1) for _ in range(num_experts)]
+        choices = [itertools.combinations(range(num_experts), size) for size in share_sizes(num_slots, 3)]
+        complete = (slots for slots in itertools.product(*choices) if len(set().union(*slots)) == num_experts)
+        least = min(imbalance(loads, Placement(slots, num_experts)) for slots in complete)
+        found = imbalance(loads, balance(loads, 3, num_slots))
+        assert least <= found * ROUNDING
+        num_best += found <= 1.01 * least
+    assert num_best >= 0.6 * num_all
 
 
 @pytest.mark.parametrize(("num_experts", "num_ranks", "num_slots"), [(256, 32, 300), (160, 16, 179), (64, 7, 75)])
@@ -249,8 +295,12 @@ def test_rebalanced_from_anything(problem: tuple[list[float], int, int, Topology
             assert old[new.index(expert)] == expert
 
     slots = [list(of_rank) for of_rank in before.logical_of_slot]
-    found = moves(before, after, topology)
+    node_of_rank = data.draw(st.lists(st.integers(0, 2), min_size=num_ranks, max_size=num_ranks))
+    found = moves(before, after, node_of_rank)
     for move in found:
+        holders = [rank for rank, held in enumerate(before.logical_of_slot) if move.expert in held]
+        nodes = {node_of_rank[holder] for holder in holders}
+        assert node_of_rank[move.from_rank] == node_of_rank[move.to_rank] or node_of_rank[move.to_rank] not in nodes
         assert before.logical_of_slot[move.to_rank][move.slot] != move.expert
         assert move.expert in before.logical_of_slot[move.from_rank]
         slots[move.to_rank][move.slot] = move.expert
@@ -262,7 +312,7 @@ def test_rebalanced_from_anything(problem: tuple[list[float], int, int, Topology
 def test_moves_by_hand() -> None:
     before = Placement(((0, 1), (2, 3), (0, 4), (5, 6)), 7)
     after = Placement(((0, 1), (2, 0), (3, 4), (5, 6)), 7)
-    near = moves(before, after, Topology(num_nodes=2))
+    near = moves(before, after, (0, 0, 1, 1))
     assert [(move.to_rank, move.slot, move.expert, move.from_rank) for move in near] == [(1, 1, 0, 0), (2, 0, 3, 1)]
     turned = moves(before, Placement(((1, 0), (2, 3), (0, 4), (5, 6)), 7))
     assert [(move.to_rank, move.slot, move.from_rank) for move in turned] == [(0, 0, 0), (0, 1, 0)]
@@ -302,28 +352,74 @@ def relabelled(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) 
     return [after[chosen[rank]] for rank in range(len(before))]
 
 
+def swapped(generator: random.Random, loads: Sequence[float]) -> list[float]:
+    """The loads of the next window: as before, but pairs of experts have exchanged theirs, for up to a fifth of all."""
+    new = list(loads)
+    for _ in range(max(1, len(loads) // 10)):
+        one, other = generator.randrange(len(loads)), generator.randrange(len(loads))
+        new[one], new[other] = new[other], new[one]
+    return new
+
+
+MOST_SHAPES = [
+    (256, 256, 8),
+    (256, 288, 32),
+    (256, 288, 144),
+    (256, 320, 64),
+    (160, 176, 16),
+    (128, 160, 32),
+    (64, 72, 8),
+    (16, 18, 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("num_experts", "num_slots", "num_ranks"),
-    [(256, 256, 8), (256, 288, 32), (256, 288, 144), (64, 72, 8), (160, 176, 16)],
+    ("num_experts", "num_slots", "num_ranks", "drift", "share"),
+    [
+        *[(*shape, drift, 0.3) for shape in MOST_SHAPES for drift in (drifted, swapped)],
+        (256, 320, 160, drifted, 0.3),
+        (256, 320, 320, drifted, 0.3),
+        # With one slot, a rank that has to give a hot expert a copy more can only change it: nearly all moves are such,
+        # and no plan with that balance has less of them. With two slots, what is next to it has to change, too.
+        (256, 320, 320, swapped, 0.33),
+        (256, 320, 160, swapped, 0.4),
+        (8, 12, 4, drifted, 0.4),  # of 12 slots, one is a large share
+    ],
 )
-def test_drifting_loads_move_little(num_experts: int, num_slots: int, num_ranks: int) -> None:
-    """At most 30 % of what a plan from nothing moves, even with its ranks in a good order; as good to 2 %."""
+def test_drifting_loads_move_little(
+    num_experts: int, num_slots: int, num_ranks: int, drift: Callable[..., list[float]], share: float
+) -> None:
+    """At most so much of what a plan from nothing moves; as good to 2 %.
+
+    If all loads drift, that holds even with the ranks of that plan in a good order. It does not if experts exchange
+    loads: `balance` goes by the order of loads, so its plan is then the same with other experts in some slots.
+    """
     moved, moved_by_full, moved_by_relabelled = 0, 0, 0
-    for seed in range(2):
+    for seed in range(3):
         generator = random.Random(seed)
         loads = lognormal(seed, num_experts)
         placement = balance(loads, num_ranks, num_slots)
         for _ in range(4):
-            loads = drifted(generator, loads)
+            loads = drift(generator, loads)
             full, after = balance(loads, num_ranks, num_slots), rebalance(loads, placement)
             assert imbalance(loads, after) <= 1.02 * imbalance(loads, full) * ROUNDING
             old = placement.logical_of_slot
             moved += num_moved(old, after.logical_of_slot)
             moved_by_full += num_moved(old, full.logical_of_slot)
-            moved_by_relabelled += num_moved(old, relabelled(old, full.logical_of_slot))
+            if drift is drifted and num_ranks < 160 and num_experts > 16:  # the order takes long to find with more
+                moved_by_relabelled += num_moved(old, relabelled(old, full.logical_of_slot))
             placement = after
-    assert moved <= 0.3 * moved_by_full
-    assert moved <= 0.3 * moved_by_relabelled
+    assert moved <= share * moved_by_full
+    if moved_by_relabelled:
+        assert moved <= share * moved_by_relabelled
+
+
+@pytest.mark.parametrize(("num_slots", "num_ranks"), [(256, 8), (288, 32), (320, 160)])
+def test_what_is_good_enough_stays(num_slots: int, num_ranks: int) -> None:
+    for seed in range(5):
+        loads = lognormal(seed, 256, 2.0)
+        before = balance(loads, num_ranks, num_slots)
+        assert rebalance([load * (1 + index % 2 / 100) for index, load in enumerate(loads)], before) == before
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -338,12 +434,12 @@ def seconds(work: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("num_ranks", [32, 144, 288])
 def test_speed(num_ranks: int) -> None:
-    """58 layers: a plan in 0.1 s, a change of plan in 0.2 s with 32 ranks, 0.3 s with more; here three times that."""
+    """58 layers: a plan in 0.1 s, a change of plan in 6 ms each; here 2.5 times that: others use the machine."""
     layers = [lognormal(seed, 256) for seed in range(58)]
-    assert seconds(lambda: [balance(loads, num_ranks, 288) for loads in layers]) < 3 * 0.1
+    assert seconds(lambda: [balance(loads, num_ranks, 288) for loads in layers]) < 2.5 * 0.1
     today = [balance(loads, num_ranks, 288) for loads in layers]
     later = [drifted(random.Random(seed), loads) for seed, loads in enumerate(layers)]
-    assert seconds(lambda: [rebalance(loads, old) for loads, old in zip(later, today, strict=True)]) < 3 * 0.3
+    assert seconds(lambda: [rebalance(loads, old) for loads, old in zip(later, today, strict=True)]) < 2.5 * 0.006 * 58
 
 
 @pytest.mark.parametrize("load", [-1.0, float("nan"), float("inf"), 10**400])
@@ -376,3 +472,20 @@ def test_each_layer_is_placed_by_its_own_loads() -> None:
 def test_balancer_needs_no_torch() -> None:
     program = "import sys, moeserve.moe.balancer; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("loads", "best"), [([308, 78, 326, 236], 1.019), ([266, 250, 198, 234], 1.017), ([262, 232, 272, 182], 1.0106)]
+)
+def test_few_experts_get_the_best_of_all_choices_of_copies(loads: list[float], best: float) -> None:
+    """Two copies more on two ranks: those with most load are not the ones to copy. Never worse than without."""
+    found = imbalance(loads, balance(loads, 2, 6))
+    everything = [
+        imbalance(loads, Placement((one, other), 4))
+        for one in itertools.combinations(range(4), 3)
+        for other in itertools.combinations(range(4), 3)
+        if len({*one, *other}) == 4
+    ]
+    assert found == pytest.approx(min(everything), rel=1e-3)
+    assert found == pytest.approx(best, abs=1e-3)
+    assert found <= imbalance(loads, balance(loads, 2, 4))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from moeserve.messages import Request, SamplingParams
-from moeserve.scheduling.choice import Candidate, PrefixMemory, choose_replica, prompt_digests
+from moeserve.scheduling.choice import Candidate, PrefixMemory, ReplicaChooser, choose_replica, prompt_digests
 
 
 def candidate(free: int = 100, requests: int = 0, waiting: int = 0, cached: int = 0) -> Candidate:
@@ -75,3 +75,35 @@ def test_a_memory_knows_what_it_was_told_last() -> None:
         assert memory.num_known(digests) == known
         memory.remember(digests)
         told = (digests + [digest for digest in told if digest not in digests])[:8]
+
+
+def chooser(num_replicas: int, num_blocks: int = 100, finds_prefixes: bool = True) -> ReplicaChooser:
+    return ReplicaChooser(num_replicas, num_blocks, 4, finds_prefixes=finds_prefixes, salt=b"s")
+
+
+def named(name: str, token_ids: list[int]) -> Request:
+    return Request(request_id=name, prompt_token_ids=token_ids, params=SamplingParams(), seed=0)
+
+
+def test_books_follow_what_was_sent_and_what_was_told() -> None:
+    books = chooser(2)
+    assert books.choose(named("long", list(range(40)))) == 0  # 10 blocks wait
+    assert [books.choose(named(f"short{number}", [number] * 8)) for number in range(100, 103)] == [1, 1, 1]
+    books.note_news("long", has_ended=False)  # its prompt is computed: one request against three
+    assert books.choose(named("next", [7] * 8)) == 0
+    books.note_news("long", has_ended=False)  # more of its tokens change nothing
+    for number in range(100, 103):
+        books.note_news(f"short{number}", has_ended=True)
+    assert books.choose(named("last", [8] * 8)) == 1
+    books.note_free_blocks(1, 1)  # less than a prompt of two blocks takes
+    assert books.choose(named("elsewhere", [9] * 8)) == 0
+    assert books.num_used == 2
+
+
+def test_a_prompt_goes_where_its_beginning_went_before() -> None:
+    beginning = list(range(32))
+    for finds_prefixes, then in ((True, 0), (False, 1)):
+        books = chooser(2, finds_prefixes=finds_prefixes)
+        assert books.choose(named("first", beginning)) == 0
+        books.note_news("first", has_ended=False)
+        assert books.choose(named("second", [*beginning, 1, 2, 3, 4])) == then

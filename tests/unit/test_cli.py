@@ -56,6 +56,18 @@ def test_wrong_command_lines_are_answered(arguments: list[str], says: str, capsy
         (["generate", "no/such/folder", "--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["generate", "no/such/folder", "--prompt", "x", "--kv-cache-memory", "2X"], "no/such/folder"),
         (["upcycle", "no/such/file.gguf", "out"], "no/such/file.gguf"),
+        (
+            ["simulate", "x", "--hardware", "h800", "--ranks", "4", "--gpus-per-node", "2"],
+            "--gpus-per-node 2 does not go",
+        ),
+        (
+            ["simulate", "x", "--hardware", "h800", "--nodes", "4", "--exchange=node_limited", "--rebalance=auto"],
+            "which --rebalance auto and --placement loads do not keep here; use --exchange by_node",
+        ),
+        (
+            ["simulate", "x", "--hardware", "h800", "--nodes", "4", "--exchange=node_limited", "--placement=loads"],
+            "which --rebalance auto and --placement loads do not keep here; use --exchange by_node",
+        ),
         (["viz", "no/such/loads.jsonl"], "cannot read the expert loads in no/such/loads.jsonl"),
     ],
 )
@@ -67,6 +79,15 @@ def test_errors_are_one_sentence_and_status_1(
     assert shown.startswith("moeserve: ")
     assert says in shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_what_is_planned_and_simulated_is_said_alike(command: str) -> None:
+    words = [command, "folder", "--hardware", "h800", "--nodes", "3", "--loads", "loads.json", "--dtype", "float16"]
+    options = cli._parser().parse_args([*words, "--json"])
+    assert (str(options.model), options.ranks, options.nodes, options.gpus_per_node) == ("folder", None, 3, None)
+    assert (str(options.loads), options.dtype, options.json) == ("loads.json", "float16", True)
+    assert cli._ranks(options) == (24, 8)
 
 
 def test_flags_that_are_not_given_leave_every_default_alone() -> None:

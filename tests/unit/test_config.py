@@ -31,9 +31,23 @@ FACTS = CheckpointFacts(
 )
 
 
-def decide(has_cuda: bool = False, num_cores: int = 3, has_kernels: bool = True, **options: Any) -> EngineConfig:
-    settings = Settings.from_options(options)
-    return resolve(settings, FACTS, has_cuda=has_cuda, num_cores=num_cores, has_kernels=has_kernels)
+def decide(
+    has_cuda: bool = False,
+    num_cores: int = 3,
+    has_kernels: bool = True,
+    num_gpus: int | None = None,
+    has_nccl: bool = True,
+    **options: Any,
+) -> EngineConfig:
+    return resolve(
+        Settings.from_options(options),
+        FACTS,
+        has_cuda=has_cuda,
+        num_cores=num_cores,
+        num_gpus=num_gpus,
+        has_nccl=has_nccl,
+        has_kernels=has_kernels,
+    )
 
 
 def test_auto_becomes_what_the_checkpoint_and_the_machine_say() -> None:
@@ -93,7 +107,7 @@ def test_what_is_given_is_kept() -> None:
         ("data_parallel_size", 13, "use at most 12 ranks"),
         ("pipeline_parallel_size", 2, "pipeline_parallel_size=2"),
         ("executor", "slurm", "executor='slurm'"),
-        ("num_redundant_experts", 1, "5 experts on 1 ranks have room for 0 further copies"),
+        ("num_redundant_experts", 1, "copies of experts are for several ranks, and there is one"),
         ("num_redundant_experts", -1, ">= 0"),
     ],
 )
@@ -130,13 +144,43 @@ def test_copies_of_experts_are_no_more_than_ranks_can_hold() -> None:
         decide(data_parallel_size=3, num_redundant_experts=11)
 
 
+def test_experts_are_placed_by_loads_or_by_a_file() -> None:
+    assert decide(data_parallel_size=2, rebalance="places.json").rebalance == "off"
+    for rebalance in ("off", "auto"):
+        assert decide(data_parallel_size=2, rebalance=rebalance, expert_loads="loads.json").rebalance == rebalance
+    with pytest.raises(SettingsError) as refusal:
+        decide(data_parallel_size=2, rebalance="places.json", expert_loads="loads.json")
+    assert str(refusal.value) == (
+        "rebalance='places.json' says where experts are, and so does expert_loads='loads.json'; leave one of them out"
+    )
+
+
 def test_layouts_that_nothing_runs_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"executor='uniproc'.*asks for 2; use executor='mp'"):
         decide(data_parallel_size=2, executor="uniproc")
-    with pytest.raises(SettingsError, match="only on CPUs"):
-        decide(data_parallel_size=2, has_cuda=True, device="cuda")
     with pytest.raises(SettingsError, match=r"asks for 16 ranks.* may use 2 CPU cores; use at most 8 "):
         decide(tensor_parallel_size=4, data_parallel_size=4, num_cores=2)
+
+
+def test_each_rank_has_a_gpu_of_its_own() -> None:
+    on_gpus: dict[str, Any] = dict(has_cuda=True, device="cuda")
+    assert decide(num_gpus=4, tensor_parallel_size=2, data_parallel_size=2, **on_gpus).num_ranks == 4
+    assert decide(num_gpus=1, has_nccl=False, **on_gpus).num_ranks == 1  # which talks to nobody
+    words = (
+        "tensor_parallel_size=2, data_parallel_size=2 asks for 4 ranks, .* torch sees 3 on this host; "
+        "use at most 3 ranks.*CUDA_VISIBLE_DEVICES"
+    )
+    with pytest.raises(SettingsError, match=words):
+        decide(num_gpus=3, tensor_parallel_size=2, data_parallel_size=2, **on_gpus)
+    with pytest.raises(SettingsError, match=r"size=2: torch was built without NCCL.*install one for CUDA"):
+        decide(num_gpus=8, has_nccl=False, data_parallel_size=2, **on_gpus)
+    assert decide(num_gpus=0, has_nccl=False, data_parallel_size=2).device == "cpu"
+
+
+def test_ray_may_have_gpus_on_other_hosts() -> None:
+    settings = Settings.from_options(dict(device="cuda", data_parallel_size=4, executor="ray"))
+    config = resolve(settings, FACTS, has_cuda=True, num_cores=3, num_gpus=1, cores_of_nodes=[8, 8])
+    assert (config.num_ranks, config.executor) == (4, "ray")
 
 
 def test_threads_of_ranks_wait_asleep_where_they_outnumber_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,3 +217,23 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("given", "num_bytes"), [(0, 0), ("0", 0), ("16GiB", 2**34), (5_000, 5_000)])
 def test_packed_cache_may_be_nothing(given: int | str, num_bytes: int) -> None:
     assert decide(packed_cache=given).packed_cache == num_bytes
+
+
+def test_moving_experts_is_for_cpus() -> None:
+    with pytest.raises(SettingsError, match=r"decides by how long ranks wait.* on CPUs only"):
+        decide(device="cuda", has_cuda=True, num_gpus=2, data_parallel_size=2, rebalance="auto")
+    assert decide(device="cuda", has_cuda=True, num_gpus=2, data_parallel_size=2).rebalance == "off"
+
+
+def test_who_carries_tokens_between_gpus() -> None:
+    on_gpus: dict[str, Any] = dict(device="cuda", has_cuda=True, num_gpus=2, data_parallel_size=2)
+    assert decide(**on_gpus).dispatcher == "deepep"
+    assert decide(**on_gpus).dispatcher_may_change
+    assert not decide(**on_gpus, dispatcher="deepep").dispatcher_may_change
+    assert decide(**on_gpus, dispatcher="all_to_all").dispatcher == "all_to_all"
+    assert decide(device="cuda", has_cuda=True, num_gpus=1).dispatcher == "local"
+    assert decide(data_parallel_size=2).dispatcher == "all_to_all"
+    with pytest.raises(SettingsError, match="'deepep' carries tokens between GPUs, and device='cpu'"):
+        decide(data_parallel_size=2, dispatcher="deepep")
+    with pytest.raises(SettingsError, match="'deepep' carries tokens between GPUs, but there is 1 rank"):
+        decide(dispatcher="deepep", device="cuda", has_cuda=True, num_gpus=1)

@@ -19,20 +19,17 @@ from hypothesis import strategies as st
 from moeserve.planner.costs import (
     Assumptions,
     AttentionWork,
-    Balance,
-    ExchangeName,
     ExchangeWork,
     ExpertWork,
-    Formula,
     GatherWork,
     LayoutCosts,
     MatrixWork,
     RankShape,
     ReplicaLoad,
     StepLoad,
-    rows_that_leave,
-    shown_seconds,
 )
+from moeserve.planner.expert_rows import Balance, ExchangeName, rows_that_leave
+from moeserve.planner.formula import Formula, shown_seconds
 from moeserve.planner.hardware import TABLE, Hardware
 
 SIMPLE = Hardware(

@@ -7,14 +7,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from moeserve import cli
 from moeserve.errors import SettingsError
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
-from moeserve.planner.costs import Assumptions, shown_seconds
+from moeserve.planner.costs import Assumptions
 from moeserve.planner.estimate import Estimate, as_text, estimate_layouts
+from moeserve.planner.formula import shown_seconds
 from moeserve.planner.hardware import TABLE, Hardware
 from moeserve.planner.layout import find_layouts
 from moeserve.planner.traffic import fixed_traffic
@@ -223,6 +225,18 @@ def test_exchanges_that_do_not_fit(num_ranks: int, model: str, exchange: Any, me
         estimate(folder_of(tmp_path, model), num_ranks, assumptions=Assumptions(exchange=exchange))
 
 
+def test_an_exchange_that_counts_on_groups_wants_them_kept(tmp_path: Path) -> None:
+    """In their order, 288 slots put some groups on two nodes."""
+    folder = folder_of(tmp_path, "DeepSeek-V3")
+    limited = Assumptions(exchange="node_limited")
+    assert estimate(folder, 32, assumptions=limited).decode is not None  # without copies, the order keeps them
+    with pytest.raises(SettingsError, match="288 slots on 32 ranks divide group 2 of the router's 8; use by_node"):
+        estimate(folder, 32, assumptions=limited, num_redundant=32)
+    assert (
+        estimate(folder, 32, assumptions=limited, num_redundant=32, num_nodes=4, keeps_groups=True).decode is not None
+    )
+
+
 def test_rows_by_node_are_fewer_and_limited_ones_fewer_still(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "DeepSeek-V3")
     sent = []
@@ -241,9 +255,24 @@ def test_rows_by_node_are_fewer_and_limited_ones_fewer_still(tmp_path: Path) -> 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "DeepSeek-V3")
     found = find_layouts(folder, 8, None, 8)
-    estimates = estimate_layouts(found, H800, fixed_traffic(4096, 512), PERFECT, ranks_per_node=8)
-    assert estimates.layouts[0].decode is None
+    traffic, memory = fixed_traffic(4096, 512), Assumptions(memory_share=0.5)
+    estimates = estimate_layouts(found, H800, traffic, memory, ranks_per_node=8)
+    (layout,) = estimates.layouts
+    assert layout.decode is None
+    assert layout.refusal == (
+        f"the weights of a rank take {layout.weight_bytes / 2**30:.1f} GiB, and weights and KV cache may take "
+        f"{40e9 / 2**30:.1f} GiB of its memory"
+    )
+    text = as_text(estimates)
+    assert f"does not fit: {layout.refusal}" in text
+    assert "tokens of prompts" not in text  # no heading of a table without lines
+    # A few bytes more than the weights.
+    share = (layout.weight_bytes + 1000) / 200e9
+    large = msgspec.structs.replace(H800, memory=200e9)
+    estimates = estimate_layouts(found, large, traffic, Assumptions(memory_share=share), ranks_per_node=8)
+    assert estimates.layouts[0].refusal == "no room for the KV cache of a request"
     assert "does not fit: no room for the KV cache of a request" in as_text(estimates)
+    assert estimate_layouts(found, large, traffic, PERFECT, ranks_per_node=8).layouts[0].refusal is None
 
 
 def test_a_cache_that_is_small_limits_the_requests(tmp_path: Path) -> None:
@@ -264,13 +293,37 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     folder = str(folder_of(tmp_path, "DeepSeek-V3"))
     assert cli.main(["plan", folder, "--nodes", "4", "--hardware", "h200"]) == 0
     text = capsys.readouterr().out
-    assert "Estimates for 4 x 8 h200, and requests of 13911 + 357 tokens" in text
+    assert (
+        "Estimates for 4 x 8 h200, weights in fp8, and requests of 13911 + 357 tokens (the 200 requests that come with "
+        "moeserve; "
+    ) in text
+    assert "tokens of prompts" in text
     assert max(map(len, text.splitlines())) < 180
     assert "A step of" not in text
     assert cli.main(["plan", folder, "--nodes", "4", "--hardware", "h200", "--tp", "1", "--traffic", "4096:512"]) == 0
     text = capsys.readouterr().out
+    assert "that come with moeserve" not in text
     for wanted in ("Memory:", "A step of decode:", "A step of prefill:", "dispatch and combine: ", "tokens per second"):
         assert wanted in text
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "named"),
+    [
+        ("DeepSeek-V3", [], "fp8"),
+        ("DeepSeek-V3", ["--weights", "dtype"], "bfloat16"),
+        ("Mixtral-8x7B", ["--dtype", "float32"], "float32"),
+        ("Mixtral-8x7B", ["--weights", "fp8"], "fp8"),
+    ],
+)
+def test_the_heading_names_the_format_of_the_weights(
+    model: str, flags: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", str(folder_of(tmp_path, model)), "--nodes", "4", "--hardware", "h200", "--tp", "1", *flags]
+    assert cli.main(command) == 0
+    assert f"h200, weights in {named}, and requests" in capsys.readouterr().out
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["estimates"]["weights"] == named
 
 
 def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,6 +344,9 @@ def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         ([], "say either --ranks, for those of one node, or --nodes (and --gpus-per-node, if not 8)"),
         (["--ranks", "8", "--nodes", "1"], "say either --ranks"),
+        (["--ranks", "8", "--gpus-per-node", "2"], "all in one node, so --gpus-per-node 2 does not go with them"),
+        (["--ranks", "8", "--gpus-per-node", "8"], "all in one node, so --gpus-per-node 8 does not go with them"),
+        (["--nodes", "2", "--gpus-per-node", "0"], "--nodes 2 and --gpus-per-node 0: both must be at least 1"),
         (["--nodes", "0"], "--nodes 0 and --gpus-per-node 8: both must be at least 1"),
         (["--ranks", "8", "--traffic", "1:1"], "--traffic is for estimates; say --hardware too"),
         (["--ranks", "8", "--overlap"], "--overlap is for estimates; say --hardware too"),

@@ -53,6 +53,7 @@ def test_a_file_describes_what_the_table_has_not(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("h20", "hardware='h20' is not in the table: did you mean 'h200'? Or give a .json file that describes it"),
+        ("abacus", "not in the table: known are: a100, b200, gb200, h100, h200, h800. Or give a .json file that"),
         ("cpu", "(a CPU is described in a file, by what was measured on it: see docs/planning.md)"),
         ("none.json", "cannot read the hardware in none.json: No such file or directory"),
     ],

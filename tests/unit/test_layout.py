@@ -85,7 +85,7 @@ def test_bytes_that_travel_are_those_that_dispatchers_send(model: str, changes: 
     assert moe is not None
     num_experts, top_k = moe.router.num_experts, moe.router.top_k
     placement = Placement.even(num_experts, 4)
-    step = cast(Any, SimpleNamespace(tokens_per_rank=(num_tokens,) * 4))
+    step = cast(Any, SimpleNamespace(tokens_per_rank=(num_tokens,) * 4, padding=None))
 
     def mean_bytes(kind: type[AllGatherDispatcher] | type[AllToAllDispatcher]) -> float:
         def life(group: ThreadGroup) -> list[Record]:
@@ -111,6 +111,80 @@ def test_bytes_that_travel_are_those_that_dispatchers_send(model: str, changes: 
     for layout in find_layouts(folder, 4, "bfloat16").layouts:
         assert layout.dispatch_bytes == pytest.approx(mean_bytes(AllToAllDispatcher), rel=0.015)
         assert layout.allgather_bytes == pytest.approx(mean_bytes(AllGatherDispatcher), rel=0.015)
+
+
+GROUPED: list[tuple[int, int, int, bool]] = [
+    (1, 8, 0, False),
+    (4, 8, 0, False),
+    (4, 8, 32, True),
+    (4, 8, 30, False),
+    (8, 4, 40, True),
+    (16, 8, 32, True),
+]
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node", "num_redundant", "has_loads"), GROUPED)
+def test_groups_of_the_router_stay_whole(
+    num_nodes: int, ranks_per_node: int, num_redundant: int, has_loads: bool, tmp_path: Path
+) -> None:
+    """DeepSeek-V3 has 8 groups of 32 experts: nodes have whole groups, or where nodes are more, groups whole nodes."""
+    folder = folder_of(tmp_path, "DeepSeek-V3")
+    loads = tmp_path / "loads.json"
+    hot = [[float((expert * layer) % 97 + 1) for expert in range(256)] for layer in range(1, 59)]
+    loads.write_text(json.dumps({"loads": hot}))
+    (layout,) = find_layouts(
+        *(folder, num_nodes * ranks_per_node, None, 1),
+        loads=loads if has_loads else None,
+        num_redundant=num_redundant,
+        num_nodes=num_nodes,
+        keeps_groups=True,
+    ).layouts
+    nodes_of_group: dict[int, set[int]] = {}
+    groups_of_node: dict[int, set[int]] = {}
+    for holder in layout.holders:
+        for expert in holder.experts:
+            nodes_of_group.setdefault(expert // 32, set()).add(holder.rank // ranks_per_node)
+            groups_of_node.setdefault(holder.rank // ranks_per_node, set()).add(expert // 32)
+    assert {len(nodes) for nodes in nodes_of_group.values()} == {max(1, num_nodes // 8)}
+    assert {len(groups) for groups in groups_of_node.values()} == {max(1, 8 // num_nodes)}
+    slots = [len(holder.experts) for holder in layout.holders]
+    assert sum(slots) == 256 + num_redundant
+    assert max(slots) - min(slots) <= 1
+
+
+def test_groups_that_are_kept_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(folder_of(tmp_path, "DeepSeek-V3")), "--num-redundant-experts", "32", "--hardware", "h800"]
+    assert cli.main([*command, "--nodes", "4", "--exchange", "node_limited"]) == 0
+    assert "each 8 ranks in order hold whole groups of the router's experts\n" in capsys.readouterr().out
+    assert cli.main([*command, "--nodes", "16", "--exchange", "node_limited"]) == 0
+    assert "each 16 ranks in order hold whole groups of the router's experts\n" in capsys.readouterr().out
+    assert cli.main([*command, "--nodes", "4", "--exchange", "by_node"]) == 0
+    assert "groups" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "options", "message"),
+    [
+        ("DeepSeek-V3", 24, {"num_nodes": 3}, "8 groups of experts and 3 nodes: one number must divide the other"),
+        ("DeepSeek-V3", 32, {"num_nodes": 4, "shared_as_routed": True}, "also choose experts that are in no group"),
+        # A node of two ranks holds two copies of each of its 64 experts, and would have 129 slots.
+        (
+            "DeepSeek-V3",
+            8,
+            {"num_nodes": 4, "num_redundant": 257},
+            "each 2 ranks in order must hold whole groups of experts, but 513 slots on 8 ranks divide group 0 of the "
+            "router's 8; use by_node, or other numbers of redundant experts and ranks",
+        ),
+        ("Mixtral-8x7B", 16, {"num_nodes": 2}, "the model's router does not choose groups of experts; use by_node"),
+    ],
+)
+def test_groups_that_cannot_be_kept(
+    model: str, num_ranks: int, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError) as error:
+        find_layouts(folder_of(tmp_path, model), num_ranks, None, 1, keeps_groups=True, **options)
+    assert message in str(error.value)
+    assert str(error.value).startswith("exchange=node_limited: ")
 
 
 def test_layouts_that_cannot_be_are_refused_with_the_reason(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from moeserve.errors import SettingsError
 from moeserve.moe.balancer import balance
 from moeserve.planner.views import plan, show
 from moeserve.telemetry import load_page
-from moeserve.telemetry.expert_load import LoadWindow, write_window
+from moeserve.telemetry.expert_load import LoadWindow, summed, write_window
 from moeserve.telemetry.heat import NO_LOAD, OF_EXPERTS, OF_RANKS, Scale, colours, over_mean, ticks
-from moeserve.telemetry.load_image import PALETTE, PAPER, Map, as_png
+from moeserve.telemetry.load_image import MAX_WINDOWS_SHOWN, PALETTE, PAPER, Chart, Map, as_png, charts, placed
 from moeserve.telemetry.load_page import as_html
 from moeserve.telemetry.load_table import as_text, sparkline
 
@@ -157,6 +157,65 @@ def test_the_picture_has_cells_that_can_be_seen_and_sizes_that_can_be_shown() ->
         assert cells.cell_height >= 1
         assert num_experts * cells.cell_width <= 4096
         assert num_layers * cells.cell_height <= 1024
+
+
+def colours_of_cells(picture: npt.NDArray[np.uint8], cells: Map, num_rows: int, num_columns: int) -> list[list[Any]]:
+    """By row, by column: the one colour that the cell has."""
+    found = []
+    for row in range(num_rows):
+        found.append([])
+        for column in range(num_columns):
+            left, top = cells.left + column * cells.cell_width, cells.top + row * cells.cell_height
+            cell = picture[top : top + cells.cell_height - cells.gap, left : left + cells.cell_width - cells.gap]
+            (colour,) = {tuple(pixel.tolist()) for pixel in cell.reshape(-1, 3)}
+            found[-1].append(colour)
+    return found
+
+
+def colours_of_ranks(counts: list[list[float]]) -> list[list[tuple[int, int, int]]]:
+    """By row, by rank: from 1/2 of the row's mean to twice."""
+    found = []
+    for row in counts:
+        octaves = [math.log2(count * len(row) / sum(row)) if count else None for count in row]
+        found.append(
+            [NO_LOAD if at is None else colours()[min(63, max(0, math.floor((at + 1) * 32)))] for at in octaves]
+        )
+    return found
+
+
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_the_picture_shows_ranks_by_layer_before_and_after_and_over_time(has_plan: bool) -> None:
+    windows = drawn(5, 3, 8, 4)
+    planned = plan(summed(windows), 4) if has_plan else None
+    picture = decoded(as_png(windows, planned))
+    by_layer = [[float(rank_given(windows, layer, rank)) for rank in range(4)] for layer in range(3)]
+    over_time = [[float(sum(row[rank] for row in each.tokens_of_rank)) for rank in range(4)] for each in windows]
+    maps, height = placed(charts(windows, planned))
+    assert picture.shape[0] == height
+    assert len(maps) == (4 if has_plan else 3)
+    assert colours_of_cells(picture, maps[1], 3, 4) == colours_of_ranks(by_layer)
+    of_windows = colours_of_cells(picture, maps[-1], 4, 5)
+    assert [list(column) for column in zip(*of_windows, strict=True)] == colours_of_ranks(over_time)
+    if planned is not None:
+        assert colours_of_cells(picture, maps[2], 3, 4) == colours_of_ranks([list(row) for row in planned])
+
+
+def test_what_is_written_beside_the_maps() -> None:
+    even, uneven = of_counts([[4, 4]], [[4, 4]]), of_counts([[8, 0]], [[8, 0]])
+
+    def texts(found: tuple[Chart, ...]) -> list[tuple[str, str, str]]:
+        return [(chart.note, chart.rows.name, chart.columns.name) for chart in found]
+
+    assert texts(charts([even, uneven], [[9.0, 7.0]])) == [
+        ("1 layers, 2 experts, 2 ranks, 16 tokens", "Layer", "Expert"),
+        ("Fullest rank / mean: 1.50 in all layers together", "Layer", "Rank"),
+        ("Fullest rank / mean: 1.12 in all layers together", "Layer", "Rank"),
+        ("Fullest rank / mean: 1.00 to 2.00 in all layers together", "Rank", "Window"),
+    ]
+    *_, (note, _, columns) = texts(charts([even] * (2 * MAX_WINDOWS_SHOWN + 1)))
+    assert note == "Fullest rank / mean: 1.00 to 1.00 in all layers together"
+    assert columns == "3 windows"
+    assert charts([even] * (2 * MAX_WINDOWS_SHOWN + 1))[-1].ratios.shape == (2, 171)
 
 
 def test_the_picture_names_its_axes_and_colours() -> None:
@@ -490,7 +549,7 @@ def test_files_and_the_table(tmp_path: Path) -> None:
     assert "planned" in show(path, num_redundant=0)
     page, picture = tmp_path / "page.html", tmp_path / "picture.png"
     assert show(path, html_path=page, png_path=picture, num_redundant=2) == f"{page}\n{picture}"
-    assert picture.read_bytes() == as_png(windows)
+    assert picture.read_bytes() == as_png(windows, plan(summed(windows), 2)) != as_png(windows)
     assert Page(page.read_text()).data["planned"] is not None
     assert Page(page.read_text()).texts["h1"] == ["Expert load: loads.jsonl"]
 
@@ -510,6 +569,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "says"),
     [
         (["--num-redundant-experts", "9"], "8 experts on 2 ranks need from 8 slots (one copy each) to 16"),
+        (["--png", "loads.html"], "the picture cannot be written to loads.html: its name must end in .png"),
+        (["--html", "page.png"], "the page cannot be written to page.png: its name must end in .html or .htm"),
+        (["--html", "page"], "the page cannot be written to page: its name must end in .html or .htm"),
         (["--png", "no/such/folder/x.png"], "cannot write no/such/folder/x.png: No such file or directory"),
     ],
 )
@@ -522,10 +584,27 @@ def test_errors_of_the_command(
     assert says in shown
 
 
+@pytest.mark.parametrize(("flag", "name"), [("--html", "a.htm"), ("--html", "a.HTML"), ("--png", "a.PNG")])
+def test_other_names_of_pages_and_pictures(flag: str, name: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, drawn(1, 1, 8, 2))
+    assert cli.main(["viz", str(path), flag, str(tmp_path / name)]) == 0
+    assert (tmp_path / name).exists()
+
+
+def test_the_page_and_the_picture_are_two_files(tmp_path: Path) -> None:
+    path = saved(tmp_path, drawn(1, 1, 8, 2))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "x.png").symlink_to(tmp_path / "x.html")
+    for other in (tmp_path / "x.html", tmp_path / "folder" / ".." / "x.html", tmp_path / "x.png"):
+        with pytest.raises(SettingsError, match=r"page and the picture cannot both be written to .*; name two files"):
+            show(path, html_path=tmp_path / "x.html", png_path=other)
+    assert not (tmp_path / "x.html").exists()
+
+
 def test_records_are_not_overwritten_by_what_shows_them(tmp_path: Path) -> None:
     path = saved(tmp_path, drawn(1, 1, 8, 2))
     content = path.read_bytes()
-    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "link.html").symlink_to(path)
     with pytest.raises(SettingsError, match="holds the expert loads that are shown; name another file"):
-        show(path, html_path=tmp_path / "link")
+        show(path, html_path=tmp_path / "link.html")
     assert path.read_bytes() == content

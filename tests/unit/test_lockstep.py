@@ -77,7 +77,7 @@ def test_what_experts_were_given_is_told_by_all_if_one_asks() -> None:
 
 def test_shutdown_needs_all_and_failure_one() -> None:
     leaving = Intent(num_tokens=0, is_decode_only=True, flags=IntentFlags(wants_shutdown=True))
-    failed = Intent(num_tokens=0, is_decode_only=True, flags=IntentFlags(has_failed=True, ready_to_rebalance=True))
+    failed = Intent(num_tokens=0, is_decode_only=True, flags=IntentFlags(has_failed=True, wants_load=True))
     assert agreed(leaving, leaving)[1].is_shutdown
     assert not agreed(leaving, failed)[1].is_shutdown
     assert agreed(leaving, failed, failed)[0].failed_ranks == (1, 2)
@@ -85,7 +85,7 @@ def test_shutdown_needs_all_and_failure_one() -> None:
 
 @pytest.mark.parametrize(
     ("place", "value", "named"),
-    [(0, 9, r"protocol version 2 on replicas \[0, 2\]; 9 on replicas \[1\]"), (1, 5, "step 0 .*5 on replicas")],
+    [(0, 9, r"protocol version 3 on replicas \[0, 2\]; 9 on replicas \[1\]"), (1, 5, "step 0 .*5 on replicas")],
 )
 def test_replicas_out_of_step_are_named(place: int, value: int, named: str) -> None:
     sides = [Lockstep(rank=rank, num_replicas=3) for rank in range(3)]

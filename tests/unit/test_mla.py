@@ -16,7 +16,7 @@ from moeserve.layers import mla
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.messages import Chunk, StepPlan
-from moeserve.ops import latent_attention
+from moeserve.ops import backend
 from moeserve.ops.dense_attention import attend_causally
 from moeserve.ops.native import native_kernels
 from moeserve.step_inputs import StepInputs
@@ -100,7 +100,7 @@ def test_all_ways_give_the_same(shape: str, way: str, monkeypatch: pytest.Monkey
     """Two contexts, computed in chunks of several sizes that ride together, with blocks in no order."""
     torch.manual_seed(0)
     if way != "kernels":
-        monkeypatch.setattr(latent_attention, "native_kernels", lambda: None)
+        monkeypatch.setattr(backend, "native_kernels", lambda: None)
     layer = make_layer(SHAPES[shape])
     if way not in ("kernels", "as chosen"):
         limit = 10**6 if way == "absorbed" else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,7 @@ from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.activation import ClampedSwiGLU
 from moeserve.ops.routing import RouterConfig
 
-NO_STEP = cast(Any, None)  # local dispatch does not look at it
+NO_STEP = cast(Any, SimpleNamespace(padding=None))  # local dispatch looks at nothing else
 CPU = torch.device("cpu")
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from load_windows import of_counts
 
 from moeserve.errors import SettingsError
 from moeserve.moe.placement import Placement, read_loads
+from moeserve.telemetry.expert_load import write_window
 
 
 def check(placement: Placement, num_experts: int, num_ranks: int, num_slots: int) -> None:
@@ -154,3 +156,13 @@ def test_loads_that_are_not_there(tmp_path: Path) -> None:
 def test_placement_needs_no_torch() -> None:
     program = "import sys, moeserve.moe.placement; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+
+
+def test_loads_from_records_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "loads.jsonl"
+    with path.open("wb") as file:
+        for first_step, counts in ((0, [[1, 2, 3], [4, 0, 2]]), (10, [[10, 0, 0], [0, 10, 0]])):
+            write_window(file, of_counts(counts, [[sum(of_layer)] for of_layer in counts], first_step=first_step))
+    assert read_loads(path, num_layers=2, num_experts=3) == ((11, 2, 3), (4, 10, 2))
+    with pytest.raises(SettingsError, match=r"loads\[0\] is of 3 experts; the model has 4"):
+        read_loads(path, num_layers=2, num_experts=4)

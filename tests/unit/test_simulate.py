@@ -253,12 +253,14 @@ class TestBalance:
     def test_drift_is_the_same_whether_experts_move_or_not(self, costs: LayoutCosts) -> None:
         load = StepLoad.of([ReplicaLoad(num_decoding=64, decode_pairs=6400)] * NUM_REPLICAS)
         balances = [balance_of(costs, skew=1.0, drift=20.0, rebalance=how) for how in ("off", "auto")]
-        for _ in range(300):
-            for balance in balances:
-                balance.advance(load, 1.0)
         off, auto = balances
+        seconds = {"off": 0.0, "auto": 0.0}  # over the mean of ranks, that the fullest computes
+        for _ in range(300):
+            for how, balance in zip(seconds, balances, strict=True):
+                seconds[how] += balance.expected - 1
+                balance.advance(load, 1.0)
         assert auto.rebalances
-        assert auto.expected < off.expected
+        assert seconds["auto"] < seconds["off"] / 2
         for balance in balances:
             balance.rest(3600.0 - balance._now)
         assert off._loads == auto._loads
@@ -329,3 +331,43 @@ class TestCommand:
         command = ["simulate", str(folder), "--ranks", "8", "--hardware", "h800", *arguments]
         assert cli.main(command) == 1
         assert says in capsys.readouterr().err
+
+
+def test_shared_experts_in_slots(tmp_path: Path) -> None:
+    """Every token chooses them, so they need copies: at the start, and after rebalancing."""
+    changes = dict(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=16, n_group=1, topk_group=1)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3"] | changes | {"num_experts_per_tok": 2}))
+    found = find_layouts(tmp_path, NUM_REPLICAS, None, 1, num_redundant=15, shared_as_routed=True)
+    shape = rank_shape(describe(tmp_path), found, found.layouts[0], Assumptions(), NUM_REPLICAS)
+    costs = LayoutCosts(shape, H800, Assumptions())
+    settings = ExpertSettings(num_redundant_experts=15, shared_as_routed=True, skew=1.0, rebalance="auto")
+    balance = ExpertBalance(costs, H800, settings, (), num_experts=16, num_shared=1, top_k=2, seed=0)
+    shared = 16
+    at_start = balance._placements[0]
+    # With equal loads it has a third of all rows, as eight routed experts have: of 32 slots it gets as many as it can.
+    assert sum(shared in slots for slots in at_start.logical_of_slot) == NUM_REPLICAS
+    uneven = balance.expected
+    load = StepLoad.of([ReplicaLoad(num_decoding=64, decode_pairs=64 * 500)] * NUM_REPLICAS)
+    for _ in range(3000):
+        balance.advance(load, 0.1)
+    assert balance.rebalances
+    assert balance.expected < uneven
+    for placement in balance._placements:
+        assert sum(shared in slots for slots in placement.logical_of_slot) >= NUM_REPLICAS // 2
+
+
+def test_320_ranks_of_256_routed_experts_and_shared_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3"]))
+    arguments = ["--nodes", "40", "--hardware", "h800", "--shared-as-routed", "--num-redundant-experts", "63"]
+    traffic = ["--seconds", "30", "--length", "0.02", "--rate", "20"]
+    cli.main(["simulate", str(tmp_path), *arguments, *traffic, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (told["dp"], told["outcome"]["num_finished"]) == (320, told["num_requests"])
+    # One slot for each rank. Evenly loaded, 32 copies of the shared expert carry what a routed one does.
+    assert told["outcome"]["rank_balance"]["at_start"] == pytest.approx(320 / 9 / 32, rel=1e-6)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["DeepSeek-V3"]))
+    assert cli.main(["simulate", str(tmp_path), "--nodes", "1", "--hardware", "h800"]) != 0
+    assert "the weights of a rank take" in capsys.readouterr().err

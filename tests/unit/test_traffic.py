@@ -136,7 +136,7 @@ def test_what_a_user_may_mean(tmp_path: Path) -> None:
     for wrong in ("0:5", f"{MAX_TOKENS + 1}:5", "5:0"):
         with pytest.raises(SettingsError, match="lengths are from 1 to"):
             choose_traffic(wrong)
-    with pytest.raises(SettingsError, match=r"must be a \.jsonl file"):
+    with pytest.raises(SettingsError, match=r"^traffic='4096' must be a \.jsonl file .*, or PROMPT:OUTPUT in tokens"):
         choose_traffic("4096")
 
 

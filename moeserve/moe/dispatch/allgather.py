@@ -93,9 +93,9 @@ class AllGatherDispatcher:
         self.all_pairs = torch.arange(0, device=device)  # grows
 
     def is_small(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> bool:
-        """Whether a step has few tokens: a question that all ranks answer alike."""
+        """Whether a step has few tokens: a question that all ranks answer alike. Padded ones always count as such."""
         bytes_per_token = routing.experts_TK.shape[1] * hidden_TD.shape[1] * hidden_TD.element_size()
-        return sum(step.tokens_per_rank) * bytes_per_token <= MAX_SMALL_BYTES
+        return step.padding is not None or sum(step.tokens_per_rank) * bytes_per_token <= MAX_SMALL_BYTES
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Gathering:
         own_TK = self.exchange.choose(routing, step)

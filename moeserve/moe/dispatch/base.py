@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moeserve.moe.dispatch.replicas import Replicas
 from moeserve.moe.router import Routing
+from moeserve.ops.products import Gather
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, R rows (one per token and expert chosen), S slots for the rows of one expert, e local experts
@@ -20,16 +21,17 @@ Ticket = TypeVar("Ticket")
 class PackedTokens:
     """Rows sorted by local expert, each expert's rows together."""
 
-    rows_RD: Tensor
+    rows_RD: Tensor  # or, with `gather`, what they are to be fetched from
     counts_e: Tensor  # int64: how many rows each local expert has
     has_spare_rows: bool = False  # whether more rows may follow the last expert's, which nobody computes
+    gather: Gather | None = None  # for kernels that fetch rows as they read them
 
 
 @dataclass(frozen=True)
 class SlottedTokens:
     """As many slots for each local expert, whatever its rows: shapes do not depend on the routing."""
 
-    slots_eSD: Tensor  # each expert's rows first, in its slots; the rest holds zeros, and what comes of it is not read
+    slots_eSD: Tensor  # each expert's rows first, in its slots; what lies in the others, or comes of it, is not read
     counts_e: Tensor  # int64: how many rows each local expert has
 
 

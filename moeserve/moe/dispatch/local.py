@@ -11,7 +11,9 @@ from moeserve.moe.dispatch.base import Arrived, PackedTokens
 from moeserve.moe.dispatch.replicas import Replicas
 from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
+from moeserve.ops import backend
 from moeserve.ops.pairs import Keys, choose_pairs
+from moeserve.ops.products import Gather
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, K experts per token, R pairs that are not padding
@@ -51,13 +53,20 @@ class LocalDispatcher:
         assert placement.num_ranks == 1
         self.replicas = Replicas(placement, 0, (0,), device)
         self.pairs = choose_pairs(device.type)
+        # On a GPU kernels fetch rows themselves, and no shape depends on the routing, so that nothing waits for it.
+        self.fetches_late = backend.of(device.type) == "triton"
         (num_experts,) = placement.num_slots
         self.keys = Keys(num_experts)
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Here:
         experts_TK = self.replicas.choose(routing.experts_TK, first_token=0)
-        pair_of_row_R, counts_e = self.pairs.sort(experts_TK, self.keys)
-        tokens = PackedTokens(self.pairs.gather(hidden_TD, pair_of_row_R, experts_TK.shape[1]), counts_e)
+        top_k = experts_TK.shape[1]
+        if self.fetches_late:
+            pair_of_row_R, counts_e = self.pairs.order(experts_TK, self.keys)
+            tokens = PackedTokens(hidden_TD, counts_e, has_spare_rows=True, gather=Gather(pair_of_row_R, top_k))
+        else:
+            pair_of_row_R, counts_e = self.pairs.sort(experts_TK, self.keys)
+            tokens = PackedTokens(self.pairs.gather(hidden_TD, pair_of_row_R, top_k), counts_e)
         return Here(Arrived(tokens, LocalTicket(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)))
 
     def combine(self, output: Tensor, ticket: LocalTicket) -> Done:

@@ -1,0 +1,141 @@
+"""DeepEP's second interface, `ElasticBuffer`: the same kernels for all steps, with rows laid out by expert.
+
+After https://github.com/deepseek-ai/DeepEP: deep_ep/buffers/elastic.py of 2.x and its README.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.moe.dispatch.base import Arrived, PackedTokens
+from moeserve.moe.dispatch.deepep_carrier import DeepEPShape, Event, Returning, from_float8, to_float8
+
+# T tokens of this rank, D model width, K experts per token, R rows that arrive, one for each pair that this rank
+# computes, and maybe spare ones, e local experts
+
+
+@dataclass(frozen=True)
+class ElasticTicket:
+    handle: Any
+    weights_R: Tensor  # of each row
+    num_tokens: int  # T
+
+
+@dataclass(frozen=True)
+class ElasticTravelling:
+    """A dispatch under way."""
+
+    received: Tensor | tuple[Tensor, Tensor]  # [R, D], or float8 and scales
+    has_spare_rows: bool
+    event: Event
+    ticket: ElasticTicket
+    dtype: torch.dtype
+
+    def wait(self) -> Arrived[ElasticTicket]:
+        self.event.current_stream_wait()
+        rows_RD = from_float8(self.received, self.dtype)
+        # the number of rows up to each expert's last, with an alignment of 1
+        ends_e = self.ticket.handle.psum_num_recv_tokens_per_expert
+        counts_e = ends_e.to(torch.int64).diff(prepend=ends_e.new_zeros(1, dtype=torch.int64))
+        return Arrived(PackedTokens(rows_RD, counts_e, self.has_spare_rows), self.ticket)
+
+
+@dataclass(frozen=True)
+class ReturningOne:
+    """A combine under way, of the row that was sent in place of no token."""
+
+    returning: Returning
+
+    def wait(self) -> Tensor:
+        return self.returning.wait()[:0]
+
+
+class ElasticCarrier:
+    """See `Carrier`.
+
+    A token's row travels once to each rank that holds any of its experts, and is copied there into one row for each.
+    Outputs are multiplied by their weights and rounded; a token's are added on each rank, rounded, and added again
+    where it came from. So where experts are decides what is rounded, unlike with our own dispatchers.
+
+    Small steps have shapes that do not depend on the routing: rows for every token and expert that could be. In large
+    steps those would be too many, and the host waits for the number of rows.
+    """
+
+    def __init__(
+        self, deep_ep: ModuleType, shape: DeepEPShape, process_group: Any, *, is_deterministic: bool = True
+    ) -> None:
+        """
+        Args:
+            deep_ep: the package.
+            process_group: of torch.distributed, with NCCL, of the ep ranks in their order.
+            is_deterministic: an expert's rows have the same order each time. That takes a sort after each dispatch,
+                in which 2.1 asks the host, so no graph can hold it. Without, sums come out the same all the same, if
+                what comes of a row does not depend on its place: they are added in the order of k, not of arrival.
+        """
+        self.shape = shape
+        self.is_deterministic = is_deterministic
+        buffer_class = deep_ep.ElasticBuffer
+        known = inspect.signature(buffer_class).parameters
+        options = {"deterministic": is_deterministic} if "deterministic" in known else {}
+        if "explicitly_destroy" in known:  # otherwise its destructor waits for the other ranks, also after an error
+            options["explicitly_destroy"] = True
+        self.is_ended_by_us = "explicitly_destroy" in options
+        self.buffer = buffer_class(
+            process_group,
+            num_max_tokens_per_rank=max(shape.max_tokens_per_rank, shape.low_latency_tokens),
+            hidden=shape.hidden_size,
+            num_topk=shape.top_k,
+            use_fp8_dispatch=shape.is_float8,
+            **options,
+        )
+        self.num_bytes = int(self.buffer.num_bytes)
+
+    def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
+        return self.shape.is_low_latency(tokens_per_rank) and not self.is_deterministic
+
+    def prepare(self, tokens_per_rank: Sequence[int]) -> None:
+        """Nothing: any step leaves the buffer fit for any other."""
+
+    def dispatch(
+        self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, tokens_per_rank: Sequence[int]
+    ) -> ElasticTravelling:
+        num_tokens, shape = len(hidden_TD), self.shape
+        is_small = shape.is_low_latency(tokens_per_rank)
+        if num_tokens == 0:  # nobody has published what kernels make of no row; one for no expert is sent nowhere
+            hidden_TD = hidden_TD.new_zeros(1, hidden_TD.shape[1])
+            experts_TK = experts_TK.new_full((1, experts_TK.shape[1]), -1)
+            weights_TK = weights_TK.new_zeros(1, weights_TK.shape[1])
+        # collective: all ep ranks
+        received, _, weights_R, handle, event = self.buffer.dispatch(
+            to_float8(hidden_TD) if shape.is_float8 else hidden_TD,
+            topk_idx=experts_TK,
+            topk_weights=weights_TK,
+            num_experts=shape.num_physical,
+            # the same on all ranks, and one of two: kernels are compiled for each
+            num_max_tokens_per_rank=shape.low_latency_tokens if is_small else shape.max_tokens_per_rank,
+            expert_alignment=1,
+            async_with_compute_stream=True,
+            do_cpu_sync=not is_small,
+            do_expand=True,
+        )
+        ticket = ElasticTicket(handle, weights_R, num_tokens)
+        return ElasticTravelling(received, is_small, event, ticket, shape.dtype)
+
+    def combine(self, output: Tensor, ticket: ElasticTicket) -> Returning | ReturningOne:
+        # In float32, rounded once. Weights could as well be applied where gate and up meet, if experts have no bias.
+        weighted_RD = torch.mul(output, ticket.weights_R[:, None], out=torch.empty_like(output))
+        # collective: all ep ranks
+        output_TD, _, event = self.buffer.combine(weighted_RD, ticket.handle, async_with_compute_stream=True)
+        returning = Returning(output_TD, event)
+        return returning if ticket.num_tokens else ReturningOne(returning)
+
+    def close(self) -> None:
+        if self.is_ended_by_us:
+            self.buffer.destroy()

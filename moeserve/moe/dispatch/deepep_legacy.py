@@ -1,0 +1,215 @@
+"""DeepEP's first interface, `Buffer`: normal kernels for large steps, low-latency ones for small steps, in one buffer.
+
+After https://github.com/deepseek-ai/DeepEP: deep_ep/buffer.py of 1.x, deep_ep/buffers/legacy.py of 2.x, and
+docs/legacy.md. The arguments used here are in both. Handles are handed back as they came: they differ in their fields,
+of which those of low latency have 4 or 5.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.moe.dispatch.base import Arrived, PackedTokens, Pending, SlottedTokens
+from moeserve.moe.dispatch.deepep_carrier import DeepEPShape, Event, Returning, from_float8, to_float8
+from moeserve.ops.pairs import Keys, PairKernels, choose_pairs
+
+# T tokens of this rank, D model width, K experts per token, N tokens that this rank received, each once, R pairs of
+# those that it computes, e local experts, S slots of each: low_latency_tokens for every rank
+
+MAX_LOW_LATENCY_RESULTS = 2  # that may be in use at a time: there are two buffers
+
+
+@dataclass(frozen=True)
+class NormalTicket:
+    handle: tuple[Any, ...]
+    pair_of_row_R: Tensor  # of packed row r: pair n * K + k of the N tokens
+    weights_NK: Tensor
+
+
+@dataclass(frozen=True)
+class LowLatencyTicket:
+    handle: tuple[Any, ...]
+    experts_TK: Tensor
+    weights_TK: Tensor
+
+
+@dataclass(frozen=True)
+class NormalTravelling:
+    """A dispatch under way by the normal kernels."""
+
+    received: Tensor | tuple[Tensor, Tensor]  # [N, D], or float8 and scales
+    experts_NK: Tensor  # local ones; -1: of another rank, or none
+    weights_NK: Tensor
+    num_rows: int  # R
+    handle: tuple[Any, ...]
+    event: Event
+    keys: Keys
+    pairs: PairKernels
+    dtype: torch.dtype
+
+    def wait(self) -> Arrived[NormalTicket]:
+        self.event.current_stream_wait()
+        rows_ND, top_k = from_float8(self.received, self.dtype), self.experts_NK.shape[1]
+        order_P, counts_e = self.pairs.order(self.experts_NK, self.keys)
+        pair_of_row_R = order_P[: self.num_rows]  # which DeepEP has told the host: no spare rows
+        rows_RD = self.pairs.gather(rows_ND, pair_of_row_R, top_k)
+        return Arrived(PackedTokens(rows_RD, counts_e), NormalTicket(self.handle, pair_of_row_R, self.weights_NK))
+
+
+@dataclass(frozen=True)
+class LowLatencyTravelling:
+    """A dispatch under way by the low-latency kernels."""
+
+    received: Tensor | tuple[Tensor, Tensor]  # [e, S, D], or float8 and scales; anything, beyond the counts
+    counts_e: Tensor  # int32
+    event: Event
+    ticket: LowLatencyTicket
+    dtype: torch.dtype
+
+    def wait(self) -> Arrived[LowLatencyTicket]:
+        self.event.current_stream_wait()
+        slots_eSD = from_float8(self.received, self.dtype)
+        return Arrived(SlottedTokens(slots_eSD, self.counts_e.to(torch.int64)), self.ticket)
+
+
+class LegacyCarrier:
+    """See `Carrier`.
+
+    Normal kernels send a token's row once to each rank that holds any of its experts. There, its outputs are added with
+    their weights, in float32 and in the order of k, and rounded; the ranks' sums are added without weights. So where
+    experts are decides what is rounded, unlike with our own dispatchers. The host waits for the counts of rows.
+
+    Low-latency kernels send a row for each pair, and add with weights where the token came from, as our own
+    dispatchers do. Their shapes do not depend on the routing.
+    """
+
+    def __init__(
+        self, deep_ep: ModuleType, shape: DeepEPShape, process_group: Any, rank: int, device: torch.device
+    ) -> None:
+        """
+        Args:
+            deep_ep: the package.
+            process_group: of torch.distributed, with NCCL, of the ep ranks in their order.
+            rank: of this process among them.
+        """
+        self.shape = shape
+        self.has_streams = device.type == "cuda"
+        self.pairs = choose_pairs(device.type)
+        self.keys = Keys(shape.num_slots[rank])
+        self.num_low_latency_results = 0
+        self.is_dirty = False  # the normal kernels have written where the low-latency ones want zeros
+        buffer_class = deep_ep.Buffer
+        num_nvl_bytes, num_rdma_bytes = _buffer_sizes(buffer_class, shape)
+        self.num_bytes = num_nvl_bytes + num_rdma_bytes
+        options: dict[str, Any] = {}
+        if shape.low_latency_tokens:
+            # one queue pair for each local expert, and for each multiprocessor that the normal kernels take
+            num_pairs = max(shape.num_slots[rank], buffer_class.num_sms)
+            options = dict(low_latency_mode=True, num_qps_per_rank=num_pairs)
+        # 1.0 has no such argument; otherwise an end by an exception may hang in the destructor
+        self.is_ended_by_us = "explicitly_destroy" in inspect.signature(buffer_class).parameters
+        if self.is_ended_by_us:
+            options["explicitly_destroy"] = True
+        self.buffer = buffer_class(process_group, num_nvl_bytes, num_rdma_bytes, **options)
+
+    def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
+        return self.shape.is_low_latency(tokens_per_rank)
+
+    def prepare(self, tokens_per_rank: Sequence[int]) -> None:
+        if not self.is_dirty or not self.shape.is_low_latency(tokens_per_rank):
+            return
+        assert not (self.has_streams and torch.cuda.is_current_stream_capturing()), "replays would clean each time"
+        # collective: all ep ranks, which have used the same kernels
+        self.buffer.clean_low_latency_buffer(
+            self.shape.low_latency_tokens, self.shape.hidden_size, self.shape.num_physical
+        )
+        self.is_dirty = False
+
+    def dispatch(
+        self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, tokens_per_rank: Sequence[int]
+    ) -> Pending[NormalTicket] | Pending[LowLatencyTicket]:
+        self.prepare(tokens_per_rank)
+        if self.shape.is_low_latency(tokens_per_rank):
+            return self._dispatch_low_latency(hidden_TD, experts_TK, weights_TK)
+        return self._dispatch_normal(hidden_TD, experts_TK, weights_TK)
+
+    def combine(self, output: Tensor, ticket: NormalTicket | LowLatencyTicket) -> Returning:
+        if isinstance(ticket, LowLatencyTicket):
+            self.num_low_latency_results -= 1
+            # collective: all ep ranks
+            output_TD, event, _ = self.buffer.low_latency_combine(
+                output, ticket.experts_TK, ticket.weights_TK, ticket.handle, async_finish=True
+            )
+            return Returning(output_TD, event)
+        sum_ND = self.pairs.weighted_sum(output, ticket.pair_of_row_R, ticket.weights_NK, self.shape.dtype)
+        # collective: all ep ranks
+        output_TD, _, event = self.buffer.combine(sum_ND, ticket.handle, async_finish=True)
+        return Returning(output_TD, event)
+
+    def close(self) -> None:
+        if self.is_ended_by_us:
+            self.buffer.destroy()
+
+    def _dispatch_normal(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> NormalTravelling:
+        to_rank, to_rdma_rank, to_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(
+            experts_TK, self.shape.num_physical
+        )
+        self.is_dirty = True
+        # collective: all ep ranks; the host waits for what each sends
+        received, experts_NK, weights_NK, rows_of_each, handle, event = self.buffer.dispatch(
+            to_float8(hidden_TD) if self.shape.is_float8 else hidden_TD,
+            num_tokens_per_rank=to_rank,
+            num_tokens_per_rdma_rank=to_rdma_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=to_expert,
+            topk_idx=experts_TK,
+            topk_weights=weights_TK,
+            async_finish=True,
+        )
+        return NormalTravelling(
+            received=received,
+            experts_NK=experts_NK,
+            weights_NK=weights_NK,
+            num_rows=sum(rows_of_each),
+            handle=handle,
+            event=event,
+            keys=self.keys,
+            pairs=self.pairs,
+            dtype=self.shape.dtype,
+        )
+
+    def _dispatch_low_latency(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> LowLatencyTravelling:
+        assert self.num_low_latency_results < MAX_LOW_LATENCY_RESULTS, "combine what was dispatched before"
+        self.num_low_latency_results += 1
+        # collective: all ep ranks
+        received, counts_e, handle, event, _ = self.buffer.low_latency_dispatch(
+            hidden_TD,
+            experts_TK,
+            self.shape.low_latency_tokens,
+            self.shape.num_physical,
+            use_fp8=self.shape.is_float8,
+            async_finish=True,
+        )
+        ticket = LowLatencyTicket(handle, experts_TK, weights_TK)
+        return LowLatencyTravelling(received, counts_e, event, ticket, self.shape.dtype)
+
+
+def _buffer_sizes(buffer_class: Any, shape: DeepEPShape) -> tuple[int, int]:
+    """Bytes for NVLink and for RDMA, by the buffer's own hints."""
+    hidden_bytes, num_ranks = shape.hidden_size * shape.dtype.itemsize, shape.num_ranks
+    configs = buffer_class.get_dispatch_config(num_ranks), buffer_class.get_combine_config(num_ranks)
+    num_nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) for config in configs)
+    num_rdma_bytes = max(config.get_rdma_buffer_size_hint(hidden_bytes, num_ranks) for config in configs)
+    if shape.low_latency_tokens:
+        hint = buffer_class.get_low_latency_rdma_size_hint(
+            shape.low_latency_tokens, shape.hidden_size, num_ranks, shape.num_physical
+        )
+        num_rdma_bytes = max(num_rdma_bytes, hint)
+    return num_nvl_bytes, num_rdma_bytes

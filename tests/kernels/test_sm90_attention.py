@@ -1,0 +1,177 @@
+"""Machine code of paged and latent attention for sm_90, at the shapes of the models that matter. Needs no GPU.
+
+Chunks of many rows use wgmma. So do chunks of one row where 64 queries or more share keys and values; with fewer, they
+use mma, whose smallest tile has 16 rows: memory bounds them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from sm90 import MAX_SHARED_BYTES, MachineCode, compile_for_sm90
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="there is no Triton compiler",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Attention of one model on one GPU."""
+
+    num_heads: int
+    num_kv_heads: int
+    value_size: int
+    window: int | None = None
+    has_sinks: bool = False
+    extra_size: int | None = None  # of latent attention: the rotary part
+    cache_block: int = 16
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_latent(self) -> bool:
+        return self.extra_size is not None
+
+
+SHAPES = {
+    "Mixtral": Shape(32, 8, 128),
+    "Qwen3": Shape(32, 4, 128, cache_block=64),
+    "gpt-oss": Shape(64, 8, 64, window=128, has_sinks=True),
+    "gpt-oss full": Shape(64, 8, 64, has_sinks=True),
+    "heads of 96": Shape(32, 32, 96),
+    "heads of 256": Shape(16, 8, 256, window=4096, cache_block=48),
+    "one key-value head": Shape(71, 1, 64),
+    "DeepSeek-V2-Lite": Shape(16, 1, 512, extra_size=64),
+    "DeepSeek-V3": Shape(128, 1, 512, extra_size=64, cache_block=64),
+}
+FLOATS = {"scale": "fp32"}
+
+
+def configs(shape: Shape, element_size: int = 2) -> tuple[Any, Any, Any]:
+    """For tiles, for splits, and the splits: as a launch chooses them."""
+    from moeserve.triton_kernels import latent_attention, paged_attention
+
+    if shape.is_latent:
+        chosen = latent_attention
+        split = chosen.split_config(shape.num_heads, shape.value_size, element_size)
+        return chosen.tile_config(shape.value_size, element_size), split, chosen.choose_splits(shape.num_heads)
+    chosen = paged_attention
+    split = chosen.split_config(shape.group, shape.value_size, element_size)
+    return chosen.tile_config(shape.value_size, element_size), split, chosen.choose_splits(shape.num_kv_heads)
+
+
+def compile_kernel(kernel: Any, shape: Shape, constexprs: dict[str, Any], options: dict[str, Any], dtype: str) -> Any:
+    pointers = {
+        "row_starts_ptr": "*i32",
+        "context_lens_ptr": "*i32",
+        "block_table_ptr": "*i32",
+        "slots_ptr": "*i64",
+        "partial_ptr": "*fp32",
+        "maximum_ptr": "*fp32",
+        "total_ptr": "*fp32",
+        "sinks_ptr": "*fp32",
+    }
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constexprs:
+            continue
+        if (name == "value_cache_ptr" and shape.is_latent) or (name == "sinks_ptr" and not shape.has_sinks):
+            constexprs[name] = None
+        elif name.endswith("_ptr"):
+            signature[name] = pointers.get(name, f"*{dtype}")
+        else:
+            signature[name] = FLOATS.get(name, "i32")
+    counts = {
+        "num_chunks", "num_heads", "num_kv_heads", "num_splits", "num_tiles", "table_stride", "max_attended_rows",
+    }  # fmt: skip
+    return compile_for_sm90(kernel, signature, constexprs, options, not_divisible=counts)
+
+
+def sizes(shape: Shape) -> dict[str, Any]:
+    from moeserve.triton_kernels.paged_kernels import kernel_sizes
+
+    return kernel_sizes(
+        group=shape.group,
+        window=shape.window,
+        cache_block=shape.cache_block,
+        value_size=shape.value_size,
+        extra_size=shape.extra_size,
+    )
+
+
+def compile_tiles(shape: Shape, dtype: str = "bf16") -> MachineCode:
+    from moeserve.triton_kernels.paged_kernels import CHUNKS_AT_ONCE, attend_tile_kernel
+
+    config, _, _ = configs(shape, 4 if dtype == "fp32" else 2)
+    constexprs = sizes(shape) | {
+        "BLOCK_M": config.block_pairs,
+        "BLOCK_C": config.block_positions,
+        "CHUNKS_AT_ONCE": CHUNKS_AT_ONCE,
+    }
+    return compile_kernel(attend_tile_kernel, shape, constexprs, config.compile_options, dtype)
+
+
+def compile_splits(shape: Shape, dtype: str = "bf16") -> MachineCode:
+    from moeserve.triton_kernels.paged_kernels import attend_split_kernel
+
+    _, config, splits = configs(shape, 4 if dtype == "fp32" else 2)
+    constexprs = sizes(shape) | {
+        "BLOCK_M": config.block_pairs,
+        "BLOCK_C": config.block_positions,
+        "PIECE_SIZE": splits.piece_size,
+        "MAX_SPLITS": splits.max_splits,
+    }
+    return compile_kernel(attend_split_kernel, shape, constexprs, config.compile_options, dtype)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_chunks_of_many_rows_use_wgmma(name: str) -> None:
+    code = compile_tiles(SHAPES[name])
+    assert code.spilled_bytes == 0
+    assert code.shared_bytes <= MAX_SHARED_BYTES
+    assert code.num_wgmma > 0
+    assert code.num_cp_async > 0
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_chunks_of_one_row_fit(name: str) -> None:
+    code = compile_splits(SHAPES[name])
+    assert code.spilled_bytes == 0
+    assert code.shared_bytes <= MAX_SHARED_BYTES
+    assert code.num_cp_async > 0
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss", "DeepSeek-V2-Lite", "DeepSeek-V3"])
+def test_merging_fits(name: str) -> None:
+    from moeserve.triton_kernels.paged_kernels import merge_splits_kernel, merge_warps
+
+    shape = SHAPES[name]
+    splits = configs(shape)[2]
+    constants = {"WINDOW": shape.window, "PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
+    block = {name: size for name, size in sizes(shape).items() if name in ("VALUE_SIZE", "BLOCK_V")}
+    options = {"num_warps": merge_warps(splits.max_splits, block["BLOCK_V"])}
+    code = compile_kernel(merge_splits_kernel, shape, constants | block, options, "bf16")
+    assert code.spilled_bytes == 0
+    assert code.shared_bytes <= 32 * 1024  # several programs at a time
+
+
+@pytest.mark.parametrize(("num_heads", "size", "has_value"), [(8, 128, True), (1, 576, False)])
+def test_writing_needs_no_shared_memory(num_heads: int, size: int, has_value: bool) -> None:
+    from moeserve.triton_kernels.paged_kernels import write_blocks, write_cache_kernel
+
+    block_heads, block_size = write_blocks(num_heads, size)
+    constexprs = {"CACHE_BLOCK": 16, "BLOCK_G": block_heads, "BLOCK_H": block_size, "HAS_VALUE": has_value}
+    constexprs |= {"key_element_stride": 1, "value_element_stride": 1}  # a launch makes constants of ones
+    if not has_value:
+        constexprs |= {"value_ptr": None, "value_cache_ptr": None}
+    code = compile_kernel(write_cache_kernel, SHAPES["Mixtral"], constexprs, {"num_warps": 4}, "bf16")
+    assert code.spilled_bytes == code.shared_bytes == 0
+    assert "st.global.v4.b32" in code.ptx  # 16 bytes at a time

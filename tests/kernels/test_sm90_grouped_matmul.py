@@ -1,0 +1,188 @@
+"""Machine code of the experts' kernels for sm_90, at the shapes of real models and cut as their launches would be."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from sm90 import MAX_SHARED_BYTES, MachineCode, compile_for_sm90
+
+from moeserve.triton_kernels.tune import Layer
+from moeserve.triton_kernels.tuning import Config, Problem, config_by_rule
+
+pairs = pytest.importorskip("moeserve.triton_kernels.pairs", reason="triton is not installed")
+
+SHARED_BYTES_OF_SM = 228 * 1024
+REGISTERS_OF_SM = 65536
+TOKENS = [1, 16, 128, 4096, 16384]
+
+
+@dataclass(frozen=True)
+class Model:
+    layer: Layer
+    activation: str = "swiglu"
+    has_bias: bool = False
+
+
+MODELS = {
+    "Mixtral-8x7B": Model(Layer("bf16", 8, 4096, 14336, 2)),
+    "DeepSeek-V2-Lite": Model(Layer("bf16", 64, 2048, 1408, 6)),
+    "DeepSeek-V3": Model(Layer("fp8", 256, 7168, 2048, 8)),
+    "Qwen3-30B-A3B": Model(Layer("bf16", 128, 2048, 768, 8)),
+    "gpt-oss-20b": Model(Layer("bf16", 32, 2880, 2880, 4), "clamped_swiglu", has_bias=True),
+}
+
+
+@functools.cache
+def compiled(
+    problem: Problem, config: Config, activation: str | None, *, has_bias: bool = False, has_slots: bool = False
+) -> MachineCode:
+    """As a launch has it. What only the number of rows tells apart is compiled once: triton remembers."""
+    from moeserve.triton_kernels.grouped_matmul import compile_options, grouped_matmul_kernel, kernel_constants
+
+    dtype = torch.float8_e4m3fn if problem.kind == "fp8" else torch.bfloat16
+    constants = kernel_constants(
+        config,
+        dtype,
+        problem.num_experts,
+        problem.num_inputs,
+        activation,
+        has_bias=has_bias,
+        has_indices=problem.is_gated and not has_slots,
+        has_slots=has_slots,
+    )
+    element = "*fp8e4nv" if problem.kind == "fp8" else "*bf16"
+    pointers = {
+        "source_ptr": element,
+        "source_scale_ptr": "*fp32" if constants["HAS_SCALES"] else None,
+        "weight_ptr": element,
+        "weight_scale_ptr": "*fp32" if constants["HAS_SCALES"] else None,
+        "bias_ptr": "*bf16" if has_bias else None,
+        "counts_ptr": "*i64",
+        "indices_ptr": "*i64" if constants["HAS_INDICES"] else None,
+        "output_ptr": "*bf16",
+    }
+    sizes = ("source_stride", "num_experts", "num_columns", "num_inputs", "num_slots", "divisor")
+    signature = {name: kind for name, kind in pointers.items() if kind is not None}
+    signature |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("alpha", "limit"), "fp32")
+    absent = {name: None for name, kind in pointers.items() if kind is None}
+    return compile_for_sm90(
+        grouped_matmul_kernel,
+        signature,
+        constants | absent,
+        compile_options(config),
+        not_divisible=("num_experts", "num_slots", "divisor"),  # a launch does not look at these
+    )
+
+
+def check(code: MachineCode, config: Config, kind: str) -> None:
+    assert code.spilled_bytes == 0
+    assert code.shared_bytes <= MAX_SHARED_BYTES
+    assert config.programs_per_sm * (code.shared_bytes + 1024) <= SHARED_BYTES_OF_SM
+    num_registers = -(-code.registers // 8) * 8 * 32 * config.num_warps
+    assert config.programs_per_sm * num_registers <= REGISTERS_OF_SM
+    assert code.num_wgmma > 0
+    assert code.num_cp_async > 0
+    element = "e4m3.e4m3" if kind == "fp8" else "bf16.bf16"
+    assert set(re.findall(r"wgmma\.mma_async\S+\.f32\.(\S+)", code.ptx)) == {element}
+    # The step that repeats: from memory to shared memory to the tensor cores, past all registers.
+    (step,) = [part for part in re.split(r"\n\$L__BB\S+:|\bbra\b", code.ptx) if "wgmma.mma_async" in part]
+    assert "cp.async" in step
+    assert not re.search(r"\b(ld|st)\.shared|ldmatrix|stmatrix", step)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("name", MODELS)
+def test_products_of_models(name: str, num_tokens: int) -> None:
+    model = MODELS[name]
+    for problem in model.layer.problems(num_tokens):
+        config = config_by_rule(problem)
+        activation = model.activation if problem.is_gated else None
+        # The code does not depend on how many rows there are.
+        of_any_rows = Problem(**{**vars(problem), "num_rows": 0})
+        code = compiled(of_any_rows, config, activation, has_bias=model.has_bias)
+        check(code, config, problem.kind)
+        print(f"{name}, {num_tokens} tokens, {activation}: {config}: {code.registers} registers, {code.shared_bytes} B")
+
+
+@pytest.mark.parametrize(("num_tokens", "kind"), [(16, "bf16"), (16, "fp8"), (32, "fp8")])
+def test_slots(num_tokens: int, kind: str) -> None:
+    """DeepSeek-V3 on 32 ranks, in DeepEP's low latency."""
+    for problem in Layer(kind, 8, 7168, 2048, 8).problems(num_tokens):
+        config = config_by_rule(problem)
+        check(compiled(problem, config, "swiglu" if problem.is_gated else None, has_slots=True), config, kind)
+
+
+def test_one_token_keeps_all_multiprocessors_busy() -> None:
+    """Which is why inputs are not split over programs. One short of 132 is not many."""
+    from moeserve.triton_kernels.grouped_matmul import max_tiles
+
+    for model in MODELS.values():
+        for problem in model.layer.problems(1):
+            activation = "swiglu" if problem.is_gated else None
+            columns = problem.num_outputs // (2 if problem.is_gated else 1)
+            assert max_tiles(problem.num_rows, problem.num_experts, columns, activation, config_by_rule(problem)) >= 128
+
+
+KEYS: dict[str, Any] = dict(
+    keys_ptr="*i64", stride_t="i64", stride_k="i64", top_k="i32", num_pairs="i32", first="i32", num_counted="i32"
+)
+NOT_DIVISIBLE = ("stride_t", "stride_k", "top_k", "num_pairs", "first", "num_counted", "num_blocks", "num_rows")
+PAIR_KERNELS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
+    ("rank_pairs_kernel", KEYS | dict(pairs_ptr="*i64", counts_ptr="*i64"), pairs.RANK_BLOCKS),
+    ("count_keys_kernel", KEYS | dict(counts_ptr="*i32", num_blocks="i32"), pairs.PLACE_BLOCKS),
+    (
+        "start_blocks_kernel",
+        dict(counts_ptr="*i32", totals_ptr="*i32", output_ptr="*i64", num_blocks="i32", num_counted="i32"),
+        pairs.START_BLOCKS,
+    ),
+    (
+        "place_pairs_kernel",
+        KEYS | dict(starts_ptr="*i32", totals_ptr="*i32", pairs_ptr="*i64", num_blocks="i32"),
+        pairs.PLACE_BLOCKS,
+    ),
+    *(
+        (
+            "move_rows_kernel",
+            dict(from_ptr="*i16", indices_ptr="*i64", to_ptr="*i16", from_stride="i32", width="i32", divisor="i32"),
+            dict(IS_SCATTER=is_scatter, BLOCK_D=2048, num_warps=4),
+        )
+        for is_scatter in (False, True)
+    ),
+    ("invert_kernel", dict(pair_of_row_ptr="*i64", row_of_pair_ptr="*i32", num_rows="i32"), pairs.INVERT_BLOCKS),
+    *(
+        (
+            "weighted_sum_kernel",
+            dict(
+                output_ptr="*bf16",
+                rows_ptr="*i64" if is_searched else "*i32",
+                weights_ptr="*fp32",
+                total_ptr="*bf16",
+                output_stride="i32",
+                width="i32",
+                num_rows="i32",
+            ),
+            dict(IS_SEARCHED=is_searched, TOP_K=8, BLOCK_R=1024 if is_searched else 1, BLOCK_D=1024)
+            | pairs.sum_options(),
+        )
+        for is_searched in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "signature", "constants"), PAIR_KERNELS)
+def test_pairs(name: str, signature: dict[str, str], constants: dict[str, Any]) -> None:
+    kernel = getattr(pairs, name)
+    blocks = {constant: value for constant, value in constants.items() if constant in kernel.arg_names}
+    options = {option: value for option, value in constants.items() if option not in blocks}
+    not_divisible = [argument for argument in NOT_DIVISIBLE if argument in signature]
+    code = compile_for_sm90(kernel, signature, blocks, options, not_divisible=not_divisible)
+    assert code.spilled_bytes == 0
+    assert code.registers <= 128
+    assert code.shared_bytes <= 8192
+    if name == "move_rows_kernel":
+        assert "ld.global.v4.b32" in code.ptx  # 16 bytes at a time

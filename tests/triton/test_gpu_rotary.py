@@ -1,0 +1,109 @@
+"""Rotary embedding of the GPU in Triton's interpreter, alone and with the cache write, against plain torch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.ops.rotary import torch_rotary
+from moeserve.triton_kernels.rotary import rotary, rotary_with_cache_write
+
+# T tokens, N query heads, G key-value heads, H head size, F rotated pairs
+
+DTYPES = [torch.float32, torch.float16]
+HEADS = [(1, 1, 2, 1), (3, 5, 16, 8), (2, 1, 64, 32), (4, 3, 24, 5), (2, 33, 8, 2), (1, 4, 96, 48), (0, 4, 8, 4)]
+
+
+def angles(num_tokens: int, num_pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    angles_TF = torch.randn(num_tokens, num_pairs, generator=generator) * 10
+    return angles_TF.cos(), angles_TF.sin()
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """float32 throughout and rounded once: what is left is whether a product and a sum are rounded together."""
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(
+        actual, expected, rtol={torch.float32: 1e-6, torch.float16: 1e-3}[actual.dtype], atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_turns_in_place_and_elsewhere(shape: tuple[int, ...], is_interleaved: bool, dtype: torch.dtype) -> None:
+    num_tokens, num_heads, head_size, num_pairs = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    wide_TNH = torch.randn(num_tokens, num_heads + 2, head_size + 3, generator=generator).to(dtype)
+    heads_TNH = wide_TNH[:, 1:-1, 3:]
+    cosines_TF, sines_TF = angles(num_tokens, num_pairs, generator)
+    expected_TNH = torch_rotary(heads_TNH, cosines_TF, sines_TF, is_interleaved)
+    before = wide_TNH.clone()
+
+    wide_out = torch.full((num_tokens, num_heads, head_size + 5), 7.0, dtype=dtype)
+    out_TNH = rotary(heads_TNH, cosines_TF, sines_TF, is_interleaved, wide_out[..., :head_size])
+    assert_close(out_TNH, expected_TNH)
+    assert (wide_out[..., head_size:] == 7.0).all()
+    assert torch.equal(wide_TNH, before)
+
+    turned_TNH = rotary(heads_TNH, cosines_TF, sines_TF, is_interleaved)
+    assert turned_TNH.data_ptr() == heads_TNH.data_ptr()
+    assert torch.equal(turned_TNH, out_TNH)
+    turned_TNH.copy_(before[:, 1:-1, 3:])
+    assert torch.equal(wide_TNH, before)  # nothing beside the heads has changed
+
+    assert torch.equal(rotary(heads_TNH, cosines_TF, sines_TF, is_interleaved, heads_TNH), out_TNH)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(8))
+def test_writes_turned_keys_and_values_into_the_cache(seed: int, dtype: torch.dtype) -> None:
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    num_tokens, num_kv_heads = draw.choice([1, 3, 6]), draw.choice([1, 2, 5])
+    num_heads = num_kv_heads * draw.choice([1, 3, 8])
+    head_size, block_size = draw.choice([8, 20, 64]), draw.choice([1, 4, 16])
+    num_pairs = draw.choice([head_size // 2, head_size // 4])
+    is_interleaved = seed % 2 == 0
+    num_blocks = num_tokens + 2
+    # Queries, keys and values as they come from one fused projection.
+    fused = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_size, generator=generator).to(dtype)
+    fused_heads = fused.unflatten(1, (-1, head_size))
+    query, key, value = fused_heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    cosines_TF, sines_TF = angles(num_tokens, num_pairs, generator)
+    slots_T = torch.tensor(draw.sample(range(num_blocks * block_size), num_tokens))
+    slots_T[draw.randrange(num_tokens)] = draw.choice([-1, 0])
+    shape = (2, num_blocks, num_kv_heads, block_size, head_size)
+    key_cache, value_cache = torch.randn(shape, generator=generator).to(dtype)
+    expected_keys, expected_values = key_cache.clone(), value_cache.clone()
+    expected_query = torch_rotary(query, cosines_TF, sines_TF, is_interleaved)
+    turned_key = torch_rotary(key, cosines_TF, sines_TF, is_interleaved)
+    if len(set(slots_T.tolist())) < num_tokens:
+        slots_T[:] = torch.arange(num_tokens)
+    for token, slot in enumerate(slots_T.tolist()):
+        if slot >= 0:
+            expected_keys[slot // block_size, :, slot % block_size] = turned_key[token]
+            expected_values[slot // block_size, :, slot % block_size] = value[token]
+    before = fused.clone()
+    actual = rotary_with_cache_write(
+        query, key, value, cosines_TF, sines_TF, is_interleaved, key_cache, value_cache, slots_T
+    )
+    assert actual.data_ptr() == query.data_ptr()
+    assert_close(actual, expected_query)
+    assert_close(key_cache, expected_keys)
+    assert torch.equal(value_cache, expected_values)
+    assert torch.equal(fused[:, num_heads * head_size :], before[:, num_heads * head_size :])
+
+
+def test_nothing_is_kept_at_slot_minus_one_and_no_tokens_are_fine() -> None:
+    for num_tokens in (0, 3):
+        query, key = torch.ones(num_tokens, 4, 8), torch.ones(num_tokens, 2, 8)
+        cosines_TF, sines_TF = angles(num_tokens, 4, torch.Generator().manual_seed(0))
+        key_cache, value_cache = torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8)
+        slots_T = torch.full((num_tokens,), -1)
+        rotary_with_cache_write(query, key, key, cosines_TF, sines_TF, False, key_cache, value_cache, slots_T)
+        assert not key_cache.any()
+        assert not value_cache.any()
+        expected = torch_rotary(torch.ones(num_tokens, 4, 8), cosines_TF, sines_TF, False)
+        torch.testing.assert_close(query, expected)

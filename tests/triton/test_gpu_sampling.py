@@ -1,0 +1,211 @@
+"""Greedy choice and random draws of the GPU kernels, in Triton's interpreter, against the sampler's own functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.messages import SampleSpec, SamplingParams
+from moeserve.ops.row_maximum import torch_row_maximum
+from moeserve.triton_kernels import sampling
+from moeserve.triton_kernels.sampling import Config, greedy_rows, row_maximum, sample_rows
+from moeserve.worker import sampler
+
+# R rows, V width of a row
+
+ROUNDING = 1e-6  # of a row's whole mass: closer to a border than this, float32 decides
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks to a row, of which the last is cut short."""
+    monkeypatch.setattr(sampling, "choose_config", lambda width: Config(BLOCK_V=128, num_warps=1))
+
+
+def drawn(scores_RV: Tensor, params: list[SamplingParams], numbers: list[float]) -> list[int]:
+    def settings(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor([getattr(each, name) for each in params], dtype=dtype)
+
+    return sample_rows(
+        scores_RV,
+        settings("temperature"),
+        settings("top_k", torch.int64),
+        settings("top_p"),
+        settings("min_p"),
+        torch.tensor(numbers, dtype=torch.float64),
+    ).tolist()
+
+
+def expected_tokens(
+    scores_RV: Tensor, params: list[SamplingParams], numbers: list[float], monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """What the sampler draws with these numbers."""
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position: numbers[position])
+    specs = [
+        SampleSpec(params=each, seed=0, position=row, barred_token_ids=[], prompt_token_ids=[], output_token_ids=[])
+        for row, each in enumerate(params)
+    ]
+    return sampler._draw(scores_RV.clone(), scores_RV.amax(-1), specs)
+
+
+def is_clear(scores_V: Tensor, params: SamplingParams, number: float) -> bool:
+    """Whether rounding cannot decide: neither what is kept nor which token is drawn."""
+    order = sorted(range(len(scores_V)), key=lambda token: (-scores_V[token].item(), token))
+    weights = ((scores_V.double() - scores_V.max().double()) / params.temperature).exp()[order]
+    distances = (weights - params.min_p).abs()
+    if params.min_p > 0 and ((distances > 0) & (distances < ROUNDING * params.min_p)).any():
+        return False
+    weights = weights[weights >= params.min_p]
+    if params.top_k > 0:
+        weights = weights[: params.top_k]
+    cumulative = weights.cumsum(0)
+    if params.top_p < 1:
+        bound = params.top_p * cumulative[-1]
+        if ((cumulative - bound).abs() < ROUNDING * cumulative[-1]).any():
+            return False
+        cumulative = cumulative[: int((cumulative < bound).sum()) + 1]
+    return bool(((cumulative / cumulative[-1] - number).abs() > ROUNDING).all())
+
+
+def random_params(generator: torch.Generator, width: int) -> SamplingParams:
+    def pick(*choices: Any) -> Any:
+        return choices[int(torch.randint(len(choices), (1,), generator=generator))]
+
+    return SamplingParams(
+        temperature=pick(0.05, 0.7, 1.0, 1.3, 5.0, 100.0),
+        top_k=pick(-1, 0, 0, 1, 2, 17, width, 10 * width),
+        top_p=pick(1.0, 1.0, 0.001, 0.5, 0.9, 0.999),
+        min_p=pick(0.0, 0.0, 0.01, 0.3, 1.0),
+    )
+
+
+@pytest.mark.parametrize("kind", ["normal", "bfloat16", "few values", "barred", "flat", "all below zero", "far apart"])
+@pytest.mark.parametrize("width", [3, 200])
+def test_draws_the_samplers_token(kind: str, width: int, small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(len(kind) + width)
+    num_rows = 4
+    scores_RV = torch.randn(num_rows, 2 * width, generator=generator)[:, width:] * 3  # rows that are not neighbours
+    match kind:
+        case "bfloat16":
+            scores_RV.copy_(scores_RV.bfloat16())
+        case "few values":
+            scores_RV.copy_(scores_RV.round())
+        case "barred":
+            is_barred = torch.rand(num_rows, width, generator=generator) < 0.4
+            is_barred[:, width // 2] = False
+            scores_RV.masked_fill_(is_barred, -math.inf)
+        case "flat":
+            scores_RV.fill_(-0.0)
+        case "all below zero":
+            scores_RV.sub_(1000.0)
+        case "far apart":
+            scores_RV.mul_(1e37)
+    params = [random_params(generator, width) for _ in range(num_rows)]
+    numbers = torch.rand(num_rows, generator=generator, dtype=torch.float64).tolist()
+    actual = drawn(scores_RV, params, numbers)
+    expected = expected_tokens(scores_RV, params, numbers, monkeypatch)
+    clear = [row for row in range(num_rows) if is_clear(scores_RV[row], params[row], numbers[row])]
+    assert clear
+    assert [actual[row] for row in clear] == [expected[row] for row in clear]
+
+
+@pytest.mark.parametrize(("spread", "top_p"), [(2.0, 1.0), (0.01, 0.9)])
+def test_a_row_as_wide_as_a_vocabulary(spread: float, top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the blocks of production, and few of the tokens more likely than rounding errors could be."""
+    scores_RV = torch.randn(1, 32000, generator=torch.Generator().manual_seed(5)) * spread
+    params, numbers = [SamplingParams(temperature=0.9, top_p=top_p)], [0.61]
+    assert is_clear(scores_RV[0], params[0], numbers[0])
+    assert drawn(scores_RV, params, numbers) == expected_tokens(scores_RV, params, numbers, monkeypatch)
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
+def test_the_ends_of_a_row(number: float, small_blocks: None) -> None:
+    """The first number draws the most likely token; the last one no token that is impossible or barred."""
+    scores_RV = torch.tensor([[0.0, 1.0, -math.inf, 1.0, -300.0, 0.5, -math.inf]])
+    params = SamplingParams(temperature=1.0)
+    assert drawn(scores_RV, [params], [number]) == [1 if number == 0.0 else 0]
+
+
+def test_of_equal_tokens_the_lower_ids_come_first(small_blocks: None) -> None:
+    """Four equal tokens, across blocks: each has a quarter, in the order of the ids."""
+    scores_RV = torch.full((4, 200), -math.inf)
+    ids = [3, 127, 128, 199]
+    scores_RV[:, ids] = 2.0
+    numbers = [(place + 0.5) / 4 for place in range(4)]
+    assert drawn(scores_RV, [SamplingParams(temperature=1.0)] * 4, numbers) == ids
+    assert drawn(scores_RV[:1], [SamplingParams(temperature=1.0)], [0.25]) == [127]  # a border belongs to the next
+    for params in (SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.45)):
+        assert drawn(scores_RV[:2], [params] * 2, [0.49, 0.51]) == [3, 127]
+
+
+def test_a_border_belongs_to_the_next_token(small_blocks: None) -> None:
+    """Masses of one, a half and a half, exactly: half of the whole is where the second token begins."""
+    params = [SamplingParams(temperature=1.4426950408889634)] * 2
+    assert drawn(torch.tensor([[0.0, -1.0, -1.0]]).repeat(2, 1), params, [0.5, 0.75]) == [1, 2]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-5])
+def test_a_temperature_next_to_nothing_is_greedy(temperature: float, small_blocks: None) -> None:
+    scores_RV = torch.tensor([[1.0, 3.0, -math.inf, 3.0 - 1e-3]]).repeat(2, 1)
+    params = [SamplingParams(temperature=temperature)] * 2
+    assert drawn(scores_RV, params, [0.0, 1 - 2.0**-53]) == [1, 1]
+
+
+def test_frequencies_are_the_probabilities(small_blocks: None) -> None:
+    """Numbers spread evenly draw each token as often as its probability says."""
+    num_draws = 8
+    scores_V = torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]).log()  # of 8
+    numbers = [(draw + 0.5) / num_draws for draw in range(num_draws)]
+    tokens = drawn(scores_V.expand(num_draws, 5), [SamplingParams(temperature=1.0)] * num_draws, numbers)
+    assert [tokens.count(token) for token in range(5)] == [1, 2, 3, 1, 1]
+
+
+def test_a_rows_token_does_not_depend_on_the_others(small_blocks: None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    scores_RV = torch.randn(3, 100, generator=generator)
+    params = [random_params(generator, 100) for _ in range(3)]
+    numbers = [0.1, 0.9, 0.3]
+    together = drawn(scores_RV, params, numbers)
+    assert together == [drawn(scores_RV[r : r + 1], [params[r]], [numbers[r]])[0] for r in range(3)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_to_be_drawn_from_ends_in_some_token(bad: float, small_blocks: None) -> None:
+    scores_RV = torch.full((2, 70), bad)
+    scores_RV[1, :3] = 1.0
+    params = [SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1)] * 2
+    assert all(0 <= token < 70 for token in drawn(scores_RV, params, [0.5, 0.5]))
+
+
+def test_no_rows() -> None:
+    assert drawn(torch.empty(0, 10), [], []) == []
+    tokens_R, is_finite_R = greedy_rows(torch.empty(0, 10))
+    assert tokens_R.shape == is_finite_R.shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [1, 7, 128, 129, 600])
+def test_the_largest_of_each_row(dtype: torch.dtype, width: int, small_blocks: None) -> None:
+    generator = torch.Generator().manual_seed(width)
+    rows_RV = torch.randn(9, width + 3, generator=generator).to(dtype)[:, 3:]
+    rows_RV[1] = rows_RV[1].round()  # equal ones
+    rows_RV[2] = -math.inf
+    rows_RV[3, width // 2] = math.inf
+    rows_RV[4, width // 2] = math.nan
+    rows_RV[5, width // 2] = -math.inf
+    rows_RV[6, width // 3], rows_RV[6, width - 1] = math.inf, math.nan
+    rows_RV[7] = -0.0
+    rows_RV[7, width - 1] = 0.0
+    rows_RV[8].sub_(100)
+    largest_R, indices_R = row_maximum(rows_RV)
+    for row, (values, expected) in enumerate(zip(rows_RV, torch_row_maximum(rows_RV)[0], strict=True)):
+        is_largest = values.isnan() if expected.isnan() else values == expected
+        assert indices_R[row] == int(is_largest.nonzero()[0])
+        assert largest_R[row] == expected or (largest_R[row].isnan() and expected.isnan())
+    tokens_R, is_finite_R = greedy_rows(rows_RV)
+    assert torch.equal(tokens_R, indices_R)
+    assert is_finite_R.tolist() == largest_R.isfinite().tolist() == torch_row_maximum(rows_RV)[0].isfinite().tolist()

@@ -1,0 +1,238 @@
+"""The grouped product on a GPU, in Triton's interpreter: against the torch reference in float64.
+
+In bfloat16 the interpreter's products are wrong, so here they are of float32 and float16; blocks of e4m3 are right.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeserve.ops.activation import ClampedSwiGLU, SwiGLU
+from moeserve.ops.products import OpenWeights, TorchProduct
+from moeserve.triton_kernels import grouped_matmul as module
+from moeserve.triton_kernels.grouped_matmul import (
+    ACTIVATIONS,
+    grouped_matmul,
+    grouped_matmul_fp8,
+    grouped_matmul_slots,
+    grouped_matmul_slots_fp8,
+    max_tiles,
+)
+from moeserve.triton_kernels.tuning import Config, Problem
+
+# S source rows, R rows, e weights, O outputs, I inputs, C columns, B blocks of 128 inputs, G blocks of 128 outputs
+
+SWAPPED = Config(16, 64, 32, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2)
+STRAIGHT = Config(64, 32, 32, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2)
+CONFIGS = [SWAPPED, STRAIGHT]
+REFERENCE_ACTIVATIONS = {None: None, "swiglu": SwiGLU(), "clamped_swiglu": ClampedSwiGLU(alpha=1.3, limit=0.8)}
+CLAMPED = {"alpha": 1.3, "limit": 0.8}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+COUNTS = [[5], [0, 0, 3], [70, 0, 1, 9], [1, 0, 0, 0, 0, 0, 0], [0, 40, 0, 17, 33], [0, 0], [2] * 20]
+
+
+def expected(rows_RI: Tensor, weight_eOI: Tensor, counts_e: Tensor, bias_eO: Tensor | None, name: str | None) -> Tensor:
+    bias_eO = None if bias_eO is None else bias_eO.double()
+    weights = OpenWeights(weight_eOI.double(), bias_eO, REFERENCE_ACTIVATIONS[name])
+    return TorchProduct(weights).multiply_rows(rows_RI.double(), counts_e)
+
+
+def assert_close(actual: Tensor, reference: Tensor, tolerance: float) -> None:
+    assert actual.shape == reference.shape
+    error = (actual.double() - reference).abs() / (1 + reference.abs())
+    assert (error <= tolerance).all(), error.max()  # not a number is more than any
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["swapped", "straight"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_agrees_with_the_reference(
+    counts: list[int], activation: Any, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without a gather, biases and spare rows; widths that no block divides."""
+    draw = random.Random(f"{counts} {activation} {config}")
+    torch.manual_seed(draw.randrange(1000))
+    monkeypatch.setattr(module, "NUM_INTERPRETED_PROGRAMS", draw.choice([1, 2, 5]))
+    module._num_programs.cache_clear()
+    dtype = draw.choice([torch.float32, torch.float16])
+    num_outputs, num_inputs = draw.choice([(90, 70), (64, 64), (2, 1), (130, 33)])
+    num_kept, num_spare = sum(counts), draw.choice([0, 0, 1, 50])
+    counts_e = torch.tensor(counts, dtype=draw.choice([torch.int64, torch.int32]))
+    weight_eOI = (torch.randn(len(counts), num_outputs, num_inputs) / num_inputs**0.5).to(dtype)
+    bias_eO = torch.randn(len(counts), num_outputs).to(dtype) if draw.random() < 0.5 else None
+
+    if draw.random() < 0.5:
+        divisor = draw.choice([1, 3])
+        source_SI = torch.randn(20, num_inputs + 8).to(dtype)[:, 8:]  # rows of a wider tensor
+        indices_R = torch.randint(0, 20 * divisor, (num_kept + num_spare,))
+        rows_RI = source_SI[indices_R // divisor]
+        indices_R[num_kept:] = -(2**40)  # would be a fault if it were read
+    else:
+        divisor, indices_R = 1, None
+        rows_RI = source_SI = torch.randn(num_kept + num_spare, num_inputs).to(dtype)
+
+    sentinel = 12345.0
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, sentinel, **options))
+    output_RC = grouped_matmul(
+        source_SI,
+        weight_eOI,
+        counts_e,
+        indices_R=indices_R,
+        divisor=divisor,
+        bias_eO=bias_eO,
+        activation=activation,
+        config=config,
+        **CLAMPED,
+    )
+    assert output_RC.dtype == dtype
+    reference_RC = expected(rows_RI[:num_kept], weight_eOI, counts_e, bias_eO, activation)
+    assert_close(output_RC[:num_kept], reference_RC, TOLERANCE[dtype])
+    assert (output_RC[num_kept:] == output_RC.new_tensor(sentinel)).all()  # nothing was written
+
+
+@pytest.fixture(autouse=True)
+def _programs_counted_anew() -> Any:
+    yield
+    module._num_programs.cache_clear()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["swapped", "straight"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_slots(activation: Any, config: Config) -> None:
+    torch.manual_seed(1)
+    counts = [0, 33, 1, 70, 0]
+    slots_eSI, weight_eOI, bias_eO = torch.randn(5, 70, 40), torch.randn(5, 50, 40) / 6, torch.randn(5, 50)
+    for slots_SI, count in zip(slots_eSI, counts, strict=True):
+        slots_SI[count:] = float("nan")
+    output_eSC = grouped_matmul_slots(
+        slots_eSI, weight_eOI, torch.tensor(counts), bias_eO=bias_eO, activation=activation, config=config, **CLAMPED
+    )
+    rows_RI = torch.cat([slots_SI[:count] for slots_SI, count in zip(slots_eSI, counts, strict=True)])
+    actual_RC = torch.cat([output_SC[:count] for output_SC, count in zip(output_eSC, counts, strict=True)])
+    assert_close(actual_RC, expected(rows_RI, weight_eOI, torch.tensor(counts), bias_eO, activation), 1e-5)
+
+
+def blocks(*shape: int) -> tuple[Tensor, Tensor]:
+    """Weights and their scales, which are far from one another."""
+    *_, num_outputs, num_inputs = shape
+    weight_eOI = torch.randn(shape).to(torch.float8_e4m3fn)
+    return weight_eOI, torch.exp2(torch.randn(*shape[:-2], -(-num_outputs // 128), -(-num_inputs // 128)) - 4)
+
+
+def dequantised(values: Tensor, scale: Tensor, block_rows: int) -> Tensor:
+    scale = scale.double().repeat_interleave(128, -1).repeat_interleave(block_rows, -2)
+    return values.double() * scale[..., : values.shape[-2], : values.shape[-1]]
+
+
+FP8_CONFIGS = [
+    Config(16, 64, 128, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2),
+    Config(64, 64, 64, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2),
+    None,
+]
+
+
+@pytest.mark.parametrize("config", FP8_CONFIGS, ids=["swapped", "straight", "by rule"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("columns", [256, 200])
+@pytest.mark.parametrize("layout", ["rows", "gathered", "slots"])
+def test_blocks_with_scales(layout: str, columns: int, activation: Any, config: Config | None) -> None:
+    """Gates and ups have scales of their own, also where 128 does not divide their number."""
+    torch.manual_seed(2)
+    num_inputs, counts = 320, [19, 0, 1]
+    counts_e = torch.tensor(counts)
+    parts = [blocks(3, columns, num_inputs) for _ in range(1 if activation is None else 2)]
+    weight_eOI = torch.cat([weight.view(torch.uint8) for weight, _ in parts], dim=1).view(torch.float8_e4m3fn)
+    scale_eGB = torch.cat([scale for _, scale in parts], dim=1)
+    dequantised_eOI = torch.cat([dequantised(*part, 128) for part in parts], dim=1)
+    bias_eO = torch.randn(3, weight_eOI.shape[1])
+    arguments: dict[str, Any] = dict(
+        bias_eO=bias_eO, activation=activation, out_dtype=torch.float32, config=config, **CLAMPED
+    )
+
+    source_SI = torch.randn(60, num_inputs).to(torch.float8_e4m3fn)
+    source_scale_SB = torch.exp2(torch.randn(60, 3))
+    source = dequantised(source_SI, source_scale_SB, 1)
+    if layout == "slots":
+        rows_RI = torch.cat([source[20 * expert :][:count] for expert, count in enumerate(counts)])
+        output_eSC = grouped_matmul_slots_fp8(
+            source_SI.view(3, 20, -1), source_scale_SB.view(3, 20, -1), weight_eOI, scale_eGB, counts_e, **arguments
+        )
+        output_RC = torch.cat([output_SC[:count] for output_SC, count in zip(output_eSC, counts, strict=True)])
+    else:
+        indices_R = torch.randint(0, 120, (23,)) if layout == "gathered" else None
+        rows_RI = source[:20] if indices_R is None else source[indices_R[:20] // 2]
+        output_RC = grouped_matmul_fp8(
+            source_SI, source_scale_SB, weight_eOI, scale_eGB, counts_e, indices_R=indices_R, divisor=2, **arguments
+        )[:20]
+    reference_RC = expected(rows_RI, dequantised_eOI, counts_e, bias_eO, activation)
+    assert_close(output_RC, reference_RC, 2e-5)
+
+
+def test_agrees_with_torch_on_wide_rows_as_the_rules_cut_them() -> None:
+    """Of gpt-oss's width, with what a launch chooses for itself: for few rows of each expert, and for many."""
+    torch.manual_seed(3)
+    for counts in ([1, 0, 2], [0, 70, 80]):
+        rows_RI, weight_eOI = torch.randn(sum(counts), 2880).half(), (torch.randn(3, 72, 2880) / 50).half()
+        output_RO = grouped_matmul(rows_RI, weight_eOI, torch.tensor(counts))
+        offsets_e = torch.tensor(counts).cumsum(0).int()
+        reference_RO = functional.grouped_mm(rows_RI.float(), weight_eOI.float().transpose(1, 2), offs=offsets_e)
+        assert_close(output_RO, reference_RO.double(), 2e-3)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["swapped", "straight"])
+def test_a_row_has_the_same_bytes_alone_and_among_others(config: Config) -> None:
+    torch.manual_seed(4)
+    rows_RI, weight_eOI = torch.randn(75, 100).half(), torch.randn(2, 40, 100).half()
+    together_RC = grouped_matmul(rows_RI, weight_eOI, torch.tensor([5, 70]), activation="swiglu", config=config)
+    for row, counts in ((0, [1, 0]), (4, [1, 0]), (5, [0, 1]), (74, [0, 1])):
+        alone_RC = grouped_matmul(
+            rows_RI[row : row + 1], weight_eOI, torch.tensor(counts), activation="swiglu", config=config
+        )
+        assert torch.equal(alone_RC[0], together_RC[row])
+
+
+def test_only_the_rows_that_count_decide_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = []
+
+    def choose(problem: Problem, device_name: str) -> Config:
+        problems.append((problem, device_name))
+        return SWAPPED
+
+    monkeypatch.setattr(module, "choose_config", choose)
+    slots_eSI, weight_eOI, counts_e = torch.randn(2, 50, 8), torch.randn(2, 6, 8), torch.tensor([1, 2])
+    grouped_matmul_slots(slots_eSI, weight_eOI, counts_e)
+    grouped_matmul_slots(slots_eSI, weight_eOI, counts_e, activation="swiglu", expected_rows=3)
+    grouped_matmul(slots_eSI[0], weight_eOI, counts_e, expected_rows=4)
+    shape: dict[str, Any] = dict(kind="fp32", num_experts=2, num_outputs=6, num_inputs=8)
+    assert problems == [
+        (Problem(is_gated=False, num_rows=100, **shape), "CPU"),
+        (Problem(is_gated=True, num_rows=3, **shape), "CPU"),
+        (Problem(is_gated=False, num_rows=4, **shape), "CPU"),
+    ]
+
+
+def test_nothing_to_do() -> None:
+    weight_eOI = torch.randn(2, 6, 5)
+    assert grouped_matmul(torch.randn(0, 5), weight_eOI, torch.zeros(2).long()).shape == (0, 6)
+    indices_R = torch.zeros(0).long()
+    empty = grouped_matmul(torch.randn(4, 5), weight_eOI, torch.zeros(2).long(), indices_R=indices_R)
+    assert empty.shape == (0, 6)
+    no_experts = grouped_matmul(torch.randn(4, 5), weight_eOI[:0], torch.zeros(0).long(), activation="swiglu")
+    assert no_experts.shape == (4, 3)
+
+
+def test_upper_bound_of_the_tiles() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        counts = [draw.choice([0, 0, 1, draw.randint(0, 99)]) for _ in range(draw.randint(1, 9))]
+        config = draw.choice(CONFIGS)
+        num_tiles = sum(-(-count // config.block_m) for count in counts) * -(-50 // config.block_n)
+        assert num_tiles <= max_tiles(sum(counts), len(counts), 50, None, config)
+    assert max_tiles(1, 256, 64, None, SWAPPED) == 1  # one row, one tile of rows
+    assert max_tiles(1, 256, 64, "swiglu", SWAPPED) == 2

@@ -1,0 +1,156 @@
+"""Pairs on a GPU, in Triton's interpreter: against the torch reference and plain loops."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from moeserve.ops.pairs import Keys, TorchPairs
+from moeserve.triton_kernels import pairs
+from moeserve.triton_kernels.pairs import gather_rows, order_pairs, row_of_pair, scatter_rows, weighted_sum
+
+# T tokens, D model width, K experts per token, P pairs = T * K, R rows
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=["one launch", "three launches"])
+def _launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "three launches":
+        monkeypatch.setattr(pairs, "MAX_RANKED_PAIRS", 0)
+
+
+@pytest.fixture(params=["searched", "inverted"])
+def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "inverted":
+        monkeypatch.setattr(pairs, "MAX_SEARCHED_ROWS", 0)
+
+
+@pytest.mark.usefixtures("_launches")
+@pytest.mark.parametrize("seed", range(12))
+def test_order(seed: int) -> None:
+    """Also of keys that are a part of wider rows."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype, num_known = draw.choice([torch.int32, torch.int64]), draw.choice([8, 80, 300])
+    wide = torch.randint(-1, num_known, (draw.choice([1, 2, 40, 150, 700]), 9)).to(dtype)
+    keys_TK = wide[:, 2 : 2 + draw.choice([1, 2, 6])]
+    first = draw.choice([0, 0, 5])
+    num_counted = draw.choice([0, 1, num_known - first, (num_known - first) // 2])
+    expected_P, expected_counts = TorchPairs().order(keys_TK, Keys(num_counted, first, num_known))
+    pairs_P, counts = order_pairs(keys_TK, first, num_counted)
+    assert pairs_P.dtype == counts.dtype == torch.int64
+    assert pairs_P.tolist() == expected_P.tolist()
+    assert counts.tolist() == expected_counts.tolist()
+
+
+@pytest.mark.usefixtures("_launches")
+@pytest.mark.parametrize("keys", [[], [0], [-1], [3] * 300, [-1] * 300, [7, 0] * 257], ids=str)
+def test_order_of_one_dimension(keys: list[int]) -> None:
+    pairs_P, counts = order_pairs(torch.tensor(keys, dtype=torch.int64), 0, 7)
+    kept = sorted((pair for pair, key in enumerate(keys) if 0 <= key < 7), key=lambda pair: keys[pair])
+    assert pairs_P.tolist() == kept + [-1] * (len(keys) - len(kept))
+    assert counts.tolist() == [keys.count(key) for key in range(7)]
+
+
+def test_order_where_counts_are_added_up_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "MAX_RANKED_PAIRS", 0)
+    monkeypatch.setitem(pairs.START_BLOCKS, "BLOCK_B", 4)
+    torch.manual_seed(0)
+    keys_TK = torch.randint(-1, 9, (1100, 3))
+    assert keys_TK.numel() > 3 * 4 * pairs.PLACE_BLOCKS["BLOCK_P"]
+    expected_P, expected_counts = TorchPairs().order(keys_TK, Keys(6, 2, 9))
+    pairs_P, counts = order_pairs(keys_TK, 2, 6)
+    assert torch.equal(pairs_P, expected_P)
+    assert torch.equal(counts, expected_counts)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("divisor", [1, 3])
+@pytest.mark.parametrize(("num_rows", "width"), [(0, 16), (1, 1), (60, 83), (5, 2100)])
+def test_gather(num_rows: int, width: int, divisor: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(num_rows)
+    source_SD = (torch.randn(40, width + 7) * 100).to(dtype)[:, 7:]  # rows of a wider tensor
+    indices_R = torch.randint(0, 40 * divisor, (num_rows,))
+    indices_R[3::5] = -1
+    rows_RD = gather_rows(source_SD, indices_R, divisor)
+    assert (rows_RD.shape, rows_RD.dtype) == ((num_rows, width), dtype)
+    for row_D, index in zip(rows_RD, indices_R.tolist(), strict=True):
+        assert index == -1 or torch.equal(row_D.view(torch.uint8), source_SD[index // divisor].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64])
+@pytest.mark.parametrize("num_rows", [0, 1, 30])
+def test_scatter(num_rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(num_rows)
+    rows_RD = (torch.randn(num_rows, 83) * 100).to(dtype)
+    indices_R = torch.randperm(40)[:num_rows]
+    indices_R[::7] = -1
+    assert torch.equal(scatter_rows(rows_RD, indices_R, 40), TorchPairs().scatter(rows_RD, indices_R, 40))
+
+
+@pytest.mark.parametrize(("num_rows", "num_pairs"), [(0, 5), (5, 0), (1, 1), (1500, 2000)])
+def test_row_of_pair(num_rows: int, num_pairs: int) -> None:
+    torch.manual_seed(0)
+    pair_of_row_R = torch.cat([torch.randperm(num_pairs), torch.full((num_rows,), -1)])[:num_rows]
+    pair_of_row_R[::9] = -1
+    row_of = {pair: row for row, pair in enumerate(pair_of_row_R.tolist()) if pair >= 0}
+    assert row_of_pair(pair_of_row_R, num_pairs).tolist() == [row_of.get(pair, -1) for pair in range(num_pairs)]
+
+
+@pytest.mark.usefixtures("_rows")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(8))
+def test_weighted_sum(seed: int, dtype: torch.dtype) -> None:
+    """The bytes of the reference. Rows without a pair stand anywhere, and are no numbers.
+
+    To bfloat16, the interpreter cuts off where a GPU rounds: there it may be one step away.
+    """
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    num_tokens, top_k = draw.choice([0, 1, 3, 25]), draw.choice([1, 2, 8])
+    width, num_pairs = draw.choice([1, 3, 128, 1100]), num_tokens * top_k
+    pairs_R = torch.randperm(num_pairs)[: draw.choice([0, num_pairs // 2, num_pairs, num_pairs])]
+    output_RD, weights_TK = torch.randn(len(pairs_R), width).to(dtype), torch.rand(num_tokens, top_k)
+    expected_TD = TorchPairs().weighted_sum(output_RD, pairs_R, weights_TK, dtype)
+
+    order = torch.randperm(len(pairs_R) + 4)
+    with_spare_RD = torch.cat([output_RD, torch.full((4, width), float("nan"), dtype=dtype)])[order]
+    total_TD = weighted_sum(with_spare_RD, torch.cat([pairs_R, torch.full((4,), -1)])[order], weights_TK, dtype)
+    assert total_TD.dtype == dtype
+    if dtype == torch.bfloat16:
+        assert ((total_TD.float() - expected_TD.float()).abs() <= expected_TD.float().abs() * 2**-7).all()
+    else:
+        assert torch.equal(total_TD.view(torch.uint8), expected_TD.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("_rows")
+def test_the_sum_is_in_the_order_of_k() -> None:
+    """1e8 - 1e8 + 1 is 1 in this order, and 0 in others; rows come in another."""
+    output_RD = torch.tensor([[1.0], [-1e8], [1e8]])
+    assert weighted_sum(output_RD, torch.tensor([2, 1, 0]), torch.ones(1, 3), torch.float32).tolist() == [[1.0]]
+    assert weighted_sum(output_RD, torch.tensor([1, 2, 0]), torch.ones(1, 3), torch.float32).tolist() == [[0.0]]
+
+
+@pytest.mark.usefixtures("_rows")
+def test_padding_adds_nothing() -> None:
+    """Not even where its weight is not a number."""
+    weights_TK = torch.tensor([[float("nan"), 1.0], [float("nan"), 0.5]])
+    output_RD = torch.tensor([[2.0, 3.0]])
+    total_TD = weighted_sum(output_RD, torch.tensor([3]), weights_TK, torch.float32)
+    assert total_TD.tolist() == [[0.0, 0.0], [1.0, 1.5]]
+    assert weighted_sum(output_RD[:0], torch.tensor([3])[:0], weights_TK, torch.float16).tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.usefixtures("_rows")
+def test_the_sum_keeps_the_sign_of_zero() -> None:
+    total_TD = weighted_sum(torch.tensor([[-0.0, 0.0]]), torch.tensor([0]), torch.ones(1, 1), torch.float32)
+    assert total_TD.signbit().tolist() == [[True, False]]
+
+
+def test_results_in_another_dtype() -> None:
+    output_RD = torch.randn(4, 9).half()
+    total_TD = weighted_sum(output_RD, torch.arange(4), torch.rand(2, 2), torch.float32)
+    assert total_TD.dtype == torch.float32

@@ -1,0 +1,114 @@
+"""The Triton RMSNorm in Triton's interpreter, alone, in place and after an addition, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.ops.norm import add_then_norm, torch_rms_norm
+from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_in_place
+
+CASES = [
+    ((1, 1), "contiguous"),
+    ((5, 1024), "contiguous"),
+    ((7, 333), "contiguous"),
+    ((3, 1000), "contiguous"),
+    ((2, 4097), "contiguous"),
+    ((41, 8), "contiguous"),
+    ((4, 3, 96), "contiguous"),
+    ((2, 3, 2, 40), "contiguous"),
+    ((0, 64), "contiguous"),
+    ((6, 200), "row slices"),
+    ((5, 3, 64), "heads of a projection"),
+    ((5, 3, 64), "parts of heads"),
+    ((6, 200), "transposed"),
+    ((3, 128), "tiny values"),
+    ((2, 64), "zeros"),
+]
+DTYPES = [torch.float32, torch.float16]
+
+
+def drawn(shape: tuple[int, ...], layout: str, dtype: torch.dtype, seed: int) -> Tensor:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    match layout:
+        case "row slices":
+            return draw(shape[0], 2 * shape[1])[:, 8 : 8 + shape[1]]
+        case "heads of a projection":
+            return draw(shape[0], (shape[1] + 2) * shape[2])[:, shape[2] : -shape[2]].unflatten(1, shape[1:])
+        case "parts of heads":
+            return draw(*shape[:2], shape[2] + 7)[..., 7:]
+        case "transposed":
+            return draw(shape[1], shape[0]).t()
+        case "tiny values":
+            return draw(*shape) * 1e-3
+        case "zeros":
+            return torch.zeros(shape, dtype=dtype)
+    return draw(*shape)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """Both round at the same places, so only the order of the sum differs: rarely, a float16 lands one step away."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    error = (actual.float() - expected.float()).abs() / (1 + expected.float().abs())
+    assert not (error > {torch.float32: 1e-6, torch.float16: 1e-3}[actual.dtype]).any()
+    assert actual.dtype == torch.float32 or (actual != expected).float().sum() <= 0.01 * actual.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "layout"), CASES, ids=str)
+def test_alone(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
+    x, weight = drawn(shape, layout, dtype, 0), drawn(shape[-1:], "contiguous", dtype, 1)
+    before = x.clone()
+    actual = rms_norm(x, weight, 1e-5)
+    assert actual.is_contiguous()
+    assert_close(actual, torch_rms_norm(x, weight, 1e-5))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "layout"), CASES, ids=str)
+def test_after_an_addition(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
+    x, update = drawn(shape, layout, dtype, 0), drawn(shape, "contiguous", dtype, 1)
+    weight = drawn(shape[-1:], "contiguous", dtype, 2)
+    before = x.clone(), update.clone()
+    total, normed = add_rms_norm(x, update, weight, 1e-5)
+    expected_total, expected = add_then_norm(torch_rms_norm, x, update, weight, 1e-5)
+    assert total.is_contiguous()
+    assert torch.equal(total, expected_total)
+    assert_close(normed, expected)
+    assert torch.equal(x, before[0])
+    assert torch.equal(update, before[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "layout"), [case for case in CASES if case[1] != "transposed"], ids=str)
+def test_in_place(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
+    x, weight = drawn(shape, layout, dtype, 0), drawn(shape[-1:], "contiguous", dtype, 1)
+    whole = x if x._base is None else x._base  # with what lies beside a view
+    before = whole.clone()
+    expected = torch_rms_norm(x, weight, 1e-5)
+    rms_norm_in_place(x, weight, 1e-5)
+    assert_close(x, expected)
+    x.zero_()
+    assert int((whole != 0).sum()) == int((before != 0).sum()) - int((expected != 0).sum())
+
+
+def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
+    for width in (40, 1000):
+        x_TD = drawn((30, width), "contiguous", torch.float32, 0)
+        weight_D = drawn((width,), "contiguous", torch.float32, 1)
+        together_TD = rms_norm(x_TD, weight_D, 1e-5)
+        for first, last in ((0, 1), (7, 8), (3, 20)):
+            assert torch.equal(rms_norm(x_TD[first:last], weight_D, 1e-5), together_TD[first:last])
+
+
+def test_nan_stays_in_its_row() -> None:
+    x_TD = drawn((6, 50), "contiguous", torch.float32, 0)
+    x_TD[2, 7] = float("nan")
+    normed_TD = rms_norm(x_TD, torch.ones(50), 1e-5)
+    assert normed_TD.isnan().all(-1).tolist() == [row == 2 for row in range(6)]
+    assert normed_TD.isfinite().all(-1).tolist() == [row != 2 for row in range(6)]

@@ -1,0 +1,129 @@
+"""Grouped-query attention over a paged cache of keys and values, with windows and sinks.
+
+Owns how the kernels of `paged_kernels` are sized for it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from moeserve.triton_kernels.paged_kernels import AttentionConfig, Splits, launch_attention, launch_write
+
+# T tokens, N query heads, G key-value heads, H head size, S chunks
+
+
+def write_cache(key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, slots_T: Tensor) -> None:
+    """Stores each token's key and value at its slot, block * block_size + offset; a slot of -1 keeps nothing.
+
+    Memory moved: 4 * T * G * H * element size, and the slots.
+
+    Args:
+        key_TGH: [T, G, H]; may be a strided view, such as a part of a fused projection.
+        value_TGH: the same; may have other strides.
+        key_cache, value_cache: [num_blocks, G, block_size, H] in the same dtype, with the same strides.
+        slots_T: [T] int64.
+    """
+    assert key_TGH.shape == value_TGH.shape
+    assert key_cache.shape == value_cache.shape
+    assert key_cache.stride() == value_cache.stride()
+    launch_write(key_TGH, value_TGH, key_cache, value_cache, slots_T)
+
+
+def paged_attention(
+    query_TNH: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    row_starts: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
+    max_rows_per_chunk: int,
+    max_context: int,
+) -> Tensor:
+    """Row i of a chunk is at position p = context_len - num_rows + i and attends to the positions up to p.
+
+    With a window, only to those after p - window. Query head n reads key-value head n // (N // G). Scores, their
+    softmax and all sums are float32; weights are rounded to the dtype of the values before they multiply them.
+    A row's bytes depend on its chunk, not on the other chunks of the step.
+
+    Memory moved: per chunk of one row, 2 * G * H * element size for each position it attends to, which is what bounds
+    the time; and 4 * H + 8 bytes, written and read, for each head and split. Operations: 4 * N * H for each row and
+    position it attends to, which is what bounds the time of chunks of many rows.
+
+    Args:
+        query_TNH: [T, N, H] float32, bfloat16 or float16; may be strided.
+        key_cache, value_cache: [num_blocks, G, block_size, H] in the same dtype, with the same strides; any block_size.
+        block_table: [S, max_blocks] int32; nothing is read of it beyond a chunk's context.
+        row_starts: [S + 1] int32, from 0: chunk s has rows row_starts[s] to row_starts[s + 1] - 1; there may be none.
+        context_lens: [S] int32.
+        scale: what the products of queries and keys are multiplied with.
+        sinks_N: [N] float32 or None: one more score of each head, without a value.
+        max_rows_per_chunk: no chunk has more rows. With 1, only the kernels for chunks of one row are launched.
+        max_context: no context is longer, such as max_blocks * block_size.
+
+    Returns:
+        [T, N, H], contiguous, in the dtype of the queries; zeros in rows of no chunk, and in those before position 0.
+    """
+    num_heads, head_size = query_TNH.shape[1:]
+    num_kv_heads = key_cache.shape[1]
+    group, element_size = num_heads // num_kv_heads, query_TNH.element_size()
+    assert num_heads == group * num_kv_heads, f"{num_heads} query heads for {num_kv_heads} key-value heads"
+    assert key_cache.shape == value_cache.shape
+    assert key_cache.shape[3] == head_size
+    assert key_cache.stride() == value_cache.stride()
+    assert key_cache.dtype == value_cache.dtype
+    assert sinks_N is None or sinks_N.shape == (num_heads,)
+    assert sinks_N is None or sinks_N.dtype == torch.float32
+    assert window is None or window >= 1
+    return launch_attention(
+        query_TNH,
+        key_cache,
+        value_cache,
+        block_table,
+        row_starts,
+        context_lens,
+        scale=scale,
+        window=window,
+        sinks_N=sinks_N,
+        value_size=head_size,
+        max_rows_per_chunk=max_rows_per_chunk,
+        max_context=max_context,
+        max_attended_rows=max_rows_per_chunk,
+        tile_config=tile_config(head_size, element_size),
+        split_config=split_config(group, head_size, element_size),
+        splits=choose_splits(num_kv_heads),
+    )
+
+
+def tile_config(head_size: int, element_size: int) -> AttentionConfig:
+    """For chunks of many rows: two warp groups with 64 pairs each, whose sums stay in registers."""
+    if element_size == 4:  # on plain float32 units: only as large as their registers and shared memory allow
+        block = 32 if head_size <= 64 else 16
+        return AttentionConfig(block_pairs=block, block_positions=block, num_warps=8, num_stages=1)
+    if head_size <= 64:
+        return AttentionConfig(block_pairs=128, block_positions=128, num_warps=8, num_stages=3)
+    if head_size <= 128:
+        return AttentionConfig(block_pairs=128, block_positions=64, num_warps=8, num_stages=3)
+    return AttentionConfig(block_pairs=128, block_positions=32, num_warps=8, num_stages=3)
+
+
+def split_config(group: int, head_size: int, element_size: int) -> AttentionConfig:
+    """For chunks of one row: few pairs, and enough positions on their way from memory."""
+    block_pairs = min(max(triton.next_power_of_2(group), 16), 64)
+    if element_size == 4:
+        return tile_config(head_size, element_size)
+    if head_size <= 64:
+        return AttentionConfig(block_pairs, block_positions=64, num_warps=4, num_stages=4)
+    if head_size <= 128:
+        return AttentionConfig(block_pairs, block_positions=64, num_warps=4, num_stages=3)
+    return AttentionConfig(block_pairs, block_positions=32, num_warps=4, num_stages=3)
+
+
+def choose_splits(num_kv_heads: int) -> Splits:
+    """So many that a single row with a long context fills a GPU."""
+    return Splits(piece_size=256, max_splits=min(max(256 // triton.next_power_of_2(num_kv_heads), 8), 32))

@@ -1,0 +1,724 @@
+"""The kernels over a paged cache that grouped-query and latent attention share: writing, attending, merging splits.
+
+Latent attention is attention with one key-value head, whose values are the beginnings of its keys. Two kernels attend:
+one for chunks of one row, whose context is split among programs, and one for chunks of more rows. Which of them attends
+for a row depends on the number of rows of its chunk alone.
+
+Queries that share keys and values make up the rows of a matrix product: the "pairs" (row, head) of a chunk, of which
+number i is row i // group, head i % group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# T tokens, N query heads, G key-value heads, H head size, P size of a key, V of a value; S chunks, Z splits
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # powers of 2 are what the hardware has
+CHUNKS_AT_ONCE = 256  # of which a program looks for its own
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """What a kernel is compiled with."""
+
+    block_pairs: int  # pairs of row and head of one program
+    block_positions: int  # of the context, at a time
+    num_warps: int
+    num_stages: int
+
+    @property
+    def compile_options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How the context of one row is divided: a function of the model's shape, for it decides the order of additions.
+
+    Piece i, counted from the first that the row attends to, belongs to program i % max_splits: so a row's bytes do not
+    depend on how many programs the step has, nor partial sums on how long contexts are.
+    """
+
+    piece_size: int  # positions; a multiple of those that a program takes at a time
+    max_splits: int  # programs that share one context and key-value head; a power of two
+
+
+def launch_write(
+    key_TGH: Tensor, value_TGH: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slots_T: Tensor
+) -> None:
+    """See `paged_attention.write_cache`; without values, only keys are written."""
+    num_tokens, num_heads, head_size = key_TGH.shape
+    assert key_cache.shape[1::2] == (num_heads, head_size), f"a cache of {tuple(key_cache.shape)} is of other heads"
+    assert key_cache.dtype == key_TGH.dtype
+    assert key_cache.stride(3) == 1
+    assert slots_T.shape == (num_tokens,)
+    assert slots_T.dtype == torch.int64
+    assert slots_T.is_contiguous()
+    if num_tokens == 0:
+        return
+    block_heads, block_size = write_blocks(num_heads, head_size)
+    value_strides = (0, 0, 0) if value_TGH is None else value_TGH.stride()
+    write_cache_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
+        key_TGH,
+        value_TGH,
+        key_cache,
+        value_cache,
+        slots_T,
+        *key_TGH.stride(),
+        *value_strides,
+        *key_cache.stride()[:3],
+        num_heads,
+        head_size,
+        CACHE_BLOCK=key_cache.shape[2],
+        BLOCK_G=block_heads,
+        BLOCK_H=block_size,
+        HAS_VALUE=value_TGH is not None,
+        num_warps=4,
+    )
+
+
+def write_blocks(num_heads: int, head_size: int) -> tuple[int, int]:
+    """Heads, and elements of each, that one program of the writing kernel copies."""
+    block_size = triton.next_power_of_2(head_size)
+    return min(triton.next_power_of_2(num_heads), max(4096 // block_size, 1)), block_size
+
+
+def launch_attention(
+    query_TNP: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    block_table: Tensor,
+    row_starts: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    sinks_N: Tensor | None,
+    value_size: int,
+    max_rows_per_chunk: int,
+    max_context: int,
+    max_attended_rows: int,
+    tile_config: AttentionConfig,
+    split_config: AttentionConfig,
+    splits: Splits,
+) -> Tensor:
+    """See `paged_attention.paged_attention`.
+
+    Args:
+        value_cache: None: the values are the first `value_size` elements of the keys.
+        max_attended_rows: chunks of more rows get zeros.
+
+    Returns:
+        [T, N, value_size]
+    """
+    num_tokens, num_heads, key_size = query_TNP.shape
+    _, num_kv_heads, cache_block, _ = key_cache.shape
+    num_chunks = context_lens.shape[0]
+    assert query_TNP.dtype == key_cache.dtype
+    assert key_cache.stride(3) == 1
+    assert block_table.dtype == row_starts.dtype == context_lens.dtype == torch.int32
+    assert row_starts.shape == (num_chunks + 1,)
+    assert block_table.shape[0] == num_chunks
+    assert row_starts.is_contiguous()
+    assert context_lens.is_contiguous()
+    assert block_table.stride(1) == 1
+    assert max_rows_per_chunk >= 0
+    if query_TNP.stride(2) != 1:
+        query_TNP = query_TNP.contiguous()
+    group = num_heads // num_kv_heads
+    # The merging kernel also writes the zeros of a step that has no other chunks.
+    is_one_row_each = max_rows_per_chunk <= 1
+    new = query_TNP.new_empty if is_one_row_each and num_chunks > 0 else query_TNP.new_zeros
+    output_TNV = new(num_tokens, num_heads, value_size)
+    if output_TNV.numel() == 0 or num_chunks == 0:
+        return output_TNV
+
+    sizes = kernel_sizes(
+        group=group,
+        window=window,
+        cache_block=cache_block,
+        value_size=value_size,
+        extra_size=key_size - value_size if value_cache is None else None,
+    )
+    inputs = (query_TNP, key_cache, value_cache, block_table, row_starts, context_lens)
+    strides = (*query_TNP.stride()[:2], *key_cache.stride()[:3], block_table.stride(0))
+    if not is_one_row_each and max_attended_rows >= 1:
+        num_tiles = num_tokens * group // tile_config.block_pairs + num_chunks
+        attend_tile_kernel[(num_tiles * num_kv_heads,)](
+            *inputs,
+            sinks_N,
+            output_TNV,
+            *strides,
+            num_chunks,
+            num_heads,
+            num_kv_heads,
+            max_attended_rows,
+            scale,
+            **sizes,
+            BLOCK_M=tile_config.block_pairs,
+            BLOCK_C=tile_config.block_positions,
+            CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
+            **tile_config.compile_options,
+        )
+    if max_attended_rows < 1:
+        return output_TNV.zero_() if is_one_row_each else output_TNV
+
+    longest = max_context if window is None else min(max_context, window + splits.piece_size - 1)  # begins amid a piece
+    num_splits = max(min(triton.cdiv(longest, splits.piece_size), splits.max_splits), 1)
+    partial_SZNV, maximum_SZN, total_SZN = (
+        query_TNP.new_empty(num_chunks, num_splits, num_heads, *size, dtype=torch.float32)
+        for size in ((value_size,), (), ())
+    )
+    num_tiles = triton.cdiv(group, split_config.block_pairs)
+    attend_split_kernel[(num_kv_heads * num_tiles, num_chunks, num_splits)](
+        *inputs,
+        partial_SZNV,
+        maximum_SZN,
+        total_SZN,
+        *strides,
+        num_heads,
+        num_tiles,
+        scale,
+        **sizes,
+        PIECE_SIZE=splits.piece_size,
+        MAX_SPLITS=splits.max_splits,
+        BLOCK_M=split_config.block_pairs,
+        BLOCK_C=split_config.block_positions,
+        **split_config.compile_options,
+    )
+    merge_splits_kernel[(num_chunks + (num_tokens if is_one_row_each else 0), num_heads)](
+        partial_SZNV,
+        maximum_SZN,
+        total_SZN,
+        row_starts,
+        context_lens,
+        sinks_N,
+        output_TNV,
+        num_chunks,
+        num_heads,
+        num_splits,
+        WINDOW=window,
+        VALUE_SIZE=value_size,
+        BLOCK_V=sizes["BLOCK_V"],
+        PIECE_SIZE=splits.piece_size,
+        MAX_SPLITS=splits.max_splits,
+        num_warps=merge_warps(splits.max_splits, sizes["BLOCK_V"]),
+    )
+    return output_TNV
+
+
+def kernel_sizes(
+    *, group: int, window: int | None, cache_block: int, value_size: int, extra_size: int | None
+) -> dict[str, Any]:
+    """Constants of both attending kernels.
+
+    Args:
+        extra_size: elements of a key beyond its value, where they share memory; None where they do not.
+    """
+    return {
+        "GROUP": group,
+        "WINDOW": window,
+        "CACHE_BLOCK": cache_block,
+        "VALUE_SIZE": value_size,
+        "EXTRA_SIZE": extra_size or 0,
+        "BLOCK_V": max(triton.next_power_of_2(value_size), 16),
+        "BLOCK_E": max(triton.next_power_of_2(extra_size or 0), 16),
+        "SHARES_VALUE": extra_size is not None,
+    }
+
+
+def merge_warps(max_splits: int, block_values: int) -> int:
+    """So many that a thread holds 32 partial sums, or 64."""
+    return min(max(max_splits * block_values // 1024, 1), 8)
+
+
+@triton.jit
+def write_cache_kernel(
+    key_ptr,  # [T, G, H]
+    value_ptr,  # the same, or None
+    key_cache_ptr,  # [num_blocks, G, CACHE_BLOCK, H]
+    value_cache_ptr,  # the same, or None
+    slots_ptr,  # [T] int64
+    key_token_stride,
+    key_head_stride,
+    key_element_stride,
+    value_token_stride,
+    value_head_stride,
+    value_element_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_position_stride,
+    num_heads,
+    head_size,
+    CACHE_BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    HAS_VALUE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    heads = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]
+    elements = tl.arange(0, BLOCK_H)[None, :]
+    is_kept = (heads < num_heads) & (elements < head_size)
+    position = (slot // CACHE_BLOCK) * cache_block_stride + (slot % CACHE_BLOCK) * cache_position_stride
+    target = position + heads * cache_head_stride + elements
+    source = token * key_token_stride + heads * key_head_stride + elements * key_element_stride
+    tl.store(key_cache_ptr + target, tl.load(key_ptr + source, mask=is_kept), mask=is_kept)
+    if HAS_VALUE:
+        source = token * value_token_stride + heads * value_head_stride + elements * value_element_stride
+        tl.store(value_cache_ptr + target, tl.load(value_ptr + source, mask=is_kept), mask=is_kept)
+
+
+@triton.jit
+def attend_tile_kernel(
+    query_ptr,  # [T, N, P]: P is VALUE_SIZE + EXTRA_SIZE
+    key_cache_ptr,  # [num_blocks, G, CACHE_BLOCK, P]
+    value_cache_ptr,  # [num_blocks, G, CACHE_BLOCK, VALUE_SIZE], or None
+    block_table_ptr,  # [S, max_blocks] int32
+    row_starts_ptr,  # [S + 1] int32
+    context_lens_ptr,  # [S] int32
+    sinks_ptr,  # [N] float32, or None
+    output_ptr,  # [T, N, VALUE_SIZE], contiguous
+    query_row_stride,
+    query_head_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_position_stride,
+    table_stride,
+    num_chunks,
+    num_heads,
+    num_kv_heads,
+    max_attended_rows,
+    scale,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,  # or None
+    CACHE_BLOCK: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    EXTRA_SIZE: tl.constexpr,  # elements of a key beyond its value, where these share memory
+    BLOCK_V: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SHARES_VALUE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    CHUNKS_AT_ONCE: tl.constexpr,
+):
+    """One program: BLOCK_M pairs of one chunk and key-value head, over all they attend to."""
+    # The last tiles of a chunk attend to the most positions: they begin first.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = program % num_kv_heads
+    slot = program // num_kv_heads
+
+    # Chunk s has the slots from pairs before it // BLOCK_M + s: never fewer than tiles, as each chunk has one to spare.
+    num_begun = 0
+    for first_chunk in range(0, num_chunks, CHUNKS_AT_ONCE):
+        chunks = first_chunk + tl.arange(0, CHUNKS_AT_ONCE)
+        starts = tl.load(row_starts_ptr + chunks, mask=chunks < num_chunks, other=0)
+        has_begun = (chunks < num_chunks) & (starts * GROUP // BLOCK_M + chunks <= slot)
+        num_begun += tl.sum(has_begun.to(tl.int32))
+    chunk = num_begun - 1
+    first_row = tl.load(row_starts_ptr + chunk)
+    num_rows = tl.load(row_starts_ptr + chunk + 1) - first_row
+    first_pair = (slot - (first_row * GROUP // BLOCK_M + chunk)) * BLOCK_M
+    context_len = tl.load(context_lens_ptr + chunk)
+    is_too_long = tl.minimum(num_rows, context_len) > max_attended_rows
+    if (num_rows <= 1) | is_too_long | (first_pair >= num_rows * GROUP):
+        return
+    first_position = context_len - num_rows  # of the chunk; below 0 if it has more rows than positions
+    lowest = first_position + first_pair // GROUP
+    highest = first_position + (tl.minimum(first_pair + BLOCK_M, num_rows * GROUP) - 1) // GROUP
+    if highest < 0:
+        return
+
+    pairs = first_pair + tl.arange(0, BLOCK_M)
+    is_pair = pairs < num_rows * GROUP
+    rows = first_row + pairs // GROUP
+    heads = kv_head * GROUP + pairs % GROUP
+    positions = first_position + pairs // GROUP
+    query_offsets = rows.to(tl.int64) * query_row_stride + heads * query_head_stride
+    values = tl.arange(0, BLOCK_V)
+    extras = VALUE_SIZE + tl.arange(0, BLOCK_E)
+    query = tl.load(
+        query_ptr + query_offsets[:, None] + values[None, :],
+        mask=is_pair[:, None] & (values < VALUE_SIZE)[None, :],
+        other=0.0,
+    )
+    query_extra = query
+    if EXTRA_SIZE > 0:
+        query_extra = tl.load(
+            query_ptr + query_offsets[:, None] + extras[None, :],
+            mask=is_pair[:, None] & (extras < VALUE_SIZE + EXTRA_SIZE)[None, :],
+            other=0.0,
+        )
+
+    # All pairs attend to all positions from `all_from` up to `all_to`; nothing before `first` or from `end` on is read.
+    end = highest + 1
+    first = 0
+    all_from = 0
+    if WINDOW is not None:
+        first = tl.maximum(lowest - WINDOW + 1, 0)
+        all_from = tl.minimum(tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), BLOCK_C) * BLOCK_C, end)
+    all_to = tl.maximum((lowest + 1) // BLOCK_C * BLOCK_C, all_from)  # lowest may be below 0
+
+    head_offset = kv_head.to(tl.int64) * cache_head_stride
+    table_ptr = block_table_ptr + chunk.to(tl.int64) * table_stride  # type: ignore[attr-defined]
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    # Large heads fill all registers: they get no loops of their own for positions that need no mask.
+    IS_LARGE: tl.constexpr = BLOCK_V >= 256
+    if IS_LARGE:
+        all_from = end
+    for phase in tl.static_range(0 if IS_LARGE or WINDOW is not None else 1, 1 if IS_LARGE else 3):
+        if phase == 0:
+            begin = first // BLOCK_C * BLOCK_C
+            until = all_from
+        elif phase == 1:
+            begin = all_from
+            until = all_to
+        else:
+            begin = all_to
+            until = end
+        columns = begin + tl.arange(0, BLOCK_C)
+        blocks = load_blocks(table_ptr, columns, first, end, CACHE_BLOCK)
+        for place in range(begin, until, BLOCK_C):
+            columns = place + tl.arange(0, BLOCK_C)
+            next_blocks = load_blocks(table_ptr, columns + BLOCK_C, first, end, CACHE_BLOCK)
+            weighted, maximum, total = attend_positions(
+                query,
+                query_extra,
+                weighted,
+                maximum,
+                total,
+                key_cache_ptr + head_offset,
+                value_cache_ptr if SHARES_VALUE else value_cache_ptr + head_offset,
+                blocks,
+                cache_block_stride,
+                cache_position_stride,
+                columns,
+                positions,
+                first,
+                end,
+                scale,
+                phase != 1,
+                WINDOW,
+                CACHE_BLOCK,
+                VALUE_SIZE,
+                EXTRA_SIZE,
+                BLOCK_V,
+                BLOCK_E,
+                SHARES_VALUE,
+            )
+            blocks = next_blocks
+
+    share = tl.full([BLOCK_M], 1.0, tl.float32)
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + heads, mask=is_pair, other=0.0) * LOG2_E
+        share, total = with_sink(maximum, total, sinks)
+    # A row before position 0 has a total of 0.
+    result = weighted * (share / tl.where(total == 0.0, 1.0, total))[:, None]
+    tl.store(
+        output_ptr + (rows.to(tl.int64) * num_heads + heads)[:, None] * VALUE_SIZE + values[None, :],
+        result.to(output_ptr.dtype.element_ty),
+        mask=is_pair[:, None] & (values < VALUE_SIZE)[None, :],
+    )
+
+
+@triton.jit
+def attend_split_kernel(
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    block_table_ptr,
+    row_starts_ptr,
+    context_lens_ptr,
+    partial_ptr,  # [S, Z, N, VALUE_SIZE] float32: sums of values times weights relative to the greatest weight
+    maximum_ptr,  # [S, Z, N] float32: the greatest score, as a power of 2
+    total_ptr,  # [S, Z, N] float32: sums of the weights
+    query_row_stride,
+    query_head_stride,
+    cache_block_stride,
+    cache_head_stride,
+    cache_position_stride,
+    table_stride,
+    num_heads,
+    num_tiles,  # that the heads of a group are divided into
+    scale,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    EXTRA_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SHARES_VALUE: tl.constexpr,
+    PIECE_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program: BLOCK_M heads of one row, over every MAX_SPLITS-th piece. See `attend_tile_kernel`."""
+    kv_head = tl.program_id(0) // num_tiles
+    chunk = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    row = tl.load(row_starts_ptr + chunk).to(tl.int64)
+    context_len = tl.load(context_lens_ptr + chunk)
+    first, first_piece, num_pieces = pieces_of(context_len, WINDOW, PIECE_SIZE)
+    if (tl.load(row_starts_ptr + chunk + 1) - row != 1) | (split >= num_pieces):
+        return
+
+    members = (tl.program_id(0) % num_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_head = members < GROUP
+    heads = kv_head * GROUP + members
+    query_offsets = row * query_row_stride + heads * query_head_stride
+    values = tl.arange(0, BLOCK_V)
+    extras = VALUE_SIZE + tl.arange(0, BLOCK_E)
+    query = tl.load(
+        query_ptr + query_offsets[:, None] + values[None, :],
+        mask=is_head[:, None] & (values < VALUE_SIZE)[None, :],
+        other=0.0,
+    )
+    query_extra = query
+    if EXTRA_SIZE > 0:
+        query_extra = tl.load(
+            query_ptr + query_offsets[:, None] + extras[None, :],
+            mask=is_head[:, None] & (extras < VALUE_SIZE + EXTRA_SIZE)[None, :],
+            other=0.0,
+        )
+
+    # One loop over the tiles of all its pieces. Only the last piece of a context may have fewer.
+    TILES_PER_PIECE: tl.constexpr = PIECE_SIZE // BLOCK_C
+    num_own = (num_pieces - 1 - split) // MAX_SPLITS + 1
+    last_begin = (first_piece + split + (num_own - 1) * MAX_SPLITS) * PIECE_SIZE
+    last_tiles = tl.minimum(tl.cdiv(context_len - last_begin, BLOCK_C), TILES_PER_PIECE)
+    head_offset = kv_head.to(tl.int64) * cache_head_stride
+    positions = tl.full([BLOCK_M], 0, tl.int32) + (context_len - 1)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    table_ptr = block_table_ptr + chunk * table_stride
+    columns = (first_piece + split) * PIECE_SIZE + tl.arange(0, BLOCK_C)
+    blocks = load_blocks(table_ptr, columns, first, context_len, CACHE_BLOCK)
+    for tile in range(1, (num_own - 1) * TILES_PER_PIECE + last_tiles + 1):
+        next_piece = first_piece + split + tile // TILES_PER_PIECE * MAX_SPLITS
+        next_columns = next_piece * PIECE_SIZE + tile % TILES_PER_PIECE * BLOCK_C + tl.arange(0, BLOCK_C)
+        next_blocks = load_blocks(table_ptr, next_columns, first, context_len, CACHE_BLOCK)
+        weighted, maximum, total = attend_positions(
+            query,
+            query_extra,
+            weighted,
+            maximum,
+            total,
+            key_cache_ptr + head_offset,
+            value_cache_ptr if SHARES_VALUE else value_cache_ptr + head_offset,
+            blocks,
+            cache_block_stride,
+            cache_position_stride,
+            columns,
+            positions,
+            first,
+            context_len,
+            scale,
+            True,
+            WINDOW,
+            CACHE_BLOCK,
+            VALUE_SIZE,
+            EXTRA_SIZE,
+            BLOCK_V,
+            BLOCK_E,
+            SHARES_VALUE,
+        )
+        columns, blocks = next_columns, next_blocks
+
+    places = (chunk * tl.num_programs(2) + split) * num_heads + heads
+    tl.store(maximum_ptr + places, maximum, mask=is_head)
+    tl.store(total_ptr + places, total, mask=is_head)
+    tl.store(
+        partial_ptr + places[:, None] * VALUE_SIZE + values[None, :],
+        weighted,
+        mask=is_head[:, None] & (values < VALUE_SIZE)[None, :],
+    )
+
+
+@triton.jit
+def merge_splits_kernel(
+    partial_ptr,
+    maximum_ptr,
+    total_ptr,
+    row_starts_ptr,
+    context_lens_ptr,
+    sinks_ptr,
+    output_ptr,
+    num_chunks,
+    num_heads,
+    num_splits,
+    WINDOW: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PIECE_SIZE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """One program: one head of one chunk; or, beyond the chunks, one head of a row, with zeros if no chunk has it."""
+    chunk = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    values = tl.arange(0, BLOCK_V)
+    is_value = values < VALUE_SIZE
+    if chunk >= num_chunks:
+        row = chunk - num_chunks
+        if row >= tl.load(row_starts_ptr + num_chunks):
+            zeros = tl.zeros([BLOCK_V], output_ptr.dtype.element_ty)
+            tl.store(output_ptr + (row * num_heads + head) * VALUE_SIZE + values, zeros, mask=is_value)
+        return
+    row = tl.load(row_starts_ptr + chunk).to(tl.int64)
+    if tl.load(row_starts_ptr + chunk + 1) - row != 1:
+        return
+
+    _, _, num_pieces = pieces_of(tl.load(context_lens_ptr + chunk), WINDOW, PIECE_SIZE)
+    # As many as the kernel is compiled for, whatever the step has: the order of additions is the same in all steps.
+    splits = tl.arange(0, MAX_SPLITS)
+    is_used = splits < num_pieces
+    places = (chunk * num_splits + splits) * num_heads + head
+    maximum_Z = tl.load(maximum_ptr + places, mask=is_used, other=float("-inf"))
+    total_Z = tl.load(total_ptr + places, mask=is_used, other=0.0)
+    partial_ZV = tl.load(
+        partial_ptr + places[:, None] * VALUE_SIZE + values[None, :],
+        mask=is_used[:, None] & is_value[None, :],
+        other=0.0,
+    )
+    maximum = tl.max(maximum_Z, axis=0)
+    share_Z = tl.exp2(maximum_Z - tl.where(maximum == float("-inf"), 0.0, maximum))
+    total = tl.sum(total_Z * share_Z, axis=0)
+    weighted = tl.sum(partial_ZV * share_Z[:, None], axis=0)
+    share = 1.0
+    if sinks_ptr is not None:
+        share, total = with_sink(maximum, total, tl.load(sinks_ptr + head) * LOG2_E)
+    result = weighted * (share / tl.where(total == 0.0, 1.0, total))
+    tl.store(
+        output_ptr + (row * num_heads + head) * VALUE_SIZE + values,
+        result.to(output_ptr.dtype.element_ty),
+        mask=is_value,
+    )
+
+
+@triton.jit
+def pieces_of(context_len, WINDOW: tl.constexpr, PIECE_SIZE: tl.constexpr):
+    """The first position that a context's last row attends to, the piece it lies in, and how many pieces there are."""
+    first = context_len * 0
+    if WINDOW is not None:
+        first = tl.maximum(context_len - WINDOW, 0)
+    first_piece = first // PIECE_SIZE
+    return first, first_piece, tl.cdiv(context_len, PIECE_SIZE) - first_piece
+
+
+@triton.jit
+def load_blocks(table_ptr, columns, first, end, CACHE_BLOCK: tl.constexpr):
+    """The block of each position. Loaded one turn ahead, or keys and values would wait for it."""
+    return tl.load(table_ptr + columns // CACHE_BLOCK, mask=(columns >= first) & (columns < end), other=0)
+
+
+@triton.jit
+def attend_positions(
+    query,  # [M, V]
+    query_extra,  # [M, E]
+    weighted,  # [M, V] float32
+    maximum,  # [M]
+    total,  # [M]
+    key_ptr,  # of block 0 and the key-value head
+    value_ptr,
+    blocks,  # [C]: of the positions to attend to
+    cache_block_stride,
+    cache_position_stride,
+    columns,  # [C]: these positions
+    positions,  # [M]: of the pairs
+    first,
+    end,
+    scale,
+    IS_MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    EXTRA_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SHARES_VALUE: tl.constexpr,
+):
+    """Adds some positions to a softmax that is kept relative to the greatest score so far.
+
+    What no pair attends to is not read, and a weight of 0 does not undo a NaN: so outside `first` to `end` come zeros.
+    """
+    values = tl.arange(0, BLOCK_V)
+    is_value = (values < VALUE_SIZE)[None, :]
+    is_read = (columns >= first) & (columns < end)
+    offsets = blocks.to(tl.int64) * cache_block_stride + columns % CACHE_BLOCK * cache_position_stride
+    key = load_tile(
+        key_ptr + offsets[:, None] + values[None, :], is_read[:, None], is_value, IS_MASKED, VALUE_SIZE, BLOCK_V
+    )
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if EXTRA_SIZE > 0:
+        extras = tl.arange(0, BLOCK_E)
+        key_extra = load_tile(
+            key_ptr + VALUE_SIZE + offsets[:, None] + extras[None, :],
+            is_read[:, None],
+            (extras < EXTRA_SIZE)[None, :],
+            IS_MASKED,
+            EXTRA_SIZE,
+            BLOCK_E,
+        )
+        scores = tl.dot(query_extra, tl.trans(key_extra), scores, input_precision="ieee")
+    scores *= scale * LOG2_E
+    if IS_MASKED:
+        is_visible = columns[None, :] <= positions[:, None]
+        if WINDOW is not None:
+            is_visible &= columns[None, :] > positions[:, None] - WINDOW
+        scores = tl.where(is_visible, scores, float("-inf"))
+
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    shift = new_maximum
+    if IS_MASKED:  # a pair that has seen nothing: -inf less -inf is no number
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores - shift[:, None])
+    share = tl.exp2(maximum - shift)
+    total = total * share + tl.sum(weights, axis=1)
+    weighted = weighted * share[:, None]
+    if SHARES_VALUE:
+        value = key
+    else:
+        value = load_tile(
+            value_ptr + offsets[:, None] + values[None, :], is_read[:, None], is_value, IS_MASKED, VALUE_SIZE, BLOCK_V
+        )
+    weighted = tl.dot(weights.to(value.dtype), value, weighted, input_precision="ieee")
+    return weighted, new_maximum, total
+
+
+@triton.jit
+def load_tile(
+    pointers, is_row, is_column, MASKS_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, NUM_LOADED: tl.constexpr
+):
+    """Loads with only the masks that are needed; zeros elsewhere."""
+    if MASKS_ROWS:
+        if NUM_COLUMNS == NUM_LOADED:
+            return tl.load(pointers, mask=is_row, other=0.0)
+        else:
+            return tl.load(pointers, mask=is_row & is_column, other=0.0)
+    else:
+        if NUM_COLUMNS == NUM_LOADED:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=is_column, other=0.0)
+
+
+@triton.jit
+def with_sink(maximum, total, sink):
+    """What the weighted sums are multiplied with, and the total, once a sink takes its share of the weights."""
+    new_maximum = tl.maximum(maximum, sink)
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    share = tl.exp2(maximum - shift)
+    return share, total * share + tl.exp2(sink - shift)

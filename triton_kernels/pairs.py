@@ -1,0 +1,372 @@
+"""Pairs of a token and one of its experts, on a GPU: sorted, their rows gathered and scattered, their outputs added.
+
+Pair p = t * K + k is token t and its k-th expert. All shapes are known without looking at values, so that a CUDA graph
+can hold the launches; where that leaves room, -1 stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# T tokens, K experts per token, P pairs = T * K, R rows, S rows of a source, D model width, X counted keys and one more
+# for all other pairs, B blocks of pairs
+
+MAX_RANKED_PAIRS = 4096  # as many are compared with one another, in one launch
+MAX_SEARCHED_ROWS = 1024  # as many are searched for each token's, which saves two launches
+MAX_BLOCK_WIDTH = 1024  # values of a row that one program adds up, or half of those it moves
+
+# Blocks of each kernel, and how it is compiled. Few pairs: the fewer steps, the sooner it ends.
+RANK_BLOCKS: dict[str, Any] = {"BLOCK_P": 32, "BLOCK_Q": 256, "num_warps": 8}
+PLACE_BLOCKS: dict[str, Any] = {"BLOCK_P": 256, "BLOCK_X": 32, "num_warps": 8}
+START_BLOCKS: dict[str, Any] = {"BLOCK_B": 1024, "num_warps": 4}
+INVERT_BLOCKS: dict[str, Any] = {"BLOCK_R": 1024, "num_warps": 4}
+
+
+def order_pairs(keys_TK: Tensor, first: int, num_counted: int) -> tuple[Tensor, Tensor]:
+    """Pairs in the order of their keys, those of one key ascending; and how many each key has.
+
+    Memory moved: 2 * 8 bytes for each pair. In one launch, up to 4096 pairs: P * P comparisons. In three, for more:
+    P * X comparisons twice and P * 256 once, and 3 * 4 bytes for each of X * P / 256 counts of blocks.
+
+    Args:
+        keys_TK: int64 or int32, [T, K] or [P], any strides.
+        first: the first key that counts.
+        num_counted: how many keys do. Pairs with other keys are left out.
+
+    Returns:
+        [P] int64, with -1 after the pairs that count; and [num_counted] int64.
+    """
+    num_pairs = keys_TK.numel()
+    pairs_P = torch.empty(num_pairs, dtype=torch.int64, device=keys_TK.device)
+    if num_pairs == 0:
+        return pairs_P, torch.zeros(num_counted, dtype=torch.int64, device=keys_TK.device)
+    counts = torch.empty(num_counted, dtype=torch.int64, device=keys_TK.device)
+    assert num_pairs * (num_counted + 1) < 2**31, f"{num_pairs} pairs of {num_counted} keys"
+    keys_TK = keys_TK if keys_TK.dim() == 2 else keys_TK[:, None]
+    keys = (keys_TK, *keys_TK.stride(), keys_TK.shape[1], num_pairs, first, num_counted)
+
+    if num_pairs <= MAX_RANKED_PAIRS:
+        num_programs = sum(triton.cdiv(number, RANK_BLOCKS["BLOCK_P"]) for number in (num_pairs, num_counted))
+        rank_pairs_kernel[(num_programs,)](*keys, pairs_P, counts, **RANK_BLOCKS)
+        return pairs_P, counts
+
+    num_blocks = triton.cdiv(num_pairs, PLACE_BLOCKS["BLOCK_P"])
+    starts_XB = torch.empty(num_counted + 1, num_blocks, dtype=torch.int32, device=keys_TK.device)
+    totals_X = torch.empty(num_counted + 1, dtype=torch.int32, device=keys_TK.device)
+    count_keys_kernel[(num_blocks,)](*keys, starts_XB, num_blocks, **PLACE_BLOCKS)
+    start_blocks_kernel[(num_counted + 1,)](starts_XB, totals_X, counts, num_blocks, num_counted, **START_BLOCKS)
+    place_pairs_kernel[(num_blocks,)](*keys, starts_XB, totals_X, pairs_P, num_blocks, **PLACE_BLOCKS)
+    return pairs_P, counts
+
+
+def gather_rows(source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
+    """[R, D]: row r is row indices_R[r] // divisor of the source; undefined where the index is -1.
+
+    Memory moved: each row is read and written once, and 8 bytes for its index.
+
+    Args:
+        source_SD: [S, D] of any dtype; rows may be strided.
+        indices_R: [R] int64. With K as divisor, pairs.
+    """
+    source_SD = source_SD if source_SD.stride(1) == 1 else source_SD.contiguous()
+    rows_RD = torch.empty(len(indices_R), source_SD.shape[1], dtype=source_SD.dtype, device=source_SD.device)
+    _move_rows(source_SD, indices_R, divisor, rows_RD, is_scatter=False)
+    return rows_RD
+
+
+def scatter_rows(rows_RD: Tensor, indices_R: Tensor, num_rows: int) -> Tensor:
+    """[num_rows, D]: row indices_R[r] is row r, but for indices of -1; all others are zeros.
+
+    Memory moved: num_rows * D zeros, then each row is read and written once.
+
+    Args:
+        rows_RD: [R, D] of any dtype; rows may be strided.
+        indices_R: [R] int64, each row at most once.
+    """
+    rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
+    output_SD = torch.zeros(num_rows, rows_RD.shape[1], dtype=rows_RD.dtype, device=rows_RD.device)
+    _move_rows(rows_RD, indices_R, 1, output_SD, is_scatter=True)
+    return output_SD
+
+
+def row_of_pair(pair_of_row_R: Tensor, num_pairs: int) -> Tensor:
+    """[P] int32: the inverse of an order of pairs. -1 for a pair without a row.
+
+    Memory moved: 8 bytes for each row, 2 * 4 for each pair.
+
+    Args:
+        pair_of_row_R: [R] int64, each pair at most once; -1 for a row without a pair.
+    """
+    row_of_pair_P = torch.full((num_pairs,), -1, dtype=torch.int32, device=pair_of_row_R.device)
+    num_rows = pair_of_row_R.shape[0]
+    if num_rows and num_pairs:
+        num_programs = triton.cdiv(num_rows, INVERT_BLOCKS["BLOCK_R"])
+        invert_kernel[(num_programs,)](pair_of_row_R.contiguous(), row_of_pair_P, num_rows, **INVERT_BLOCKS)
+    return row_of_pair_P
+
+
+def weighted_sum(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each token's outputs times their weights, added in float32 and in the order of k: [T, D] of a dtype.
+
+    A row without a pair is not read, and a pair without a row adds nothing. No product is fused with a sum, so the
+    bytes are those of the torch reference.
+
+    Memory moved: each output that has a pair is read once, each result written once. Up to 1024 rows, each program
+    reads all of pair_of_row_R; else see `row_of_pair`.
+
+    Args:
+        output_RD: [R, D], float32, bfloat16 or float16; rows may be strided.
+        pair_of_row_R: [R] int64, each pair at most once; -1 for a row without a pair.
+        weights_TK: [T, K] float32.
+    """
+    num_tokens, top_k = weights_TK.shape
+    num_rows, width = output_RD.shape
+    assert pair_of_row_R.shape == (num_rows,), f"{tuple(pair_of_row_R.shape)} pairs of {num_rows} rows"
+    total_TD = torch.empty(num_tokens, width, dtype=dtype, device=output_RD.device)
+    if total_TD.numel() == 0:
+        return total_TD
+    if num_rows == 0:
+        return total_TD.zero_()
+    output_RD = output_RD if output_RD.stride(1) == 1 else output_RD.contiguous()
+    is_searched = num_rows <= MAX_SEARCHED_ROWS
+    rows = pair_of_row_R.contiguous() if is_searched else row_of_pair(pair_of_row_R, num_tokens * top_k)
+    block_width = min(triton.next_power_of_2(width), MAX_BLOCK_WIDTH)
+    weighted_sum_kernel[(num_tokens, triton.cdiv(width, block_width))](
+        output_RD,
+        rows,
+        weights_TK.contiguous(),
+        total_TD,
+        output_RD.stride(0),
+        width,
+        num_rows,
+        IS_SEARCHED=is_searched,
+        TOP_K=top_k,
+        BLOCK_R=triton.next_power_of_2(num_rows) if is_searched else 1,
+        BLOCK_D=block_width,
+        **sum_options(),
+    )
+    return total_TD
+
+
+def sum_options() -> dict[str, Any]:
+    """How the sum is compiled."""
+    return {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def _move_rows(from_XD: Tensor, indices_R: Tensor, divisor: int, to_YD: Tensor, *, is_scatter: bool) -> None:
+    if to_YD.numel() == 0 or len(indices_R) == 0:
+        return
+    width = from_XD.shape[1]
+    block_width = min(triton.next_power_of_2(width), 2 * MAX_BLOCK_WIDTH)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[from_XD.element_size()]
+    move_rows_kernel[(len(indices_R), triton.cdiv(width, block_width))](
+        from_XD.view(bits),
+        indices_R.contiguous(),
+        to_YD.view(bits),
+        from_XD.stride(0),
+        width,
+        divisor,
+        IS_SCATTER=is_scatter,
+        BLOCK_D=block_width,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, pairs):
+    """Counted keys from 0 on; num_counted for other pairs; one more for what is no pair."""
+    token = (pairs // top_k).to(tl.int64)
+    key = tl.load(keys_ptr + token * stride_t + pairs % top_k * stride_k, mask=pairs < num_pairs, other=0) - first
+    key = tl.where((key >= 0) & (key < num_counted), key, num_counted).to(tl.int32)
+    return tl.where(pairs < num_pairs, key, num_counted + 1)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first", "num_counted"])
+def rank_pairs_kernel(
+    keys_ptr,  # [T, K]
+    stride_t,
+    stride_k,
+    top_k,
+    num_pairs,
+    first,
+    num_counted,
+    pairs_ptr,  # [P] int64
+    counts_ptr,  # [num_counted] int64
+    BLOCK_P: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    """A pair's place is the number of pairs before it: each program looks at all, for some of them. The last programs
+    count some keys each.
+    """
+    num_blocks = tl.cdiv(num_pairs, BLOCK_P)
+    block = tl.program_id(0)
+    if block < num_blocks:
+        pairs = block * BLOCK_P + tl.arange(0, BLOCK_P)
+        keys = load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, pairs)
+        rank_of_pair = keys * num_pairs + pairs  # unlike any other's
+        places = tl.zeros((BLOCK_P,), dtype=tl.int32)
+        for start in range(0, num_pairs, BLOCK_Q):
+            others = start + tl.arange(0, BLOCK_Q)
+            other_keys = load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, others)
+            is_before = (other_keys * num_pairs + others)[None, :] < rank_of_pair[:, None]
+            places += tl.sum(is_before.to(tl.int32), 1)
+        tl.store(pairs_ptr + places, tl.where(keys < num_counted, pairs, -1).to(tl.int64), mask=pairs < num_pairs)
+    else:
+        counted = (block - num_blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
+        counts = tl.zeros((BLOCK_P,), dtype=tl.int32)
+        for start in range(0, num_pairs, BLOCK_Q):
+            others = start + tl.arange(0, BLOCK_Q)
+            other_keys = load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, others)
+            counts += tl.sum((other_keys[None, :] == counted[:, None]).to(tl.int32), 1)
+        tl.store(counts_ptr + counted, counts.to(tl.int64), mask=counted < num_counted)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first", "num_counted", "num_blocks"])
+def count_keys_kernel(
+    keys_ptr,  # [T, K]
+    stride_t,
+    stride_k,
+    top_k,
+    num_pairs,
+    first,
+    num_counted,
+    counts_ptr,  # [X, B] int32
+    num_blocks,
+    BLOCK_P: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):
+    """How often each key is in a block of pairs."""
+    block = tl.program_id(0)
+    pairs = block * BLOCK_P + tl.arange(0, BLOCK_P)
+    keys = load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, pairs)
+    for start in range(0, num_counted + 1, BLOCK_X):
+        counted = start + tl.arange(0, BLOCK_X)
+        counts = tl.sum((keys[None, :] == counted[:, None]).to(tl.int32), 1)
+        tl.store(counts_ptr + counted * num_blocks + block, counts, mask=counted <= num_counted)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_counted"])
+def start_blocks_kernel(
+    counts_ptr,  # [X, B] int32; becomes for each block how many of its key are in the blocks before it
+    totals_ptr,  # [X] int32
+    output_ptr,  # [num_counted] int64: the same, without the last
+    num_blocks,
+    num_counted,
+    BLOCK_B: tl.constexpr,
+):
+    key = tl.program_id(0)
+    total = tl.zeros((), dtype=tl.int32)
+    for start in range(0, num_blocks, BLOCK_B):
+        blocks = start + tl.arange(0, BLOCK_B)
+        count_ptrs = counts_ptr + key * num_blocks + blocks
+        counts = tl.load(count_ptrs, mask=blocks < num_blocks, other=0)
+        tl.store(count_ptrs, total + tl.cumsum(counts, 0) - counts, mask=blocks < num_blocks)
+        total += tl.sum(counts, 0)
+    tl.store(totals_ptr + key, total)
+    tl.store(output_ptr + key, total.to(tl.int64), mask=key < num_counted)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first", "num_counted", "num_blocks"])
+def place_pairs_kernel(
+    keys_ptr,  # [T, K]
+    stride_t,
+    stride_k,
+    top_k,
+    num_pairs,
+    first,
+    num_counted,
+    starts_ptr,  # [X, B] int32
+    totals_ptr,  # [X] int32
+    pairs_ptr,  # [P] int64
+    num_blocks,
+    BLOCK_P: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+):
+    """A pair's place: all of lower keys, those of its key in blocks before, and those before it in its own block."""
+    block = tl.program_id(0)
+    pairs = block * BLOCK_P + tl.arange(0, BLOCK_P)
+    keys = load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, pairs)
+    places = tl.load(starts_ptr + keys * num_blocks + block, mask=pairs < num_pairs, other=0)
+    for start in range(0, num_counted + 1, BLOCK_X):
+        lower = start + tl.arange(0, BLOCK_X)
+        totals = tl.load(totals_ptr + lower, mask=lower <= num_counted, other=0)
+        places += tl.sum(tl.where(lower[None, :] < keys[:, None], totals[None, :], 0), 1)
+    for start in range(0, BLOCK_P, BLOCK_X):
+        others = block * BLOCK_P + start + tl.arange(0, BLOCK_X)
+        other_keys = load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, others)
+        is_before = (other_keys[None, :] == keys[:, None]) & (others[None, :] < pairs[:, None])
+        places += tl.sum(is_before.to(tl.int32), 1)
+    tl.store(pairs_ptr + places, tl.where(keys < num_counted, pairs, -1).to(tl.int64), mask=pairs < num_pairs)
+
+
+@triton.jit(do_not_specialize=["divisor"])
+def move_rows_kernel(
+    from_ptr,  # [R, D] if it scatters, else [S, D]; rows from_stride elements apart
+    indices_ptr,  # [R] int64
+    to_ptr,  # [S, D] if it scatters, else [R, D]; contiguous
+    from_stride,
+    width,
+    divisor,
+    IS_SCATTER: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.load(indices_ptr + row)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_moved = (columns < width) & (index >= 0)
+    from_row = row if IS_SCATTER else index // divisor
+    to_row = index if IS_SCATTER else row
+    values = tl.load(from_ptr + from_row * from_stride + columns, mask=is_moved)
+    tl.store(to_ptr + to_row * width + columns, values, mask=is_moved)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def invert_kernel(
+    pair_of_row_ptr,  # [R] int64
+    row_of_pair_ptr,  # [P] int32, all -1
+    num_rows,
+    BLOCK_R: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    pairs = tl.load(pair_of_row_ptr + rows, mask=rows < num_rows, other=-1)
+    tl.store(row_of_pair_ptr + pairs, rows, mask=pairs >= 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def weighted_sum_kernel(
+    output_ptr,  # [R, D], rows output_stride elements apart
+    rows_ptr,  # pair_of_row [R] int64 if IS_SEARCHED, else row_of_pair [P] int32
+    weights_ptr,  # [T, K] float32
+    total_ptr,  # [T, D]
+    output_stride,
+    width,
+    num_rows,
+    IS_SEARCHED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # power of two, at least R, if IS_SEARCHED
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_row = columns < width
+    if IS_SEARCHED:
+        rows = tl.arange(0, BLOCK_R)
+        pair_of_row = tl.load(rows_ptr + rows, mask=rows < num_rows, other=-1)
+    total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = token * TOP_K + k
+        if IS_SEARCHED:
+            row = tl.max(tl.where(pair_of_row == pair, rows, -1), 0).to(tl.int64)
+        else:
+            row = tl.load(rows_ptr + pair).to(tl.int64)
+        weight = tl.load(weights_ptr + pair)
+        weight = tl.where(row >= 0, weight, 0.0)  # that of padding may be no number
+        values = tl.load(output_ptr + row * output_stride + columns, mask=in_row & (row >= 0), other=0.0)
+        product = values.to(tl.float32) * weight
+        total = product if k == 0 else total + product  # 0 + -0 would lose the sign
+    tl.store(total_ptr + token * width + columns, total.to(total_ptr.dtype.element_ty), mask=in_row)

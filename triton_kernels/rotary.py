@@ -1,0 +1,307 @@
+"""Rotary embedding on a GPU, alone or with the write into the paged KV cache. Knows no positions: cosines are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# T tokens, N query heads, G key-value heads, H head size, F rotated pairs: a head's first 2 * F numbers turn
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one program does: some heads of one token."""
+
+    BLOCK_N: int  # heads
+    BLOCK_F: int  # power of two, at least F
+    BLOCK_H: int  # power of two, at least what is copied of a head; 0: nothing is
+    num_warps: int
+
+
+def choose_config(num_pairs: int, num_copied: int) -> Config:
+    """For heads of which 2 * num_pairs numbers turn and num_copied are copied as they are (or whole values are)."""
+    block_pairs = triton.next_power_of_2(num_pairs)
+    block_copied = triton.next_power_of_2(num_copied) if num_copied else 0
+    num_heads = max(1024 // max(2 * block_pairs, block_copied), 1)
+    return Config(BLOCK_N=num_heads, BLOCK_F=block_pairs, BLOCK_H=block_copied, num_warps=2)
+
+
+def rotary(
+    heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_interleaved: bool, out_TNH: Tensor | None = None
+) -> Tensor:
+    """Turns the first 2 * F numbers of each head, in float32: (a, b) becomes (a cos - b sin, b cos + a sin).
+
+    Memory moved: 4 * T * N * F * element size in place (2 * T * N * H elsewhere), and 8 * T * F for the angles; 6
+    operations for each pair.
+
+    Args:
+        heads_TNH: given away: without an output, the result is in their place. May be a view of a fused projection;
+            heads are contiguous.
+        cosines_TF, sines_TF: float32, contiguous.
+        is_interleaved: a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + F).
+        out_TNH: where the result goes, the heads themselves or memory that shares nothing with them.
+
+    Returns:
+        [T, N, H] in the dtype of the heads.
+    """
+    out_TNH = heads_TNH if out_TNH is None else out_TNH
+    num_tokens, num_heads, head_size = heads_TNH.shape
+    num_pairs = _num_pairs(cosines_TF, sines_TF, num_tokens, head_size)
+    assert out_TNH.shape == heads_TNH.shape, f"{tuple(out_TNH.shape)} for {tuple(heads_TNH.shape)}"
+    assert out_TNH.dtype == heads_TNH.dtype, f"{out_TNH.dtype} for {heads_TNH.dtype}"
+    assert heads_TNH.stride(2) == out_TNH.stride(2) == 1, f"strides {heads_TNH.stride()} and {out_TNH.stride()}"
+    if heads_TNH.numel() == 0:  # a grid of no programs cannot be launched
+        return out_TNH
+    is_in_place = out_TNH.data_ptr() == heads_TNH.data_ptr()
+    assert not is_in_place or out_TNH.stride() == heads_TNH.stride(), "the same memory in another order"
+    config = choose_config(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs)
+    rotary_kernel[(num_tokens, triton.cdiv(num_heads, config.BLOCK_N))](
+        heads_TNH,
+        cosines_TF,
+        sines_TF,
+        out_TNH,
+        num_heads,
+        head_size,
+        num_pairs,
+        heads_TNH.stride(0),
+        heads_TNH.stride(1),
+        out_TNH.stride(0),
+        out_TNH.stride(1),
+        IS_INTERLEAVED=is_interleaved,
+        BLOCK_N=config.BLOCK_N,
+        BLOCK_F=config.BLOCK_F,
+        BLOCK_H=config.BLOCK_H,
+        num_warps=config.num_warps,
+    )
+    return out_TNH
+
+
+def rotary_with_cache_write(
+    query_TNH: Tensor,
+    key_TGH: Tensor,
+    value_TGH: Tensor,
+    cosines_TF: Tensor,
+    sines_TF: Tensor,
+    is_interleaved: bool,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots_T: Tensor,
+) -> Tensor:
+    """Turns the queries in their place, and writes turned keys, and values, into the paged cache: in one launch.
+
+    Memory moved: (4 * T * N * F + 4 * T * G * H) * element size, and 8 * T * F for the angles.
+
+    Args:
+        query_TNH, key_TGH, value_TGH: may be views of one fused projection; heads are contiguous. The keys stay as
+            they are.
+        cosines_TF, sines_TF, is_interleaved: as for `rotary`.
+        key_cache, value_cache: [num_blocks, G, block_size, H], in the dtype of the keys.
+        slots_T: [T] int64, block * block_size + offset, or -1: nothing of this token is kept. No two are equal.
+
+    Returns:
+        The queries.
+    """
+    num_tokens, num_heads, head_size = query_TNH.shape
+    num_kv_heads = key_TGH.shape[1]
+    num_pairs = _num_pairs(cosines_TF, sines_TF, num_tokens, head_size)
+    block_size = key_cache.shape[2]
+    for name, tensor in {"keys": key_TGH, "values": value_TGH}.items():
+        assert tensor.shape == (num_tokens, num_kv_heads, head_size), f"{name} {tuple(tensor.shape)}"
+    for name, cache in {"key": key_cache, "value": value_cache}.items():
+        assert cache.shape == (len(key_cache), num_kv_heads, block_size, head_size), f"{name}s {tuple(cache.shape)}"
+        assert cache.dtype == key_TGH.dtype, f"{name} cache in {cache.dtype}, keys in {key_TGH.dtype}"
+    for tensor in (query_TNH, key_TGH, value_TGH, key_cache, value_cache):
+        assert tensor.stride(-1) == 1, f"strides {tensor.stride()}"
+    assert slots_T.shape == (num_tokens,), f"{tuple(slots_T.shape)} slots for {num_tokens} tokens"
+    assert slots_T.is_contiguous(), f"strides {slots_T.stride()}"
+    if num_tokens == 0:
+        return query_TNH
+    config = choose_config(num_pairs, head_size)
+    num_programs = triton.cdiv(num_heads, config.BLOCK_N) + triton.cdiv(num_kv_heads, config.BLOCK_N)
+    rotary_with_cache_write_kernel[(num_tokens, num_programs)](
+        query_TNH,
+        key_TGH,
+        value_TGH,
+        cosines_TF,
+        sines_TF,
+        key_cache,
+        value_cache,
+        slots_T,
+        num_heads,
+        num_kv_heads,
+        head_size,
+        num_pairs,
+        block_size,
+        query_TNH.stride(0),
+        query_TNH.stride(1),
+        key_TGH.stride(0),
+        key_TGH.stride(1),
+        value_TGH.stride(0),
+        value_TGH.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        IS_INTERLEAVED=is_interleaved,
+        BLOCK_N=config.BLOCK_N,
+        BLOCK_F=config.BLOCK_F,
+        BLOCK_H=config.BLOCK_H,
+        num_warps=config.num_warps,
+    )
+    return query_TNH
+
+
+def _num_pairs(cosines_TF: Tensor, sines_TF: Tensor, num_tokens: int, head_size: int) -> int:
+    for angles_TF in (cosines_TF, sines_TF):
+        assert angles_TF.dtype == torch.float32, f"angles in {angles_TF.dtype}"
+        assert angles_TF.is_contiguous(), f"strides {angles_TF.stride()}"
+        assert angles_TF.shape == (num_tokens, cosines_TF.shape[1]), f"{tuple(angles_TF.shape)}, {num_tokens} tokens"
+    num_pairs = cosines_TF.shape[1]
+    assert 2 <= 2 * num_pairs <= head_size, f"{num_pairs} pairs of a head of {head_size}"
+    return num_pairs
+
+
+@triton.jit
+def _turn(
+    source_ptr,  # [BLOCK_N] pointers: where heads begin
+    target_ptr,  # likewise, of the result
+    cosines_ptr,  # of this token
+    sines_ptr,
+    is_head,  # [BLOCK_N]
+    num_pairs,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """Turns heads of one token. All loads of a program come before its stores: source and target may be the same."""
+    pairs = tl.arange(0, BLOCK_F)
+    cosines = tl.load(cosines_ptr + pairs, mask=pairs < num_pairs, other=0.0)[None, :]
+    sines = tl.load(sines_ptr + pairs, mask=pairs < num_pairs, other=0.0)[None, :]
+    dtype = target_ptr.dtype.element_ty
+    if IS_INTERLEAVED:
+        # Neighbours are loaded together and parted in registers: half of each access would be wasted otherwise.
+        columns = tl.arange(0, 2 * BLOCK_F)[None, :]
+        is_inside = is_head[:, None] & (columns < 2 * num_pairs)
+        both = tl.load(source_ptr[:, None] + columns, mask=is_inside, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, (BLOCK_N, BLOCK_F, 2)))
+        turned = tl.join(first * cosines - second * sines, second * cosines + first * sines)
+        tl.store(target_ptr[:, None] + columns, tl.reshape(turned, (BLOCK_N, 2 * BLOCK_F)).to(dtype), mask=is_inside)
+    else:
+        columns = pairs[None, :]
+        is_inside = is_head[:, None] & (columns < num_pairs)
+        first = tl.load(source_ptr[:, None] + columns, mask=is_inside, other=0.0).to(tl.float32)
+        second = tl.load(source_ptr[:, None] + columns + num_pairs, mask=is_inside, other=0.0).to(tl.float32)
+        tl.store(target_ptr[:, None] + columns, (first * cosines - second * sines).to(dtype), mask=is_inside)
+        turned = second * cosines + first * sines
+        tl.store(target_ptr[:, None] + columns + num_pairs, turned.to(dtype), mask=is_inside)
+
+
+@triton.jit
+def _copy(
+    source_ptr,  # [BLOCK_N] pointers: where heads begin
+    target_ptr,
+    is_head,  # [BLOCK_N]
+    first_column,
+    head_size,
+    BLOCK_H: tl.constexpr,
+):
+    """Copies each head from its first_column on."""
+    columns = first_column + tl.arange(0, BLOCK_H)[None, :]
+    is_inside = is_head[:, None] & (columns < head_size)
+    tl.store(target_ptr[:, None] + columns, tl.load(source_ptr[:, None] + columns, mask=is_inside), mask=is_inside)
+
+
+@triton.jit
+def rotary_kernel(
+    heads_ptr,  # [T, N, H]
+    cosines_ptr,  # [T, F], contiguous
+    sines_ptr,  # [T, F], contiguous
+    out_ptr,  # [T, N, H], may be the heads
+    num_heads,
+    head_size,
+    num_pairs,
+    heads_token_stride,
+    heads_head_stride,
+    out_token_stride,
+    out_head_stride,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)  # token * stride can pass 2**31
+    heads = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    is_head = heads < num_heads
+    source = heads_ptr + token * heads_token_stride + heads * heads_head_stride
+    target = out_ptr + token * out_token_stride + heads * out_head_stride
+    angles = token * num_pairs
+    _turn(
+        source, target, cosines_ptr + angles, sines_ptr + angles, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F
+    )
+    if BLOCK_H > 0:
+        _copy(source, target, is_head, 2 * num_pairs, head_size, BLOCK_H)
+
+
+@triton.jit
+def rotary_with_cache_write_kernel(
+    query_ptr,  # [T, N, H]
+    key_ptr,  # [T, G, H]
+    value_ptr,  # [T, G, H]
+    cosines_ptr,  # [T, F], contiguous
+    sines_ptr,  # [T, F], contiguous
+    key_cache_ptr,  # [num_blocks, G, block_size, H]
+    value_cache_ptr,  # the same
+    slots_ptr,  # [T] int64
+    num_heads,
+    num_kv_heads,
+    head_size,
+    num_pairs,
+    block_size,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    key_cache_block_stride,
+    key_cache_head_stride,
+    key_cache_offset_stride,
+    value_cache_block_stride,
+    value_cache_head_stride,
+    value_cache_offset_stride,
+    IS_INTERLEAVED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)  # token * stride can pass 2**31
+    program = tl.program_id(1)
+    num_query_programs = tl.cdiv(num_heads, BLOCK_N)
+    cosines_ptr += token * num_pairs
+    sines_ptr += token * num_pairs
+    if program < num_query_programs:
+        heads = (program * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+        queries = query_ptr + token * query_token_stride + heads * query_head_stride
+        is_head = heads < num_heads
+        _turn(queries, queries, cosines_ptr, sines_ptr, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F)
+    else:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        if slot >= 0:
+            block, offset = slot // block_size, slot % block_size
+            heads = ((program - num_query_programs) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+            is_head = heads < num_kv_heads
+            keys = key_ptr + token * key_token_stride + heads * key_head_stride
+            kept_keys = key_cache_ptr + block * key_cache_block_stride + offset * key_cache_offset_stride
+            kept_keys += heads * key_cache_head_stride
+            _turn(keys, kept_keys, cosines_ptr, sines_ptr, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F)
+            _copy(keys, kept_keys, is_head, 2 * num_pairs, head_size, BLOCK_H)
+            values = value_ptr + token * value_token_stride + heads * value_head_stride
+            kept_values = value_cache_ptr + block * value_cache_block_stride + offset * value_cache_offset_stride
+            kept_values += heads * value_cache_head_stride
+            _copy(values, kept_values, is_head, 0, head_size, BLOCK_H)
