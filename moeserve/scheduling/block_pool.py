@@ -99,6 +99,16 @@ def root_digest(engine_salt: bytes, cache_salt: str) -> bytes:
     return hashlib.sha256(b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
 
-def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """SHA-256 over the digest of all that came before and this block's tokens: equal only if the whole prefix is."""
-    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
+def block_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """One SHA-256 for each full block, over the digest before it and its tokens: equal only if the whole prefix is.
+
+    Args:
+        parent: digest of all that comes before these tokens.
+    """
+    packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
+    size = 8 * block_size
+    digests = []
+    for end in range(size, len(packed) + 1, size):
+        parent = hashlib.sha256(parent + packed[end - size : end]).digest()
+        digests.append(parent)
+    return digests

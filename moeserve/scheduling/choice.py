@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeserve.messages import Request
-from moeserve.scheduling.block_pool import block_digest, num_blocks_for, root_digest
+from moeserve.scheduling.block_pool import block_digests, num_blocks_for, root_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,7 @@ def choose_replica(candidates: Sequence[Candidate], num_prompt_blocks: int) -> i
 
 def prompt_digests(request: Request, block_size: int, salt: bytes) -> list[bytes]:
     """One digest for each full block that a prompt begins with, over all up to it. Cache salts keep apart."""
-    digests, digest = [], root_digest(salt, request.cache_salt)
-    token_ids = request.prompt_token_ids
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        digest = block_digest(digest, token_ids[end - block_size : end])
-        digests.append(digest)
-    return digests
+    return block_digests(root_digest(salt, request.cache_salt), request.prompt_token_ids, block_size)
 
 
 class PrefixMemory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moeserve.messages import Chunk, FinishReason, Request, RequestUpdate, SampleSpec, TokenLogprobs
-from moeserve.scheduling.block_pool import block_digest
+from moeserve.scheduling.block_pool import block_digests
 
 
 @dataclass(eq=False)
@@ -51,10 +51,10 @@ class LiveRequest:
     def digest(self, block_index: int, block_size: int) -> bytes:
         """Digest of a full block of known tokens. Each is computed once in a request's life."""
         assert (block_index + 1) * block_size <= len(self.token_ids), f"block {block_index} is not full"
-        while len(self._digests) <= block_index:
-            start = len(self._digests) * block_size
+        if block_index >= len(self._digests):
             parent = self._digests[-1] if self._digests else self.root_digest
-            self._digests.append(block_digest(parent, self.token_ids[start : start + block_size]))
+            known = self.token_ids[len(self._digests) * block_size :]
+            self._digests += block_digests(parent, known, block_size)
         return self._digests[block_index]
 
     def next_chunk(self, num_tokens: int) -> Chunk:

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from moeserve.scheduling.block_pool import BlockPool, block_digest, num_blocks_for, root_digest
+from moeserve.scheduling.block_pool import BlockPool, block_digests, num_blocks_for, root_digest
 
 A, B, C = b"a", b"b", b"c"  # digests, as far as the pool can tell
 
@@ -137,15 +137,24 @@ def test_blocks_for_a_number_of_tokens(num_tokens: int, num_blocks: int) -> None
     assert num_blocks_for(num_tokens, 4) == num_blocks
 
 
-def test_a_digest_is_sha256_over_the_parent_and_eight_little_endian_bytes_per_token() -> None:
+def test_a_digest_is_sha256_over_the_one_before_and_eight_little_endian_bytes_per_token() -> None:
     parent = bytes(range(32))
-    spelled_out = parent + b"\x01" + bytes(7) + b"\x00\x02" + bytes(6)
-    assert block_digest(parent, [1, 512]) == hashlib.sha256(spelled_out).digest()
+    first = hashlib.sha256(parent + b"\x01" + bytes(7) + b"\x00\x02" + bytes(6)).digest()
+    second = hashlib.sha256(first + b"\xff" * 8 + b"\x03" + bytes(7)).digest()
+    assert block_digests(parent, [1, 512, -1, 3, 4], 2) == [first, second]  # the last block is not full
+    assert block_digests(parent, [1, 512], 4) == []
+
+
+def test_digests_of_a_sequence_are_those_of_its_parts_one_after_the_other() -> None:
+    token_ids = list(range(12))
+    whole = block_digests(bytes(32), token_ids, 3)
+    assert whole == block_digests(bytes(32), token_ids[:6], 3) + block_digests(whole[1], token_ids[6:], 3)
 
 
 def test_a_digest_tells_apart_what_came_before_and_what_is_in_the_block() -> None:
     root = root_digest(b"engine", "")
-    digests = {block_digest(parent, tokens) for parent in (root, block_digest(root, [0])) for tokens in ([1], [2])}
+    parents = (root, *block_digests(root, [0], 1))
+    digests = {digest for parent in parents for tokens in ([1], [2]) for digest in block_digests(parent, tokens, 1)}
     assert len(digests) == 4
 
 

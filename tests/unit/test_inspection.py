@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -150,20 +151,21 @@ def test_published_names_are_those_that_the_model_fills(model: str, tmp_path: Pa
     assert not places.is_ignored(f"model.layers.{len(layers) + 1}.eh_proj.weight")
 
 
-def timed(*arguments: str | Path) -> tuple[float, str]:
-    """Seconds and output of a run of Python."""
-    started = time.monotonic()
+def timed(*arguments: str | Path) -> tuple[float, float, str]:
+    """Seconds, seconds of a processor, and the output of a run of Python."""
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return time.monotonic() - started, done.stdout
+    seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
 
 def test_a_model_of_256_experts_and_61_layers_in_2_seconds(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, DEEPSEEK_V3)
-    # A free machine takes 1.1 s to import torch alone; on a busy one, no more than that share of the time is ours.
-    runs = [(timed("-m", "moeserve", "inspect", folder), timed("-c", "import torch")[0]) for _ in range(3)]
-    assert min(seconds for (seconds, _), _ in runs) < max(2.0, 1.6 * min(torch_alone for _, torch_alone in runs))
-    output = runs[0][0][1]
+    # Most of it is importing torch. Where other work slows all down, it is no more than twice that.
+    runs = [(timed("-m", "moeserve", "inspect", folder), timed("-c", "import torch")) for _ in range(3)]
+    assert min(own[0] for own, _ in runs) < 2.0 or min(own[1] / torch_alone[1] for own, torch_alone in runs) < 2.0
+    output = runs[0][0][2]
     assert "671.03 B, of which a token uses 36.63 B" in output
     assert "no weights in this folder; fp8 in blocks of 128 x 128, to be dequantised" in output
 
