@@ -78,6 +78,7 @@ def start_engine(
                 num_threads=torch.get_num_threads(),
                 max_model_len=max_request_tokens,
                 max_num_seqs=max_requests,
+                packed_cache=0,  # writing a copy would go on while others are measured
             )
             version, settings = f"moeserve {moeserve.__version__}", {"threads": torch.get_num_threads()}
             return Engine(version, settings, generate_with(stack.enter_context(llm)))

@@ -92,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             device="cpu",
             num_threads=options.threads,
             max_model_len=options.prompt_tokens + options.new_tokens,
+            packed_cache=0,  # writing a copy would go on while requests are measured
         ) as llm:
             traffic = Traffic(options.requests, options.prompt_tokens, options.new_tokens, llm.config.vocab_size)
             print(f"\n{model.name}, {options.engine}, {traffic.prompt_tokens} + {traffic.new_tokens} tokens")

@@ -267,6 +267,7 @@ def start_engine(model: Path, layout: Layout, max_model_len: int) -> LLM:
         device="cpu",
         max_model_len=max_model_len,
         kv_cache_memory=CACHE_MEMORY,
+        packed_cache=0,  # writing a copy would go on while others are measured
     )
 
 
