@@ -32,6 +32,7 @@ from moeserve.worker.process import join
 
 TravellingDispatcher = Literal["allgather", "all_to_all"]
 Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+SummedDtype = Literal["float32", "bfloat16"]
 
 
 class TimeAgreements(msgspec.Struct, frozen=True, kw_only=True, tag="agreements"):
@@ -52,10 +53,11 @@ class TimeDispatch(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch"):
 
 
 class TimeCollective(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
-    """Call a collective of all ranks on float32, each time as soon as the last call has returned, so often."""
+    """Call a collective of all ranks, each time as soon as the last call has returned, so often."""
 
     transport: TransportName
     operation: Collective
+    dtype: SummedDtype
     num_bytes: int  # of all_reduce, those of x; of the others, what goes from each rank to each
     num_calls: int
 
@@ -158,9 +160,10 @@ class Collectives:
 
 def _collective(group: GroupCoordinator, order: TimeCollective) -> Callable[[], object]:
     num_ranks = group.world_size
-    num_values = order.num_bytes // 4
+    dtype = getattr(torch, order.dtype)
+    num_values = order.num_bytes // dtype.itemsize
     sizes = [num_values] * num_ranks
-    x = torch.ones(num_values)
+    x = torch.ones(num_values, dtype=dtype)
     match order.operation:
         case "all_to_all":
             parts = x.repeat(num_ranks)

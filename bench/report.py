@@ -260,6 +260,30 @@ def executors_table(rows: Sequence[Row]) -> str:
     return f"{markdown(head, lines)}\n\n{machine_line(last)}"
 
 
+def collectives_table(rows: Sequence[Row]) -> str:
+    """For each number of ranks, operation and size, both transports."""
+    last = latest(rows, "num_ranks", "operation", "dtype", "num_bytes", "transport")
+    gloo = {_collective(row): row for row in last if row["transport"] == "gloo"}
+    head = ["ranks", "collective", "bytes", "shared memory, µs", "gloo, µs", "faster"]
+    lines = [
+        [
+            str(row["num_ranks"]),
+            f"{row['operation']}, {row['dtype']}" if row["dtype"] != "float32" else row["operation"],
+            shown_bytes(row["num_bytes"]),
+            number(row["median_us"]),
+            number(gloo[_collective(row)]["median_us"]),
+            f"{row['ratio_to_gloo']:.1f}",
+        ]
+        for row in last
+        if row["transport"] != "gloo"
+    ]
+    return f"{markdown(head, lines)}\n\n{machine_line(last)}"
+
+
+def _collective(row: Row) -> tuple[Any, ...]:
+    return row["num_ranks"], row["operation"], row["dtype"], row["num_bytes"]
+
+
 def rebalance_table(rows: Sequence[Row]) -> str:
     """For each number of ranks, steps without balancing, and before, while and after experts moved."""
     last = latest(rows, "ranks", "tokens")
@@ -288,6 +312,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "startup": startup_table,
     "attention": attention_table,
     "quality": quality_table,
+    "collectives": collectives_table,
     "parallel": parallel_tables,
     "executors": executors_table,
     "rebalance": rebalance_table,

@@ -41,18 +41,6 @@ Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 
 void set_isa(Isa isa) { chosen().store(isa, std::memory_order_relaxed); }
 
-bool gain_from_prefetch() {
-#if defined(MOESERVE_X86)
-  static const bool is_intel = [] {
-    __builtin_cpu_init();
-    return __builtin_cpu_is("intel") != 0;
-  }();
-  return is_intel;
-#else
-  return false;
-#endif
-}
-
 std::string isa_name(Isa isa) {
   switch (isa) {
     case Isa::kAvx512Bf16:

@@ -25,10 +25,6 @@ const std::vector<Isa>& usable_isas();
 Isa current_isa();
 void set_isa(Isa isa);
 
-// Whether the machine's cores read a stream of memory faster where a program asks for what lies ahead of it. Intel's
-// do, by a quarter to a half where they also compute; AMD's were not seen to.
-bool gain_from_prefetch();
-
 std::string isa_name(Isa isa);
 
 // Throws std::invalid_argument for a name that is unknown or not usable here.

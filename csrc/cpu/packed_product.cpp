@@ -144,18 +144,18 @@ MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
 
 #if defined(MOESERVE_X86)
 
-template <WeightFormat kFormat, int kLines>
+template <WeightFormat kFormat>
 MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
   const auto* input = reinterpret_cast<const BFloat16*>(work.input);
   const int64_t stride = work.input_bytes / 2;
   const Block block{{work.panels[0], work.panels[1]}, nullptr, work.num_inputs, true};
   const auto run = [&](auto rows) MOESERVE_TARGET_AVX512_BF16 {
     constexpr int kRows = decltype(rows)::value;
+    const Prefetch next{{work.panels[0] + work.next_item, work.panels[1] + work.next_item}};
     if constexpr (kFormat == WeightFormat::kInt4) {
-      dot_int4<kRows, kLines>(input, stride, block.panels, work.num_inputs, sums);
+      dot_int4<kRows>(input, stride, block.panels, work.num_inputs, next, sums);
     } else {
-      const Prefetch next{{work.panels[0] + work.next_item, work.panels[1] + work.next_item}};
-      dot_tile<kRows, kFormat, kLines>(input, stride, block, next, sums);
+      dot_tile<kRows, kFormat, kAhead>(input, stride, block, next, sums);
     }
   };
   switch (work.num_rows) {
@@ -172,12 +172,6 @@ MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
     default:
       return run(std::integral_constant<int, 6>{});
   }
-}
-
-template <WeightFormat kFormat>
-MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
-  if (gain_from_prefetch()) return dot_few_rows<kFormat, kAhead>(work, sums);
-  dot_few_rows<kFormat, kAtTheEnd>(work, sums);
 }
 
 // Tile t of so many reads a block once, and meanwhile asks for its share of the next one.

@@ -170,10 +170,11 @@ MOESERVE_TARGET_AVX512 void add_avx512(Element element, const char* const* parts
 void add_in_order(Element element, const std::vector<const char*>& parts, char* out, int64_t num_bytes) {
   const int num_parts = static_cast<int>(parts.size());
 #if defined(MOESERVE_X86)
-  if (current_isa() == Isa::kAvx512) return add_avx512(element, parts.data(), num_parts, out, num_bytes);
-  if (current_isa() == Isa::kAvx2) return add_avx2(element, parts.data(), num_parts, out, num_bytes);
+  const auto add = choose_version(current_isa(), add_baseline, add_avx2, add_avx512);
+#else
+  const auto add = add_baseline;
 #endif
-  add_baseline(element, parts.data(), num_parts, out, num_bytes);
+  add(element, parts.data(), num_parts, out, num_bytes);
 }
 
 // --- what lies in a memory

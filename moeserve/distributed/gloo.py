@@ -24,6 +24,7 @@ from moeserve.distributed.transport import (
     exchange_and_add,
     gather_and_add,
 )
+from moeserve.memory import new_empty
 
 # all_reduce takes one exchange when every rank adds everything, and two when each adds a share. With n ranks the first
 # way receives about n - 2 times the size of x more, so with two ranks nothing more; up to here it is the quicker one.
@@ -51,7 +52,7 @@ class GlooTransport:
     def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         assert self._group is not None, "it was closed"
         sent = x.contiguous()
-        received = x.new_empty((sum(receive_sizes), *x.shape[1:]))
+        received = new_empty(x, sum(receive_sizes), *x.shape[1:])
         try:
             work: Work = self._group.alltoall_base(received, sent, list(receive_sizes), list(send_sizes))  # type: ignore[attr-defined]
         except RuntimeError as error:

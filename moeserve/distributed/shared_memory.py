@@ -31,6 +31,7 @@ from moeserve.distributed.handshake import YES, Contacts, agree, exchange_files
 from moeserve.distributed.store import listed
 from moeserve.distributed.transport import Pending, TransportError
 from moeserve.machine import usable_cores
+from moeserve.memory import new_empty
 
 NUM_SLOTS = 8
 SLOT_BYTES = 2**18
@@ -116,14 +117,14 @@ class SharedMemoryTransport:
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
         x = x.contiguous()
         row_shape = x.shape[1:]
-        gathered = x.new_empty((sum(sizes), *row_shape))
+        gathered = new_empty(x, sum(sizes), *row_shape)
         number = self._memory.begin_gather(x, gathered, sizes, x.element_size() * row_shape.numel())
         return gathered, self._begun(number, x, gathered)
 
     def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         x = x.contiguous()
         row_shape = x.shape[1:]
-        received = x.new_empty((sum(receive_sizes), *row_shape))
+        received = new_empty(x, sum(receive_sizes), *row_shape)
         row_bytes = x.element_size() * row_shape.numel()
         number = self._memory.begin_exchange(x, send_sizes, received, receive_sizes, row_bytes)
         return received, self._begun(number, x, received)
@@ -134,7 +135,7 @@ class SharedMemoryTransport:
             return transport.exchange_and_add(self, x, sizes, self._rank)
         x = x.contiguous()
         row_shape = x.shape[1:]
-        out = x.new_empty((sizes[self._rank], *row_shape))
+        out = new_empty(x, sizes[self._rank], *row_shape)
         number = self._memory.begin_sum_of_parts(element, x, out, sizes, x.element_size() * row_shape.numel())
         self._begun(number, x, out)()
         return out
@@ -147,7 +148,7 @@ class SharedMemoryTransport:
         if element is None:
             return transport.gather_and_add(self, x, self._num_ranks)
         x = x.contiguous()
-        out = torch.empty_like(x)
+        out = new_empty(x, *x.shape)
         number = self._memory.begin_sum(element, x, out, x.nbytes)
         self._begun(number, x, out)()
         return out

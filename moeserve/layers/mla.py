@@ -25,9 +25,9 @@ from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotation
 from moeserve.layers.weights import Weights
+from moeserve.memory import new_empty
 from moeserve.ops.dense_attention import attend_causally
 from moeserve.ops.latent_attention import choose_latent_attention
-from moeserve.ops.memory import new_empty
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # T tokens, D model width, N heads, K values of a head's key that do not turn, S that do, V values of a head,

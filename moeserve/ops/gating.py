@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moeserve.memory import new_empty
 from moeserve.ops import backend
-from moeserve.ops.memory import new_empty
 from moeserve.ops.native import NATIVE_DTYPES, require_native
 
 

@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.memory import new_empty
 from moeserve.ops import backend
 from moeserve.ops.attention import NATIVE_DTYPES
 from moeserve.ops.dense_attention import attend_in_float32
-from moeserve.ops.memory import new_empty
 from moeserve.ops.native import require_native
 from moeserve.step_inputs import StepInputs
 

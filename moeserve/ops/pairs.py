@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.memory import new_empty
 from moeserve.ops import backend
-from moeserve.ops.memory import new_empty
 from moeserve.ops.native import NATIVE_DTYPES, require_native
 
 # T tokens, D model width, K experts per token, P pairs = T * K, R pairs that are not padding, S rows of a source

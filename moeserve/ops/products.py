@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moeserve.memory import new_empty
 from moeserve.ops import backend
 from moeserve.ops.activation import ClampedSwiGLU, GatedActivation, SwiGLU
-from moeserve.ops.memory import new_empty
 from moeserve.ops.native import NATIVE_DTYPES, native_kernels, require_native
 
 # T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns: the

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeserve.distributed.group import Groups
 from moeserve.layers.rotary import Rotation
+from moeserve.memory import Arena, without_pool
 from moeserve.models.decoder import Decoder
-from moeserve.ops.memory import Arena, without_pool
 from moeserve.ops.native import native_kernels
 from moeserve.step_inputs import StepInputs
 

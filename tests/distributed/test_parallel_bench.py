@@ -131,10 +131,10 @@ def test_collectives_from_end_to_end(
     results = tmp_path / "collectives.jsonl"
     collectives.main(["--ranks", "2", "--rounds", "2", "--json", str(results)])
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    assert len(rows) == 2 * 2 * len(collectives.OPERATIONS)
+    assert len(rows) == 2 * 2 * (len(collectives.OPERATIONS) + len(collectives.SUMS))  # sums in two dtypes
     by_transport = {name: [row for row in rows if row["transport"] == name] for name in ("shared memory", "gloo")}
     for shared, gloo in zip(*by_transport.values(), strict=True):
-        assert (shared["operation"], shared["num_bytes"]) == (gloo["operation"], gloo["num_bytes"])
+        assert all(shared[key] == gloo[key] for key in ("operation", "dtype", "num_bytes"))
         assert shared["ratio_to_gloo"] == pytest.approx(gloo["median_us"] / shared["median_us"])
         assert len(shared["samples"]) == len(gloo["samples"]) == 2
     ratios = [row["ratio_to_gloo"] for row in by_transport["shared memory"]]

@@ -30,6 +30,7 @@ from moeserve.distributed.group import GroupCoordinator, Groups, PendingTensor, 
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.transport import sum_in_order
 from moeserve.errors import DistributedError
+from moeserve.ops.native import native_kernels
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
 SMALL_SLOTS = dict(NUM_SLOTS=2, SLOT_BYTES=512)  # nearly everything is longer than all of them together
@@ -97,12 +98,16 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def compare_with_gloo(place: Place, seed: int, num_calls: int, largest: int, changed: dict[str, int]) -> None:
-    """The same random collectives over both. All ranks throw the same dice."""
+    """The same random collectives over both, with sums by each instruction set. All ranks throw the same dice."""
+    kernels = native_kernels()
+    assert kernels is not None
+    isas = kernels.usable_isas()
     with slots(changed):
         shared = join_as(place, "shared").ep
     gloo = join_as(place, "gloo", "gloo").ep
     dice = random.Random(seed)
     for call in range(num_calls):
+        kernels.set_isa(isas[(call // len(OPERATIONS)) % len(isas)])
         operation = OPERATIONS[call % len(OPERATIONS)]
         dtype = dice.choice(DTYPES)
         row = dice.choice([[], [3], [2, 5], [64], [1]])
@@ -132,6 +137,7 @@ def compare_with_gloo(place: Place, seed: int, num_calls: int, largest: int, cha
                     results.append(group.all_to_all(given, table[rank], to_me).wait())
         if not same_bytes(*results):
             raise AssertionError(f"call {call}: {operation} of {dtype}, rows {row}, sizes {table}, bound {bound}")
+    kernels.set_isa(isas[0])
     assert (transport_of(shared), transport_of(gloo)) == ("SharedMemoryTransport", "GlooTransport")
 
 

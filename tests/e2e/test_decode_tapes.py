@@ -11,7 +11,7 @@ import torch
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
-from moeserve.ops.memory import Arena
+from moeserve.memory import Arena
 from moeserve.ops.native import native_kernels
 from moeserve.worker import decode_tapes
 from moeserve.worker.decode_tapes import DecodeTapes, OnlyKernels

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from moeserve.ops.memory import ALIGNMENT, MIN_REUSED_BYTES, PAGE_BYTES, Arena, BufferPool, new_empty, without_pool
+from moeserve.memory import ALIGNMENT, MIN_REUSED_BYTES, PAGE_BYTES, Arena, BufferPool, new_empty, without_pool
 
 SIZE = 3 * 2**18  # float32 elements: 3 MiB
 
@@ -50,7 +50,7 @@ def test_large_results_on_the_cpu_lie_in_it(monkeypatch: pytest.MonkeyPatch) -> 
     asked: list[tuple[int, ...]] = []
     pool = BufferPool()
     real = pool.empty
-    monkeypatch.setattr("moeserve.ops.memory._pool", pool)
+    monkeypatch.setattr("moeserve.memory._pool", pool)
     monkeypatch.setattr(pool, "empty", lambda *shape, dtype: asked.append(shape) or real(*shape, dtype=dtype))
     like = torch.zeros(1, dtype=torch.bfloat16)
     large = (MIN_REUSED_BYTES // 4, 2)
