@@ -40,9 +40,11 @@ def model_of(llm: LLM) -> Any:
     return llm.core.executor.worker.runner.model  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "name", ["mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe"]
-)
+FAMILIES = ["mixtral-window", "deepseek-v3", "qwen2-moe", "gpt-oss"]
+MORE_FAMILIES = ["mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.soak) for name in MORE_FAMILIES)])
 def test_tokens_are_those_of_transformers(
     name: str, gpu_kernels: None, reference_named: Callable[[str], Reference]
 ) -> None:
