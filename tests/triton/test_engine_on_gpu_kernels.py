@@ -15,6 +15,8 @@ from moeserve.ops import backend, row_maximum, sampling
 from moeserve.ops.gpu import GpuAttention, GpuLatentAttention, GpuPairs, GpuProduct
 from moeserve.worker.cuda_graphs import CudaGraphs
 
+FAMILIES = ["mixtral-window", "deepseek-v3", "qwen2-moe", "gpt-oss"]
+MORE_FAMILIES = ["mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
 LENGTHS = [1, 19, 6]
 NUM_TOKENS = [5, 3, 4]
 
@@ -38,10 +40,6 @@ def started(reference: Reference, **settings: Any) -> LLM:
 
 def model_of(llm: LLM) -> Any:
     return llm.core.executor.worker.runner.model  # type: ignore[attr-defined]
-
-
-FAMILIES = ["mixtral-window", "deepseek-v3", "qwen2-moe", "gpt-oss"]
-MORE_FAMILIES = ["mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.soak) for name in MORE_FAMILIES)])
