@@ -221,7 +221,7 @@ def plainly_quantized(values_RI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("at_once", [1, 2**21])
-@pytest.mark.parametrize(("name", "num_in_blocks"), [("deepseek-v3", 22), ("mixtral", 8), ("gpt-oss", 6)])
+@pytest.mark.parametrize(("name", "num_in_blocks"), [("deepseek-v3", 14), ("mixtral", 8), ("gpt-oss", 9)])
 def test_other_checkpoints_are_quantised_within_half_a_step(
     name: str,
     num_in_blocks: int,

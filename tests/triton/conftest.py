@@ -38,6 +38,7 @@ def conversions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_types = {
         "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),
         "bf16": (torch.bfloat16, torch.int16),
+        "fp16": (torch.float16, torch.int16),
         "fp32": (torch.float32, torch.int32),
     }
 

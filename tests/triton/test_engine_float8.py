@@ -29,11 +29,14 @@ from moeserve.ops.products import Gather, OpenWeights
 pytestmark = pytest.mark.usefixtures("conversions_of_torch", "gpu_kernels")
 
 FLOAT8 = torch.float8_e4m3fn
-LENGTHS = [1, 13, 6]
-NUM_TOKENS = 3
-# Logits of float32 differ by less than 1e-4, but a number next to the border between two codes may get the other code,
-# which is off by 1/8 of it. These are about as many as are met; without rounding, all logits are off by more.
-LARGEST_DIFFERENCE = 0.05
+LENGTHS = [1, 5, 3, 4, 2, 6, 4, 3]
+NUM_TOKENS = 2
+# Logits of float32 differ by less. But a number next to the border between two codes may get the other code, which is
+# off by 1/8 of it, and so may be all that follows from it: the rest of the prompt. That is met in few prompts.
+LARGEST_DIFFERENCE = 1e-3
+SHARE_OF_PROMPTS = 0.75
+# How far all positions at least are, where what goes into products is not rounded.
+DIFFERENCE_OF_ROUNDING = 0.05
 
 
 def rounded(rows: Tensor) -> Tensor:
@@ -74,14 +77,20 @@ def _without_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_refuse_float8", lambda device, has_float8: None)
 
 
-def logits_of(llm: LLM, token_ids: list[int]) -> Tensor:
-    """[T, vocab_size], of all tokens in one step."""
+def logits_of(llm: LLM, prompts: list[list[int]]) -> list[Tensor]:
+    """[T, vocab_size] of each, all in one step."""
     runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
-    blocks = list(range(-(-len(token_ids) // runner.block_size)))
-    plan = StepPlan(step=0, chunks=[Chunk(token_ids=token_ids, start=0, block_ids=blocks)])
+    assert max(map(len, prompts)) <= runner.block_size
+    chunks = [Chunk(token_ids=prompt, start=0, block_ids=[block]) for block, prompt in enumerate(prompts)]
+    plan = StepPlan(step=0, chunks=chunks)
     with torch.inference_mode():
-        logits: Tensor = runner.model.logits(runner.model(runner.build_inputs(plan, (plan.num_tokens,)), runner.caches))
-    return logits
+        hidden = runner.model(runner.build_inputs(plan, (plan.num_tokens,)), runner.caches)
+        return list(runner.model.logits(hidden).split([len(prompt) for prompt in prompts]))
+
+
+def off_by(own: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """[T] of each prompt."""
+    return [(one - other).abs().amax(-1) for one, other in zip(own, others, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "mixtral"])
@@ -95,7 +104,7 @@ def test_logits_are_those_of_rounded_weights_and_inputs(name: str, tmp_path: Pat
     twin = Reference(tmp_path / "twin", model.eval())
     prompts = twin.prompts(*LENGTHS)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    options: dict[str, Any] = dict(dtype="float32", num_threads=1, max_model_len=64, max_num_batched_tokens=24)
+    options: dict[str, Any] = dict(dtype="float32", num_threads=1, max_model_len=64, max_num_batched_tokens=28)
     with LLM(
         tmp_path / "encoded",
         quantization="fp8",
@@ -106,22 +115,23 @@ def test_logits_are_those_of_rounded_weights_and_inputs(name: str, tmp_path: Pat
     ) as llm:
         held = weights_of(llm.core.executor.worker.runner.model)  # type: ignore[attr-defined]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        own = logits_of(llm, prompts[1])
+        own = logits_of(llm, prompts)
     in_blocks = [weights for weights in held.values() if weights.scales is not None]
     assert all(isinstance(weights.product, GpuBlockProduct) for weights in in_blocks)
     stored = [name for name in encoded if f"{name}_scale_inv" in encoded and "kv_b_proj" not in name]
     assert sum(weights.open.weight_eOI.nbytes for weights in in_blocks) == sum(encoded[name].numel() for name in stored)
 
     with rounding_of_inputs(twin):
-        difference = (own - twin.logits(prompts[1])).abs().max()
-        answers = [(prompt, output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
-        for prompt, tokens in answers:
-            rows = twin.logits(prompt + tokens[:-1])[len(prompt) - 1 :]
-            chosen = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            assert (chosen > rows.amax(-1) - 2 * LARGEST_DIFFERENCE).all()
-    without_rounding = (own - twin.logits(prompts[1])).abs().max()
-    print(name, float(difference), float(without_rounding))
-    assert difference < LARGEST_DIFFERENCE < without_rounding / 2
+        off = off_by(own, [twin.logits(prompt) for prompt in prompts])
+        likeliest = [
+            twin.logits(prompt + output.outputs[0].token_ids[:-1])[len(prompt) - 1 :].argmax(-1)
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+    tokens = torch.tensor([output.outputs[0].token_ids for output in outputs])
+    assert sum(each.max() < LARGEST_DIFFERENCE for each in off) >= SHARE_OF_PROMPTS * len(prompts), off
+    assert (tokens == torch.stack(likeliest)).all(-1).sum() >= SHARE_OF_PROMPTS * len(prompts)
+    without_rounding = off_by(own, [twin.logits(prompt) for prompt in prompts])
+    assert min(each.min() for each in without_rounding) > DIFFERENCE_OF_ROUNDING, without_rounding
 
 
 @pytest.mark.parametrize("activation", [None, SwiGLU()], ids=["plain", "swiglu"])
