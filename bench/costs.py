@@ -30,6 +30,7 @@ FORMATS = {
     "bfloat16": WeightFormat(16, 16),
     "int8": WeightFormat(8, 8),
     "int4": WeightFormat(4.5, 8),
+    "fp8": WeightFormat(8 + 32 / 128**2, 16),  # maps of the heads of latent attention, few beside the rest, have 16
     "q8_0": WeightFormat(8.5, 8.5),
     "q4_0": WeightFormat(4.5, 6.5625),  # llama.cpp gives the head q6_K
 }

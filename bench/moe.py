@@ -42,6 +42,7 @@ from moeserve.bench.peers.environments import PeerError
 from moeserve.bench.peers.peers import start_experts_peer
 from moeserve.bench.tables import comparison
 from moeserve.config import QuantizationName
+from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens
 from moeserve.moe.experts import Experts
 from moeserve.ops.activation import SwiGLU
@@ -179,6 +180,7 @@ def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
             dtype=torch.bfloat16,
             device=device,
         )
+        allocate_weights(experts)
         for weights, source in ((experts.gate_up, gate_up_EFD), (experts.down, down_EDF)):
             weights.open.weight_eOI.copy_(source)
             weights.pack(quantization)

@@ -27,7 +27,7 @@ MAX_RANKS_PER_CORE = 4
 LEAST_MOST_RANKS = 8
 DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
-QuantizationName = Literal["int8", "int4"]
+QuantizationName = Literal["int8", "int4", "fp8"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "deepep"]
 WITHOUT_NCCL = (  # of a torch
     "was built without NCCL, over which ranks on GPUs talk; install one for CUDA (https://pytorch.org/get-started), "
@@ -53,8 +53,9 @@ class ModelSettings:
     )
     quantization: QuantizationName | None = setting(
         None,
-        "number format that projections and experts are quantised to while they are loaded, on a CPU; "
-        "int8: one scale per output; int4: one per 32 weights; none: as dtype says",
+        "number format that projections and experts are quantised to while they are loaded; on a CPU, int8: one scale "
+        "per output, int4: one per 32 weights; on a GPU, fp8: one per 128 x 128 weights, taken as they are from "
+        "checkpoints stored so; none: as dtype says",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where tensors live; auto: cpu")
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights, only config.json is read")
@@ -287,6 +288,7 @@ def resolve(
     num_gpus: int | None = None,
     has_nccl: bool = True,
     has_kernels: bool = True,
+    has_float8: bool = True,
     cores_of_nodes: Sequence[int] | None = None,
     expert_loads: tuple[tuple[float, ...], ...] = (),
     placements: tuple[str, ...] = (),
@@ -300,6 +302,7 @@ def resolve(
         num_gpus: CUDA devices that torch sees; none: nobody has counted.
         has_nccl: whether torch was built with NCCL.
         has_kernels: whether the C++ kernels were built.
+        has_float8: whether the CUDA device multiplies 8-bit floats, and there are kernels that tell it to.
         cores_of_nodes: CPU cores of each node of the Ray cluster that is to be used; none: no Ray, see `wants_ray`.
         expert_loads: what the file says that the settings name: by layer with experts, by expert.
         placements: the same, for the file of placements: by layer with experts.
@@ -316,7 +319,10 @@ def resolve(
         raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
     dtype: DtypeName = checkpoint.dtype if model.dtype == "auto" else model.dtype
-    _refuse_quantization(model.quantization, dtype, device, has_kernels)
+    if model.quantization == "fp8":
+        _refuse_float8(device, has_float8)
+    elif model.quantization is not None:
+        _refuse_integers(model.quantization, dtype, device, has_kernels)
     _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, num_cores, cores_of_nodes)
     if device == "cuda":
         _refuse_gpus(parallel, num_gpus if cores_of_nodes is None else None, has_nccl)
@@ -566,14 +572,27 @@ def _refuse_crowding(layout: str, num_ranks: int, num_threads: int, cores_of_nod
         )
 
 
-def _refuse_quantization(
-    quantization: QuantizationName | None, dtype: DtypeName, device: str, has_kernels: bool
-) -> None:
+def _refuse_float8(device: str, has_float8: bool) -> None:
+    """Raises SettingsError where no kernel multiplies 8-bit floats."""
+    if device == "cpu":
+        raise SettingsError(
+            "quantization='fp8' is a format for GPUs, and device='cpu'; use quantization='int8' or 'int4' on CPUs, or "
+            "device='cuda'"
+        )
+    if not has_float8:
+        raise SettingsError(
+            "quantization='fp8' needs triton and a GPU of compute capability 8.9 or more, such as H100; one of them is "
+            "missing. Install triton (pip install 'moeserve[cuda]'), or leave quantization out"
+        )
+
+
+def _refuse_integers(quantization: QuantizationName, dtype: DtypeName, device: str, has_kernels: bool) -> None:
     """Raises SettingsError for a format that no kernel reads on this device, beside this dtype or in this install."""
-    if quantization is None:
-        return
     if device != "cpu":
-        raise SettingsError(f"quantization={quantization!r}: this version quantises on CPUs only; use device='cpu'")
+        raise SettingsError(
+            f"quantization={quantization!r} is a format for CPUs, and device={device!r}; use quantization='fp8' on "
+            "GPUs, or device='cpu'"
+        )
     if dtype == "float16":
         raise SettingsError(
             f"quantization={quantization!r} does not go with dtype='float16'; use dtype='bfloat16' or 'float32'"

@@ -4,7 +4,7 @@
   of the weights that a step of so many tokens reads, with routing at random, and of all contexts' keys and values, at
   the bandwidth that copies were measured to have.
 - *prefill*: prompt tokens over the time until the first new token; its bound is the multiply-adds of weights at the
-  rate of dense products, or the bytes.
+  rate of dense products, of 8-bit floats where weights are, or the bytes.
 - *transformers*: `generate` with a batch of equal prompts and random weights of its own, with the fastest of the
   implementations of attention and experts that it has here.
 - Layers are left out where all of them do not fit: the row says how many there are.
@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -28,10 +28,11 @@ import torch
 from torch import nn
 
 from moeserve import LLM
-from moeserve.bench.costs import FORMATS, step_work
+from moeserve.bench.costs import FORMATS, WeightFormat, step_work
 from moeserve.bench.decode import Workload, decode_rate, draw_prompts, generate_with, prefill_rate
 from moeserve.bench.gpu.costs import Bar, GpuLimits
 from moeserve.bench.gpu.limits import gpu_memory, synchronize
+from moeserve.config import QuantizationName
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
 
@@ -56,6 +57,11 @@ class Model:
     family: Family
     num_layers: int
     settings: dict[str, Any]
+    quantization: QuantizationName | None = None
+
+    @property
+    def weights(self) -> WeightFormat:
+        return FORMATS[self.quantization or "bfloat16"]
 
     def config(self, num_layers: int) -> dict[str, Any]:
         """With fewer layers, the first ones."""
@@ -70,7 +76,7 @@ class Model:
         }
 
 
-MODELS = (
+PUBLISHED = (
     Model(
         "DeepSeek-V2-Lite",
         "DeepseekV2",
@@ -127,6 +133,7 @@ MODELS = (
         ),
     ),
 )
+MODELS = (*PUBLISHED, replace(PUBLISHED[0], name="DeepSeek-V2-Lite, fp8", quantization="fp8"))
 
 
 def write_config(model: Model, num_layers: int, folder: Path) -> None:
@@ -145,10 +152,10 @@ def layers_that_fit(model: Model, memory_bytes: float) -> int:
     return max(2, min(model.num_layers, fitting))
 
 
-def decode_bytes(folder: Path, batch: int, context: int) -> float:
+def decode_bytes(folder: Path, batch: int, context: int, weights: WeightFormat = FORMATS["bfloat16"]) -> float:
     """Of one step: weights, and keys and values of so many contexts."""
-    weights = step_work(folder, num_tokens=batch, num_logits=batch, weights=FORMATS["bfloat16"]).num_bytes
-    return weights + batch * context * summarize(describe(folder), "bfloat16").cache_bytes_per_token
+    read = step_work(folder, num_tokens=batch, num_logits=batch, weights=weights).num_bytes
+    return read + batch * context * summarize(describe(folder), "bfloat16").cache_bytes_per_token
 
 
 def measure(model: Model, limits: GpuLimits, seconds_left: Callable[[], float]) -> Iterator[dict[str, Any]]:
@@ -158,12 +165,12 @@ def measure(model: Model, limits: GpuLimits, seconds_left: Callable[[], float]) 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_config(model, num_layers, folder)
-        peer: dict[str, Any] = {"error": "no time was left"}
-        if seconds_left() > 0:
+        peer: dict[str, Any] | None = None if model.quantization else {"error": "no time was left"}
+        if peer is not None and seconds_left() > 0:
             peer = transformers_rate(folder, seconds_left)
             _free()
         try:
-            with start(folder) as llm:
+            with start(folder, model.quantization) as llm:
                 vocab_size = model.settings["vocab_size"]
                 for batch in BATCHES:
                     title = f"{model.name}, decode, batch {batch}"
@@ -172,13 +179,17 @@ def measure(model: Model, limits: GpuLimits, seconds_left: Callable[[], float]) 
                         continue
                     workload = Workload(batch, PROMPT_TOKENS, NEW_TOKENS, vocab_size)
                     own_peer = peer if batch == COMPARED_BATCH else None
-                    yield {"name": title} | facts | _decode_row(folder, llm, workload, limits, own_peer, seconds_left)
+                    yield (
+                        {"name": title}
+                        | facts
+                        | _decode_row(folder, llm, workload, limits, model, own_peer, seconds_left)
+                    )
                 title = f"{model.name}, prefill of {PREFILL_TOKENS}"
                 if seconds_left() <= 0:
                     yield {"name": title, "status": "left out", "reason": "no time was left"} | facts
                 else:
                     workload = Workload(1, PREFILL_TOKENS, 1, vocab_size)
-                    yield {"name": title} | facts | _prefill_row(folder, llm, workload, limits)
+                    yield {"name": title} | facts | _prefill_row(folder, llm, workload, limits, model)
         except Exception as error:
             yield {
                 "name": f"{model.name}, engine",
@@ -189,8 +200,9 @@ def measure(model: Model, limits: GpuLimits, seconds_left: Callable[[], float]) 
     _free()
 
 
-def start(folder: Path) -> LLM:
+def start(folder: Path, quantization: QuantizationName | None) -> LLM:
     settings: dict[str, Any] = dict(device=DEVICE, dtype="bfloat16", load_format="dummy", show_progress=False)
+    settings |= dict(quantization=quantization)
     settings |= dict(max_num_seqs=max(BATCHES), max_model_len=2 * PREFILL_TOKENS, enable_prefix_caching=False)
     return LLM(folder, **settings)
 
@@ -200,6 +212,7 @@ def _decode_row(
     llm: LLM,
     workload: Workload,
     limits: GpuLimits,
+    model: Model,
     peer: dict[str, Any] | None,
     seconds_left: Callable[[], float],
 ) -> dict[str, Any]:
@@ -209,7 +222,7 @@ def _decode_row(
     rates = [decode_rate(generate, workload, source)]
     while len(rates) < NUM_ROUNDS and seconds_left() > 0:
         rates.append(decode_rate(generate, workload, source))
-    num_bytes = decode_bytes(folder, workload.batch, workload.prompt_tokens + workload.new_tokens // 2)
+    num_bytes = decode_bytes(folder, workload.batch, workload.prompt_tokens + workload.new_tokens // 2, model.weights)
     row = decode_figures(rates, workload.batch, num_bytes, limits)
     if peer is not None:
         row["transformers"] = peer
@@ -233,13 +246,14 @@ def decode_figures(rates: list[float], batch: int, num_bytes: float, limits: Gpu
     }
 
 
-def _prefill_row(folder: Path, llm: LLM, workload: Workload, limits: GpuLimits) -> dict[str, Any]:
+def _prefill_row(folder: Path, llm: LLM, workload: Workload, limits: GpuLimits, model: Model) -> dict[str, Any]:
     generate = generate_with(llm)
     generate(draw_prompts(workload, Random(1)), 1)
     source = Random(0)
     rates = [prefill_rate(generate, workload, source) for _ in range(NUM_ROUNDS)]
-    work = step_work(folder, num_tokens=workload.prompt_tokens, num_logits=1)
-    bound_seconds = max(work.operations / limits.bf16_rate, work.num_bytes / limits.copy_bandwidth)
+    work = step_work(folder, num_tokens=workload.prompt_tokens, num_logits=1, weights=model.weights)
+    product_rate = limits.rate("fp8" if model.quantization else "bf16")
+    bound_seconds = max(work.operations / product_rate, work.num_bytes / limits.copy_bandwidth)
     rate = sorted(rates)[len(rates) // 2]
     return {
         "status": "told",

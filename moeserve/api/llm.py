@@ -30,6 +30,7 @@ from moeserve.machine import usable_cores
 from moeserve.messages import RequestOutput, SamplingParams
 from moeserve.models import registry
 from moeserve.moe.placement import Placement, read_loads, read_placements, write_placements
+from moeserve.ops import backend
 from moeserve.ops.native import native_kernels
 from moeserve.telemetry.expert_load import LoadWindow, summed
 from moeserve.telemetry.observer import LoadObserver
@@ -94,6 +95,7 @@ class LLM:
             num_gpus=torch.cuda.device_count(),
             has_nccl=torch.distributed.is_nccl_available(),
             has_kernels=native_kernels() is not None,
+            has_float8=backend.has_float8(),
             cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
             expert_loads=_read_expert_loads(wanted.parallel.expert_loads, facts),
             placements=_read_placements(wanted.parallel, facts),

@@ -81,9 +81,16 @@ class Attention(nn.Module):
         num_heads, self.num_kv_heads = _length(self.heads), _length(self.kv_heads)
         query_size, kv_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
         self.projected_sizes = [query_size, kv_size, kv_size]
+        first_query, first_key = self.heads.start * config.head_dim, self.kv_heads.start * config.head_dim
         # Scores are exponents, so what goes into them keeps 8 bits.
         self.query_key_value = Linear(
-            hidden_size, sum(self.projected_sizes), has_bias=config.has_bias, least_bits=8, dtype=dtype, device=device
+            hidden_size,
+            sum(self.projected_sizes),
+            has_bias=config.has_bias,
+            least_bits=8,
+            cuts=[first_query, first_key, query_size, query_size + kv_size],
+            dtype=dtype,
+            device=device,
         )
         self.query_norm: nn.Identity | RMSNorm | TokenNorm
         self.key_norm: nn.Identity | RMSNorm | TokenNorm
@@ -99,7 +106,7 @@ class Attention(nn.Module):
         # The sinks are scores, which are float32 whatever the weights are.
         self.sinks = parameter(num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
         has_bias = config.has_output_bias and tp.rank_in_group == 0  # added once: outputs are summed over the ranks
-        self.output = Linear(query_size, hidden_size, has_bias=has_bias, dtype=dtype, device=device)
+        self.output = Linear(query_size, hidden_size, has_bias=has_bias, cuts=[first_query], dtype=dtype, device=device)
         self.backend = choose_attention(device.type, scale=config.head_dim**-0.5, window=config.window)
 
     @property

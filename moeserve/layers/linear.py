@@ -26,16 +26,18 @@ class Linear(nn.Module):
         *,
         has_bias: bool = False,
         least_bits: Literal[4, 8] = 4,
+        cuts: Sequence[int] = (),
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """
         Args:
             least_bits: of a weight that is quantised.
+            cuts: see `Weights`.
         """
         super().__init__()
         self.weights = Weights(
-            1, num_outputs, num_inputs, has_bias=has_bias, least_bits=least_bits, dtype=dtype, device=device
+            1, num_outputs, num_inputs, has_bias=has_bias, least_bits=least_bits, cuts=cuts, dtype=dtype, device=device
         )
 
     @property
@@ -91,12 +93,13 @@ class OutputHead(nn.Module):
         self.share_sizes = share_sizes(vocab_size, tp.world_size)
         self.share = share_of(vocab_size, tp.rank_in_group, tp.world_size)
         num_rows = self.share_sizes[tp.rank_in_group]
-        # Read once for each token, and what it says is the token: 8 bits are the least.
+        # Read once for each token, and what it says is the token: 8 bits are the least, and those of floats too few.
         self.weights = Weights(
             1,
             num_rows,
             hidden_size,
             least_bits=8,
+            cuts=None,
             borrowed=tied_to.weight[None] if tied_to else None,
             dtype=dtype,
             device=device,

@@ -14,7 +14,9 @@ is given all of them absorbed; the reference in torch is given short chunks abso
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,12 +112,19 @@ class LatentAttention(nn.Module):
         self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
         self.num_heads = num_heads = int(self.heads.stop - self.heads.start)
         query_size = num_heads * config.query_dim
+        cuts = [self.heads.start * config.query_dim]
         self.query: Linear | CompressedQuery
         if config.query_rank is None:
-            self.query = Linear(hidden_size, query_size, least_bits=8, dtype=dtype, device=device)
+            self.query = Linear(hidden_size, query_size, least_bits=8, cuts=cuts, dtype=dtype, device=device)
         else:
             self.query = CompressedQuery(
-                hidden_size, config.query_rank, query_size, has_bias=config.has_bias, dtype=dtype, device=device
+                hidden_size,
+                config.query_rank,
+                query_size,
+                has_bias=config.has_bias,
+                cuts=cuts,
+                dtype=dtype,
+                device=device,
             )
         self.compress = Linear(
             hidden_size, config.cached_size, has_bias=config.has_bias, least_bits=8, dtype=dtype, device=device
@@ -126,6 +135,7 @@ class LatentAttention(nn.Module):
             num_heads * config.value_dim,
             hidden_size,
             has_bias=config.has_bias and tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
+            cuts=[self.heads.start * config.value_dim],
             dtype=dtype,
             device=device,
         )
@@ -215,10 +225,11 @@ class HeadMaps(nn.Module):
         self, config: LatentAttentionConfig, num_heads: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        # Scores are exponents, so what goes into them keeps 8 bits; values are as few numbers.
-        size = config.latent_size
-        self.keys = Weights(num_heads, size, config.key_dim, least_bits=8, dtype=dtype, device=device)  # [N, L, K]
-        self.values = Weights(num_heads, config.value_dim, size, least_bits=8, dtype=dtype, device=device)  # [N, V, L]
+        # Scores are exponents, so what goes into them keeps 8 bits; values are as few numbers. No kernel multiplies
+        # blocks with an input of its own for each head.
+        size, options = config.latent_size, dict[str, Any](least_bits=8, cuts=None, dtype=dtype, device=device)
+        self.keys = Weights(num_heads, size, config.key_dim, **options)  # [N, L, K]
+        self.values = Weights(num_heads, config.value_dim, size, **options)  # [N, V, L]
 
     def absorb(self, query_TNK: Tensor, out_TNL: Tensor) -> None:
         """Writes vectors whose products with latent vectors are those of the queries with the heads' keys."""
@@ -246,13 +257,18 @@ class CompressedQuery(nn.Module):
         query_size: int,
         *,
         has_bias: bool,
+        cuts: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """
+        Args:
+            cuts: of the queries; see `Weights`.
+        """
         super().__init__()
         self.down = Linear(hidden_size, rank, has_bias=has_bias, least_bits=8, dtype=dtype, device=device)
         self.norm = RMSNorm(rank, NORM_EPSILON, dtype=dtype, device=device)
-        self.up = Linear(rank, query_size, least_bits=8, dtype=dtype, device=device)
+        self.up = Linear(rank, query_size, least_bits=8, cuts=cuts, dtype=dtype, device=device)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return self.up(self.norm(self.down(hidden_TD)))

@@ -22,9 +22,11 @@ class GatedMLP(nn.Module):
         """
         super().__init__()
         self.width = width
-        num_inner = width.stop - width.start
-        self.gate_up = Weights(1, 2 * num_inner, hidden_size, activation=SwiGLU(), dtype=dtype, device=device)
-        self.down = Linear(num_inner, hidden_size, dtype=dtype, device=device)
+        num_inner, cuts = width.stop - width.start, [width.start]
+        self.gate_up = Weights(
+            1, 2 * num_inner, hidden_size, activation=SwiGLU(), cuts=cuts, dtype=dtype, device=device
+        )
+        self.down = Linear(num_inner, hidden_size, cuts=cuts, dtype=dtype, device=device)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return self.down(self.gate_up.product.multiply(hidden_TD))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeserve.config import DispatcherName
+from moeserve.config import DispatcherName, QuantizationName
 from moeserve.distributed.group import GroupCoordinator, Groups
 from moeserve.distributed.mesh import share_of
 from moeserve.layers.attention import Attention, AttentionConfig
@@ -18,6 +18,7 @@ from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.mlp import GatedMLP
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotary, Rotation
+from moeserve.layers.weights import allocate_weights
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.deepep_carrier import Carrier
 from moeserve.moe.layer import MoEConfig, MoELayer
@@ -109,6 +110,7 @@ class Decoder(nn.Module):
     Args:
         placements: of each layer that has experts, in order, over the ranks of the ep group; see `place_experts`.
         carrier: with the dispatcher "deepep".
+        quantization: what the weights are to be filled as.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Decoder(nn.Module):
         placements: Sequence[Placement],
         *,
         carrier: Carrier | None = None,
+        quantization: QuantizationName | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -140,6 +143,7 @@ class Decoder(nn.Module):
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = OutputHead(config.vocab_size, size, groups.tp, tied_to=tied_to, dtype=dtype, device=device)
         self.rotary = Rotary(config.rotary, device)
+        allocate_weights(self, quantization)
 
     def with_one_layer_of_each_kind(self) -> Decoder:
         """The same model, less deep. A step takes as much memory in it, as layers take theirs one after the other."""

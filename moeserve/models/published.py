@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from torch import Tensor, nn
 
@@ -11,9 +12,11 @@ from moeserve.layers.attention import Attention
 from moeserve.layers.linear import Linear
 from moeserve.layers.mla import CompressedQuery, LatentAttention
 from moeserve.layers.mlp import GatedMLP
+from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder, DenseFeedForward
 from moeserve.models.family import Family, MoENames
 from moeserve.models.model_config import MLPConfig
+from moeserve.models.packing import weights_of
 from moeserve.models.weights import Destination, Destinations, columns, rows, whole
 from moeserve.moe.experts import Experts
 from moeserve.moe.layer import MoEConfig, MoELayer
@@ -23,7 +26,7 @@ _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 def destinations(model: Decoder, family: Family, published: Collection[str]) -> Destinations:
     """Where each tensor of a checkpoint belongs, given the names that it publishes."""
-    places = _Places()
+    places = _Places(weights_of(model).values())
     vocab_size = model.config.vocab_size
     places.add("model.embed_tokens.weight", rows(model.embedding.weight, model.embedding.share, vocab_size))
     places.add("model.norm.weight", whole(model.norm.weight))
@@ -58,12 +61,18 @@ def destinations(model: Decoder, family: Family, published: Collection[str]) -> 
 class _Places:
     """Destinations by name, and the names of what other ranks need and this one does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: Iterable[Weights]) -> None:
         self.into: dict[str, list[Destination]] = {}
         self.elsewhere: set[str] = set()
+        self._codes_at = {
+            weights.open.weight_eOI.untyped_storage().data_ptr(): weights.open
+            for weights in every
+            if weights.scales is not None
+        }
 
     def add(self, name: str, place: Destination) -> None:
-        self.into.setdefault(name, []).append(place)
+        codes_of = self._codes_at.get(place.memory.untyped_storage().data_ptr())
+        self.into.setdefault(name, []).append(dataclasses.replace(place, codes_of=codes_of))
 
     def add_bias(self, name: str, bias: Tensor | None, share: slice, size: int) -> None:
         if bias is not None:

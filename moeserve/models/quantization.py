@@ -19,7 +19,7 @@ from torch import Tensor
 from moeserve.errors import CheckpointError, shown
 from moeserve.models.config_json import ConfigJson
 
-# O rows, I columns, B blocks in a row, G groups of 32 values in a row, e experts
+# O rows, I columns, B blocks in a row, G blocks in a column, or groups of 32 values in a row, e experts
 
 PLAIN_DTYPES = ("F32", "F16", "BF16")
 FP8_SCALE_SUFFIX = "_scale_inv"
@@ -190,13 +190,17 @@ class Fp8Tensor:
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         height, width = self.block
+        codes_OI, scales_GB = self.read_blocks(read_rows, start, stop)
+        scale_OB = scales_GB[torch.arange(start, stop) // height - start // height]
+        return decode_fp8(codes_OI, scale_OB, width)
+
+    def read_blocks(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Codes [O, I] uint8 of rows `start` to `stop`, and scales [G, B] float32 of the blocks that they are in."""
+        height, _ = self.block
         codes_OI = read_rows(self.weight, start, stop).view(torch.uint8)
         if int((codes_OI & FP8_NAN).amax()) == FP8_NAN:
             raise self.weight.wrong("holds NaN; fetch it again")
-        first = start // height
-        scale_of_block = read_rows(self.scale, first, -(-stop // height)).float()
-        scale_OB = scale_of_block[torch.arange(start, stop) // height - first]
-        return decode_fp8(codes_OI, scale_OB, width)
+        return codes_OI, read_rows(self.scale, start // height, -(-stop // height)).float()
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def loading_memory(
     Args:
         fills_all_first: all weights are open before the first is packed; otherwise those of about one layer are.
     """
-    model = _without_memory(description, dtype, groups, placements)
+    model = _without_memory(description, dtype, groups, placements, quantization)
     every = weights_of(model).values()
     memories = {id(weights.memory) for weights in every}
     others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in memories)
@@ -142,11 +142,21 @@ def loading_memory(
 
 
 def _without_memory(
-    description: Description, dtype: DtypeName, groups: Groups, placements: Sequence[Placement]
+    description: Description,
+    dtype: DtypeName,
+    groups: Groups,
+    placements: Sequence[Placement],
+    quantization: QuantizationName | None = None,
 ) -> Decoder:
     dispatcher: DispatcherName = "local" if groups.ep.world_size == 1 else "all_to_all"  # they take no memory
     return Decoder(
-        description.model, groups, dispatcher, placements, dtype=getattr(torch, dtype), device=torch.device("meta")
+        description.model,
+        groups,
+        dispatcher,
+        placements,
+        quantization=quantization,
+        dtype=getattr(torch, dtype),
+        device=torch.device("meta"),
     )
 
 

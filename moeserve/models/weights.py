@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,9 +21,19 @@ from tqdm import tqdm
 
 from moeserve.errors import CheckpointError
 from moeserve.layers.norm import RMSNorm
+from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
 from moeserve.models.config_json import read_json
-from moeserve.models.quantization import PlainTensor, PublishedTensor, StoredTensor, WeightFormat
+from moeserve.models.quantization import (
+    Fp8Tensor,
+    PlainTensor,
+    PublishedTensor,
+    ReadRows,
+    StoredTensor,
+    WeightFormat,
+)
+from moeserve.ops.products import OpenWeights
+from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +51,7 @@ class Destination:
     memory: Tensor  # a view; its elements, in order, are those of the part; its dimensions may be split further
     shape: tuple[int, ...]  # of the whole tensor, as published
     part: tuple[slice, ...]  # what of it, in its first dimensions; all of the others
+    codes_of: OpenWeights | None = None  # 8-bit blocks, of which the memory is a part; None: it is for numbers
 
     def __post_init__(self) -> None:
         sizes = [part.stop - part.start for part in self.part]
@@ -203,7 +214,7 @@ def load_weights(
     ) as progress:
         for name in sorted(into, key=lambda name: checkpoint.tensors[name].shard):
             for place in into[name]:
-                _fill(place, checkpoint.tensors[name], shards, progress)
+                _fill(place, checkpoint.tensors[name], shards.read_rows, progress)
                 filled(place.memory)
         for name, place in copies.items():
             _compare(name, place, checkpoint, shards)
@@ -217,12 +228,19 @@ def fill_randomly(model: nn.Module, seed: int) -> None:
     generator = torch.Generator(next(model.parameters()).device)
     for prefix, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
-            if isinstance(module, RMSNorm):
-                weight.fill_(1.0)
-            else:
-                digest = hashlib.sha256(f"{seed} {prefix}.{name}".encode()).digest()
-                own_seed = int.from_bytes(digest[:8], "little") >> 1
-                weight.normal_(0.0, DUMMY_STD, generator=generator.manual_seed(own_seed))
+            digest = hashlib.sha256(f"{seed} {prefix}.{name}".encode()).digest()
+            generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            match module:
+                case RMSNorm():
+                    weight.fill_(1.0)
+                case Weights(scales=nn.Parameter()) if name == "memory":
+                    for blocks in blocks_of(module.open, weight):
+                        values_OI = torch.empty(blocks.codes_OI.shape, device=weight.device)
+                        blocks.quantize(values_OI.normal_(0.0, DUMMY_STD, generator=generator))
+                case Weights() if name == "scales":
+                    pass  # filled with the codes
+                case _:
+                    weight.normal_(0.0, DUMMY_STD, generator=generator)
 
 
 class _Shards:
@@ -244,20 +262,36 @@ class _Shards:
         return rows
 
 
-def _fill(place: Destination, tensor: PublishedTensor, shards: _Shards, progress: tqdm) -> None:
+def _fill(place: Destination, tensor: PublishedTensor, read_rows: ReadRows, progress: tqdm) -> None:
     memory = place.memory
     if memory.numel() == 0:  # a rank may have no part of it
         return
     first, *others = place.part or (slice(0, place.shape[0]),)
+    part = (slice(None), *others)
     num_rows = (first.stop - first.start) // len(memory)  # of the published tensor, for one row of memory
     step = max(1, PIECE_VALUES * len(memory) // memory.numel())
+    if place.codes_of is not None:
+        step = -(-step // BLOCK) * BLOCK
     for start in range(0, len(memory), step):
         piece = memory[start : start + step]
         begin = first.start + start * num_rows
-        read = tensor.read(shards.read_rows, begin, begin + len(piece) * num_rows)
-        part = (slice(None), *others)
-        piece.copy_(read[part].reshape(piece.shape))
+        end = begin + len(piece) * num_rows
+        if place.codes_of is None:
+            piece.copy_(tensor.read(read_rows, begin, end)[part].reshape(piece.shape))
+        elif _has_these_blocks(tensor):
+            assert not any(cut.start % BLOCK for cut in (first, *others)), (place.part, "begins inside a block")
+            codes_OI, scales_GB = tensor.read_blocks(read_rows, begin, end)
+            part_of_scales = slice(None), *(slice(cut.start // BLOCK, num_blocks(cut.stop)) for cut in others)
+            (blocks,) = blocks_of(place.codes_of, piece)
+            blocks.take(codes_OI[part], scales_GB[part_of_scales])
+        else:
+            quantize(place.codes_of, piece, tensor.read(read_rows, begin, end)[part].reshape(piece.shape))
         progress.update(piece.nbytes)
+
+
+def _has_these_blocks(tensor: PublishedTensor) -> TypeGuard[Fp8Tensor]:
+    """Whether it is stored as the model can hold it, so that codes and scales are taken as they are."""
+    return isinstance(tensor, Fp8Tensor) and tensor.block == (BLOCK, BLOCK)
 
 
 def _compare(name: str, place: Destination, checkpoint: Checkpoint, shards: _Shards) -> None:
@@ -281,17 +315,23 @@ def _compare(name: str, place: Destination, checkpoint: Checkpoint, shards: _Sha
 
 def _report_decoding(checkpoint: Checkpoint, into: dict[str, list[Destination]], num_bytes: int) -> None:
     """A warning, because a machine that holds the files may not hold what becomes of them."""
-    decoded = [name for name in into if not isinstance(checkpoint.tensors[name], PlainTensor)]
-    if decoded:
-        dtypes = sorted({str(into[name][0].memory.dtype).removeprefix("torch.") for name in decoded})
-        logger.warning(
-            "%s stores its weights as %s, %s on disk; they are dequantised to %s and take %s in memory",
-            checkpoint.folder,
-            checkpoint.stored_as,
-            shown_bytes(checkpoint.stored_bytes),
-            " and ".join(dtypes),
-            shown_bytes(num_bytes),
-        )
+    encoded = {name: into[name][0] for name in into if not isinstance(checkpoint.tensors[name], PlainTensor)}
+    if not encoded or any(place.codes_of is not None for place in encoded.values()):  # 8 bits were asked for
+        return
+    dtypes = sorted({str(place.memory.dtype).removeprefix("torch.") for place in encoded.values()})
+    could_be_kept = any(
+        place.memory.device.type == "cuda" and _has_these_blocks(checkpoint.tensors[name])
+        for name, place in encoded.items()
+    )
+    logger.warning(
+        "%s stores its weights as %s, %s on disk; they are dequantised to %s and take %s in memory%s",
+        checkpoint.folder,
+        checkpoint.stored_as,
+        shown_bytes(checkpoint.stored_bytes),
+        " and ".join(dtypes),
+        shown_bytes(num_bytes),
+        "; quantization='fp8' keeps them as they are stored" if could_be_kept else "",
+    )
 
 
 def _read_header(shard: Path) -> dict[str, StoredTensor]:

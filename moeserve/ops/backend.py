@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 from typing import Literal
 
+import torch
+
 from moeserve.ops.native import native_kernels
 
 Backend = Literal["native", "triton", "torch"]
+FLOAT8_CAPABILITY = (8, 9)  # from here on, tensor cores multiply E4M3
 
 
 def of(device: str) -> Backend:
@@ -21,3 +24,9 @@ def of(device: str) -> Backend:
             return "torch"
         case _:
             raise AssertionError(f"no operations for device {device!r}")
+
+
+def has_float8() -> bool:
+    """Whether products of 8-bit floats run on this host's GPU."""
+    is_able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
+    return is_able and of("cuda") == "triton"

@@ -18,7 +18,13 @@ from moeserve.ops.rotary import Turn
 from moeserve.ops.routing import RouterConfig, kernel_rules
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels.activation import clamped_silu_multiply, silu_multiply
-from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_slots
+from moeserve.triton_kernels.fp8 import quantize_blocks
+from moeserve.triton_kernels.grouped_matmul import (
+    grouped_matmul,
+    grouped_matmul_fp8,
+    grouped_matmul_slots,
+    grouped_matmul_slots_fp8,
+)
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
 from moeserve.triton_kernels.paged_attention import paged_attention, write_cache
 from moeserve.triton_kernels.pairs import gather_rows, order_pairs, scatter_rows, weighted_sum
@@ -26,7 +32,7 @@ from moeserve.triton_kernels.rotary import rotary_with_cache_write
 from moeserve.triton_kernels.routing import route
 
 # T tokens, N query heads, G key-value heads, H head size, K experts per token, E experts, R rows, D width of a row,
-# I inputs, C columns; see the protocols
+# I inputs, B blocks of 128 inputs, C columns; see the protocols
 
 
 def route_in_float32(
@@ -102,6 +108,42 @@ class GpuProduct:
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
         return self.reference.multiply_each(input_TeI, out_TeC)
+
+
+class GpuBlockProduct:
+    """Triton kernels for weights in 8-bit blocks. Rows become such too before each product: 128 values have a scale."""
+
+    def __init__(self, weights: OpenWeights) -> None:
+        assert weights.scales_eGB is not None
+        self.operands = weights.weight_eOI, weights.scales_eGB
+        self.options = {"bias_eO": weights.bias_eO} | activation_arguments(weights.activation)
+
+    def multiply(self, input_TI: Tensor) -> Tensor:
+        return self.multiply_rows(input_TI, input_TI.new_full((1,), len(input_TI), dtype=torch.int64))
+
+    def multiply_rows(
+        self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False, gather: Gather | None = None
+    ) -> Tensor:
+        return grouped_matmul_fp8(
+            *quantize_blocks(rows_RI),
+            *self.operands,
+            counts_e,
+            indices_R=None if gather is None else gather.indices_R,
+            divisor=1 if gather is None else gather.divisor,
+            out_dtype=rows_RI.dtype,
+            **self.options,
+        )
+
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
+        """Slots without rows are quantised too: only the GPU knows which."""
+        codes_RI, scales_RB = quantize_blocks(slots_eSI.flatten(0, 1))
+        codes_eSI, scales_eSB = (rows.unflatten(0, slots_eSI.shape[:2]) for rows in (codes_RI, scales_RB))
+        return grouped_matmul_slots_fp8(
+            codes_eSI, scales_eSB, *self.operands, counts_e, out_dtype=slots_eSI.dtype, **self.options
+        )
+
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        raise AssertionError("weights that have an input of their own each are not held in blocks")
 
 
 class GpuAttention:

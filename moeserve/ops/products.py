@@ -94,6 +94,7 @@ class OpenWeights:
     weight_eOI: Tensor
     bias_eO: Tensor | None = None
     activation: GatedActivation | None = None
+    scales_eGB: Tensor | None = None  # where the weights are codes: of the blocks of each part; see weight_blocks.py
 
     @property
     def num_parts(self) -> int:
@@ -226,9 +227,9 @@ def allocate(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def open_product(weights: OpenWeights) -> Product:
     """The product with weights as they are."""
     if backend.of(weights.weight_eOI.device.type) == "triton":
-        from moeserve.ops.gpu import GpuProduct
+        from moeserve.ops.gpu import GpuBlockProduct, GpuProduct
 
-        return GpuProduct(weights)
+        return GpuProduct(weights) if weights.scales_eGB is None else GpuBlockProduct(weights)
     return TorchProduct(weights)
 
 

@@ -70,7 +70,16 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     groups.world.barrier()  # collective: all ranks; all have looked at the memory before any of them fills it
     carrier = _carrier(config, description, placements, groups, dtype, device)
     dispatcher = "all_to_all" if config.dispatcher == "deepep" and carrier is None else config.dispatcher
-    model = Decoder(description.model, groups, dispatcher, placements, carrier=carrier, dtype=dtype, device=device)
+    model = Decoder(
+        description.model,
+        groups,
+        dispatcher,
+        placements,
+        carrier=carrier,
+        quantization=config.quantization,
+        dtype=dtype,
+        device=device,
+    )
     if config.load_format == "dummy":
         packer = Packer(model, config.quantization)
         fill_randomly(model, config.seed)
@@ -198,6 +207,8 @@ def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
     trials = ["a machine with more memory", "a smaller model"]
     if config.device == "cpu" and config.dtype != "float16" and native_kernels() and config.quantization != "int4":
         trials.append('quantization="int4"' if config.quantization else 'quantization="int8" or "int4"')
+    if config.device == "cuda" and config.quantization is None:
+        trials.append('quantization="fp8"')
     return (
         f"the weights of {config.model_path} do not fit in memory: they take {shown_bytes(memory.kept)} as "
         f"{form}{meanwhile}{share}, but {shown_bytes(free)} are free{share}. Use {', '.join(trials)}, or "

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from moeserve.distributed.group import Groups, connect
 from moeserve.distributed.mesh import Mesh
+from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens
 from moeserve.moe.dispatch.deepep import DeepEPDispatcher, open_deepep
@@ -478,6 +479,7 @@ def faults_of_layers(place: Place) -> list[str]:
     with ground(place) as here, torch.inference_mode():
         options: dict[str, Any] = dict(dtype=torch.bfloat16, device=CPU)
         layer = MoELayer(config, WIDTH, "all_to_all", placement, here.groups.ep, **options)
+        allocate_weights(layer)
         for name, weight in layer.named_parameters():
             weight.normal_(0.0, 0.05)
             if name.startswith("experts."):  # a copy has the weights of the first

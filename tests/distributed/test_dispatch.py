@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moeserve.distributed.group import connect, group_of_one
 from moeserve.distributed.mesh import Mesh
+from moeserve.layers.weights import allocate_weights
 from moeserve.moe.balancer import balance
 from moeserve.moe.dispatch import allgather
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -330,6 +331,7 @@ def test_layer(dispatcher: Any, num_slots: int | None, placement: Placement) -> 
     )
     options: dict[str, Any] = dict(dtype=torch.float32, device=CPU)
     whole = MoELayer(config, WIDTH, "local", Placement.even(10, 1), group_of_one("ep"), **options)
+    allocate_weights(whole)
     for weight in whole.parameters():
         weight.normal_(0.0, 0.5)
     hidden = torch.randn(13, WIDTH).split([5, 0, 1, 7])
@@ -337,6 +339,7 @@ def test_layer(dispatcher: Any, num_slots: int | None, placement: Placement) -> 
 
     def life(group: Any) -> Tensor:
         layer = MoELayer(config, WIDTH, dispatcher, placement, group, num_slots=num_slots, **options)
+        allocate_weights(layer)
         slots = list(placement.logical_of_slot[group.rank_in_group])
         assert layer.experts.gate_up.open.weight_eOI.shape == (len(slots), 12, WIDTH)
         given = whole.state_dict()

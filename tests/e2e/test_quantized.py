@@ -1,21 +1,19 @@
 """Quantised checkpoints give the tokens of their dequantised twins, which transformers runs too.
 
-The checkpoints are encoded here, by definition of the formats; DeepSeek's is that of its README for the weights.
+The checkpoints are encoded by definition of the formats.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from float8_checkpoints import encoded_and_decoded, write
 from reference_models import SHAPES, Reference, make_reference
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_families import logits_of, reread
 
 from moeserve import LLM, SamplingParams
@@ -39,30 +37,6 @@ def assert_twins(tmp_path: Path, original: Reference, encoded: dict, decoded: di
     assert (original.logits(prompts[2]) - twin.logits(prompts[2])).abs().max() > 1e-2  # it did lose something
 
 
-def write(folder: Path, original: Reference, tensors: dict[str, torch.Tensor], quantization: Any) -> None:
-    shutil.copytree(original.folder, folder)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    if quantization is not None:
-        values["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(values))
-
-
-def to_fp8_blocks(weight_OI: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, ...]:
-    """Codes, scales and the values that they stand for, block by block: the largest of a block becomes 448."""
-    num_rows, num_columns = weight_OI.shape
-    codes_OI = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
-    values_OI = torch.empty(num_rows, num_columns)
-    scale = torch.empty(-(-num_rows // height), -(-num_columns // width))
-    for row in range(len(scale)):
-        for column in range(scale.shape[1]):
-            block = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
-            scale[row, column] = weight_OI[block].abs().max() / 448
-            codes_OI[block] = (weight_OI[block] / scale[row, column]).to(torch.float8_e4m3fn)
-            values_OI[block] = codes_OI[block].float() * scale[row, column]
-    return codes_OI, scale, values_OI
-
-
 @pytest.mark.parametrize(
     ("name", "larger", "block"),
     [
@@ -76,15 +50,9 @@ def to_fp8_blocks(weight_OI: torch.Tensor, height: int, width: int) -> tuple[tor
 def test_fp8(name: str, larger: dict[str, int], block: tuple[int, int], tmp_path: Path) -> None:
     shape = SHAPES[name]
     original = make_reference(tmp_path / "original", dataclasses.replace(shape, settings=shape.settings | larger))
-    encoded, decoded = {}, {}
-    for key, tensor in load_file(original.folder / "model.safetensors").items():
-        if re.search(r"(_proj|kv_a_proj_with_mqa|w[123])\.weight$", key):
-            encoded[key], encoded[key + "_scale_inv"], decoded[key] = to_fp8_blocks(tensor, *block)
-        else:
-            encoded[key] = decoded[key] = tensor
+    encoded, decoded, quantization = encoded_and_decoded(original, block)
     num_layers = original.model.config.num_hidden_layers
     assert len(encoded) - len(decoded) >= num_layers * (4 + 3)  # attention, and the least of feed-forward networks
-    quantization = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic", "fmt": "e4m3"}
     assert_twins(tmp_path, original, encoded, decoded, quantization)
 
 

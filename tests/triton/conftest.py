@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,3 +24,43 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def conversions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own conversions to E4M3 and bfloat16 are wrong: of a number that rounds up to a power of two it
+    loses the carry, and NaN is none. So torch's stand in for them.
+    """
+    import numpy as np
+    import torch
+    from triton.runtime import interpreter
+
+    torch_types = {
+        "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),
+        "bf16": (torch.bfloat16, torch.int16),
+        "fp16": (torch.float16, torch.int16),
+        "fp32": (torch.float32, torch.int32),
+    }
+
+    def convert(numbers: np.ndarray, from_type: Any, to_type: Any, rounding: Any) -> np.ndarray:
+        from_dtype, from_bits = torch_types[str(from_type)]
+        dtype, to_bits = torch_types[str(to_type)]
+        bits = torch.from_numpy(np.ascontiguousarray(numbers).copy()).view(from_bits)
+        converted = bits.view(from_dtype).to(dtype).view(to_bits).numpy()
+        return converted.view(f"uint{8 * converted.itemsize}")
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Operations are chosen as on a GPU, for tensors of the CPU, which the interpreter takes."""
+    from moeserve.ops import backend, row_maximum, sampling
+
+    monkeypatch.setattr(backend, "of", lambda device: "triton" if device == "cpu" else "torch")
+    caches = (row_maximum.choose_row_maximum, sampling.choose_draw)
+    for choose in caches:
+        choose.cache_clear()
+    yield
+    for choose in caches:
+        choose.cache_clear()

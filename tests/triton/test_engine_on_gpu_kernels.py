@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from reference_models import Reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
-from moeserve.ops import backend, row_maximum, sampling
 from moeserve.ops.gpu import GpuAttention, GpuLatentAttention, GpuPairs, GpuProduct
 from moeserve.worker.cuda_graphs import CudaGraphs
 
@@ -19,18 +18,6 @@ FAMILIES = ["mixtral-window", "deepseek-v3", "qwen2-moe", "gpt-oss"]
 MORE_FAMILIES = ["mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
 LENGTHS = [1, 19, 6]
 NUM_TOKENS = [5, 3, 4]
-
-
-@pytest.fixture
-def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Operations are chosen as on a GPU, for tensors of the CPU, which the interpreter takes."""
-    monkeypatch.setattr(backend, "of", lambda device: "triton" if device == "cpu" else "torch")
-    caches = (row_maximum.choose_row_maximum, sampling.choose_draw)
-    for choose in caches:
-        choose.cache_clear()
-    yield
-    for choose in caches:
-        choose.cache_clear()
 
 
 def started(reference: Reference, **settings: Any) -> LLM:

@@ -1,20 +1,16 @@
 """8-bit floats of the GPU in Triton's interpreter, against torch's own conversions.
 
-The interpreter's own conversions to E4M3 and bfloat16 are wrong: of a number that rounds up to a power of two it loses
-the carry, and NaN is none. So torch's stand in for them here, and what is tested is all else: blocks, scales, bounds.
+Torch's conversions stand in for the interpreter's, which are wrong. What is tested is all else: blocks, scales, bounds.
 That the compiled kernel converts by the GPU's instruction is tested in tests/kernels/test_sm90_rows.py.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from moeserve.models.quantization import decode_fp8
 from moeserve.triton_kernels.fp8 import dequantize_blocks, dequantize_weight_blocks, quantize_blocks
@@ -22,23 +18,7 @@ from moeserve.triton_kernels.fp8 import dequantize_blocks, dequantize_weight_blo
 # T tokens, D width of a row, B blocks of a row; O and I: rows and columns of a weight
 
 FP8 = torch.float8_e4m3fn
-TORCH_TYPES = {
-    "fp8e4nv": (FP8, torch.uint8),
-    "bf16": (torch.bfloat16, torch.int16),
-    "fp32": (torch.float32, torch.int32),
-}
-
-
-@pytest.fixture(autouse=True)
-def _conversions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def convert(numbers: np.ndarray, from_type: Any, to_type: Any, rounding: Any) -> np.ndarray:
-        _, from_bits = TORCH_TYPES[str(from_type)]
-        dtype, to_bits = TORCH_TYPES[str(to_type)]
-        bits = torch.from_numpy(np.ascontiguousarray(numbers).copy()).view(from_bits)
-        converted = bits.view(TORCH_TYPES[str(from_type)][0]).to(dtype).view(to_bits).numpy()
-        return converted.view(f"uint{8 * converted.itemsize}")
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+pytestmark = pytest.mark.usefixtures("conversions_of_torch")
 
 
 def reference_quantize(x_TD: Tensor, block: int = 128) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,6 +35,7 @@ def decide(
     has_cuda: bool = False,
     num_cores: int = 3,
     has_kernels: bool = True,
+    has_float8: bool = True,
     num_gpus: int | None = None,
     has_nccl: bool = True,
     **options: Any,
@@ -47,6 +48,7 @@ def decide(
         num_gpus=num_gpus,
         has_nccl=has_nccl,
         has_kernels=has_kernels,
+        has_float8=has_float8,
     )
 
 
@@ -122,11 +124,16 @@ def test_quantization_is_refused_where_nothing_reads_it() -> None:
     assert decide(quantization="int4").quantization == "int4"
     with pytest.raises(SettingsError, match=r"quantization='int4' needs the C\+\+ kernels.*Install a C\+\+17 compiler"):
         decide(quantization="int4", has_kernels=False)
-    with pytest.raises(SettingsError, match="quantises on CPUs only"):
+    with pytest.raises(SettingsError, match=r"quantization='int8' is a format for CPUs.*'fp8' on GPUs"):
         decide(quantization="int8", device="cuda", has_cuda=True)
     with pytest.raises(SettingsError, match="does not go with dtype='float16'"):
         decide(quantization="int8", dtype="float16")
     assert decide(has_kernels=False).quantization is None
+    assert decide(quantization="fp8", device="cuda", has_cuda=True, has_kernels=False).quantization == "fp8"
+    with pytest.raises(SettingsError, match=r"quantization='fp8' is a format for GPUs.*'int8' or 'int4' on CPUs"):
+        decide(quantization="fp8")
+    with pytest.raises(SettingsError, match="quantization='fp8' needs triton and a GPU of compute capability"):
+        decide(quantization="fp8", device="cuda", has_cuda=True, has_float8=False)
 
 
 def test_ranks_share_the_cores() -> None:

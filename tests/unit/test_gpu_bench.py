@@ -475,7 +475,7 @@ def test_the_driver_is_read_from_where_it_tells(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["Mixtral", "DeepseekV2"])
 def test_throughput_of_a_tiny_model_on_a_cpu(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the GPU: settings that both take, rows and their bars."""
-    published = next(model for model in throughput.MODELS if model.family == family)
+    published = next(model for model in throughput.PUBLISHED if model.family == family)
     tiny = dict(vocab_size=100, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4)
     latent = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, moe_intermediate_size=16)
     settings = published.settings | tiny | (latent if family == "DeepseekV2" else {})

@@ -15,6 +15,7 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.layers import mla
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
+from moeserve.layers.weights import allocate_weights
 from moeserve.messages import Chunk, StepPlan
 from moeserve.ops import backend
 from moeserve.ops.dense_attention import attend_causally
@@ -35,6 +36,7 @@ SHAPES = {
 
 def make_layer(config: LatentAttentionConfig) -> LatentAttention:
     layer = LatentAttention(config, WIDTH, group_of_one("tp"), dtype=torch.float32, device=CPU)
+    allocate_weights(layer)
     for weight in layer.parameters():
         weight.normal_(0.0, 0.4)
     return layer
@@ -137,6 +139,7 @@ def test_with_kernels_no_chunk_is_expanded(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
     config = dataclasses.replace(SHAPE, latent_size=512, rotary_dim=64)
     layer = LatentAttention(config, WIDTH, group_of_one("tp"), dtype=torch.bfloat16, device=CPU)
+    allocate_weights(layer)
     assert layer.cache_bytes_per_token == 576 * 2
     assert layer.make_cache(5, 16).latents.nbytes == 5 * 16 * 576 * 2
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.group import group_of_one
+from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.experts import Experts
@@ -33,6 +34,7 @@ def make_layer(num_experts: int, top_k: int, width: int, expert_width: int, dtyp
 def randomized(config: MoEConfig, width: int, dtype: torch.dtype = torch.float32) -> MoELayer:
     placement = Placement.even(config.router.num_experts, num_ranks=1)
     layer = MoELayer(config, width, "local", placement, group_of_one("ep"), dtype=dtype, device=CPU)
+    allocate_weights(layer)
     for weight in layer.parameters():
         weight.normal_(0.0, 0.5)
     return layer
@@ -136,6 +138,7 @@ def test_experts_on_slots(counts: list[int], has_bias: bool, dtype: torch.dtype,
     activation = ClampedSwiGLU(alpha=1.5, limit=0.7)
     options: dict[str, Any] = dict(has_bias=has_bias, dtype=dtype, device=CPU)
     experts = Experts(len(counts), 8, 6, activation, **options)
+    allocate_weights(experts)
     for weight in experts.parameters():
         weight.normal_(0.0, 0.5)
     if is_packed:

@@ -1,0 +1,335 @@
+"""Weights in 8-bit blocks as they are loaded for a GPU: codes and scales of a checkpoint as it stores them, or made.
+
+What is loaded is looked at, and nothing is computed with it: that is in tests/triton/test_engine_float8.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from float8_checkpoints import encoded_and_decoded, large, write
+from reference_models import Reference, make_reference
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moeserve.distributed.group import unconnected
+from moeserve.distributed.mesh import Mesh
+from moeserve.layers import weights as layer_weights
+from moeserve.layers.weights import Weights
+from moeserve.models import registry
+from moeserve.models import weights as model_weights
+from moeserve.models.decoder import Decoder
+from moeserve.models.packing import Packer, weights_of
+from moeserve.models.published import destinations
+from moeserve.models.summary import loading_memory
+from moeserve.models.weights import fill_randomly, load_weights, open_checkpoint, whole
+from moeserve.ops import backend
+
+FLOAT8 = torch.float8_e4m3fn
+Stored = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, weights stay open."""
+    monkeypatch.setattr(backend, "of", lambda device: "torch")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    made: dict[str, Reference] = {}
+
+    def of(name: str) -> Reference:
+        if name not in made:
+            made[name] = make_reference(tmp_path_factory.mktemp(name), large(name))
+        return made[name]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def deepseek(original: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stored]:
+    """As DeepSeek publishes it, and what its shard holds."""
+    folder = tmp_path_factory.mktemp("encoded") / "deepseek"
+    encoded, _, quantization = encoded_and_decoded(original("deepseek-v3"), (128, 128))
+    write(folder, original("deepseek-v3"), encoded, quantization)
+    return folder, encoded
+
+
+def built(folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantization: Any = "fp8") -> Decoder:
+    description = registry.describe(folder)
+    return Decoder(
+        description.model,
+        unconnected(Mesh(tp=tp, dp=dp), rank),
+        "local" if tp * dp == 1 else "all_to_all",
+        description.model.place_experts(tp * dp),
+        quantization=quantization,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+
+
+@torch.inference_mode()
+def loaded(folder: Path, **options: Any) -> Any:
+    model = built(folder, **options)
+    description = registry.describe(folder)
+    checkpoint = open_checkpoint(folder, description.weight_format)
+    packer = Packer(model, options.get("quantization", "fp8"))
+    places = destinations(model, description.family, checkpoint.names)
+    load_weights(checkpoint, places, filled=packer.filled, show_progress=False)
+    packer.finish()
+    return model
+
+
+def bits(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8)
+
+
+def assert_taken(weights: Weights, number: int, *parts: tuple[Tensor, Tensor]) -> None:
+    """Codes and scales are those of these parts, one below the other."""
+    assert weights.memory is not None
+    assert weights.scales is not None
+    assert torch.equal(bits(weights.memory.data)[number], torch.cat([bits(codes) for codes, _ in parts]))
+    assert torch.equal(weights.scales[number], torch.cat([scales for _, scales in parts]))
+
+
+def assert_is_as_stored(model: Any, stored: Stored, tp: int, rank: int) -> None:
+    """`rank` is that of the tp group, whose shares all begin at a block."""
+
+    def part(name: str, *, rows: int | None = None, columns: int | None = None) -> tuple[Tensor, Tensor]:
+        """All of it, or this rank's share of so many rows or columns."""
+        codes, scales = stored[f"{name}.weight"], stored[f"{name}.weight_scale_inv"]
+        if rows is not None:
+            share = rows // tp
+            codes = codes[rank * share : (rank + 1) * share]
+            scales = scales[rank * share // 128 : -(-(rank + 1) * share // 128)]
+        if columns is not None:
+            share = columns // tp
+            codes = codes[:, rank * share : (rank + 1) * share]
+            scales = scales[:, rank * share // 128 : -(-(rank + 1) * share // 128)]
+        return codes, scales
+
+    for number, layer in enumerate(model.layers):
+        prefix, attention = f"model.layers.{number}", layer.attention
+        assert_taken(attention.query.down.weights, 0, part(f"{prefix}.self_attn.q_a_proj"))
+        assert_taken(attention.query.up.weights, 0, part(f"{prefix}.self_attn.q_b_proj", rows=256))
+        assert_taken(attention.compress.weights, 0, part(f"{prefix}.self_attn.kv_a_proj_with_mqa"))
+        assert_taken(attention.output.weights, 0, part(f"{prefix}.self_attn.o_proj", columns=256))
+        for maps in (attention.head_maps.keys, attention.head_maps.values):
+            assert maps.memory.dtype == torch.bfloat16
+            assert maps.scales is None
+        if number == 0:
+            mlp = f"{prefix}.mlp"
+            gates, ups = part(f"{mlp}.gate_proj", rows=512), part(f"{mlp}.up_proj", rows=512)
+            assert_taken(layer.feed_forward.mlp.gate_up, 0, gates, ups)
+            assert_taken(layer.feed_forward.mlp.down.weights, 0, part(f"{mlp}.down_proj", columns=512))
+            continue
+        moe = layer.feed_forward
+        for slot, expert in enumerate(moe.local_experts):
+            name = f"{prefix}.mlp.experts.{expert}"
+            assert_taken(moe.experts.gate_up, slot, part(f"{name}.gate_proj"), part(f"{name}.up_proj"))
+            assert_taken(moe.experts.down, slot, part(f"{name}.down_proj"))
+        shared, name = moe.shared_experts.mlp, f"{prefix}.mlp.shared_experts"
+        assert_taken(shared.gate_up, 0, part(f"{name}.gate_proj"), part(f"{name}.up_proj"))
+        assert_taken(shared.down.weights, 0, part(f"{name}.down_proj"))
+
+
+def bytes_in_blocks(model: Decoder) -> int:
+    in_blocks = [weights for weights in weights_of(model).values() if weights.scales is not None]
+    return sum(weights.memory.nbytes + weights.scales.nbytes for weights in in_blocks)  # type: ignore[union-attr]
+
+
+def all_bytes(model: Decoder) -> int:
+    return sum({weight.data_ptr(): weight.nbytes for weight in model.parameters()}.values())
+
+
+def counted(folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantization: Any = "fp8") -> int:
+    description = registry.describe(folder)
+    groups, placements = unconnected(Mesh(tp=tp, dp=dp), rank), description.model.place_experts(tp * dp)
+    memory = loading_memory(description, "bfloat16", groups, placements, device="cuda", quantization=quantization)
+    assert memory.peak == memory.kept
+    return memory.kept
+
+
+@pytest.mark.parametrize("piece_values", [1, 2**21])
+def test_blocks_are_taken_as_they_are_stored(
+    deepseek: tuple[Path, Stored], piece_values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_weights, "PIECE_VALUES", piece_values)
+    folder, stored = deepseek
+    model = loaded(folder)
+    assert_is_as_stored(model, stored, tp=1, rank=0)
+    names = [name for name in stored if f"{name}_scale_inv" in stored and "kv_b_proj" not in name]
+    assert bytes_in_blocks(model) == sum(stored[name].nbytes + stored[f"{name}_scale_inv"].nbytes for name in names)
+    assert all_bytes(model) == counted(folder) < 0.7 * counted(folder, quantization=None)
+
+
+@pytest.mark.parametrize(("tp", "dp", "rank"), [(2, 1, 0), (2, 1, 1), (1, 2, 0), (1, 2, 1)])
+def test_ranks_take_their_shares(deepseek: tuple[Path, Stored], tp: int, dp: int, rank: int) -> None:
+    folder, stored = deepseek
+    model = loaded(folder, tp=tp, dp=dp, rank=rank)
+    assert model.layers[1].feed_forward.local_experts == tuple(range(4 * rank, 4 * rank + 4))
+    assert_is_as_stored(model, stored, tp, rank if tp > 1 else 0)
+    assert all_bytes(model) == counted(folder, tp=tp, dp=dp, rank=rank)
+
+
+def test_a_share_that_begins_inside_a_block_is_dequantised(deepseek: tuple[Path, Stored]) -> None:
+    folder, stored = deepseek
+    model = loaded(folder, tp=4, rank=1)
+    attention = model.layers[0].attention
+    scales = stored["model.layers.0.self_attn.q_b_proj.weight_scale_inv"]
+    values = stored["model.layers.0.self_attn.q_b_proj.weight"][64:128].float()
+    values *= scales[0].repeat_interleave(128)[: values.shape[1]]
+    assert torch.equal(attention.query.up.weight, values.bfloat16())
+    assert attention.output.weight.dtype == torch.bfloat16
+    assert attention.compress.weight.dtype == FLOAT8
+    assert model.layers[0].feed_forward.mlp.down.weight.dtype == FLOAT8  # its share is of 128
+    assert all_bytes(model) == counted(folder, tp=4, rank=1)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "mixtral", "gpt-oss"])
+def test_nothing_is_allocated_beside_what_is_kept(
+    name: str, original: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated, allocate = [], layer_weights.allocate
+
+    def recorded(*shape: int, **options: Any) -> Tensor:
+        memory = allocate(*shape, **options)
+        allocated.append(memory.nbytes)
+        return memory
+
+    monkeypatch.setattr(layer_weights, "allocate", recorded)
+    model = built(original(name).folder)
+    assert bytes_in_blocks(model) < sum(allocated) <= all_bytes(model)
+
+
+def plainly_quantized(values_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of one part, block by block."""
+    num_rows, width = values_RI.shape
+    codes = torch.empty(num_rows, width, dtype=FLOAT8)
+    scales = torch.empty(-(-num_rows // 128), -(-width // 128))
+    for row in range(len(scales)):
+        for column in range(scales.shape[1]):
+            block = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            scales[row, column] = values_RI[block].abs().max() / 448
+            codes[block] = (values_RI[block] / scales[row, column]).to(FLOAT8)
+    return codes, scales
+
+
+@pytest.mark.parametrize("at_once", [1, 2**21])
+@pytest.mark.parametrize(("name", "num_in_blocks"), [("deepseek-v3", 14), ("mixtral", 8), ("gpt-oss", 9)])
+def test_other_checkpoints_are_quantised_within_half_a_step(
+    name: str,
+    num_in_blocks: int,
+    at_once: int,
+    original: Callable[[str], Reference],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A code is off by 1/16 of its number at most, or by half of the least step where numbers are near zero."""
+    monkeypatch.setattr("moeserve.ops.weight_blocks.QUANTIZED_AT_ONCE", at_once)
+    monkeypatch.setattr(model_weights, "PIECE_VALUES", at_once)
+    folder = original(name).folder
+    exact = weights_of(loaded_as_float32(folder))
+    model = loaded(folder)
+    in_blocks = {name: weights for name, weights in weights_of(model).items() if weights.scales is not None}
+    assert len(in_blocks) == num_in_blocks
+    for place, weights in in_blocks.items():
+        assert weights.memory is not None
+        assert weights.scales is not None
+        values = exact[place].open.weight_eOI
+        for number in range(len(values)):
+            parts = values[number].chunk(1 if weights.activation is None else 2)
+            quantized = [plainly_quantized(part) for part in parts]
+            assert_taken(weights, number, *quantized)
+            for part, (codes, scales) in zip(parts, quantized, strict=True):
+                of_value = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: part.shape[0], : part.shape[1]]
+                error = (codes.float() * of_value - part).abs()
+                assert (error <= 1.00001 * torch.maximum(part.abs() / 16, of_value * 2**-10)).all()
+    assert all_bytes(model) == counted(folder)
+
+
+@torch.inference_mode()
+def loaded_as_float32(folder: Path) -> Decoder:
+    description = registry.describe(folder)
+    model = Decoder(
+        description.model,
+        unconnected(Mesh(tp=1, dp=1), 0),
+        "local",
+        description.model.place_experts(1),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    checkpoint = open_checkpoint(folder, description.weight_format)
+    load_weights(checkpoint, destinations(model, description.family, checkpoint.names), show_progress=False)
+    return model
+
+
+def test_blocks_of_another_size_are_made_anew(original: Callable[[str], Reference], tmp_path: Path) -> None:
+    encoded, decoded, quantization = encoded_and_decoded(original("mixtral"), (64, 32))
+    write(tmp_path / "encoded", original("mixtral"), encoded, quantization)
+    down = loaded(tmp_path / "encoded").layers[1].feed_forward.experts.down
+    for expert in range(4):
+        values = decoded[f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"]
+        assert_taken(down, expert, plainly_quantized(values))
+
+
+def test_zeros_stay_zeros(original: Callable[[str], Reference], tmp_path: Path) -> None:
+    _, decoded, _ = encoded_and_decoded(original("mixtral"), (128, 128))
+    name = "model.layers.0.block_sparse_moe.experts.2.w2.weight"
+    write(tmp_path / "zeros", original("mixtral"), decoded | {name: torch.zeros_like(decoded[name])}, None)
+    down = loaded(tmp_path / "zeros").layers[0].feed_forward.experts.down
+    assert not bits(down.memory.data)[2].any()
+    assert (down.scales[2] > 0).all()
+    assert (down.scales[2] < 1e-30).all()
+
+
+def test_an_expert_moves_with_its_scales(deepseek: tuple[Path, Stored]) -> None:
+    """As rebalancing moves it: all bytes of a slot, whatever they are."""
+    folder, stored = deepseek
+    experts = loaded(folder).layers[1].feed_forward.experts
+    memory = experts.memory_of_each
+    assert sum(each.shape[1] for each in memory) == 3 * 200 * 256 + 4 * (2 * 2 * 2 + 2 * 2)
+    for of_slots in memory:
+        of_slots[5] = of_slots[2].clone()
+    name = "model.layers.1.mlp.experts.2"
+    codes = {which: stored[f"{name}.{which}_proj.weight"] for which in ("gate", "up", "down")}
+    scales = {which: stored[f"{name}.{which}_proj.weight_scale_inv"] for which in ("gate", "up", "down")}
+    assert_taken(experts.gate_up, 5, (codes["gate"], scales["gate"]), (codes["up"], scales["up"]))
+    assert_taken(experts.down, 5, (codes["down"], scales["down"]))
+
+
+@torch.inference_mode()
+def test_dummy_weights_are_as_large_as_others(original: Callable[[str], Reference]) -> None:
+    models = [built(original("mixtral").folder) for _ in range(2)]
+    for model in models:
+        fill_randomly(model, seed=3)
+    for weights, others in zip(*(weights_of(model).values() for model in models), strict=True):
+        assert torch.equal(bits(weights.open.weight_eOI.data), bits(others.open.weight_eOI.data))
+        if weights.scales is not None:
+            size = weights.scales.repeat_interleave(128, 2)[:, :1, : weights.num_inputs]
+            values = weights.open.weight_eOI[:, :128].float() * size
+            assert 0.018 < values.std() < 0.022
+            assert abs(values.mean()) < 0.001
+
+
+def test_on_a_gpu_the_log_tells_of_keeping_blocks(
+    deepseek: tuple[Path, Stored], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = open_checkpoint(deepseek[0], registry.describe(deepseek[0]).weight_format)
+    name = "model.layers.0.self_attn.q_a_proj.weight"
+    with FakeTensorMode():
+        on_gpu, on_cpu = (whole(torch.empty(136, 256, dtype=torch.bfloat16, device=on)) for on in ("cuda", "cpu"))
+    model_weights._report_decoding(checkpoint, {name: [on_gpu]}, 1)
+    assert "are dequantised to bfloat16" in caplog.text
+    assert "quantization='fp8' keeps them as they are stored" in caplog.text
+    caplog.clear()
+    model_weights._report_decoding(checkpoint, {name: [on_cpu]}, 1)
+    assert "are dequantised to bfloat16" in caplog.text
+    assert "fp8'" not in caplog.text
+    caplog.clear()
+    loaded(deepseek[0])
+    assert caplog.text == ""

@@ -1,0 +1,188 @@
+"""The engine with quantization='fp8' on the kernels for GPUs, in Triton's interpreter.
+
+The reference is transformers' model with the values that the codes stand for, told to round what goes into each
+projection and expert to E4M3, 128 values with a scale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from float8_checkpoints import encoded_and_decoded, large, write
+from reference_models import Reference, make_reference
+from torch import Tensor
+from torch.nn import functional
+
+from moeserve import LLM, SamplingParams, config
+from moeserve.messages import Chunk, StepPlan
+from moeserve.models.packing import weights_of
+from moeserve.ops.activation import SwiGLU
+from moeserve.ops.gpu import GpuBlockProduct, GpuProduct
+from moeserve.ops.products import Gather, OpenWeights
+
+pytestmark = pytest.mark.usefixtures("conversions_of_torch", "gpu_kernels")
+
+FLOAT8 = torch.float8_e4m3fn
+LENGTHS = [1, 5, 3, 4, 2, 6, 4, 3]
+NUM_TOKENS = 2
+# Logits of float32 differ by less. But a number next to the border between two codes may get the other code, which is
+# off by 1/8 of it, and so may be all that follows from it: the rest of the prompt. That is met in few prompts.
+LARGEST_DIFFERENCE = 1e-3
+SHARE_OF_PROMPTS = 0.75
+# How far all positions at least are, where what goes into products is not rounded.
+DIFFERENCE_OF_ROUNDING = 0.05
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """The values of codes, by definition: 448 is the largest absolute number of 128."""
+    blocks = []
+    for block in rows.float().split(128, dim=-1):
+        largest = block.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        blocks.append((block * (448 / largest)).to(FLOAT8).float() * (largest / 448))
+    return torch.cat(blocks, dim=-1)
+
+
+@contextmanager
+def rounding_of_inputs(reference: Reference) -> Iterator[set[str]]:
+    """Names of the weights for which it was done."""
+    name_of = {
+        weight.untyped_storage().data_ptr(): name
+        for name, weight in reference.model.named_parameters()
+        if re.search(r"(_proj|kv_a_proj_with_mqa)(\.weight)?$", name) and "kv_b_proj" not in name
+    }
+    linear, done = functional.linear, set[str]()
+
+    def rounding(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        name = name_of.get(weight.untyped_storage().data_ptr())
+        if name is not None:
+            done.add(name)
+            rows = rounded(rows)
+        return linear(rows, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "linear", rounding)
+        yield done
+    assert done == set(name_of.values())
+
+
+@pytest.fixture(autouse=True)
+def _without_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands for a GPU."""
+    monkeypatch.setattr(config, "_refuse_float8", lambda device, has_float8: None)
+
+
+def logits_of(llm: LLM, prompts: list[list[int]]) -> list[Tensor]:
+    """[T, vocab_size] of each, all in one step."""
+    runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
+    assert max(map(len, prompts)) <= runner.block_size
+    chunks = [Chunk(token_ids=prompt, start=0, block_ids=[block]) for block, prompt in enumerate(prompts)]
+    plan = StepPlan(step=0, chunks=chunks)
+    with torch.inference_mode():
+        hidden = runner.model(runner.build_inputs(plan, (plan.num_tokens,)), runner.caches)
+        return list(runner.model.logits(hidden).split([len(prompt) for prompt in prompts]))
+
+
+def off_by(own: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """[T] of each prompt."""
+    return [(one - other).abs().amax(-1) for one, other in zip(own, others, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "mixtral"])
+def test_logits_are_those_of_rounded_weights_and_inputs(name: str, tmp_path: Path) -> None:
+    original = make_reference(tmp_path / "original", large(name))
+    encoded, decoded, quantization = encoded_and_decoded(original, (128, 128))
+    write(tmp_path / "encoded", original, encoded, quantization)
+    write(tmp_path / "twin", original, decoded, None)
+    model = type(original.model).from_pretrained(tmp_path / "twin", dtype=torch.float32, attn_implementation="eager")
+    model.config._experts_implementation = "eager"
+    twin = Reference(tmp_path / "twin", model.eval())
+    prompts = twin.prompts(*LENGTHS)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    options: dict[str, Any] = dict(dtype="float32", num_threads=1, max_model_len=64, max_num_batched_tokens=28)
+    with LLM(
+        tmp_path / "encoded",
+        quantization="fp8",
+        enforce_eager=True,
+        kv_cache_memory="4MiB",
+        show_progress=False,
+        **options,
+    ) as llm:
+        held = weights_of(llm.core.executor.worker.runner.model)  # type: ignore[attr-defined]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        own = logits_of(llm, prompts)
+    in_blocks = [weights for weights in held.values() if weights.scales is not None]
+    assert all(isinstance(weights.product, GpuBlockProduct) for weights in in_blocks)
+    stored = [name for name in encoded if f"{name}_scale_inv" in encoded and "kv_b_proj" not in name]
+    assert sum(weights.open.weight_eOI.nbytes for weights in in_blocks) == sum(encoded[name].numel() for name in stored)
+
+    with rounding_of_inputs(twin):
+        off = off_by(own, [twin.logits(prompt) for prompt in prompts])
+        likeliest = [
+            twin.logits(prompt + output.outputs[0].token_ids[:-1])[len(prompt) - 1 :].argmax(-1)
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+    tokens = torch.tensor([output.outputs[0].token_ids for output in outputs])
+    assert sum(each.max() < LARGEST_DIFFERENCE for each in off) >= SHARE_OF_PROMPTS * len(prompts), off
+    assert (tokens == torch.stack(likeliest)).all(-1).sum() >= SHARE_OF_PROMPTS * len(prompts)
+    without_rounding = off_by(own, [twin.logits(prompt) for prompt in prompts])
+    assert min(each.min() for each in without_rounding) > DIFFERENCE_OF_ROUNDING, without_rounding
+
+
+@pytest.mark.parametrize("activation", [None, SwiGLU()], ids=["plain", "swiglu"])
+def test_products(activation: Any) -> None:
+    """Each way of having rows, beside the product with the numbers that codes stand for."""
+    torch.manual_seed(0)
+    num_weights, num_outputs, num_inputs = 3, 400, 200
+    parts = 1 if activation is None else 2
+    codes_eOI = torch.randn(num_weights, num_outputs, num_inputs).mul(100).to(FLOAT8)
+    scales_eGB = torch.rand(num_weights, parts * -(-num_outputs // parts // 128), 2) / 1000 + 1e-3
+    scale_of_row_eOB = torch.cat(
+        [scales.repeat_interleave(128, 1)[:, : num_outputs // parts] for scales in scales_eGB.chunk(parts, 1)], 1
+    )
+    values_eOI = codes_eOI.float() * scale_of_row_eOB.repeat_interleave(128, 2)[..., :num_inputs]
+    bias_eO = torch.randn(num_weights, num_outputs)
+    product = GpuBlockProduct(OpenWeights(codes_eOI, bias_eO, activation, scales_eGB))
+
+    def expected(rows: Tensor, weight: int) -> Tensor:
+        output = (rounded(rows).double() @ values_eOI[weight].double().T + bias_eO[weight]).float()
+        return output if activation is None else activation(*output.chunk(2, dim=-1))
+
+    counts = [4, 0, 2]
+    counts_e = torch.tensor(counts)
+    source = torch.randn(5, num_inputs)
+    indices_R = torch.tensor([9, 0, 3, 4, 8, 5, 1])  # of pairs, of which each token has two; the last row is spare
+    rows = source[indices_R // 2]
+    reference = torch.cat([expected(rows[:4], 0), expected(rows[4:6], 2)])
+    for given in (
+        product.multiply_rows(rows, counts_e, has_spare_rows=True)[:6],
+        product.multiply_rows(source, counts_e, True, Gather(indices_R, 2))[:6],
+    ):
+        torch.testing.assert_close(given, reference, atol=1e-3, rtol=1e-4)
+    slots_eSI = torch.full((num_weights, 4, num_inputs), torch.nan)
+    slots_eSI[0], slots_eSI[2, :2] = rows[:4], rows[4:6]
+    given_eSC = product.multiply_slots(slots_eSI, counts_e)
+    torch.testing.assert_close(torch.cat([given_eSC[0], given_eSC[2, :2]]), reference, atol=1e-3, rtol=1e-4)
+
+    alone = GpuBlockProduct(OpenWeights(codes_eOI[1:2], bias_eO[1:2], activation, scales_eGB[1:2]))
+    torch.testing.assert_close(alone.multiply(source), expected(source, 1), atol=1e-3, rtol=1e-4)
+    assert alone.multiply(source[:0]).shape == (0, num_outputs // parts)
+    assert alone.multiply(source.half()).dtype == torch.float16
+
+
+def test_weights_without_blocks_are_multiplied_as_before(
+    tmp_path: Path, reference_named: Callable[[str], Reference]
+) -> None:
+    """Heads of 8 values: queries, keys and values meet inside of blocks. The experts are in blocks."""
+    reference = reference_named("mixtral")
+    with LLM(reference.folder, quantization="fp8", dtype="float32", kv_cache_memory="4MiB", enforce_eager=True) as llm:
+        layer = llm.core.executor.worker.runner.model.layers[0]  # type: ignore[attr-defined]
+        assert isinstance(layer.attention.query_key_value.weights.product, GpuProduct)
+        assert layer.attention.query_key_value.weight.dtype == torch.float32
+        assert isinstance(layer.feed_forward.experts.down.product, GpuBlockProduct)
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
