@@ -29,6 +29,7 @@ DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["int8", "int4"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "deepep"]
+AttentionName = Literal["measured", "triton", "flashinfer", "varlen"]  # whose attention a GPU runs
 WITHOUT_NCCL = (  # of a torch
     "was built without NCCL, over which ranks on GPUs talk; install one for CUDA (https://pytorch.org/get-started), "
     "or use one rank, or device='cpu'"
@@ -57,6 +58,11 @@ class ModelSettings:
         "int8: one scale per output; int4: one per 32 weights; none: as dtype says",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where tensors live; auto: cpu")
+    attention_backend: Literal["auto", "triton", "flashinfer", "varlen"] = setting(
+        "auto",
+        "what attends on a GPU; triton: moeserve's own kernels; flashinfer, or torch's varlen: that library, and ours "
+        "where it cannot; auto: the one that bench.gpu.tune_attention has measured to be fastest, else ours",
+    )
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights, only config.json is read")
     packed_cache: int | str = setting(
         "16GiB",
@@ -226,6 +232,7 @@ class EngineConfig:
     dtype: DtypeName
     quantization: QuantizationName | None
     device: Literal["cpu", "cuda"]
+    attention_backend: AttentionName
     load_format: Literal["auto", "dummy"]
     packed_cache: int  # bytes
     seed: int
@@ -316,6 +323,10 @@ def resolve(
         raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
     dtype: DtypeName = checkpoint.dtype if model.dtype == "auto" else model.dtype
+    if model.attention_backend != "auto" and device != "cuda":
+        raise SettingsError(
+            f"attention_backend={model.attention_backend!r} is for GPUs, and device={device!r}; use 'auto'"
+        )
     _refuse_quantization(model.quantization, dtype, device, has_kernels)
     _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, num_cores, cores_of_nodes)
     if device == "cuda":
@@ -350,6 +361,7 @@ def resolve(
         dtype=dtype,
         quantization=model.quantization,
         device=device,
+        attention_backend="measured" if model.attention_backend == "auto" else model.attention_backend,
         load_format=model.load_format,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
         seed=model.seed,

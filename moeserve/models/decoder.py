@@ -22,6 +22,7 @@ from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.deepep_carrier import Carrier
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.placement import Placement
+from moeserve.ops.attention_peers import AttentionPeers
 from moeserve.step_inputs import StepInputs
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
@@ -47,6 +48,7 @@ class DecoderLayer(nn.Module):
         placements: Iterator[Placement],
         *,
         carrier: Carrier | None,
+        peers: AttentionPeers | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -56,7 +58,9 @@ class DecoderLayer(nn.Module):
         self.attention: Attention | LatentAttention
         match config.attention:
             case AttentionConfig() as attention:
-                self.attention = Attention(attention, hidden_size, norm_epsilon, groups.tp, dtype=dtype, device=device)
+                self.attention = Attention(
+                    attention, hidden_size, norm_epsilon, groups.tp, peers=peers, dtype=dtype, device=device
+                )
             case LatentAttentionConfig() as attention:
                 self.attention = LatentAttention(attention, hidden_size, groups.tp, dtype=dtype, device=device)
         self.feed_forward_norm = RMSNorm(hidden_size, norm_epsilon, dtype=dtype, device=device)
@@ -109,6 +113,7 @@ class Decoder(nn.Module):
     Args:
         placements: of each layer that has experts, in order, over the ranks of the ep group; see `place_experts`.
         carrier: with the dispatcher "deepep".
+        peers: other libraries that may attend on a GPU.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class Decoder(nn.Module):
         placements: Sequence[Placement],
         *,
         carrier: Carrier | None = None,
+        peers: AttentionPeers | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -132,7 +138,18 @@ class Decoder(nn.Module):
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
         unused = iter(placements)
         self.layers = [
-            DecoderLayer(layer, size, epsilon, groups, dispatcher, unused, carrier=carrier, dtype=dtype, device=device)
+            DecoderLayer(
+                layer,
+                size,
+                epsilon,
+                groups,
+                dispatcher,
+                unused,
+                carrier=carrier,
+                peers=peers,
+                dtype=dtype,
+                device=device,
+            )
             for layer in config.layers
         ]
         self.registered_layers = nn.ModuleList(self.layers)  # so that torch finds their weights
