@@ -29,6 +29,7 @@ DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["int8", "int4", "fp8"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "deepep"]
+AttentionName = Literal["measured", "triton", "flashinfer", "varlen"]  # whose attention a GPU runs
 WITHOUT_NCCL = (  # of a torch
     "was built without NCCL, over which ranks on GPUs talk; install one for CUDA (https://pytorch.org/get-started), "
     "or use one rank, or device='cpu'"
@@ -58,6 +59,11 @@ class ModelSettings:
         "checkpoints stored so; none: as dtype says",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where tensors live; auto: cpu")
+    attention_backend: Literal["auto", "triton", "flashinfer", "varlen"] = setting(
+        "auto",
+        "what attends on a GPU; triton: moeserve's own kernels; flashinfer, or torch's varlen: that library, and ours "
+        "where it cannot; auto: the one that bench.gpu.tune_attention has measured to be fastest, else ours",
+    )
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights, only config.json is read")
     packed_cache: int | str = setting(
         "16GiB",
@@ -227,6 +233,7 @@ class EngineConfig:
     dtype: DtypeName
     quantization: QuantizationName | None
     device: Literal["cpu", "cuda"]
+    attention_backend: AttentionName
     load_format: Literal["auto", "dummy"]
     packed_cache: int  # bytes
     seed: int
@@ -323,6 +330,10 @@ def resolve(
         _refuse_float8(device, has_float8)
     elif model.quantization is not None:
         _refuse_integers(model.quantization, dtype, device, has_kernels)
+    if model.attention_backend != "auto" and device != "cuda":
+        raise SettingsError(
+            f"attention_backend={model.attention_backend!r} is for GPUs, and device={device!r}; use 'auto'"
+        )
     _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, num_cores, cores_of_nodes)
     if device == "cuda":
         _refuse_gpus(parallel, num_gpus if cores_of_nodes is None else None, has_nccl)
@@ -356,6 +367,7 @@ def resolve(
         dtype=dtype,
         quantization=model.quantization,
         device=device,
+        attention_backend="measured" if model.attention_backend == "auto" else model.attention_backend,
         load_format=model.load_format,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
         seed=model.seed,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from moeserve.bench.gpu.attention_peers import installed_peers, problem_of, step_of
 from moeserve.bench.gpu.check import (
     FUNCTION_SLACK,
     SUM_SLACK,
@@ -22,6 +23,7 @@ from moeserve.bench.gpu.check import (
     rounding_unit,
 )
 from moeserve.bench.gpu.shapes import ATTENTION_SHAPES, LATENT_SHAPES, VOCAB_SIZES, AttentionShape, LatentShape
+from moeserve.ops.attention_times import StepKind
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
 from moeserve.triton_kernels.paged_attention import paged_attention, write_cache
 from moeserve.triton_kernels.sampling import greedy_rows, row_maximum, sample_rows
@@ -29,6 +31,7 @@ from moeserve.triton_kernels.sampling import greedy_rows, row_maximum, sample_ro
 # T tokens, N query heads, G key-value heads, H head size, C positions of a context, R rows, V width of a row of scores
 
 BLOCK_SIZE = 16
+PEER_BLOCK_SIZES = (16, 64, 256)
 Chunks = Sequence[tuple[int, int]]  # rows, and length of the context with them
 # The mass by which a draw may miss a border between tokens, of the whole: `sample_rows` says 1e-6.
 SAMPLING_SLACK = 2e-6
@@ -89,6 +92,34 @@ def check_attention(place: Place) -> Iterator[Case]:
             yield Case(f"paged_attention {title}", compare(attended, expected))
 
 
+def check_peers(place: Place) -> Iterator[Case]:
+    """Attention of the libraries that are installed, in blocks of the sizes that they take.
+
+    Where no row may look there are other numbers, but numbers: see `moeserve.ops.flashinfer_attention`.
+    """
+    shapes = {"window": AttentionShape(4, 2, 64, window=11)} if place.is_small else ATTENTION_SHAPES
+    cases = SMALL_CHUNKS if place.is_small else LARGE_CHUNKS
+    for peer, block_size, dtype, (name, shape), (steps, with_empty) in itertools.product(
+        installed_peers(place.device), PEER_BLOCK_SIZES, place.dtypes, shapes.items(), cases.items()
+    ):
+        chunks = [(rows, context) for rows, context in with_empty if rows]
+        problem = problem_of(shape, dtype, block_size)
+        kind: StepKind = "decode" if all(rows == 1 for rows, _ in chunks) else "chunks"
+        if peer.refusal(problem, kind):
+            continue
+        query = place.normal(sum(rows for rows, _ in chunks), shape.num_heads, shape.head_size, dtype=dtype)
+        block_table, slots = _blocks(place, chunks, block_size)
+        num_blocks = int(block_table.max()) + 1
+        caches = place.normal(2, num_blocks, shape.num_kv_heads, block_size, shape.head_size, dtype=dtype)
+        keys, values = (place.normal(len(slots), shape.num_kv_heads, shape.head_size, dtype=dtype) for _ in range(2))
+        for cache, rows in zip(caches, (keys, values), strict=True):
+            cache.transpose(1, 2)[slots // block_size, slots % block_size] = rows
+        sinks = place.normal(shape.num_heads, scale=2.0) if shape.has_sinks else None
+        attended = peer.attend(problem, kind)(query, caches[0], caches[1], step_of(chunks, block_table), sinks)
+        expected = _attended(query, keys, values, chunks, scale=problem.scale, window=shape.window, sinks_N=sinks)
+        yield Case(f"{peer.label} {dtype_name(dtype)} {name}, {steps}, {block_size}", compare(attended, expected))
+
+
 def check_latent_attention(place: Place) -> Iterator[Case]:
     shapes = {"small": LatentShape(5, latent_size=24, rotary_size=8)} if place.is_small else LATENT_SHAPES
     for dtype, (name, shape) in itertools.product(place.dtypes, shapes.items()):
@@ -121,16 +152,16 @@ def check_latent_attention(place: Place) -> Iterator[Case]:
             yield Case(f"latent_attention {title}", compare(attended, expected))
 
 
-def _blocks(place: Place, chunks: Chunks) -> tuple[Tensor, Tensor]:
+def _blocks(place: Place, chunks: Chunks, block_size: int = BLOCK_SIZE) -> tuple[Tensor, Tensor]:
     """A table of scattered blocks, and the slot of each position of all contexts, one after another."""
-    counts = [-(-context // BLOCK_SIZE) for _, context in chunks]
+    counts = [-(-context // block_size) for _, context in chunks]
     free = place.order(sum(counts) + 3)
     table = torch.zeros(len(chunks), max(counts), dtype=torch.int32, device=place.device)
     slots = []
     for chunk, ((_, context), ids) in enumerate(zip(chunks, free[: sum(counts)].split(counts), strict=True)):
         table[chunk, : len(ids)] = ids
         places = torch.arange(context, device=place.device)
-        slots.append(ids[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE)
+        slots.append(ids[places // block_size] * block_size + places % block_size)
     return table, torch.cat(slots)
 
 
@@ -271,6 +302,7 @@ def _draw_error(
 CHECKS = (
     Check("attention", ("paged_attention", "write_cache"), check_attention),
     Check("latent attention", ("latent_attention", "write_latents"), check_latent_attention),
+    Check("attention of other libraries", (), check_peers),
     Check("greedy choice", ("row_maximum", "greedy_rows"), check_greedy),
     Check("random draws", ("sample_rows",), check_sampling),
 )

@@ -39,6 +39,8 @@ def run_check(check: Check, place: Place, seconds_left: Callable[[], float]) -> 
         most = worst(cases)
         row |= {"error_ratio": most.error_ratio, "worst": most.name}
         row["wrong"] = [case.name for case in cases if not case.error_ratio <= 1][:20]
+    if not cases and not check.kernels and "error" not in row:
+        return row | {"status": "told", "reason": "none of what it checks is installed, and takes these shapes"}
     is_right = bool(cases) and not row["wrong"] and "error" not in row
     return row | {"status": "passed" if is_right else "failed"}
 

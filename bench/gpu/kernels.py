@@ -5,14 +5,15 @@
   weighted sum after them. Beside products: `torch.nn.functional.grouped_mm` (rows gathered, a product, SiLU and the
   multiplication, a product). Beside experts: transformers' class of Mixtral's, in its eager form. All are on the same
   weights; biases and other activations than Mixtral's are left out of torch's and transformers'.
-- attention, beside torch's `scaled_dot_product_attention` on the same keys and values, contiguous and without pages.
+- attention, beside torch's `scaled_dot_product_attention` on as many keys and values, contiguous and without pages, and
+  grouped-query attention also beside FlashInfer's and torch's varlen on the same pages, where they can be used.
 - norms, rotary embedding, activations, quantisation, routing and the choice of tokens, in bytes per second.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.bench.gpu import costs
+from moeserve.bench.gpu.attention_peers import installed_peers, problem_of, step_of
 from moeserve.bench.gpu.costs import Bar, GpuLimits, Work
 from moeserve.bench.gpu.limits import ColdTimer
 from moeserve.bench.gpu.shapes import (
@@ -32,6 +34,7 @@ from moeserve.bench.gpu.shapes import (
     LatentShape,
     MoEShape,
 )
+from moeserve.ops.attention_times import OWN, StepKind
 from moeserve.triton_kernels.activation import silu_multiply
 from moeserve.triton_kernels.fp8 import quantize_blocks
 from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_fp8
@@ -315,9 +318,9 @@ def _products_fp8(make_layer: Callable[[], Fp8ExpertWeights], num_tokens: int) -
     )
 
 
-def _tables(chunks: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, int]:
+def _tables(chunks: Sequence[tuple[int, int]], block_size: int = BLOCK_SIZE) -> tuple[Tensor, Tensor, Tensor, int]:
     """Block table of scattered blocks, row starts, context lengths, and the number of blocks."""
-    counts = [-(-context // BLOCK_SIZE) for _, context in chunks]
+    counts = [-(-context // block_size) for _, context in chunks]
     ids = torch.randperm(sum(counts), device=DEVICE, dtype=torch.int32)
     table = torch.zeros(len(chunks), max(counts), dtype=torch.int32, device=DEVICE)
     for chunk, own in enumerate(ids.split(counts)):
@@ -327,21 +330,17 @@ def _tables(chunks: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, int]
     return table, starts, contexts, sum(counts)
 
 
-def _attention(shape: AttentionShape, chunks: list[tuple[int, int]]) -> Timed:
-    table, starts, contexts, num_blocks = _tables(chunks)
-    num_rows = sum(rows for rows, _ in chunks)
-    query_TNH = _random(num_rows, shape.num_heads, shape.head_size)
-    keys, values = (_random(num_blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_size) for _ in range(2))
+def attention_calls(
+    shape: AttentionShape, chunks: Sequence[tuple[int, int]], block_size: int = BLOCK_SIZE
+) -> dict[str, Callable[[], object]]:
+    """One step by our kernels, under `OWN`, and by the other libraries that can, on the same caches."""
+    table, starts, contexts, num_blocks = _tables(chunks, block_size)
+    query_TNH = _random(sum(rows for rows, _ in chunks), shape.num_heads, shape.head_size)
+    keys, values = (_random(num_blocks, shape.num_kv_heads, block_size, shape.head_size) for _ in range(2))
     sinks_N = torch.randn(shape.num_heads, device=DEVICE) if shape.has_sinks else None
-    batch, rows, context = len(chunks), chunks[0][0], chunks[0][1]
-    seen = context if shape.window is None or rows > 1 else min(context, shape.window)
-    dense_query = query_TNH.view(batch, rows, shape.num_heads, shape.head_size).transpose(1, 2)
-    dense_keys, dense_values = (_random(batch, shape.num_kv_heads, seen, shape.head_size) for _ in range(2))
-    notes: tuple[str, ...] = ()
-    if shape.has_sinks:
-        notes = ("torch computes no sinks" + (" and no window" if rows > 1 else ", and only what the window shows"),)
-    return Timed(
-        lambda: paged_attention(
+    most_rows = max(rows for rows, _ in chunks)
+    calls: dict[str, Callable[[], object]] = {
+        OWN: lambda: paged_attention(
             query_TNH,
             keys,
             values,
@@ -351,17 +350,33 @@ def _attention(shape: AttentionShape, chunks: list[tuple[int, int]]) -> Timed:
             scale=shape.head_size**-0.5,
             window=shape.window,
             sinks_N=sinks_N,
-            max_rows_per_chunk=rows,
-            max_context=table.shape[1] * BLOCK_SIZE,
-        ),
-        costs.attention_work(shape, chunks),
-        peers={
-            "torch SDPA": lambda: functional.scaled_dot_product_attention(
-                dense_query, dense_keys, dense_values, is_causal=rows > 1, enable_gqa=True
-            )
-        },
-        notes=notes,
+            max_rows_per_chunk=most_rows,
+            max_context=table.shape[1] * block_size,
+        )
+    }
+    problem, step = problem_of(shape, query_TNH.dtype, block_size), step_of(chunks, table)
+    kind: StepKind = "decode" if most_rows == 1 else "chunks"
+    for peer in installed_peers(torch.device(DEVICE)):
+        if not peer.refusal(problem, kind):
+            attend = peer.attend(problem, kind)
+            calls[peer.label] = functools.partial(attend, query_TNH, keys, values, step, sinks_N)
+    return calls
+
+
+def _attention(shape: AttentionShape, chunks: list[tuple[int, int]]) -> Timed:
+    batch, rows, context = len(chunks), chunks[0][0], chunks[0][1]
+    seen = context if shape.window is None or rows > 1 else min(context, shape.window)
+    dense_query = _random(batch, shape.num_heads, rows, shape.head_size)
+    dense_keys, dense_values = (_random(batch, shape.num_kv_heads, seen, shape.head_size) for _ in range(2))
+    notes: tuple[str, ...] = ()
+    if shape.has_sinks:
+        notes = ("torch computes no sinks" + (" and no window" if rows > 1 else ", and only what the window shows"),)
+    calls = attention_calls(shape, chunks)
+    own = calls.pop(OWN)
+    calls["torch SDPA"] = lambda: functional.scaled_dot_product_attention(
+        dense_query, dense_keys, dense_values, is_causal=rows > 1, enable_gqa=True
     )
+    return Timed(own, costs.attention_work(shape, chunks), peers=calls, notes=notes)
 
 
 def _latent_attention(shape: LatentShape, chunks: list[tuple[int, int]]) -> Timed:

@@ -15,6 +15,8 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotation
 from moeserve.layers.weights import parameter
 from moeserve.ops.attention import choose_attention
+from moeserve.ops.attention_peers import AttentionPeers
+from moeserve.ops.attention_times import AttentionProblem
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N query heads, G key-value heads, H head size
@@ -66,12 +68,14 @@ class Attention(nn.Module):
         norm_epsilon: float,
         tp: GroupCoordinator,
         *,
+        peers: AttentionPeers | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """
         Args:
             tp: the ranks that divide the heads among them; see `AttentionConfig.can_divide`.
+            peers: other libraries that may attend on a GPU.
         """
         super().__init__()
         self.config = config
@@ -107,7 +111,20 @@ class Attention(nn.Module):
         self.sinks = parameter(num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
         has_bias = config.has_output_bias and tp.rank_in_group == 0  # added once: outputs are summed over the ranks
         self.output = Linear(query_size, hidden_size, has_bias=has_bias, cuts=[first_query], dtype=dtype, device=device)
-        self.backend = choose_attention(device.type, scale=config.head_dim**-0.5, window=config.window)
+        scale = config.head_dim**-0.5
+        self.backend = choose_attention(device.type, scale=scale, window=config.window)
+        if peers is not None:
+            problem = AttentionProblem(
+                num_heads=num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_size=config.head_dim,
+                dtype=dtype,
+                block_size=peers.block_size,
+                scale=scale,
+                window=config.window,
+                has_sinks=config.has_sinks,
+            )
+            self.backend = peers.beside(self.backend, problem)
 
     @property
     def cache_bytes_per_token(self) -> int:

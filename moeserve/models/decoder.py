@@ -23,6 +23,7 @@ from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.deepep_carrier import Carrier
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.placement import Placement
+from moeserve.ops.attention_peers import AttentionPeers
 from moeserve.step_inputs import StepInputs
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
@@ -48,6 +49,7 @@ class DecoderLayer(nn.Module):
         placements: Iterator[Placement],
         *,
         carrier: Carrier | None,
+        peers: AttentionPeers | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -57,7 +59,9 @@ class DecoderLayer(nn.Module):
         self.attention: Attention | LatentAttention
         match config.attention:
             case AttentionConfig() as attention:
-                self.attention = Attention(attention, hidden_size, norm_epsilon, groups.tp, dtype=dtype, device=device)
+                self.attention = Attention(
+                    attention, hidden_size, norm_epsilon, groups.tp, peers=peers, dtype=dtype, device=device
+                )
             case LatentAttentionConfig() as attention:
                 self.attention = LatentAttention(attention, hidden_size, groups.tp, dtype=dtype, device=device)
         self.feed_forward_norm = RMSNorm(hidden_size, norm_epsilon, dtype=dtype, device=device)
@@ -111,6 +115,7 @@ class Decoder(nn.Module):
         placements: of each layer that has experts, in order, over the ranks of the ep group; see `place_experts`.
         carrier: with the dispatcher "deepep".
         quantization: what the weights are to be filled as.
+        peers: other libraries that may attend on a GPU.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class Decoder(nn.Module):
         *,
         carrier: Carrier | None = None,
         quantization: QuantizationName | None = None,
+        peers: AttentionPeers | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -135,7 +141,18 @@ class Decoder(nn.Module):
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
         unused = iter(placements)
         self.layers = [
-            DecoderLayer(layer, size, epsilon, groups, dispatcher, unused, carrier=carrier, dtype=dtype, device=device)
+            DecoderLayer(
+                layer,
+                size,
+                epsilon,
+                groups,
+                dispatcher,
+                unused,
+                carrier=carrier,
+                peers=peers,
+                dtype=dtype,
+                device=device,
+            )
             for layer in config.layers
         ]
         self.registered_layers = nn.ModuleList(self.layers)  # so that torch finds their weights

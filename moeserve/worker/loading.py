@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -18,6 +19,7 @@ from moeserve.config import EngineConfig, cache_folder
 from moeserve.distributed.group import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
+from moeserve.layers.attention import AttentionConfig
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models import registry
 from moeserve.models.decoder import Decoder
@@ -29,7 +31,10 @@ from moeserve.models.weights import Checkpoint, fill_randomly, load_weights, ope
 from moeserve.moe.dispatch.deepep import DeepEPShape, choose_deepep, open_deepep
 from moeserve.moe.dispatch.deepep_carrier import Carrier
 from moeserve.moe.placement import Placement
+from moeserve.ops.attention_peers import PEER_NAMES, AttentionPeers, open_attention_peers
 from moeserve.ops.native import native_kernels
+
+logger = logging.getLogger(__name__)
 
 MIN_KEPT_BYTES = 64 * 2**20  # of a rank's weights: less is loaded about as fast
 SECONDS_BEFORE_KEEPING = 5.0
@@ -70,12 +75,14 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     groups.world.barrier()  # collective: all ranks; all have looked at the memory before any of them fills it
     carrier = _carrier(config, description, placements, groups, dtype, device)
     dispatcher = "all_to_all" if config.dispatcher == "deepep" and carrier is None else config.dispatcher
+    peers = _attention_peers(config, description, device)
     model = Decoder(
         description.model,
         groups,
         dispatcher,
         placements,
         carrier=carrier,
+        peers=peers,
         quantization=config.quantization,
         dtype=dtype,
         device=device,
@@ -142,6 +149,17 @@ def _carrier(
     return open_deepep(
         deep_ep, shape, groups.ep.make_torch_group(), groups.ep, device, is_deterministic=config.enforce_eager
     )
+
+
+def _attention_peers(
+    config: EngineConfig, description: registry.Description, device: torch.device
+) -> AttentionPeers | None:
+    """Libraries for the layers of grouped-query attention; latent attention is by our own kernels."""
+    if any(isinstance(layer.attention, AttentionConfig) for layer in description.model.layers):
+        return open_attention_peers(config.attention_backend, device, config.block_size)
+    if config.attention_backend in PEER_NAMES:
+        logger.info("our kernels attend, not %s: the model's attention is latent", config.attention_backend)
+    return None
 
 
 def _packing_as_filled(model: Decoder, packer: Packer) -> Callable[[Tensor], None]:

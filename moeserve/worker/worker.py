@@ -85,6 +85,9 @@ class Worker:
         self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon) if may_move else None
         self._untold: LoadWindow | None = None
         caches = model.make_caches(self.num_blocks, config.block_size)
+        if backend.of(config.device) == "triton":  # another library may multiply what is behind a context with zero
+            for cache in caches:
+                cache.clear()
         self.graphs: CudaGraphs | None = None
         forward: DecodeTapes | CudaGraphs | None = None
         if has_tapes:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attention_stand_ins
 import pytest
 import torch
 from reference_models import Reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
+from moeserve.ops import attention_peers, attention_times, flashinfer_attention
+from moeserve.ops.attention_peers import PeerAttention
 from moeserve.ops.gpu import GpuAttention, GpuLatentAttention, GpuPairs, GpuProduct
 from moeserve.worker.cuda_graphs import CudaGraphs
 
@@ -70,6 +73,61 @@ def test_random_tokens_are_those_of_the_other_kernels(
     assert drawn() == expected
 
 
+@pytest.fixture
+def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_stand_ins.FlashInfer:
+    """A stand-in for it that serves models of any size, in float32, and was measured to be faster than ours."""
+    package = attention_stand_ins.FlashInfer(
+        dtypes=(torch.float32,), chunk_head_sizes=tuple(range(1, 65)), head_multiple=1
+    )
+    attention_stand_ins.install(monkeypatch, package)
+    for name, value in (
+        ("DTYPES", package.dtypes),
+        ("CHUNK_HEAD_SIZES", package.chunk_head_sizes),
+        ("DECODE_HEAD_MULTIPLE", package.head_multiple),
+    ):
+        monkeypatch.setattr(flashinfer_attention, name, value)
+    faster = {attention_times.OWN: 2.0, f"flashinfer {attention_stand_ins.VERSION}": 1.0}
+    monkeypatch.setattr(attention_peers, "load_times", lambda path: Everything({"decode": faster, "chunks": faster}))
+    return package
+
+
+class Everything(dict[str, Any]):
+    """The same times for all shapes."""
+
+    def __init__(self, times: Any) -> None:
+        super().__init__(any=times)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self["any"]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", ["mixtral", "mixtral-window", "qwen3-moe", "gpt-oss"])
+def test_tokens_are_those_of_transformers_by_another_library(
+    name: str,
+    is_recorded: bool,
+    flashinfer: attention_stand_ins.FlashInfer,
+    reference_named: Callable[[str], Reference],
+) -> None:
+    """Chunks and decode steps, each as the library wants to be called; chunks with sinks by our own kernels."""
+    reference = reference_named(name)
+    prompts = reference.prompts(*LENGTHS)
+    params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in NUM_TOKENS]
+    with started(reference) as llm:
+        attention = model_of(llm).layers[0].attention.backend
+        assert isinstance(attention, PeerAttention)
+        assert isinstance(attention.own, GpuAttention)
+        if is_recorded:
+            record(llm, Replayed())
+        flashinfer.num_decodes = flashinfer.num_runs = 0
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert flashinfer.num_decodes > 0
+    assert (flashinfer.num_runs > 0) == (name != "gpt-oss")
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        reference.greedy(prompt, number) for prompt, number in zip(prompts, NUM_TOKENS, strict=True)
+    ]
+
+
 class Replayed:
     """A graph without a GPU: plays by calling the function again, and writes where the result lies."""
 
@@ -88,6 +146,13 @@ class Replayed:
         return play, result
 
 
+def record(llm: LLM, capture: Replayed) -> None:
+    worker = llm.core.executor.worker  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        graphs = CudaGraphs(worker.runner.model, worker.runner.caches, worker.groups.mesh, 0, 4, (2, 4), capture)
+    worker.graphs = worker.runner.forward = graphs
+
+
 @pytest.mark.parametrize("name", ["mixtral-window", "deepseek-v3", "gpt-oss"])
 def test_graphs_of_these_kernels_give_the_same_tokens(
     name: str, gpu_kernels: None, reference_named: Callable[[str], Reference]
@@ -96,11 +161,8 @@ def test_graphs_of_these_kernels_give_the_same_tokens(
     prompts = reference.prompts(*LENGTHS)
     params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in NUM_TOKENS]
     with started(reference) as llm:
-        worker = llm.core.executor.worker  # type: ignore[attr-defined]
         capture = Replayed()
-        with torch.inference_mode():
-            graphs = CudaGraphs(worker.runner.model, worker.runner.caches, worker.groups.mesh, 0, 4, (2, 4), capture)
-        worker.graphs = worker.runner.forward = graphs
+        record(llm, capture)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         window = llm.expert_load()
     assert capture.sizes == [4, 2], "the largest first, so that the others fit into its memory"

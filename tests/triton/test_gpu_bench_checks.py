@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import date
 from typing import Any
 
+import attention_stand_ins
 import numpy as np
 import pytest
 import torch
@@ -21,12 +22,14 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 import moeserve.triton_kernels
-from moeserve.bench.gpu import kernels
+from moeserve.bench.gpu import check_attention, kernels
 from moeserve.bench.gpu.check import WRONG, Case, Check, Expected, Place, compare, compare_exactly, worst
 from moeserve.bench.gpu.checks import CHECKS, covered, run_check
 from moeserve.bench.gpu.costs import GpuLimits, Work
 from moeserve.bench.gpu.report import row_text
 from moeserve.bench.gpu.shapes import AttentionShape, LatentShape, MoEShape
+from moeserve.ops.attention_peers import open_peer
+from moeserve.ops.varlen_attention import Varlen
 from moeserve.triton_kernels.activation import silu_multiply
 
 TORCH_TYPES = {
@@ -75,7 +78,7 @@ def place(seed: int, *dtypes: torch.dtype) -> Place:
     return Place(device, torch.Generator(device).manual_seed(seed), dtypes or (torch.float32,), is_small=True)
 
 
-@pytest.mark.parametrize("check", DIFFERENT, ids=lambda check: check.name)
+@pytest.mark.parametrize("check", [check for check in DIFFERENT if check.kernels], ids=lambda check: check.name)
 def test_kernels_are_right(check: Check) -> None:
     """With new numbers each day."""
     seed = date.today().toordinal()
@@ -131,6 +134,54 @@ def test_a_kernel_that_is_a_little_off_is_found(check: Check, kernel: str, monke
     wrong = next((case.name for case in check.run(place(0)) if not case.error_ratio <= 1), None)
     assert wrong is not None
     assert wrong.startswith(kernel), "only this kernel is broken"
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for other libraries, as if they were installed."""
+    attention_stand_ins.install(monkeypatch, attention_stand_ins.strict())
+    found = [open_peer("flashinfer", torch.device("cpu"))]
+    for name in ("FA2", "FA3"):
+        found.append(Varlen(attention_stand_ins.Varlen(name).varlen_attn_out, name))  # type: ignore[arg-type]
+    for module in (check_attention, kernels):
+        monkeypatch.setattr(module, "installed_peers", lambda device: tuple(found))
+
+
+def test_other_libraries_are_checked_where_they_are_installed(peers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = next(check for check in CHECKS if check.name == "attention of other libraries")
+    cases = list(check.run(place(0, torch.float16)))
+    assert max(case.error_ratio for case in cases) <= 1
+    version = torch.__version__
+    assert [case.name.replace(version, "2") for case in cases] == [
+        *(f"flashinfer 1.2.3 float16 window, {steps}, {size}" for size in (16, 64) for steps in ("decode", "prefill")),
+        "flashinfer 1.2.3 float16 window, prefill, 256",
+        *(f"varlen 2 FA2 float16 window, {steps}, 256" for steps in ("decode", "prefill")),
+        *(f"varlen 2 FA3 float16 window, {steps}, {size}" for size in (16, 64, 256) for steps in ("decode", "prefill")),
+    ]
+    attend = attention_stand_ins.attend
+    monkeypatch.setattr(attention_stand_ins, "attend", lambda *args, **options: attend(*args, **options) * FAULT)
+    assert all(case.error_ratio > 1 for case in check.run(place(0, torch.float16)))
+
+
+def test_where_no_other_library_is_installed_that_is_told() -> None:
+    check = next(check for check in CHECKS if check.name == "attention of other libraries")
+    row = run_check(check, place(0), lambda: 1.0)
+    assert row["status"] == "told"
+    assert "none of what it checks is installed" in row_text(row)
+
+
+def test_other_libraries_are_timed_on_the_same_caches(peers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    drawn = kernels._random
+    monkeypatch.setattr(kernels, "_random", lambda *shape: drawn(*shape).half())  # bf16 is wrong in the interpreter
+    for chunks in ([(1, 20), (1, 20)], [(4, 20), (4, 20)]):
+        calls = kernels.attention_calls(AttentionShape(4, 2, 64, window=7), chunks)
+        assert [label.split()[0] for label in calls] == ["triton", "flashinfer", "varlen"]
+        own, *others = (call() for call in calls.values())
+        for other in others:
+            torch.testing.assert_close(other, own, atol=4e-3, rtol=4e-3)
+    sinks = kernels.attention_calls(AttentionShape(4, 2, 64, has_sinks=True), [(4, 20)])
+    assert list(sinks) == ["triton"], "no other takes sinks in chunks"
 
 
 def test_a_check_says_which_cases_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

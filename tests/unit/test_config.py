@@ -244,3 +244,17 @@ def test_who_carries_tokens_between_gpus() -> None:
         decide(data_parallel_size=2, dispatcher="deepep")
     with pytest.raises(SettingsError, match="'deepep' carries tokens between GPUs, but there is 1 rank"):
         decide(dispatcher="deepep", device="cuda", has_cuda=True, num_gpus=1)
+
+
+def test_attention_is_chosen_on_gpus_alone() -> None:
+    on_gpus: dict[str, Any] = dict(device="cuda", has_cuda=True, num_gpus=1)
+    assert decide().attention_backend == "measured"
+    assert decide(**on_gpus).attention_backend == "measured"
+    for name in ("triton", "flashinfer", "varlen"):
+        assert decide(attention_backend=name, **on_gpus).attention_backend == name
+        with pytest.raises(
+            SettingsError, match=f"attention_backend='{name}' is for GPUs, and device='cpu'; use 'auto'"
+        ):
+            decide(attention_backend=name)
+    with pytest.raises(SettingsError, match="attention_backend='flash_attn': must be one of"):
+        decide(attention_backend="flash_attn", **on_gpus)

@@ -1,0 +1,330 @@
+"""The package flashinfer, and torch's varlen attention, as far as their contracts are published, on tensors of the CPU.
+
+Knows no moeserve. Signatures, shapes, dtypes and refusals are those of https://github.com/flashinfer-ai/flashinfer
+(flashinfer/decode.py, xqa.py, jit/xqa.py and prefill.py of 0.6 and 0.7), of torch/nn/attention/varlen.py of torch 2.13,
+and of FlashAttention's two interfaces behind that. What is not promised is made as bad as can be: masked positions of a
+block are multiplied with zero, so that NaN there spoils the result, and rows without a position hold NaN.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+VERSION = "1.2.3"
+SEMAPHORES = 8 * 2**20  # bytes at the beginning of a workspace that are zero before and after each call
+
+
+class Refused(RuntimeError):
+    """What the libraries' own checks are, in Python and in C++."""
+
+
+def need(condition: Any, what: str) -> None:
+    if not condition:
+        raise Refused(what)
+
+
+def attend(
+    query_RNH: Tensor,
+    key_CGH: Tensor,  # of whole pages
+    value_CGH: Tensor,
+    context_len: int,
+    *,
+    scale: float,
+    window_left: int,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """[R, N, H]: the rows are the last of the context."""
+    num_rows, group = len(query_RNH), query_RNH.shape[1] // key_CGH.shape[1]
+    keys, values = (each.float().repeat_interleave(group, dim=1) for each in (key_CGH, value_CGH))
+    places = torch.arange(context_len - num_rows, context_len)[:, None]
+    others = torch.arange(len(keys))
+    hidden = (others > places) | (others >= context_len)
+    if window_left >= 0:
+        hidden |= others < places - window_left
+    scores_NRC = torch.einsum("rnh,cnh->nrc", query_RNH.float(), keys) * scale
+    scores_NRC = torch.where(hidden, -torch.inf, scores_NRC)
+    if sinks_N is not None:
+        sinks = sinks_N[:, None, None].expand(-1, num_rows, 1)
+        weights = torch.cat([scores_NRC, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores_NRC.softmax(-1)
+    weights = torch.where(hidden, 0.0, weights)
+    return torch.einsum("nrc,cnh->rnh", weights, values).to(query_RNH.dtype)
+
+
+def pages(cache: Tensor, ids: Tensor) -> Tensor:
+    """[C, G, H] of a cache [num_pages, G, page_size, H]."""
+    need(((ids >= 0) & (ids < len(cache))).all(), "a page that the cache does not have")
+    return cache[ids.long()].transpose(1, 2).flatten(0, 1)
+
+
+class FlashInfer:
+    """What the package offers. Its limits may be relaxed, for models that are smaller than it serves."""
+
+    def __init__(
+        self, *, dtypes: tuple[torch.dtype, ...], chunk_head_sizes: tuple[int, ...], head_multiple: int
+    ) -> None:
+        self.dtypes = dtypes
+        self.chunk_head_sizes = chunk_head_sizes
+        self.head_multiple = head_multiple
+        self.num_decodes = self.num_plans = self.num_runs = 0
+
+    def check_caches(self, query: Tensor, caches: tuple[Tensor, Tensor]) -> None:
+        need(isinstance(caches, tuple) and len(caches) == 2, "the caches are a pair")
+        for cache in caches:
+            need(cache.dtype == query.dtype, f"queries are {query.dtype}, the cache {cache.dtype}")
+            need(
+                cache.dim() == 4 and cache.shape[3] == query.shape[2], "a cache is [pages, heads, page_size, head_dim]"
+            )
+            need(query.shape[1] % cache.shape[1] == 0, "query heads are no multiple of the others")
+        need(query.dtype in self.dtypes, f"no kernel for {query.dtype}")
+        need(query.is_contiguous(), "without contiguous, the result is incorrect")
+
+    def trtllm_batch_decode_with_kv_cache(
+        self,
+        query: Tensor,
+        kv_cache: Any,
+        workspace_buffer: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        bmm1_scale: float = 1.0,
+        bmm2_scale: float = 1.0,
+        window_left: int = -1,
+        out: Any = None,
+        out_dtype: Any = None,
+        o_sf_scale: Any = None,
+        o_sf_vec_size: Any = None,
+        sinks: Any = None,
+        kv_layout: str = "HND",
+        enable_pdl: bool | None = None,
+        backend: str = "auto",
+        q_len_per_req: int | None = 1,
+        o_scale: float | None = 1.0,
+        mask: Any = None,
+        max_q_len: int | None = None,
+        cum_seq_lens_q: Any = None,
+    ) -> Tensor:
+        self.num_decodes += 1
+        need(backend in ("auto", "xqa"), f"Backend {backend} not supported on this GPU")
+        need(kv_layout == "HND", "this stand-in knows HND alone")
+        self.check_caches(query, kv_cache)
+        keys, values = kv_cache
+        page_size, head_dim = keys.shape[2:]
+        need(page_size in (16, 32, 64, 128), f"Invalid page_size: {page_size}, only 16, 32, 64, 128 are supported")
+        need(head_dim % self.head_multiple == 0 and head_dim <= 256, f"Invalid head_dim: {head_dim}")
+        need(bmm2_scale == 1.0 and q_len_per_req == 1, "this stand-in knows no more")
+        batch = len(query)
+        need(batch > 0, "nothing to do is not promised to work")
+        need(block_tables.dtype == torch.int32 and block_tables.is_contiguous(), "block_tables are int32, contiguous")
+        need(block_tables.shape[0] == batch, f"{len(block_tables)} rows of block_tables for {batch} queries")
+        need(seq_lens.dtype == torch.uint32 and seq_lens.shape == (batch,), "seq_lens are uint32, one for each request")
+        need(max_seq_len == block_tables.shape[1] * page_size, "max_seq_len is what the block_tables have room for")
+        lengths = seq_lens.to(torch.int64)
+        need(((lengths >= 1) & (lengths <= max_seq_len)).all(), "a length of 0 is not promised to work")
+        need(workspace_buffer.dtype == torch.uint8, "the workspace is uint8")
+        need(len(workspace_buffer) > SEMAPHORES, "the workspace is too small")
+        need(not workspace_buffer[:SEMAPHORES].any(), "the workspace must be zero before its first use")
+        workspace_buffer[SEMAPHORES : SEMAPHORES + 4096] = 255
+        if sinks is not None:
+            need(
+                sinks.dtype == torch.float32 and sinks.shape == query.shape[1:2], "sinks are float32, one for each head"
+            )
+        rows = []
+        for row, table, length in zip(query, block_tables, lengths.tolist(), strict=True):
+            ids = table[: -(-length // page_size)]
+            context = pages(keys, ids), pages(values, ids)
+            rows.append(attend(row[None], *context, length, scale=bmm1_scale, window_left=window_left, sinks_N=sinks))
+        return torch.cat(rows)
+
+    def as_module(self) -> ModuleType:
+        flashinfer, decode = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
+        flashinfer.__version__ = VERSION  # type: ignore[attr-defined]
+        decode.trtllm_batch_decode_with_kv_cache = self.trtllm_batch_decode_with_kv_cache  # type: ignore[attr-defined]
+        flashinfer.decode = decode  # type: ignore[attr-defined]
+        package = self
+
+        class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(package, *args, **options)
+
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
+        return flashinfer
+
+
+class PrefillWrapper:
+    """Not in a CUDA graph."""
+
+    def __init__(
+        self,
+        package: FlashInfer,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        need(kv_layout == "HND" and not use_cuda_graph, "this stand-in knows HND alone, and no graphs")
+        need(float_workspace_buffer.dtype == torch.uint8, "the workspace is uint8")
+        float_workspace_buffer.fill_(255)
+        self.package = package
+        self.planned: dict[str, Any] | None = None
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Any = None,
+        packed_custom_mask: Any = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        o_data_type: torch.dtype | None = None,
+        non_blocking: bool = True,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        self.package.num_plans += 1
+        starts, page_starts = qo_indptr.tolist(), paged_kv_indptr.tolist()
+        batch = len(starts) - 1
+        for each in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
+            need(each.dtype == torch.int32 and each.dim() == 1, "indices are int32, in one dimension")
+        need(batch > 0 and len(page_starts) == batch + 1, "both kinds of starts are one more than requests")
+        need(len(paged_kv_last_page_len) == batch, "a last page for each request")
+        need(starts[0] == page_starts[0] == 0, "starts begin with 0")
+        need(starts == sorted(starts) and page_starts == sorted(page_starts), "starts ascend")
+        need(page_starts[-1] == len(paged_kv_indices), f"{len(paged_kv_indices)} pages, not {page_starts[-1]}")
+        counts = (paged_kv_indptr[1:] - paged_kv_indptr[:-1]).long()
+        last = paged_kv_last_page_len.long()
+        need(
+            ((last >= 1) | (counts == 0)).all() and (last <= page_size).all(), "a last page has 1 to page_size entries"
+        )
+        need(((last == 0) | (counts > 0)).all(), "entries without a page")
+        need(head_dim_qk in self.package.chunk_head_sizes, f"no kernel for heads of {head_dim_qk}")
+        need(q_data_type in self.package.dtypes, f"no kernel for {q_data_type}")
+        need(kv_data_type in (None, q_data_type), "caches of another type are another kernel")
+        need(causal and sm_scale is not None, "this stand-in is for causal attention")
+        self.planned = dict(
+            starts=starts,
+            page_starts=page_starts,
+            indices=paged_kv_indices.clone(),
+            lengths=((counts - 1).clamp(min=0) * page_size + last).tolist(),
+            shape=(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type),
+            scale=sm_scale,
+            window_left=window_left,
+        )
+
+    def run(self, q: Tensor, paged_kv_cache: Any, *args: Any) -> Tensor:
+        self.package.num_runs += 1
+        if self.planned is None:
+            raise Refused("plan info is not initialized")
+        plan = self.planned
+        need(len(q) == plan["starts"][-1], f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({plan['starts'][-1]})")
+        self.package.check_caches(q, paged_kv_cache)
+        keys, values = paged_kv_cache
+        shape = (q.shape[1], keys.shape[1], q.shape[2], keys.shape[2], q.dtype)
+        need(shape == plan["shape"], f"planned for {plan['shape']}, run with {shape}")
+        out = torch.full_like(q, torch.nan)
+        for request, length in enumerate(plan["lengths"]):
+            rows = slice(*plan["starts"][request : request + 2])
+            ids = plan["indices"][slice(*plan["page_starts"][request : request + 2])]
+            if rows.start < rows.stop and len(ids):
+                need(length >= rows.stop - rows.start, "rows before the first position")
+                context = pages(keys, ids), pages(values, ids)
+                out[rows] = attend(q[rows], *context, length, scale=plan["scale"], window_left=plan["window_left"])
+        return out
+
+
+class Varlen:
+    """Torch's function with the second or third FlashAttention behind it."""
+
+    def __init__(self, implementation: str) -> None:
+        self.implementation = implementation
+        self.num_calls = 0
+
+    def varlen_attn_out(
+        self,
+        out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+        seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
+        self.num_calls += 1
+        need(block_table is not None and seqused_k is not None, "block_table requires seqused_k")
+        assert block_table is not None
+        assert seqused_k is not None
+        batch, page_size = len(block_table), key.shape[1]
+        if self.implementation == "FA2":
+            need(page_size % 256 == 0, "Paged KV cache block size must be divisible by 256")
+            need(cu_seq_k is not None, "cumulative_sequence_length_q and _k must be both set or both not set")
+            assert cu_seq_k is not None
+            need(cu_seq_k.shape == (batch + 1,) and cu_seq_k.dtype == torch.int32, "cu_seq_k is [N + 1] int32")
+        else:
+            need(cu_seq_k is None, "If cu_seqlens_k is passed in, then page table is not supported")
+        for each in (out, query, key, value):
+            need(each.dtype in (torch.float16, torch.bfloat16), "FlashAttention only supports fp16 and bf16")
+            need(each.dtype == query.dtype, "query and key must have the same dtype")
+            need(each.stride(-1) == 1, "Input tensor must have contiguous last dimension")
+        need(key.shape == value.shape and key.dim() == 4, "a cache is [pages, page_size, heads, head_dim]")
+        need(query.shape[2] % 8 == 0 and query.shape[2] <= 256, "head dimensions are multiples of 8, at most 256")
+        need(enable_gqa or query.shape[1] == key.shape[2], "Try setting enable_gqa=True for GQA")
+        need(block_table.dtype == torch.int32 and block_table.stride(-1) == 1, "block_table is int32")
+        need(seqused_k.dtype == torch.int32 and seqused_k.shape == (batch,), "seqused_k is [N] int32")
+        need(cu_seq_q.dtype == torch.int32 and cu_seq_q.shape == (batch + 1,), "cu_seq_q is [N + 1] int32")
+        need(max_k == block_table.shape[1] * page_size, "max_k is what the block_table has room for")
+        need(window_size[1] == 0, "this stand-in is for causal attention")
+        need(scale is not None, "this stand-in is told the scale")
+        assert scale is not None
+        starts = cu_seq_q.tolist()
+        out.fill_(torch.nan)
+        for request, length in enumerate(seqused_k.tolist()):
+            rows = slice(starts[request], starts[request + 1])
+            need(rows.stop - rows.start <= max_q, f"{rows} has more than max_q={max_q} rows")
+            if rows.start < rows.stop and length:
+                ids = block_table[request, : -(-length // page_size)]
+                context = (pages(cache.transpose(1, 2), ids) for cache in (key, value))
+                out[rows] = attend(query[rows], *context, length, scale=scale, window_left=window_size[0])
+        return out
+
+
+def install(monkeypatch: pytest.MonkeyPatch, flashinfer: FlashInfer) -> None:
+    """What `import flashinfer` then finds."""
+    module = flashinfer.as_module()
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", module.decode)
+
+
+def strict() -> FlashInfer:
+    """With the limits that the package has."""
+    return FlashInfer(dtypes=(torch.float16, torch.bfloat16), chunk_head_sizes=(64, 128, 256), head_multiple=16)

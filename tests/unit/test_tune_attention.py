@@ -1,0 +1,89 @@
+"""What measures attention on a GPU, without one: how steps become one time for each library, and what is written."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from moeserve.bench.gpu import tune_attention
+from moeserve.bench.gpu.shapes import AttentionShape
+from moeserve.ops.attention_times import OWN, load_times
+
+SHAPE = AttentionShape(4, 2, 64)
+
+
+class Timer:
+    """Every call says how long it takes."""
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        return float(call())
+
+
+def refuse() -> float:
+    raise RuntimeError("no kernel for this step")
+
+
+def test_a_library_counts_with_all_steps_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def calls(shape: AttentionShape, chunks: Any, block_size: int) -> dict[str, Callable[[], float]]:
+        assert (shape, block_size) == (SHAPE, 32)
+        rows = chunks[0][0]
+        return {OWN: lambda: 2.0 * rows, "a 1": lambda: 1.0 * rows, "b 1": (lambda: 0.5) if rows == 1 else refuse}
+
+    monkeypatch.setattr(tune_attention, "attention_calls", calls)
+    timer: Any = Timer()
+    measured = tune_attention.measure(SHAPE, [[(1, 20)], [(4, 20)]], 32, timer)
+    assert measured == {OWN: pytest.approx(4.0), "a 1": pytest.approx(2.0)}
+    assert "b 1 is left out: RuntimeError: no kernel for this step" in capsys.readouterr().out
+
+
+def test_our_own_must_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_attention, "attention_calls", lambda *args: {OWN: refuse})
+    timer: Any = Timer()
+    with pytest.raises(RuntimeError, match="no kernel"):
+        tune_attention.measure(SHAPE, [[(1, 20)]], 16, timer)
+
+
+def test_it_writes_what_auto_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "No GPU 9000")
+    monkeypatch.setattr(tune_attention, "ColdTimer", Timer)
+    monkeypatch.setattr(tune_attention, "attention_calls", lambda *args: {OWN: lambda: 2e-6, "a 1": lambda: 1e-6})
+    path = tmp_path / "times.json"
+    arguments = ["--heads", "32", "--kv-heads", "8", "--head-size", "128", "--window", "64", "--out", str(path)]
+    assert tune_attention.main(arguments) == 0
+    key = "bfloat16 32 heads and 8 of keys x 128, blocks of 16, window 64"
+    times = load_times(path)
+    assert list(times) == [key]
+    assert times[key]["decode"] == times[key]["chunks"] == {"a 1": pytest.approx(1e-6), OWN: pytest.approx(2e-6)}
+    assert "decode: a 1 1.0 us, triton 2.0 us; auto takes a 1" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune_attention.main(["--heads", "4", "--kv-heads", "2", "--head-size", "64"]) == 1
+    assert "there is no GPU to measure" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--heads", "5", "--kv-heads", "2", "--head-size", "64"], "--heads 5 is no multiple of --kv-heads 2"),
+        (["--heads", "0", "--kv-heads", "2", "--head-size", "64"], "0 is not positive"),
+    ],
+)
+def test_heads_that_cannot_be(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune_attention.parse(arguments)
+    assert words in capsys.readouterr().err
