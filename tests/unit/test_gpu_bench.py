@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moeserve.bench.gpu import costs, limits, run, supervise, throughput
 from moeserve.bench.gpu.costs import Bar, GpuLimits, Work
@@ -144,6 +145,47 @@ def test_what_is_measured_is_told_by_name_alone() -> None:
         for num_tokens in NUM_TOKENS:
             for kind in ("products bf16", "experts bf16", "products fp8"):
                 assert f"{kind} {shape}, {num_tokens} tokens" in names
+
+
+# Draws beside exact numbers.
+
+
+def drawn(scores_RV: Tensor, temperature_R: Tensor, top_p: float, numbers_R: Tensor) -> Tensor:
+    """Row by row, in float64."""
+    tokens = []
+    for scores, temperature, number in zip(scores_RV.double(), temperature_R, numbers_R, strict=True):
+        ordered, order = (scores / temperature).softmax(-1).sort(descending=True, stable=True)
+        cumulative = ordered.cumsum(-1)
+        total = cumulative[int(torch.searchsorted(cumulative, top_p * cumulative[-1:]))]
+        tokens.append(int(order[int(torch.searchsorted(cumulative, (number * total)[None], right=True))]))
+    return torch.tensor(tokens)
+
+
+def test_draws_next_to_a_border_are_right_on_either_side() -> None:
+    """In a flat row of a large vocabulary, the bound of `top_p` is next to some border almost always."""
+    pytest.importorskip("triton")
+    from moeserve.bench.gpu.check_attention import SAMPLING_SLACK, _draw_error
+
+    generator = torch.Generator().manual_seed(0)
+    scores_RV = 3 * torch.randn(6, 151936, generator=generator)
+    scores_RV[:, ::7] = -torch.inf
+    temperature_R = torch.full((6,), 1.8, dtype=torch.float64)
+    numbers_R = torch.rand(6, generator=generator, dtype=torch.float64)
+
+    def error(top_p: float, numbers_R: Tensor = numbers_R, drawn_by: Tensor | None = None) -> float:
+        tokens_R = drawn(scores_RV, temperature_R, top_p, numbers_R if drawn_by is None else drawn_by)
+        return _draw_error(scores_RV, temperature_R, 0, 0.9, 0.0, numbers_R, tokens_R)
+
+    near = 0.9 * SAMPLING_SLACK
+    last_R = torch.full_like(numbers_R, 1 - 2.0**-53)  # the last token that is kept
+    for numbers in (numbers_R, last_R):
+        assert error(0.9, numbers) <= 1e-3
+        assert error(0.9 + near, numbers) <= 1
+        assert error(0.9 - near, numbers) <= 1
+    assert not torch.equal(*(drawn(scores_RV, temperature_R, 0.9 + off, last_R) for off in (-near, near)))
+    assert error(0.9, drawn_by=(numbers_R + 0.02) % 1) > 1
+    assert error(0.8) > 1
+    assert error(1.0) > 1
 
 
 # Decoding of whole models.
