@@ -339,8 +339,9 @@ def kernel_constants(
     """What the kernel is compiled for, beside the types of its arguments."""
     has_scales = dtype == torch.float8_e4m3fn
     if has_scales:
-        # A step's products have one scale of each row, and a tile's gates or ups have one of the weight.
-        assert FP8_BLOCK % config.block_k == 0, config
+        # A step has the products of one block: with others, sums would be rounded elsewhere. A tile's gates or ups have
+        # one scale of the weight.
+        assert config.block_k == FP8_BLOCK, config
         assert FP8_BLOCK % (config.block_n // (1 if activation is None else 2)) == 0, config
     assert config.block_n >= (64 if config.is_swapped else 16), config  # the tensor cores' left operand
     return {

@@ -6,6 +6,8 @@ for a row depends on the number of rows of its chunk alone.
 
 Queries that share keys and values make up the rows of a matrix product: the "pairs" (row, head) of a chunk, of which
 number i is row i // group, head i % group.
+
+What differs from step to step is not specialised on: serving does not wait for a compiler.
 """
 
 from __future__ import annotations
@@ -278,7 +280,7 @@ def write_cache_kernel(
         tl.store(value_cache_ptr + target, tl.load(value_ptr + source, mask=is_kept), mask=is_kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_chunks", "max_attended_rows"])
 def attend_tile_kernel(
     query_ptr,  # [T, N, P]: P is VALUE_SIZE + EXTRA_SIZE
     key_cache_ptr,  # [num_blocks, G, CACHE_BLOCK, P]
@@ -432,7 +434,7 @@ def attend_tile_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def attend_split_kernel(
     query_ptr,
     key_cache_ptr,
@@ -548,7 +550,7 @@ def attend_split_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks", "num_splits"])
 def merge_splits_kernel(
     partial_ptr,
     maximum_ptr,

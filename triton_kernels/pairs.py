@@ -17,8 +17,10 @@ from torch import Tensor
 # for all other pairs, B blocks of pairs
 
 MAX_RANKED_PAIRS = 4096  # as many are compared with one another, in one launch
-MAX_SEARCHED_ROWS = 1024  # as many are searched for each token's, which saves two launches
+# Up to the last many rows are searched for each token's, which saves two launches. A few sizes: each is compiled.
+SEARCHED_ROWS = (32, 256, 1024)
 MAX_BLOCK_WIDTH = 1024  # values of a row that one program adds up, or half of those it moves
+MAX_WEIGHING_PROGRAMS = 256  # for each block of columns: rows beyond so many wait for their turn
 
 # Blocks of each kernel, and how it is compiled. Few pairs: the fewer steps, the sooner it ends.
 RANK_BLOCKS: dict[str, Any] = {"BLOCK_P": 32, "BLOCK_Q": 256, "num_warps": 8}
@@ -133,7 +135,8 @@ def weighted_sum(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, d
     if num_rows == 0:
         return total_TD.zero_()
     output_RD = output_RD if output_RD.stride(1) == 1 else output_RD.contiguous()
-    is_searched = num_rows <= MAX_SEARCHED_ROWS
+    searched_rows = next((size for size in SEARCHED_ROWS if num_rows <= size), None)
+    is_searched = searched_rows is not None
     rows = pair_of_row_R.contiguous() if is_searched else row_of_pair(pair_of_row_R, num_tokens * top_k)
     block_width = min(triton.next_power_of_2(width), MAX_BLOCK_WIDTH)
     weighted_sum_kernel[(num_tokens, triton.cdiv(width, block_width))](
@@ -146,11 +149,41 @@ def weighted_sum(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, d
         num_rows,
         IS_SEARCHED=is_searched,
         TOP_K=top_k,
-        BLOCK_R=triton.next_power_of_2(num_rows) if is_searched else 1,
+        BLOCK_R=searched_rows or 1,
         BLOCK_D=block_width,
         **sum_options(),
     )
     return total_TD
+
+
+def weigh_rows(rows_RD: Tensor, weights_R: Tensor, num_counted: Tensor) -> Tensor:
+    """[R, D]: each row times its weight in float32, rounded once, in the dtype of the rows; nothing in spare rows.
+
+    Memory moved: each row that counts is read and written once.
+
+    Args:
+        rows_RD: float32, bfloat16 or float16; rows may be strided.
+        weights_R: [R] float32.
+        num_counted: [1] int32 or int64: how many of the rows count. Those after them are neither read nor written.
+    """
+    num_rows, width = rows_RD.shape
+    assert weights_R.shape == (num_rows,), f"{tuple(weights_R.shape)} weights for {num_rows} rows"
+    rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
+    output_RD = torch.empty(num_rows, width, dtype=rows_RD.dtype, device=rows_RD.device)
+    if output_RD.numel() == 0:
+        return output_RD
+    block_width = min(triton.next_power_of_2(width), MAX_BLOCK_WIDTH)
+    weigh_rows_kernel[(min(num_rows, MAX_WEIGHING_PROGRAMS), triton.cdiv(width, block_width))](
+        rows_RD,
+        weights_R.contiguous(),
+        num_counted,
+        output_RD,
+        rows_RD.stride(0),
+        width,
+        BLOCK_D=block_width,
+        num_warps=4,
+    )
+    return output_RD
 
 
 def sum_options() -> dict[str, Any]:
@@ -335,6 +368,28 @@ def invert_kernel(
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     pairs = tl.load(pair_of_row_ptr + rows, mask=rows < num_rows, other=-1)
     tl.store(row_of_pair_ptr + pairs, rows, mask=pairs >= 0)
+
+
+@triton.jit
+def weigh_rows_kernel(
+    rows_ptr,  # [R, D], rows row_stride elements apart
+    weights_ptr,  # [R] float32
+    num_counted_ptr,  # [1] int32 or int64
+    output_ptr,  # [R, D], contiguous
+    row_stride,
+    width,
+    BLOCK_D: tl.constexpr,
+):
+    """Each program: some columns of every so many-th row that counts."""
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_row = columns < width
+    num_counted = tl.load(num_counted_ptr).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # row * stride can pass 2**31
+    while row < num_counted:
+        values = tl.load(rows_ptr + row * row_stride + columns, mask=in_row, other=0.0)
+        product = values.to(tl.float32) * tl.load(weights_ptr + row)
+        tl.store(output_ptr + row * width + columns, product.to(output_ptr.dtype.element_ty), mask=in_row)
+        row += tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

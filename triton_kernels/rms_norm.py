@@ -129,7 +129,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,  # [O, I, D]
     update_ptr,  # [O, I, D], or None: there is nothing to add

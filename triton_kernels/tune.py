@@ -89,7 +89,7 @@ def is_possible(config: Config, problem: Problem) -> bool:
         return False
     if problem.kind != "fp8":
         return True
-    return config.block_n // (2 if problem.is_gated else 1) <= FP8_BLOCK and config.block_k <= FP8_BLOCK
+    return config.block_n // (2 if problem.is_gated else 1) <= FP8_BLOCK and config.block_k == FP8_BLOCK
 
 
 def suits(config: Config, problem: Problem) -> bool:

@@ -270,33 +270,35 @@ def _draw_error(
     numbers_R: Tensor,
     tokens_R: Tensor,
 ) -> float:
-    """Rows in which a bound of what is kept is a matter of rounding are left out."""
-    num_rows, width = scores_RV.shape
+    """How far numbers lie outside of their tokens' shares, in slacks.
+
+    Where a bound of what is kept falls next to a border between tokens, either side of it is right: a number must then
+    find its token for some kept mass from that of the least tokens to that of the most.
+    """
+    width = scores_RV.shape[1]
     if int(tokens_R.min()) < 0 or int(tokens_R.max()) >= width:
         return WRONG
     ordered, order = scores_RV.double().sort(dim=-1, descending=True, stable=True)
     weights = ((ordered - ordered[:, :1]) / temperature_R[:, None]).exp()
-    is_clear = torch.ones(num_rows, dtype=torch.bool, device=scores_RV.device)
-    if min_p > 0:
-        is_clear &= ((weights - min_p).abs() > SAMPLING_SLACK * min_p).all(-1)
-        weights = torch.where(weights >= min_p, weights, 0.0)
-    if top_k > 0:
-        weights[:, top_k:] = 0.0
-    cumulative = weights.cumsum(-1)
-    if top_p < 1:
-        total = cumulative[:, -1:]
-        is_clear &= ((cumulative - top_p * total).abs() > SAMPLING_SLACK * total).all(-1)
-        weights = torch.where(cumulative - weights < top_p * total, weights, 0.0)
-        cumulative = weights.cumsum(-1)
-    ends = cumulative / cumulative[:, -1:]
+    top_p_slack = SAMPLING_SLACK if top_p < 1 else 0.0  # from 1, all are kept
+    fewest = _kept(weights, top_k, top_p - top_p_slack, min_p * (1 + SAMPLING_SLACK))
+    most = _kept(weights, top_k, top_p + top_p_slack, min_p * (1 - SAMPLING_SLACK))
     place_R1 = (order == tokens_R[:, None]).int().argmax(-1, keepdim=True)
-    end = ends.gather(1, place_R1)[:, 0]
-    share = (weights / cumulative[:, -1:]).gather(1, place_R1)[:, 0]
-    outside = torch.maximum(numbers_R - end, end - share - numbers_R).clamp(min=0.0)
-    outside = torch.where(share > 0, outside, outside + 1.0)  # a token that is not kept must not be drawn
-    if 2 * int(is_clear.sum()) < num_rows:
-        return WRONG
-    return float(outside[is_clear].max() / SAMPLING_SLACK)
+    mass_R = most.gather(1, place_R1)[:, 0]
+    end_R = most.cumsum(-1).gather(1, place_R1)[:, 0]
+    least_total_R, total_R = fewest.sum(-1), most.sum(-1)
+    outside_R = torch.maximum(numbers_R * least_total_R - end_R, end_R - mass_R - numbers_R * total_R) / total_R
+    outside_R = outside_R.clamp(min=0.0) + (mass_R <= 0)  # a token that is not kept must not be drawn
+    return float(outside_R.max() / SAMPLING_SLACK)
+
+
+def _kept(weights_RV: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The same weights, most likely tokens first, with zeros for what is left out."""
+    kept_RV = torch.where(weights_RV >= min_p, weights_RV, 0.0)
+    if top_k > 0:
+        kept_RV[:, top_k:] = 0.0
+    cumulative_RV = kept_RV.cumsum(-1)
+    return torch.where(cumulative_RV - kept_RV < top_p * cumulative_RV[:, -1:], kept_RV, 0.0)
 
 
 CHECKS = (

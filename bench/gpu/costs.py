@@ -164,6 +164,10 @@ def route_work(num_tokens: int, num_experts: int, top_k: int) -> Work:
     return Work(num_tokens * (4 * num_experts + 12 * top_k))
 
 
+def weigh_work(num_rows: int, width: int) -> Work:
+    return Work(num_rows * (2 * RESULT_SIZE * width + 4))
+
+
 def greedy_work(num_rows: int, width: int) -> Work:
     return Work(num_rows * width * RESULT_SIZE)
 

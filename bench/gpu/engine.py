@@ -5,19 +5,21 @@
 - *bf16*: both are told the same tokens and say how likely each is. What transformers says in float32 is the truth; the
   engine may be `ROOM` times as far from it as transformers is in bf16. The share of tokens that both find likeliest,
   and the largest difference, are told.
-- Each with CUDA graphs and layer by layer. In float32 both must give transformers' tokens, so the same; in bf16 it is
-  told how many they share.
+- Each with CUDA graphs and layer by layer: in float32 both must give transformers' tokens, so the same.
+
+Each comparison is judged by itself, once it has ended: an engine's first start on a machine is mostly compiling.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import tempfile
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ ROOM = 3.0
 ROOM_BEYOND = 1e-3  # of log-probabilities, where transformers happens to be almost exact
 MAX_DRAWS = 60  # of prompts, until there are enough whose tokens are clear
 Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
 
 COMMON: dict[str, Any] = dict(
     vocab_size=160,
@@ -83,6 +86,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }
 
+# Of a width that all of DeepEP's kernels take.
+WIDE: dict[str, Any] = dict(
+    hidden_size=2048, num_attention_heads=16, num_key_value_heads=2, num_hidden_layers=2, initializer_range=0.03
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One way of running the engine, beside transformers."""
+
+    family: str
+    dtype: Dtype
+    way: str  # in words
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the engine
+    is_wide: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}, {self.dtype}, {self.way}"
+
+
+# Those of one checkpoint and dtype use the same kernels. The first of them, which compile most, come first.
+COMPARISONS = tuple(
+    Comparison(family, dtype, way, dict(enforce_eager=way == "layer by layer"))
+    for way, dtype, family in itertools.product(("graphs", "layer by layer"), get_args(Dtype), FAMILIES)
+)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -92,27 +122,50 @@ class Answer:
     logprobs: list[float]
 
 
-def compare_family(family: str, device: Device, seed: int) -> dict[str, Any]:
-    """The row of a family. What cannot run fails it, and says why."""
-    row: dict[str, Any] = {"name": family, "modes": {}, "wrong": []}
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            write_checkpoint(family, Path(folder), seed)
-            prompts, truth = clear_prompts(Path(folder), device, seed)
-            row["num_tokens"] = sum(map(len, truth))
-            _compare_float32(Path(folder), device, prompts, truth, row)
-            _compare_bf16(Path(folder), device, prompts, row)
-    except Exception as error:
-        row["error"] = f"{type(error).__name__}: {error}"[:2000]
-        row["trace"] = traceback.format_exc(limit=-4)
-    return row | {"status": "failed" if row["wrong"] or "error" in row else "passed"}
+@dataclass(frozen=True)
+class Truth:
+    """A random checkpoint, prompts, and what transformers appends to each in float32."""
+
+    folder: tempfile.TemporaryDirectory[str]  # goes when this does
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder.name)
 
 
-def write_checkpoint(family: str, folder: Path, seed: int) -> None:
+def compare(comparison: Comparison, device: Device, seed: int) -> dict[str, Any]:
+    """The row of a comparison.
+
+    Raises:
+        Exception: whatever keeps the engine from running.
+    """
+    truth = find_truth(comparison.family, comparison.is_wide, device, seed)
+    answers = answers_of(truth.path, device, comparison.dtype, truth.prompts, **comparison.settings)
+    tokens = [answer.tokens for answer in answers]
+    if comparison.dtype == "float32":
+        figures = {"equal_tokens": _equal_tokens(tokens, truth.tokens)}
+        wrong = [] if figures["equal_tokens"] == 1 else ["tokens are not transformers'"]
+    else:
+        figures = _figures_of_bf16(truth, device, answers)
+        wrong = why_wrong(figures)
+    row = {"name": comparison.name, "status": "failed" if wrong else "passed", "wrong": wrong}
+    return row | {"num_tokens": sum(map(len, tokens))} | figures
+
+
+@functools.cache
+def find_truth(family: str, is_wide: bool, device: Device, seed: int) -> Truth:
+    folder = tempfile.TemporaryDirectory()
+    write_checkpoint(family, Path(folder.name), seed, is_wide=is_wide)
+    return Truth(folder, *clear_prompts(Path(folder.name), device, seed))
+
+
+def write_checkpoint(family: str, folder: Path, seed: int, *, is_wide: bool) -> None:
     """Random weights, those too that begin as zeros and ones and would hide that they are left out."""
     import transformers
 
-    settings = COMMON | FAMILIES[family]
+    settings = COMMON | FAMILIES[family] | (WIDE if is_wide else {})
     config = getattr(transformers, f"{family}Config")(**settings)
     config.architectures = [f"{family}ForCausalLM"]
     torch.manual_seed(seed)
@@ -172,32 +225,14 @@ def _logits(model: nn.Module, token_ids: list[int], device: Device) -> Tensor:
     return logits[0].float()
 
 
-def _compare_float32(
-    folder: Path, device: Device, prompts: list[list[int]], truth: list[list[int]], row: dict[str, Any]
-) -> None:
-    for mode, is_eager in (("graphs", False), ("layer by layer", True)):
-        answers = answers_of(folder, device, "float32", prompts, enforce_eager=is_eager)
-        equal = _equal_tokens([answer.tokens for answer in answers], truth)
-        row["modes"][f"float32, {mode}"] = {"equal_tokens": equal}
-        if equal < 1:
-            row["wrong"].append(f"float32, {mode}: {1 - equal:.1%} of the tokens are not transformers'")
-
-
 @torch.inference_mode()
-def _compare_bf16(folder: Path, device: Device, prompts: list[list[int]], row: dict[str, Any]) -> None:
-    """The two ways are judged apart: padding changes the last bits of torch's products, and so some tokens."""
-    found = {}
-    for mode, is_eager in (("graphs", False), ("layer by layer", True)):
-        answers = answers_of(folder, device, "bfloat16", prompts, enforce_eager=is_eager)
-        tokens = found[mode] = [answer.tokens for answer in answers]
-        own = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
-        exact, _ = _judged(folder, device, torch.float32, prompts, tokens)
-        rounded, likeliest = _judged(folder, device, torch.bfloat16, prompts, tokens)
-        flat = torch.tensor([token for each in tokens for token in each])
-        figures = bf16_figures(own, rounded, exact) | {"equal_tokens": float((likeliest == flat).float().mean())}
-        row["modes"][f"bf16, {mode}"] = figures
-        row["wrong"] += [f"bf16, {mode}: {reason}" for reason in why_wrong(figures)]
-    row["bf16_tokens_equal_both_ways"] = _equal_tokens(*found.values())
+def _figures_of_bf16(truth: Truth, device: Device, answers: list[Answer]) -> dict[str, float]:
+    tokens = [answer.tokens for answer in answers]
+    own = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
+    exact, _ = _judged(truth.path, device, torch.float32, truth.prompts, tokens)
+    rounded, likeliest = _judged(truth.path, device, torch.bfloat16, truth.prompts, tokens)
+    flat = torch.tensor([token for each in tokens for token in each])
+    return bf16_figures(own, rounded, exact) | {"equal_tokens": float((likeliest == flat).float().mean())}
 
 
 def bf16_figures(own: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, float]:
@@ -230,12 +265,10 @@ def _judged(
     return torch.cat(logprobs), torch.cat(likeliest)
 
 
-def answers_of(
-    folder: Path, device: Device, dtype: str, prompts: list[list[int]], *, enforce_eager: bool
-) -> list[Answer]:
+def answers_of(folder: Path, device: Device, dtype: Dtype, prompts: list[list[int]], **more: Any) -> list[Answer]:
     """All prompts at a time, so that steps have prefills and decodes side by side."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
-    settings: dict[str, Any] = dict(dtype=dtype, device=device, enforce_eager=enforce_eager, show_progress=False)
+    settings: dict[str, Any] = dict(dtype=dtype, device=device, show_progress=False) | more
     settings |= dict(kv_cache_memory="16MiB", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=48)
     with LLM(folder, packed_cache=0, **settings) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)

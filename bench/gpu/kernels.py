@@ -40,7 +40,7 @@ from moeserve.triton_kernels.fp8 import quantize_blocks
 from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_fp8
 from moeserve.triton_kernels.latent_attention import latent_attention
 from moeserve.triton_kernels.paged_attention import paged_attention
-from moeserve.triton_kernels.pairs import order_pairs, weighted_sum
+from moeserve.triton_kernels.pairs import order_pairs, weigh_rows, weighted_sum
 from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from moeserve.triton_kernels.rotary import rotary_with_cache_write
 from moeserve.triton_kernels.routing import route
@@ -152,6 +152,7 @@ def items() -> Iterator[Item]:
         yield Item(f"rotary_with_cache_write Mixtral-8x7B, {num_rows}", functools.partial(_rotary, shape_, num_rows))
         yield Item(f"quantize_blocks, {num_rows} x 7168", functools.partial(_quantize, num_rows, 7168))
         yield Item(f"route 8 of 256, {num_rows} tokens", functools.partial(_route, num_rows, 256, 8))
+        yield Item(f"weigh_rows, {num_rows} of {4 * num_rows} x 7168", functools.partial(_weigh, num_rows, 7168))
     for name, width in VOCAB_SIZES.items():
         yield Item(f"greedy_rows {name}, 64 x {width}", functools.partial(_greedy, 64, width))
         yield Item(f"sample_rows, top_p 0.9 {name}, 64 x {width}", functools.partial(_draw, 64, width))
@@ -461,6 +462,17 @@ def _route(num_tokens: int, num_experts: int, top_k: int) -> Timed:
     )
     return Timed(
         lambda: route(logits, correction, top_k=top_k, **rules), costs.route_work(num_tokens, num_experts, top_k)
+    )
+
+
+def _weigh(num_rows: int, width: int) -> Timed:
+    """Of four times as many rows: the others are spare."""
+    rows, weights = _random(4 * num_rows, width), torch.rand(4 * num_rows, device=DEVICE)
+    num_counted = torch.tensor([num_rows], device=DEVICE)
+    return Timed(
+        lambda: weigh_rows(rows, weights, num_counted),
+        costs.weigh_work(num_rows, width),
+        peers={"torch, spare rows too": lambda: (rows * weights[:, None]).bfloat16()},
     )
 
 

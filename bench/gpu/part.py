@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-PartName = Literal["checks", "engine", "kernels", "throughput"]
+PartName = Literal["checks", "engine", "ranks", "kernels", "throughput"]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 
 Row = dict[str, Any]
@@ -70,6 +70,8 @@ def pieces_of(part: PartName, seed: int, seconds_left: SecondsLeft) -> list[tupl
             return _checks(seed, seconds_left)
         case "engine":
             return _engine(seed)
+        case "ranks":
+            return _ranks(seed)
         case "kernels":
             return _kernels(seconds_left)
         case "throughput":
@@ -89,15 +91,22 @@ def _checks(seed: int, seconds_left: SecondsLeft) -> list[tuple[str, Rows]]:
 
 
 def _engine(seed: int) -> list[tuple[str, Rows]]:
-    from moeserve.bench.gpu.engine import FAMILIES, compare_family
+    from moeserve.bench.gpu.engine import COMPARISONS, compare
 
-    def rows_of(family: str) -> Rows:
-        def rows() -> Iterator[Row]:
-            yield compare_family(family, "cuda", seed)
+    return [(each.name, _row_of(compare, each, seed)) for each in COMPARISONS]
 
-        return rows
 
-    return [(family, rows_of(family)) for family in FAMILIES]
+def _ranks(seed: int) -> list[tuple[str, Rows]]:
+    from moeserve.bench.gpu.ranks import COMPARISONS, compare_ranks
+
+    return [(each.name, _row_of(compare_ranks, each, seed)) for each in COMPARISONS]
+
+
+def _row_of(compare: Callable[[Any, Any, int], Row], comparison: Any, seed: int) -> Rows:
+    def rows() -> Iterator[Row]:
+        yield compare(comparison, "cuda", seed)
+
+    return rows
 
 
 def _kernels(seconds_left: SecondsLeft) -> list[tuple[str, Rows]]:

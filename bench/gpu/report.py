@@ -33,8 +33,8 @@ def row_text(row: Mapping[str, Any]) -> str:
 def _figures(row: Mapping[str, Any]) -> str:
     if "error_ratio" in row:
         return f"{row['num_cases']} cases, worst {row['error_ratio']:.3g} of what rounding allows ({row['worst']})"
-    if "modes" in row:
-        return "; ".join(f"{mode}: {_mode(figures)}" for mode, figures in row["modes"].items()) or "nothing compared"
+    if "equal_tokens" in row:
+        return _tokens(row)
     if "limits" in row:
         limits = row["limits"]
         fp8 = "none" if limits["fp8_rate"] is None else f"{limits['fp8_rate'] / 1e12:.0f}"
@@ -54,10 +54,10 @@ def _figures(row: Mapping[str, Any]) -> str:
     return "no figures"
 
 
-def _mode(figures: Mapping[str, Any]) -> str:
-    text = f"{figures['equal_tokens']:.1%} of the tokens equal"
-    if "max_logprob_difference" in figures:
-        text += f", log-probabilities differ by up to {figures['max_logprob_difference']:.3g}"
+def _tokens(row: Mapping[str, Any]) -> str:
+    text = f"{row['equal_tokens']:.1%} of the tokens equal"
+    if "max_logprob_difference" in row:
+        text += f", log-probabilities differ by up to {row['max_logprob_difference']:.3g}"
     return text
 
 

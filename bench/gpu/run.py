@@ -1,9 +1,10 @@
 """Checks and measures everything that needs a GPU, in less than eight minutes.
 
-    python -m moeserve.bench.gpu.run [--json PATH] [--only checks|engine|kernels|throughput] [--seconds 480]
+    python -m moeserve.bench.gpu.run [--json PATH] [--only checks|engine|ranks|kernels|throughput] [--seconds 480]
 
 - *checks*: every kernel against float64 on new random inputs (`checks.py`).
 - *engine*: greedy tokens against transformers' on this GPU (`engine.py`).
+- *ranks*, where there are several GPUs: the same on two ranks, by each dispatcher (`ranks.py`).
 - *kernels*: times under graph replay beside this GPU's measured limits, torch and transformers (`kernels.py`).
 - *throughput*: tokens per second of whole models with random weights (`throughput.py`).
 
@@ -25,7 +26,7 @@ from typing import Any
 
 from moeserve.bench.gpu.part import PART_NAMES, PartName
 from moeserve.bench.gpu.report import row_text, summary_text
-from moeserve.bench.gpu.supervise import PARTS, Done, budget, run_part
+from moeserve.bench.gpu.supervise import RANKS, Done, budget, parts_for, run_part
 from moeserve.bench.harness import at_least, write_jsonl
 from moeserve.machine import installed_version
 
@@ -48,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 1
 
+    num_gpus = count_gpus()
+    if options.only == RANKS.name and num_gpus < 2:
+        print(f"error: --only {RANKS.name} compares two GPUs with one, and torch sees {num_gpus}", file=sys.stderr)
+        return 1
+
     from moeserve.bench.gpu.limits import gpu_environment
 
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
@@ -55,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{environment['gpu']['name']}, driver {environment['gpu']['driver']}, {environment['versions']}")
     print(f"seed {seed}", flush=True)
     ends_at = started + options.seconds - min(START_SECONDS, options.seconds / 10)
-    done = run_parts(options.only, ends_at, seed)
+    done = run_parts(options.only, num_gpus, ends_at, seed)
     row = result_row(done, environment, seed, options.seconds, time.monotonic() - started)
     print(f"\n{summary_text(row)}")
     if options.json:
@@ -63,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if row["passed"] else 1
 
 
-def run_parts(only: PartName | None, ends_at: float, seed: int) -> list[Done]:
+def run_parts(only: PartName | None, num_gpus: int, ends_at: float, seed: int) -> list[Done]:
     """One part after another; whatever becomes of one, the next one runs."""
-    chosen = [part for part in PARTS if only in (None, part.name)]
+    chosen = [part for part in parts_for(num_gpus) if only in (None, part.name)]
     done = []
     for index, part in enumerate(chosen):
         seconds = budget(part, chosen[index + 1 :], ends_at - time.monotonic())
@@ -106,6 +112,12 @@ def why_not() -> str | None:
     if not torch.cuda.is_available():
         return "there is no GPU to check or measure: torch sees none (torch.cuda.is_available())"
     return None
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

@@ -21,8 +21,10 @@ from moeserve.config import environment_without
 POLL_SECONDS = 0.2
 END_SECONDS = 5.0  # that a process has to end after it was asked to
 FINISHING_SHARE = 0.15  # of a part's time, for what is under way when nothing more is begun
-# Parts whose results are right or wrong: what did not end in them is wrong.
-JUDGED: tuple[PartName, ...] = ("checks", "engine")
+# Parts whose results are right or wrong. What takes more than such a share of their time, and has not ended, is stuck;
+# what began later may have been compiling.
+JUDGED: tuple[PartName, ...] = ("checks", "engine", "ranks")
+STUCK_SHARE = 0.7
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,11 @@ class Part:
 
 PARTS = (
     Part("checks", 0.26, num_processes=6),
-    Part("engine", 0.22, num_processes=5),
+    Part("engine", 0.22, num_processes=10),  # one for each family and dtype: see `COMPARISONS`
     Part("kernels", 0.28, num_processes=1),
     Part("throughput", 0.24, num_processes=1),
 )
+RANKS = Part("ranks", 0.22, num_processes=4)  # each of which starts two ranks at a time
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Told:
 
     planned: list[str] = field(default_factory=list)
     begun: str | None = None
+    begun_at: float = 0.0  # by our clock
     ended: set[str] = field(default_factory=set)
     rows: list[Row] = field(default_factory=list)
     num_read: int = 0  # bytes
@@ -86,7 +90,7 @@ class Told:
                 case {"planned": names}:
                     self.planned = names
                 case {"begun": name}:
-                    self.begun = name
+                    self.begun, self.begun_at = name, time.monotonic()
                 case {"ended": name}:
                     self.ended.add(name)
                     self.begun = None
@@ -94,6 +98,11 @@ class Told:
                     fresh.append(row)
         self.rows += fresh
         return fresh
+
+
+def parts_for(num_gpus: int) -> tuple[Part, ...]:
+    """In order: several GPUs can do more than one."""
+    return PARTS if num_gpus < 2 else (*PARTS[:2], RANKS, *PARTS[2:])
 
 
 def budget(part: Part, to_come: Sequence[Part], seconds_left: float) -> float:
@@ -156,6 +165,8 @@ def missing_rows(part: PartName, told: Told, exit_code: int, was_stopped: bool, 
     """Rows for what was planned and has not ended."""
     rows: list[Row] = []
     has_failed = not was_stopped and exit_code != 0
+    num_seconds = time.monotonic() - told.begun_at
+    is_stuck = part in JUDGED and num_seconds > STUCK_SHARE * seconds
     ending = {"error": f"its process ended with exit code {exit_code}", "log": log[-2000:]}
     if not told.planned:
         if not has_failed and not was_stopped:
@@ -168,8 +179,9 @@ def missing_rows(part: PartName, told: Told, exit_code: int, was_stopped: bool, 
         row: Row = {"name": name}
         if has_failed:
             row |= {"status": "failed", **(ending if name == told.begun else {"error": "its process ended before it"})}
-        elif name == told.begun and part in JUDGED:
-            row |= {"status": "failed", "error": f"was still running when the part's {seconds:.0f} s were over"}
+        elif name == told.begun and is_stuck:
+            error = f"was still running after {num_seconds:.0f} of the part's {seconds:.0f} s"
+            row |= {"status": "failed", "error": error}
         else:
             row |= {"status": "left out", "reason": f"the part's {seconds:.0f} s were over"}
         rows.append(row)

@@ -51,7 +51,9 @@ class Experts(nn.Module):
         gate_up, down, counts_e = self.gate_up.product, self.down.product, tokens.counts_e
         match tokens:
             case PackedTokens():
-                middle = gate_up.multiply_rows(tokens.rows_RD, counts_e, tokens.has_spare_rows, tokens.gather)
-                return down.multiply_rows(middle, counts_e, tokens.has_spare_rows)
+                has_spare_rows, expected_rows = tokens.has_spare_rows, tokens.expected_rows
+                middle = gate_up.multiply_rows(tokens.rows_RD, counts_e, has_spare_rows, tokens.gather, expected_rows)
+                return down.multiply_rows(middle, counts_e, has_spare_rows, expected_rows=expected_rows)
             case SlottedTokens():
-                return down.multiply_slots(gate_up.multiply_slots(tokens.slots_eSD, counts_e), counts_e)
+                middle = gate_up.multiply_slots(tokens.slots_eSD, counts_e, tokens.expected_rows)
+                return down.multiply_slots(middle, counts_e, tokens.expected_rows)

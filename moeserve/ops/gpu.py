@@ -27,7 +27,7 @@ from moeserve.triton_kernels.grouped_matmul import (
 )
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
 from moeserve.triton_kernels.paged_attention import paged_attention, write_cache
-from moeserve.triton_kernels.pairs import gather_rows, order_pairs, scatter_rows, weighted_sum
+from moeserve.triton_kernels.pairs import gather_rows, order_pairs, scatter_rows, weigh_rows, weighted_sum
 from moeserve.triton_kernels.rotary import rotary_with_cache_write
 from moeserve.triton_kernels.routing import route
 
@@ -66,6 +66,9 @@ class GpuPairs:
     def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         return weighted_sum(output_RD, pair_of_row_R, weights_TK, dtype)
 
+    def weigh(self, rows_RD: Tensor, weights_R: Tensor, num_counted: Tensor) -> Tensor:
+        return weigh_rows(rows_RD, weights_R, num_counted)
+
 
 class GpuProduct:
     """Triton kernels for weights side by side; torch's own product for a single one, and small ones for each head."""
@@ -90,7 +93,12 @@ class GpuProduct:
                 raise AssertionError(f"no kernel has the activation {other}")
 
     def multiply_rows(
-        self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False, gather: Gather | None = None
+        self,
+        rows_RI: Tensor,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
     ) -> Tensor:
         return grouped_matmul(
             rows_RI,
@@ -99,12 +107,19 @@ class GpuProduct:
             indices_R=None if gather is None else gather.indices_R,
             divisor=1 if gather is None else gather.divisor,
             bias_eO=self.weights.bias_eO,
+            expected_rows=expected_rows,
             **self.activation,
         )
 
-    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
-        weights = self.weights
-        return grouped_matmul_slots(slots_eSI, weights.weight_eOI, counts_e, bias_eO=weights.bias_eO, **self.activation)
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
+        return grouped_matmul_slots(
+            slots_eSI,
+            self.weights.weight_eOI,
+            counts_e,
+            bias_eO=self.weights.bias_eO,
+            expected_rows=expected_rows,
+            **self.activation,
+        )
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
         return self.reference.multiply_each(input_TeI, out_TeC)
@@ -122,7 +137,12 @@ class GpuBlockProduct:
         return self.multiply_rows(input_TI, input_TI.new_full((1,), len(input_TI), dtype=torch.int64))
 
     def multiply_rows(
-        self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False, gather: Gather | None = None
+        self,
+        rows_RI: Tensor,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
     ) -> Tensor:
         return grouped_matmul_fp8(
             *quantize_blocks(rows_RI),
@@ -131,15 +151,22 @@ class GpuBlockProduct:
             indices_R=None if gather is None else gather.indices_R,
             divisor=1 if gather is None else gather.divisor,
             out_dtype=rows_RI.dtype,
+            expected_rows=expected_rows,
             **self.options,
         )
 
-    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
         """Slots without rows are quantised too: only the GPU knows which."""
         codes_RI, scales_RB = quantize_blocks(slots_eSI.flatten(0, 1))
         codes_eSI, scales_eSB = (rows.unflatten(0, slots_eSI.shape[:2]) for rows in (codes_RI, scales_RB))
         return grouped_matmul_slots_fp8(
-            codes_eSI, scales_eSB, *self.operands, counts_e, out_dtype=slots_eSI.dtype, **self.options
+            codes_eSI,
+            scales_eSB,
+            *self.operands,
+            counts_e,
+            out_dtype=slots_eSI.dtype,
+            expected_rows=expected_rows,
+            **self.options,
         )
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:

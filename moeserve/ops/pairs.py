@@ -75,6 +75,15 @@ class PairKernels(Protocol):
         """
         ...
 
+    def weigh(self, rows_RD: Tensor, weights_R: Tensor, num_counted: Tensor) -> Tensor:
+        """[R, D]: each row times its weight in float32, rounded once, in the dtype of the rows.
+
+        Args:
+            weights_R: float32.
+            num_counted: [1] int32 or int64: how many of the rows count; those after them may come to be anything.
+        """
+        ...
+
 
 def choose_pairs(device: str) -> PairKernels:
     """The implementation for a device type."""
@@ -127,6 +136,9 @@ class TorchPairs:
             total_TD += pairs_TKD[:, k].float() * weights_TK[:, k : k + 1]
         return total_TD.to(dtype)
 
+    def weigh(self, rows_RD: Tensor, weights_R: Tensor, num_counted: Tensor) -> Tensor:
+        return torch.mul(rows_RD, weights_R[:, None], out=torch.empty_like(rows_RD))
+
 
 class CpuPairs:
     """C++ kernels; the reference for sums in float16, or from one dtype to another."""
@@ -134,6 +146,7 @@ class CpuPairs:
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels = kernels
         self.reference = TorchPairs()
+        self.weigh = self.reference.weigh
 
     def sort(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
         order_P = torch.empty(keys_TK.numel(), dtype=torch.int64)

@@ -63,7 +63,12 @@ class Product(Protocol):
         ...
 
     def multiply_rows(
-        self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False, gather: Gather | None = None
+        self,
+        rows_RI: Tensor,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
     ) -> Tensor:
         """[R, C]: the first counts_e[0] rows with the first weight, and so on.
 
@@ -71,11 +76,16 @@ class Product(Protocol):
             rows_RI: with `gather`, the source.
             counts_e: int64, in all R; with spare rows R or less, and results of those are not to be read.
             gather: where rows are fetched from, by a kernel of the same backend as that which gave the indices.
+            expected_rows: about how many count, where most are spare; None: all. Decides how the work is cut, at most.
         """
         ...
 
-    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
-        """[e, S, C]: the first counts_e[i] slots of weight i hold its rows; the others' results are not to be read."""
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
+        """[e, S, C]: the first counts_e[i] slots of weight i hold its rows; the others' results are not to be read.
+
+        Args:
+            expected_rows: about how many rows there are in all; None: as many as slots.
+        """
         ...
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
@@ -113,7 +123,12 @@ class TorchProduct:
         return self._product(input_TI, weight_OI, 0)
 
     def multiply_rows(
-        self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False, gather: Gather | None = None
+        self,
+        rows_RI: Tensor,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
     ) -> Tensor:
         if gather is not None:
             rows_RI = rows_RI[gather.indices_R.clamp(min=0) // gather.divisor]
@@ -122,7 +137,7 @@ class TorchProduct:
             output_RC[rows] = self._product(rows_RI[rows], self.weights.weight_eOI[weight], weight)
         return output_RC
 
-    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
         if slots_eSI.device.type == "cpu":  # the bytes of `multiply_rows`
             output_eSC = slots_eSI.new_empty(*slots_eSI.shape[:2], self._num_columns)
             for weight, count in enumerate(counts_e.tolist()):
@@ -178,7 +193,12 @@ class NativeProduct:
         return output_TC
 
     def multiply_rows(
-        self, rows_RI: Tensor, counts_e: Tensor, has_spare_rows: bool = False, gather: Gather | None = None
+        self,
+        rows_RI: Tensor,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
     ) -> Tensor:
         assert gather is None, "rows for these kernels are gathered before"
         output_RC = new_empty(rows_RI, len(rows_RI), self.num_columns)
@@ -187,7 +207,7 @@ class NativeProduct:
         self.weights.multiply_rows(rows_RI, counts_e, has_spare_rows, output_RC)
         return output_RC
 
-    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor) -> Tensor:
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
         is_used_eS = torch.arange(slots_eSI.shape[1]) < counts_e[:, None]
         output_eSC = slots_eSI.new_zeros(*slots_eSI.shape[:2], self.num_columns)
         output_eSC[is_used_eS] = self.multiply_rows(slots_eSI[is_used_eS], counts_e)

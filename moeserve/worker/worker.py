@@ -59,10 +59,12 @@ class Worker:
         largest = largest_step(config)
         num_tokens = (largest.num_tokens,) * groups.mesh.dp
         has_tapes = config.device == "cpu" and not config.enforce_eager
-        has_graphs = config.device == "cuda" and not config.enforce_eager and backend.of("cuda") == "triton"
-        has_graphs = has_graphs and groups.can_be_captured
+        is_compiled = config.device == "cuda" and backend.of("cuda") == "triton"
+        has_graphs = is_compiled and not config.enforce_eager and groups.can_be_captured
         max_blocks = -(-config.max_model_len // config.block_size)
         sizes = graph_sizes(config.max_num_seqs)
+        if is_compiled:
+            run_all_sizes(probe, config)
 
         def record(caches: list[Any], sizes: Sequence[int]) -> CudaGraphs:
             return CudaGraphs(model, caches, groups.mesh, tp_rank, max_blocks, sizes, TorchCapture())
@@ -159,6 +161,15 @@ def _run_without_experts(probe: ModelRunner, plan: StepPlan, num_tokens: tuple[i
         probe.execute(plan, num_tokens)
 
 
+def run_all_sizes(probe: ModelRunner, config: EngineConfig) -> None:
+    """Steps of 1, 2, 4 ... tokens, up to the most: kernels are compiled for a few ranges of numbers of rows each, and
+    serving should not wait for a compiler. Collective: all ranks.
+    """
+    for doublings in range((config.max_num_batched_tokens - 1).bit_length() + 1):
+        plan = largest_step(config, 2**doublings)
+        probe.execute(plan, (plan.num_tokens,) * probe.mesh.dp)
+
+
 def why_bytes_may_move(config: EngineConfig) -> str | None:
     """Why a request's results may depend on the batch and the layout. None where they do not, to the last bit."""
     if config.device != "cpu":
@@ -172,14 +183,17 @@ def why_bytes_may_move(config: EngineConfig) -> str | None:
     return None
 
 
-def largest_step(config: EngineConfig) -> StepPlan:
+def largest_step(config: EngineConfig, most_tokens: int | None = None) -> StepPlan:
     """A step that takes as much memory as any that the scheduler may plan. All of its blocks are block 0.
 
     It has as many tokens and as many sampled rows as there may be, and its first chunk, of the fewest rows that fill
     what attention works on at a time, comes at the end of the longest context.
+
+    Args:
+        most_tokens: in it; None: as many as the scheduler may plan.
     """
     chunks: list[Chunk] = []
-    num_left = config.max_num_batched_tokens
+    num_left = min(most_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
     num_chunks = min(config.max_num_seqs, num_left)
     for index in range(num_chunks):
         length = min(config.max_model_len, num_left - (num_chunks - index - 1))

@@ -5,6 +5,7 @@ what it is refused. On GPUs, with the package itself, nothing of this file has r
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -225,6 +226,9 @@ def serve(dispatcher: Dispatcher[Any], case: Case, rank: int) -> tuple[Tensor, l
     arrived = dispatcher.dispatch(case.hidden_TD(rank), case.routing(rank), case.step).wait()
     tokens = arrived.tokens
     assert tokens.counts_e.dtype == torch.int64
+    has_room = isinstance(tokens, SlottedTokens) or tokens.has_spare_rows  # for what may come, and mostly does not
+    num_pairs = sum(map(len, case.experts)) * case.top_k
+    assert tokens.expected_rows == (math.ceil(num_pairs / len(case.experts)) if has_room else None)
     output = computed(tokens, case.logical_of_slot[rank])
     # A copy: results of DeepEP's low-latency kernels must not be held
     return dispatcher.combine(output, arrived.ticket).wait().clone(), tokens.counts_e.tolist()

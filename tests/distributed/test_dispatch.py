@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any, cast
 from unittest import mock
 
@@ -94,6 +96,19 @@ def make_dispatcher(name: str, group: Any, placement: Placement) -> Dispatcher[A
             return AllToAllDispatcher(group, placement, CPU)
 
 
+def check_expected_rows(tokens: PackedTokens | SlottedTokens, case: Case, rank: int) -> None:
+    """What the work of experts is cut by: all rows, or where most are spare, the slots' share of the step's pairs."""
+    match tokens:
+        case PackedTokens(has_spare_rows=False):
+            assert tokens.expected_rows is None
+        case PackedTokens():
+            num_slots = [*map(len, case.logical_of_slot)]
+            num_pairs = sum(map(len, case.experts)) * case.top_k
+            assert tokens.expected_rows == math.ceil(Fraction(num_pairs * num_slots[rank], sum(num_slots)))
+        case SlottedTokens():
+            assert tokens.expected_rows == int(tokens.counts_e.sum())
+
+
 def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, list[int]]:
     """One rank's part of a step: its outputs, and how many rows each of its physical experts had."""
     hidden_TD, weights_TK = case.tokens(group.rank_in_group)
@@ -101,6 +116,7 @@ def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, 
     arrived = dispatcher.dispatch(hidden_TD, routing, case.step).wait()
     counts = arrived.tokens.counts_e.tolist()
     logical = case.logical_of_slot[group.rank_in_group]
+    check_expected_rows(arrived.tokens, case, group.rank_in_group)
     match arrived.tokens:
         case PackedTokens(rows_RD=rows_RD):
             output = torch.full_like(rows_RD, torch.nan)  # where nobody computes

@@ -52,6 +52,13 @@ SHAPES = {
     "DeepSeek-V2-Lite": Shape(16, 1, 512, extra_size=64),
     "DeepSeek-V3": Shape(128, 1, 512, extra_size=64, cache_block=64),
 }
+# Those of the checkpoints with which `bench.gpu` compares the engine's tokens.
+SMALL_SHAPES = {
+    "small Mixtral": Shape(4, 2, 16),
+    "small Qwen3": Shape(8, 2, 16),
+    "small gpt-oss": Shape(4, 2, 16, window=9, has_sinks=True),
+    "small DeepSeek": Shape(4, 1, 32, extra_size=8),
+}
 FLOATS = {"scale": "fp32"}
 
 
@@ -149,6 +156,22 @@ def test_chunks_of_one_row_fit(name: str) -> None:
     assert code.num_cp_async > 0
 
 
+@pytest.mark.parametrize("name", SMALL_SHAPES)
+def test_small_models_fit(name: str) -> None:
+    for code in (compile_tiles(SMALL_SHAPES[name]), compile_splits(SMALL_SHAPES[name])):
+        assert code.spilled_bytes == 0
+        assert code.shared_bytes <= MAX_SHARED_BYTES
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *SMALL_SHAPES])
+def test_float32_fits_and_is_not_rounded(name: str) -> None:
+    shape = (SHAPES | SMALL_SHAPES)[name]
+    for code in (compile_tiles(shape, "fp32"), compile_splits(shape, "fp32")):
+        assert code.spilled_bytes == 0
+        assert code.shared_bytes <= MAX_SHARED_BYTES
+        assert "mma" not in code.ptx, "tensor cores have no float32"
+
+
 @pytest.mark.parametrize("name", ["Mixtral", "gpt-oss", "DeepSeek-V2-Lite", "DeepSeek-V3"])
 def test_merging_fits(name: str) -> None:
     from moeserve.triton_kernels.paged_kernels import merge_splits_kernel, merge_warps
@@ -158,13 +181,15 @@ def test_merging_fits(name: str) -> None:
     constants = {"WINDOW": shape.window, "PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
     block = {name: size for name, size in sizes(shape).items() if name in ("VALUE_SIZE", "BLOCK_V")}
     options = {"num_warps": merge_warps(splits.max_splits, block["BLOCK_V"])}
-    code = compile_kernel(merge_splits_kernel, shape, constants | block, options, "bf16")
-    assert code.spilled_bytes == 0
-    assert code.shared_bytes <= 32 * 1024  # several programs at a time
+    for dtype in ("bf16", "fp32"):
+        code = compile_kernel(merge_splits_kernel, shape, constants | block, options, dtype)
+        assert code.spilled_bytes == 0
+        assert code.shared_bytes <= 32 * 1024  # several programs at a time
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("num_heads", "size", "has_value"), [(8, 128, True), (1, 576, False)])
-def test_writing_needs_no_shared_memory(num_heads: int, size: int, has_value: bool) -> None:
+def test_writing_needs_no_shared_memory(num_heads: int, size: int, has_value: bool, dtype: str) -> None:
     from moeserve.triton_kernels.paged_kernels import write_blocks, write_cache_kernel
 
     block_heads, block_size = write_blocks(num_heads, size)
@@ -172,6 +197,6 @@ def test_writing_needs_no_shared_memory(num_heads: int, size: int, has_value: bo
     constexprs |= {"key_element_stride": 1, "value_element_stride": 1}  # a launch makes constants of ones
     if not has_value:
         constexprs |= {"value_ptr": None, "value_cache_ptr": None}
-    code = compile_kernel(write_cache_kernel, SHAPES["Mixtral"], constexprs, {"num_warps": 4}, "bf16")
+    code = compile_kernel(write_cache_kernel, SHAPES["Mixtral"], constexprs, {"num_warps": 4}, dtype)
     assert code.spilled_bytes == code.shared_bytes == 0
     assert "st.global.v4.b32" in code.ptx  # 16 bytes at a time

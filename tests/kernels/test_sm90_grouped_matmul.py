@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from dataclasses import dataclass
@@ -36,6 +37,19 @@ MODELS = {
     "gpt-oss-20b": Model(Layer("bf16", 32, 2880, 2880, 4), "clamped_swiglu", has_bias=True),
 }
 
+# The experts of the checkpoints with which `bench.gpu` compares the engine's tokens, first of all in float32.
+SMALL_MODELS = {
+    "small Mixtral": Model(Layer("fp32", 4, 64, 96, 2)),
+    "small DeepSeek": Model(Layer("fp32", 8, 64, 32, 3)),
+    "small Qwen3": Model(Layer("fp32", 16, 64, 32, 4)),
+    "small gpt-oss": Model(Layer("fp32", 6, 64, 96, 2), "clamped_swiglu", has_bias=True),
+}
+ELEMENTS = {
+    "bf16": (torch.bfloat16, "*bf16", "*bf16"),
+    "fp8": (torch.float8_e4m3fn, "*fp8e4nv", "*bf16"),
+    "fp32": (torch.float32, "*fp32", "*fp32"),
+}
+
 
 @functools.cache
 def compiled(
@@ -44,7 +58,7 @@ def compiled(
     """As a launch has it. What only the number of rows tells apart is compiled once: triton remembers."""
     from moeserve.triton_kernels.grouped_matmul import compile_options, grouped_matmul_kernel, kernel_constants
 
-    dtype = torch.float8_e4m3fn if problem.kind == "fp8" else torch.bfloat16
+    dtype, element, result = ELEMENTS[problem.kind]
     constants = kernel_constants(
         config,
         dtype,
@@ -55,16 +69,15 @@ def compiled(
         has_indices=problem.is_gated and not has_slots,
         has_slots=has_slots,
     )
-    element = "*fp8e4nv" if problem.kind == "fp8" else "*bf16"
     pointers = {
         "source_ptr": element,
         "source_scale_ptr": "*fp32" if constants["HAS_SCALES"] else None,
         "weight_ptr": element,
         "weight_scale_ptr": "*fp32" if constants["HAS_SCALES"] else None,
-        "bias_ptr": "*bf16" if has_bias else None,
+        "bias_ptr": result if has_bias else None,
         "counts_ptr": "*i64",
         "indices_ptr": "*i64" if constants["HAS_INDICES"] else None,
-        "output_ptr": "*bf16",
+        "output_ptr": result,
     }
     sizes = ("source_stride", "num_experts", "num_columns", "num_inputs", "num_slots", "divisor")
     signature = {name: kind for name, kind in pointers.items() if kind is not None}
@@ -109,6 +122,33 @@ def test_products_of_models(name: str, num_tokens: int) -> None:
         print(f"{name}, {num_tokens} tokens, {activation}: {config}: {code.registers} registers, {code.shared_bytes} B")
 
 
+@pytest.mark.parametrize("name", [*SMALL_MODELS, "gpt-oss-20b"])
+def test_float32_is_not_rounded(name: str) -> None:
+    """One way to cut the work, whatever the number of rows."""
+    model = (SMALL_MODELS | MODELS)[name]
+    layer = dataclasses.replace(model.layer, kind="fp32")
+    for problem in layer.problems(16):
+        config = config_by_rule(problem)
+        assert config == config_by_rule(dataclasses.replace(problem, num_rows=10**5))
+        activation = model.activation if problem.is_gated else None
+        for has_slots in (False, True):
+            code = compiled(problem, config, activation, has_bias=model.has_bias, has_slots=has_slots)
+            assert code.spilled_bytes == 0
+            assert code.shared_bytes <= MAX_SHARED_BYTES
+            assert "mma" not in code.ptx, "tensor cores have no float32"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 48])
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_small_models_in_bf16_fit(name: str, num_tokens: int) -> None:
+    model = SMALL_MODELS[name]
+    for problem in dataclasses.replace(model.layer, kind="bf16").problems(num_tokens):
+        config = config_by_rule(problem)
+        code = compiled(problem, config, model.activation if problem.is_gated else None, has_bias=model.has_bias)
+        assert code.spilled_bytes == 0
+        assert code.shared_bytes <= MAX_SHARED_BYTES
+
+
 @pytest.mark.parametrize(("num_tokens", "kind"), [(16, "bf16"), (16, "fp8"), (32, "fp8")])
 def test_slots(num_tokens: int, kind: str) -> None:
     """DeepSeek-V3 on 32 ranks, in DeepEP's low latency."""
@@ -148,28 +188,44 @@ PAIR_KERNELS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
     *(
         (
             "move_rows_kernel",
-            dict(from_ptr="*i16", indices_ptr="*i64", to_ptr="*i16", from_stride="i32", width="i32", divisor="i32"),
+            dict(from_ptr=bits, indices_ptr="*i64", to_ptr=bits, from_stride="i32", width="i32", divisor="i32"),
             dict(IS_SCATTER=is_scatter, BLOCK_D=2048, num_warps=4),
         )
         for is_scatter in (False, True)
+        for bits in ("*i16", "*i32")
     ),
     ("invert_kernel", dict(pair_of_row_ptr="*i64", row_of_pair_ptr="*i32", num_rows="i32"), pairs.INVERT_BLOCKS),
     *(
         (
             "weighted_sum_kernel",
             dict(
-                output_ptr="*bf16",
-                rows_ptr="*i64" if is_searched else "*i32",
+                output_ptr=element,
+                rows_ptr="*i64" if block_rows > 1 else "*i32",
                 weights_ptr="*fp32",
-                total_ptr="*bf16",
+                total_ptr=element,
                 output_stride="i32",
                 width="i32",
                 num_rows="i32",
             ),
-            dict(IS_SEARCHED=is_searched, TOP_K=8, BLOCK_R=1024 if is_searched else 1, BLOCK_D=1024)
-            | pairs.sum_options(),
+            dict(IS_SEARCHED=block_rows > 1, TOP_K=8, BLOCK_R=block_rows, BLOCK_D=1024) | pairs.sum_options(),
         )
-        for is_searched in (False, True)
+        for block_rows in (1, *pairs.SEARCHED_ROWS)
+        for element in ("*bf16", "*fp32")
+    ),
+    *(
+        (
+            "weigh_rows_kernel",
+            dict(
+                rows_ptr=element,
+                weights_ptr="*fp32",
+                num_counted_ptr="*i32",
+                output_ptr=element,
+                row_stride="i32",
+                width="i32",
+            ),
+            dict(BLOCK_D=1024, num_warps=4),
+        )
+        for element in ("*bf16", "*fp32")
     ),
 ]
 

@@ -38,7 +38,11 @@ def compiled(
 
 @pytest.mark.parametrize("has_update", [False, True])
 @pytest.mark.parametrize(
-    ("pointer", "width"), [("*bf16", w) for w in (64, 128, 512, 2048, 2880, 4096, 7168, 16384)] + [("*fp32", 7168)]
+    ("pointer", "width"),
+    [
+        *(("*bf16", width) for width in (64, 128, 512, 2048, 2880, 4096, 7168, 16384)),
+        *(("*fp32", width) for width in (16, 32, 64, 7168)),
+    ],
 )
 def test_rms_norm(pointer: str, width: int, has_update: bool) -> None:
     from moeserve.triton_kernels.rms_norm import block_sizes, compile_options, rms_norm_kernel
@@ -99,9 +103,11 @@ def test_routing(
     compiled(route_kernel, types, constexprs, options)
 
 
+@pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 @pytest.mark.parametrize(
     ("head_size", "num_pairs", "is_interleaved", "is_in_place"),
     [
+        (8, 4, True, False),
         (128, 64, False, True),
         (64, 32, False, True),
         (64, 32, True, True),
@@ -109,28 +115,29 @@ def test_routing(
         (96, 20, False, False),
     ],
 )
-def test_rotary(head_size: int, num_pairs: int, is_interleaved: bool, is_in_place: bool) -> None:
+def test_rotary(head_size: int, num_pairs: int, is_interleaved: bool, is_in_place: bool, pointer: str) -> None:
     from moeserve.triton_kernels.rotary import choose_config, rotary_kernel
 
     config = choose_config(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs)
     compiled(
         rotary_kernel,
-        dict(heads_ptr="*bf16", cosines_ptr="*fp32", sines_ptr="*fp32", out_ptr="*bf16"),
+        dict(heads_ptr=pointer, cosines_ptr="*fp32", sines_ptr="*fp32", out_ptr=pointer),
         dict(IS_INTERLEAVED=is_interleaved, BLOCK_N=config.BLOCK_N, BLOCK_F=config.BLOCK_F, BLOCK_H=config.BLOCK_H),
         dict(num_warps=config.num_warps),
         not_divisible=["num_heads", "num_pairs"],
     )
 
 
+@pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 @pytest.mark.parametrize(
     ("head_size", "num_pairs", "is_interleaved"),
-    [(128, 64, False), (64, 32, False), (128, 64, True), (128, 32, False), (128, 32, True)],
+    [(128, 64, False), (16, 8, False), (64, 32, False), (128, 64, True), (128, 32, False), (128, 32, True)],
 )
-def test_rotary_with_cache_write(head_size: int, num_pairs: int, is_interleaved: bool) -> None:
+def test_rotary_with_cache_write(head_size: int, num_pairs: int, is_interleaved: bool, pointer: str) -> None:
     from moeserve.triton_kernels.rotary import choose_config, rotary_with_cache_write_kernel
 
     config = choose_config(num_pairs, head_size)
-    types = {f"{name}_ptr": "*bf16" for name in ("query", "key", "value", "key_cache", "value_cache")}
+    types = {f"{name}_ptr": pointer for name in ("query", "key", "value", "key_cache", "value_cache")}
     compiled(
         rotary_with_cache_write_kernel,
         types | dict(cosines_ptr="*fp32", sines_ptr="*fp32", slots_ptr="*i64"),
@@ -185,12 +192,13 @@ def test_dequantizing(rows_per_scale: int, output: str) -> None:
     )
 
 
-@pytest.mark.parametrize("width", [512, 32000, 151936, 262144])
+@pytest.mark.parametrize("width", [160, 512, 32000, 151936, 262144])
 def test_sampling(width: int) -> None:
+    """The engine's settings are float32."""
     from moeserve.triton_kernels.sampling import choose_config, row_maximum_kernel, sample_kernel
 
     config = choose_config(width)
-    settings = {f"{name}_ptr": "*fp64" for name in ("temperature", "top_p", "min_p", "uniform")}
+    settings = {f"{name}_ptr": "*fp32" for name in ("temperature", "top_p", "min_p")} | dict(uniform_ptr="*fp64")
     sizes, options = dict(BLOCK_V=config.BLOCK_V), dict(num_warps=config.num_warps)
     if width <= 32000:  # wider rows have the same configuration
         types = settings | dict(scores_ptr="*fp32", top_k_ptr="*i64", tokens_ptr="*i64")

@@ -12,10 +12,17 @@ from reference_models import Reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
-from moeserve.ops import attention_peers, attention_times, flashinfer_attention
+from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
+from moeserve.moe.experts import Experts
+from moeserve.ops import attention_peers, attention_times, flashinfer_attention, gpu
+from moeserve.ops.activation import SwiGLU
 from moeserve.ops.attention_peers import PeerAttention
 from moeserve.ops.gpu import GpuAttention, GpuLatentAttention, GpuPairs, GpuProduct
+from moeserve.triton_kernels import grouped_matmul
+from moeserve.triton_kernels.tuning import Config, Problem, config_by_rule
 from moeserve.worker.cuda_graphs import CudaGraphs
+from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.worker import run_all_sizes
 
 FAMILIES = ["mixtral-window", "deepseek-v3", "qwen2-moe", "gpt-oss"]
 MORE_FAMILIES = ["mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
@@ -175,3 +182,43 @@ def test_graphs_of_these_kernels_give_the_same_tokens(
     ]
     assert [list(counts) for counts in window.tokens_of_expert] == reference.expert_counts(computed)
     assert window.num_padding_tokens > 0
+
+
+def test_rows_that_are_expected_decide_how_experts_are_cut(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the room for rows that could have come."""
+    chosen: list[int] = []
+
+    def choose(problem: Problem, device_name: str) -> Config:
+        chosen.append(problem.num_rows)
+        return config_by_rule(problem)
+
+    monkeypatch.setattr(grouped_matmul, "choose_config", choose)
+    experts = Experts(2, 16, 8, SwiGLU(), has_bias=False, dtype=torch.float32, device=torch.device("cpu"))
+    for weight in experts.parameters():
+        weight.normal_()
+    rows, counts_e = torch.randn(40, 16), torch.tensor([1, 2])
+    experts(PackedTokens(rows, counts_e, has_spare_rows=True, expected_rows=4))
+    experts(SlottedTokens(rows.view(2, 20, 16), counts_e, expected_rows=5))
+    experts(PackedTokens(rows, torch.tensor([20, 20])))
+    assert chosen == [4, 4, 5, 5, 40, 40]
+
+
+def test_steps_of_all_sizes_run_before_serving(
+    gpu_kernels: None, reference_named: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no kernel is compiled for a number of rows while requests wait."""
+    with started(reference_named("mixtral")) as llm:
+        runner: ModelRunner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
+        sizes: set[int] = set()
+
+        def sum_up(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+            sizes.add(len(weights_TK))
+            return original(output_RD, pair_of_row_R, weights_TK, dtype)
+
+        original = gpu.weighted_sum
+        monkeypatch.setattr(gpu, "weighted_sum", sum_up)
+        with torch.inference_mode():
+            for cache in runner.caches:
+                cache.clear()
+            run_all_sizes(runner, llm.core.config)
+    assert sizes == {1, 2, 4, 8, 16, 24}

@@ -132,7 +132,7 @@ def dequantised(values: Tensor, scale: Tensor, block_rows: int) -> Tensor:
 
 FP8_CONFIGS = [
     Config(16, 64, 128, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2),
-    Config(64, 64, 64, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2),
+    Config(64, 64, 128, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2),
     None,
 ]
 

@@ -9,7 +9,14 @@ import torch
 
 from moeserve.ops.pairs import Keys, TorchPairs
 from moeserve.triton_kernels import pairs
-from moeserve.triton_kernels.pairs import gather_rows, order_pairs, row_of_pair, scatter_rows, weighted_sum
+from moeserve.triton_kernels.pairs import (
+    gather_rows,
+    order_pairs,
+    row_of_pair,
+    scatter_rows,
+    weigh_rows,
+    weighted_sum,
+)
 
 # T tokens, D model width, K experts per token, P pairs = T * K, R rows
 
@@ -25,7 +32,7 @@ def _launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture(params=["searched", "inverted"])
 def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "inverted":
-        monkeypatch.setattr(pairs, "MAX_SEARCHED_ROWS", 0)
+        monkeypatch.setattr(pairs, "SEARCHED_ROWS", ())
 
 
 @pytest.mark.usefixtures("_launches")
@@ -154,3 +161,20 @@ def test_results_in_another_dtype() -> None:
     output_RD = torch.randn(4, 9).half()
     total_TD = weighted_sum(output_RD, torch.arange(4), torch.rand(2, 2), torch.float32)
     assert total_TD.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("num_rows", "num_counted", "width"), [(0, 0, 4), (5, 0, 3), (7, 7, 1100), (700, 300, 17)])
+def test_rows_are_weighed_up_to_the_last_that_counts(
+    num_rows: int, num_counted: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(num_rows)
+    rows_RD, weights_R = torch.randn(num_rows, width + 3).to(dtype)[:, 3:], torch.rand(num_rows)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, 12345.0, **options))
+    for count_dtype in (torch.int32, torch.int64):
+        counted = torch.tensor([num_counted], dtype=count_dtype)
+        weighed_RD = weigh_rows(rows_RD, weights_R, counted)
+        expected_RD = TorchPairs().weigh(rows_RD, weights_R, counted)
+        assert weighed_RD.dtype == expected_RD.dtype == dtype
+        assert torch.equal(weighed_RD[:num_counted], expected_RD[:num_counted])
+        assert (weighed_RD[num_counted:] == weighed_RD.new_tensor(12345.0)).all(), "nothing was written"

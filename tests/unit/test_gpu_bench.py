@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from moeserve.bench.gpu import costs, limits, run, supervise, throughput
+from moeserve.bench.gpu import costs, limits, run, throughput
 from moeserve.bench.gpu.costs import Bar, GpuLimits, Work
 from moeserve.bench.gpu.part import Diary, work_through
 from moeserve.bench.gpu.report import bar_text, peer_text, row_text, summary_text
 from moeserve.bench.gpu.shapes import MOE_SHAPES, AttentionShape, LatentShape, MoEShape
-from moeserve.bench.gpu.supervise import PARTS, Done, Part, Told, budget, missing_rows, run_part
+from moeserve.bench.gpu.supervise import PARTS, RANKS, Done, Part, Told, budget, missing_rows, run_part
 
 LIMITS = GpuLimits(copy_bandwidth=1e12, bf16_rate=4e14, fp8_rate=None)  # made up, easy to divide by
 ENVIRONMENT = {"gpu": {"name": "No GPU 9000", "driver": "1.2"}, "versions": {}}
@@ -89,6 +91,7 @@ def test_rows() -> None:
     assert costs.rotary_work(shape, 3).num_bytes == (4 * 3 * 4 * 4 + 4 * 3 * 2 * 8) * 2 + 8 * 3 * 4
     assert costs.quantize_work(3, 200).num_bytes == 600 * 2 + 600 + 4 * 3 * 2
     assert costs.route_work(3, 16, 2).num_bytes == 3 * (64 + 24)
+    assert costs.weigh_work(3, 100).num_bytes == 3 * (200 + 200 + 4)
     assert costs.greedy_work(3, 100).num_bytes == 600
     assert costs.draw_work(3, 100).num_bytes == 1200
 
@@ -146,6 +149,47 @@ def test_what_is_measured_is_told_by_name_alone() -> None:
                 assert f"{kind} {shape}, {num_tokens} tokens" in names
 
 
+# Draws beside exact numbers.
+
+
+def drawn(scores_RV: Tensor, temperature_R: Tensor, top_p: float, numbers_R: Tensor) -> Tensor:
+    """Row by row, in float64."""
+    tokens = []
+    for scores, temperature, number in zip(scores_RV.double(), temperature_R, numbers_R, strict=True):
+        ordered, order = (scores / temperature).softmax(-1).sort(descending=True, stable=True)
+        cumulative = ordered.cumsum(-1)
+        total = cumulative[int(torch.searchsorted(cumulative, top_p * cumulative[-1:]))]
+        tokens.append(int(order[int(torch.searchsorted(cumulative, (number * total)[None], right=True))]))
+    return torch.tensor(tokens)
+
+
+def test_draws_next_to_a_border_are_right_on_either_side() -> None:
+    """In a flat row of a large vocabulary, the bound of `top_p` is next to some border almost always."""
+    pytest.importorskip("triton")
+    from moeserve.bench.gpu.check_attention import SAMPLING_SLACK, _draw_error
+
+    generator = torch.Generator().manual_seed(0)
+    scores_RV = 3 * torch.randn(6, 151936, generator=generator)
+    scores_RV[:, ::7] = -torch.inf
+    temperature_R = torch.full((6,), 1.8, dtype=torch.float64)
+    numbers_R = torch.rand(6, generator=generator, dtype=torch.float64)
+
+    def error(top_p: float, numbers_R: Tensor = numbers_R, drawn_by: Tensor | None = None) -> float:
+        tokens_R = drawn(scores_RV, temperature_R, top_p, numbers_R if drawn_by is None else drawn_by)
+        return _draw_error(scores_RV, temperature_R, 0, 0.9, 0.0, numbers_R, tokens_R)
+
+    near = 0.9 * SAMPLING_SLACK
+    last_R = torch.full_like(numbers_R, 1 - 2.0**-53)  # the last token that is kept
+    for numbers in (numbers_R, last_R):
+        assert error(0.9, numbers) <= 1e-3
+        assert error(0.9 + near, numbers) <= 1
+        assert error(0.9 - near, numbers) <= 1
+    assert not torch.equal(*(drawn(scores_RV, temperature_R, 0.9 + off, last_R) for off in (-near, near)))
+    assert error(0.9, drawn_by=(numbers_R + 0.02) % 1) > 1
+    assert error(0.8) > 1
+    assert error(1.0) > 1
+
+
 # Decoding of whole models.
 
 
@@ -191,6 +235,61 @@ def test_the_engine_may_be_as_far_from_float32_as_transformers_is() -> None:
     (reason,) = why_wrong(far)
     assert "off by 0.04 on average, and may be by 0.031" in reason
     assert why_wrong(near | {"mean_error": float("nan")})
+
+
+def test_each_process_of_a_part_has_one_checkpoint_and_dtype() -> None:
+    """Which it makes once, and whose kernels it compiles once."""
+    from moeserve.bench.gpu import engine, ranks
+
+    engine_part = next(part for part in PARTS if part.name == "engine")
+    for part, comparisons in ((engine_part, engine.COMPARISONS), (RANKS, ranks.COMPARISONS)):
+        assert len({comparison.name for comparison in comparisons}) == len(comparisons)
+        for share in range(part.num_processes):
+            of_process = comparisons[share :: part.num_processes]
+            assert len({(each.family, each.dtype) for each in of_process if not each.is_wide}) == 1
+    assert {each.family for each in engine.COMPARISONS} == set(engine.FAMILIES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_is_compared_with_transformers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, all but the GPU; and tokens that are others, or too unlikely, are found."""
+    from moeserve.bench.gpu import engine
+
+    comparison = next(each for each in engine.COMPARISONS if each.dtype == dtype)
+    row = engine.compare(comparison, "cpu", 3)
+    assert row["name"] == f"Mixtral, {dtype}, graphs"
+    assert (row["status"], row["wrong"]) == ("passed", []), row
+    assert row["num_tokens"] == len(engine.PROMPT_LENGTHS) * engine.NUM_TOKENS
+    assert row_text(row).startswith(f"  passed    {comparison.name}: ")
+
+    def shifted(*args: Any, **settings: Any) -> list[engine.Answer]:
+        answers = engine_answers(*args, **settings)
+        return [engine.Answer([(token + 1) % 160 for token in each.tokens], each.logprobs) for each in answers]
+
+    engine_answers = engine.answers_of
+    monkeypatch.setattr(engine, "answers_of", shifted)
+    assert engine.compare(comparison, "cpu", 3)["status"] == "failed"
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2"])
+def test_two_ranks_are_compared_with_transformers(layout: str) -> None:
+    """On a CPU, all but the GPUs."""
+    from moeserve.bench.gpu import ranks
+
+    name = f"Mixtral, float32, {layout}, all_to_all"
+    comparison = next(each for each in ranks.COMPARISONS if each.name == name)
+    row = ranks.compare_ranks(comparison, "cpu", 3)
+    assert (row["name"], row["status"], row["equal_tokens"]) == (name, "passed", 1.0), row
+
+
+def test_what_is_not_installed_is_left_out() -> None:
+    from moeserve.bench.gpu import ranks
+
+    if importlib.util.find_spec("deep_ep") is not None:
+        pytest.skip("DeepEP is installed")
+    row = ranks.compare_ranks(ranks.COMPARISONS[-1], "cpu", 3)
+    assert row["status"] == "left out"
+    assert "the package deep_ep is not installed" in row_text(row)
 
 
 # Time, processes and what becomes of them.
@@ -250,17 +349,20 @@ def test_half_a_line_is_left_for_later(tmp_path: Path) -> None:
     assert told.read(path) == [{"name": "a"}]
 
 
-@pytest.mark.parametrize("part", ["checks", "kernels"])
-def test_what_did_not_end(part: Any) -> None:
-    told = Told(planned=["done", "under way", "later"], begun="under way", ended={"done"})
+@pytest.mark.parametrize("part", ["checks", "engine", "ranks", "kernels"])
+@pytest.mark.parametrize("share", [0.9, 0.3])
+def test_what_did_not_end(part: Any, share: float) -> None:
+    """What began late may have been compiling: only what had most of the time is taken to be stuck."""
+    begun_at = time.monotonic() - 20 * share
+    told = Told(planned=["done", "under way", "later"], begun="under way", begun_at=begun_at, ended={"done"})
     stopped = missing_rows(part, told, -15, True, 20.0, "")
-    is_judged = part == "checks"
+    is_stuck = part != "kernels" and share > 0.5
     assert [(row["name"], row["status"]) for row in stopped] == [
-        ("under way", "failed" if is_judged else "left out"),
+        ("under way", "failed" if is_stuck else "left out"),
         ("later", "left out"),
     ]
-    if is_judged:
-        assert "still running when the part's 20 s were over" in stopped[0]["error"]
+    if is_stuck:
+        assert "still running after 18 of the part's 20 s" in stopped[0]["error"]
     died = missing_rows(part, told, -11, False, 20.0, "Segmentation fault")
     assert [row["status"] for row in died] == ["failed", "failed"]
     assert "exit code -11" in died[0]["error"]
@@ -405,9 +507,11 @@ def test_text_of_rows() -> None:
     told = {"name": "limits before", "status": "told", "limits": {"copy_bandwidth": 3e12, "bf16_rate": 7e14}}
     told["limits"] |= {"fp8_rate": None}  # type: ignore[operator]
     assert "3,000 GB/s copied, 700 TFLOP/s in bf16, none in fp8" in row_text(told)
-    modes = {"float32, graphs": {"equal_tokens": 1.0}, "bf16": {"equal_tokens": 0.9, "max_logprob_difference": 0.25}}
-    text = row_text({"name": "Mixtral", "status": "passed", "modes": modes})
-    assert "float32, graphs: 100.0% of the tokens equal; bf16: 90.0% of the tokens equal, log-prob" in text
+    told = {"name": "Mixtral, float32, graphs", "status": "passed", "equal_tokens": 1.0, "wrong": []}
+    assert row_text(told) == "  passed    Mixtral, float32, graphs: 100.0% of the tokens equal"
+    told |= {"equal_tokens": 0.9, "max_logprob_difference": 0.25, "wrong": ["far"]}
+    assert "90.0% of the tokens equal, log-probabilities differ by up to 0.25" in row_text(told)
+    assert "wrong: far" in row_text(told)
     assert "no figures" in row_text({"name": "x", "status": "left out", "reason": "no time was left"})
 
 
@@ -452,14 +556,24 @@ def test_one_part_alone_has_all_the_time(monkeypatch: pytest.MonkeyPatch, capsys
         return Done(part.name, seconds, 0.0, [])
 
     monkeypatch.setattr(run, "run_part", take)
-    run.run_parts("kernels", time.monotonic() + 100, 0)
+    run.run_parts("kernels", 1, time.monotonic() + 100, 0)
     assert seen[0][0] == "kernels"
     assert seen[0][1] == pytest.approx(100, abs=1)
     seen.clear()
-    run.run_parts(None, time.monotonic() + 100, 0)
+    run.run_parts(None, 1, time.monotonic() + 100, 0)
     assert [name for name, _ in seen] == ["checks", "engine", "kernels", "throughput"]
     assert seen[-1][1] == pytest.approx(100, abs=1), "nobody before it took any time"
-    assert supervise.PARTS is PARTS
+    seen.clear()
+    run.run_parts(None, 2, time.monotonic() + 100, 0)
+    assert [name for name, _ in seen] == ["checks", "engine", "ranks", "kernels", "throughput"]
+    assert seen[-1][1] == pytest.approx(100, abs=1)
+
+
+def test_ranks_need_two_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(run, "why_not", lambda: None)
+    monkeypatch.setattr(run, "count_gpus", lambda: 1)
+    assert run.main(["--only", "ranks"]) == 1
+    assert "compares two GPUs with one, and torch sees 1" in capsys.readouterr().err
 
 
 def test_the_driver_is_read_from_where_it_tells(tmp_path: Path) -> None:
@@ -574,11 +688,12 @@ def test_a_run_from_beginning_to_end(
     status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def take(part: Part, seconds: float, seed: int, tell: Any) -> Done:
-        row = {"name": "a", "status": status if part.name == "engine" else "told", "modes": {}}
+        row = {"name": "a", "status": status if part.name == "engine" else "told", "equal_tokens": 0.5}
         tell(row)
         return Done(part.name, seconds, 1.0, [row])
 
     monkeypatch.setattr(run, "why_not", lambda: None)
+    monkeypatch.setattr(run, "count_gpus", lambda: 1)
     monkeypatch.setattr(limits, "gpu_environment", lambda: ENVIRONMENT)
     monkeypatch.setattr(run, "run_part", take)
     path = tmp_path / "gpu.jsonl"
@@ -588,5 +703,5 @@ def test_a_run_from_beginning_to_end(
     assert [part["part"] for part in row["parts"]] == ["checks", "engine", "kernels", "throughput"]
     assert row["seed"] == 5
     assert row["parts"][0]["budget"] == pytest.approx(90 * PARTS[0].share, abs=1)
-    assert f"  {status:9} a: nothing compared" in capsys.readouterr().out
+    assert f"  {status:9} a: 50.0% of the tokens equal" in capsys.readouterr().out
     assert run.main(["--only", "kernels"]) == 0

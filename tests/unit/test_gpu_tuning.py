@@ -11,6 +11,7 @@ import torch
 
 from moeserve.triton_kernels import tune, tuning
 from moeserve.triton_kernels.tuning import (
+    FP8_BLOCK,
     MAX_SHARED_BYTES,
     SM_SHARED_BYTES,
     Config,
@@ -106,6 +107,7 @@ def test_candidates(layer: tune.Layer, num_tokens: int) -> None:
             assert config.programs_per_sm * (shared_bytes + 1024) < SM_SHARED_BYTES
             assert config.block_n >= 64 if config.is_swapped else config.block_m >= 64
             assert one.kind == "bf16" or config.block_n <= (256 if one.is_gated else 128)
+            assert one.kind == "bf16" or config.block_k == FP8_BLOCK, "another order of additions is other bytes"
 
 
 def test_what_does_not_fit_is_no_candidate() -> None:

@@ -102,3 +102,9 @@ def test_the_largest_step_is_as_large_as_the_limits_allow(max_tokens: int, max_s
     assert all(len(chunk.block_ids) * 4 >= chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
     assert plan.chunks[0].start + len(plan.chunks[0].token_ids) == max_len
     assert all(chunk.sample is not None for chunk in plan.chunks)
+
+
+@pytest.mark.parametrize(("most", "num_tokens", "num_chunks"), [(1, 1, 1), (4, 4, 4), (16, 16, 5), (64, 50, 5)])
+def test_a_smaller_step_has_so_many_tokens(most: int, num_tokens: int, num_chunks: int) -> None:
+    plan = largest_step(config(max_num_batched_tokens=50, max_num_seqs=5, max_model_len=20, block_size=4), most)
+    assert (plan.num_tokens, len(plan.chunks)) == (num_tokens, num_chunks)

@@ -59,7 +59,9 @@ class Gathering:
             sizes = [num_tokens * top_k for num_tokens in self.step.tokens_per_rank]
             small_ticket = SmallTicket(self.weights_TK, pair_of_row_P, sizes, both_NV.dtype)
             rows_PD = exchange.pairs.gather(hidden_ND, pair_of_row_P, top_k)
-            return Arrived(PackedTokens(rows_PD, counts_e, has_spare_rows=True), small_ticket)
+            expected_rows = exchange.expected_rows(self.step, top_k)
+            tokens = PackedTokens(rows_PD, counts_e, has_spare_rows=True, expected_rows=expected_rows)
+            return Arrived(tokens, small_ticket)
         assignment = exchange.assign(experts_NK, self.step)
         rows_RD = exchange.pairs.gather(hidden_ND, assignment.packed_pairs_R, top_k)
         ticket = exchange.ticket(self.own_TK, assignment, self.weights_TK, both_NV.dtype)

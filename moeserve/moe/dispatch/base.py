@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -25,6 +26,7 @@ class PackedTokens:
     counts_e: Tensor  # int64: how many rows each local expert has
     has_spare_rows: bool = False  # whether more rows may follow the last expert's, which nobody computes
     gather: Gather | None = None  # for kernels that fetch rows as they read them
+    expected_rows: int | None = None  # about how many rows count, where most are spare; None: nearly all
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class SlottedTokens:
 
     slots_eSD: Tensor  # each expert's rows first, in its slots; what lies in the others, or comes of it, is not read
     counts_e: Tensor  # int64: how many rows each local expert has
+    expected_rows: int | None = None  # about how many rows all experts have together; None: nearly every slot
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,14 @@ class Arrived(Generic[Ticket]):
 
     tokens: PackedTokens | SlottedTokens
     ticket: Ticket
+
+
+def share_of_pairs(tokens_per_rank: Sequence[int], top_k: int, num_own: int, num_all: int) -> int:
+    """About how many pairs of a step come to `num_own` of `num_all` slots, if as many come to each.
+
+    Padding counts: the host knows a step's rows, and only the GPU knows which of them stand for no token.
+    """
+    return -(-sum(tokens_per_rank) * top_k * num_own // num_all)
 
 
 class Pending(Protocol[Ticket]):

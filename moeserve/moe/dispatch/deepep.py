@@ -186,7 +186,7 @@ def open_deepep(
     """
     match _known_api(deep_ep):
         case "elastic":
-            return ElasticCarrier(deep_ep, shape, process_group, is_deterministic=is_deterministic)
+            return ElasticCarrier(deep_ep, shape, process_group, device, is_deterministic=is_deterministic)
         case "legacy":
             return LegacyCarrier(deep_ep, shape, process_group, group.rank_in_group, device)
 

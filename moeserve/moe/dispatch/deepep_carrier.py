@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moeserve.moe.dispatch.base import Pending, PendingOutput
+from moeserve.moe.dispatch.base import Pending, PendingOutput, share_of_pairs
 
 # T tokens of this rank, D model width, K experts per token, B blocks of a row
 
@@ -44,6 +44,10 @@ class DeepEPShape:
     def is_low_latency(self, tokens_per_rank: Sequence[int]) -> bool:
         """Which way a step takes: from what all ranks know alike, so they answer alike."""
         return self.low_latency_tokens > 0 and max(tokens_per_rank) <= self.low_latency_tokens
+
+    def expected_rows(self, tokens_per_rank: Sequence[int]) -> int:
+        """About how many pairs a rank computes: all have as many slots."""
+        return share_of_pairs(tokens_per_rank, self.top_k, 1, self.num_ranks)
 
 
 class Event(Protocol):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moeserve.moe.dispatch.base import Arrived, PackedTokens
 from moeserve.moe.dispatch.deepep_carrier import DeepEPShape, Event, Returning, from_float8, to_float8
+from moeserve.ops.pairs import choose_pairs
 
 # T tokens of this rank, D model width, K experts per token, R rows that arrive, one for each pair that this rank
 # computes, and maybe spare ones, e local experts
@@ -27,13 +28,19 @@ class ElasticTicket:
     weights_R: Tensor  # of each row
     num_tokens: int  # T
 
+    @property
+    def ends_e(self) -> Tensor:
+        """The number of rows up to each expert's last, as there is an alignment of 1. Int32, on the device."""
+        ends_e: Tensor = self.handle.psum_num_recv_tokens_per_expert
+        return ends_e
+
 
 @dataclass(frozen=True)
 class ElasticTravelling:
     """A dispatch under way."""
 
     received: Tensor | tuple[Tensor, Tensor]  # [R, D], or float8 and scales
-    has_spare_rows: bool
+    expected_rows: int | None  # of small steps, whose rows are mostly spare; None: there are no spare ones
     event: Event
     ticket: ElasticTicket
     dtype: torch.dtype
@@ -41,10 +48,10 @@ class ElasticTravelling:
     def wait(self) -> Arrived[ElasticTicket]:
         self.event.current_stream_wait()
         rows_RD = from_float8(self.received, self.dtype)
-        # the number of rows up to each expert's last, with an alignment of 1
-        ends_e = self.ticket.handle.psum_num_recv_tokens_per_expert
+        ends_e = self.ticket.ends_e
         counts_e = ends_e.to(torch.int64).diff(prepend=ends_e.new_zeros(1, dtype=torch.int64))
-        return Arrived(PackedTokens(rows_RD, counts_e, self.has_spare_rows), self.ticket)
+        has_spare_rows = self.expected_rows is not None
+        return Arrived(PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=self.expected_rows), self.ticket)
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,13 @@ class ElasticCarrier:
     """
 
     def __init__(
-        self, deep_ep: ModuleType, shape: DeepEPShape, process_group: Any, *, is_deterministic: bool = True
+        self,
+        deep_ep: ModuleType,
+        shape: DeepEPShape,
+        process_group: Any,
+        device: torch.device,
+        *,
+        is_deterministic: bool = True,
     ) -> None:
         """
         Args:
@@ -81,6 +94,7 @@ class ElasticCarrier:
         """
         self.shape = shape
         self.is_deterministic = is_deterministic
+        self.pairs = choose_pairs(device.type)
         buffer_class = deep_ep.ElasticBuffer
         known = inspect.signature(buffer_class).parameters
         options = {"deterministic": is_deterministic} if "deterministic" in known else {}
@@ -126,11 +140,12 @@ class ElasticCarrier:
             do_expand=True,
         )
         ticket = ElasticTicket(handle, weights_R, num_tokens)
-        return ElasticTravelling(received, is_small, event, ticket, shape.dtype)
+        expected_rows = shape.expected_rows(tokens_per_rank) if is_small else None
+        return ElasticTravelling(received, expected_rows, event, ticket, shape.dtype)
 
     def combine(self, output: Tensor, ticket: ElasticTicket) -> Returning | ReturningOne:
-        # In float32, rounded once. Weights could as well be applied where gate and up meet, if experts have no bias.
-        weighted_RD = torch.mul(output, ticket.weights_R[:, None], out=torch.empty_like(output))
+        # Weights could as well be applied where gate and up meet, if experts have no bias.
+        weighted_RD = self.pairs.weigh(output, ticket.weights_R, ticket.ends_e[-1:])
         # collective: all ep ranks
         output_TD, _, event = self.buffer.combine(weighted_RD, ticket.handle, async_with_compute_stream=True)
         returning = Returning(output_TD, event)

@@ -69,6 +69,7 @@ class LowLatencyTravelling:
 
     received: Tensor | tuple[Tensor, Tensor]  # [e, S, D], or float8 and scales; anything, beyond the counts
     counts_e: Tensor  # int32
+    expected_rows: int
     event: Event
     ticket: LowLatencyTicket
     dtype: torch.dtype
@@ -76,7 +77,7 @@ class LowLatencyTravelling:
     def wait(self) -> Arrived[LowLatencyTicket]:
         self.event.current_stream_wait()
         slots_eSD = from_float8(self.received, self.dtype)
-        return Arrived(SlottedTokens(slots_eSD, self.counts_e.to(torch.int64)), self.ticket)
+        return Arrived(SlottedTokens(slots_eSD, self.counts_e.to(torch.int64), self.expected_rows), self.ticket)
 
 
 class LegacyCarrier:
@@ -137,7 +138,7 @@ class LegacyCarrier:
     ) -> Pending[NormalTicket] | Pending[LowLatencyTicket]:
         self.prepare(tokens_per_rank)
         if self.shape.is_low_latency(tokens_per_rank):
-            return self._dispatch_low_latency(hidden_TD, experts_TK, weights_TK)
+            return self._dispatch_low_latency(hidden_TD, experts_TK, weights_TK, tokens_per_rank)
         return self._dispatch_normal(hidden_TD, experts_TK, weights_TK)
 
     def combine(self, output: Tensor, ticket: NormalTicket | LowLatencyTicket) -> Returning:
@@ -185,7 +186,9 @@ class LegacyCarrier:
             dtype=self.shape.dtype,
         )
 
-    def _dispatch_low_latency(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> LowLatencyTravelling:
+    def _dispatch_low_latency(
+        self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, tokens_per_rank: Sequence[int]
+    ) -> LowLatencyTravelling:
         assert self.num_low_latency_results < MAX_LOW_LATENCY_RESULTS, "combine what was dispatched before"
         self.num_low_latency_results += 1
         # collective: all ep ranks
@@ -198,7 +201,8 @@ class LegacyCarrier:
             async_finish=True,
         )
         ticket = LowLatencyTicket(handle, experts_TK, weights_TK)
-        return LowLatencyTravelling(received, counts_e, event, ticket, self.shape.dtype)
+        expected_rows = self.shape.expected_rows(tokens_per_rank)
+        return LowLatencyTravelling(received, counts_e, expected_rows, event, ticket, self.shape.dtype)
 
 
 def _buffer_sizes(buffer_class: Any, shape: DeepEPShape) -> tuple[int, int]:

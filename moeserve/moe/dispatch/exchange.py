@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.group import GroupCoordinator, PendingTensor
+from moeserve.moe.dispatch.base import share_of_pairs
 from moeserve.moe.dispatch.replicas import Replicas
 from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
@@ -65,6 +66,10 @@ class Exchange:
         rank = self.group.rank_in_group
         assert len(routing.experts_TK) == step.tokens_per_rank[rank], (len(routing.experts_TK), step.tokens_per_rank)
         return self.replicas.choose(routing.experts_TK, first_token=sum(step.tokens_per_rank[:rank]))
+
+    def expected_rows(self, step: StepInputs, top_k: int) -> int:
+        """About how many pairs this rank computes."""
+        return share_of_pairs(step.tokens_per_rank, top_k, self.own_keys.num_counted, sum(self.num_slots))
 
     def assign(self, experts_NK: Tensor, step: StepInputs) -> Assignment:
         """Who computes what, from the physical experts of all ranks' tokens."""

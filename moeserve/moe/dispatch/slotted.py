@@ -72,4 +72,4 @@ def into_slots(tokens: PackedTokens, slot_of_row_R: Tensor, num_slots: int) -> S
     num_experts, width = len(tokens.counts_e), tokens.rows_RD.shape[1]
     slots_eSD = tokens.rows_RD.new_zeros(num_experts, num_slots, width)
     slots_eSD.view(-1, width)[slot_of_row_R] = tokens.rows_RD[: len(slot_of_row_R)]
-    return SlottedTokens(slots_eSD, tokens.counts_e)
+    return SlottedTokens(slots_eSD, tokens.counts_e, expected_rows=len(slot_of_row_R))
