@@ -12,6 +12,7 @@ from reference_models import Reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
+from moeserve.layers.attention import Attention, KeyValueCache
 from moeserve.ops import attention_peers, attention_times, backend, flashinfer_attention, row_maximum, sampling
 from moeserve.ops.attention_peers import PeerAttention
 from moeserve.ops.gpu import GpuAttention, GpuLatentAttention, GpuPairs, GpuProduct
@@ -98,6 +99,16 @@ def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_
         ("DECODE_HEAD_MULTIPLE", package.head_multiple),
     ):
         monkeypatch.setattr(flashinfer_attention, name, value)
+    made = Attention.make_cache
+
+    def make_cache(self: Attention, num_blocks: int, block_size: int) -> KeyValueCache:
+        """Memory may hold anything before it is used."""
+        cache = made(self, num_blocks, block_size)
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+        return cache
+
+    monkeypatch.setattr(Attention, "make_cache", make_cache)
     faster = {attention_times.OWN: 2.0, f"flashinfer {attention_stand_ins.VERSION}": 1.0}
     monkeypatch.setattr(attention_peers, "load_times", lambda path: Everything({"decode": faster, "chunks": faster}))
     return package
