@@ -12,6 +12,8 @@ from reference_models import Reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
+from moeserve.layers.attention import Attention, KeyValueCache
+from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.experts import Experts
 from moeserve.ops import attention_peers, attention_times, flashinfer_attention, gpu
@@ -93,6 +95,16 @@ def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_
         ("DECODE_HEAD_MULTIPLE", package.head_multiple),
     ):
         monkeypatch.setattr(flashinfer_attention, name, value)
+    made = Attention.make_cache
+
+    def make_cache(self: Attention, num_blocks: int, block_size: int) -> KeyValueCache:
+        """Memory may hold anything before it is used."""
+        cache = made(self, num_blocks, block_size)
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+        return cache
+
+    monkeypatch.setattr(Attention, "make_cache", make_cache)
     faster = {attention_times.OWN: 2.0, f"flashinfer {attention_stand_ins.VERSION}": 1.0}
     monkeypatch.setattr(attention_peers, "load_times", lambda path: Everything({"decode": faster, "chunks": faster}))
     return package
@@ -194,6 +206,7 @@ def test_rows_that_are_expected_decide_how_experts_are_cut(gpu_kernels: None, mo
 
     monkeypatch.setattr(grouped_matmul, "choose_config", choose)
     experts = Experts(2, 16, 8, SwiGLU(), has_bias=False, dtype=torch.float32, device=torch.device("cpu"))
+    allocate_weights(experts)
     for weight in experts.parameters():
         weight.normal_()
     rows, counts_e = torch.randn(40, 16), torch.tensor([1, 2])

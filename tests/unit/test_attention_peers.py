@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeserve.config import AttentionName
 from moeserve.errors import SettingsError
-from moeserve.ops import attention_peers, attention_times, backend, varlen_attention
+from moeserve.ops import attention_peers, attention_times, backend, flashinfer_attention, varlen_attention
 from moeserve.ops.attention import TorchAttention
 from moeserve.ops.attention_peers import (
     AttentionPeers,
@@ -59,6 +59,7 @@ Chunks = list[tuple[int, int]]  # rows, and length of the context with them
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> attention_stand_ins.FlashInfer:
     package = attention_stand_ins.strict()
     attention_stand_ins.install(monkeypatch, package)
+    monkeypatch.setattr(flashinfer_attention, "DECODE_WORKSPACE", attention_stand_ins.SEMAPHORES + 8192)
     return package
 
 
@@ -461,10 +462,9 @@ def test_the_fastest_by_measurements_attends() -> None:
 
 
 def test_a_step_without_tokens_is_ours() -> None:
-    peers = AttentionPeers("flashinfer", [Named("a 1", 1.0)], {}, 16)
     own = TorchAttention(scale=1.0, window=None)
-    case = make_case(PROBLEM, [])
-    assert case.attended_by(peers.beside(own, PROBLEM).attend).shape == (0, 4, 64)
+    layer = PeerAttention(own, lambda *args: pytest.fail("decode"), lambda *args: pytest.fail("chunks"))
+    assert make_case(PROBLEM, []).attended_by(layer.attend).shape == (0, 4, 64)
 
 
 def test_chunks_without_rows_are_no_decode_step() -> None:
