@@ -133,6 +133,9 @@ class DeepEPDispatcher:
     def combine(self, output: Tensor, ticket: Any) -> PendingOutput:
         return self.carrier.combine(output.contiguous(), ticket)
 
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        return self.carrier.is_capturable(tokens_per_rank)
+
 
 def choose_deepep(
     shape: DeepEPShape,
