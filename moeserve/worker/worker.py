@@ -43,6 +43,7 @@ class Worker:
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
         model = loaded.model
+        self._carrier = model.carrier
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
 
         groups.world.barrier()  # collective: all ranks; all have loaded, so what is free now is left for caches
@@ -135,6 +136,12 @@ class Worker:
         told, self._untold = self._untold, None
         epoch = self.rebalancer.held_epoch if self.rebalancer else 0
         return msgspec.structs.replace(result, load=told, placement_epoch=epoch)
+
+    def close(self) -> None:
+        """Gives back what all ranks hold together, at an orderly end. May be called twice. Collective: all ranks."""
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            carrier.close()
 
     def _prepare(self, agreement: Agreement) -> None:
         epoch = self.rebalancer.epoch if self.rebalancer else 0
