@@ -63,15 +63,17 @@ class Worker:
         has_graphs = config.device == "cuda" and not config.enforce_eager and backend.of("cuda") == "triton"
         has_graphs = has_graphs and groups.can_be_captured
         max_blocks = -(-config.max_model_len // config.block_size)
-        sizes = graph_sizes(config.max_num_seqs)
+        sizes = graph_sizes(config.max_num_seqs, groups.mesh, model.is_capturable)
+        recording = torch.cuda.Stream() if has_graphs else None
 
         def record(caches: list[Any], sizes: Sequence[int]) -> CudaGraphs:
-            return CudaGraphs(model, caches, groups.mesh, tp_rank, max_blocks, sizes, TorchCapture())
+            assert recording is not None
+            return CudaGraphs(model, caches, groups.mesh, tp_rank, max_blocks, sizes, TorchCapture(recording))
 
         reserved = loaded.mapped_bytes + (spare_bytes(layers) if may_move else 0)
         if has_tapes:
             reserved += MEMORY_BYTES
-        elif has_graphs:
+        elif has_graphs and config.kv_cache_memory is None:
             one_block = model.make_caches(1, config.block_size)
             reserved += memory_of_graphs(functools.partial(record, one_block), sizes)
         num_blocks = count_blocks(
@@ -180,8 +182,10 @@ def largest_step(config: EngineConfig) -> StepPlan:
     """A step that takes as much memory as any that the scheduler may plan. All of its blocks are block 0.
 
     It has as many tokens and as many sampled rows as there may be, and its first chunk, of the fewest rows that fill
-    what attention works on at a time, comes at the end of the longest context.
+    what attention works on at a time, comes at the end of the longest context. On a GPU log-probabilities are told:
+    so many rows are looked at together there that copies of their scores count.
     """
+    params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1 if config.device == "cuda" else None)
     chunks: list[Chunk] = []
     num_left = config.max_num_batched_tokens
     num_chunks = min(config.max_num_seqs, num_left)
@@ -196,7 +200,7 @@ def largest_step(config: EngineConfig) -> StepPlan:
                 token_ids=[0] * length,
                 start=context_len - length,
                 block_ids=[0] * -(-context_len // config.block_size),
-                sample=SampleSpec(params=SamplingParams(temperature=1.0, top_p=0.9), seed=0, position=0),
+                sample=SampleSpec(params=params, seed=0, position=0),
             )
         )
     return StepPlan(step=0, chunks=chunks)
