@@ -85,7 +85,6 @@ def connect(
     check_order: bool,
     transport: TransportName = "auto",
     device: torch.device = CPU,
-    deterministic: bool = False,
 ) -> Groups:
     """Meet the other ranks of the mesh at a store, and connect with them. Each rank calls it once for each store.
 
@@ -94,8 +93,7 @@ def connect(
     check_order, ranks tell each other what they are about to join before every collective: slow, for debugging.
 
     `transport` is that of tensors on the CPU. With a GPU for `device`, which no other rank has and which is current in
-    this thread, the groups that layers use carry tensors on it as well, over NCCL; `deterministic` adds those in rank
-    order and in float32 as all others are added, instead of as is quickest.
+    this thread, the groups that layers use carry tensors on it as well, over NCCL, which adds as is quickest.
 
     DistributedError names the ranks that did not come. SettingsError where there is a GPU, but no NCCL. gloo and NCCL
     listen on the address from which the store is reached; shared memory has no address, and no name anywhere.
@@ -144,11 +142,9 @@ def connect(
                     prefix, *where, device=device, address=address, timeout_s=timeout_s
                 )
             one_shot = None
-            if name == "tp" and not deterministic:  # ep's sums may run beside tp's, on a stream of their own
+            if name == "tp":  # ep's sums may run beside tp's, on a stream of their own
                 one_shot = sums_at_once(PrefixStore("symmetric", prefix), ranks, nccl_groups[ranks])
-            through = nccl.NcclTransport(
-                nccl_groups[ranks], timeout_s, deterministic=deterministic, one_shot=one_shot, owns_group=is_new
-            )
+            through = nccl.NcclTransport(nccl_groups[ranks], timeout_s, one_shot=one_shot, owns_group=is_new)
             through.try_out(device)
             return through
         except TransportError as error:

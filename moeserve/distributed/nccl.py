@@ -20,17 +20,8 @@ from torch.distributed import Store, Work, is_nccl_available
 
 from moeserve.addresses import own_addresses
 from moeserve.config import WITHOUT_NCCL, set_for_libraries
-from moeserve.distributed.transport import (
-    Pending,
-    TransportError,
-    add_shares_and_gather,
-    exchange_and_add,
-    gather_and_add,
-)
+from moeserve.distributed.transport import Pending, TransportError, exchange_and_add
 from moeserve.errors import SettingsError
-
-# Where the order of adding is fixed, every rank adds everything as long as it does not receive so many bytes more.
-MAX_EXTRA_BYTES = 2**20
 
 # torch's thread gives a communicator up that has failed, and the process lives: 3, torch's default, ends the process
 # before this rank could say which collective it was.
@@ -42,11 +33,15 @@ LOST = "NCCL lost the connection with another rank"
 def as_torch_group(store: Store, rank_in_group: int, num_ranks: int, backend: Any) -> Any:
     """The ProcessGroup of torch.distributed over what `process_group` gave, for libraries that ask for one.
 
-    It stands in no table of the process.
+    It stands in no table of the process. Its backend is its default: a barrier, for one, takes a tensor of the default
+    backend's device, and without any one of the CPU, for which NCCL has nothing.
     """
     c10d = importlib.import_module("torch._C._distributed_c10d")
     group = c10d.ProcessGroup(store, rank_in_group, num_ranks)
-    group._register_backend(torch.device("cuda"), c10d.ProcessGroup.BackendType.NCCL, backend)
+    kind = getattr(c10d.ProcessGroup.BackendType, backend.name().upper())
+    device = torch.device("cuda" if backend.name() == "nccl" else "cpu")
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
     return group
 
 
@@ -74,7 +69,6 @@ class NcclTransport:
     may round to the tensors' dtype after each addition: last bits depend on all of these. `all_reduce` gives the same
     bytes to all ranks. Where all terms of a sum but one are zero, as in the combine of small steps, the order does not
     matter. Shares of different sizes are added here, in rank order and in float32, unless a one-shot sum takes them.
-    With `deterministic` all are, and have the bytes of the other transports.
     """
 
     def __init__(
@@ -82,23 +76,19 @@ class NcclTransport:
         group: Any,
         timeout_s: float,
         *,
-        deterministic: bool = False,
         one_shot: OneShot | None = None,
         owns_group: bool = True,
     ) -> None:
         """
         Args:
             group: from `process_group`.
-            deterministic: add in rank order and in float32, which moves more bytes and takes more kernels.
-            one_shot: what adds the tensors that it takes; not with `deterministic`.
+            one_shot: what adds the tensors that it takes.
             owns_group: whether to give the group up when this is closed; of several that share one, the first.
         """
-        assert not (deterministic and one_shot), "a one-shot sum is not added in float32"
         self._group: Any = group
         self._timeout_s = timeout_s
         self._num_ranks: int = group.size()
         self._rank: int = group.rank()
-        self._is_deterministic = deterministic
         self._one_shot = one_shot
         self._owns_group = owns_group
 
@@ -127,7 +117,7 @@ class NcclTransport:
             return x.new_empty((own, *x.shape[1:]))
         if self._one_shot is not None and self._one_shot.takes(x):
             return self._sum_at_once(self._one_shot, x).narrow(0, sum(sizes[: self._rank]), own)
-        if self._is_deterministic or not _are_even(sizes):
+        if not _are_even(sizes):
             return exchange_and_add(self, x, sizes, self._rank)
         reduced = x.new_empty((own, *x.shape[1:]))
         options = _on_current_stream(ReduceScatterOptions())
@@ -139,10 +129,6 @@ class NcclTransport:
             return x.new_empty(x.shape)
         if self._one_shot is not None and self._one_shot.takes(x):
             return self._sum_at_once(self._one_shot, x.contiguous())
-        if self._is_deterministic:
-            if x.nbytes * (self._num_ranks - 2) <= MAX_EXTRA_BYTES:
-                return gather_and_add(self, x, self._num_ranks)
-            return add_shares_and_gather(self, x, self._num_ranks)
         total = x.clone(memory_format=torch.contiguous_format)  # it is added where it lies
         options = _on_current_stream(AllreduceOptions())
         self._waits_for(self._begun(lambda: self._group.allreduce([total], options)))()

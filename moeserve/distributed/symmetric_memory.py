@@ -3,7 +3,8 @@
 A decode step sums a few rows in every layer, and what that takes is waiting: NCCL passes them on from rank to rank or
 through a tree, here one look at each other GPU is enough. It takes memory that all GPUs have mapped, which torch calls
 symmetric (torch.distributed._symmetric_memory; it is not public yet). So whether it is there and gives right sums is
-found out by doing it, on all ranks alike, and where not, NCCL sums.
+found out by doing it, on all ranks alike, and where not, NCCL sums. So with Ray, which shows each rank its own GPU as
+number 0: torch refuses ranks whose GPUs have the same number.
 
 Knows ranks of one group. What is of torch is in `TorchLibrary`; the rest runs without a GPU.
 """

@@ -24,5 +24,5 @@ class Executor(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Ends the ranks and frees what they hold. May be called twice."""
+        """Ends the ranks and frees what they hold, once all replicas have agreed to end. May be called twice."""
         ...

@@ -50,5 +50,6 @@ class MultiprocExecutor:
     def shutdown(self) -> None:
         for worker in self._workers:
             worker.channel.send(Leave())
+        self.worker.close()  # collective: all ranks
         end_all(self._workers, patience_s=SECONDS_TO_GO)
         self._workers = ()

@@ -111,8 +111,13 @@ class OutputHead(nn.Module):
         return self.weights.open.weight_eOI[0]
 
     def forward(self, hidden_LD: Tensor) -> Tensor:
-        """[L, vocab_size], on every tp rank."""
+        """[L, vocab_size], on every tp rank. Rows are contiguous: what chooses tokens from them may rely on it."""
         logits_LV = self.weights.product.multiply(hidden_LD)
         if self.tp.world_size == 1:
             return logits_LV
-        return self.tp.all_gather(logits_LV.T, self.share_sizes).T  # collective: all tp ranks
+        num_rows = len(logits_LV)
+        sizes = [num_rows * share for share in self.share_sizes]
+        # collective: all tp ranks
+        parts = self.tp.all_gather(logits_LV.flatten(), sizes).split(sizes)
+        shares_LV = [part.view(num_rows, share) for part, share in zip(parts, self.share_sizes, strict=True)]
+        return torch.cat(shares_LV, dim=1)

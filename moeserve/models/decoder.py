@@ -178,6 +178,10 @@ class Decoder(nn.Module):
             if isinstance(layer.feed_forward, MoELayer)
         }
 
+    def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
+        """Whether a CUDA graph is to hold such a step, padded. All ranks answer alike."""
+        return all(layer.is_capturable(tokens_per_rank) for layer in self.moe_layers.values())
+
     @property
     def cache_bytes_per_token(self) -> int:
         return sum(layer.attention.cache_bytes_per_token for layer in self.layers)

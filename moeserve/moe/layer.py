@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ class MoELayer(nn.Module):
         self.shared_experts = (
             None if config.shared is None else SharedExperts(config.shared, hidden_size, dtype=dtype, device=device)
         )
+        self.bytes_per_token = config.router.top_k * hidden_size * dtype.itemsize  # of rows, one for each expert
         self.group = group
         self.dispatcher: Dispatcher[Any]
         match dispatcher:
@@ -109,6 +111,10 @@ class MoELayer(nn.Module):
         self.local_experts = placement.logical_of_slot[self.group.rank_in_group]
         self.load.placement = placement
         self.dispatcher.replicas.place(placement)
+
+    def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
+        """Whether a CUDA graph is to hold such a step, padded. All ranks answer alike."""
+        return self.dispatcher.is_capturable(tokens_per_rank, self.bytes_per_token)
 
     def forward(self, hidden_TD: Tensor, step: StepInputs) -> Tensor:
         routing = self.router(hidden_TD)

@@ -22,12 +22,13 @@ from moeserve.distributed.mesh import Mesh, share_of, share_sizes
 from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import ChunkSpan, StepInputs
+from moeserve.worker.kv_cache import free_gpu_memory
 
 SMALL_SIZES = (1, 2, 4, 8)
 STEP, LARGE_STEP = 8, 32  # between sizes: up to LARGE_FROM, and beyond
 LARGE_FROM = 128
 MAX_SIZE = 512  # tokens; in larger steps the GPU has enough to do while it is told what comes next
-WARM_UPS = 2  # runs in another stream before a recording, in which libraries set up what they need there
+WARM_UPS = 2  # runs in the stream of a recording before it, in which libraries set up what they need there
 
 
 class Capture(Protocol):
@@ -41,55 +42,64 @@ class Capture(Protocol):
 class TorchCapture:
     """By torch's CUDA graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """
+        Args:
+            stream: in which all of them are recorded, and no graph that is given up earlier. torch keeps memory for
+                cuBLAS by the stream, which graphs go on using, and frees it when one recorded there is given up.
+        """
+        self._stream = stream
         self._pool: Any = None
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
                 run()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = run()
         self._pool = self._pool or graph.pool()
         return graph.replay, result
 
 
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of tokens for which there are graphs, ascending: enough that little of a step is padding."""
+def graph_sizes(max_num_seqs: int, mesh: Mesh, is_capturable: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
+    """Numbers of tokens for which there are graphs, ascending: enough that little of a step is padding.
+
+    All tp ranks have equally many of them, as NCCL takes them at once.
+
+    Args:
+        is_capturable: whether a graph is to hold a step, by the tokens of each ep rank. Others run layer by layer.
+    """
     largest = min(max_num_seqs, MAX_SIZE)
     sizes = [*SMALL_SIZES, *range(2 * STEP, LARGE_FROM, STEP), *range(LARGE_FROM, largest + LARGE_STEP, LARGE_STEP)]
-    return tuple(sorted({size for size in sizes if size < largest} | {largest}))
+    shares = sorted({-(-min(size, largest) // mesh.tp) for size in sizes})
+    return tuple(share * mesh.tp for share in shares if is_capturable((share,) * mesh.world_size))
 
 
 def memory_of_graphs(record: Callable[[Sequence[int]], object], sizes: Sequence[int]) -> int:
     """Bytes of the GPU that graphs of these sizes will take: what the largest takes, and for each other one as much
-    more as the smallest does. Two recordings, which are let go again. Collective: all ranks.
+    more as the smallest does. Three recordings, which are let go again. Collective: all ranks.
 
     Args:
         record: makes graphs of some sizes, ascending, which live as long as what it returns.
     """
 
     def taken(some: Sequence[int]) -> int:
-        before = _free_bytes()
+        before = free_gpu_memory()
         graphs = record(some)
-        bytes_taken = before - _free_bytes()
+        bytes_taken = before - free_gpu_memory()
         del graphs
         return max(0, bytes_taken)
 
+    if not sizes:
+        return 0
+    taken(sizes[-1:])  # also what stays and is not taken again: kernels' code, libraries' memory, connections
     alone = taken(sizes[-1:])
     if len(sizes) == 1:
         return alone
     return alone + max(0, taken([sizes[0], sizes[-1]]) - alone) * (len(sizes) - 1)
-
-
-def _free_bytes() -> int:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info()[0])
 
 
 class CudaGraphs:
@@ -114,9 +124,6 @@ class CudaGraphs:
         """
         self.model = model
         self.caches = caches
-        carrier = model.carrier
-        if carrier is not None:  # what it cannot carry without a look at the host runs layer by layer
-            sizes = [size for size in sizes if carrier.is_capturable(share_sizes(size, mesh.tp) * mesh.dp)]
         self.sizes = tuple(sizes)
         device = model.embedding.weight.device
         self._inputs = _empty_inputs(max(sizes, default=0), max_blocks, device)

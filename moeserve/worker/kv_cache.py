@@ -40,7 +40,8 @@ def count_blocks(
         peak = measure_step_memory(run_largest_step, config.device)
         # On a CPU all ranks of the host take their memory, and that of their largest steps, from the same.
         num_sharing = config.num_ranks if config.device == "cpu" else 1
-        free = max(0, _free_memory(config.device) - (peak + reserved_bytes) * num_sharing)
+        now_free = free_gpu_memory() if config.device == "cuda" else free_memory()
+        free = max(0, now_free - (peak + reserved_bytes) * num_sharing)
         num_bytes = int(free * FREE_MEMORY_SHARE[config.device] / num_sharing)
         logger.info("largest step takes %s, KV cache may take %s", shown_bytes(peak), shown_bytes(num_bytes))
     num_blocks = min(num_bytes // block_bytes, blocks_per_request * config.max_num_seqs)
@@ -71,8 +72,11 @@ def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> 
     return max(0, _resident_bytes("VmHWM") - before)
 
 
-def _free_memory(device: str) -> int:
-    return torch.cuda.mem_get_info()[0] if device == "cuda" else free_memory()
+def free_gpu_memory() -> int:
+    """Bytes that nothing holds: what torch has taken and does not use is given back first."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def _resident_bytes(name: str) -> int:

@@ -142,12 +142,19 @@ def _carrier(
         low_latency_tokens=config.deepep_low_latency_tokens,
         is_float8=config.deepep_float8,
     )
-    deep_ep = choose_deepep(shape, groups.ep, device, is_asked_for=not config.dispatcher_may_change)
+    is_asked_for = not config.dispatcher_may_change
+    deep_ep = choose_deepep(shape, groups.ep, device, is_asked_for=is_asked_for)
     if deep_ep is None:
         return None
     # Its sort of rows that makes results repeatable looks at the host, which no graph can hold.
     return open_deepep(
-        deep_ep, shape, groups.ep.make_torch_group(), groups.ep, device, is_deterministic=config.enforce_eager
+        deep_ep,
+        shape,
+        groups.ep.make_torch_group(),
+        groups.ep,
+        device,
+        is_asked_for=is_asked_for,
+        is_deterministic=config.enforce_eager,
     )
 
 

@@ -21,6 +21,7 @@ def serve(parent: Parent, start: RankStart) -> None:
     while True:
         for order in channel.receive(None):
             if isinstance(order, Leave):
+                worker.close()  # collective: all ranks
                 return
             worker.execute(order.plan, order.agreement)
 

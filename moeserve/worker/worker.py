@@ -43,6 +43,7 @@ class Worker:
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
         model = loaded.model
+        self._carrier = model.carrier
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
 
         groups.world.barrier()  # collective: all ranks; all have loaded, so what is free now is left for caches
@@ -62,17 +63,19 @@ class Worker:
         is_compiled = config.device == "cuda" and backend.of("cuda") == "triton"
         has_graphs = is_compiled and not config.enforce_eager and groups.can_be_captured
         max_blocks = -(-config.max_model_len // config.block_size)
-        sizes = graph_sizes(config.max_num_seqs)
+        sizes = graph_sizes(config.max_num_seqs, groups.mesh, model.is_capturable)
+        recording = torch.cuda.Stream() if has_graphs else None
         if is_compiled:
             run_all_sizes(probe, config)
 
         def record(caches: list[Any], sizes: Sequence[int]) -> CudaGraphs:
-            return CudaGraphs(model, caches, groups.mesh, tp_rank, max_blocks, sizes, TorchCapture())
+            assert recording is not None
+            return CudaGraphs(model, caches, groups.mesh, tp_rank, max_blocks, sizes, TorchCapture(recording))
 
         reserved = loaded.mapped_bytes + (spare_bytes(layers) if may_move else 0)
         if has_tapes:
             reserved += MEMORY_BYTES
-        elif has_graphs:
+        elif has_graphs and config.kv_cache_memory is None:
             one_block = model.make_caches(1, config.block_size)
             reserved += memory_of_graphs(functools.partial(record, one_block), sizes)
         num_blocks = count_blocks(
@@ -141,6 +144,12 @@ class Worker:
         epoch = self.rebalancer.held_epoch if self.rebalancer else 0
         return msgspec.structs.replace(result, load=told, placement_epoch=epoch)
 
+    def close(self) -> None:
+        """Gives back what all ranks hold together, at an orderly end. May be called twice. Collective: all ranks."""
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            carrier.close()
+
     def _prepare(self, agreement: Agreement) -> None:
         epoch = self.rebalancer.epoch if self.rebalancer else 0
         if self.rebalancer and self.rebalancer.may_switch(agreement.placement_epoch):
@@ -187,11 +196,13 @@ def largest_step(config: EngineConfig, most_tokens: int | None = None) -> StepPl
     """A step that takes as much memory as any that the scheduler may plan. All of its blocks are block 0.
 
     It has as many tokens and as many sampled rows as there may be, and its first chunk, of the fewest rows that fill
-    what attention works on at a time, comes at the end of the longest context.
+    what attention works on at a time, comes at the end of the longest context. On a GPU log-probabilities are told:
+    so many rows are looked at together there that copies of their scores count.
 
     Args:
         most_tokens: in it; None: as many as the scheduler may plan.
     """
+    params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1 if config.device == "cuda" else None)
     chunks: list[Chunk] = []
     num_left = min(most_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
     num_chunks = min(config.max_num_seqs, num_left)
@@ -206,7 +217,7 @@ def largest_step(config: EngineConfig, most_tokens: int | None = None) -> StepPl
                 token_ids=[0] * length,
                 start=context_len - length,
                 block_ids=[0] * -(-context_len // config.block_size),
-                sample=SampleSpec(params=SamplingParams(temperature=1.0, top_p=0.9), seed=0, position=0),
+                sample=SampleSpec(params=params, seed=0, position=0),
             )
         )
     return StepPlan(step=0, chunks=chunks)

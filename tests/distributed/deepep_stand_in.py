@@ -93,6 +93,7 @@ class Kernels:
         self.timeline: list[str] = []
         self.chance = random.Random(self.rank)
         self.is_destroyed = False
+        group.barrier()  # on a device of the group's own choice
 
     def launch(self, kernel: str, sizes: tuple[Any, ...], value: Any) -> list[Any]:
         """What every rank brings to a kernel that all must launch with the same sizes."""

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from moeserve.distributed.group import Groups, connect
 from moeserve.distributed.mesh import Mesh
+from moeserve.distributed.nccl import as_torch_group
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens
@@ -190,8 +191,10 @@ class Ground:
             self.process_group,
             self.groups.ep,
             CPU,
+            is_asked_for=True,
             is_deterministic=way.is_deterministic,
         )
+        assert carrier is not None
         self.carriers.append(carrier)
         return DeepEPDispatcher(self.groups.ep, case.placement, CPU, carrier=carrier)
 
@@ -208,7 +211,8 @@ def ground(place: Place) -> Iterator[Ground]:
         check_order=False,
     )
     store = PrefixStore("stand-in", TCPStore(place.store_host, place.store_port, is_master=False))
-    process_group = ProcessGroupGloo(store, place.rank, place.num_ranks, timedelta(seconds=50))
+    backend = ProcessGroupGloo(store, place.rank, place.num_ranks, timedelta(seconds=50))
+    process_group = as_torch_group(PrefixStore("group", store), place.rank, place.num_ranks, backend)
     made = Ground(place, groups, process_group)
     yield made
     for carrier in made.carriers:
@@ -309,6 +313,34 @@ def faults_of_cases(place: Place, cases: list[dict[str, Any]]) -> list[str]:
 
 
 SIZES = [[2, 4], [1, 6], [5, 5], [4, 0], [3, 3], [12, 0], [0, 0], [7, 4], [1, 1]]  # tokens of each rank
+
+
+def test_a_buffer_that_one_rank_cannot_open(ranks: Ranks) -> None:
+    """No rank has one then, and they go on together."""
+    assert ranks.run(2, "test_deepep:open_on_one_rank") == [[False, True]] * 2
+
+
+class OpenedOnRank0(ElasticBuffer):
+    @functools.wraps(ElasticBuffer.__init__)  # by which it is known
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.rank:
+            raise RuntimeError("no way to rank 0")
+
+
+def open_on_one_rank(place: Place) -> list[bool]:
+    broken = stand_in()
+    broken.ElasticBuffer = OpenedOnRank0  # type: ignore[attr-defined]
+    shape = DeepEPShape(
+        hidden_size=WIDTH, top_k=2, dtype=torch.bfloat16, num_slots=(2, 2), max_tokens_per_rank=MOST_TOKENS
+    )
+    with ground(place) as here:
+        carriers = [
+            open_deepep(package, shape, here.process_group, here.groups.ep, CPU, is_asked_for=False)
+            for package in (broken, stand_in(ElasticBuffer))
+        ]
+        here.carriers += filter(None, carriers)
+        return [carrier is not None for carrier in carriers]
 
 
 def test_small_and_large_steps_in_turn(ranks: Ranks) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ranks import Place, Ranks
 from thread_ranks import Record, Table, ThreadGroup, run
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from moeserve.distributed.group import connect, group_of_one
 from moeserve.distributed.mesh import Mesh
@@ -32,6 +33,7 @@ from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
+from moeserve.ops.pairs import PairKernels
 from moeserve.ops.routing import RouterConfig
 from moeserve.step_inputs import StepInputs
 
@@ -320,6 +322,114 @@ def test_which_steps_are_small(dtype: torch.dtype) -> None:
     for others, is_small in ((0, True), (most - 3, True), (most - 2, False)):
         step = cast(StepInputs, StepOf((3, others)))
         assert dispatcher.for_small_steps.is_small(torch.zeros(3, WIDTH, dtype=dtype), routing, step) == is_small
+
+
+class Asking(TorchFunctionMode):
+    """Notes what makes the host wait for a GPU: numbers that it reads, and results as large as the numbers say."""
+
+    WAITING = frozenset(
+        {"tolist", "item", "numpy", "cpu", "__int__", "__bool__", "__index__"}
+        | {"nonzero", "unique", "masked_select", "repeat_interleave", "bincount"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        is_mask = name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool
+        if name in self.WAITING or is_mask:
+            self.asked.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class PairsOfGpu:
+    """As on a GPU: each is a kernel, and only `sort` waits for it."""
+
+    def __init__(self, pairs: PairKernels) -> None:
+        self.pairs = pairs
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "sort", "the host waits for the number of pairs"
+        operation = getattr(self.pairs, name)
+
+        def launch(*arguments: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return operation(*arguments)
+
+        return launch
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("case_name", ["copies", "padding", "a rank without tokens"])
+def test_the_host_asks_once(case_name: str, name: str, is_small: bool) -> None:
+    """In a large step for all sizes at once, on the way there; in a small one, never."""
+    case = CASES[case_name]
+
+    def life(group: ThreadGroup) -> tuple[list[str], Tensor]:
+        dispatcher = cast(Any, make_dispatcher(name, group, case.placement))
+        dispatcher.exchange.pairs = PairsOfGpu(dispatcher.exchange.pairs)
+        hidden_TD, weights_TK = case.tokens(group.rank_in_group)
+        routing = Routing(case.experts_TK(group.rank_in_group), weights_TK)
+        with Asking() as mode:
+            arrived = dispatcher.dispatch(hidden_TD, routing, case.step).wait()
+        counts = arrived.tokens.counts_e.tolist()
+        output = torch.full_like(arrived.tokens.rows_RD, torch.nan)
+        rows = arrived.tokens.rows_RD[: sum(counts)].split(counts)
+        parts = [
+            expert_output(part, expert)
+            for expert, part in zip(case.logical_of_slot[group.rank_in_group], rows, strict=True)
+        ]
+        output[: sum(counts)] = torch.cat([*parts, output[:0]])
+        with mode:
+            output_TD = dispatcher.combine(output, arrived.ticket).wait()
+        return mode.asked, output_TD
+
+    with of_size(is_small):
+        for rank, (asked, output_TD) in enumerate(run(case.num_ranks, life)):
+            assert asked == ([] if is_small else ["tolist"])
+            assert bytes_of(output_TD) == bytes_of(expected(case, rank))
+
+
+def test_what_graphs_know_by_its_address_stays() -> None:
+    """Graphs of small steps are replayed after a larger one has come: what they read may not have been given up."""
+    case = CASES["one rank"]
+    dispatcher = AllGatherDispatcher(group_of_one("ep"), case.placement, CPU)
+
+    def address(num_tokens: int) -> int:
+        hidden_TD, routing = (
+            torch.ones(num_tokens, WIDTH),
+            Routing(torch.zeros(num_tokens, 2, dtype=torch.int64) + torch.arange(2), torch.ones(num_tokens, 2)),
+        )
+        step = cast(StepInputs, StepOf((num_tokens,)))
+        arrived = dispatcher.dispatch(hidden_TD, routing, step).wait()
+        assert isinstance(arrived.tokens, PackedTokens)
+        returned = dispatcher.combine(arrived.tokens.rows_RD, arrived.ticket)
+        assert isinstance(returned, allgather.Returned)
+        assert returned.pairs_p.tolist() == [*range(2 * num_tokens)]
+        return returned.pairs_p.data_ptr()
+
+    first = address(3)
+    assert address(500) != first
+    assert address(3) == first
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_which_steps_graphs_hold(name: Any) -> None:
+    """Those in which the rows of all pairs, as padded steps send them, are not more than a graph is worth."""
+    config = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), expert_width=6)
+    placement = CASES["one token"].placement
+    group = cast(Any, ThreadGroup(Table(2), 0))
+    layer = MoELayer(config, 64, name, placement, group, dtype=torch.bfloat16, device=CPU)
+    most = allgather.MAX_CAPTURED_BYTES // (2 * 64 * 2)
+    assert layer.is_capturable((most // 2, most // 2))
+    assert not layer.is_capturable((most // 2, most // 2 + 1))
+    alone = MoELayer(config, 64, "local", Placement.even(4, 1), group_of_one("ep"), dtype=torch.bfloat16, device=CPU)
+    assert alone.is_capturable((2 * most,))
+    in_slots = MoELayer(config, 64, name, placement, group, num_slots=4, dtype=torch.bfloat16, device=CPU)
+    assert not in_slots.is_capturable((1, 1))
 
 
 def test_too_many_rows_for_the_slots() -> None:

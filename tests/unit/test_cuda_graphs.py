@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from moeserve.ops import side_stream
 from moeserve.scheduling.lockstep import Agreement, Intent, Lockstep, alone
 from moeserve.step_inputs import StepInputs
 from moeserve.worker import cuda_graphs
-from moeserve.worker.cuda_graphs import CudaGraphs, graph_sizes, memory_of_graphs
+from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.model_runner import ModelRunner
 
 WIDTH = 3
@@ -81,17 +81,36 @@ def runner(graphs: CudaGraphs, model: Any, mesh: Mesh = ONE_RANK, tp_rank: int =
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"),
+    ("max_num_seqs", "tp", "sizes"),
     [
-        (1, (1,)),
-        (3, (1, 2, 3)),
-        (8, (1, 2, 4, 8)),
-        (20, (1, 2, 4, 8, 16, 20)),
-        (10_000, (1, 2, 4, 8, *range(16, 128, 8), *range(128, 513, 32))),
+        (1, 1, (1,)),
+        (3, 1, (1, 2, 3)),
+        (8, 1, (1, 2, 4, 8)),
+        (20, 1, (1, 2, 4, 8, 16, 20)),
+        (10_000, 1, (1, 2, 4, 8, *range(16, 128, 8), *range(128, 513, 32))),
+        (8, 2, (2, 4, 8)),
+        (19, 4, (4, 8, 16, 20)),
+        (3, 8, (8,)),
     ],
 )
-def test_sizes_of_graphs(max_num_seqs: int, sizes: tuple[int, ...]) -> None:
-    assert graph_sizes(max_num_seqs) == sizes
+def test_sizes_of_graphs(max_num_seqs: int, tp: int, sizes: tuple[int, ...]) -> None:
+    """The ranks of a replica have equal shares of each."""
+    assert graph_sizes(max_num_seqs, Mesh(tp=tp, dp=2), lambda tokens_per_rank: True) == sizes
+
+
+def test_sizes_that_graphs_cannot_hold() -> None:
+    """Steps of those sizes run layer by layer."""
+    seen: list[tuple[int, ...]] = []
+
+    def is_capturable(tokens_per_rank: Sequence[int]) -> bool:
+        seen.append(tuple(tokens_per_rank))
+        return sum(tokens_per_rank) <= 24
+
+    assert graph_sizes(20, Mesh(tp=2, dp=3), is_capturable) == (2, 4, 8)
+    assert seen == [(share,) * 6 for share in (1, 2, 4, 8, 10)]
+    graphs, _, recorder = graphs_of(())
+    assert recorder.sizes == []
+    assert graphs.size_for(alone(0, 1, is_decode_only=True)) is None
 
 
 def test_the_largest_is_made_first() -> None:
@@ -144,18 +163,6 @@ def test_what_a_graph_is_given(num_tokens: int) -> None:
     assert result_TD[:num_tokens, 0].tolist() == [10.0 + row for row in range(num_tokens)]
 
 
-def test_without_a_size_that_can_be_captured_all_steps_run_layer_by_layer() -> None:
-    class CarriesNone:
-        def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-            return False
-
-    model, recorder = Model(), Recorder()
-    model.carrier = CarriesNone()
-    graphs = CudaGraphs(cast(Any, model), [], ONE_RANK, 0, MAX_BLOCKS, (1, 2), recorder)
-    assert recorder.sizes == []
-    assert graphs.size_for(alone(0, 1, is_decode_only=True)) is None
-
-
 def test_memory_stays_and_old_numbers_go() -> None:
     graphs, model, _ = graphs_of((4,))
     addresses = {step.token_ids.data_ptr() for step in model.steps}
@@ -192,46 +199,97 @@ def test_ranks_of_a_replica_have_their_share_of_the_padding() -> None:
 
 
 def test_memory_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gigabyte for the largest, three megabytes for each other one, and nothing of it is kept."""
+    """A gigabyte for the largest, three megabytes for each other one, and nothing of it is kept but what the first
+    recording takes besides: that is taken no second time, so it hides nothing of the others.
+    """
     free = [80 * 2**30]
+    num_recorded = 0
 
     class Taken:
         def __init__(self, sizes: Sequence[int]) -> None:
+            nonlocal num_recorded
+            num_recorded += 1
             self.num_bytes = 2**30 + 3 * 2**20 * (len(sizes) - 1)
-            free[0] -= self.num_bytes
+            free[0] -= self.num_bytes + (2**29 if num_recorded == 1 else 0)
 
         def __del__(self) -> None:
             free[0] += self.num_bytes
 
-    monkeypatch.setattr(cuda_graphs, "_free_bytes", lambda: free[0])
+    monkeypatch.setattr(cuda_graphs, "free_gpu_memory", lambda: free[0])
     assert memory_of_graphs(Taken, (1, 2, 4, 8)) == 2**30 + 3 * 3 * 2**20
     assert memory_of_graphs(Taken, (8,)) == 2**30
-    assert free[0] == 80 * 2**30
+    assert memory_of_graphs(Taken, ()) == 0
+    assert free[0] == 80 * 2**30 - 2**29
 
 
-def test_the_second_stream_waits_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+class Stream:
+    """Notes what it waits for, and what runs in it."""
 
-    class Stream:
-        def __init__(self, name: str = "side") -> None:
-            self.name = name
+    told: ClassVar[list[str]] = []
 
-        def wait_stream(self, other: Stream) -> None:
-            told.append(f"{self.name} waits for {other.name}")
+    def __init__(self, name: str = "side") -> None:
+        self.name = name
 
-        def __enter__(self) -> None:
-            told.append(f"into {self.name}")
+    def wait_stream(self, other: Stream) -> None:
+        self.told.append(f"{self.name} waits for {other.name}")
 
-        def __exit__(self, *error: object) -> None:
-            told.append(f"out of {self.name}")
+    def __enter__(self) -> None:
+        self.told.append(f"into {self.name}")
 
+    def __exit__(self, *error: object) -> None:
+        self.told.append(f"out of {self.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What streams are told, of which the current one is "main"."""
     main = Stream("main")
+    monkeypatch.setattr(Stream, "told", [])
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    return Stream.told
+
+
+def test_all_graphs_of_an_engine_are_recorded_in_its_stream(
+    streams: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And warmed up there: what torch keeps for each stream is kept once, and given up with these graphs alone."""
+    pools: list[object] = []
+
+    class Graph:
+        def replay(self) -> None:
+            streams.append("replay")
+
+        def pool(self) -> str:
+            return "pool"
+
+    def graph(graph: Graph, pool: object, stream: Stream) -> Stream:
+        pools.append(pool)
+        return stream
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+
+    def run() -> Tensor:
+        streams.append("run")
+        return torch.ones(1)
+
+    capture = TorchCapture(cast(Any, Stream("own")))
+    warm_up = ["own waits for main", "into own", "run", "run", "out of own", "main waits for own"]
+    for _ in range(2):
+        play, _ = capture(run)
+        assert streams == [*warm_up, "into own", "run", "out of own"]
+        streams.clear()
+    assert pools == [None, "pool"]
+    play()
+    assert streams == ["replay"]
+
+
+def test_the_second_stream_waits_and_is_waited_for(streams: list[str]) -> None:
     aside = side_stream.SideStream()
     pending = aside(lambda x: x + 1, torch.zeros(2))
-    told.append("meanwhile")
+    streams.append("meanwhile")
     assert pending.wait().tolist() == [1.0, 1.0]
-    assert told == ["side waits for main", "into side", "out of side", "meanwhile", "main waits for side"]
+    assert streams == ["side waits for main", "into side", "out of side", "meanwhile", "main waits for side"]
     assert side_stream.choose_aside("cpu")(lambda x: x + 1, torch.zeros(2)).wait().tolist() == [1.0, 1.0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,14 @@ from deepep_stand_in import Buffer, Config, ElasticBuffer, FirstBuffer, stand_in
 
 from moeserve.distributed.group import group_of_one
 from moeserve.errors import SettingsError
-from moeserve.moe.dispatch.deepep import choose_deepep, deepep_refusal, offered_api, open_deepep, refusal_of_shape
+from moeserve.moe.dispatch.deepep import (
+    choose_deepep,
+    deepep_refusal,
+    import_deepep,
+    offered_api,
+    open_deepep,
+    refusal_of_shape,
+)
 from moeserve.moe.dispatch.deepep_carrier import DeepEPShape, from_float8, to_float8
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -190,6 +199,20 @@ def test_a_package_that_cannot_be_imported(
     assert words in str(deepep_refusal(SHAPE, CPU, NODES))
 
 
+def test_what_is_set_before_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its default, torch would keep what its kernels use until the end of a capture."""
+    (tmp_path / "deep_ep.py").write_text("import os\nseen = os.environ.get('EP_AVOID_RECORD_STREAM')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EP_AVOID_RECORD_STREAM", "")  # so that it is taken back after the test
+    monkeypatch.delenv("EP_AVOID_RECORD_STREAM")
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+    assert import_deepep().seen == "1"
+    monkeypatch.delitem(sys.modules, "deep_ep")
+    monkeypatch.setenv("EP_AVOID_RECORD_STREAM", "0")
+    assert import_deepep().seen == "0"  # what somebody has said stays
+    monkeypatch.delitem(sys.modules, "deep_ep")
+
+
 def test_choosing() -> None:
     """By name: an error. Otherwise all_to_all, and the log says why. Ranks agree."""
     with gpu((9, 0)):
@@ -229,6 +252,8 @@ def test_falling_back(caplog: pytest.LogCaptureFixture) -> None:
 class OfGroup(SimpleNamespace):
     """A process group as far as buffers ask it before they communicate."""
 
+    def barrier(self) -> None: ...
+
     def rank(self) -> int:
         return 1
 
@@ -236,7 +261,17 @@ class OfGroup(SimpleNamespace):
         return 32
 
 
-EP = cast(Any, SimpleNamespace(rank_in_group=1))
+def ep(others: Sequence[int] = (), node_of_rank: Sequence[int] = (0,) * 32) -> Any:
+    """The group, of which other ranks have opened a buffer (1) or have not (0)."""
+
+    def all_reduce_minimum(own: int) -> int:
+        return min(own, *others) if others else own
+
+    return SimpleNamespace(rank=3, rank_in_group=1, node_of_rank=node_of_rank, all_reduce_minimum=all_reduce_minimum)
+
+
+def opened(package: ModuleType, shape: DeepEPShape, group: Any, **options: Any) -> Any:
+    return open_deepep(package, shape, cast(Any, OfGroup()), group, CPU, **(dict(is_asked_for=True) | options))
 
 
 @pytest.mark.parametrize("buffer", [Buffer, FirstBuffer])
@@ -244,7 +279,7 @@ EP = cast(Any, SimpleNamespace(rank_in_group=1))
 def test_sizes_of_the_first_buffer(buffer: type[Buffer], low_latency_tokens: int) -> None:
     """By its own hints: of dispatch and combine, and of the low-latency kernels."""
     shape = replace(SHAPE, low_latency_tokens=low_latency_tokens, num_slots=(25,) * 32)
-    carrier = cast(Any, open_deepep(stand_in(buffer), shape, OfGroup(), EP, CPU))
+    carrier = opened(stand_in(buffer), shape, ep())
     most = Config(5)  # that of combine
     assert carrier.buffer.num_nvl_bytes == most.get_nvl_buffer_size_hint(7168 * 2, 32)
     rdma = most.get_rdma_buffer_size_hint(7168 * 2, 32)
@@ -260,13 +295,46 @@ def test_sizes_of_the_first_buffer(buffer: type[Buffer], low_latency_tokens: int
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_what_the_elastic_buffer_is_made_for(is_deterministic: bool) -> None:
     shape = replace(SHAPE, is_float8=True)
-    carrier = cast(Any, open_deepep(ELASTIC, shape, OfGroup(), EP, CPU, is_deterministic=is_deterministic))
+    carrier = opened(ELASTIC, shape, ep(), is_deterministic=is_deterministic)
     assert carrier.buffer.made_for == (8192, 7168, 8, True)
     assert carrier.buffer.deterministic == is_deterministic
     assert carrier.num_bytes == carrier.buffer.num_bytes > 0
     # only without the sort that asks the host, and only small steps, which do not ask it either
     assert carrier.is_capturable((128, 3)) == (not is_deterministic)
     assert not carrier.is_capturable((129, 3))
+
+
+def test_an_order_of_rows_that_repeats_is_not_asked_for_between_hosts() -> None:
+    """Published kernels for several hosts refuse it."""
+    assert not opened(ELASTIC, SHAPE, ep(node_of_rank=NODES), is_deterministic=True).buffer.deterministic
+
+
+class WithoutNvlink(ElasticBuffer):
+    @functools.wraps(ElasticBuffer.__init__)  # by which it is known
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        raise AssertionError("No NVLink connection\n  between 0 and 1")
+
+
+UNOPENED = stand_in()
+UNOPENED.ElasticBuffer = WithoutNvlink  # type: ignore[attr-defined]
+REASON = "its buffer cannot be opened: AssertionError: No NVLink connection between 0 and 1"
+
+
+@pytest.mark.parametrize(
+    ("package", "others", "reason"),
+    [(UNOPENED, [0], REASON), (UNOPENED, [1], REASON), (ELASTIC, [0], "another rank cannot use it, and says why")],
+)
+def test_a_buffer_that_cannot_be_opened(
+    package: ModuleType, others: list[int], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its constructor is the first to see what connections there are: all ranks use it, or none does."""
+    with pytest.raises(SettingsError, match=f"dispatcher='deepep' cannot be: {reason}. Use 'all_to_all'"):
+        opened(package, SHAPE, ep(others))
+    with caplog.at_level(logging.INFO):
+        assert opened(package, SHAPE, ep(others), is_asked_for=False) is None
+    assert caplog.messages == [f"rank 3: DeepEP does not carry the tokens: {reason}. all_to_all carries them"]
+    assert opened(ELASTIC, SHAPE, ep([1])) is not None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from moeserve.config import CheckpointFacts, EngineConfig, Settings, resolve
 from moeserve.errors import CacheTooSmallError
@@ -26,7 +27,7 @@ def config(**options: object) -> EngineConfig:
         num_sparse_layers=2,
         num_experts=5,
     )
-    return resolve(Settings.from_options({"block_size": 10, **options}), facts, has_cuda=False, num_cores=1)
+    return resolve(Settings.from_options({"block_size": 10, **options}), facts, has_cuda=True, num_cores=1)
 
 
 def not_called() -> None:
@@ -108,3 +109,27 @@ def test_the_largest_step_is_as_large_as_the_limits_allow(max_tokens: int, max_s
 def test_a_smaller_step_has_so_many_tokens(most: int, num_tokens: int, num_chunks: int) -> None:
     plan = largest_step(config(max_num_batched_tokens=50, max_num_seqs=5, max_model_len=20, block_size=4), most)
     assert (plan.num_tokens, len(plan.chunks)) == (num_tokens, num_chunks)
+
+
+def test_what_torch_has_cached_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the largest step torch holds its memory still, which is not to be taken off a second time."""
+    cached = [0]
+
+    def run_largest_step() -> None:
+        cached[0] = 10 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 30 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 30 * 2**30 + cached[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cached.__setitem__(0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * 2**30 - cached[0], 80 * 2**30))
+    on_gpu = config(device="cuda", dtype="bfloat16", max_num_seqs=1_000_000)
+    num_blocks = count_blocks(on_gpu, BYTES_PER_TOKEN, 0, run_largest_step)
+    assert num_blocks == int((50 - 10) * 2**30 * 0.9) // (10 * BYTES_PER_TOKEN)
+
+
+@pytest.mark.parametrize(("device", "logprobs"), [("cpu", None), ("cuda", 1)])
+def test_the_largest_step_tells_log_probabilities_where_they_take_memory(device: str, logprobs: int | None) -> None:
+    plan = largest_step(config(device=device, dtype="bfloat16", max_num_seqs=3))
+    assert {chunk.sample.params.logprobs for chunk in plan.chunks if chunk.sample} == {logprobs}

@@ -5,6 +5,7 @@ All ranks learn all routing first: from it, each knows what it sends and gets, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from moeserve.ops.pairs import PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, D model width, K experts per token, R pairs that this rank computes, U tokens (each once) that
-# this rank's experts need, W ranks of the group
+# this rank's experts need, S tokens that it sends (once to each rank), W ranks of the group
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class AllToAllDispatcher:
     """Only the rows that a rank needs come to it, in all but small steps. See `Dispatcher` for the contract.
 
     A token's row travels once to each rank that holds any of its experts, however many; every pair's output travels
-    back once. (DeepEP, https://github.com/deepseek-ai/DeepEP, sends rows once in this way too.)
+    back once. (DeepEP, https://github.com/deepseek-ai/DeepEP, sends rows once in this way too.) How many rows each pair
+    of ranks exchanges, then and on the way back, ranks read from the routing that all have gathered: see `Exchange`.
     """
 
     def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
@@ -50,29 +52,30 @@ class AllToAllDispatcher:
         self.for_small_steps = AllGatherDispatcher(group, placement, device)
         self.exchange = self.for_small_steps.exchange
         self.replicas = self.exchange.replicas
-        ranks = [rank for rank, num_slots in enumerate(placement.num_slots) for _ in range(num_slots)]
-        self.rank_of_physical = torch.tensor([*ranks, -1], device=device)  # -1 finds the last: padding stays padding
-        self.ranks_W11 = torch.arange(group.world_size, device=device)[:, None, None]
+        self.ranks_W = torch.arange(group.world_size, device=device)
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Travelling | Gathering:
         if self.for_small_steps.is_small(hidden_TD, routing, step):
             return self.for_small_steps.dispatch(hidden_TD, routing, step)
-        own_TK = self.exchange.choose(routing, step)
+        exchange = self.exchange
+        own_TK = exchange.choose(routing, step)
         # collective: all ep ranks
         experts_NK = self.group.all_gather(own_TK, step.tokens_per_rank)
-        assignment = self.exchange.assign(experts_NK, step)
-        is_needed_WT = (self.rank_of_physical[own_TK] == self.ranks_W11).any(dim=-1)
-        needed_tokens = is_needed_WT.nonzero()[:, 1]  # those that rank 0 needs first, each rank's ascending
-        tokens_U, token_of_row_R = (assignment.packed_pairs_R // own_TK.shape[1]).unique(return_inverse=True)
-        cuts = torch.searchsorted(tokens_U, torch.tensor(assignment.token_starts, device=tokens_U.device))
+        assignment = exchange.assign(own_TK, experts_NK, step)
+        traffic = assignment.traffic
+        # Token t for rank w is pair t * W + w: by rank, then ascending.
+        sent_to_TW = torch.where(assignment.num_pairs_TW > 0, self.ranks_W, -1)
+        sent_S = exchange.pairs.order(sent_to_TW, exchange.keys_of_ranks)[0][: sum(traffic.tokens_to)]
         # collective: all ep ranks
         pending_UD = self.group.all_to_all(
-            self.exchange.pairs.gather(hidden_TD, needed_tokens),
-            is_needed_WT.sum(dim=-1).tolist(),
-            cuts.diff().tolist(),
+            exchange.pairs.gather(hidden_TD, sent_S, len(self.ranks_W)), traffic.tokens_to, traffic.tokens_from
         )
-        ticket = self.exchange.ticket(own_TK, assignment, routing.weights_TK, hidden_TD.dtype)
-        return Travelling(pending_UD, token_of_row_R, assignment.counts_e, ticket, self.exchange.pairs)
+        token_of_row_R = assignment.needed_before_M[assignment.packed_pairs_R // own_TK.shape[1]]
+        ticket = exchange.ticket(assignment, routing.weights_TK, hidden_TD.dtype)
+        return Travelling(pending_UD, token_of_row_R, assignment.counts_e, ticket, exchange.pairs)
 
     def combine(self, output: Tensor, ticket: ExchangeTicket | SmallTicket) -> ReturningOutput | Returned:
         return self.for_small_steps.combine(output, ticket)
+
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        return self.for_small_steps.is_capturable(tokens_per_rank, bytes_per_token)

@@ -7,6 +7,8 @@ known on the host between the collectives.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,9 @@ from moeserve.step_inputs import StepInputs
 # int64, V = X + D, P pairs = N * K of all ranks, p = T * K of this rank, R pairs that this rank computes
 
 MAX_SMALL_BYTES = 2**19  # of the rows of all pairs of a step of few tokens
+# The same of a step that is padded for a graph. Above, what all those rows take on their way costs more than a graph
+# saves: at some 300 GB/s a fifth of a millisecond, in which Python launches a layer.
+MAX_CAPTURED_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,9 @@ class Gathering:
             expected_rows = exchange.expected_rows(self.step, top_k)
             tokens = PackedTokens(rows_PD, counts_e, has_spare_rows=True, expected_rows=expected_rows)
             return Arrived(tokens, small_ticket)
-        assignment = exchange.assign(experts_NK, self.step)
+        assignment = exchange.assign(self.own_TK, experts_NK, self.step)
         rows_RD = exchange.pairs.gather(hidden_ND, assignment.packed_pairs_R, top_k)
-        ticket = exchange.ticket(self.own_TK, assignment, self.weights_TK, both_NV.dtype)
+        ticket = exchange.ticket(assignment, self.weights_TK, both_NV.dtype)
         return Arrived(PackedTokens(rows_RD, assignment.counts_e), ticket)
 
 
@@ -92,7 +97,6 @@ class AllGatherDispatcher:
         self.group = group
         self.exchange = Exchange(group, placement, device)
         self.replicas = self.exchange.replicas
-        self.all_pairs = torch.arange(0, device=device)  # grows
 
     def is_small(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> bool:
         """Whether a step has few tokens: a question that all ranks answer alike. Padded ones always count as such."""
@@ -115,6 +119,13 @@ class AllGatherDispatcher:
         output_PD = pairs.scatter(output, ticket.pair_of_row_P[: len(output)], sum(ticket.pairs_per_rank))
         # collective: all ep ranks; a pair's output and the other ranks' zeros
         output_pD = self.group.reduce_scatter(output_PD, ticket.pairs_per_rank)
-        if len(output_pD) > len(self.all_pairs):
-            self.all_pairs = torch.arange(len(output_pD), device=output_pD.device)
-        return Returned(output_pD, self.all_pairs[: len(output_pD)], ticket, pairs)
+        return Returned(output_pD, _all_pairs(len(output_pD), output_pD.device), ticket, pairs)
+
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        return sum(tokens_per_rank) * bytes_per_token <= MAX_CAPTURED_BYTES
+
+
+@functools.cache
+def _all_pairs(num_pairs: int, device: torch.device) -> Tensor:
+    """Each pair in its own place. It is never given up: graphs and tapes know it by its address."""
+    return torch.arange(num_pairs, device=device)

@@ -89,3 +89,11 @@ class Dispatcher(Protocol[Ticket]):
     def combine(self, output: Tensor, ticket: Ticket) -> PendingOutput:
         """`output` has the layout of the tokens that arrived."""
         ...
+
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        """Whether a CUDA graph can hold such a step, padded, and is worth it. All ranks answer alike.
+
+        Args:
+            bytes_per_token: of the rows of all of a token's experts.
+        """
+        ...

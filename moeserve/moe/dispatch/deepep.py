@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moeserve.config import nvshmem_queue_depth
+from moeserve.config import nvshmem_queue_depth, set_for_libraries
 from moeserve.distributed.group import GroupCoordinator
 from moeserve.errors import SettingsError
 from moeserve.moe.dispatch.base import Pending, PendingOutput
@@ -37,6 +37,13 @@ logger = logging.getLogger(__name__)
 Api = Literal["elastic", "legacy"]
 
 MIN_CAPABILITY = (9, 0)  # Hopper: README.md, "Requirements"
+
+# What a kernel under way reads and writes is kept by its event, which tickets hold until the wait. By default torch's
+# allocator is told instead, which then keeps all of it until the end of a capture: no layer of a graph could use the
+# memory of another.
+ENVIRONMENT = {"EP_AVOID_RECORD_STREAM": "1"}
+
+OTHERS_REFUSE = "another rank cannot use it, and says why"
 
 # What must be there for each: the class, its methods, and what they are called with.
 NEEDED: dict[Api, tuple[str, dict[str, set[str]]]] = {
@@ -133,6 +140,9 @@ class DeepEPDispatcher:
     def combine(self, output: Tensor, ticket: Any) -> PendingOutput:
         return self.carrier.combine(output.contiguous(), ticket)
 
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        return self.carrier.is_capturable(tokens_per_rank)
+
 
 def choose_deepep(
     shape: DeepEPShape,
@@ -159,12 +169,11 @@ def choose_deepep(
     least, most = group.all_reduce_minimum(found), -group.all_reduce_minimum(-found)
     if least == most and package is not None:
         return package
-    refusal = refusal or (
-        "packages on other ranks offer another interface" if least else "another rank cannot use it, and says why"
+    _go_without(
+        group,
+        refusal or ("packages on other ranks offer another interface" if least else OTHERS_REFUSE),
+        is_asked_for=is_asked_for,
     )
-    if is_asked_for:
-        raise SettingsError(f"dispatcher='deepep' cannot be: {refusal}. Use 'all_to_all' or 'auto'")
-    logger.info("rank %d: DeepEP does not carry the tokens: %s. all_to_all carries them", group.rank, refusal)
     return None
 
 
@@ -175,20 +184,47 @@ def open_deepep(
     group: GroupCoordinator,
     device: torch.device,
     *,
+    is_asked_for: bool,
     is_deterministic: bool = True,
-) -> Carrier:
-    """The buffer for all layers: once for a model, before anything is captured. Collective: all ep ranks.
+) -> Carrier | None:
+    """The buffer for all layers, on all ranks or on none: once for a model, before anything is captured.
+
+    Its constructor finds the connections between GPUs and hosts, and raises what it likes where one is missing. If
+    that is so on some ranks alone, the others may wait for them within it, until a time-out of its own or of NCCL's.
+    Collective: all ep ranks.
 
     Args:
         deep_ep: as `choose_deepep` returned it.
         process_group: of torch.distributed, with NCCL: the ranks of `group` in their order.
-        is_deterministic: see `ElasticCarrier`, which alone knows this.
+        is_asked_for: by the user, by name: there is no falling back.
+        is_deterministic: see `ElasticCarrier`, which alone knows this. Not among ranks of several hosts.
+
+    Raises:
+        SettingsError: it was asked for and cannot serve.
     """
-    match _known_api(deep_ep):
-        case "elastic":
-            return ElasticCarrier(deep_ep, shape, process_group, device, is_deterministic=is_deterministic)
-        case "legacy":
-            return LegacyCarrier(deep_ep, shape, process_group, group.rank_in_group, device)
+    carrier: Carrier | None = None
+    refusal, api = OTHERS_REFUSE, _known_api(deep_ep)
+    try:
+        match api:
+            case "elastic":
+                is_deterministic = is_deterministic and len(set(group.node_of_rank)) == 1
+                carrier = ElasticCarrier(deep_ep, shape, process_group, device, is_deterministic=is_deterministic)
+            case "legacy":
+                carrier = LegacyCarrier(deep_ep, shape, process_group, group.rank_in_group, device)
+    except Exception as error:
+        refusal = f"its buffer cannot be opened: {type(error).__name__}: {' '.join(str(error).split())}"
+    if group.all_reduce_minimum(int(carrier is not None)):
+        return carrier
+    # One that was opened is left alone: to give it back takes all ranks.
+    _go_without(group, refusal, is_asked_for=is_asked_for)
+    return None
+
+
+def _go_without(group: GroupCoordinator, refusal: str, *, is_asked_for: bool) -> None:
+    """Says why DeepEP does not carry the tokens. SettingsError if it was asked for."""
+    if is_asked_for:
+        raise SettingsError(f"dispatcher='deepep' cannot be: {refusal}. Use 'all_to_all' or 'auto'")
+    logger.info("rank %d: DeepEP does not carry the tokens: %s. all_to_all carries them", group.rank, refusal)
 
 
 def deepep_refusal(
@@ -196,7 +232,7 @@ def deepep_refusal(
 ) -> str | None:
     """Why DeepEP cannot carry tokens of this shape on this machine, as half a sentence; None: it can.
 
-    Whether its constructor finds the NVLink and RDMA connections that it needs is not known before.
+    Whether its constructor finds the NVLink and RDMA connections that it needs, `open_deepep` sees.
 
     Args:
         node_of_rank: by ep rank: a number of its host.
@@ -273,6 +309,7 @@ def import_deepep() -> ModuleType:
     Raises:
         ImportError: why there is none, as half a sentence. Its own checks of libraries and drivers raise anything.
     """
+    set_for_libraries(ENVIRONMENT)
     try:
         return importlib.import_module("deep_ep")
     except Exception as error:

@@ -91,6 +91,7 @@ class ElasticCarrier:
             is_deterministic: an expert's rows have the same order each time. That takes a sort after each dispatch,
                 in which 2.1 asks the host, so no graph can hold it. Without, sums come out the same all the same, if
                 what comes of a row does not depend on its place: they are added in the order of k, not of arrival.
+                Published versions refuse it between hosts.
         """
         self.shape = shape
         self.is_deterministic = is_deterministic

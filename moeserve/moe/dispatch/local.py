@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,3 +72,6 @@ class LocalDispatcher:
 
     def combine(self, output: Tensor, ticket: LocalTicket) -> Done:
         return Done(self.pairs.weighted_sum(output, ticket.pair_of_row_R, ticket.weights_TK, ticket.dtype))
+
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -55,6 +56,9 @@ class SlottedDispatcher(Generic[Ticket]):
 
     def combine(self, output: Tensor, ticket: SlottedTicket[Any]) -> PendingOutput:
         return self.within.combine(output.flatten(0, 1)[ticket.slot_of_row_R], ticket.ticket)
+
+    def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
+        return False  # the host makes sure that there are slots enough
 
 
 def slots_of_rows(counts_e: Tensor, num_slots: int) -> Tensor:

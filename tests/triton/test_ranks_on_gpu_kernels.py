@@ -1,0 +1,55 @@
+"""Ranks that divide a model, on the kernels for GPUs in Triton's interpreter: tokens are transformers', in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+from ranks import Place, Ranks
+from reference_models import Reference
+from small_steps import border, bytes_of_tokens
+
+from moeserve.distributed.group import connect
+from moeserve.distributed.mesh import Mesh
+
+NUM_TOKENS = 4
+
+
+def generate(place: Place, folder: str, tp: int, prompts: list[list[list[int]]]) -> list[list[int]]:
+    """`generate` of test_layouts.py on one of several ranks, with operations chosen as on a GPU."""
+    import test_layouts
+
+    from moeserve.ops import backend
+
+    groups = connect(
+        Mesh(tp=tp, dp=place.num_ranks // tp),
+        place.rank,
+        store_host=place.store_host,
+        store_port=place.store_port,
+        timeout_s=100,
+        local_rank=place.rank,
+        check_order=False,
+    )
+    on_gpu = mock.patch.object(backend, "of", lambda device: "triton" if device == "cpu" else "torch")
+    fewer = mock.patch.object(test_layouts, "NUM_TOKENS", NUM_TOKENS)
+    large_from = bytes_of_tokens(folder, 3)  # tokens of all ranks: prompts are large steps, the last ones small
+    with on_gpu, fewer, border(large_from, lambda is_small: None):
+        tokens, _, _ = test_layouts.generate(groups, folder, "all_to_all", prompts)
+    groups.leave("done")
+    return tokens
+
+
+def test_tokens_of_two_ranks(reference_named: Callable[[str], Reference]) -> None:
+    """Once as one replica, whose logits come from both, and once as two."""
+    reference = reference_named("mixtral")
+    prompts = reference.clear_prompts((1, 9), NUM_TOKENS)
+    expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    ranks = Ranks()  # processes of its own: kernels are chosen once in each
+    function = "test_ranks_on_gpu_kernels:generate"
+    arguments = dict(folder=str(reference.folder))
+    try:
+        assert ranks.run(2, function, 200.0, tp=2, prompts=[prompts], **arguments) == [expected] * 2
+        of_each = [[prompt] for prompt in prompts]
+        assert ranks.run(2, function, 200.0, tp=1, prompts=of_each, **arguments) == [[tokens] for tokens in expected]
+    finally:
+        ranks.close()
