@@ -91,7 +91,7 @@ class Exchange:
 
     def expected_rows(self, step: StepInputs, top_k: int) -> int:
         """About how many pairs this rank computes."""
-        return share_of_pairs(step.tokens_per_rank, top_k, self.own_keys.num_counted, sum(self.num_slots))
+        return share_of_pairs(step.tokens_per_rank, top_k, self.own_keys.num_counted, self.all_keys.num_counted)
 
     def assign(self, own_TK: Tensor, experts_NK: Tensor, step: StepInputs) -> Assignment:
         """Who computes what, from the physical experts of this rank's tokens, and from those of all ranks'."""
