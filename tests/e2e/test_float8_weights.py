@@ -53,7 +53,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refere
 
 @pytest.fixture(scope="module")
 def deepseek(original: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stored]:
-    """As DeepSeek publishes it, and what its shard holds. No code is the largest, as it is where blocks are made here."""
+    """As DeepSeek publishes it, and what its shard holds. No code is the largest: blocks made anew would have others."""
     folder = tmp_path_factory.mktemp("encoded") / "deepseek"
     encoded, _, quantization = encoded_and_decoded(original("deepseek-v3"), (128, 128))
     for name, tensor in encoded.items():
