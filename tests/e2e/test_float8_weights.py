@@ -53,7 +53,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refere
 
 @pytest.fixture(scope="module")
 def deepseek(original: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stored]:
-    """As DeepSeek publishes it, and what its shard holds. No code is the largest: blocks made anew would have others."""
+    """As DeepSeek publishes it, and what its shard holds. No code is the largest: made anew, there would be others."""
     folder = tmp_path_factory.mktemp("encoded") / "deepseek"
     encoded, _, quantization = encoded_and_decoded(original("deepseek-v3"), (128, 128))
     for name, tensor in encoded.items():
@@ -336,3 +336,18 @@ def test_on_a_gpu_the_log_tells_of_keeping_blocks(
     caplog.clear()
     loaded(deepseek[0])
     assert caplog.text == ""
+
+
+def test_which_gpus_multiply_8_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, family, expected in (
+        ((9, 0), "triton", True),
+        ((8, 9), "triton", True),
+        ((8, 6), "triton", False),
+        ((9, 0), "torch", False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(backend, "of", lambda device, family=family: family)
+        assert backend.has_float8() == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not backend.has_float8()
