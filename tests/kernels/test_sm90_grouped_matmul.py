@@ -66,7 +66,7 @@ def compiled(
         problem.num_inputs,
         activation,
         has_bias=has_bias,
-        has_indices=problem.is_gated and not has_slots,
+        has_indices=problem.is_gated and not has_slots and problem.num_experts > 1,
         has_slots=has_slots,
     )
     pointers = {
@@ -155,6 +155,15 @@ def test_slots(num_tokens: int, kind: str) -> None:
     for problem in Layer(kind, 8, 7168, 2048, 8).problems(num_tokens):
         config = config_by_rule(problem)
         check(compiled(problem, config, "swiglu" if problem.is_gated else None, has_slots=True), config, kind)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_single_weights_in_blocks(num_tokens: int) -> None:
+    """The dense network of DeepSeek-V2-Lite, whose width 128 does not divide."""
+    for is_gated, num_outputs, num_inputs in ((True, 2 * 10944, 2048), (False, 2048, 10944)):
+        problem = Problem("fp8", is_gated, 1, num_outputs, num_inputs, num_tokens)
+        config = config_by_rule(problem)
+        check(compiled(problem, config, "swiglu" if is_gated else None), config, "fp8")
 
 
 def test_one_token_keeps_all_multiprocessors_busy() -> None:

@@ -164,7 +164,7 @@ def test_products(activation: Any) -> None:
         product.multiply_rows(source, counts_e, True, Gather(indices_R, 2))[:6],
     ):
         torch.testing.assert_close(given, reference, atol=1e-3, rtol=1e-4)
-    slots_eSI = torch.full((num_weights, 4, num_inputs), torch.nan)
+    slots_eSI = torch.full((num_weights, 4, num_inputs), 1e30)
     slots_eSI[0], slots_eSI[2, :2] = rows[:4], rows[4:6]
     given_eSC = product.multiply_slots(slots_eSI, counts_e)
     torch.testing.assert_close(torch.cat([given_eSC[0], given_eSC[2, :2]]), reference, atol=1e-3, rtol=1e-4)
