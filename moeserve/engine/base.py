@@ -57,7 +57,7 @@ class Engine(Protocol):
         """What the experts were given, in windows that no earlier call returned.
 
         Args:
-            wait: until there is one, which must have been asked for.
+            wait: until the one is there that was asked for.
 
         Raises:
             EngineError: it fails meanwhile.

@@ -30,6 +30,7 @@ class Delivery(msgspec.Struct, frozen=True, tag="delivery"):
     updates: list[RequestUpdate]
     stats: ReplicaStats
     load: LoadWindow | None = None
+    answers: bool = False  # the load was asked for
 
 
 EngineMessage: TypeAlias = Ready | Delivery

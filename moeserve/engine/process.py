@@ -131,7 +131,7 @@ class User:
         """Passes on what is news. Where nobody listens for long, nothing piles up but the tokens of live requests."""
         busy = _busy(delivery.stats)
         if delivery.updates or delivery.load or busy != self._told:
-            self.say(Delivery(delivery.updates, delivery.stats, delivery.load))
+            self.say(Delivery(delivery.updates, delivery.stats, delivery.load, delivery.answers))
             self._told = busy
 
 

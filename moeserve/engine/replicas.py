@@ -53,6 +53,7 @@ class Replicas:
         self._in_flight: dict[str, Watched[EngineMessage]] = {}  # by request: the replica that serves it
         self._undelivered: list[RequestUpdate] = []  # what came outside a step: the next one returns it
         self._loads: list[LoadWindow] = []  # that nobody has taken
+        self._awaits_load = False  # one was asked for, and has not come
         self._closed_because = ""
         self._gang = start_gang()
         self._end_gang = weakref.finalize(self, self._gang.end)  # also where nobody calls shutdown
@@ -117,13 +118,14 @@ class Replicas:
         self._undelivered = self._news()
         self._require_open()
         first, *others = self._gang.engines
+        self._awaits_load = True
         first.channel.send(CollectLoad())
         for engine in others:
             engine.channel.send(Wake())
 
     def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
         self._require_owner()
-        while wait and not self._loads:
+        while wait and self._awaits_load:  # one that was not asked for may come first
             self._require_open()
             wait_for_news(self._gang.members, None)
             self._undelivered = self._news()
@@ -177,6 +179,7 @@ class Replicas:
                 assert isinstance(message, Delivery), message
                 self._chooser.note_free_blocks(index, message.stats.num_free_blocks)
                 self._loads += [] if message.load is None else [message.load]
+                self._awaits_load &= not message.answers
                 updates += self._known(message.updates)
         return updates
 

@@ -85,6 +85,7 @@ class Deliver:
     updates: list[RequestUpdate]
     stats: ReplicaStats
     load: LoadWindow | None = None  # of the first replica alone: the others would tell the same
+    answers: bool = False  # the load was asked for, by a `CollectLoad` that came before it was collected
 
 
 Effect: TypeAlias = Receive | Gather | Execute | Deliver
@@ -108,6 +109,7 @@ class Replica:
         self._load_window = load_window
         self._steps_since_load = 0
         self._wants_load = False
+        self._answers_load = False  # the load that was collected last was asked for
         self._load: LoadWindow | None = None  # what the next `Deliver` tells
         self._placement_epoch = 0  # the newest whose weights its ranks hold
         self._scheduler = scheduler
@@ -150,6 +152,7 @@ class Replica:
                 return
             is_idle = agreement.is_idle
             if agreement.collects_load:
+                self._answers_load |= self._wants_load
                 self._wants_load, self._steps_since_load = False, 0
             self._steps_since_load += any(agreement.num_tokens)
             # collective: all replicas, whether they have a plan or not
@@ -244,10 +247,12 @@ class Replica:
     def _deliver(self) -> Deliver:
         news, self._news = self._news, []
         load, self._load = self._load, None
+        answers = load is not None and self._answers_load
+        self._answers_load &= not answers
         stats = ReplicaStats(
             num_free_blocks=self._scheduler.num_free_blocks,
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
             step=self._lockstep.step,
         )
-        return Deliver(news, stats, load)
+        return Deliver(news, stats, load, answers)

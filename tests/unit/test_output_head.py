@@ -7,6 +7,7 @@ from thread_ranks import ThreadGroup, run
 from torch import Tensor
 
 from moeserve.layers.linear import OutputHead
+from moeserve.layers.weights import allocate_weights
 
 VOCAB_SIZE, WIDTH = 11, 6
 
@@ -20,6 +21,7 @@ def test_rows_are_whole_and_contiguous() -> None:
     def life(group: ThreadGroup) -> list[Tensor]:
         options = dict(tied_to=None, dtype=torch.float32, device=torch.device("cpu"))
         head = OutputHead(VOCAB_SIZE, WIDTH, group, **options)  # type: ignore[arg-type]
+        allocate_weights(head)
         with torch.inference_mode():
             head.weight.copy_(weight_VD[head.share.start : head.share.stop])
             return [head(hidden_LD[:num_rows]) for num_rows in (0, 1, 4)]
