@@ -10,14 +10,14 @@ import ctypes
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import NoReturn
 
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
 from moeserve.distributed.transport import (
+    NotRecorded,
     Pending,
     TransportError,
     add_shares_and_gather,
@@ -34,7 +34,7 @@ TIMER_SLACK_NS = 100_000_000
 PR_SET_TIMERSLACK = 29  # of Linux' prctl
 
 
-class GlooTransport:
+class GlooTransport(NotRecorded):
     """Every collective is one exchange of rows: gloo takes any number of rows from each to each, also none."""
 
     def __init__(self, group: ProcessGroupGloo, timeout_s: float) -> None:
@@ -86,17 +86,6 @@ class GlooTransport:
         if x.nbytes * (self._num_ranks - 2) <= MAX_EXTRA_BYTES:
             return gather_and_add(self, x, self._num_ranks)
         return add_shares_and_gather(self, x, self._num_ranks)
-
-    @property
-    def can_be_recorded(self) -> bool:
-        return False
-
-    @property
-    def is_recording(self) -> bool:
-        return False
-
-    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
-        raise AssertionError("gloo's collectives cannot be recorded")
 
     def close(self) -> None:
         self._group = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.distributed import Store, Work, is_nccl_available
 
 from moeserve.addresses import own_addresses
 from moeserve.config import WITHOUT_NCCL, set_for_libraries
-from moeserve.distributed.transport import Pending, TransportError, exchange_and_add
+from moeserve.distributed.transport import NotRecorded, Pending, TransportError, exchange_and_add
 from moeserve.errors import SettingsError
 
 # torch's thread gives a communicator up that has failed, and the process lives: 3, torch's default, ends the process
@@ -57,7 +57,7 @@ class OneShot(Protocol):
     def close(self) -> None: ...
 
 
-class NcclTransport:
+class NcclTransport(NotRecorded):
     """One rank's side. See `Transport` and `DeviceTransport` for the contract.
 
     Who waits is the current stream, never the host; sizes come from the host, so nothing is padded and nothing is asked
@@ -140,17 +140,6 @@ class NcclTransport:
     def seconds_waited(self) -> list[float]:
         """None: what waits is the device, which the host does not see."""
         return []
-
-    @property
-    def can_be_recorded(self) -> bool:
-        return False
-
-    @property
-    def is_recording(self) -> bool:
-        return False
-
-    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
-        raise AssertionError("NCCL's collectives cannot be recorded on tapes")
 
     @property
     def can_be_captured(self) -> bool:

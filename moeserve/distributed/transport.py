@@ -69,6 +69,21 @@ class Transport(Protocol):
         """Drop the connections: ranks that wait for this one fail at once."""
 
 
+class NotRecorded:
+    """The part of a `Transport` that tapes cannot hold."""
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return False
+
+    @property
+    def is_recording(self) -> bool:
+        return False
+
+    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
+        raise AssertionError(f"the collectives of {type(self).__name__} cannot be recorded on tapes")
+
+
 class DeviceTransport(Transport, Protocol):
     """A `Transport` of tensors on a device that works on its own, in the order of streams.
 
@@ -86,7 +101,7 @@ class DeviceTransport(Transport, Protocol):
         ...
 
 
-class ByDevice:
+class ByDevice(NotRecorded):
     """A `Transport` of both kinds of tensors: each goes the way of the device that it is on.
 
     Ranks put a collective's tensors on the same kind of device, as they use the same sizes. Nothing of it is recorded
@@ -121,17 +136,6 @@ class ByDevice:
     def seconds_waited(self) -> list[float]:
         """The host's, which waits for tensors on the CPU alone."""
         return self._cpu.seconds_waited()
-
-    @property
-    def can_be_recorded(self) -> bool:
-        return False
-
-    @property
-    def is_recording(self) -> bool:
-        return False
-
-    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
-        raise AssertionError("collectives of ranks with a GPU cannot be recorded on tapes")
 
     @property
     def can_be_captured(self) -> bool:
