@@ -176,6 +176,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether each request computes one token."""
+        return all(len(chunk.token_ids) == 1 for chunk in self.chunks)
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at one position: of the token chosen or given (first), then of the most likely ones."""

@@ -63,9 +63,8 @@ class EngineCore:
             collects_load = 0 < self.config.expert_load_window <= self._steps_since_load
             self._steps_since_load = 1 if collects_load else self._steps_since_load + 1
             with interrupts_allowed():
-                is_decode_only = all(len(chunk.token_ids) == 1 for chunk in plan.chunks)
                 agreement = alone(
-                    plan.step, plan.num_tokens, is_decode_only=is_decode_only, collects_load=collects_load
+                    plan.step, plan.num_tokens, is_decode_only=plan.is_decode_only, collects_load=collects_load
                 )
                 result = self.executor.execute(plan, agreement)
             self._loads += [] if result.load is None else [result.load]

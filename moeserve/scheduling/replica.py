@@ -180,10 +180,9 @@ class Replica:
         return self._scheduler.schedule()
 
     def _intent(self, plan: StepPlan | None) -> Intent:
-        chunk_sizes = [] if plan is None else [len(chunk.token_ids) for chunk in plan.chunks]
         return Intent(
-            num_tokens=sum(chunk_sizes),
-            is_decode_only=all(size == 1 for size in chunk_sizes),
+            num_tokens=0 if plan is None else plan.num_tokens,
+            is_decode_only=plan is None or plan.is_decode_only,
             placement_epoch=self._placement_epoch,
             flags=IntentFlags(
                 wants_shutdown=self._wants_shutdown,
