@@ -28,7 +28,7 @@ FETCH_TOKENIZERS := $(VENV)/bin/python tests/unit/published_tokenizers.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray tokenizers test test-ranks soak check lint types floors package bench bench-gpu clean distclean
+.PHONY: help setup demo demo-ray tokenizers test test-ranks soak check lint types layers package bench bench-gpu clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -79,7 +79,7 @@ bench: setup
 bench-gpu: setup
 	$(VENV)/bin/python -m moeserve.bench.gpu.run --json bench/results/gpu.jsonl
 
-check: lint types floors
+check: lint types layers
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
@@ -90,7 +90,7 @@ types: package
 	cd $(PACKAGE) && "$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache"
 
 # Without `site`, which would lead the tool to the checkout, where moeserve/bench and moeserve/triton_kernels are missing.
-floors: package
+layers: package
 	cd $(PACKAGE) && PYTHONPATH=`"$(BIN)/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'` \
 		"$(BIN)/python" -S -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' \
 		--config "$(CURDIR)/pyproject.toml" --no-logo --no-cache

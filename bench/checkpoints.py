@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from moeserve.config import cache_folder
+from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError
 
 CheckpointName = Literal["mixtral-mini", "deepseek-mini", "qwen3-mini", "mixtral-small", "mixtral-tiny"]

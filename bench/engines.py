@@ -15,7 +15,7 @@ import moeserve
 from moeserve.bench.decode import Generate, generate_with
 from moeserve.bench.peers.environments import PeerError
 from moeserve.bench.peers.peers import PeerName, start_peer
-from moeserve.config import QuantizationName
+from moeserve.config.settings import QuantizationName
 
 OwnName = Literal["moeserve", "moeserve-int8", "moeserve-int4"]
 EngineName = Literal[

@@ -41,7 +41,7 @@ from moeserve.bench.peers.adapters.experts import Shape, experts_method
 from moeserve.bench.peers.environments import PeerError
 from moeserve.bench.peers.peers import start_experts_peer
 from moeserve.bench.tables import comparison
-from moeserve.config import QuantizationName
+from moeserve.config.settings import QuantizationName
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens
 from moeserve.moe.experts import Experts

@@ -42,12 +42,14 @@ from moeserve.bench.checkpoints import CheckpointName, make_checkpoint
 from moeserve.bench.decode import Generate, Workload
 from moeserve.bench.harness import add_options, at_least, environment, interleave, ratio_of_medians, write_jsonl
 from moeserve.bench.parallel_rank import Order, TimeAgreements, TimeDispatch, Timing, TravellingDispatcher
-from moeserve.config import EngineConfig, Settings, environment_of_rank, resolve
+from moeserve.config.environment import environment_of_rank
+from moeserve.config.resolve import resolve
+from moeserve.config.settings import EngineConfig, Settings
 from moeserve.distributed.group import start_store
 from moeserve.machine import shown_bytes, usable_cores
 from moeserve.models.registry import describe, read_facts
 from moeserve.processes import Child, as_error, collect_deaths, end_all, root_cause, wait_for_news
-from moeserve.worker.orders import RankStart, rank_name
+from moeserve.worker.protocol import RankStart, rank_name
 
 Table = Literal["agreement", "dispatch", "serving"]
 DISPATCHERS: tuple[TravellingDispatcher, ...] = get_args(TravellingDispatcher)

@@ -16,17 +16,17 @@ from torch import Tensor
 from moeserve.distributed.group import GroupCoordinator, Groups, PendingTensor, TransportName, connect
 from moeserve.distributed.mesh import Mesh
 from moeserve.engine.process import gather
+from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens
-from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
 from moeserve.ops.threads import set_num_threads
 from moeserve.processes import Parent, run_child
 from moeserve.scheduling.lockstep import Intent, Lockstep
 from moeserve.step_inputs import StepInputs
-from moeserve.worker.orders import RankStart
 from moeserve.worker.process import join
+from moeserve.worker.protocol import RankStart
 
 # T tokens of this rank, D model width, E experts, K experts per token
 
@@ -114,7 +114,7 @@ def time_dispatch(groups: Groups, order: TimeDispatch) -> Timing:
         start = time.perf_counter()
         arrived = dispatcher.dispatch(hidden_TD, routing, step).wait()  # collective: all ep ranks
         assert isinstance(arrived.tokens, PackedTokens)
-        dispatcher.combine(arrived.tokens.rows_RD, arrived.ticket).wait()  # collective: all ep ranks
+        dispatcher.combine(arrived.tokens.rows_RD, arrived.handle).wait()  # collective: all ep ranks
         seconds.append(time.perf_counter() - start)
     return Timing(
         seconds=seconds,

@@ -22,11 +22,12 @@ from torch import Tensor
 from moeserve import LLM, SamplingParams
 from moeserve.api.default_model import default_model
 from moeserve.bench.harness import environment, write_jsonl
-from moeserve.config import Settings, resolve
+from moeserve.config.resolve import resolve
+from moeserve.config.settings import Settings
 from moeserve.distributed.group import single
 from moeserve.machine import usable_cores
-from moeserve.messages import Chunk, StepPlan
 from moeserve.models.registry import read_facts
+from moeserve.protocol import Chunk, StepPlan
 from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
 

@@ -23,12 +23,14 @@ from typing import Any
 from moeserve.bench.harness import add_options, at_least, environment, write_jsonl
 from moeserve.bench.parallel import percentile
 from moeserve.bench.rebalance_rank import Ran, RunSteps
-from moeserve.config import Settings, environment_of_rank, resolve
+from moeserve.config.environment import environment_of_rank
+from moeserve.config.resolve import resolve
+from moeserve.config.settings import Settings
 from moeserve.distributed.group import start_store
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
 from moeserve.processes import Child, as_error, collect_deaths, end_all, root_cause, wait_for_news
-from moeserve.worker.orders import RankStart, rank_name
+from moeserve.worker.protocol import RankStart, rank_name
 
 MODEL = {
     "model_type": "mixtral",

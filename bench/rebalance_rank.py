@@ -12,13 +12,13 @@ import msgspec
 import torch
 
 from moeserve.distributed.group import Groups
-from moeserve.messages import Chunk, StepPlan
 from moeserve.models.decoder import Decoder
 from moeserve.processes import Parent, run_child
+from moeserve.protocol import Chunk, StepPlan
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.telemetry.expert_load import LoadWindow, ranks_max_over_mean
-from moeserve.worker.orders import RankStart
 from moeserve.worker.process import join
+from moeserve.worker.protocol import RankStart
 from moeserve.worker.worker import Worker
 
 WARM_UP = 3  # steps that nobody measures

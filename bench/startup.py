@@ -34,7 +34,8 @@ from typing import Any, get_args
 from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.harness import add_options, environment, interleave, write_jsonl
 from moeserve.bench.peers.peers import PeerName, start_peer
-from moeserve.config import QuantizationName, cache_folder
+from moeserve.config.environment import cache_folder
+from moeserve.config.settings import QuantizationName
 from moeserve.errors import EngineError
 from moeserve.ops.threads import set_num_threads
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "tape.h"
+#include "cpu_graph.h"
 
 namespace nb = nanobind;
 
@@ -108,7 +108,7 @@ bool read_tensor(nb::handle source, Tensor& tensor) {
   const bool is_torch = torch != nullptr && PyObject_TypeCheck(source.ptr(), torch->tensor);
   const bool is_read = is_torch ? read_torch(*torch, source.ptr(), tensor) : read_dlpack(source, tensor);
   if (!is_read) PyErr_Clear();
-  if (Tape* tape = recorded_tape(); is_read && tape != nullptr) tape->keep(source, tensor.data);
+  if (CpuGraph* graph = capturing_cpu_graph(); is_read && graph != nullptr) graph->keep(source, tensor.data);
   return is_read;
 }
 

@@ -45,7 +45,7 @@ const Number* numbers(const Tensor& tensor) {
 }
 
 // Fills `tensor` from a torch tensor, or from anything else that speaks DLPack; false if it is neither, or not in the
-// memory of the CPU. Torch's attributes are read directly: a DLPack capsule costs ten times as much. While a tape is
+// memory of the CPU. Torch's attributes are read directly: a DLPack capsule costs ten times as much. While a graph is
 // recorded, it keeps what was read.
 bool read_tensor(nanobind::handle source, Tensor& tensor);
 

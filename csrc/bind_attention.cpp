@@ -8,7 +8,7 @@
 #include "bindings.h"
 #include "cpu/cache_write.h"
 #include "cpu/paged_attention.h"
-#include "tape.h"
+#include "cpu_graph.h"
 
 namespace nb = nanobind;
 

@@ -15,7 +15,7 @@
 #include "cpu/rotary.h"
 #include "cpu/routing.h"
 #include "cpu/row_maximum.h"
-#include "tape.h"
+#include "cpu_graph.h"
 
 namespace nb = nanobind;
 

@@ -13,7 +13,7 @@
 #include "bindings.h"
 #include "cpu/packed_product.h"
 #include "cpu/packed_weight.h"
-#include "tape.h"
+#include "cpu_graph.h"
 
 namespace nb = nanobind;
 
@@ -205,7 +205,7 @@ class PackedWeights {
 
   template <typename Call>
   void run(const Call& call) const {
-    if (Tape* tape = recorded_tape()) tape->keep(nb::find(*this));
+    if (CpuGraph* graph = capturing_cpu_graph()) graph->keep(nb::find(*this));
     run_kernel(call);
   }
 

@@ -11,7 +11,7 @@
 #include "arguments.h"
 #include "bindings.h"
 #include "host/shared_memory.h"
-#include "tape.h"
+#include "cpu_graph.h"
 
 namespace nb = nanobind;
 
@@ -37,9 +37,9 @@ uint64_t begin(SharedMemory& memory, const Begin& begin_operation) {
     const nb::gil_scoped_release released;
     number = begin_operation();
   }
-  if (Tape* tape = recorded_tape()) {
-    tape->keep(nb::find(memory));
-    tape->add([begin_operation, cell = tape->cell(&memory, number)] { *cell = begin_operation(); });
+  if (CpuGraph* graph = capturing_cpu_graph()) {
+    graph->keep(nb::find(memory));
+    graph->add([begin_operation, cell = graph->cell(&memory, number)] { *cell = begin_operation(); });
   }
   return number;
 }
@@ -68,10 +68,10 @@ int wait(SharedMemory& memory, uint64_t number, double timeout_s) {
     const nb::gil_scoped_release released;
     outcome = wait_patiently(memory, number, timeout_s);
   }
-  if (Tape* tape = recorded_tape()) {
-    tape->add([&memory, cell = tape->cell(&memory, number), timeout_s] {
+  if (CpuGraph* graph = capturing_cpu_graph()) {
+    graph->add([&memory, cell = graph->cell(&memory, number), timeout_s] {
       const Outcome played = wait_patiently(memory, *cell, timeout_s);
-      if (played != Outcome::kDone) throw PlayedCallFailed{static_cast<int>(played)};
+      if (played != Outcome::kDone) throw ReplayedCallFailed{static_cast<int>(played)};
     });
   }
   return static_cast<int>(outcome);

@@ -12,7 +12,7 @@
 #include "bindings.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
-#include "tape.h"
+#include "cpu_graph.h"
 
 namespace nb = nanobind;
 
@@ -38,7 +38,7 @@ NB_MODULE(_cpu, module) {
   moeserve::bind_attention(module);
   moeserve::bind_layers(module);
   moeserve::bind_products(module);
-  moeserve::bind_tape(module);
+  moeserve::bind_cpu_graph(module);
 
   module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a, "Threads that kernels may use.");
   module.def("num_threads", &moeserve::num_threads);

@@ -10,7 +10,8 @@ from moeserve.errors import (
     RequestError,
     SettingsError,
 )
-from moeserve.messages import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
+from moeserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from moeserve.api.llm import LLM

@@ -16,13 +16,13 @@ import msgspec
 
 import moeserve
 from moeserve.bench import commands as benchmarks
-from moeserve.config import Settings
+from moeserve.config.settings import Settings
 from moeserve.errors import MoeserveError, SettingsError, nearest
 from moeserve.launch import DEFAULT_PORT
-from moeserve.messages import SamplingParams
 from moeserve.planner.costs import Assumptions
 from moeserve.planner.hardware import TABLE
 from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
+from moeserve.sampling_params import SamplingParams
 
 GPUS_PER_NODE = 8
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from moeserve.addresses import address_on, address_towards, is_loopback, is_own, own_addresses
-from moeserve.config import environment_of_cluster, is_token_refused, ray_token
+from moeserve.config.environment import environment_of_cluster, is_token_refused, ray_token
 from moeserve.errors import EngineError, MoeserveError, SettingsError
 from moeserve.machine import usable_cores
 

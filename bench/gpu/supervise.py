@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.bench.gpu.part import PartName, Row
-from moeserve.config import environment_without
+from moeserve.config.environment import environment_without
 
 POLL_SECONDS = 0.2
 END_SECONDS = 5.0  # that a process has to end after it was asked to

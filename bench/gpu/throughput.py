@@ -32,7 +32,7 @@ from moeserve.bench.costs import FORMATS, WeightFormat, step_work
 from moeserve.bench.decode import Workload, decode_rate, draw_prompts, generate_with, prefill_rate
 from moeserve.bench.gpu.costs import Bar, GpuLimits
 from moeserve.bench.gpu.limits import gpu_memory, synchronize
-from moeserve.config import QuantizationName
+from moeserve.config.settings import QuantizationName
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from moeserve.config import cache_folder
+from moeserve.config.environment import cache_folder
 from moeserve.errors import MoeserveError
 
 EnvironmentName = Literal["llama.cpp", "vllm", "kt-kernel", "transformers"]

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from moeserve.config import cache_folder
+from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError
 from moeserve.models.config_json import read_json
 from moeserve.models.gguf_file import INSTALL_GGUF

@@ -15,16 +15,9 @@ from typing import Any, TypeAlias
 
 from moeserve.api.text import OutputText, TextCodec
 from moeserve.errors import RequestError, nearest, shown
-from moeserve.messages import (
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    Request,
-    RequestOutput,
-    RequestUpdate,
-    SamplingParams,
-    TokenLogprobs,
-)
+from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from moeserve.protocol import Request, RequestUpdate, TokenLogprobs
+from moeserve.sampling_params import SamplingParams
 
 # A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may have a "cache_salt".
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"

@@ -18,20 +18,22 @@ from tqdm import tqdm
 from moeserve.api.default_model import default_model
 from moeserve.api.frontend import Frontend, Prompt, Prompts
 from moeserve.api.text import TextCodec
-from moeserve.config import CheckpointFacts, EngineConfig, ParallelSettings, Settings, resolve, wants_ray
+from moeserve.config.resolve import CheckpointFacts, resolve, wants_ray
+from moeserve.config.settings import EngineConfig, ParallelSettings, Settings
 from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
-from moeserve.engine.gang import LocalGang
-from moeserve.engine.rebuilt import RebuiltReplicas
 from moeserve.engine.replicas import Replicas
+from moeserve.engine.restarting_replicas import RestartingReplicas
+from moeserve.engine.worker_group import LocalWorkerGroup
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, shown
+from moeserve.expert_placement.placement import Placement, read_loads, read_placements, write_placements
 from moeserve.interrupts import interrupts_deferred
 from moeserve.machine import usable_cores
-from moeserve.messages import RequestOutput, SamplingParams
 from moeserve.models import registry
-from moeserve.moe.placement import Placement, read_loads, read_placements, write_placements
 from moeserve.ops import backend
 from moeserve.ops.native import native_kernels
+from moeserve.outputs import RequestOutput
+from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.expert_load import LoadWindow, summed
 from moeserve.telemetry.observer import LoadObserver
 from moeserve.worker.loading import wait_for_copies
@@ -381,10 +383,10 @@ def start_engine(config: EngineConfig, cluster: Cluster | None = None, *, show_p
         case "uniproc":
             return EngineCore(config, show_progress=show_progress)
         case "mp":
-            return Replicas(config, lambda: LocalGang(config, show_progress=show_progress))
+            return Replicas(config, lambda: LocalWorkerGroup(config, show_progress=show_progress))
         case "ray":
             assert cluster is not None
-            return RebuiltReplicas.over(config, cluster, show_progress=show_progress)
+            return RestartingReplicas.over(config, cluster, show_progress=show_progress)
 
 
 def _read_expert_loads(path: str | None, facts: CheckpointFacts) -> tuple[tuple[float, ...], ...]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from moeserve.api.byte_alphabet import byte_of_character
 from moeserve.api.tiktoken_file import load_tiktoken
 from moeserve.errors import CheckpointError, RequestError, nearest, shown
-from moeserve.messages import SamplingParams
+from moeserve.sampling_params import SamplingParams
 
 # Vocabularies that transformers reads, but not always as they were meant: it leaves out the space that a SentencePiece
 # model puts before a text, and guesses how text is cut before it is looked up in a tiktoken file, which does not say.

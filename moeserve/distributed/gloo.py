@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
 from moeserve.distributed.transport import (
-    NotRecorded,
+    NotCapturable,
     Pending,
     TransportError,
     add_shares_and_gather,
@@ -34,7 +34,7 @@ TIMER_SLACK_NS = 100_000_000
 PR_SET_TIMERSLACK = 29  # of Linux' prctl
 
 
-class GlooTransport(NotRecorded):
+class GlooTransport(NotCapturable):
     """Every collective is one exchange of rows: gloo takes any number of rows from each to each, also none."""
 
     def __init__(self, group: ProcessGroupGloo, timeout_s: float) -> None:

@@ -274,7 +274,7 @@ class GroupCoordinator:
             reduced = self._transport.all_reduce(x)
         except TransportError as error:
             self._fail("all_reduce", self._position(), error)
-        self._prepare_to_be_played("all_reduce")
+        self._prepare_replay("all_reduce")
         return reduced
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -304,7 +304,7 @@ class GroupCoordinator:
             reduced = self._transport.reduce_scatter(x, sizes)
         except TransportError as error:
             self._fail("reduce_scatter", self._position(), error)
-        self._prepare_to_be_played("reduce_scatter")
+        self._prepare_replay("reduce_scatter")
         return reduced
 
     def all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> PendingTensor:
@@ -367,19 +367,19 @@ class GroupCoordinator:
         return [] if self._connections is None else self._transport.seconds_waited()
 
     @property
-    def can_be_recorded(self) -> bool:
-        """Whether a tape that was recorded during collectives of this group can be played."""
+    def supports_cpu_graphs(self) -> bool:
+        """Whether a graph that was recorded during collectives of this group can be played."""
         if self.world_size == 1:
             return True
-        return self._connected.order_check is None and self._transport.can_be_recorded
+        return self._connected.order_check is None and self._transport.supports_cpu_graphs
 
     @property
-    def can_be_captured(self) -> bool:
+    def supports_cuda_graphs(self) -> bool:
         """Whether collectives of this group, of tensors on a GPU, can be captured in a CUDA graph."""
         if self.world_size == 1:
             return True
         way = self._transport
-        return self._connected.order_check is None and isinstance(way, ByDevice) and way.can_be_captured
+        return self._connected.order_check is None and isinstance(way, ByDevice) and way.supports_cuda_graphs
 
     def raise_failure(self) -> None:
         """DistributedError when a collective on a GPU was given up since: its stream has gone on, without a result.
@@ -422,20 +422,20 @@ class GroupCoordinator:
                 wait()
             except TransportError as error:
                 self._fail(operation, _shown_position(*at), error)
-            self._prepare_to_be_played(operation)
+            self._prepare_replay(operation)
 
         return PendingTensor(tensor, finish)
 
-    def _prepare_to_be_played(self, operation: Operation) -> None:
-        """While a tape is recorded: what the collective waited for last says if it fails as it is played."""
-        if not self._transport.is_recording:
+    def _prepare_replay(self, operation: Operation) -> None:
+        """While a graph is recorded: what the collective waited for last says if it fails as it is played."""
+        if not self._transport.is_capturing:
             return
         layer = self.layer
 
         def fail(cause: str) -> NoReturn:
             self._fail(operation, _shown_position(self.num_begun, self.step, layer), TransportError(cause))
 
-        self._transport.on_failure_when_played(fail)
+        self._transport.on_replay_failure(fail)
 
     @property
     def _connected(self) -> Connections:
@@ -525,22 +525,22 @@ class Groups:
         groups = self.world, self.tp, self.dp, self.ep
         return *(group.num_begun for group in groups), *(group.num_bytes_sent for group in groups)
 
-    def add_played(self, counts: Sequence[int]) -> None:
-        """Count so many more of each group, and what they sent: they were played from a tape."""
+    def add_replayed(self, counts: Sequence[int]) -> None:
+        """Count so many more of each group, and what they sent: they were played from a graph."""
         groups = self.world, self.tp, self.dp, self.ep
         for group, count, num_bytes in zip(groups, counts[: len(groups)], counts[len(groups) :], strict=True):
             group.num_begun += count
             group.num_bytes_sent += num_bytes
 
     @property
-    def can_be_recorded(self) -> bool:
+    def supports_cpu_graphs(self) -> bool:
         """Whether layers that call these groups can be recorded."""
-        return self.tp.can_be_recorded and self.ep.can_be_recorded
+        return self.tp.supports_cpu_graphs and self.ep.supports_cpu_graphs
 
     @property
-    def can_be_captured(self) -> bool:
+    def supports_cuda_graphs(self) -> bool:
         """Whether layers that call these groups can be captured in a CUDA graph."""
-        return self.tp.can_be_captured and self.ep.can_be_captured
+        return self.tp.supports_cuda_graphs and self.ep.supports_cuda_graphs
 
     def raise_failure(self) -> None:
         """See `GroupCoordinator.raise_failure`."""

@@ -19,8 +19,9 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from torch.distributed import Store, Work, is_nccl_available
 
 from moeserve.addresses import own_addresses
-from moeserve.config import WITHOUT_NCCL, set_for_libraries
-from moeserve.distributed.transport import NotRecorded, Pending, TransportError, exchange_and_add
+from moeserve.config.environment import set_for_libraries
+from moeserve.config.resolve import WITHOUT_NCCL
+from moeserve.distributed.transport import NotCapturable, Pending, TransportError, exchange_and_add
 from moeserve.errors import SettingsError
 
 # torch's thread gives a communicator up that has failed, and the process lives: 3, torch's default, ends the process
@@ -57,7 +58,7 @@ class OneShot(Protocol):
     def close(self) -> None: ...
 
 
-class NcclTransport(NotRecorded):
+class NcclTransport(NotCapturable):
     """One rank's side. See `Transport` and `DeviceTransport` for the contract.
 
     Who waits is the current stream, never the host; sizes come from the host, so nothing is padded and nothing is asked
@@ -142,7 +143,7 @@ class NcclTransport(NotRecorded):
         return []
 
     @property
-    def can_be_captured(self) -> bool:
+    def supports_cuda_graphs(self) -> bool:
         return True
 
     def raise_failure(self) -> None:

@@ -160,15 +160,15 @@ class SharedMemoryTransport:
         return list(self._memory.seconds_waited())
 
     @property
-    def can_be_recorded(self) -> bool:
+    def supports_cpu_graphs(self) -> bool:
         return True
 
     @property
-    def is_recording(self) -> bool:
-        return bool(self._native.is_recording())
+    def is_capturing(self) -> bool:
+        return bool(self._native.is_capturing())
 
-    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
-        self._native.on_failure_when_played(lambda outcome: fail(self._explained(outcome)))
+    def on_replay_failure(self, fail: Callable[[str], NoReturn]) -> None:
+        self._native.on_replay_failure(lambda outcome: fail(self._explained(outcome)))
 
     def close(self) -> None:
         self._memory.close()

@@ -50,17 +50,17 @@ class Transport(Protocol):
         ...
 
     @property
-    def can_be_recorded(self) -> bool:
-        """Whether collectives that are begun and waited for while a tape is recorded can be played from it."""
+    def supports_cpu_graphs(self) -> bool:
+        """Whether collectives that are begun and waited for while a graph is recorded can be played from it."""
         ...
 
     @property
-    def is_recording(self) -> bool:
-        """Whether this thread records a tape."""
+    def is_capturing(self) -> bool:
+        """Whether this thread records a graph."""
         ...
 
-    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
-        """While a tape is recorded: what raises an error when the collective waited for last fails as it is played.
+    def on_replay_failure(self, fail: Callable[[str], NoReturn]) -> None:
+        """While a graph is recorded: what raises an error when the collective waited for last fails as it is played.
 
         It gets what `TransportError` would say.
         """
@@ -69,19 +69,19 @@ class Transport(Protocol):
         """Drop the connections: ranks that wait for this one fail at once."""
 
 
-class NotRecorded:
-    """The part of a `Transport` that tapes cannot hold."""
+class NotCapturable:
+    """The part of a `Transport` that graphs cannot hold."""
 
     @property
-    def can_be_recorded(self) -> bool:
+    def supports_cpu_graphs(self) -> bool:
         return False
 
     @property
-    def is_recording(self) -> bool:
+    def is_capturing(self) -> bool:
         return False
 
-    def on_failure_when_played(self, fail: Callable[[str], NoReturn]) -> None:
-        raise AssertionError(f"the collectives of {type(self).__name__} cannot be recorded on tapes")
+    def on_replay_failure(self, fail: Callable[[str], NoReturn]) -> None:
+        raise AssertionError(f"the collectives of {type(self).__name__} cannot be recorded on graphs")
 
 
 class DeviceTransport(Transport, Protocol):
@@ -92,7 +92,7 @@ class DeviceTransport(Transport, Protocol):
     """
 
     @property
-    def can_be_captured(self) -> bool:
+    def supports_cuda_graphs(self) -> bool:
         """Whether collectives of the same sizes can be captured in a CUDA graph, and replayed by all ranks."""
         ...
 
@@ -101,11 +101,11 @@ class DeviceTransport(Transport, Protocol):
         ...
 
 
-class ByDevice(NotRecorded):
+class ByDevice(NotCapturable):
     """A `Transport` of both kinds of tensors: each goes the way of the device that it is on.
 
     Ranks put a collective's tensors on the same kind of device, as they use the same sizes. Nothing of it is recorded
-    on tapes, which are for ranks without a GPU.
+    on graphs, which are for ranks without a GPU.
     """
 
     def __init__(self, cpu: Transport, cuda: DeviceTransport | None) -> None:
@@ -138,8 +138,8 @@ class ByDevice(NotRecorded):
         return self._cpu.seconds_waited()
 
     @property
-    def can_be_captured(self) -> bool:
-        return self._cuda is not None and self._cuda.can_be_captured
+    def supports_cuda_graphs(self) -> bool:
+        return self._cuda is not None and self._cuda.supports_cuda_graphs
 
     def raise_failure(self) -> None:
         if self._cuda is not None:

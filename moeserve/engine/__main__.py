@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.engine.border import EngineStart
+from moeserve.engine.protocol import EngineStart
 from moeserve.executor.workers import start_workers
 from moeserve.processes import Parent, run_child
 

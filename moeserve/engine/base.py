@@ -6,8 +6,8 @@ import dataclasses
 import secrets
 from typing import Protocol
 
-from moeserve.config import EngineConfig
-from moeserve.messages import Request, RequestUpdate
+from moeserve.config.settings import EngineConfig
+from moeserve.protocol import Request, RequestUpdate
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.telemetry.expert_load import LoadWindow
 

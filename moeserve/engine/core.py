@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from moeserve.config import EngineConfig
+from moeserve.config.settings import EngineConfig
 from moeserve.engine.base import fit_to_cache, new_scheduler, shrinkage
 from moeserve.errors import EngineError
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed
-from moeserve.messages import Request, RequestUpdate
+from moeserve.protocol import Request, RequestUpdate
 from moeserve.scheduling.lockstep import alone
 from moeserve.telemetry.expert_load import LoadWindow
 

@@ -13,16 +13,16 @@ import torch
 
 from moeserve.distributed.group import GroupCoordinator
 from moeserve.engine.base import fit_to_cache, new_scheduler
-from moeserve.engine.border import Delivery, EngineStart, Ready
+from moeserve.engine.protocol import Delivery, EngineStart, Ready
 from moeserve.errors import EngineError
 from moeserve.executor.base import Executor
 from moeserve.executor.multiproc import MultiprocExecutor
-from moeserve.messages import ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.processes import Channel, Child, Parent
+from moeserve.protocol import ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.scheduling.lockstep import Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
-from moeserve.worker.orders import RankStart
 from moeserve.worker.process import join
+from moeserve.worker.protocol import RankStart
 
 # How long an idle replica sleeps at most before it agrees again with the others. Seconds.
 HEARTBEAT_S = 1.0

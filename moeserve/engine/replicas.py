@@ -11,22 +11,14 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterable
 
-from moeserve.config import EngineConfig
+from moeserve.config.settings import EngineConfig
 from moeserve.engine.base import fit_to_cache, shrinkage
-from moeserve.engine.border import Delivery, EngineMessage, Ready
-from moeserve.engine.gang import Gang
+from moeserve.engine.protocol import Delivery, EngineMessage, Ready
+from moeserve.engine.worker_group import WorkerGroup
 from moeserve.errors import EngineError, RequestError
-from moeserve.messages import (
-    AbortRequest,
-    AddRequest,
-    CollectLoad,
-    Request,
-    RequestUpdate,
-    Shutdown,
-    Wake,
-)
 from moeserve.processes import Watched, as_error, root_cause, wait_for_news
-from moeserve.scheduling.choice import ReplicaChooser
+from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Shutdown, Wake
+from moeserve.scheduling.dp_router import DPRouter
 from moeserve.telemetry.expert_load import LoadWindow
 
 logger = logging.getLogger(__name__)
@@ -42,7 +34,7 @@ class Replicas:
     and nothing is admitted any more.
     """
 
-    def __init__(self, config: EngineConfig, start_gang: Callable[[], Gang]) -> None:
+    def __init__(self, config: EngineConfig, start_worker_group: Callable[[], WorkerGroup]) -> None:
         """Returns when all replicas have loaded the model.
 
         Raises:
@@ -55,15 +47,15 @@ class Replicas:
         self._loads: list[LoadWindow] = []  # that nobody has taken
         self._awaits_load = False  # one was asked for, and has not come
         self._closed_because = ""
-        self._gang = start_gang()
-        self._end_gang = weakref.finalize(self, self._gang.end)  # also where nobody calls shutdown
+        self._worker_group = start_worker_group()
+        self._end_worker_group = weakref.finalize(self, self._worker_group.end)  # also where nobody calls shutdown
         try:
             num_blocks = self._wait_until_ready()
         except BaseException:
-            self._end_gang()
+            self._end_worker_group()
             raise
-        self._chooser = ReplicaChooser(
-            len(self._gang.engines),
+        self._chooser = DPRouter(
+            len(self._worker_group.engines),
             num_blocks,
             config.block_size,
             finds_prefixes=config.enable_prefix_caching,
@@ -90,10 +82,10 @@ class Replicas:
         self._require_open()
         if request.request_id in self._in_flight:
             raise RequestError(f"request {request.request_id!r} is still being served; give each request its own id")
-        chosen = self._gang.engines[self._chooser.choose(request)]
+        chosen = self._worker_group.engines[self._chooser.choose(request)]
         self._in_flight[request.request_id] = chosen
         chosen.channel.send(AddRequest(request))
-        for engine in self._gang.engines:
+        for engine in self._worker_group.engines:
             if engine is not chosen:  # it may be asleep, and no step begins without it
                 engine.channel.send(Wake())
 
@@ -107,7 +99,7 @@ class Replicas:
         self._require_owner()
         updates = self._news()
         while not updates and self._in_flight:
-            wait_for_news(self._gang.members, None)
+            wait_for_news(self._worker_group.members, None)
             updates = self._news()
         if not updates:
             self._require_open()
@@ -117,7 +109,7 @@ class Replicas:
         self._require_owner()
         self._undelivered = self._news()
         self._require_open()
-        first, *others = self._gang.engines
+        first, *others = self._worker_group.engines
         self._awaits_load = True
         first.channel.send(CollectLoad())
         for engine in others:
@@ -127,7 +119,7 @@ class Replicas:
         self._require_owner()
         while wait and self._awaits_load:  # one that was not asked for may come first
             self._require_open()
-            wait_for_news(self._gang.members, None)
+            wait_for_news(self._worker_group.members, None)
             self._undelivered = self._news()
         loads, self._loads = self._loads, []
         return loads
@@ -137,24 +129,24 @@ class Replicas:
             return
         self._closed_because = "the engine was shut down; make a new one"
         self._undelivered += self._end_requests(error=None)
-        for engine in self._gang.engines:
+        for engine in self._worker_group.engines:
             engine.channel.send(Shutdown())
-        self._gang.end(SECONDS_TO_LEAVE)
-        self._end_gang.detach()
+        self._worker_group.end(SECONDS_TO_LEAVE)
+        self._end_worker_group.detach()
 
     def _wait_until_ready(self) -> int:
         """Blocks of KV cache of each rank, when all are ready."""
-        waiting = {engine.name for engine in self._gang.engines}
+        waiting = {engine.name for engine in self._worker_group.engines}
         num_blocks = 0
         while waiting:
-            wait_for_news(self._gang.members, None)
-            for engine in self._gang.engines:
+            wait_for_news(self._worker_group.members, None)
+            for engine in self._worker_group.engines:
                 for message in engine.receive():
                     if isinstance(message, Ready):  # the first deliveries of those that are ready tell nothing
                         num_blocks = message.num_blocks
                         waiting.remove(engine.name)
-            if any(member.deaths() for member in self._gang.members):
-                raise as_error(root_cause(self._gang.collect_deaths()), "while the model was loaded")
+            if any(member.deaths() for member in self._worker_group.members):
+                raise as_error(root_cause(self._worker_group.collect_deaths()), "while the model was loaded")
         return num_blocks
 
     def _news(self) -> list[RequestUpdate]:
@@ -163,18 +155,18 @@ class Replicas:
         if self._closed_because:
             return updates
         updates += self._received()
-        if any(member.deaths() for member in self._gang.members):
-            cause = root_cause(self._gang.collect_deaths())
+        if any(member.deaths() for member in self._worker_group.members):
+            cause = root_cause(self._worker_group.collect_deaths())
             error = str(as_error(cause, f"the engine failed while it served {len(self._in_flight)} requests"))
             self._closed_because = f"the engine has failed and takes no requests; make a new one. It failed so: {error}"
             updates += self._received()
             updates += self._end_requests(error=error)
-            self._end_gang()
+            self._end_worker_group()
         return updates
 
     def _received(self) -> list[RequestUpdate]:
         updates: list[RequestUpdate] = []
-        for index, engine in enumerate(self._gang.engines):
+        for index, engine in enumerate(self._worker_group.engines):
             for message in engine.receive():
                 assert isinstance(message, Delivery), message
                 self._chooser.note_free_blocks(index, message.stats.num_free_blocks)

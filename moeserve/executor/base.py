@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from moeserve.messages import StepPlan, StepResult
+from moeserve.protocol import StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement
 
 

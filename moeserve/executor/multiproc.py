@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moeserve.config import EngineConfig
+from moeserve.config.settings import EngineConfig
 from moeserve.distributed.group import Groups
 from moeserve.errors import DistributedError
-from moeserve.messages import StepPlan, StepResult
 from moeserve.processes import SECONDS_TO_GO, Child, end_all
+from moeserve.protocol import StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.worker.orders import Leave, Step, rank_name
+from moeserve.worker.protocol import Leave, Step, rank_name
 from moeserve.worker.worker import Worker
 
 

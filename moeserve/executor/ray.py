@@ -41,13 +41,15 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from moeserve.addresses import address_on, is_loopback
-from moeserve.config import EngineConfig, fit_whole, ray_address, ray_temporary_folder
+from moeserve.config.environment import ray_address, ray_temporary_folder
+from moeserve.config.resolve import fit_whole
+from moeserve.config.settings import EngineConfig
 from moeserve.errors import DistributedError, EngineError, SettingsError
 from moeserve.machine import installed_version
-from moeserve.messages import StepPlan, StepResult
 from moeserve.processes import SECONDS_TO_GO, Channel, Death, Line, collect_deaths, death_of, end_all, say_last_words
+from moeserve.protocol import StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.worker.orders import RankStart, Step, rank_name
+from moeserve.worker.protocol import RankStart, Step, rank_name
 
 logger = logging.getLogger(__name__)
 
@@ -488,8 +490,8 @@ class Cluster:
                     ray.shutdown()
 
 
-class RayGang:
-    """See `Gang`: an actor for each rank, and one for the engine of each replica, which computes nothing."""
+class RayWorkerGroup:
+    """See `WorkerGroup`: an actor for each rank, and one for the engine of each replica, which computes nothing."""
 
     def __init__(
         self, config: EngineConfig, cluster: Cluster, engine_process: type[RemoteProcess], *, show_progress: bool

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moeserve.config import EngineConfig
+from moeserve.config.settings import EngineConfig
 from moeserve.distributed.group import single
-from moeserve.messages import StepPlan, StepResult
+from moeserve.protocol import StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.worker.orders import rank_name
+from moeserve.worker.protocol import rank_name
 from moeserve.worker.worker import Worker
 
 

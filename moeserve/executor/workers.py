@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from moeserve.config import environment_of_rank
+from moeserve.config.environment import environment_of_rank
 from moeserve.machine import usable_cores
 from moeserve.processes import Child
-from moeserve.worker.orders import RankStart, rank_name
+from moeserve.worker.protocol import RankStart, rank_name
 
 
 def start_workers(driver: RankStart) -> list[Child[Any]]:

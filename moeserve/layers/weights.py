@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moeserve.config import QuantizationName
+from moeserve.config.settings import QuantizationName
 from moeserve.ops.activation import GatedActivation
 from moeserve.ops.products import (
     OpenWeights,

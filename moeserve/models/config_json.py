@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, cast
 
-from moeserve.config import DtypeName
+from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError, shown
 from moeserve.layers.rotary import LinearScaling, Llama3Scaling, RotaryConfig, YarnScaling
 

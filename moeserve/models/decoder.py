@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeserve.config import DispatcherName, QuantizationName
+from moeserve.config.settings import DispatcherName, QuantizationName
 from moeserve.distributed.group import GroupCoordinator, Groups
 from moeserve.distributed.mesh import share_of
+from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig
 from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
@@ -20,9 +21,8 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotary, Rotation
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.moe.dispatch.deepep_carrier import Carrier
+from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator
 from moeserve.moe.layer import MoEConfig, MoELayer
-from moeserve.moe.placement import Placement
 from moeserve.ops.attention_peers import AttentionPeers
 from moeserve.step_inputs import StepInputs
 
@@ -48,7 +48,7 @@ class DecoderLayer(nn.Module):
         dispatcher: DispatcherName,
         placements: Iterator[Placement],
         *,
-        carrier: Carrier | None,
+        communicator: DeepEPCommunicator | None,
         peers: AttentionPeers | None,
         dtype: torch.dtype,
         device: torch.device,
@@ -74,7 +74,7 @@ class DecoderLayer(nn.Module):
                     dispatcher,
                     next(placements),
                     groups.ep,
-                    carrier=carrier,
+                    communicator=communicator,
                     dtype=dtype,
                     device=device,
                 )
@@ -113,7 +113,7 @@ class Decoder(nn.Module):
 
     Args:
         placements: of each layer that has experts, in order, over the ranks of the ep group; see `place_experts`.
-        carrier: with the dispatcher "deepep".
+        communicator: with the dispatcher "deepep".
         quantization: what the weights are to be filled as.
         peers: other libraries that may attend on a GPU.
     """
@@ -125,7 +125,7 @@ class Decoder(nn.Module):
         dispatcher: DispatcherName,
         placements: Sequence[Placement],
         *,
-        carrier: Carrier | None = None,
+        communicator: DeepEPCommunicator | None = None,
         quantization: QuantizationName | None = None,
         peers: AttentionPeers | None = None,
         dtype: torch.dtype,
@@ -134,7 +134,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.groups = groups
-        self.carrier = carrier
+        self.communicator = communicator
         self.tp = groups.tp
         size, epsilon = config.hidden_size, config.norm_epsilon
         self.embedding = Embedding(config.vocab_size, size, groups.tp, dtype=dtype, device=device)
@@ -148,7 +148,7 @@ class Decoder(nn.Module):
                 groups,
                 dispatcher,
                 unused,
-                carrier=carrier,
+                communicator=communicator,
                 peers=peers,
                 dtype=dtype,
                 device=device,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from safetensors import safe_open
 from torch import Tensor
 
-from moeserve.config import DtypeName
+from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError
 from moeserve.models.config_json import ConfigJson, read_json
 from moeserve.models.weights import read_headers

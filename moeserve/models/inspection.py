@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeserve.config import DtypeName
+from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models.registry import describe

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moeserve.expert_placement.eplb import place_experts
+from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import RotaryConfig
-from moeserve.moe.balancer import place_experts
 from moeserve.moe.layer import MoEConfig
-from moeserve.moe.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)

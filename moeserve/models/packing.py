@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from moeserve.config import QuantizationName
+from moeserve.config.settings import QuantizationName
 from moeserve.layers.weights import Weights
 
 PACKED_STATE_VERSION = 1  # of the layout of packed weights and of the names in a model's packed state

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeserve.config import CheckpointFacts, DtypeName
+from moeserve.config.resolve import CheckpointFacts
+from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError
 from moeserve.models.config_json import ConfigJson, read_json
 from moeserve.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeserve.config import DispatcherName, DtypeName, QuantizationName
+from moeserve.config.settings import DispatcherName, DtypeName, QuantizationName
 from moeserve.distributed.group import Groups, single
+from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder
 from moeserve.models.packing import weights_of
 from moeserve.models.registry import Description
 from moeserve.moe.layer import MoEConfig, MoELayer
-from moeserve.moe.placement import Placement
 
 
 @dataclass(frozen=True)

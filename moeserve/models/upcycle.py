@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from moeserve.config import DtypeName
+from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models.dense import DenseCheckpoint, DenseConfig, DenseFolder, check_dense
 from moeserve.models.gguf_file import GgufFile

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeserve.config import DispatcherName
+from moeserve.config.settings import DispatcherName
 from moeserve.distributed.group import GroupCoordinator
+from moeserve.expert_placement.load import ExpertLoad
+from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher
-from moeserve.moe.dispatch.deepep import DeepEPDispatcher
-from moeserve.moe.dispatch.deepep_carrier import Carrier
+from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator
+from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
 from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.dispatch.slotted import SlottedDispatcher
 from moeserve.moe.experts import Experts
-from moeserve.moe.load import ExpertLoad
-from moeserve.moe.placement import Placement
 from moeserve.moe.router import Router
 from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
 from moeserve.ops.activation import GatedActivation, SwiGLU
@@ -50,7 +50,7 @@ class MoELayer(nn.Module):
         config: what the layer computes, whatever ranks do it.
         hidden_size: D.
         dispatcher: how tokens travel. "local" is for a group of one rank.
-        carrier: with "deepep": the buffer of all layers.
+        communicator: with "deepep": the buffer of all layers.
         placement: the logical expert in each slot of each rank of the group. Router and shared experts are whole on
             every rank; of the experts, a rank has those in its own slots, in their order.
         group: the ep group.
@@ -65,7 +65,7 @@ class MoELayer(nn.Module):
         placement: Placement,
         group: GroupCoordinator,
         *,
-        carrier: Carrier | None = None,
+        communicator: DeepEPCommunicator | None = None,
         num_slots: int | None = None,
         dtype: torch.dtype,
         device: torch.device,
@@ -97,8 +97,8 @@ class MoELayer(nn.Module):
             case "all_to_all":
                 self.dispatcher = AllToAllDispatcher(group, placement, device)
             case "deepep":
-                assert carrier is not None
-                self.dispatcher = DeepEPDispatcher(group, placement, device, carrier=carrier)
+                assert communicator is not None
+                self.dispatcher = DeepEPDispatcher(group, placement, device, communicator=communicator)
         self.load = ExpertLoad(placement, group.rank_in_group, device)
         self.add = choose_addition(device.type)
         self.aside = choose_aside(device.type)
@@ -125,5 +125,5 @@ class MoELayer(nn.Module):
         arrived = in_flight.wait()
         self.load.count(arrived.tokens)
         output = self.experts(arrived.tokens)
-        routed_TD = self.dispatcher.combine(output, arrived.ticket).wait()
+        routed_TD = self.dispatcher.combine(output, arrived.handle).wait()
         return routed_TD if shared is None else self.add(routed_TD, shared.wait())

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moeserve.config import AttentionName
+from moeserve.config.settings import AttentionName
 from moeserve.errors import SettingsError
 from moeserve.ops import backend
 from moeserve.ops.attention import AttentionBackend

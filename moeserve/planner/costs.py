@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from moeserve.config import setting
+from moeserve.config.settings import setting
 from moeserve.planner.expert_rows import Balance, ExchangeName, LeavingRows
 from moeserve.planner.formula import Formula
 from moeserve.planner.hardware import Hardware

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moeserve.moe.balancer import imbalance, moves, place_experts
-from moeserve.moe.gain import excess, pays, propose, remembered
-from moeserve.moe.placement import Placement
+from moeserve.expert_placement.eplb import imbalance, moves, place_experts
+from moeserve.expert_placement.gain import excess, pays, propose, remembered
+from moeserve.expert_placement.placement import Placement
 from moeserve.planner.costs import LayoutCosts, StepLoad
 from moeserve.planner.hardware import Hardware
 from moeserve.planner.layout import with_shared

@@ -1,4 +1,4 @@
-"""Plays a gang of replicas in virtual time: the real `Replica`, `Lockstep` and `Scheduler`, in one process, no model.
+"""Plays a worker group of replicas in virtual time: the real `Replica`, `Lockstep` and `Scheduler`, in one process, no model.
 
 Owns what surrounds them: a client with its requests, messages on their way, collectives that wait for everyone, slow,
 broken and dying processes, and the watcher that notices a death. After every event it checks what must always hold, by
@@ -13,7 +13,7 @@ the names below. All of a run follows from its scenario: the same seed gives the
 - I7: after a fault nothing new is admitted, and no further step is run.
 - deadlock: with all processes alive, no collective stays open for longer than the slowest of them can take.
 - livelock: requests are served within a number of steps that follows from their lengths.
-- idle: without work a replica sleeps, and gangs agree no more often than heartbeats and messages give cause.
+- idle: without work a replica sleeps, and worker groups agree no more often than heartbeats and messages give cause.
 - crash: no replica ends by an error unless there was a fault.
 
 Sizes that take no longer than the tests: thousands of requests on 8 replicas, hundreds on 320.
@@ -30,7 +30,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from moeserve.messages import (
+from moeserve.protocol import (
     AbortRequest,
     AddRequest,
     ChunkResult,
@@ -38,12 +38,12 @@ from moeserve.messages import (
     ReplicaMessage,
     Request,
     RequestUpdate,
-    SamplingParams,
     Shutdown,
     StepPlan,
     StepResult,
     Wake,
 )
+from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.lockstep import WANTS_LOAD, WANTS_SHUTDOWN, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler
@@ -133,7 +133,7 @@ class Report:
     """What happened in a run without a violation."""
 
     num_events: int
-    num_steps: int  # executed by the gang
+    num_steps: int  # executed by the worker group
     num_idle_rounds: int
     num_preemptions: int
     ends: dict[str, int]  # requests by how they ended: "stop", "length", "abort", "error"
@@ -242,7 +242,7 @@ class _Simulation:
         self.client_has_stopped = False  # it sends no more requests
         self.shutdown_is_due = False
         self.fault_at: float | None = None
-        self.gang_is_broken = False  # the watcher has noticed
+        self.worker_group_is_broken = False  # the watcher has noticed
         self.failed_step: int | None = None  # all must leave after it
         self.shutdown_is_agreed = False
         self.leave_counts: dict[int, int] = {}  # collectives entered by those that left
@@ -343,7 +343,7 @@ class _Simulation:
             seed=number,
             eos_token_ids=[END_TOKEN],
         )
-        if self.num_unended == 0:  # the gang may be asleep
+        if self.num_unended == 0:  # the worker group may be asleep
             for process in self.processes:
                 if process.rank != rank and dice.random() >= self.scenario.wake_loss:
                     self._send(process, Wake())
@@ -440,11 +440,11 @@ class _Simulation:
         self._after(self.dice.uniform(0.0, DETECTION_S), self._notice_death)
 
     def _notice_death(self) -> None:
-        """The watcher ends the gang: collectives fail, or processes are killed."""
-        if self.gang_is_broken:
+        """The watcher ends the worker group: collectives fail, or processes are killed."""
+        if self.worker_group_is_broken:
             return
-        self._log("watcher: the gang is broken")
-        self.gang_is_broken = True
+        self._log("watcher: the worker group is broken")
+        self.worker_group_is_broken = True
         for process in self.processes:
             if process.state == "starting" or (process.state == "alive" and self.dice.random() < 0.3):
                 self._kill(process)
@@ -581,7 +581,7 @@ class _Simulation:
         if process.must_sleep:
             self._require(effect.block, "idle", f"replica {process.rank} goes on without sleeping, with nothing to do")
         process.must_sleep = False
-        if not effect.block or process.inbox or self.gang_is_broken:
+        if not effect.block or process.inbox or self.worker_group_is_broken:
             self._answer_later(process, self._work(), self._take_inbox)
         elif effect.heartbeat:
             self._answer_later(process, HEARTBEAT_S * self.dice.uniform(1.0, 1.05), self._take_inbox)
@@ -651,7 +651,7 @@ class _Simulation:
             what = f"collective {number}: {process.rank} enters {kind} for {payload}"
             self._violated("I1", f"{what}, and {first} for {meeting.payloads[first]}")
         meeting.payloads[process.rank] = payload
-        if self.gang_is_broken:
+        if self.worker_group_is_broken:
             self._after(self._latency(), self._fail_collective, process, process.turn)
         elif len(meeting.payloads) == self.scenario.num_replicas:
             del self.collectives[number]

@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moeserve.config import DtypeName
+from moeserve.config.settings import DtypeName
 from moeserve.distributed.group import unconnected
 from moeserve.distributed.mesh import Mesh, share_of
 from moeserve.errors import SettingsError, shown
+from moeserve.expert_placement.eplb import Topology, balance, imbalance, place_experts, rank_loads
+from moeserve.expert_placement.placement import Placement, read_loads
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
 from moeserve.models.summary import Part, summarize
-from moeserve.moe.balancer import Topology, balance, imbalance, place_experts, rank_loads
 from moeserve.moe.layer import MoEConfig
-from moeserve.moe.placement import Placement, read_loads
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 BYTES_OF_CHOICE = 8  # experts travel as int64

@@ -20,22 +20,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moeserve.config import DtypeName
+from moeserve.config.settings import DtypeName
 from moeserve.errors import SettingsError
+from moeserve.expert_placement.placement import read_loads
 from moeserve.machine import shown_bytes
-from moeserve.messages import AddRequest, ChunkResult, Request, SamplingParams, StepPlan, StepResult
 from moeserve.models.registry import describe
-from moeserve.moe.placement import read_loads
 from moeserve.planner.costs import Assumptions, LayoutCosts, ReplicaLoad, StepLoad
 from moeserve.planner.estimate import estimate_layouts, rank_shape
 from moeserve.planner.expert_balance import ExpertBalance, Rebalance
 from moeserve.planner.formula import shown_seconds
-from moeserve.planner.gang import Gang
 from moeserve.planner.hardware import Hardware
 from moeserve.planner.layout import find_layouts
+from moeserve.planner.lockstep_group import LockstepGroup
 from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
 from moeserve.planner.traffic import RecordedRequest, Traffic
-from moeserve.scheduling.choice import ReplicaChooser
+from moeserve.protocol import AddRequest, ChunkResult, Request, StepPlan, StepResult
+from moeserve.sampling_params import SamplingParams
+from moeserve.scheduling.dp_router import DPRouter
 from moeserve.scheduling.scheduler import Scheduler
 
 
@@ -198,7 +199,7 @@ def serve(
 
     Args:
         cache_tokens: that the KV cache of a replica holds.
-        drives_sleepers: see `Gang`.
+        drives_sleepers: see `LockstepGroup`.
 
     Raises:
         SettingsError: a request that does not fit into the cache.
@@ -265,9 +266,9 @@ class _Run:
         self._balance = balance
         self._num_blocks = num_blocks
         self._num_replicas = costs.shape.dp
-        self._gang = Gang(self._num_replicas, make_scheduler, drives_sleepers=drives_sleepers)
+        self._group = LockstepGroup(self._num_replicas, make_scheduler, drives_sleepers=drives_sleepers)
         self._params: dict[int, SamplingParams] = {}  # by the length of the output
-        self._chooser = ReplicaChooser(
+        self._chooser = DPRouter(
             self._num_replicas, num_blocks, settings.block_size, finds_prefixes=has_prefixes, salt=b""
         )
         self._next_request = 0
@@ -287,11 +288,11 @@ class _Run:
         requests = self._traffic.requests
         while True:
             self._take_arrivals()
-            turn = self._gang.begin()
+            turn = self._group.begin()
             if not turn.agreement.is_idle:
                 self._execute(turn.plans)
                 continue
-            self._gang.finish({})
+            self._group.finish({})
             assert not self._in_flight, f"{len(self._in_flight)} requests are left, and nobody runs them"
             if self._next_request == len(requests):
                 return self._outcome()
@@ -318,7 +319,7 @@ class _Run:
             seed=number,
         )
         self._in_flight[request.request_id] = _InFlight(recorded)
-        self._gang.send(self._chooser.choose(request), AddRequest(request))
+        self._group.send(self._chooser.choose(request), AddRequest(request))
 
     def _execute(self, plans: Mapping[int, StepPlan]) -> None:
         """A step of all replicas. Who comes while it runs is sent on before there is news of it."""
@@ -331,7 +332,7 @@ class _Run:
         self._note_step(plans, num_tokens, fullest, expected, step_s, moving_s)
         self._now += step_s + moving_s
         self._take_arrivals()
-        for rank, told in self._gang.finish({rank: _result_of(plan) for rank, plan in plans.items()}):
+        for rank, told in self._group.finish({rank: _result_of(plan) for rank, plan in plans.items()}):
             self._chooser.note_free_blocks(rank, told.stats.num_free_blocks)
             for update in told.updates:
                 assert update.error is None, update
@@ -373,7 +374,7 @@ class _Run:
         self._moving_s += moving_s
         self._tokens_run += num_tokens
         self._empty_turns += self._num_replicas - len(plans)
-        used = [self._num_blocks - self._gang.num_free_blocks(rank) for rank in plans]
+        used = [self._num_blocks - self._group.num_free_blocks(rank) for rank in plans]
         self._block_s += sum(used) * seconds
         self._blocks_used_most = max(self._blocks_used_most, max(used))
         self._seconds_of_balance[expected] += seconds
@@ -399,7 +400,7 @@ class _Run:
             tokens_per_step=self._tokens_run / num_steps,
             empty_turn_share=self._empty_turns / (num_steps * self._num_replicas),
             num_replicas_used=self._chooser.num_used,
-            num_preemptions=self._gang.num_preemptions,
+            num_preemptions=self._group.num_preemptions,
             cache_used=self._block_s / (all_blocks * self._busy_s),
             cache_used_most=self._blocks_used_most / self._num_blocks,
             rank_balance=RankBalance(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from moeserve.config import PositiveInt, setting
+from moeserve.config.settings import PositiveInt, setting
 
 _Factor = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 

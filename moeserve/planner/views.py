@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moeserve.errors import SettingsError
-from moeserve.moe.balancer import balance, rank_loads
+from moeserve.expert_placement.eplb import balance, rank_loads
 from moeserve.telemetry.expert_load import LoadWindow, read_windows, summed
 from moeserve.telemetry.load_image import as_png
 from moeserve.telemetry.load_page import as_html

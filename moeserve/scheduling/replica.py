@@ -17,7 +17,7 @@ How to drive it::
 Errors are thrown in at the effect that failed:
 
 - At `Gather` or `Execute`: this replica is out of step with the others for good. It yields one last `Deliver`, which
-  ends all its requests, and raises the error again. The process must then end, and with it the gang.
+  ends all its requests, and raises the error again. The process must then end, and with it the worker group.
 - At `Receive` or `Deliver`: nobody waits inside a collective yet, so the replica goes on to the next `Gather` and says
   that it has failed. All replicas end after this round, each with a last `Deliver`. The same happens when its own books
   fail.
@@ -37,7 +37,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from moeserve.errors import EngineError, RequestError
-from moeserve.messages import (
+from moeserve.protocol import (
     AbortRequest,
     AddRequest,
     CollectLoad,

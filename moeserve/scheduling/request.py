@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from moeserve.messages import Chunk, FinishReason, Request, RequestUpdate, SampleSpec, TokenLogprobs
+from moeserve.outputs import FinishReason
+from moeserve.protocol import Chunk, Request, RequestUpdate, SampleSpec, TokenLogprobs
 from moeserve.scheduling.block_pool import block_digests
 
 

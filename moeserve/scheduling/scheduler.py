@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from moeserve.errors import RequestError
-from moeserve.messages import Chunk, ChunkResult, Request, RequestUpdate, StepPlan, StepResult
+from moeserve.protocol import Chunk, ChunkResult, Request, RequestUpdate, StepPlan, StepResult
 from moeserve.scheduling.block_pool import BlockPool, num_blocks_for, root_digest
 from moeserve.scheduling.request import LiveRequest
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeserve.processes import Parent, run_child
-from moeserve.worker.orders import RankStart
+from moeserve.worker.protocol import RankStart
 
 
 def work(parent: Parent) -> None:

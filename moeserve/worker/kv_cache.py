@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moeserve.config import EngineConfig
+from moeserve.config.settings import EngineConfig
 from moeserve.errors import CacheTooSmallError
 from moeserve.machine import free_memory, shown_bytes
 

@@ -15,22 +15,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeserve.config import EngineConfig, cache_folder
+from moeserve.config.environment import cache_folder
+from moeserve.config.settings import EngineConfig
 from moeserve.distributed.group import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
+from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import AttentionConfig
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models import registry
 from moeserve.models.decoder import Decoder
 from moeserve.models.packed_copies import PackedCopies, fingerprint, key_of
 from moeserve.models.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state, weights_of
-from moeserve.models.published import destinations
 from moeserve.models.summary import LoadingMemory, loading_memory
+from moeserve.models.weight_mapping import destinations
 from moeserve.models.weights import Checkpoint, fill_randomly, load_weights, open_checkpoint
-from moeserve.moe.dispatch.deepep import DeepEPShape, choose_deepep, open_deepep
-from moeserve.moe.dispatch.deepep_carrier import Carrier
-from moeserve.moe.placement import Placement
+from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator
+from moeserve.moe.dispatch.deepep.dispatcher import DeepEPShape, choose_deepep, open_deepep
 from moeserve.ops.attention_peers import PEER_NAMES, AttentionPeers, open_attention_peers
 from moeserve.ops.native import native_kernels
 
@@ -73,15 +74,15 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     if memory.peak > free:
         raise CheckpointError(_too_large(config, memory, free))
     groups.world.barrier()  # collective: all ranks; all have looked at the memory before any of them fills it
-    carrier = _carrier(config, description, placements, groups, dtype, device)
-    dispatcher = "all_to_all" if config.dispatcher == "deepep" and carrier is None else config.dispatcher
+    communicator = _communicator(config, description, placements, groups, dtype, device)
+    dispatcher = "all_to_all" if config.dispatcher == "deepep" and communicator is None else config.dispatcher
     peers = _attention_peers(config, description, device)
     model = Decoder(
         description.model,
         groups,
         dispatcher,
         placements,
-        carrier=carrier,
+        communicator=communicator,
         peers=peers,
         quantization=config.quantization,
         dtype=dtype,
@@ -117,14 +118,14 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     return LoadedModel(model.eval())
 
 
-def _carrier(
+def _communicator(
     config: EngineConfig,
     description: registry.Description,
     placements: tuple[Placement, ...],
     groups: Groups,
     dtype: torch.dtype,
     device: torch.device,
-) -> Carrier | None:
+) -> DeepEPCommunicator | None:
     """DeepEP's buffer for all layers; None where other dispatchers carry the tokens. Collective: all ranks.
 
     Raises:

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from moeserve.distributed.mesh import Mesh, share_of, share_sizes
 from moeserve.errors import EngineError
-from moeserve.messages import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
 from moeserve.models.decoder import Decoder
+from moeserve.protocol import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.sampler import prompt_logprobs, sample
 

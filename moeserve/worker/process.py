@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from moeserve.config import EngineConfig, too_few_gpus
+from moeserve.config.resolve import too_few_gpus
+from moeserve.config.settings import EngineConfig
 from moeserve.distributed.group import Groups, connect
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
 from moeserve.processes import Parent
-from moeserve.worker.orders import Leave, RankStart, WorkerMessage
+from moeserve.worker.protocol import Leave, RankStart, WorkerMessage
 from moeserve.worker.worker import Worker
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import EngineError
-from moeserve.messages import SampleSpec, SamplingParams, TokenLogprobs
 from moeserve.ops.row_maximum import choose_row_maximum
 from moeserve.ops.sampling import DrawKernel, choose_draw
+from moeserve.protocol import SampleSpec, TokenLogprobs
+from moeserve.sampling_params import SamplingParams
 
 # L rows of logits, R of them looked at together, V vocabulary, H most likely tokens of a row, most likely first,
 # N tokens of a row whose log-probabilities are told

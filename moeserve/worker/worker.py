@@ -11,21 +11,22 @@ from typing import Any
 import msgspec
 import torch
 
-from moeserve.config import EngineConfig
+from moeserve.config.settings import EngineConfig
 from moeserve.distributed.group import Groups
 from moeserve.errors import DistributedError, EngineError
-from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan, StepResult
-from moeserve.moe.load import LoadMeter
-from moeserve.moe.rebalance import Rebalancer, spare_bytes
+from moeserve.expert_placement.load import LoadMeter
+from moeserve.expert_placement.rebalance import Rebalancer, spare_bytes
 from moeserve.ops import backend
 from moeserve.ops.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.native import native_kernels
 from moeserve.ops.products import without_rows
 from moeserve.ops.threads import set_num_threads
+from moeserve.protocol import Chunk, SampleSpec, StepPlan, StepResult
+from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
-from moeserve.worker.decode_tapes import MEMORY_BYTES, DecodeTapes
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
@@ -43,7 +44,7 @@ class Worker:
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
         model = loaded.model
-        self._carrier = model.carrier
+        self._communicator = model.communicator
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
 
         groups.world.barrier()  # collective: all ranks; all have loaded, so what is free now is left for caches
@@ -59,9 +60,9 @@ class Worker:
         may_move = config.rebalance == "auto"
         largest = largest_step(config)
         num_tokens = (largest.num_tokens,) * groups.mesh.dp
-        has_tapes = config.device == "cpu" and not config.enforce_eager
+        has_cpu_graphs = config.device == "cpu" and not config.enforce_eager
         is_compiled = config.device == "cuda" and backend.of("cuda") == "triton"
-        has_graphs = is_compiled and not config.enforce_eager and groups.can_be_captured
+        has_graphs = is_compiled and not config.enforce_eager and groups.supports_cuda_graphs
         max_blocks = -(-config.max_model_len // config.block_size)
         sizes = graph_sizes(config.max_num_seqs, groups.mesh, model.is_capturable)
         recording = torch.cuda.Stream() if has_graphs else None
@@ -73,7 +74,7 @@ class Worker:
             return CudaGraphs(model, caches, groups.mesh, tp_rank, max_blocks, sizes, TorchCapture(recording))
 
         reserved = loaded.mapped_bytes + (spare_bytes(layers) if may_move else 0)
-        if has_tapes:
+        if has_cpu_graphs:
             reserved += MEMORY_BYTES
         elif has_graphs and config.kv_cache_memory is None:
             one_block = model.make_caches(1, config.block_size)
@@ -94,9 +95,9 @@ class Worker:
             for cache in caches:
                 cache.clear()
         self.graphs: CudaGraphs | None = None
-        forward: DecodeTapes | CudaGraphs | None = None
-        if has_tapes:
-            forward = DecodeTapes(model, caches, groups, max_blocks)
+        forward: CpuGraphs | CudaGraphs | None = None
+        if has_cpu_graphs:
+            forward = CpuGraphs(model, caches, groups, max_blocks)
         elif has_graphs:
             forward = self.graphs = record(caches, sizes)
         self.runner = ModelRunner(
@@ -146,9 +147,9 @@ class Worker:
 
     def close(self) -> None:
         """Gives back what all ranks hold together, at an orderly end. May be called twice. Collective: all ranks."""
-        carrier, self._carrier = self._carrier, None
-        if carrier is not None:
-            carrier.close()
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
 
     def _prepare(self, agreement: Agreement) -> None:
         epoch = self.rebalancer.epoch if self.rebalancer else 0

@@ -43,9 +43,9 @@ def border(max_small_bytes: int | None, note: Callable[[bool], None]) -> ExitSta
 
     combine = allgather.AllGatherDispatcher.combine  # both dispatchers end here
 
-    def noted(self: Any, output: Any, ticket: Any) -> Any:
-        note(isinstance(ticket, allgather.SmallTicket))
-        return combine(self, output, ticket)
+    def noted(self: Any, output: Any, handle: Any) -> Any:
+        note(isinstance(handle, allgather.SmallHandle))
+        return combine(self, output, handle)
 
     stack = ExitStack()
     stack.enter_context(mock.patch.object(allgather.AllGatherDispatcher, "combine", noted))

@@ -23,13 +23,13 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from moeserve.distributed.group import Groups, connect
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.nccl import as_torch_group
+from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens
-from moeserve.moe.dispatch.deepep import DeepEPDispatcher, open_deepep
-from moeserve.moe.dispatch.deepep_carrier import Carrier, DeepEPShape
+from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape
+from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher, open_deepep
 from moeserve.moe.layer import MoEConfig, MoELayer
-from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.routing import RouterConfig
@@ -173,7 +173,7 @@ class Ground:
     place: Place
     groups: Groups
     process_group: Any
-    carriers: list[Carrier] = field(default_factory=list)
+    communicators: list[DeepEPCommunicator] = field(default_factory=list)
 
     def dispatcher(self, case: Case, way: Way) -> DeepEPDispatcher:
         shape = DeepEPShape(
@@ -185,7 +185,7 @@ class Ground:
             low_latency_tokens=way.low_latency_tokens,
             is_float8=way.is_float8,
         )
-        carrier = open_deepep(
+        communicator = open_deepep(
             stand_in(*PACKAGES[way.package]),
             shape,
             self.process_group,
@@ -194,9 +194,9 @@ class Ground:
             is_asked_for=True,
             is_deterministic=way.is_deterministic,
         )
-        assert carrier is not None
-        self.carriers.append(carrier)
-        return DeepEPDispatcher(self.groups.ep, case.placement, CPU, carrier=carrier)
+        assert communicator is not None
+        self.communicators.append(communicator)
+        return DeepEPDispatcher(self.groups.ep, case.placement, CPU, communicator=communicator)
 
 
 @contextmanager
@@ -215,8 +215,8 @@ def ground(place: Place) -> Iterator[Ground]:
     process_group = as_torch_group(PrefixStore("group", store), place.rank, place.num_ranks, backend)
     made = Ground(place, groups, process_group)
     yield made
-    for carrier in made.carriers:
-        carrier.close()
+    for communicator in made.communicators:
+        communicator.close()
     groups.leave("done")
 
 
@@ -235,7 +235,7 @@ def serve(dispatcher: Dispatcher[Any], case: Case, rank: int) -> tuple[Tensor, l
     assert tokens.expected_rows == (math.ceil(num_pairs / len(case.experts)) if has_room else None)
     output = computed(tokens, case.logical_of_slot[rank])
     # A copy: results of DeepEP's low-latency kernels must not be held
-    return dispatcher.combine(output, arrived.ticket).wait().clone(), tokens.counts_e.tolist()
+    return dispatcher.combine(output, arrived.handle).wait().clone(), tokens.counts_e.tolist()
 
 
 def computed(tokens: PackedTokens | SlottedTokens, logical_of_slot: list[int]) -> Tensor:
@@ -335,12 +335,12 @@ def open_on_one_rank(place: Place) -> list[bool]:
         hidden_size=WIDTH, top_k=2, dtype=torch.bfloat16, num_slots=(2, 2), max_tokens_per_rank=MOST_TOKENS
     )
     with ground(place) as here:
-        carriers = [
+        communicators = [
             open_deepep(package, shape, here.process_group, here.groups.ep, CPU, is_asked_for=False)
             for package in (broken, stand_in(ElasticBuffer))
         ]
-        here.carriers += filter(None, carriers)
-        return [carrier is not None for carrier in carriers]
+        here.communicators += filter(None, communicators)
+        return [communicator is not None for communicator in communicators]
 
 
 def test_small_and_large_steps_in_turn(ranks: Ranks) -> None:
@@ -372,9 +372,11 @@ def steps_in_turn(place: Place, package: str) -> tuple[list[str], int, list[str]
         dispatcher = here.dispatcher(cases[0], Way(package, 4))
         for case in cases:
             is_large = max(map(len, case.experts)) > 4
-            assert dispatcher.carrier.is_capturable(case.step.tokens_per_rank) == (package == "legacy" and not is_large)
+            assert dispatcher.communicator.is_capturable(case.step.tokens_per_rank) == (
+                package == "legacy" and not is_large
+            )
             found += faults(case, Way(package, 0 if is_large else 4), here, dispatcher, None)
-        buffer = cast(Any, dispatcher.carrier).buffer
+        buffer = cast(Any, dispatcher.communicator).buffer
     return found, getattr(buffer, "num_cleaned", 0), [entry for entry in buffer.timeline if "destroy" not in entry]
 
 
@@ -390,17 +392,17 @@ def replayed_steps(place: Place) -> list[int]:
     with ground(place) as here:
         dispatcher = here.dispatcher(small, Way("legacy", 4))
         serve(dispatcher, large, place.rank)
-        dispatcher.carrier.prepare(large.step.tokens_per_rank)  # nothing
+        dispatcher.communicator.prepare(large.step.tokens_per_rank)  # nothing
         for _ in range(2):
-            dispatcher.carrier.prepare(small.step.tokens_per_rank)
-            cleaned.append(cast(Any, dispatcher.carrier).buffer.num_cleaned)
+            dispatcher.communicator.prepare(small.step.tokens_per_rank)
+            cleaned.append(cast(Any, dispatcher.communicator).buffer.num_cleaned)
         serve(dispatcher, small, place.rank)
-        cleaned.append(cast(Any, dispatcher.carrier).buffer.num_cleaned)
+        cleaned.append(cast(Any, dispatcher.communicator).buffer.num_cleaned)
     return cleaned
 
 
 def test_two_dispatches_under_way(ranks: Ranks) -> None:
-    """Tickets are returned, not stored. Of small steps by the first interface, at most two may be under way."""
+    """Handles are returned, not stored. Of small steps by the first interface, at most two may be under way."""
     for found in ranks.run(2, "test_deepep:two_under_way"):
         assert found == []
 
@@ -420,9 +422,9 @@ def two_under_way(place: Place) -> list[str]:
             for case in reversed(cases):
                 arrived = pending.pop().wait()
                 output = computed(arrived.tokens, case.logical_of_slot[rank])
-                ticket = arrived.ticket
+                handle = arrived.handle
                 del arrived  # or two results, and a third of combine, are held
-                output_TD = dispatcher.combine(output, ticket).wait().clone()
+                output_TD = dispatcher.combine(output, handle).wait().clone()
                 expected = exact(case, rank, False)
                 if not ((output_TD - expected.total_TD).abs() <= way.allowed(expected)).all():
                     found.append(f"{case.name} by {way}")
@@ -443,11 +445,11 @@ def seen_between(place: Place) -> list[tuple[str, tuple[list[str], list[str]]]]:
     with ground(place) as here:
         for package, limit in (("legacy", 0), ("legacy", 8), ("elastic", 0), ("elastic", 8)):
             dispatcher = here.dispatcher(case, Way(package, limit))
-            timeline = cast(Any, dispatcher.carrier).buffer.timeline
+            timeline = cast(Any, dispatcher.communicator).buffer.timeline
             pending = dispatcher.dispatch(case.hidden_TD(place.rank), case.routing(place.rank), case.step)
             first = timeline.copy()
             arrived = pending.wait()
-            returning = dispatcher.combine(computed(arrived.tokens, case.logical_of_slot[place.rank]), arrived.ticket)
+            returning = dispatcher.combine(computed(arrived.tokens, case.logical_of_slot[place.rank]), arrived.handle)
             second = timeline.copy()
             returning.wait()
             kernels = "low_latency_" if package == "legacy" and limit else ""
@@ -470,9 +472,9 @@ def given_otherwise(place: Place) -> list[str]:
             other = Routing(routing.experts_TK.int(), routing.weights_TK.double().t().contiguous().t())
             arrived = dispatcher.dispatch(hidden_TD.t().contiguous().t(), other, case.step).wait()
             output = computed(arrived.tokens, case.logical_of_slot[place.rank])
-            ticket = arrived.ticket
+            handle = arrived.handle
             del arrived
-            output_TD = dispatcher.combine(output, ticket).wait().clone()
+            output_TD = dispatcher.combine(output, handle).wait().clone()
             if not torch.equal(output_TD, expected_TD):
                 found.append(f"{way}")
             few = Routing(routing.experts_TK[:, :2], routing.weights_TK[:, :2])

@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from moeserve.distributed.group import connect, group_of_one
 from moeserve.distributed.mesh import Mesh
+from moeserve.expert_placement.eplb import balance
+from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
-from moeserve.moe.balancer import balance
 from moeserve.moe.dispatch import allgather
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
@@ -30,7 +31,6 @@ from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens
 from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.dispatch.slotted import SlottedDispatcher
 from moeserve.moe.layer import MoEConfig, MoELayer
-from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.pairs import PairKernels
@@ -130,7 +130,7 @@ def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, 
             for slot, (expert, count) in enumerate(zip(logical, counts, strict=True)):
                 assert not slots_eSD[slot, count:].any()
                 output[slot, :count] = expert_output(slots_eSD[slot, :count], expert)
-    return dispatcher.combine(output, arrived.ticket).wait(), counts
+    return dispatcher.combine(output, arrived.handle).wait(), counts
 
 
 def expected(case: Case, rank: int) -> Tensor:
@@ -384,7 +384,7 @@ def test_the_host_asks_once(case_name: str, name: str, is_small: bool) -> None:
         ]
         output[: sum(counts)] = torch.cat([*parts, output[:0]])
         with mode:
-            output_TD = dispatcher.combine(output, arrived.ticket).wait()
+            output_TD = dispatcher.combine(output, arrived.handle).wait()
         return mode.asked, output_TD
 
     with of_size(is_small):
@@ -406,7 +406,7 @@ def test_what_graphs_know_by_its_address_stays() -> None:
         step = cast(StepInputs, StepOf((num_tokens,)))
         arrived = dispatcher.dispatch(hidden_TD, routing, step).wait()
         assert isinstance(arrived.tokens, PackedTokens)
-        returned = dispatcher.combine(arrived.tokens.rows_RD, arrived.ticket)
+        returned = dispatcher.combine(arrived.tokens.rows_RD, arrived.handle)
         assert isinstance(returned, allgather.Returned)
         assert returned.pairs_p.tolist() == [*range(2 * num_tokens)]
         return returned.pairs_p.data_ptr()

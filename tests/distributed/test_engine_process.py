@@ -10,8 +10,8 @@ import pytest
 
 from moeserve.engine.process import HEARTBEAT_S, User
 from moeserve.errors import EngineError
-from moeserve.messages import ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.processes import Channel
+from moeserve.protocol import ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.scheduling.replica import Deliver
 
 

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import gang
 import pytest
 import torch
-from gang import Arrival, Story, Timetable
+import worker_groups
 from ranks import Ranks
 from reference_models import SHAPES, Reference, make_reference
 from small_steps import MIDDLE, check_ways
+from worker_groups import Arrival, Story, Timetable
 
-from moeserve.messages import Request, RequestUpdate, SamplingParams
+from moeserve.protocol import Request, RequestUpdate
+from moeserve.sampling_params import SamplingParams
 
 NUM_RANKS = 4
 NUM_TOKENS = 6
@@ -147,7 +148,7 @@ def play(
 ) -> list[Story]:
     options = OPTIONS | dict(dispatcher=dispatcher, debug_collectives=True, collective_timeout=30)
     arguments = dict(folder=str(case.reference.folder), tp=tp, options=options, max_small_tokens=max_small_tokens)
-    return gang.run(ranks, tp * dp, case.timetable(dp), **arguments)
+    return worker_groups.run(ranks, tp * dp, case.timetable(dp), **arguments)
 
 
 def updates_of(stories: Sequence[Story]) -> dict[str, list[RequestUpdate]]:
@@ -172,7 +173,7 @@ def test_tokens_of_transformers(
     max_small_tokens: int | None,
 ) -> None:
     stories = play(ranks, case, tp=tp, dp=dp, dispatcher=dispatcher, max_small_tokens=max_small_tokens)
-    gang.check_counts(stories, tp, case.top_k)
+    worker_groups.check_counts(stories, tp, case.top_k)
     check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, max_small_tokens)
     check_that_it_was_extreme(case, stories)
     updates = updates_of(stories)

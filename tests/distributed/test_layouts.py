@@ -17,11 +17,13 @@ from ranks import Place, Ranks
 from reference_models import Reference
 from small_steps import MIDDLE, border, bytes_of_tokens, check_ways
 
-from moeserve.config import Settings, resolve
+from moeserve.config.resolve import resolve
+from moeserve.config.settings import Settings
 from moeserve.distributed.group import Groups, connect, single
 from moeserve.distributed.mesh import Mesh
-from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan
 from moeserve.models.registry import read_facts
+from moeserve.protocol import Chunk, SampleSpec, StepPlan
+from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.lockstep import Intent, Lockstep
 from moeserve.worker.worker import Worker
 
@@ -47,7 +49,7 @@ OTHER_MODELS = ("qwen2-moe", "olmoe", "glm4-moe", "deepseek-v2-lite")
 def generate_here(
     place: Place, tp: int, dp: int, folder: str, max_small_tokens: int | None, **what: Any
 ) -> list[Generated]:
-    """`generate` on one of several ranks, with each dispatcher. `max_small_tokens` as in gang.py."""
+    """`generate` on one of several ranks, with each dispatcher. `max_small_tokens` as in worker_groups.py."""
     torch.set_num_threads(1)
     groups = connect(
         Mesh(tp=tp, dp=dp),

@@ -142,8 +142,8 @@ def try_out(place: Place, wrong: bool) -> str:
         through.allreduce = lambda tensors, options: None
     transport = NcclTransport(through, 20.0)
     assert transport.seconds_waited() == []
-    assert transport.can_be_captured
-    assert not transport.can_be_recorded
+    assert transport.supports_cuda_graphs
+    assert not transport.supports_cpu_graphs
     try:
         transport.try_out(torch.device("cpu"))
     except TransportError as error:
@@ -221,9 +221,9 @@ def carry_both(place: Place, tp: int) -> list[Any]:
     logger.setLevel(logging.INFO)
     groups = joined(place, tp)
     logger.removeHandler(handler)
-    assert groups.can_be_captured
-    assert not groups.can_be_recorded
-    assert groups.world.can_be_captured == (groups.world.world_size == 1)
+    assert groups.supports_cuda_graphs
+    assert not groups.supports_cpu_graphs
+    assert groups.world.supports_cuda_graphs == (groups.world.world_size == 1)
     groups.begin_step(3)
     total = groups.tp.all_reduce(torch.full((4,), float(place.rank)))
     assert total.tolist() == [float(sum(groups.tp.ranks))] * 4

@@ -152,7 +152,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(reference: Reference, tp: in
     llm = LLM(reference.folder, tensor_parallel_size=tp, data_parallel_size=dp, **SETTINGS)
     processes = [process for process in living_ranks() if process not in before]
     assert len(processes) == 2
-    drivers = [engine.pid for engine in llm.core._gang.engines]  # type: ignore[attr-defined]
+    drivers = [engine.pid for engine in llm.core._worker_group.engines]  # type: ignore[attr-defined]
     pids = drivers if tp == 1 else [*drivers, *(process.pid for process in processes if process.pid not in drivers)]
     streams = [llm.stream(prompt, ENDLESS) for prompt in reference.prompts(*[20] * 6)]
     for stream in streams:

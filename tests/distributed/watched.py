@@ -8,7 +8,6 @@ import sys
 import time
 from typing import Any
 
-from moeserve.config import environment_of_rank  # noqa: F401  (a child finds the package)
 from moeserve.errors import CheckpointError, DistributedError
 from moeserve.processes import Child, Parent, run_child, wait_for_news
 

@@ -56,7 +56,7 @@ def test_counts_are_those_of_the_routers(
     num_computed = sum(map(len, prompts)) + len(prompts) * (NUM_TOKENS - 1)
     with LLM(reference.folder, show_progress=False, **SETTINGS, **settings) as llm:
         assert sum(map(sum, llm.expert_load().tokens_of_expert)) == 0  # the run that measures memory is not told of
-        for _ in range(2):  # the second time from tapes
+        for _ in range(2):  # the second time from graphs
             generate(llm, prompts)
             window = llm.expert_load()
             assert [list(counts) for counts in window.tokens_of_expert] == expected

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from moeserve import LLM, SamplingParams
 from moeserve.errors import CheckpointError
-from moeserve.messages import Chunk, StepPlan
+from moeserve.protocol import Chunk, StepPlan
 
 NUM_TOKENS = 48
 LENGTHS = (1, 5, 17, 40)

@@ -23,8 +23,8 @@ from moeserve.models import registry
 from moeserve.models import weights as model_weights
 from moeserve.models.decoder import Decoder
 from moeserve.models.packing import Packer, weights_of
-from moeserve.models.published import destinations
 from moeserve.models.summary import loading_memory
+from moeserve.models.weight_mapping import destinations
 from moeserve.models.weights import fill_randomly, load_weights, open_checkpoint, whole
 from moeserve.ops import backend
 from moeserve.ops.products import allocate

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moeserve import LLM, RequestError, SamplingParams, cli
-from moeserve.config import Settings
+from moeserve.config.settings import Settings
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

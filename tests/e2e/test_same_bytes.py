@@ -91,7 +91,7 @@ def test_layouts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in large steps and decoding from tapes, in small ones; all steps small; all large."""
+    """Prompts in large steps and decoding from graphs, in small ones; all steps small; all large."""
     reference, prompts = reference_named(name), make_prompts(6)
     expected = told(reference, prompts, dtype=dtype)
     max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(reference.folder, max_small_tokens, dtype)

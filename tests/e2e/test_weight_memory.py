@@ -15,7 +15,8 @@ from reference_models import SHAPES, Reference, make_reference, save_large_mixtr
 
 from moeserve import LLM
 from moeserve.api import llm as api
-from moeserve.config import Settings, resolve
+from moeserve.config.resolve import resolve
+from moeserve.config.settings import Settings
 from moeserve.distributed.group import single
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models import registry
@@ -87,7 +88,8 @@ MEASURE_PEAK = """
 import sys
 from pathlib import Path
 import torch
-from moeserve.config import Settings, resolve
+from moeserve.config.resolve import resolve
+from moeserve.config.settings import Settings
 from moeserve.distributed.group import single
 from moeserve.models import registry
 from moeserve.models.packing import Packer

@@ -21,7 +21,8 @@ MEASURE_PEAK = """
 import sys
 from pathlib import Path
 import torch
-from moeserve.config import Settings, resolve
+from moeserve.config.resolve import resolve
+from moeserve.config.settings import Settings
 from moeserve.distributed.group import single
 from moeserve.models import registry
 from moeserve.worker.loading import load_model

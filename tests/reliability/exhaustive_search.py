@@ -4,7 +4,7 @@ Where the simulator draws one history by dice, this visits all of them. Time doe
 next, happens, in every order. So a stall, a late start and a slow message are not faults but orders among others.
 
 How it stays small. A generator cannot be copied, but it always does the same when given the same answers. So what a
-replica is follows from its answers so far (`Local`), each such history is played once, and the state of the gang is one
+replica is follows from its answers so far (`Local`), each such history is played once, and the state of the worker group is one
 `Local` per replica, how far each has read its messages, and the fault so far. Orders that lead to the same state are
 continued once.
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from moeserve.messages import AddRequest, ChunkResult, ReplicaMessage, StepPlan, StepResult, Wake
+from moeserve.protocol import AddRequest, ChunkResult, ReplicaMessage, StepPlan, StepResult, Wake
 from moeserve.scheduling.lockstep import HAS_FAILED, WANTS_LOAD, WANTS_SHUTDOWN
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler
@@ -64,7 +64,7 @@ class Local:
 
 
 class State(NamedTuple):
-    """The whole gang."""
+    """The whole worker group."""
 
     locals: tuple[Local, ...]
     num_read: tuple[int, ...]  # messages, by replica
@@ -241,7 +241,7 @@ class _Search:
             child = local.next[answer] = self.play(rank, (*local.history, answer))
         return child
 
-    # The gang
+    # The worker group
 
     def successors(self, state: State) -> Iterator[State]:
         awake = [(rank, local) for rank, local in enumerate(state.locals) if local.effect is not None]

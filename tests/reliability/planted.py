@@ -29,9 +29,12 @@ POINTS = {
     "experts": ("moeserve.moe.experts", "Experts.forward"),
     "combine": ("moeserve.moe.dispatch.allgather", "AllGatherDispatcher.combine"),  # outputs have not been sent
     "logits": ("moeserve.layers.linear", "OutputHead.forward"),
-    "moving": ("moeserve.moe.rebalance", "Rebalancer._store"),  # a part of an expert has come, and is nowhere yet
-    "switch": ("moeserve.moe.rebalance", "Rebalancer.switch"),  # all have agreed to use what has come
-    "played": ("moeserve.worker.decode_tapes", "RecordedStep.run"),  # the others play their tapes
+    "moving": (
+        "moeserve.expert_placement.rebalance",
+        "Rebalancer._store",
+    ),  # a part of an expert has come, and is nowhere yet
+    "switch": ("moeserve.expert_placement.rebalance", "Rebalancer.switch"),  # all have agreed to use what has come
+    "played": ("moeserve.worker.cpu_graphs", "CapturedStep.run"),  # the others play their graphs
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moeserve.messages import AbortRequest, ReplicaMessage, Request, RequestUpdate, StepPlan, StepResult
+from moeserve.protocol import AbortRequest, ReplicaMessage, Request, RequestUpdate, StepPlan, StepResult
 from moeserve.scheduling.lockstep import WANTS_SHUTDOWN, Agreement, Intent, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler

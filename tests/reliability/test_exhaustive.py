@@ -6,16 +6,8 @@ import planted_bugs as bugs
 import pytest
 from exhaustive_search import Explored, Found, Script, explore
 
-from moeserve.messages import (
-    AbortRequest,
-    AddRequest,
-    CollectLoad,
-    ReplicaMessage,
-    Request,
-    SamplingParams,
-    Shutdown,
-    Wake,
-)
+from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, ReplicaMessage, Request, Shutdown, Wake
+from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.lockstep import Lockstep
 from moeserve.scheduling.replica import Replica
 

@@ -29,7 +29,7 @@ from moeserve.distributed.group import connect, start_store
 from moeserve.distributed.mesh import Mesh
 from moeserve.engine import replicas
 from moeserve.errors import DistributedError
-from moeserve.messages import Request
+from moeserve.protocol import Request
 
 pytestmark = pytest.mark.ranks
 
@@ -520,13 +520,13 @@ def test_one_busy_replica_among_four(
     """Its steps need the three that have nothing to do, every time."""
     prompts = reference.prompts(*range(3, 43), seed=11)
     expected = [reference.greedy(prompt, 12) for prompt in prompts]
-    chosen, choose = [], replicas.ReplicaChooser.choose
+    chosen, choose = [], replicas.DPRouter.choose
 
     def choose_and_tell(*arguments: Any) -> int:
         chosen.append(choose(*arguments))
         return chosen[-1]
 
-    monkeypatch.setattr(replicas.ReplicaChooser, "choose", choose_and_tell)
+    monkeypatch.setattr(replicas.DPRouter, "choose", choose_and_tell)
     times = []
     for number in range(200):
         num_tokens = 1 + number % 12

@@ -1,4 +1,4 @@
-"""R1: replicas in lockstep on real gloo ranks, under random traffic. What is checked on the way: `gang.py`."""
+"""R1: replicas in lockstep on real gloo ranks, under random traffic. What is checked on the way: `worker_groups.py`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import gang
 import msgspec
 import pytest
-from gang import Arrival, Story, Timetable
+import worker_groups
 from ranks import Ranks
 from reference_models import Reference
+from worker_groups import Arrival, Story, Timetable
 
-from moeserve.messages import Request, RequestUpdate, SamplingParams
+from moeserve.protocol import Request, RequestUpdate
+from moeserve.sampling_params import SamplingParams
 
 # Few blocks, so that requests must make room for each other.
 OPTIONS: dict[str, Any] = dict(
@@ -170,7 +171,7 @@ def fuzz(
 ) -> Counter[str]:
     """Plays a timetable and checks what came of it. Returns what happened."""
     options = OPTIONS | dict(dispatcher=dispatcher, debug_collectives=check_order, collective_timeout=30)
-    stories = gang.run(
+    stories = worker_groups.run(
         ranks,
         tp * dp,
         timetable,
@@ -181,7 +182,7 @@ def fuzz(
         num_blocks=NUM_BLOCKS,
         seed=seed,
     )
-    gang.check_counts(stories, tp, pool.reference.model.config.num_experts_per_tok)
+    worker_groups.check_counts(stories, tp, pool.reference.model.config.num_experts_per_tok)
     happened = check_news(timetable, stories, pool)
     leaders = stories[::tp]
     assert len({story.num_rounds for story in leaders}) == 1, "I1: replicas left after different rounds"
@@ -260,7 +261,7 @@ def test_planted_bug_is_found(
     timetable = make_traffic(1, 4, 50, pool)
     outcomes = ranks.start(
         4,
-        "gang:play",
+        "worker_groups:play",
         folder=str(pool.reference.folder),
         tp=1,
         timetable=msgspec.to_builtins(timetable),

@@ -1,4 +1,4 @@
-"""R2: gangs of 8, 64 and 320 replicas in virtual time, and mistakes that must not stay hidden from them."""
+"""R2: worker groups of 8, 64 and 320 replicas in virtual time, and mistakes that must not stay hidden from them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_nothing_lost_and_everything_ends_without_faults() -> None:
 
 
 def first_token_after_sleep(wake_loss: float) -> float:
-    """The slowest first token where single requests come to a gang that sleeps."""
+    """The slowest first token where single requests come to a worker group that sleeps."""
     times = [
         simulate(
             Scenario(
@@ -92,7 +92,7 @@ def test_wake_ups_cut_the_wait_and_no_more() -> None:
     assert 0.3 * HEARTBEAT_S < first_token_after_sleep(wake_loss=1.0) < 1.1 * HEARTBEAT_S
 
 
-def test_an_idle_gang_agrees_once_a_heartbeat() -> None:
+def test_an_idle_worker_group_agrees_once_a_heartbeat() -> None:
     report = simulate(Scenario(num_replicas=8, seed=0, num_requests=0, shutdown_s=100 * HEARTBEAT_S))
     assert report.num_steps == 0
     assert 90 <= report.num_idle_rounds <= 101

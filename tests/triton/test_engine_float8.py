@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve import LLM, SamplingParams, config
-from moeserve.messages import Chunk, StepPlan
 from moeserve.models.packing import weights_of
 from moeserve.ops.activation import SwiGLU
 from moeserve.ops.gpu import GpuBlockProduct, GpuProduct
 from moeserve.ops.products import Gather, OpenWeights
+from moeserve.protocol import Chunk, StepPlan
 
 pytestmark = pytest.mark.usefixtures("conversions_of_torch", "gpu_kernels")
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.messages import SampleSpec, SamplingParams
 from moeserve.ops.row_maximum import torch_row_maximum
+from moeserve.protocol import SampleSpec
+from moeserve.sampling_params import SamplingParams
 from moeserve.triton_kernels import sampling
 from moeserve.triton_kernels.sampling import Config, greedy_rows, row_maximum, sample_rows
 from moeserve.worker import sampler

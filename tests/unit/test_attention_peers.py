@@ -18,7 +18,7 @@ import torch
 from attention_stand_ins import VERSION, Refused
 from torch import Tensor
 
-from moeserve.config import AttentionName
+from moeserve.config.settings import AttentionName
 from moeserve.errors import SettingsError
 from moeserve.ops import attention_peers, attention_times, backend, flashinfer_attention, varlen_attention
 from moeserve.ops.attention import TorchAttention

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from moeserve import cli
-from moeserve.config import Settings
-from moeserve.messages import SamplingParams
+from moeserve.config.settings import Settings
+from moeserve.sampling_params import SamplingParams
 
 
 def parse(*arguments: str) -> Any:

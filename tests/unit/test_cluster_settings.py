@@ -13,16 +13,9 @@ from typing import Any
 import pytest
 from test_config import FACTS
 
-from moeserve.config import (
-    EngineConfig,
-    ParallelSettings,
-    Settings,
-    environment_of_cluster,
-    fit_whole,
-    ray_token,
-    resolve,
-    wants_ray,
-)
+from moeserve.config.environment import environment_of_cluster, ray_token
+from moeserve.config.resolve import fit_whole, resolve, wants_ray
+from moeserve.config.settings import EngineConfig, ParallelSettings, Settings
 from moeserve.errors import SettingsError
 
 NUM_CORES = 3

@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 
-from moeserve.config import (
-    CheckpointFacts,
-    EngineConfig,
-    Settings,
-    cache_folder,
-    environment_of_rank,
-    parse_bytes,
-    resolve,
-)
+from moeserve.config.environment import cache_folder, environment_of_rank
+from moeserve.config.resolve import CheckpointFacts, resolve
+from moeserve.config.settings import EngineConfig, Settings, parse_bytes
 from moeserve.errors import SettingsError
 
 FACTS = CheckpointFacts(

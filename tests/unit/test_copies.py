@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeserve.expert_placement.placement import Placement, copies_in_turn
 from moeserve.moe.dispatch.replicas import Replicas
-from moeserve.moe.placement import Placement, copies_in_turn
 from moeserve.ops.copies import choose_copies, torch_choose
 
 CPU = torch.device("cpu")

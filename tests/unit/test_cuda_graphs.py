@@ -11,8 +11,9 @@ from torch import Tensor
 
 from moeserve.distributed.group import single
 from moeserve.distributed.mesh import Mesh
-from moeserve.messages import Chunk, SampleSpec, SamplingParams, StepPlan
 from moeserve.ops import side_stream
+from moeserve.protocol import Chunk, SampleSpec, StepPlan
+from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.lockstep import Agreement, Intent, Lockstep, alone
 from moeserve.step_inputs import StepInputs
 from moeserve.worker import cuda_graphs
@@ -29,7 +30,7 @@ class Model:
     def __init__(self) -> None:
         self.embedding = torch.nn.Linear(1, 1)
         self.groups = single()
-        self.carrier: Any = None
+        self.communicator: Any = None
         self.steps: list[StepInputs] = []
 
     def __call__(self, step: StepInputs, caches: list[Any]) -> Tensor:

@@ -19,7 +19,8 @@ from deepep_stand_in import Buffer, Config, ElasticBuffer, FirstBuffer, stand_in
 
 from moeserve.distributed.group import group_of_one
 from moeserve.errors import SettingsError
-from moeserve.moe.dispatch.deepep import (
+from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, from_float8, to_float8
+from moeserve.moe.dispatch.deepep.dispatcher import (
     choose_deepep,
     deepep_refusal,
     import_deepep,
@@ -27,7 +28,6 @@ from moeserve.moe.dispatch.deepep import (
     open_deepep,
     refusal_of_shape,
 )
-from moeserve.moe.dispatch.deepep_carrier import DeepEPShape, from_float8, to_float8
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LEGACY, ELASTIC = stand_in(Buffer), stand_in(ElasticBuffer)
@@ -279,29 +279,29 @@ def opened(package: ModuleType, shape: DeepEPShape, group: Any, **options: Any) 
 def test_sizes_of_the_first_buffer(buffer: type[Buffer], low_latency_tokens: int) -> None:
     """By its own hints: of dispatch and combine, and of the low-latency kernels."""
     shape = replace(SHAPE, low_latency_tokens=low_latency_tokens, num_slots=(25,) * 32)
-    carrier = opened(stand_in(buffer), shape, ep())
+    communicator = opened(stand_in(buffer), shape, ep())
     most = Config(5)  # that of combine
-    assert carrier.buffer.num_nvl_bytes == most.get_nvl_buffer_size_hint(7168 * 2, 32)
+    assert communicator.buffer.num_nvl_bytes == most.get_nvl_buffer_size_hint(7168 * 2, 32)
     rdma = most.get_rdma_buffer_size_hint(7168 * 2, 32)
     if low_latency_tokens:
         rdma = max(rdma, Buffer.get_low_latency_rdma_size_hint(128, 7168, 32, 25 * 32))
-        assert carrier.buffer.num_qps_per_rank == 25  # a queue pair for each local expert
-    assert carrier.buffer.num_rdma_bytes == rdma
-    assert carrier.buffer.low_latency_mode == bool(low_latency_tokens)
-    assert carrier.num_bytes == carrier.buffer.num_nvl_bytes + rdma
-    assert carrier.buffer.explicitly_destroy == (buffer is Buffer)
+        assert communicator.buffer.num_qps_per_rank == 25  # a queue pair for each local expert
+    assert communicator.buffer.num_rdma_bytes == rdma
+    assert communicator.buffer.low_latency_mode == bool(low_latency_tokens)
+    assert communicator.num_bytes == communicator.buffer.num_nvl_bytes + rdma
+    assert communicator.buffer.explicitly_destroy == (buffer is Buffer)
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_what_the_elastic_buffer_is_made_for(is_deterministic: bool) -> None:
     shape = replace(SHAPE, is_float8=True)
-    carrier = opened(ELASTIC, shape, ep(), is_deterministic=is_deterministic)
-    assert carrier.buffer.made_for == (8192, 7168, 8, True)
-    assert carrier.buffer.deterministic == is_deterministic
-    assert carrier.num_bytes == carrier.buffer.num_bytes > 0
+    communicator = opened(ELASTIC, shape, ep(), is_deterministic=is_deterministic)
+    assert communicator.buffer.made_for == (8192, 7168, 8, True)
+    assert communicator.buffer.deterministic == is_deterministic
+    assert communicator.num_bytes == communicator.buffer.num_bytes > 0
     # only without the sort that asks the host, and only small steps, which do not ask it either
-    assert carrier.is_capturable((128, 3)) == (not is_deterministic)
-    assert not carrier.is_capturable((129, 3))
+    assert communicator.is_capturable((128, 3)) == (not is_deterministic)
+    assert not communicator.is_capturable((129, 3))
 
 
 def test_an_order_of_rows_that_repeats_is_not_asked_for_between_hosts() -> None:

@@ -15,7 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from moeserve.api.frontend import Frontend, News, normalise
 from moeserve.api.text import TextCodec
 from moeserve.errors import RequestError
-from moeserve.messages import Logprob, Request, RequestOutput, RequestUpdate, SamplingParams, TokenLogprobs
+from moeserve.outputs import Logprob, RequestOutput
+from moeserve.protocol import Request, RequestUpdate, TokenLogprobs
+from moeserve.sampling_params import SamplingParams
 
 EOS = 256
 VOCAB_SIZE = 258  # one more than the tokenizer knows

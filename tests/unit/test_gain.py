@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from moeserve.moe.balancer import imbalance
-from moeserve.moe.gain import LEAST_GAIN, Proposal, excess, pays, propose, remembered
-from moeserve.moe.placement import Placement
+from moeserve.expert_placement.eplb import imbalance
+from moeserve.expert_placement.gain import LEAST_GAIN, Proposal, excess, pays, propose, remembered
+from moeserve.expert_placement.placement import Placement
 
 TWO_RANKS = Placement(((0, 1), (2, 3)), 4)
 

@@ -19,8 +19,8 @@ from moeserve import cli
 from moeserve.distributed.group import single
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
-from moeserve.models.published import destinations
 from moeserve.models.registry import describe
+from moeserve.models.weight_mapping import destinations
 from moeserve.moe.layer import MoEConfig
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from moeserve.config import CheckpointFacts, EngineConfig, Settings, resolve
+from moeserve.config.resolve import CheckpointFacts, resolve
+from moeserve.config.settings import EngineConfig, Settings
 from moeserve.errors import CacheTooSmallError
 from moeserve.worker import kv_cache
 from moeserve.worker.kv_cache import count_blocks

@@ -16,12 +16,12 @@ from moeserve import cli
 from moeserve.distributed.group import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
+from moeserve.expert_placement.placement import Placement
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import PackedTokens
-from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
 from moeserve.planner.layout import Holder, as_text, find_layouts
 
@@ -96,7 +96,7 @@ def test_bytes_that_travel_are_those_that_dispatchers_send(model: str, changes: 
             dispatcher: Any = kind(cast(Any, group), placement, torch.device("cpu"))
             arrived = dispatcher.dispatch(hidden_TD, Routing(experts_TK, torch.ones(num_tokens, top_k)), step).wait()
             assert isinstance(arrived.tokens, PackedTokens)
-            dispatcher.combine(arrived.tokens.rows_RD, arrived.ticket).wait()
+            dispatcher.combine(arrived.tokens.rows_RD, arrived.handle).wait()
             return group.records
 
         num_bytes = sum(

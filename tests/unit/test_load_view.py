@@ -21,7 +21,7 @@ from load_windows import drawn, of_counts
 
 from moeserve import cli
 from moeserve.errors import SettingsError
-from moeserve.moe.balancer import balance
+from moeserve.expert_placement.eplb import balance
 from moeserve.planner.views import plan, show
 from moeserve.telemetry import load_page
 from moeserve.telemetry.expert_load import LoadWindow, summed, write_window

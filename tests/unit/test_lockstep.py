@@ -10,7 +10,7 @@ import pytest
 from load_windows import of_counts
 
 from moeserve.errors import EngineError, LockstepError
-from moeserve.messages import (
+from moeserve.protocol import (
     AbortRequest,
     AddRequest,
     ChunkResult,
@@ -18,11 +18,11 @@ from moeserve.messages import (
     ReplicaMessage,
     Request,
     RequestUpdate,
-    SamplingParams,
     Shutdown,
     StepResult,
     Wake,
 )
+from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.lockstep import ROW_SIZE, Agreement, Intent, IntentFlags, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler

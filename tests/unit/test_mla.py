@@ -16,10 +16,10 @@ from moeserve.layers import mla
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import allocate_weights
-from moeserve.messages import Chunk, StepPlan
 from moeserve.ops import backend
 from moeserve.ops.dense_attention import attend_causally
 from moeserve.ops.native import native_kernels
+from moeserve.protocol import Chunk, StepPlan
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.model_runner import ModelRunner
 

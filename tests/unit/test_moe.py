@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.group import group_of_one
+from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.experts import Experts
 from moeserve.moe.layer import MoEConfig, MoELayer
-from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.activation import ClampedSwiGLU
@@ -177,7 +177,7 @@ def test_dispatch_packs_by_expert_and_combine_puts_back(experts: list[list[int]]
     scale_of_expert = torch.tensor([10.0, 100.0, 1000.0, 10000.0])
     expert_of_row = torch.tensor([e for e, _ in sent])
     output_RD = arrived.tokens.rows_RD * scale_of_expert[expert_of_row][:, None]
-    total_TD = dispatcher.combine(output_RD, arrived.ticket).wait()
+    total_TD = dispatcher.combine(output_RD, arrived.handle).wait()
     torch.testing.assert_close(total_TD, hidden_TD * (scale_of_expert[experts_TK] * weights_TK).sum(1, keepdim=True))
 
 
@@ -188,4 +188,4 @@ def test_combine_adds_in_float32() -> None:
     dispatcher = LocalDispatcher(Placement.even(3, 1), CPU)
     arrived = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing, NO_STEP).wait()
     output_RD = torch.tensor([[256.0], [0.9], [0.9]], dtype=torch.bfloat16)
-    assert dispatcher.combine(output_RD, arrived.ticket).wait().item() == 258.0
+    assert dispatcher.combine(output_RD, arrived.handle).wait().item() == 258.0

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore
 
-from moeserve.config import CheckpointFacts, EngineConfig, Settings, resolve
+from moeserve.config.resolve import CheckpointFacts, resolve
+from moeserve.config.settings import EngineConfig, Settings
 from moeserve.distributed import nccl, symmetric_memory
 from moeserve.distributed.group import single, unconnected
 from moeserve.distributed.handshake import CannotReach
@@ -30,7 +31,7 @@ from moeserve.worker.process import take_device
 class Way:
     """Says what it was asked for."""
 
-    can_be_captured = True
+    supports_cuda_graphs = True
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -68,13 +69,13 @@ def test_both_ways_begin_and_end_together() -> None:
     both.raise_failure()
     assert cuda.calls[-1] == "raise_failure"
     assert both.seconds_waited() == "seconds_waited by cpu"
-    assert (both.can_be_recorded, both.is_recording, both.can_be_captured) == (False, False, True)
-    assert not ByDevice(cpu, None).can_be_captured  # type: ignore[arg-type]
+    assert (both.supports_cpu_graphs, both.is_capturing, both.supports_cuda_graphs) == (False, False, True)
+    assert not ByDevice(cpu, None).supports_cuda_graphs  # type: ignore[arg-type]
 
 
 def test_a_rank_alone_is_captured_and_cannot_fail() -> None:
     groups = single()
-    assert groups.can_be_captured
+    assert groups.supports_cuda_graphs
     groups.raise_failure()
     unconnected(Mesh(tp=2, dp=1), 0).raise_failure()
 

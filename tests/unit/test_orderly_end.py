@@ -9,12 +9,12 @@ import pytest
 
 from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.worker import process
-from moeserve.worker.orders import Leave
+from moeserve.worker.protocol import Leave
 from moeserve.worker.worker import Worker
 
 
 class Noting:
-    """A carrier, a worker, a process or its channel: notes what is done with it."""
+    """A communicator, a worker, a process or its channel: notes what is done with it."""
 
     def __init__(self, name: str, done: list[str]) -> None:
         self.name = name
@@ -28,13 +28,13 @@ class Noting:
         self.done.append(f"{self.name} is told {message}")
 
 
-def test_a_worker_gives_its_carrier_back_once() -> None:
+def test_a_worker_gives_its_communicator_back_once() -> None:
     done: list[str] = []
     worker = Worker.__new__(Worker)
-    worker._carrier = cast(Any, Noting("carrier", done))
+    worker._communicator = cast(Any, Noting("communicator", done))
     worker.close()
     worker.close()
-    assert done == ["carrier closes"]
+    assert done == ["communicator closes"]
 
 
 def test_all_ranks_of_a_replica_close(monkeypatch: pytest.MonkeyPatch) -> None:

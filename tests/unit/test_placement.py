@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from load_windows import of_counts
 
 from moeserve.errors import SettingsError
-from moeserve.moe.placement import Placement, read_loads
+from moeserve.expert_placement.placement import Placement, read_loads
 from moeserve.telemetry.expert_load import write_window
 
 
@@ -154,7 +154,7 @@ def test_loads_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_placement_needs_no_torch() -> None:
-    program = "import sys, moeserve.moe.placement; print('torch' in sys.modules)"
+    program = "import sys, moeserve.expert_placement.placement; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 

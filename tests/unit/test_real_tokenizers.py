@@ -26,8 +26,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from moeserve.api.text import OutputText, TextCodec
 from moeserve.errors import RequestError
-from moeserve.messages import SamplingParams
 from moeserve.models.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, WORD_BOUNDARY, write_tokenizer
+from moeserve.sampling_params import SamplingParams
 
 TEXTS = [
     "",

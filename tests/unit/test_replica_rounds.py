@@ -7,15 +7,8 @@ from typing import Any
 
 from load_windows import of_counts
 
-from moeserve.messages import (
-    AddRequest,
-    ChunkResult,
-    CollectLoad,
-    ReplicaMessage,
-    Request,
-    SamplingParams,
-    StepResult,
-)
+from moeserve.protocol import AddRequest, ChunkResult, CollectLoad, ReplicaMessage, Request, StepResult
+from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.lockstep import Agreement, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica
 from moeserve.scheduling.scheduler import Scheduler

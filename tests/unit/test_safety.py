@@ -26,7 +26,7 @@ BANNED_KEYWORDS = {"shell": False, "allow_pickle": False, "trust_remote_code": F
 
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"}
 READS_ENVIRONMENT = {
-    "moeserve/config.py",
+    "moeserve/config/environment.py",
     # They hand it, less or more some of it, to other engines.
     "moeserve/bench/peers/install.py",
     "moeserve/bench/peers/peers.py",
@@ -138,7 +138,11 @@ def test_no_file_of_the_package_breaks_a_rule() -> None:
         for folder, in_package in FOLDERS.items()
         for path in sorted((ROOT / folder).rglob("*.py"))
     }
-    assert {"moeserve/config.py", "moeserve/bench/__init__.py", "moeserve/triton_kernels/__init__.py"} <= set(files)
+    assert {
+        "moeserve/config/environment.py",
+        "moeserve/bench/__init__.py",
+        "moeserve/triton_kernels/__init__.py",
+    } <= set(files)
     found = [line for name, path in files.items() for line in violations(path.read_text(encoding="utf-8"), name)]
     assert not found, "\n" + "\n".join(found)
 
@@ -191,8 +195,8 @@ def test_a_violation_is_found_where_it_stands(source: str, line: int) -> None:
     [
         ("model.eval()", "moeserve/worker/worker.py"),
         ("make_model().eval()", "moeserve/worker/worker.py"),
-        ("import re\nre.compile('x')", "moeserve/config.py"),
-        ("import os\nos.environ.get('A')", "moeserve/config.py"),
+        ("import re\nre.compile('x')", "moeserve/config/environment.py"),
+        ("import os\nos.environ.get('A')", "moeserve/config/environment.py"),
         ("import os\nos.path.join('a', 'b')", "moeserve/cli.py"),
         ("import json\njson.load(file)", "moeserve/models/weights.py"),
         ("from safetensors.torch import load", "moeserve/models/weights.py"),
@@ -202,7 +206,7 @@ def test_a_violation_is_found_where_it_stands(source: str, line: int) -> None:
         ("import ray", "moeserve/executor/ray.py"),
         ("import triton", "moeserve/triton_kernels/rms_norm.py"),
         ("import importlib.util\nimportlib.util.find_spec('triton')", "moeserve/ops/norm.py"),
-        ("executor = 'ray'", "moeserve/config.py"),
+        ("executor = 'ray'", "moeserve/config/environment.py"),
     ],
 )
 def test_what_only_looks_like_a_violation_passes(source: str, name: str) -> None:

@@ -22,7 +22,8 @@ from transformers.generation.logits_process import (
 )
 
 from moeserve.errors import EngineError
-from moeserve.messages import SampleSpec, SamplingParams, TokenLogprobs
+from moeserve.protocol import SampleSpec, TokenLogprobs
+from moeserve.sampling_params import SamplingParams
 from moeserve.worker import sampler
 from moeserve.worker.sampler import SampledToken, prompt_logprobs, sample, uniform
 

@@ -11,9 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from moeserve.config import LIMITS
+from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
-from moeserve.messages import Chunk, Request, SampleSpec, SamplingParams, StepPlan
+from moeserve.protocol import Chunk, Request, SampleSpec, StepPlan
+from moeserve.sampling_params import SamplingParams
 
 EVERYTHING = SamplingParams(
     n=3,

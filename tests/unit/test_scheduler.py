@@ -7,16 +7,8 @@ from typing import Any
 import pytest
 
 from moeserve.errors import RequestError
-from moeserve.messages import (
-    Chunk,
-    ChunkResult,
-    Request,
-    RequestUpdate,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from moeserve.protocol import Chunk, ChunkResult, Request, RequestUpdate, StepPlan, StepResult, TokenLogprobs
+from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.scheduler import Scheduler
 
 EOS, STOP = 99, 98

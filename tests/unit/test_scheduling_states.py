@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moeserve.errors import RequestError
-from moeserve.messages import (
+from moeserve.protocol import (
     Chunk,
     ChunkResult,
     Request,
     RequestUpdate,
     SampleSpec,
-    SamplingParams,
     StepPlan,
     StepResult,
     TokenLogprobs,
 )
+from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.block_pool import BlockPool
 from moeserve.scheduling.scheduler import Scheduler
 

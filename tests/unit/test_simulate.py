@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 
 from moeserve import cli
-from moeserve.messages import AddRequest, ChunkResult, Request, SamplingParams, StepResult
+from moeserve.expert_placement.eplb import imbalance
+from moeserve.expert_placement.placement import Placement
 from moeserve.models.registry import describe
-from moeserve.moe.balancer import imbalance
-from moeserve.moe.placement import Placement
 from moeserve.planner.costs import Assumptions, LayoutCosts, ReplicaLoad, StepLoad
 from moeserve.planner.estimate import rank_shape
 from moeserve.planner.expert_balance import ExpertBalance
-from moeserve.planner.gang import Gang
 from moeserve.planner.hardware import TABLE
 from moeserve.planner.layout import find_layouts
+from moeserve.planner.lockstep_group import LockstepGroup
 from moeserve.planner.simulate import Outcome, Percentiles, prompt_of, serve
 from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
 from moeserve.planner.traffic import RecordedRequest, Traffic, sample_traffic
+from moeserve.protocol import AddRequest, ChunkResult, Request, StepResult
+from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.scheduler import Scheduler
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -93,30 +94,30 @@ class TestGang:
         assert any("is_idle=True" in line for line in fast)
 
     def test_only_those_with_work_are_driven(self) -> None:
-        gang = Gang(NUM_REPLICAS, self.scheduler)
-        gang.send(5, AddRequest(self.request("a", 3, 2)))
-        assert list(gang.begin().plans) == [5]
-        assert [rank for rank, _ in gang.finish({5: self.result(1)})] == [5]
-        gang.begin()
-        gang.finish({5: self.result(2)})
-        assert gang.begin().agreement.is_idle
-        assert gang.finish({}) == []
+        group = LockstepGroup(NUM_REPLICAS, self.scheduler)
+        group.send(5, AddRequest(self.request("a", 3, 2)))
+        assert list(group.begin().plans) == [5]
+        assert [rank for rank, _ in group.finish({5: self.result(1)})] == [5]
+        group.begin()
+        group.finish({5: self.result(2)})
+        assert group.begin().agreement.is_idle
+        assert group.finish({}) == []
 
     def played(self, seed: int, *, drives_sleepers: bool) -> Iterator[str]:
         """All agreements, plans and news of a run with few requests, one of which is refused."""
         dice = random.Random(seed)
-        gang = Gang(NUM_REPLICAS, self.scheduler, drives_sleepers=drives_sleepers)
+        group = LockstepGroup(NUM_REPLICAS, self.scheduler, drives_sleepers=drives_sleepers)
         for number in range(120):
             if dice.random() < 0.25 and number < 80:
                 request = self.request(str(number), dice.choice([1, 5, 20, 39, 40]), dice.randint(1, 12))
-                gang.send(dice.randrange(NUM_REPLICAS), AddRequest(request))
-            turn = gang.begin()
+                group.send(dice.randrange(NUM_REPLICAS), AddRequest(request))
+            turn = group.begin()
             yield f"{turn}"
             results = {rank: self.result(plan.step, len(plan.chunks)) for rank, plan in turn.plans.items()}
             for rank, plan in turn.plans.items():
                 given = [ChunkResult(token_id=None if chunk.sample is None else 7) for chunk in plan.chunks]
                 results[rank] = StepResult(step=plan.step, chunks=given)
-            for rank, told in gang.finish(results):
+            for rank, told in group.finish(results):
                 if told.updates:
                     yield f"{rank} {told}"
         assert turn.agreement.is_idle

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from moeserve.api.text import OutputText, TextCodec
 from moeserve.errors import CheckpointError, RequestError
-from moeserve.messages import SamplingParams
+from moeserve.sampling_params import SamplingParams
 
 SENTENCES = [
     "Hello world, this is a small test. Isn't it?",

@@ -10,7 +10,7 @@ import pytest
 from reference_models import Reference
 
 from moeserve import LLM
-from moeserve.config import EngineConfig
+from moeserve.config.settings import EngineConfig
 from moeserve.ops.native import native_kernels
 from moeserve.worker import worker
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.group import GroupCoordinator, PendingTensor
-from moeserve.moe.dispatch.allgather import AllGatherDispatcher, Gathering, Returned, SmallTicket
+from moeserve.expert_placement.placement import Placement
+from moeserve.moe.dispatch.allgather import AllGatherDispatcher, Gathering, Returned, SmallHandle
 from moeserve.moe.dispatch.base import Arrived, PackedTokens
-from moeserve.moe.dispatch.exchange import ExchangeTicket, ReturningOutput
-from moeserve.moe.placement import Placement
+from moeserve.moe.dispatch.exchange import ExchangeHandle, ReturningOutput
 from moeserve.moe.router import Routing
 from moeserve.ops.pairs import PairKernels
 from moeserve.step_inputs import StepInputs
@@ -31,12 +31,12 @@ class Travelling:
     pending_UD: PendingTensor
     token_of_row_R: Tensor  # of packed row r, among the U tokens
     counts_e: Tensor
-    ticket: ExchangeTicket
+    handle: ExchangeHandle
     pairs: PairKernels
 
-    def wait(self) -> Arrived[ExchangeTicket]:
+    def wait(self) -> Arrived[ExchangeHandle]:
         rows_RD = self.pairs.gather(self.pending_UD.wait(), self.token_of_row_R)
-        return Arrived(PackedTokens(rows_RD, self.counts_e), self.ticket)
+        return Arrived(PackedTokens(rows_RD, self.counts_e), self.handle)
 
 
 class AllToAllDispatcher:
@@ -71,11 +71,11 @@ class AllToAllDispatcher:
             exchange.pairs.gather(hidden_TD, sent_S, len(self.ranks_W)), traffic.tokens_to, traffic.tokens_from
         )
         token_of_row_R = assignment.needed_before_M[assignment.packed_pairs_R // own_TK.shape[1]]
-        ticket = exchange.ticket(assignment, routing.weights_TK, hidden_TD.dtype)
-        return Travelling(pending_UD, token_of_row_R, assignment.counts_e, ticket, exchange.pairs)
+        handle = exchange.handle(assignment, routing.weights_TK, hidden_TD.dtype)
+        return Travelling(pending_UD, token_of_row_R, assignment.counts_e, handle, exchange.pairs)
 
-    def combine(self, output: Tensor, ticket: ExchangeTicket | SmallTicket) -> ReturningOutput | Returned:
-        return self.for_small_steps.combine(output, ticket)
+    def combine(self, output: Tensor, handle: ExchangeHandle | SmallHandle) -> ReturningOutput | Returned:
+        return self.for_small_steps.combine(output, handle)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
         return self.for_small_steps.is_capturable(tokens_per_rank, bytes_per_token)

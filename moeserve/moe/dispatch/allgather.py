@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.group import GroupCoordinator, PendingTensor
+from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.base import Arrived, PackedTokens
-from moeserve.moe.dispatch.exchange import Exchange, ExchangeTicket, ReturningOutput
-from moeserve.moe.placement import Placement
+from moeserve.moe.dispatch.exchange import Exchange, ExchangeHandle, ReturningOutput
 from moeserve.moe.router import Routing
 from moeserve.ops.pairs import PairKernels
 from moeserve.step_inputs import StepInputs
@@ -32,7 +32,7 @@ MAX_CAPTURED_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class SmallTicket:
+class SmallHandle:
     weights_TK: Tensor
     pair_of_row_P: Tensor  # of each row that this rank computed; -1 for the others
     pairs_per_rank: list[int]
@@ -50,7 +50,7 @@ class Gathering:
     exchange: Exchange
     step: StepInputs
 
-    def wait(self) -> Arrived[ExchangeTicket | SmallTicket]:
+    def wait(self) -> Arrived[ExchangeHandle | SmallHandle]:
         both_NV, exchange = self.pending_NV.wait(), self.exchange
         top_k = self.own_TK.shape[1]
         routing_size = top_k * self.own_TK.element_size() // both_NV.element_size()
@@ -62,15 +62,15 @@ class Gathering:
         if self.is_small:
             pair_of_row_P, counts_e = exchange.pairs.order(experts_NK, exchange.own_keys)
             sizes = [num_tokens * top_k for num_tokens in self.step.tokens_per_rank]
-            small_ticket = SmallTicket(self.weights_TK, pair_of_row_P, sizes, both_NV.dtype)
+            small_handle = SmallHandle(self.weights_TK, pair_of_row_P, sizes, both_NV.dtype)
             rows_PD = exchange.pairs.gather(hidden_ND, pair_of_row_P, top_k)
             expected_rows = exchange.expected_rows(self.step, top_k)
             tokens = PackedTokens(rows_PD, counts_e, has_spare_rows=True, expected_rows=expected_rows)
-            return Arrived(tokens, small_ticket)
+            return Arrived(tokens, small_handle)
         assignment = exchange.assign(self.own_TK, experts_NK, self.step)
         rows_RD = exchange.pairs.gather(hidden_ND, assignment.packed_pairs_R, top_k)
-        ticket = exchange.ticket(assignment, self.weights_TK, both_NV.dtype)
-        return Arrived(PackedTokens(rows_RD, assignment.counts_e), ticket)
+        handle = exchange.handle(assignment, self.weights_TK, both_NV.dtype)
+        return Arrived(PackedTokens(rows_RD, assignment.counts_e), handle)
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Returned:
 
     output_pD: Tensor
     pairs_p: Tensor
-    ticket: SmallTicket
+    handle: SmallHandle
     pairs: PairKernels
 
     def wait(self) -> Tensor:
-        return self.pairs.weighted_sum(self.output_pD, self.pairs_p, self.ticket.weights_TK, self.ticket.dtype)
+        return self.pairs.weighted_sum(self.output_pD, self.pairs_p, self.handle.weights_TK, self.handle.dtype)
 
 
 class AllGatherDispatcher:
@@ -112,14 +112,14 @@ class AllGatherDispatcher:
         is_small = self.is_small(hidden_TD, routing, step)
         return Gathering(pending_NV, own_TK, routing.weights_TK, is_small, self.exchange, step)
 
-    def combine(self, output: Tensor, ticket: ExchangeTicket | SmallTicket) -> ReturningOutput | Returned:
-        if isinstance(ticket, ExchangeTicket):
-            return self.exchange.send_back(output, ticket)
+    def combine(self, output: Tensor, handle: ExchangeHandle | SmallHandle) -> ReturningOutput | Returned:
+        if isinstance(handle, ExchangeHandle):
+            return self.exchange.send_back(output, handle)
         pairs = self.exchange.pairs
-        output_PD = pairs.scatter(output, ticket.pair_of_row_P[: len(output)], sum(ticket.pairs_per_rank))
+        output_PD = pairs.scatter(output, handle.pair_of_row_P[: len(output)], sum(handle.pairs_per_rank))
         # collective: all ep ranks; a pair's output and the other ranks' zeros
-        output_pD = self.group.reduce_scatter(output_PD, ticket.pairs_per_rank)
-        return Returned(output_pD, _all_pairs(len(output_pD), output_pD.device), ticket, pairs)
+        output_pD = self.group.reduce_scatter(output_PD, handle.pairs_per_rank)
+        return Returned(output_pD, _all_pairs(len(output_pD), output_pD.device), handle, pairs)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
         return sum(tokens_per_rank) * bytes_per_token <= MAX_CAPTURED_BYTES
@@ -127,5 +127,5 @@ class AllGatherDispatcher:
 
 @functools.cache
 def _all_pairs(num_pairs: int, device: torch.device) -> Tensor:
-    """Each pair in its own place. It is never given up: graphs and tapes know it by its address."""
+    """Each pair in its own place. It is never given up: graphs and graphs know it by its address."""
     return torch.arange(num_pairs, device=device)

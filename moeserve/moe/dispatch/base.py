@@ -15,7 +15,7 @@ from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, R rows (one per token and expert chosen), S slots for the rows of one expert, e local experts
 
-Ticket = TypeVar("Ticket")
+Handle = TypeVar("Handle")
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class SlottedTokens:
 
 
 @dataclass(frozen=True)
-class Arrived(Generic[Ticket]):
+class Arrived(Generic[Handle]):
     """The tokens that this rank's experts compute, and what is needed to send the results back."""
 
     tokens: PackedTokens | SlottedTokens
-    ticket: Ticket
+    handle: Handle
 
 
 def share_of_pairs(tokens_per_rank: Sequence[int], top_k: int, num_own: int, num_all: int) -> int:
@@ -54,10 +54,10 @@ def share_of_pairs(tokens_per_rank: Sequence[int], top_k: int, num_own: int, num
     return -(-sum(tokens_per_rank) * top_k * num_own // num_all)
 
 
-class Pending(Protocol[Ticket]):
+class Pending(Protocol[Handle]):
     """A dispatch under way."""
 
-    def wait(self) -> Arrived[Ticket]: ...
+    def wait(self) -> Arrived[Handle]: ...
 
 
 class PendingOutput(Protocol):
@@ -66,13 +66,13 @@ class PendingOutput(Protocol):
     def wait(self) -> Tensor: ...  # [T, D], the dtype of the hidden states
 
 
-class Dispatcher(Protocol[Ticket]):
+class Dispatcher(Protocol[Handle]):
     """Carries each token to its experts and brings the outputs back, weighted and summed.
 
     Routing names logical experts; the dispatcher knows where they live, and which of several copies a token goes to.
     Expert -1 is padding: it is sent nowhere, counted nowhere, and adds nothing.
 
-    The router's weights ride in the ticket: expert kernels never see them. `combine` adds a token's contributions
+    The router's weights ride in the handle: expert kernels never see them. `combine` adds a token's contributions
     in float32 and in top-k order, so the sum does not depend on who computed them or when they came.
 
     All ranks of the group call `dispatch`, `wait`, `combine` and `wait` in this order, with tokens or without; each
@@ -84,9 +84,9 @@ class Dispatcher(Protocol[Ticket]):
         """Where experts live, which may change between steps."""
         ...
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Pending[Ticket]: ...
+    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Pending[Handle]: ...
 
-    def combine(self, output: Tensor, ticket: Ticket) -> PendingOutput:
+    def combine(self, output: Tensor, handle: Handle) -> PendingOutput:
         """`output` has the layout of the tokens that arrived."""
         ...
 

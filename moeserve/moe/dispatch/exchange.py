@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.distributed.group import GroupCoordinator, PendingTensor
+from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.base import share_of_pairs
 from moeserve.moe.dispatch.replicas import Replicas
-from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
 from moeserve.ops.pairs import Keys, PairKernels, choose_pairs
 from moeserve.step_inputs import StepInputs
@@ -48,7 +48,7 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class ExchangeTicket:
+class ExchangeHandle:
     """Outputs come back rank by rank, from each by expert: each end finds the order by sorting its own pairs."""
 
     weights_TK: Tensor
@@ -126,12 +126,12 @@ class Exchange:
             needed_before_M=needed_before_M,
         )
 
-    def ticket(self, assignment: Assignment, weights_TK: Tensor, dtype: torch.dtype) -> ExchangeTicket:
+    def handle(self, assignment: Assignment, weights_TK: Tensor, dtype: torch.dtype) -> ExchangeHandle:
         """What the way back needs."""
         first_pairs_W = assignment.first_tokens_w[1:] * weights_TK.shape[1]
         rank_of_row_R = torch.bucketize(assignment.packed_pairs_R, first_pairs_W, right=True)
         row_of_sent_R, _ = self.pairs.order(rank_of_row_R, self.keys_of_ranks)
-        return ExchangeTicket(
+        return ExchangeHandle(
             weights_TK=weights_TK,
             row_of_sent_R=row_of_sent_R,
             send_sizes=assignment.traffic.pairs_from,
@@ -140,12 +140,12 @@ class Exchange:
             dtype=dtype,
         )
 
-    def send_back(self, output_RD: Tensor, ticket: ExchangeTicket) -> ReturningOutput:
+    def send_back(self, output_RD: Tensor, handle: ExchangeHandle) -> ReturningOutput:
         """Every pair's output to the rank of its token, which sums up."""
-        sent_RD = self.pairs.gather(output_RD, ticket.row_of_sent_R)
+        sent_RD = self.pairs.gather(output_RD, handle.row_of_sent_R)
         # collective: all ep ranks
         return ReturningOutput(
-            self.group.all_to_all(sent_RD, ticket.send_sizes, ticket.receive_sizes), ticket, self.pairs
+            self.group.all_to_all(sent_RD, handle.send_sizes, handle.receive_sizes), handle, self.pairs
         )
 
 
@@ -154,13 +154,13 @@ class ReturningOutput:
     """A combine under way."""
 
     pending_OD: PendingTensor
-    ticket: ExchangeTicket
+    handle: ExchangeHandle
     pairs: PairKernels
 
     def wait(self) -> Tensor:
-        ticket = self.ticket
+        handle = self.handle
         return self.pairs.weighted_sum(
-            self.pending_OD.wait(), ticket.pair_of_received_O, ticket.weights_TK, ticket.dtype
+            self.pending_OD.wait(), handle.pair_of_received_O, handle.weights_TK, handle.dtype
         )
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.base import Arrived, PackedTokens
 from moeserve.moe.dispatch.replicas import Replicas
-from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
 from moeserve.ops import backend
 from moeserve.ops.pairs import Keys, choose_pairs
@@ -21,7 +21,7 @@ from moeserve.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
-class LocalTicket:
+class LocalHandle:
     weights_TK: Tensor
     pair_of_row_R: Tensor  # row r computes pair t * K + k: token t, its k-th expert
     dtype: torch.dtype
@@ -31,9 +31,9 @@ class LocalTicket:
 class Here:
     """A dispatch that has arrived already."""
 
-    arrived: Arrived[LocalTicket]
+    arrived: Arrived[LocalHandle]
 
-    def wait(self) -> Arrived[LocalTicket]:
+    def wait(self) -> Arrived[LocalHandle]:
         return self.arrived
 
 
@@ -68,10 +68,10 @@ class LocalDispatcher:
         else:
             pair_of_row_R, counts_e = self.pairs.sort(experts_TK, self.keys)
             tokens = PackedTokens(self.pairs.gather(hidden_TD, pair_of_row_R, top_k), counts_e)
-        return Here(Arrived(tokens, LocalTicket(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)))
+        return Here(Arrived(tokens, LocalHandle(routing.weights_TK, pair_of_row_R, hidden_TD.dtype)))
 
-    def combine(self, output: Tensor, ticket: LocalTicket) -> Done:
-        return Done(self.pairs.weighted_sum(output, ticket.pair_of_row_R, ticket.weights_TK, ticket.dtype))
+    def combine(self, output: Tensor, handle: LocalHandle) -> Done:
+        return Done(self.pairs.weighted_sum(output, handle.pair_of_row_R, handle.weights_TK, handle.dtype))
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.moe.placement import Placement, copies_in_turn
+from moeserve.expert_placement.placement import Placement, copies_in_turn
 from moeserve.ops.copies import choose_copies
 
 # T tokens, K experts per token, E logical experts, W turns at most
@@ -35,7 +35,7 @@ class Replicas:
         self.is_identity = placement.logical_of_physical == tuple(range(placement.num_logical))
 
     def place(self, placement: Placement) -> None:
-        """Other experts are in the slots from now on. The tables stay where they are: tapes know them by address."""
+        """Other experts are in the slots from now on. The tables stay where they are: graphs know them by address."""
         turns = copies_in_turn(placement, self._rank, self._node_of_rank)
         width = self.physical_EW.shape[1]
         self.physical_EW.copy_(torch.tensor([[*of_one, *[-1] * (width - len(of_one))] for of_one in turns]))

@@ -9,7 +9,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from moeserve.moe.dispatch.base import Arrived, Dispatcher, PackedTokens, Pending, PendingOutput, SlottedTokens, Ticket
+from moeserve.moe.dispatch.base import Arrived, Dispatcher, Handle, PackedTokens, Pending, PendingOutput, SlottedTokens
 from moeserve.moe.router import Routing
 from moeserve.step_inputs import StepInputs
 
@@ -17,27 +17,27 @@ from moeserve.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
-class SlottedTicket(Generic[Ticket]):
-    ticket: Ticket  # of the dispatcher within
+class SlottedHandle(Generic[Handle]):
+    handle: Handle  # of the dispatcher within
     slot_of_row_R: Tensor  # expert * S + slot
 
 
 @dataclass(frozen=True)
-class IntoSlots(Generic[Ticket]):
+class IntoSlots(Generic[Handle]):
     """A dispatch under way."""
 
-    pending: Pending[Ticket]
+    pending: Pending[Handle]
     num_slots: int
 
-    def wait(self) -> Arrived[SlottedTicket[Ticket]]:
+    def wait(self) -> Arrived[SlottedHandle[Handle]]:
         arrived = self.pending.wait()
         assert isinstance(arrived.tokens, PackedTokens)
         slot_of_row_R = slots_of_rows(arrived.tokens.counts_e, self.num_slots)
         tokens = into_slots(arrived.tokens, slot_of_row_R, self.num_slots)
-        return Arrived(tokens, SlottedTicket(arrived.ticket, slot_of_row_R))
+        return Arrived(tokens, SlottedHandle(arrived.handle, slot_of_row_R))
 
 
-class SlottedDispatcher(Generic[Ticket]):
+class SlottedDispatcher(Generic[Handle]):
     """Another dispatcher, with `SlottedTokens` where that has `PackedTokens`.
 
     Args:
@@ -46,16 +46,16 @@ class SlottedDispatcher(Generic[Ticket]):
             since a token chooses an expert once.
     """
 
-    def __init__(self, within: Dispatcher[Ticket], num_slots: int) -> None:
+    def __init__(self, within: Dispatcher[Handle], num_slots: int) -> None:
         self.within = within
         self.replicas = within.replicas
         self.num_slots = num_slots
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> IntoSlots[Ticket]:
+    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> IntoSlots[Handle]:
         return IntoSlots(self.within.dispatch(hidden_TD, routing, step), self.num_slots)
 
-    def combine(self, output: Tensor, ticket: SlottedTicket[Any]) -> PendingOutput:
-        return self.within.combine(output.flatten(0, 1)[ticket.slot_of_row_R], ticket.ticket)
+    def combine(self, output: Tensor, handle: SlottedHandle[Any]) -> PendingOutput:
+        return self.within.combine(output.flatten(0, 1)[handle.slot_of_row_R], handle.handle)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
         return False  # the host makes sure that there are slots enough

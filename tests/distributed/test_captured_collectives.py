@@ -1,4 +1,4 @@
-"""Collectives on tapes: played, they carry what is there by then, and say what is wrong as they do when begun."""
+"""Collectives on graphs: played, they carry what is there by then, and say what is wrong as they do when begun."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def connected(place: Place, **options: Any) -> Groups:
 
 
 def record(groups: Groups, rows: torch.Tensor, parts: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A tape that gathers rows and adds parts, and where both end up."""
+    """A graph that gathers rows and adds parts, and where both end up."""
     kernels = native_kernels()
     assert kernels is not None
     sizes = SIZES[: groups.ep.world_size]
-    tape = kernels.Tape()
-    tape.start()
+    graph = kernels.CpuGraph()
+    graph.begin_capture()
     try:
         gathered = groups.ep.all_gather(rows, sizes)
         summed = groups.ep.reduce_scatter(parts, sizes)
     finally:
-        tape.stop()
-    return tape, gathered, summed
+        graph.end_capture()
+    return graph, gathered, summed
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_played_collectives_carry_what_is_there_by_then(ranks: Ranks, num_ranks: int) -> None:
-    assert ranks.run(num_ranks, "test_recorded:rounds_that_went_wrong") == [[]] * num_ranks
+    assert ranks.run(num_ranks, "test_captured_collectives:rounds_that_went_wrong") == [[]] * num_ranks
 
 
 def rounds_that_went_wrong(place: Place) -> list[int]:
@@ -56,7 +56,7 @@ def rounds_that_went_wrong(place: Place) -> list[int]:
     groups = connected(place)
     sizes = SIZES[: place.num_ranks]
     rows, parts = torch.empty(sizes[place.rank], 5), torch.empty(sum(sizes), 7, dtype=torch.bfloat16)
-    tape, played_rows, played_sum = record(groups, rows.zero_(), parts.zero_())
+    graph, played_rows, played_sum = record(groups, rows.zero_(), parts.zero_())
     wrong = []
     for turn in range(20):
         torch.manual_seed(turn)
@@ -64,7 +64,7 @@ def rounds_that_went_wrong(place: Place) -> list[int]:
         rows.copy_(all_rows.split(sizes)[place.rank])
         parts.copy_(all_parts[place.rank])
         if (turn + place.rank) % 3:
-            tape.play()
+            graph.replay()
             gathered, summed = played_rows, played_sum
         else:
             gathered = groups.ep.all_gather(rows, sizes)
@@ -81,7 +81,7 @@ def rounds_that_went_wrong(place: Place) -> list[int]:
 
 @pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_a_rank_that_dies_is_named_by_those_that_play(ranks: Ranks, operation: str) -> None:
-    outcomes = ranks.start(3, "test_recorded:what_the_others_say", operation=operation).outcomes(60.0)
+    outcomes = ranks.start(3, "test_captured_collectives:what_the_others_say", operation=operation).outcomes(60.0)
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].error
         told = outcomes[rank].value
@@ -96,8 +96,8 @@ def what_the_others_say(place: Place, operation: str) -> str:
     groups.set_layer(4)
     kernels = native_kernels()
     assert kernels is not None
-    tape = kernels.Tape()
-    tape.start()
+    graph = kernels.CpuGraph()
+    graph.begin_capture()
     match operation:
         case "all_gather":
             groups.ep.all_gather(torch.zeros(sizes[place.rank], 5), sizes)
@@ -105,24 +105,24 @@ def what_the_others_say(place: Place, operation: str) -> str:
             groups.ep.reduce_scatter(torch.zeros(sum(sizes), 7), sizes)
         case "all_reduce":
             groups.ep.all_reduce(torch.zeros(9))
-    tape.stop()
+    graph.end_capture()
     groups.set_layer(None)
     groups.begin_step(7)
     if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(DistributedError) as caught:
-        tape.play()
+        graph.replay()
     return str(caught.value)
 
 
 def test_gloo_and_checked_collectives_are_not_recorded(ranks: Ranks) -> None:
-    assert ranks.run(2, "test_recorded:what_can_be_recorded") == [[True, False, False]] * 2
+    assert ranks.run(2, "test_captured_collectives:what_supports_cpu_graphs") == [[True, False, False]] * 2
 
 
-def what_can_be_recorded(place: Place) -> list[bool]:
+def what_supports_cpu_graphs(place: Place) -> list[bool]:
     answers = []
     for index, options in enumerate(({}, dict(transport="gloo"), dict(check_order=True))):
         groups = connected(place, store_key=str(index), **options)
-        answers.append(groups.can_be_recorded)
+        answers.append(groups.supports_cpu_graphs)
         groups.world.barrier()
     return answers

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from moeserve.distributed.group import Groups, PendingTensor
-from moeserve.moe.balancer import Move, moves
-from moeserve.moe.gain import Proposal, excess, pays, propose, remembered
+from moeserve.expert_placement.eplb import Move, moves
+from moeserve.expert_placement.gain import Proposal, excess, pays, propose, remembered
+from moeserve.expert_placement.placement import Placement
 from moeserve.moe.layer import MoELayer
-from moeserve.moe.placement import Placement
 from moeserve.telemetry.expert_load import LoadWindow
 
 SHARE_OF_A_STEP = 0.1  # that moving may take
@@ -101,7 +101,7 @@ class Rebalancer:
         self._slot_bytes = {number: _slot_bytes(layer) for number, layer in layers.items()}
         self._spare = torch.empty(*_spare_shape(layers), dtype=torch.uint8)
         self._outgoing = torch.empty(MOST_PIECE_BYTES, dtype=torch.uint8)
-        for layer in layers.values():  # from now on copies are looked up in tables that can change, on tapes too
+        for layer in layers.values():  # from now on copies are looked up in tables that can change, on graphs too
             layer.place(layer.load.placement)
         self._loads = {number: [0.0] * layer.load.placement.num_logical for number, layer in layers.items()}
         self._window: LoadWindow | None = None  # by which plans are being made

@@ -1,7 +1,4 @@
-"""What crosses between the towers and, later, between processes: requests in, plans down, results up, tokens out.
-
-Plain data only: token ids and block ids are Python integers, never tensors.
-"""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -10,15 +7,11 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
-
-from moeserve.config import LIMITS
+from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError, nearest, shown
-from moeserve.telemetry.expert_load import LoadWindow
 
-FinishReason = Literal["stop", "length", "abort"]
 T = TypeVar("T")
 
 
@@ -131,164 +124,6 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether choosing a token needs the tokens before it."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate. A prompt with `n` > 1 becomes n requests."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    seed: int  # 0 to 2**64 - 1: params.seed, or derived from the engine's
-    eos_token_ids: list[int] = []  # empty where params.ignore_eos
-    cache_salt: str = ""  # requests share cached prefixes only where their salts are equal
-
-
-class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How the token that follows a chunk is chosen."""
-
-    params: SamplingParams
-    seed: int
-    position: int  # how many output tokens came before; (seed, position) decides a random choice
-    barred_token_ids: list[int] = []  # may not be chosen (stop tokens, while below min_tokens)
-    prompt_token_ids: list[int] = []  # filled only where params.has_penalties
-    output_token_ids: list[int] = []  # filled only where params.has_penalties
-
-
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of one request that one step computes: a piece of its prompt, or its newest token."""
-
-    token_ids: list[int]
-    start: int  # position of the first of them in the request
-    block_ids: list[int]  # KV blocks of positions 0 to start + len(token_ids) - 1
-    sample: SampleSpec | None = None  # None: the rest of the prompt comes first
-    num_prompt_logprobs: int | None = None
-    prompt_targets: list[int] = []  # tokens that rows 0, 1, ... should predict; filled only where asked for
-
-
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step computes. Complete in itself: a rank keeps nothing of a request from step to step."""
-
-    step: int
-    chunks: list[Chunk]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-    @property
-    def is_decode_only(self) -> bool:
-        """Whether each request computes one token."""
-        return all(len(chunk.token_ids) == 1 for chunk in self.chunks)
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one position: of the token chosen or given (first), then of the most likely ones."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]  # 1: the most likely
-
-
-class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chunk gave: the token that follows it, where one was asked for."""
-
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = []  # one per prompt target
-
-
-class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step gave, chunk by chunk in the order of the plan."""
-
-    step: int
-    chunks: list[ChunkResult]
-    load: LoadWindow | None = None  # of the steps before it, where it was agreed to collect that
-    placement_epoch: int = 0  # the newest placement of experts whose weights this rank holds
-
-
-class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """News of one request after a step: its new tokens, or its end."""
-
-    request_id: str
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []  # complete, once, with the first token
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None  # the stop token id that ended it; None for the end-of-sequence token
-    num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
-    error: str | None = None  # why it ended before its time; finish_reason is then "abort"
-
-
-class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """To a replica: serve this request. Its id is no other's, now or later."""
-
-    request: Request
-
-
-class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
-    """To a replica: end this request now. Means nothing where it has ended already."""
-
-    request_id: str
-
-
-class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """To a replica: another one has work. It cuts the wait for the next heartbeat; nothing depends on it."""
-
-
-class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """To every replica, and the last message to each: end all requests, and leave together."""
-
-
-class CollectLoad(msgspec.Struct, frozen=True, tag="collect-load"):
-    """To the first replica: have all ranks tell what their experts were given, now."""
-
-
-ReplicaMessage: TypeAlias = AddRequest | AbortRequest | Wake | CollectLoad | Shutdown
-
-
-class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy a replica is, for whoever chooses one for a new request, and for those who watch it."""
-
-    num_free_blocks: int  # of KV cache, those of the prefix cache included
-    num_waiting: int  # requests
-    num_running: int  # requests
-    step: int  # agreements made so far; it grows while the replicas are alive, even if they idle
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """Log-probability (natural logarithm) of one token."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One output of a prompt, complete so far."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
-    cumulative_logprob: float | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt and all its outputs."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int = 0
 
 
 def _require_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:

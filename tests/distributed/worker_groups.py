@@ -30,14 +30,21 @@ from ranks import Place, Ranks
 from small_steps import MIDDLE, border, bytes_of_tokens
 from torch import Tensor
 
-from moeserve.config import EngineConfig, Settings, resolve
+from moeserve.config.resolve import resolve
+from moeserve.config.settings import EngineConfig, Settings
 from moeserve.distributed.group import Groups
 from moeserve.engine import process
 from moeserve.engine.base import new_scheduler
-from moeserve.engine.border import EngineMessage
 from moeserve.engine.process import User, drive
+from moeserve.engine.protocol import EngineMessage
 from moeserve.executor.multiproc import MultiprocExecutor
-from moeserve.messages import (
+from moeserve.models.decoder import Decoder
+from moeserve.models.registry import read_facts
+from moeserve.moe.dispatch.base import Arrived, Dispatcher, Pending, PendingOutput
+from moeserve.moe.layer import MoELayer
+from moeserve.moe.router import Routing
+from moeserve.processes import Channel
+from moeserve.protocol import (
     AbortRequest,
     AddRequest,
     ReplicaMessage,
@@ -48,18 +55,12 @@ from moeserve.messages import (
     StepResult,
     Wake,
 )
-from moeserve.models.decoder import Decoder
-from moeserve.models.registry import read_facts
-from moeserve.moe.dispatch.base import Arrived, Dispatcher, Pending, PendingOutput
-from moeserve.moe.layer import MoELayer
-from moeserve.moe.router import Routing
-from moeserve.processes import Channel
 from moeserve.scheduling.lockstep import Agreement, Lockstep
 from moeserve.scheduling.replica import Deliver, Replica
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.step_inputs import StepInputs
-from moeserve.worker.orders import Leave, RankStart, WorkerMessage
 from moeserve.worker.process import join
+from moeserve.worker.protocol import Leave, RankStart, WorkerMessage
 from moeserve.worker.worker import Worker
 
 HEARTBEAT_S = 0.01  # of a replica that sleeps: shorter than an engine's, so that pauses take no time
@@ -76,7 +77,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timetable(msgspec.Struct, frozen=True, kw_only=True):
-    """What the clients of all replicas do, in rounds of the gang. Without a shutdown they leave when all has ended."""
+    """What the clients of all replicas do, in rounds of the worker group. Without a shutdown they leave when all has ended."""
 
     arrivals: list[Arrival]  # in order of rounds
     shutdown_round: int | None = None
@@ -101,7 +102,7 @@ def run(ranks: Ranks, num_ranks: int, timetable: Timetable, *, within_s: float =
     """`play` on each rank: their stories."""
     told = msgspec.to_builtins(timetable)
     return msgspec.convert(
-        ranks.run(num_ranks, "gang:play", within_s, timetable=told, **arguments), list[Story], strict=False
+        ranks.run(num_ranks, "worker_groups:play", within_s, timetable=told, **arguments), list[Story], strict=False
     )
 
 
@@ -116,7 +117,7 @@ def play(
     replica_type: str = "moeserve.scheduling.replica:Replica",
     max_small_tokens: int | None = MIDDLE,
 ) -> dict[str, Any]:
-    """One rank of a gang of `place.num_ranks / tp` replicas, from its start to the shutdown that all agree to.
+    """One rank of a worker group of `place.num_ranks / tp` replicas, from its start to the shutdown that all agree to.
 
     Args:
         options: settings of the engine.
@@ -331,24 +332,24 @@ class CountedDispatcher:
     num_experts: int
     routed: list[list[int]] = field(default_factory=list)
     computed: list[list[int]] = field(default_factory=list)
-    ticket: Any = None  # of what has arrived and is not combined yet
+    handle: Any = None  # of what has arrived and is not combined yet
     num_rows: int = 0  # that arrived with it, spare ones too
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> CountedPending:
-        assert self.ticket is None, "I2: what was dispatched before was not combined"
+        assert self.handle is None, "I2: what was dispatched before was not combined"
         chosen = routing.experts_TK[routing.experts_TK >= 0]
         self.routed.append(torch.bincount(chosen, minlength=self.num_experts).tolist())
         return CountedPending(self, self.within.dispatch(hidden_TD, routing, step))
 
-    def combine(self, output: Tensor, ticket: Any) -> PendingOutput:
-        assert ticket is self.ticket, "I2: combined is not what was dispatched"
+    def combine(self, output: Tensor, handle: Any) -> PendingOutput:
+        assert handle is self.handle, "I2: combined is not what was dispatched"
         assert len(output) == self.num_rows, "I2: as many rows come out of the experts as go in"
-        self.ticket = None
-        return self.within.combine(output, ticket)
+        self.handle = None
+        return self.within.combine(output, handle)
 
     def take(self, counts: list[list[int]]) -> list[int]:
         """The counts of the one time that the layer ran in a step."""
-        assert self.ticket is None, "I2: what was dispatched was not combined"
+        assert self.handle is None, "I2: what was dispatched was not combined"
         assert len(counts) == 1, f"I2: the layer ran {len(counts)} times in a step"
         return counts.pop()
 
@@ -363,7 +364,7 @@ class CountedPending:
         counts = torch.zeros(dispatcher.num_experts, dtype=torch.int64)
         counts.index_add_(0, dispatcher.local_experts, arrived.tokens.counts_e)
         dispatcher.computed.append(counts.tolist())
-        dispatcher.ticket = arrived.ticket
+        dispatcher.handle = arrived.handle
         dispatcher.num_rows = len(arrived.tokens.rows_RD)
         num_counted = sum(dispatcher.computed[-1])
         has_spare_rows = arrived.tokens.has_spare_rows

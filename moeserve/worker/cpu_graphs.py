@@ -1,13 +1,13 @@
-"""Decode steps as one call each: the layers' kernels are recorded on a tape, and played for every step of that size.
+"""Decode steps as one call each: the layers' kernels are recorded on a graph, and played for every step of that size.
 
 A decode step brings one token of each request, so for a number of requests all shapes are known: on one rank, and where
 all ranks share memory and have few tokens together. Then the layers are always the same calls in the same memory, and
 only the numbers change. Between kernels Python takes a few microseconds each time; on small models that adds up to a
 fifth of a step. Results are those of the layers themselves, to the last bit.
 
-All tapes work in the same memory, one at a time, and each uses it again from layer to layer.
+All graphs work in the same memory, one at a time, and each uses it again from layer to layer.
 
-Whether a rank plays its tape or runs its layers makes no difference to the other ranks: the collectives are the same.
+Whether a rank plays its graph or runs its layers makes no difference to the other ranks: the collectives are the same.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from moeserve.ops.native import native_kernels
 from moeserve.step_inputs import StepInputs
 
 MAX_TOKENS = 64  # of a step that is recorded; larger ones have more to do than to wait for Python
-MEMORY_BYTES = 2**26  # of what kernels on tapes write, all tapes together
-MAX_TAPES = 256
+MEMORY_BYTES = 2**26  # of what kernels on graphs write, all graphs together
+MAX_CPU_GRAPHS = 256
 MAX_SIZES = 4096  # remembered, of steps that were seen or refused
 TAKING_MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 READING_NUMBERS = ("tolist", "numpy", "__array__", "__dlpack__")  # on the host, past what torch dispatches
@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RecordedStep:
-    """A tape, and the memory where its inputs and its result lie."""
+class CapturedStep:
+    """A graph, and the memory where its inputs and its result lie."""
 
-    play: Callable[[], None]
-    counts: tuple[int, ...]  # of collectives on the tape
+    replay: Callable[[], None]
+    counts: tuple[int, ...]  # of collectives on the graph
     hidden_tD: Tensor
     rotation: Rotation
     step: StepInputs
@@ -57,12 +57,12 @@ class RecordedStep:
     def run(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
         """The result, which stays as it is until the next run. DistributedError as of the layers."""
         _fill(self.hidden_tD, self.rotation, self.step, hidden_tD, rotation, step)
-        self.play()
+        self.replay()
         return self.result_TD
 
 
-class DecodeTapes:
-    """Runs a CPU rank's part of a model, and decode steps of sizes that it has seen before from tapes."""
+class CpuGraphs:
+    """Runs a CPU rank's part of a model, and decode steps of sizes that it has seen before from graphs."""
 
     def __init__(self, model: Decoder, caches: list[Any], groups: Groups, max_blocks: int) -> None:
         """
@@ -74,10 +74,12 @@ class DecodeTapes:
         self.groups = groups
         self.caches = caches
         self.memory = Arena(MEMORY_BYTES)
-        self.inputs = {"block_table": torch.zeros(MAX_TOKENS, max_blocks, dtype=torch.int32)}  # of all tapes
-        self.is_possible = native_kernels() is not None and groups.can_be_recorded
-        self.was_refused: OrderedDict[Sizes, bool] = OrderedDict()  # of sizes that were seen: whether they gave no tape
-        self.recorded: OrderedDict[Sizes, RecordedStep] = OrderedDict()  # the one used last at the end
+        self.inputs = {"block_table": torch.zeros(MAX_TOKENS, max_blocks, dtype=torch.int32)}  # of all graphs
+        self.is_possible = native_kernels() is not None and groups.supports_cpu_graphs
+        self.was_refused: OrderedDict[Sizes, bool] = (
+            OrderedDict()
+        )  # of sizes that were seen: whether they gave no graph
+        self.recorded: OrderedDict[Sizes, CapturedStep] = OrderedDict()  # the one used last at the end
 
     def __call__(self, step: StepInputs, caches: list[Any]) -> Tensor:
         """Hidden states [T, D], as the model's own call gives them. They stay as they are until the next call."""
@@ -89,7 +91,7 @@ class DecodeTapes:
         if recorded := self.recorded.get(sizes):
             self.recorded.move_to_end(sizes)
             result_TD = recorded.run(hidden_tD, rotation, step)
-            self.groups.add_played(recorded.counts)
+            self.groups.add_replayed(recorded.counts)
             return result_TD
         was_refused = self.was_refused.get(sizes)
         if was_refused is None:  # it may be the only one
@@ -101,7 +103,7 @@ class DecodeTapes:
         return self._record(sizes, hidden_tD, rotation, step)
 
     def _record(self, sizes: Sizes, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
-        """The step's result, and from now on a tape for such steps, where there can be one."""
+        """The step's result, and from now on a graph for such steps, where there can be one."""
         own_hidden_tD = self._own("hidden", hidden_tD)
         own_rotation = dataclasses.replace(
             rotation, cosines=self._own("cosines", rotation.cosines), sines=self._own("sines", rotation.sines)
@@ -117,29 +119,29 @@ class DecodeTapes:
 
         kernels = native_kernels()
         assert kernels is not None
-        tape = kernels.Tape(self.memory.address, self.memory.num_bytes)
+        graph = kernels.CpuGraph(self.memory.address, self.memory.num_bytes)
         watch, counts = OnlyKernels(self.memory), self.groups.count_collectives()
-        tape.start()
+        graph.begin_capture()
         try:
             with watch, watch.reads, without_pool():
                 result_TD = self.model.run_layers(own_hidden_tD, own_rotation, self.caches, own_step)
         finally:
-            tape.stop()
-        own_result_TD = self.memory.alias(result_TD)  # holding its memory would take it from all other tapes
+            graph.end_capture()
+        own_result_TD = self.memory.alias(result_TD)  # holding its memory would take it from all other graphs
         if watch.strangers or own_result_TD is None:
             strangers = ", ".join(sorted(watch.strangers)) or "what gives no memory of theirs"
             logger.info("decode steps of %d tokens are not recorded: the layers also call %s", sizes[0], strangers)
             self.was_refused[sizes] = True
             return result_TD
         counts = tuple(after - before for after, before in zip(self.groups.count_collectives(), counts, strict=True))
-        recorded = RecordedStep(tape.play, counts, own_hidden_tD, own_rotation, own_step, own_result_TD)
+        recorded = CapturedStep(graph.replay, counts, own_hidden_tD, own_rotation, own_step, own_result_TD)
         self.recorded[sizes] = recorded
-        if len(self.recorded) > MAX_TAPES:
+        if len(self.recorded) > MAX_CPU_GRAPHS:
             self.recorded.popitem(last=False)
         return result_TD
 
     def _own(self, name: str, like: Tensor) -> Tensor:
-        """Rows for an input, where all tapes have theirs."""
+        """Rows for an input, where all graphs have theirs."""
         if name not in self.inputs:
             self.inputs[name] = like.new_empty(MAX_TOKENS, *like.shape[1:])
         return self.inputs[name][: len(like)]
@@ -154,7 +156,7 @@ class OnlyKernels(TorchDispatchMode):
     def __init__(self, memory: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
-        self.strangers: set[str] = set()  # what a tape would miss
+        self.strangers: set[str] = set()  # what a graph would miss
         self.reads = HostReads(self.strangers)
 
     def __torch_dispatch__(
@@ -173,7 +175,7 @@ class OnlyKernels(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Watches who reads numbers out of tensors, which may be others when a tape is played."""
+    """Watches who reads numbers out of tensors, which may be others when a graph is played."""
 
     def __init__(self, strangers: set[str]) -> None:
         super().__init__()
@@ -209,7 +211,7 @@ def _fill(
     rotation: Rotation,
     step: StepInputs,
 ) -> None:
-    """Copies a step to where a tape finds it. Rows start at the same places in all decode steps of one size."""
+    """Copies a step to where a graph finds it. Rows start at the same places in all decode steps of one size."""
     own_hidden_tD.copy_(hidden_tD)
     own_rotation.cosines.copy_(rotation.cosines)
     own_rotation.sines.copy_(rotation.sines)

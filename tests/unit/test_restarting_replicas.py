@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from moeserve.engine import rebuilt
-from moeserve.engine.rebuilt import RebuiltReplicas
+from moeserve.engine import restarting_replicas
+from moeserve.engine.restarting_replicas import RestartingReplicas
 from moeserve.errors import CheckpointError, EngineError, SettingsError
-from moeserve.messages import Request, RequestUpdate, SamplingParams
+from moeserve.protocol import Request, RequestUpdate
+from moeserve.sampling_params import SamplingParams
 
 
-class Gang:
+class WorkerGroup:
     """Instead of `Replicas`: does nothing, and fails when it is told to."""
 
     def __init__(self) -> None:
@@ -45,10 +46,10 @@ class Gang:
 
 
 class Cluster:
-    """Starts gangs, or cannot."""
+    """Starts groups, or cannot."""
 
     def __init__(self) -> None:
-        self.gangs: list[Gang] = []
+        self.groups: list[WorkerGroup] = []
         self.num_trials = 0
         self.num_closed = 0
         self.faults: list[Exception] = []  # of the next trials
@@ -60,8 +61,8 @@ class Cluster:
             raise self.faults.pop(0)
         if self.lasting_fault:
             raise self.lasting_fault
-        self.gangs.append(Gang())
-        return self.gangs[-1]
+        self.groups.append(WorkerGroup())
+        return self.groups[-1]
 
     def close(self) -> None:
         self.num_closed += 1
@@ -69,8 +70,8 @@ class Cluster:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rebuilt, "SECONDS_TO_REBUILD", 0.05)
-    monkeypatch.setattr(rebuilt, "SECONDS_BETWEEN_TRIALS", 0.005)
+    monkeypatch.setattr(restarting_replicas, "SECONDS_TO_REBUILD", 0.05)
+    monkeypatch.setattr(restarting_replicas, "SECONDS_BETWEEN_TRIALS", 0.005)
 
 
 @pytest.fixture
@@ -79,42 +80,46 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-def engine(cluster: Cluster) -> RebuiltReplicas:
-    return RebuiltReplicas(cluster.start, cluster.close)
+def engine(cluster: Cluster) -> RestartingReplicas:
+    return RestartingReplicas(cluster.start, cluster.close)
 
 
 def request(name: str) -> Request:
     return Request(request_id=name, prompt_token_ids=[1], params=SamplingParams(), seed=0)
 
 
-def test_a_gang_that_lives_is_kept(engine: RebuiltReplicas, cluster: Cluster) -> None:
+def test_a_worker_group_that_lives_is_kept(engine: RestartingReplicas, cluster: Cluster) -> None:
     engine.add(request("one"))
     engine.add(request("two"))
     engine.abort("one")
-    (gang,) = cluster.gangs
-    assert engine.config is gang.config
-    assert (gang.added, gang.aborted) == (["one", "two"], ["one"])
+    (group,) = cluster.groups
+    assert engine.config is group.config
+    assert (group.added, group.aborted) == (["one", "two"], ["one"])
     assert engine.has_work
     assert [update.request_id for update in engine.step()] == ["one", "two"]
     assert not engine.has_work
 
 
-def test_the_next_request_after_a_failure_starts_a_new_gang(engine: RebuiltReplicas, cluster: Cluster) -> None:
-    cluster.gangs[0].has_failed = True
+def test_the_next_request_after_a_failure_starts_a_new_worker_group(
+    engine: RestartingReplicas, cluster: Cluster
+) -> None:
+    cluster.groups[0].has_failed = True
     assert engine.step() == []
     assert cluster.num_trials == 1  # nobody has asked yet
     engine.add(request("one"))
-    assert [gang.added for gang in cluster.gangs] == [[], ["one"]]
+    assert [group.added for group in cluster.groups] == [[], ["one"]]
     engine.add(request("two"))
-    assert [gang.added for gang in cluster.gangs] == [[], ["one", "two"]]
+    assert [group.added for group in cluster.groups] == [[], ["one", "two"]]
 
 
-def test_what_a_failed_gang_had_in_flight_ends_before_anything_new(engine: RebuiltReplicas, cluster: Cluster) -> None:
+def test_what_a_failed_worker_group_had_in_flight_ends_before_anything_new(
+    engine: RestartingReplicas, cluster: Cluster
+) -> None:
     engine.add(request("one"))
     engine.add(request("two"))
-    cluster.gangs[0].has_failed = True
+    cluster.groups[0].has_failed = True
     engine.add(request("three"))
-    cluster.gangs[1].in_flight.clear()
+    cluster.groups[1].in_flight.clear()
     assert engine.has_work
     assert [(update.request_id, update.error) for update in engine.step()] == [
         ("one", "rank 1 died"),
@@ -124,9 +129,11 @@ def test_what_a_failed_gang_had_in_flight_ends_before_anything_new(engine: Rebui
     assert engine.step() == []
 
 
-def test_ends_are_not_lost_where_no_new_gang_can_be_started(engine: RebuiltReplicas, cluster: Cluster) -> None:
+def test_ends_are_not_lost_where_no_new_worker_group_can_be_started(
+    engine: RestartingReplicas, cluster: Cluster
+) -> None:
     engine.add(request("one"))
-    cluster.gangs[0].has_failed = True
+    cluster.groups[0].has_failed = True
     cluster.lasting_fault = EngineError("no node")
     with pytest.raises(EngineError):
         engine.add(request("two"))
@@ -134,24 +141,24 @@ def test_ends_are_not_lost_where_no_new_gang_can_be_started(engine: RebuiltRepli
     assert [update.request_id for update in engine.step()] == ["one"]
 
 
-def test_several_failures_in_a_row_lose_no_end(engine: RebuiltReplicas, cluster: Cluster) -> None:
+def test_several_failures_in_a_row_lose_no_end(engine: RestartingReplicas, cluster: Cluster) -> None:
     for number in range(3):
         engine.add(request(str(number)))
-        cluster.gangs[number].has_failed = True
+        cluster.groups[number].has_failed = True
     engine.add(request("last"))
     assert [update.request_id for update in engine.step()] == ["0", "1", "2"]
 
 
-def test_a_start_that_fails_is_tried_again(engine: RebuiltReplicas, cluster: Cluster) -> None:
-    cluster.gangs[0].has_failed = True
+def test_a_start_that_fails_is_tried_again(engine: RestartingReplicas, cluster: Cluster) -> None:
+    cluster.groups[0].has_failed = True
     cluster.faults = [EngineError("no node"), SettingsError("no room"), CheckpointError("half there")]
     engine.add(request("one"))
     assert cluster.num_trials == 5
-    assert cluster.gangs[1].added == ["one"]
+    assert cluster.groups[1].added == ["one"]
 
 
-def test_after_the_deadline_the_last_trial_is_told(engine: RebuiltReplicas, cluster: Cluster) -> None:
-    cluster.gangs[0].has_failed = True
+def test_after_the_deadline_the_last_trial_is_told(engine: RestartingReplicas, cluster: Cluster) -> None:
+    cluster.groups[0].has_failed = True
     cluster.faults = [EngineError("not this one")]
     cluster.lasting_fault = SettingsError("the nodes have no room")
     with pytest.raises(EngineError, match="could not be started anew: the nodes have no room") as refusal:
@@ -160,18 +167,18 @@ def test_after_the_deadline_the_last_trial_is_told(engine: RebuiltReplicas, clus
     assert cluster.num_trials > 3
 
 
-def test_after_the_deadline_the_next_request_tries_anew(engine: RebuiltReplicas, cluster: Cluster) -> None:
-    cluster.gangs[0].has_failed = True
+def test_after_the_deadline_the_next_request_tries_anew(engine: RestartingReplicas, cluster: Cluster) -> None:
+    cluster.groups[0].has_failed = True
     cluster.lasting_fault = EngineError("no node")
     with pytest.raises(EngineError):
         engine.add(request("one"))
     cluster.lasting_fault = None
     engine.add(request("two"))
-    assert cluster.gangs[1].added == ["two"]
+    assert cluster.groups[1].added == ["two"]
 
 
-def test_an_error_of_ours_is_not_tried_again(engine: RebuiltReplicas, cluster: Cluster) -> None:
-    cluster.gangs[0].has_failed = True
+def test_an_error_of_ours_is_not_tried_again(engine: RestartingReplicas, cluster: Cluster) -> None:
+    cluster.groups[0].has_failed = True
     cluster.lasting_fault = KeyError("slip")
     with pytest.raises(KeyError):
         engine.add(request("one"))
@@ -181,31 +188,31 @@ def test_an_error_of_ours_is_not_tried_again(engine: RebuiltReplicas, cluster: C
 def test_the_first_start_is_tried_once_and_closes_what_it_used(cluster: Cluster) -> None:
     cluster.lasting_fault = CheckpointError("no such model")
     with pytest.raises(CheckpointError, match="no such model"):
-        RebuiltReplicas(cluster.start, cluster.close)
+        RestartingReplicas(cluster.start, cluster.close)
     assert (cluster.num_trials, cluster.num_closed) == (1, 1)
 
 
-def test_shutdown_ends_the_last_gang_and_closes_once(engine: RebuiltReplicas, cluster: Cluster) -> None:
-    cluster.gangs[0].has_failed = True
+def test_shutdown_ends_the_last_worker_group_and_closes_once(engine: RestartingReplicas, cluster: Cluster) -> None:
+    cluster.groups[0].has_failed = True
     engine.add(request("one"))
     assert cluster.num_closed == 0
     engine.shutdown()
     engine.shutdown()
     assert cluster.num_closed == 1
-    assert cluster.gangs[1].num_shutdowns > 0
+    assert cluster.groups[1].num_shutdowns > 0
 
 
-def test_nothing_is_started_anew_after_shutdown(engine: RebuiltReplicas, cluster: Cluster) -> None:
+def test_nothing_is_started_anew_after_shutdown(engine: RestartingReplicas, cluster: Cluster) -> None:
     engine.shutdown()
-    cluster.gangs[0].has_failed = True
+    cluster.groups[0].has_failed = True
     engine.add(request("one"))  # which `Replicas` refuses
     assert cluster.num_trials == 1
 
 
 def test_a_fork_starts_and_closes_nothing(
-    engine: RebuiltReplicas, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    engine: RestartingReplicas, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.gangs[0].has_failed = True
+    cluster.groups[0].has_failed = True
     monkeypatch.setattr(os, "getpid", lambda: -1)
     engine.add(request("one"))  # which `Replicas` refuses
     engine.shutdown()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.moe.dispatch.base import Arrived, PackedTokens
-from moeserve.moe.dispatch.deepep_carrier import DeepEPShape, Event, Returning, from_float8, to_float8
+from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, Returning, from_float8, to_float8
 from moeserve.ops.pairs import choose_pairs
 
 # T tokens of this rank, D model width, K experts per token, R rows that arrive, one for each pair that this rank
@@ -23,7 +23,7 @@ from moeserve.ops.pairs import choose_pairs
 
 
 @dataclass(frozen=True)
-class ElasticTicket:
+class ElasticHandle:
     handle: Any
     weights_R: Tensor  # of each row
     num_tokens: int  # T
@@ -42,16 +42,16 @@ class ElasticTravelling:
     received: Tensor | tuple[Tensor, Tensor]  # [R, D], or float8 and scales
     expected_rows: int | None  # of small steps, whose rows are mostly spare; None: there are no spare ones
     event: Event
-    ticket: ElasticTicket
+    handle: ElasticHandle
     dtype: torch.dtype
 
-    def wait(self) -> Arrived[ElasticTicket]:
+    def wait(self) -> Arrived[ElasticHandle]:
         self.event.current_stream_wait()
         rows_RD = from_float8(self.received, self.dtype)
-        ends_e = self.ticket.ends_e
+        ends_e = self.handle.ends_e
         counts_e = ends_e.to(torch.int64).diff(prepend=ends_e.new_zeros(1, dtype=torch.int64))
         has_spare_rows = self.expected_rows is not None
-        return Arrived(PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=self.expected_rows), self.ticket)
+        return Arrived(PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=self.expected_rows), self.handle)
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class ReturningOne:
         return self.returning.wait()[:0]
 
 
-class ElasticCarrier:
-    """See `Carrier`.
+class ElasticCommunicator:
+    """See `DeepEPCommunicator`.
 
     A token's row travels once to each rank that holds any of its experts, and is copied there into one row for each.
     Outputs are multiplied by their weights and rounded; a token's are added on each rank, rounded, and added again
@@ -140,17 +140,17 @@ class ElasticCarrier:
             do_cpu_sync=not is_small,
             do_expand=True,
         )
-        ticket = ElasticTicket(handle, weights_R, num_tokens)
+        handle = ElasticHandle(handle, weights_R, num_tokens)
         expected_rows = shape.expected_rows(tokens_per_rank) if is_small else None
-        return ElasticTravelling(received, expected_rows, event, ticket, shape.dtype)
+        return ElasticTravelling(received, expected_rows, event, handle, shape.dtype)
 
-    def combine(self, output: Tensor, ticket: ElasticTicket) -> Returning | ReturningOne:
+    def combine(self, output: Tensor, handle: ElasticHandle) -> Returning | ReturningOne:
         # Weights could as well be applied where gate and up meet, if experts have no bias.
-        weighted_RD = self.pairs.weigh(output, ticket.weights_R, ticket.ends_e[-1:])
+        weighted_RD = self.pairs.weigh(output, handle.weights_R, handle.ends_e[-1:])
         # collective: all ep ranks
-        output_TD, _, event = self.buffer.combine(weighted_RD, ticket.handle, async_with_compute_stream=True)
+        output_TD, _, event = self.buffer.combine(weighted_RD, handle.handle, async_with_compute_stream=True)
         returning = Returning(output_TD, event)
-        return returning if ticket.num_tokens else ReturningOne(returning)
+        return returning if handle.num_tokens else ReturningOne(returning)
 
     def close(self) -> None:
         if self.is_ended_by_us:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeserve.messages import Request
+from moeserve.protocol import Request
 from moeserve.scheduling.block_pool import block_digests, num_blocks_for, root_digest
 
 
@@ -64,7 +64,7 @@ class PrefixMemory:
             self._digests.popitem(last=False)
 
 
-class ReplicaChooser:
+class DPRouter:
     """Chooses a replica for each request, and keeps the books that the choice is made by.
 
     It learns of requests that it chose a replica for, and of blocks that a replica tells of; of nothing else.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import SettingsError, shown
-from moeserve.moe.placement import MAX_LOAD, Placement, check_num_slots
+from moeserve.expert_placement.placement import MAX_LOAD, Placement, check_num_slots
 
 GOOD_ENOUGH = 1.001  # times what is certainly unavoidable: nothing looks for less
 HEAVY = (0.6, 1.0, 0.45, 0.8, 0.3)  # a copy with more than this share of what a rank may carry is one of too few

@@ -16,15 +16,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moeserve.config import nvshmem_queue_depth, set_for_libraries
+from moeserve.config.environment import nvshmem_queue_depth, set_for_libraries
 from moeserve.distributed.group import GroupCoordinator
 from moeserve.errors import SettingsError
+from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.base import Pending, PendingOutput
-from moeserve.moe.dispatch.deepep_carrier import FLOAT8_BLOCK, Carrier, DeepEPShape
-from moeserve.moe.dispatch.deepep_elastic import ElasticCarrier
-from moeserve.moe.dispatch.deepep_legacy import LegacyCarrier
+from moeserve.moe.dispatch.deepep.communicator import FLOAT8_BLOCK, DeepEPCommunicator, DeepEPShape
+from moeserve.moe.dispatch.deepep.elastic import ElasticCommunicator
+from moeserve.moe.dispatch.deepep.legacy import LegacyCommunicator
 from moeserve.moe.dispatch.replicas import Replicas
-from moeserve.moe.placement import Placement
 from moeserve.moe.router import Routing
 from moeserve.step_inputs import StepInputs
 
@@ -38,7 +38,7 @@ Api = Literal["elastic", "legacy"]
 
 MIN_CAPABILITY = (9, 0)  # Hopper: README.md, "Requirements"
 
-# What a kernel under way reads and writes is kept by its event, which tickets hold until the wait. By default torch's
+# What a kernel under way reads and writes is kept by its event, which handles hold until the wait. By default torch's
 # allocator is told instead, which then keeps all of it until the end of a capture: no layer of a graph could use the
 # memory of another.
 ENVIRONMENT = {"EP_AVOID_RECORD_STREAM": "1"}
@@ -106,42 +106,42 @@ class DeepEPDispatcher:
 
     A step takes the way for few tokens if no rank brings more than `low_latency_tokens` to it. With the first interface
     tokens then arrive as `SlottedTokens`, in whose empty slots anything may be; in all other cases, as `PackedTokens`.
-    Sums are rounded in more places than the contract says; see the two carriers.
+    Sums are rounded in more places than the contract says; see the two communicators.
     """
 
     def __init__(
-        self, group: GroupCoordinator, placement: Placement, device: torch.device, *, carrier: Carrier
+        self, group: GroupCoordinator, placement: Placement, device: torch.device, *, communicator: DeepEPCommunicator
     ) -> None:
         """
         Args:
             placement: of this layer; as many slots on each rank.
-            carrier: of all layers.
+            communicator: of all layers.
         """
-        assert placement.num_slots == carrier.shape.num_slots, (placement.num_slots, carrier.shape.num_slots)
+        assert placement.num_slots == communicator.shape.num_slots, (placement.num_slots, communicator.shape.num_slots)
         self.group = group
-        self.carrier = carrier
+        self.communicator = communicator
         self.replicas = Replicas(placement, group.rank_in_group, group.node_of_rank, device)
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Pending[Any]:
-        rank, shape = self.group.rank_in_group, self.carrier.shape
+        rank, shape = self.group.rank_in_group, self.communicator.shape
         assert len(hidden_TD) == step.tokens_per_rank[rank], (len(hidden_TD), step.tokens_per_rank)
         assert max(step.tokens_per_rank) <= max(shape.max_tokens_per_rank, shape.low_latency_tokens)
         assert hidden_TD.shape[1] == shape.hidden_size
         assert hidden_TD.dtype == shape.dtype
         assert routing.experts_TK.shape[1] == shape.top_k
         experts_TK = self.replicas.choose(routing.experts_TK, first_token=sum(step.tokens_per_rank[:rank]))
-        return self.carrier.dispatch(
+        return self.communicator.dispatch(
             hidden_TD.contiguous(),
             experts_TK.to(torch.int64).contiguous(),
             routing.weights_TK.float().contiguous(),
             step.tokens_per_rank,
         )
 
-    def combine(self, output: Tensor, ticket: Any) -> PendingOutput:
-        return self.carrier.combine(output.contiguous(), ticket)
+    def combine(self, output: Tensor, handle: Any) -> PendingOutput:
+        return self.communicator.combine(output.contiguous(), handle)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
-        return self.carrier.is_capturable(tokens_per_rank)
+        return self.communicator.is_capturable(tokens_per_rank)
 
 
 def choose_deepep(
@@ -186,7 +186,7 @@ def open_deepep(
     *,
     is_asked_for: bool,
     is_deterministic: bool = True,
-) -> Carrier | None:
+) -> DeepEPCommunicator | None:
     """The buffer for all layers, on all ranks or on none: once for a model, before anything is captured.
 
     Its constructor finds the connections between GPUs and hosts, and raises what it likes where one is missing. If
@@ -197,24 +197,26 @@ def open_deepep(
         deep_ep: as `choose_deepep` returned it.
         process_group: of torch.distributed, with NCCL: the ranks of `group` in their order.
         is_asked_for: by the user, by name: there is no falling back.
-        is_deterministic: see `ElasticCarrier`, which alone knows this. Not among ranks of several hosts.
+        is_deterministic: see `ElasticCommunicator`, which alone knows this. Not among ranks of several hosts.
 
     Raises:
         SettingsError: it was asked for and cannot serve.
     """
-    carrier: Carrier | None = None
+    communicator: DeepEPCommunicator | None = None
     refusal, api = OTHERS_REFUSE, _known_api(deep_ep)
     try:
         match api:
             case "elastic":
                 is_deterministic = is_deterministic and len(set(group.node_of_rank)) == 1
-                carrier = ElasticCarrier(deep_ep, shape, process_group, device, is_deterministic=is_deterministic)
+                communicator = ElasticCommunicator(
+                    deep_ep, shape, process_group, device, is_deterministic=is_deterministic
+                )
             case "legacy":
-                carrier = LegacyCarrier(deep_ep, shape, process_group, group.rank_in_group, device)
+                communicator = LegacyCommunicator(deep_ep, shape, process_group, group.rank_in_group, device)
     except Exception as error:
         refusal = f"its buffer cannot be opened: {type(error).__name__}: {' '.join(str(error).split())}"
-    if group.all_reduce_minimum(int(carrier is not None)):
-        return carrier
+    if group.all_reduce_minimum(int(communicator is not None)):
+        return communicator
     # One that was opened is left alone: to give it back takes all ranks.
     _go_without(group, refusal, is_asked_for=is_asked_for)
     return None

@@ -6,9 +6,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from moeserve.messages import ReplicaStats, RequestUpdate
+from moeserve.protocol import ReplicaStats, RequestUpdate
 from moeserve.telemetry.expert_load import LoadWindow
-from moeserve.worker.orders import RankStart
+from moeserve.worker.protocol import RankStart
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):

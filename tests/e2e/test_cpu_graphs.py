@@ -1,4 +1,4 @@
-"""Decode steps from tapes: the bytes that the layers give, whoever comes and goes, and no tape where it would lie."""
+"""Decode steps from graphs: the bytes that the layers give, whoever comes and goes, and no graph where it would lie."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from reference_models import Reference
 from moeserve import LLM, SamplingParams
 from moeserve.memory import Arena
 from moeserve.ops.native import native_kernels
-from moeserve.worker import decode_tapes
-from moeserve.worker.decode_tapes import DecodeTapes, OnlyKernels
+from moeserve.worker import cpu_graphs
+from moeserve.worker.cpu_graphs import CpuGraphs, OnlyKernels
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
 
@@ -31,15 +31,15 @@ def started(reference: Reference, **options: Any) -> Iterator[LLM]:
         llm.shutdown()
 
 
-def tapes_of(llm: LLM) -> DecodeTapes:
+def cpu_graphs_of(llm: LLM) -> CpuGraphs:
     forward = llm.core.executor.worker.runner.forward  # type: ignore[attr-defined]
-    assert isinstance(forward, DecodeTapes)
+    assert isinstance(forward, CpuGraphs)
     return forward
 
 
 def sizes_of(llm: LLM) -> set[int]:
-    """Numbers of tokens of which there are tapes."""
-    return {num_tokens for num_tokens, _ in tapes_of(llm).recorded}
+    """Numbers of tokens of which there are graphs."""
+    return {num_tokens for num_tokens, _ in cpu_graphs_of(llm).recorded}
 
 
 def told(llm: LLM, prompts: list[list[int]]) -> list[Any]:
@@ -54,18 +54,20 @@ def told(llm: LLM, prompts: list[list[int]]) -> list[Any]:
 @pytest.mark.parametrize(
     "name", ["mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "qwen2-moe", "qwen3-moe", "gpt-oss"]
 )
-def test_tapes_give_what_the_layers_give(name: str, dtype: str, reference_named: Callable[[str], Reference]) -> None:
+def test_cpu_graphs_give_what_the_layers_give(
+    name: str, dtype: str, reference_named: Callable[[str], Reference]
+) -> None:
     reference = reference_named(name)
     prompts = reference.prompts(*LENGTHS)
     with started(reference, dtype=dtype, enforce_eager=True) as llm:
-        assert not isinstance(llm.core.executor.worker.runner.forward, DecodeTapes)  # type: ignore[attr-defined]
+        assert not isinstance(llm.core.executor.worker.runner.forward, CpuGraphs)  # type: ignore[attr-defined]
         expected = told(llm, prompts)
     with started(reference, dtype=dtype) as llm:
         assert told(llm, prompts) == expected
         assert {1, 2, 4, 6} <= sizes_of(llm)
 
 
-def test_what_tapes_would_miss_is_not_recorded(
+def test_what_cpu_graphs_would_miss_is_not_recorded(
     reference_named: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers that call torch's own arithmetic, to add what shared experts give."""
@@ -76,31 +78,31 @@ def test_what_tapes_would_miss_is_not_recorded(
         expected = told(llm, prompts)
     with started(reference) as llm:
         assert told(llm, prompts) == expected
-        assert not tapes_of(llm).recorded
-        assert tapes_of(llm).was_refused[1, (1,)]
+        assert not cpu_graphs_of(llm).recorded
+        assert cpu_graphs_of(llm).was_refused[1, (1,)]
 
 
-def test_tapes_used_least_recently_go_first(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_graphs_used_least_recently_go_first(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = plain.prompts(*LENGTHS)
     with started(plain) as llm:
         expected = told(llm, prompts)
-        assert len(tapes_of(llm).recorded) > 2
-    monkeypatch.setattr(decode_tapes, "MAX_TAPES", 2)
+        assert len(cpu_graphs_of(llm).recorded) > 2
+    monkeypatch.setattr(cpu_graphs, "MAX_CPU_GRAPHS", 2)
     with started(plain) as llm:
         assert told(llm, prompts) == expected
-        assert list(tapes_of(llm).recorded) == [(2, (2,)), (1, (1,))]  # the batch shrinks in the end
+        assert list(cpu_graphs_of(llm).recorded) == [(2, (2,)), (1, (1,))]  # the batch shrinks in the end
 
 
-def test_tapes_work_in_memory_that_they_share(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With hardly more than one layer of the largest step needs, all sizes have tapes; with less, only small steps."""
+def test_cpu_graphs_work_in_memory_that_they_share(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hardly more than one layer of the largest step needs, all sizes have graphs; with less, only small steps."""
     prompts = plain.prompts(*LENGTHS)
     with started(plain) as llm:
         expected, sizes = told(llm, prompts), sizes_of(llm)
-        memory = torch.frombuffer(tapes_of(llm).memory._block, dtype=torch.uint8)
+        memory = torch.frombuffer(cpu_graphs_of(llm).memory._block, dtype=torch.uint8)
         used = int(memory.nonzero().max()) + 1
         del memory
     for num_bytes, is_enough in ((used + 4096, True), (used // 2, False)):
-        monkeypatch.setattr(decode_tapes, "MEMORY_BYTES", num_bytes)
+        monkeypatch.setattr(cpu_graphs, "MEMORY_BYTES", num_bytes)
         with started(plain) as llm:
             assert told(llm, prompts) == expected
             assert 1 in sizes_of(llm)
@@ -108,7 +110,7 @@ def test_tapes_work_in_memory_that_they_share(plain: Reference, monkeypatch: pyt
 
 
 def test_large_steps_are_not_recorded(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_tapes, "MAX_TOKENS", 3)
+    monkeypatch.setattr(cpu_graphs, "MAX_TOKENS", 3)
     with started(plain) as llm:
         told(llm, plain.prompts(*LENGTHS))
         assert {1, 2} <= sizes_of(llm) <= {1, 2, 3}

@@ -8,15 +8,16 @@ from typing import Any, Protocol
 
 from torch.distributed import TCPStore
 
-from moeserve.config import EngineConfig, environment_of_rank
+from moeserve.config.environment import environment_of_rank
+from moeserve.config.settings import EngineConfig
 from moeserve.distributed.group import start_store
-from moeserve.engine.border import EngineMessage, EngineStart
+from moeserve.engine.protocol import EngineMessage, EngineStart
 from moeserve.machine import usable_cores
 from moeserve.processes import Child, Death, Watched, collect_deaths, end_all
-from moeserve.worker.orders import RankStart, rank_name
+from moeserve.worker.protocol import RankStart, rank_name
 
 
-class Gang(Protocol):
+class WorkerGroup(Protocol):
     """The processes of all replicas, started together and ended together."""
 
     @property
@@ -38,8 +39,8 @@ class Gang(Protocol):
         ...
 
 
-class LocalGang:
-    """See `Gang`. One process for each replica, which starts those of its further ranks itself."""
+class LocalWorkerGroup:
+    """See `WorkerGroup`. One process for each replica, which starts those of its further ranks itself."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         # Where the ranks meet. Its port is open from here to the end of the processes.

@@ -61,7 +61,7 @@ class Event(Protocol):
         ...
 
 
-class Carrier(Protocol):
+class DeepEPCommunicator(Protocol):
     """One buffer of DeepEP, which all layers of a model share: their steps pass through it one after the other.
 
     All ranks call the same methods in the same order, `close` included. Kernels run on DeepEP's stream, behind what the
@@ -93,7 +93,7 @@ class Carrier(Protocol):
         """
         ...
 
-    def combine(self, output: Tensor, ticket: Any) -> PendingOutput: ...
+    def combine(self, output: Tensor, handle: Any) -> PendingOutput: ...
 
     def close(self) -> None:
         """Gives the buffer back, at an orderly end. Collective: all ep ranks."""

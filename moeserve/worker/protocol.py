@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from moeserve.config import EngineConfig
-from moeserve.messages import StepPlan
+from moeserve.config.settings import EngineConfig
+from moeserve.protocol import StepPlan
 from moeserve.scheduling.lockstep import Agreement
 
 

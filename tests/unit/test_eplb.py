@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import SettingsError
-from moeserve.moe.balancer import (
+from moeserve.expert_placement.eplb import (
     Topology,
     balance,
     eplb,
@@ -28,7 +28,7 @@ from moeserve.moe.balancer import (
     rebalance,
     replicate,
 )
-from moeserve.moe.placement import Placement
+from moeserve.expert_placement.placement import Placement
 
 ROUNDING = 1 + 1e-9
 
@@ -470,7 +470,7 @@ def test_each_layer_is_placed_by_its_own_loads() -> None:
 
 
 def test_balancer_needs_no_torch() -> None:
-    program = "import sys, moeserve.moe.balancer; print('torch' in sys.modules)"
+    program = "import sys, moeserve.expert_placement.eplb; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 

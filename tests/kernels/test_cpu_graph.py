@@ -16,17 +16,17 @@ pytestmark = needs_kernels
 def test_calls_are_made_again_on_what_is_there_by_then() -> None:
     a, b, total, normed = (torch.randn(3, 8) for _ in range(4))
     weight = torch.randn(8)
-    tape = kernels.Tape()
-    tape.start()
+    graph = kernels.CpuGraph()
+    graph.begin_capture()
     kernels.add(a, b, total)
     kernels.rms_norm(total, weight, 1e-5, normed)
-    tape.stop()
+    graph.end_capture()
     kernels.add(a, a, torch.empty_like(a))
-    assert tape.num_calls == 2
+    assert graph.num_calls == 2
 
     first = normed.clone()
     a.copy_(torch.randn(3, 8))
-    tape.play()
+    graph.replay()
     assert same_bytes(total, a + b)
     expected = torch.empty_like(total)
     kernels.rms_norm(total, weight, 1e-5, expected)
@@ -34,15 +34,15 @@ def test_calls_are_made_again_on_what_is_there_by_then() -> None:
     assert not same_bytes(normed, first)
 
 
-def test_memory_stays_as_long_as_the_tape() -> None:
-    out, tape = torch.empty(2, 4), kernels.Tape()
-    tape.start()
+def test_memory_stays_as_long_as_the_cpu_graph() -> None:
+    out, graph = torch.empty(2, 4), kernels.CpuGraph()
+    graph.begin_capture()
     kernels.add(torch.full((2, 4), 1.5), torch.full((2, 4), 2.0), out)
-    tape.stop()
+    graph.end_capture()
     gc.collect()
     others = [torch.zeros(2, 4) for _ in range(1000)]  # which would lie where the numbers were
     out.zero_()
-    tape.play()
+    graph.replay()
     assert out.eq(3.5).all()
     del others
 
@@ -51,70 +51,70 @@ def test_tensors_in_a_range_of_addresses_are_not_kept() -> None:
     memory = torch.zeros(100)
     inside, outside = memory[10:14].view(1, 4), torch.ones(1, 4)
     before = sys.getrefcount(inside), sys.getrefcount(outside)
-    tape = kernels.Tape(memory.data_ptr(), memory.nbytes)
-    tape.start()
+    graph = kernels.CpuGraph(memory.data_ptr(), memory.nbytes)
+    graph.begin_capture()
     kernels.add(inside, outside, inside)
-    tape.stop()
+    graph.end_capture()
     assert sys.getrefcount(inside) == before[0]
     assert sys.getrefcount(outside) > before[1]
-    past_its_end = kernels.Tape(memory.data_ptr(), inside.storage_offset() * 4)
-    past_its_end.start()
+    past_its_end = kernels.CpuGraph(memory.data_ptr(), inside.storage_offset() * 4)
+    past_its_end.begin_capture()
     kernels.add(outside, outside, inside)
-    past_its_end.stop()
+    past_its_end.end_capture()
     assert sys.getrefcount(inside) > before[0]
 
 
 def test_a_call_that_failed_is_not_recorded() -> None:
-    tape = kernels.Tape()
-    tape.start()
+    graph = kernels.CpuGraph()
+    graph.begin_capture()
     with pytest.raises(ValueError, match="b has shape"):
         kernels.add(torch.empty(2, 4), torch.empty(2, 5), torch.empty(2, 4))
-    tape.stop()
-    assert tape.num_calls == 0
+    graph.end_capture()
+    assert graph.num_calls == 0
 
 
 def test_what_a_call_returned_it_must_return_again() -> None:
     keys, order, counts = torch.tensor([1, 0, 1]), torch.empty(3, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
-    tape = kernels.Tape()
-    tape.start()
+    graph = kernels.CpuGraph()
+    graph.begin_capture()
     assert kernels.sort_pairs(keys, 0, 3, order, counts) == 3
-    tape.stop()
+    graph.end_capture()
     keys[0] = 0
-    tape.play()
+    graph.replay()
     assert counts.tolist() == [2, 1]
     keys[0] = -1
     with pytest.raises(RuntimeError, match="something else"):
-        tape.play()
+        graph.replay()
 
 
-def test_one_thread_records_one_tape_and_no_other_thread_does() -> None:
-    first, second = kernels.Tape(), kernels.Tape()
+def test_one_thread_records_one_cpu_graph_and_no_other_thread_does() -> None:
+    first, second = kernels.CpuGraph(), kernels.CpuGraph()
     a = torch.ones(1, 4)
 
     def add() -> None:
         kernels.add(a, a, torch.empty_like(a))
 
-    first.start()
-    with pytest.raises(RuntimeError, match="recording a tape already"):
-        second.start()
-    with pytest.raises(RuntimeError, match="is recording"):
-        second.play()
+    first.begin_capture()
+    with pytest.raises(RuntimeError, match="capturing a graph already"):
+        second.begin_capture()
+    with pytest.raises(RuntimeError, match="is capturing"):
+        second.replay()
     other = threading.Thread(target=add)
     other.start()
     other.join()
     assert first.num_calls == 0
     add()
-    second.stop()  # not the one that records
+    second.end_capture()  # not the one that records
     add()
-    first.stop()
+    first.end_capture()
     assert (first.num_calls, second.num_calls) == (2, 0)
 
 
-def test_a_tape_that_is_gone_records_no_more() -> None:
-    tape = kernels.Tape()
-    tape.start()
-    del tape
+def test_a_cpu_graph_that_is_gone_records_no_more() -> None:
+    graph = kernels.CpuGraph()
+    graph.begin_capture()
+    del graph
     gc.collect()
-    again = kernels.Tape()
-    again.start()
-    again.stop()
+    again = kernels.CpuGraph()
+    again.begin_capture()
+    again.end_capture()

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from moeserve.config import EngineConfig
+from moeserve.config.settings import EngineConfig
 from moeserve.engine.replicas import Replicas
 from moeserve.errors import EngineError
 from moeserve.interrupts import interrupts_allowed
-from moeserve.messages import Request, RequestUpdate
+from moeserve.protocol import Request, RequestUpdate
 from moeserve.telemetry.expert_load import LoadWindow
 
 if TYPE_CHECKING:
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a request waits for the resources of a gang that has failed to be back. Seconds.
+# How long a request waits for the resources of a worker group that has failed to be back. Seconds.
 SECONDS_TO_REBUILD = 110.0
 SECONDS_BETWEEN_TRIALS = 1.0
 
 
-class RebuiltReplicas:
-    """See `Engine`. After a failure, which ends all requests in flight, the next request finds a new gang.
+class RestartingReplicas:
+    """See `Engine`. After a failure, which ends all requests in flight, the next request finds a new worker group.
 
-    The gang is built when that request comes, and waits for what it needs: a node that has died is replaced by
+    The worker group is built when that request comes, and waits for what it needs: a node that has died is replaced by
     whoever runs the cluster.
     """
 
     def __init__(self, start: Callable[[], Replicas], close: Callable[[], None]) -> None:
         """
         Args:
-            start: a gang that has loaded the model.
-            close: gives back what all gangs used, after the last one.
+            start: a worker group that has loaded the model.
+            close: gives back what all worker groups used, after the last one.
         """
         self._start = start
         self._close = close
@@ -47,17 +47,17 @@ class RebuiltReplicas:
             close()
             raise
         self.config = self._replicas.config
-        self._left_over: list[RequestUpdate] = []  # of gangs that have failed
+        self._left_over: list[RequestUpdate] = []  # of worker groups that have failed
         self._is_open = True
 
     @classmethod
-    def over(cls, config: EngineConfig, cluster: Cluster, *, show_progress: bool) -> RebuiltReplicas:
+    def over(cls, config: EngineConfig, cluster: Cluster, *, show_progress: bool) -> RestartingReplicas:
         """On the nodes of a Ray cluster."""
-        from moeserve.engine.remote import EngineProcess
-        from moeserve.executor.ray import RayGang
+        from moeserve.engine.ray_replica import EngineProcess
+        from moeserve.executor.ray import RayWorkerGroup
 
         def start() -> Replicas:
-            return Replicas(config, lambda: RayGang(config, cluster, EngineProcess, show_progress=show_progress))
+            return Replicas(config, lambda: RayWorkerGroup(config, cluster, EngineProcess, show_progress=show_progress))
 
         return cls(start, cluster.close)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeserve.messages import AbortRequest, AddRequest, ReplicaMessage, StepPlan, StepResult
+from moeserve.protocol import AbortRequest, AddRequest, ReplicaMessage, StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement, Intent, Lockstep, agree
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica
 from moeserve.scheduling.scheduler import Scheduler
@@ -26,7 +26,7 @@ class Turn:
     plans: Mapping[int, StepPlan]  # by replica
 
 
-class Gang:
+class LockstepGroup:
     """Replicas from round to round: `send` messages, `begin`, run what it says, `finish`, and so on.
 
     A replica comes to be when it is driven first: those that never get a request take no memory.
@@ -160,12 +160,12 @@ _STEP = 1  # where a row has the number of the step
 class _SharedLockstep(Lockstep):
     """Takes the agreement that was computed for all."""
 
-    def __init__(self, rank: int, gang: Gang) -> None:
-        super().__init__(rank=rank, num_replicas=gang.num_replicas)
-        self._gang = gang
+    def __init__(self, rank: int, group: LockstepGroup) -> None:
+        super().__init__(rank=rank, num_replicas=group.num_replicas)
+        self._group = group
 
     def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        agreement = self._gang.agreement_of(self.step)
+        agreement = self._group.agreement_of(self.step)
         self.step += 1
         return agreement
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeserve.moe.dispatch.base import Arrived, PackedTokens, Pending, SlottedTokens
-from moeserve.moe.dispatch.deepep_carrier import DeepEPShape, Event, Returning, from_float8, to_float8
+from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, Returning, from_float8, to_float8
 from moeserve.ops.pairs import Keys, PairKernels, choose_pairs
 
 # T tokens of this rank, D model width, K experts per token, N tokens that this rank received, each once, R pairs of
@@ -27,14 +27,14 @@ MAX_LOW_LATENCY_RESULTS = 2  # that may be in use at a time: there are two buffe
 
 
 @dataclass(frozen=True)
-class NormalTicket:
+class NormalHandle:
     handle: tuple[Any, ...]
     pair_of_row_R: Tensor  # of packed row r: pair n * K + k of the N tokens
     weights_NK: Tensor
 
 
 @dataclass(frozen=True)
-class LowLatencyTicket:
+class LowLatencyHandle:
     handle: tuple[Any, ...]
     experts_TK: Tensor
     weights_TK: Tensor
@@ -54,13 +54,13 @@ class NormalTravelling:
     pairs: PairKernels
     dtype: torch.dtype
 
-    def wait(self) -> Arrived[NormalTicket]:
+    def wait(self) -> Arrived[NormalHandle]:
         self.event.current_stream_wait()
         rows_ND, top_k = from_float8(self.received, self.dtype), self.experts_NK.shape[1]
         order_P, counts_e = self.pairs.order(self.experts_NK, self.keys)
         pair_of_row_R = order_P[: self.num_rows]  # which DeepEP has told the host: no spare rows
         rows_RD = self.pairs.gather(rows_ND, pair_of_row_R, top_k)
-        return Arrived(PackedTokens(rows_RD, counts_e), NormalTicket(self.handle, pair_of_row_R, self.weights_NK))
+        return Arrived(PackedTokens(rows_RD, counts_e), NormalHandle(self.handle, pair_of_row_R, self.weights_NK))
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,17 @@ class LowLatencyTravelling:
     counts_e: Tensor  # int32
     expected_rows: int
     event: Event
-    ticket: LowLatencyTicket
+    handle: LowLatencyHandle
     dtype: torch.dtype
 
-    def wait(self) -> Arrived[LowLatencyTicket]:
+    def wait(self) -> Arrived[LowLatencyHandle]:
         self.event.current_stream_wait()
         slots_eSD = from_float8(self.received, self.dtype)
-        return Arrived(SlottedTokens(slots_eSD, self.counts_e.to(torch.int64), self.expected_rows), self.ticket)
+        return Arrived(SlottedTokens(slots_eSD, self.counts_e.to(torch.int64), self.expected_rows), self.handle)
 
 
-class LegacyCarrier:
-    """See `Carrier`.
+class LegacyCommunicator:
+    """See `DeepEPCommunicator`.
 
     Normal kernels send a token's row once to each rank that holds any of its experts. There, its outputs are added with
     their weights, in float32 and in the order of k, and rounded; the ranks' sums are added without weights. So where
@@ -135,23 +135,23 @@ class LegacyCarrier:
 
     def dispatch(
         self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, tokens_per_rank: Sequence[int]
-    ) -> Pending[NormalTicket] | Pending[LowLatencyTicket]:
+    ) -> Pending[NormalHandle] | Pending[LowLatencyHandle]:
         self.prepare(tokens_per_rank)
         if self.shape.is_low_latency(tokens_per_rank):
             return self._dispatch_low_latency(hidden_TD, experts_TK, weights_TK, tokens_per_rank)
         return self._dispatch_normal(hidden_TD, experts_TK, weights_TK)
 
-    def combine(self, output: Tensor, ticket: NormalTicket | LowLatencyTicket) -> Returning:
-        if isinstance(ticket, LowLatencyTicket):
+    def combine(self, output: Tensor, handle: NormalHandle | LowLatencyHandle) -> Returning:
+        if isinstance(handle, LowLatencyHandle):
             self.num_low_latency_results -= 1
             # collective: all ep ranks
             output_TD, event, _ = self.buffer.low_latency_combine(
-                output, ticket.experts_TK, ticket.weights_TK, ticket.handle, async_finish=True
+                output, handle.experts_TK, handle.weights_TK, handle.handle, async_finish=True
             )
             return Returning(output_TD, event)
-        sum_ND = self.pairs.weighted_sum(output, ticket.pair_of_row_R, ticket.weights_NK, self.shape.dtype)
+        sum_ND = self.pairs.weighted_sum(output, handle.pair_of_row_R, handle.weights_NK, self.shape.dtype)
         # collective: all ep ranks
-        output_TD, _, event = self.buffer.combine(sum_ND, ticket.handle, async_finish=True)
+        output_TD, _, event = self.buffer.combine(sum_ND, handle.handle, async_finish=True)
         return Returning(output_TD, event)
 
     def close(self) -> None:
@@ -200,9 +200,9 @@ class LegacyCarrier:
             use_fp8=self.shape.is_float8,
             async_finish=True,
         )
-        ticket = LowLatencyTicket(handle, experts_TK, weights_TK)
+        handle = LowLatencyHandle(handle, experts_TK, weights_TK)
         expected_rows = self.shape.expected_rows(tokens_per_rank)
-        return LowLatencyTravelling(received, counts_e, expected_rows, event, ticket, self.shape.dtype)
+        return LowLatencyTravelling(received, counts_e, expected_rows, event, handle, self.shape.dtype)
 
 
 def _buffer_sizes(buffer_class: Any, shape: DeepEPShape) -> tuple[int, int]:

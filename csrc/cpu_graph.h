@@ -16,24 +16,24 @@
 namespace moeserve {
 
 // What a recorded call throws that could not do its work. The number says why, to who recorded it.
-struct PlayedCallFailed {
+struct ReplayedCallFailed {
   int outcome;
 };
 
 // The calls of one thread between `start` and `stop`, with all objects whose memory they use. Played again, they do the
 // same work in the same memory, on whatever numbers are there by then.
-class Tape {
+class CpuGraph {
  public:
   // Objects with memory among the `num_bytes` from `address` on are not kept: who records takes care of that memory.
-  Tape(uintptr_t address, size_t num_bytes) : address_(address), num_bytes_(num_bytes) {}
-  Tape(const Tape&) = delete;
-  ~Tape() { stop(); }
+  CpuGraph(uintptr_t address, size_t num_bytes) : address_(address), num_bytes_(num_bytes) {}
+  CpuGraph(const CpuGraph&) = delete;
+  ~CpuGraph() { end_capture(); }
 
   // Throws std::logic_error while this thread is recording.
-  void start();
-  void stop();
-  // Throws what a call throws; those after it are then not made. After PlayedCallFailed the call's handler raises.
-  void play() const;
+  void begin_capture();
+  void end_capture();
+  // Throws what a call throws; those after it are then not made. After ReplayedCallFailed the call's handler raises.
+  void replay() const;
 
   void add(std::function<void()> call) { calls_.push_back(std::move(call)); }
   // Of the call recorded last: raises what is wrong when it is played and fails.
@@ -60,8 +60,8 @@ class Tape {
   std::map<std::pair<const void*, uint64_t>, std::shared_ptr<uint64_t>> cells_;
 };
 
-// The tape that this thread is recording, or null.
-Tape* recorded_tape();
+// The graph that this thread is recording, or null.
+CpuGraph* capturing_cpu_graph();
 
 // Makes a kernel's call without the interpreter's lock, and records it where that is asked for. What a call returned
 // then, it must return whenever it is played: what Python did with it stays as it was.
@@ -71,14 +71,14 @@ auto run_kernel(const Call& call) {
     const nanobind::gil_scoped_release released;
     return call();
   };
-  Tape* tape = recorded_tape();
+  CpuGraph* graph = capturing_cpu_graph();
   if constexpr (std::is_void_v<decltype(call())>) {
     run();
-    if (tape != nullptr) tape->add(call);
+    if (graph != nullptr) graph->add(call);
   } else {
     const auto result = run();
-    if (tape != nullptr) {
-      tape->add([call, result] {
+    if (graph != nullptr) {
+      graph->add([call, result] {
         if (call() != result) throw std::runtime_error("a recorded call returned something else than when it was made");
       });
     }
@@ -86,6 +86,6 @@ auto run_kernel(const Call& call) {
   }
 }
 
-void bind_tape(nanobind::module_& module);
+void bind_cpu_graph(nanobind::module_& module);
 
 }  // namespace moeserve

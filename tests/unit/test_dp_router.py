@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from moeserve.messages import Request, SamplingParams
-from moeserve.scheduling.choice import Candidate, PrefixMemory, ReplicaChooser, choose_replica, prompt_digests
+from moeserve.protocol import Request
+from moeserve.sampling_params import SamplingParams
+from moeserve.scheduling.dp_router import Candidate, DPRouter, PrefixMemory, choose_replica, prompt_digests
 
 
 def candidate(free: int = 100, requests: int = 0, waiting: int = 0, cached: int = 0) -> Candidate:
@@ -77,8 +78,8 @@ def test_a_memory_knows_what_it_was_told_last() -> None:
         told = (digests + [digest for digest in told if digest not in digests])[:8]
 
 
-def chooser(num_replicas: int, num_blocks: int = 100, finds_prefixes: bool = True) -> ReplicaChooser:
-    return ReplicaChooser(num_replicas, num_blocks, 4, finds_prefixes=finds_prefixes, salt=b"s")
+def chooser(num_replicas: int, num_blocks: int = 100, finds_prefixes: bool = True) -> DPRouter:
+    return DPRouter(num_replicas, num_blocks, 4, finds_prefixes=finds_prefixes, salt=b"s")
 
 
 def named(name: str, token_ids: list[int]) -> Request:

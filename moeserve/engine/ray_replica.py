@@ -9,11 +9,11 @@ import msgspec
 
 from moeserve.distributed.group import connect
 from moeserve.distributed.mesh import Mesh
-from moeserve.engine.border import EngineMessage
 from moeserve.engine.process import drive, ready
+from moeserve.engine.protocol import EngineMessage
 from moeserve.executor.ray import RayExecutor, RemoteProcess
-from moeserve.messages import ReplicaMessage
-from moeserve.worker.orders import RankStart
+from moeserve.protocol import ReplicaMessage
+from moeserve.worker.protocol import RankStart
 
 
 class EngineProcess(RemoteProcess):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from moeserve.distributed.group import Groups
+from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
-from moeserve.moe.placement import Placement
 from moeserve.ops.pairs import choose_pairs
 from moeserve.telemetry.expert_load import LoadWindow
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeserve.moe.balancer import imbalance, rank_loads, rebalance
-from moeserve.moe.placement import Placement
+from moeserve.expert_placement.eplb import imbalance, rank_loads, rebalance
+from moeserve.expert_placement.placement import Placement
 
 LEAST_GAIN = 0.02  # of a layer's fullest rank, over the mean of ranks
 MEMORY = 0.5  # of a window's counts, so much is left when the next one comes

@@ -1,0 +1,1 @@
+"""Settings of the engine, and how they are resolved."""
