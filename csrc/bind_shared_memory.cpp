@@ -10,8 +10,8 @@
 
 #include "arguments.h"
 #include "bindings.h"
-#include "host/shared_memory.h"
 #include "cpu_graph.h"
+#include "host/shared_memory.h"
 
 namespace nb = nanobind;
 
