@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from moeserve.distributed.group import Groups
 from moeserve.expert_placement.placement import Placement
-from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.ops.pairs import choose_pairs
 from moeserve.telemetry.expert_load import LoadWindow
 
@@ -32,8 +32,9 @@ class ExpertLoad:
         self.rows_e = torch.zeros(placement.num_slots[rank_in_group], dtype=torch.int64, device=device)
         self._pairs = choose_pairs(device.type)
 
-    def count(self, tokens: PackedTokens | SlottedTokens) -> None:
-        self._pairs.count(tokens.counts_e, self.rows_e)
+    def count(self, counts_e: Tensor) -> None:
+        """Add one step's rows: [e] int64."""
+        self._pairs.count(counts_e, self.rows_e)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +23,34 @@ from moeserve.distributed.group import Groups, PendingTensor
 from moeserve.expert_placement.eplb import Move, moves
 from moeserve.expert_placement.gain import Proposal, excess, pays, propose, remembered
 from moeserve.expert_placement.placement import Placement
-from moeserve.moe.layer import MoELayer
 from moeserve.telemetry.expert_load import LoadWindow
+
+
+class PlacedExperts(Protocol):
+    """The experts of one rank, as the rebalancer needs them."""
+
+    @property
+    def memory_of_each(self) -> list[Tensor]:
+        """[e, bytes] uint8 each, together all weights of an expert."""
+        ...
+
+
+class PlacedLayer(Protocol):
+    """A layer whose experts can move between ranks."""
+
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def local_experts(self) -> tuple[int, ...]: ...
+
+    @property
+    def experts(self) -> PlacedExperts: ...
+
+    def place(self, placement: Placement) -> None:
+        """Use another placement with the same slots. The weights are in place already."""
+        ...
+
 
 SHARE_OF_A_STEP = 0.1  # that moving may take
 FIRST_BYTES_PER_SECOND = 1e9  # until the first were moved
@@ -66,25 +93,25 @@ class Piece:
     seconds: float  # that it took to begin
 
 
-def spare_bytes(layers: dict[int, MoELayer]) -> int:
+def spare_bytes(layers: Mapping[int, PlacedLayer]) -> int:
     """Memory that a rebalancer of these layers sets aside."""
     num_slots, num_bytes = _spare_shape(layers)
     return num_slots * num_bytes + MOST_PIECE_BYTES
 
 
-def _spare_shape(layers: dict[int, MoELayer]) -> tuple[int, int]:
+def _spare_shape(layers: Mapping[int, PlacedLayer]) -> tuple[int, int]:
     """For each slot of this rank in one layer, its bytes."""
     return max(len(layer.local_experts) for layer in layers.values()), max(map(_slot_bytes, layers.values()))
 
 
-def _slot_bytes(layer: MoELayer) -> int:
+def _slot_bytes(layer: PlacedLayer) -> int:
     return sum(memory.shape[1] for memory in layer.experts.memory_of_each)
 
 
 class Rebalancer:
     """One rank's side. All ranks call the same methods in the same steps."""
 
-    def __init__(self, layers: dict[int, MoELayer], groups: Groups, horizon: int) -> None:
+    def __init__(self, layers: Mapping[int, PlacedLayer], groups: Groups, horizon: int) -> None:
         """
         Args:
             layers: those with experts, by their number in the model. Their weights are final.
@@ -102,8 +129,8 @@ class Rebalancer:
         self._spare = torch.empty(*_spare_shape(layers), dtype=torch.uint8)
         self._outgoing = torch.empty(MOST_PIECE_BYTES, dtype=torch.uint8)
         for layer in layers.values():  # from now on copies are looked up in tables that can change, on graphs too
-            layer.place(layer.load.placement)
-        self._loads = {number: [0.0] * layer.load.placement.num_logical for number, layer in layers.items()}
+            layer.place(layer.placement)
+        self._loads = {number: [0.0] * layer.placement.num_logical for number, layer in layers.items()}
         self._window: LoadWindow | None = None  # by which plans are being made
         self._unplanned: deque[int] = deque()  # layers
         self._planned: list[Change] = []  # of which it is not decided yet whether they are worth it
@@ -208,7 +235,7 @@ class Rebalancer:
 
     def _plan(self, layer: int) -> None:
         """A better placement of one layer, if there is one."""
-        before, loads = self._layers[layer].load.placement, self._loads[layer]
+        before, loads = self._layers[layer].placement, self._loads[layer]
         self._excess += excess(loads, before)
         if proposal := propose(loads, before):
             change = Change.between(layer, before, proposal, self._groups.world.node_of_rank)

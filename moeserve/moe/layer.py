@@ -105,6 +105,11 @@ class MoELayer(nn.Module):
         if num_slots is not None:
             self.dispatcher = SlottedDispatcher(self.dispatcher, num_slots)
 
+    @property
+    def placement(self) -> Placement:
+        """The logical expert in each slot of each rank."""
+        return self.load.placement
+
     def place(self, placement: Placement) -> None:
         """From now on the slots hold other experts, whose weights are there already. As many slots on each rank."""
         assert placement.num_slots == self.load.placement.num_slots
@@ -123,7 +128,7 @@ class MoELayer(nn.Module):
         in_flight = self.dispatcher.dispatch(hidden_TD, routing, step)
         shared = None if self.shared_experts is None else self.aside(self.shared_experts, hidden_TD)  # meanwhile
         arrived = in_flight.wait()
-        self.load.count(arrived.tokens)
+        self.load.count(arrived.tokens.counts_e)
         output = self.experts(arrived.tokens)
         routed_TD = self.dispatcher.combine(output, arrived.handle).wait()
         return routed_TD if shared is None else self.add(routed_TD, shared.wait())
