@@ -2,7 +2,7 @@
 
 Each replica's first rank runs what an engine process runs, `drive` with its `Replica`, `User` and `MultiprocExecutor`,
 over gloo; further ranks execute the steps that come over a socket. What ends at the user's process ends here at the
-client, in the process of the replica. On the way are only checks, named as in `planner/faults.py`:
+client, in the process of the replica. On the way are only checks, named as in `tests/reliability/replica_simulator.py`:
 
 - I2: what a layer dispatches it combines, once. That nothing is lost between ranks, `check_counts` sees afterwards.
 - I4: before each round the scheduler's books balance, and it has the requests that the client has not seen end.
@@ -77,7 +77,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timetable(msgspec.Struct, frozen=True, kw_only=True):
-    """What the clients of all replicas do, in rounds of the worker group. Without a shutdown they leave when all has ended."""
+    """Actions of the clients of all replicas, by round. Without a shutdown they leave after the last request."""
 
     arrivals: list[Arrival]  # in order of rounds
     shutdown_round: int | None = None

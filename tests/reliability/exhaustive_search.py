@@ -3,10 +3,9 @@
 Where the simulator draws one history by dice, this visits all of them. Time does not exist here: whatever could happen
 next, happens, in every order. So a stall, a late start and a slow message are not faults but orders among others.
 
-How it stays small. A generator cannot be copied, but it always does the same when given the same answers. So what a
-replica is follows from its answers so far (`Local`), each such history is played once, and the state of the worker group is one
-`Local` per replica, how far each has read its messages, and the fault so far. Orders that lead to the same state are
-continued once.
+How it stays small. A generator cannot be copied, but the same answers always lead to the same state. So the answers so
+far identify the state of a replica (`Local`), and each such history is played once. The state of the worker group is
+one `Local` per replica, the number of messages each has read, and the fault so far. Each state is expanded once.
 
 Faults, at most one: `kill` (any replica, anywhere, having reached the others in its collective or not), `raise` (in a
 forward pass, before or after the others were reached), `local` (a result of no use), `books` (an error outside of

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import planted_bugs as bugs
 import pytest
+from replica_simulator import HEARTBEAT_S, Fault, InvariantViolation, Scenario, simulate
 
-from moeserve.planner.faults import HEARTBEAT_S, Fault, InvariantViolation, Scenario, simulate
 from moeserve.scheduling.lockstep import Lockstep
 from moeserve.scheduling.replica import Replica
 
@@ -101,13 +102,13 @@ def test_an_idle_worker_group_agrees_once_a_heartbeat() -> None:
 def test_the_same_seed_gives_the_same_trace() -> None:
     """In processes that hash texts differently."""
     program = (
-        "from moeserve.planner.faults import Scenario, simulate\n"
+        "from replica_simulator import Scenario, simulate\n"
         "for seed in (4, 5): print(simulate(Scenario.drawn(8, seed, 40)).trace_digest)"
     )
     outputs = [
         subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parent)},
             check=True,
             capture_output=True,
             text=True,

@@ -1,22 +1,19 @@
-"""Plays a worker group of replicas in virtual time: the real `Replica`, `Lockstep` and `Scheduler`, in one process, no model.
+"""Runs a worker group in virtual time, with faults: the real `Replica`, `Lockstep` and `Scheduler`, without a model.
 
-Owns what surrounds them: a client with its requests, messages on their way, collectives that wait for everyone, slow,
-broken and dying processes, and the watcher that notices a death. After every event it checks what must always hold, by
-the names below. All of a run follows from its scenario: the same seed gives the same events, byte by byte.
+This file supplies what surrounds the replicas: a client and its requests, messages in flight, collectives, stalls,
+failing and dying processes, and the watcher that notices a death. A scenario determines its run completely. After each
+event these invariants are checked:
 
 - I1: every replica enters the same sequence of collectives, and none leaves before the others.
-- I3: a request ends exactly once, with a reason; the tokens told are those computed.
-- I4: blocks in use = the sum over live requests, and zero when idle; a replica's figures say what it has.
-- I5: a replica runs the tokens it announced. A step has at least one token, or figures are collected in it: padding
-  alone is never run.
+- I3: a request ends exactly once, with a reason; the tokens sent to its client are those computed.
+- I4: blocks in use equal the sum over live requests, and zero when idle; reported statistics are correct.
+- I5: a replica runs the tokens it announced. A step has at least one token, unless it collects expert loads.
 - I6: step numbers only grow.
 - I7: after a fault nothing new is admitted, and no further step is run.
 - deadlock: with all processes alive, no collective stays open for longer than the slowest of them can take.
 - livelock: requests are served within a number of steps that follows from their lengths.
-- idle: without work a replica sleeps, and worker groups agree no more often than heartbeats and messages give cause.
-- crash: no replica ends by an error unless there was a fault.
-
-Sizes that take no longer than the tests: thousands of requests on 8 replicas, hundreds on 320.
+- idle: without work a replica sleeps; the group agrees no more often than heartbeats and messages require.
+- crash: no replica ends with an error unless there was a fault.
 """
 
 from __future__ import annotations
