@@ -28,7 +28,7 @@ FETCH_TOKENIZERS := $(VENV)/bin/python tests/unit/published_tokenizers.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray tokenizers test test-ranks soak check lint types layers package bench bench-gpu clean distclean
+.PHONY: help setup demo demo-ray tokenizers test test-ranks soak check lint types layers documents package bench bench-gpu clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -79,12 +79,16 @@ bench: setup
 bench-gpu: setup
 	$(VENV)/bin/python -m moeserve.bench.gpu.run --json bench/results/gpu.jsonl
 
-check: lint types layers
+check: lint types layers documents
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
+
+# Documents and docstrings name only what exists.
+documents: $(INSTALLED)
+	$(VENV)/bin/python tests/check_documents.py
 
 types: package
 	cd $(PACKAGE) && "$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache"

@@ -1,9 +1,10 @@
-// Finds out, once, which instruction sets the machine has.
+// Detects, once, which instruction sets the machine has.
 
 #include "isa.h"
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <stdexcept>
 
 namespace moeserve {
@@ -22,7 +23,16 @@ std::vector<Isa> find_usable() {
   if (avx2) usable.push_back(Isa::kAvx2);
 #endif
   usable.push_back(Isa::kBaseline);
-  return usable;
+
+  // MOESERVE_ISA limits the choice, so that one machine can test and measure what others will run.
+  const char* highest = std::getenv("MOESERVE_ISA");
+  if (highest == nullptr || *highest == '\0') return usable;
+  const auto is_named = [highest](Isa isa) { return isa_name(isa) == highest; };
+  const auto first = std::find_if(usable.begin(), usable.end(), is_named);
+  if (first == usable.end()) {
+    throw std::invalid_argument("MOESERVE_ISA=" + std::string(highest) + " is not an instruction set of this machine");
+  }
+  return {first, usable.end()};
 }
 
 std::atomic<Isa>& chosen() {

@@ -1,0 +1,148 @@
+"""Check that documents and docstrings name only what exists, and how docstrings begin. Run by `make check`.
+
+Text in backticks, in the documents and in the docstrings and comments of Python files, is compared with the tree:
+a path must be a tracked file, an identifier must occur in the code, a flag or subcommand must be one of the command
+line's, and a `make` target one of the Makefile's. The check reads files; it imports nothing from moeserve.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FORBIDDEN_OPENINGS = re.compile(r"(What|Whether|Of|To be|For who(m|ever)?)\b")
+PATH = re.compile(r"(?<![\w/~$}-])(?:[\w.-]+/)*[\w-]+\.(?:py|cpp|h|md|toml|sh|yaml)\b(?![\w/(*])")
+IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*(?:\(\))?")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+COMMAND = re.compile(r"\bmoeserve(?: bench)? +([a-z]+)\b")
+
+# Names of other programs and packages that documents may use although no code here does.
+EXTERNAL = {
+    *("CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT", "OMPProcessManager"),
+    *("n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
+}
+EXTERNAL_FLAGS = {"--extra-index-url", "--local-dir", "--min-nodes", "--no-deps"}
+EXTERNAL_FOLDERS = ("deep_ep/", "flashinfer/", "torch/", "FAST25-release/")
+
+
+def tracked_files() -> list[str]:
+    """Return every file that git tracks or would track, relative to the repository's root."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    return [name for name in names if name and (ROOT / name).is_file()]
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each docstring of a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text:
+                yield node.body[0].lineno, text
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each comment of a Python file."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def words_of_code(tree: ast.Module) -> Iterator[str]:
+    """Yield every identifier of a module's code: names, attributes, parameters, imports, and words in strings.
+
+    Docstrings are left out: a name that only documentation mentions does not exist.
+    """
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+            yield from re.findall(r"[A-Za-z_]\w*", node.value)
+        for field in ("id", "attr", "arg", "name", "module", "asname"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                yield from value.split(".")
+
+
+class Tree:
+    """The names that documents may use.
+
+    Attributes:
+        files: tracked paths, and every suffix of each (`moe/layer.py` for `moeserve/moe/layer.py`).
+        words: identifiers of the code.
+        flags: options of the command line and of the scripts, with their dashes.
+        commands: subcommands of `moeserve` and `moeserve bench`.
+        targets: targets of the Makefile.
+    """
+
+    def __init__(self, files: list[str]) -> None:
+        self.files: set[str] = set()
+        self.words: set[str] = set(dir(builtins)) | set(sys.stdlib_module_names) | EXTERNAL
+        for name in files:
+            parts = name.split("/")
+            self.files.update("/".join(parts[start:]) for start in range(len(parts)))
+            self.files.add(".".join(parts[-1].split(".")[-2:]))
+            self.words.update(part for piece in parts for part in piece.split("."))
+            path = ROOT / name
+            if path.suffix == ".py":
+                self.words.update(words_of_code(ast.parse(path.read_text(encoding="utf-8"))))
+            elif path.suffix in (".cpp", ".h", ".toml", ".sh", ".yaml", ".txt") or name in ("Makefile", "LICENSE"):
+                self.words.update(re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8")))
+        sources = [(ROOT / name).read_text(encoding="utf-8") for name in files if name.endswith((".py", ".sh"))]
+        self.flags = {flag for source in sources for flag in FLAG.findall(source)} | EXTERNAL_FLAGS
+        self.flags |= {"--" + word.replace("_", "-") for word in self.words}
+        self.commands = self.words
+        self.targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+    def missing(self, text: str) -> Iterator[str]:
+        """Yield what a document or docstring names that does not exist."""
+        text = re.sub(r"https?://\S+", "", text)
+        for path in PATH.findall(text):
+            own = path.lstrip("./")
+            if own not in self.files and path not in EXTERNAL and not path.startswith(("path/to", *EXTERNAL_FOLDERS)):
+                yield f"the file {path}"
+        for flag in FLAG.findall(text):
+            if flag not in self.flags:
+                yield f"the flag {flag}"
+        for quoted in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text):
+            if target := re.fullmatch(r"make ([a-z-]+)", quoted):
+                if target[1] not in self.targets:
+                    yield f"the make target {target[1]}"
+            elif match := re.match(r"([A-Za-z_]\w*)=", quoted):
+                if match[1] not in self.words:
+                    yield f"the setting {match[1]}"
+            elif IDENTIFIER.fullmatch(quoted):
+                unknown = [word for word in quoted.removesuffix("()").split(".") if word not in self.words]
+                if unknown and not PATH.fullmatch(quoted):
+                    yield f"`{quoted}`"
+
+
+def faults() -> Iterator[str]:
+    """Yield one line for each fault, as `file:line: what is wrong`."""
+    files = tracked_files()
+    tree = Tree(files)
+    for name in files:
+        if name.endswith(".md"):
+            for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").split("\n"), start=1):
+                yield from (f"{name}:{number}: {fault} does not exist" for fault in tree.missing(line))
+        elif name.endswith(".py"):
+            source = (ROOT / name).read_text(encoding="utf-8")
+            for number, text in docstrings(ast.parse(source)):
+                if opening := FORBIDDEN_OPENINGS.match(text):
+                    yield f"{name}:{number}: a docstring opens with {opening[0]!r}; begin with a verb or a noun"
+                yield from (f"{name}:{number}: {fault} does not exist" for fault in tree.missing(text))
+            for number, text in comments(source):
+                yield from (f"{name}:{number}: {fault} does not exist" for fault in tree.missing(text))
+
+
+if __name__ == "__main__":
+    found = list(faults())
+    print("\n".join(found))
+    sys.exit(bool(found))
