@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeserve.config.settings import DispatcherName, QuantizationName
+from moeserve.config.settings import QuantizationName
 from moeserve.distributed.group import GroupCoordinator, Groups
 from moeserve.distributed.mesh import share_of
 from moeserve.expert_placement.placement import Placement
@@ -21,7 +21,7 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.rotary import Rotary, Rotation
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
-from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator
+from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.ops.attention_peers import AttentionPeers
 from moeserve.step_inputs import StepInputs
@@ -45,10 +45,9 @@ class DecoderLayer(nn.Module):
         hidden_size: int,
         norm_epsilon: float,
         groups: Groups,
-        dispatcher: DispatcherName,
+        dispatchers: DispatcherFactory,
         placements: Iterator[Placement],
         *,
-        communicator: DeepEPCommunicator | None,
         peers: AttentionPeers | None,
         dtype: torch.dtype,
         device: torch.device,
@@ -69,14 +68,7 @@ class DecoderLayer(nn.Module):
         match config.feed_forward:
             case MoEConfig() as moe:
                 self.feed_forward = MoELayer(
-                    moe,
-                    hidden_size,
-                    dispatcher,
-                    next(placements),
-                    groups.ep,
-                    communicator=communicator,
-                    dtype=dtype,
-                    device=device,
+                    moe, hidden_size, next(placements), dispatchers, dtype=dtype, device=device
                 )
             case MLPConfig(width=width):
                 self.feed_forward = DenseFeedForward(hidden_size, width, groups.tp, dtype=dtype, device=device)
@@ -113,7 +105,7 @@ class Decoder(nn.Module):
 
     Args:
         placements: of each layer that has experts, in order, over the ranks of the ep group; see `place_experts`.
-        communicator: with the dispatcher "deepep".
+        dispatchers: carry tokens to the experts of other ranks. The worker closes them.
         quantization: what the weights are to be filled as.
         peers: other libraries that may attend on a GPU.
     """
@@ -122,10 +114,9 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         groups: Groups,
-        dispatcher: DispatcherName,
+        dispatchers: DispatcherFactory,
         placements: Sequence[Placement],
         *,
-        communicator: DeepEPCommunicator | None = None,
         quantization: QuantizationName | None = None,
         peers: AttentionPeers | None = None,
         dtype: torch.dtype,
@@ -134,7 +125,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.groups = groups
-        self.communicator = communicator
+        self.dispatchers = dispatchers
         self.tp = groups.tp
         size, epsilon = config.hidden_size, config.norm_epsilon
         self.embedding = Embedding(config.vocab_size, size, groups.tp, dtype=dtype, device=device)
@@ -146,9 +137,8 @@ class Decoder(nn.Module):
                 size,
                 epsilon,
                 groups,
-                dispatcher,
+                dispatchers,
                 unused,
-                communicator=communicator,
                 peers=peers,
                 dtype=dtype,
                 device=device,

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeserve.config.settings import DispatcherName, DtypeName, QuantizationName
+from moeserve.config.settings import DtypeName, QuantizationName
 from moeserve.distributed.group import Groups, single
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder
 from moeserve.models.packing import weights_of
 from moeserve.models.registry import Description
+from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.layer import MoEConfig, MoELayer
 
 
@@ -148,15 +149,16 @@ def _without_memory(
     placements: Sequence[Placement],
     quantization: QuantizationName | None = None,
 ) -> Decoder:
-    dispatcher: DispatcherName = "local" if groups.ep.world_size == 1 else "all_to_all"  # they take no memory
+    device = torch.device("meta")
+    dispatchers = TorchDispatchers("local" if groups.ep.world_size == 1 else "all_to_all", groups.ep, device)
     return Decoder(
         description.model,
         groups,
-        dispatcher,
+        dispatchers,
         placements,
         quantization=quantization,
         dtype=getattr(torch, dtype),
-        device=torch.device("meta"),
+        device=device,
     )
 
 

@@ -1,25 +1,16 @@
-"""The mixture-of-experts layer. Knows the order of things; each thing is someone else's."""
+"""The mixture-of-experts layer: route, dispatch, run the experts, combine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moeserve.config.settings import DispatcherName
-from moeserve.distributed.group import GroupCoordinator
 from moeserve.expert_placement.load import ExpertLoad
 from moeserve.expert_placement.placement import Placement
-from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
-from moeserve.moe.dispatch.allgather import AllGatherDispatcher
-from moeserve.moe.dispatch.base import Dispatcher
-from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator
-from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
-from moeserve.moe.dispatch.local import LocalDispatcher
-from moeserve.moe.dispatch.slotted import SlottedDispatcher
+from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.experts import Experts
 from moeserve.moe.router import Router
 from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
@@ -44,38 +35,33 @@ class MoEConfig:
 
 
 class MoELayer(nn.Module):
-    """Routes each token, sends it to its experts, and gathers the weighted outputs.
+    """Routes each token, sends it to its experts, and adds up the weighted outputs.
+
+    Router and shared experts are whole on every rank. Of the other experts, a rank holds those in its own slots.
 
     Args:
-        config: what the layer computes, whatever ranks do it.
+        config: the computation, independent of the layout.
         hidden_size: D.
-        dispatcher: how tokens travel. "local" is for a group of one rank.
-        communicator: with "deepep": the buffer of all layers.
-        placement: the logical expert in each slot of each rank of the group. Router and shared experts are whole on
-            every rank; of the experts, a rank has those in its own slots, in their order.
-        group: the ep group.
-        num_slots: lay the tokens of each expert out in that many slots; None: packed.
+        placement: the logical expert in each slot of each rank of the ep group.
+        dispatchers: makes the dispatcher that carries tokens between ranks.
     """
 
     def __init__(
         self,
         config: MoEConfig,
         hidden_size: int,
-        dispatcher: DispatcherName,
         placement: Placement,
-        group: GroupCoordinator,
+        dispatchers: DispatcherFactory,
         *,
-        communicator: DeepEPCommunicator | None = None,
-        num_slots: int | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
         assert placement.num_logical == config.router.num_experts
-        self.local_experts = placement.logical_of_slot[group.rank_in_group]
+        self.rank_in_group = dispatchers.group.rank_in_group
         self.router = Router(config.router, hidden_size, device=device)
         self.experts = Experts(
-            placement.num_slots[group.rank_in_group],
+            placement.num_slots[self.rank_in_group],
             hidden_size,
             config.expert_width,
             config.activation,
@@ -86,48 +72,39 @@ class MoELayer(nn.Module):
         self.shared_experts = (
             None if config.shared is None else SharedExperts(config.shared, hidden_size, dtype=dtype, device=device)
         )
-        self.bytes_per_token = config.router.top_k * hidden_size * dtype.itemsize  # of rows, one for each expert
-        self.group = group
-        self.dispatcher: Dispatcher[Any]
-        match dispatcher:
-            case "local":
-                self.dispatcher = LocalDispatcher(placement, device)
-            case "allgather":
-                self.dispatcher = AllGatherDispatcher(group, placement, device)
-            case "all_to_all":
-                self.dispatcher = AllToAllDispatcher(group, placement, device)
-            case "deepep":
-                assert communicator is not None
-                self.dispatcher = DeepEPDispatcher(group, placement, device, communicator=communicator)
-        self.load = ExpertLoad(placement, group.rank_in_group, device)
+        self.dispatcher = dispatchers.make(placement)
+        self.load = ExpertLoad(placement, self.rank_in_group, device)
+        self.bytes_per_token = config.router.top_k * hidden_size * dtype.itemsize  # of one row for each expert chosen
         self.add = choose_addition(device.type)
         self.aside = choose_aside(device.type)
-        if num_slots is not None:
-            self.dispatcher = SlottedDispatcher(self.dispatcher, num_slots)
 
     @property
     def placement(self) -> Placement:
         """The logical expert in each slot of each rank."""
         return self.load.placement
 
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """The logical expert in each slot of this rank."""
+        return self.placement.logical_of_slot[self.rank_in_group]
+
     def place(self, placement: Placement) -> None:
-        """From now on the slots hold other experts, whose weights are there already. As many slots on each rank."""
-        assert placement.num_slots == self.load.placement.num_slots
-        self.local_experts = placement.logical_of_slot[self.group.rank_in_group]
+        """Switch to a placement with the same slots, whose weights are in them already."""
+        assert placement.num_slots == self.placement.num_slots
         self.load.placement = placement
-        self.dispatcher.replicas.place(placement)
+        self.dispatcher.expert_copies.place(placement)
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """Whether a CUDA graph is to hold such a step, padded. All ranks answer alike."""
+        """True if a CUDA graph should hold such a step, padded. The answer is the same on all ranks."""
         return self.dispatcher.is_capturable(tokens_per_rank, self.bytes_per_token)
 
     def forward(self, hidden_TD: Tensor, step: StepInputs) -> Tensor:
         routing = self.router(hidden_TD)
         if step.padding is not None:
             routing = routing.without(step.padding[step.own_rows])
-        in_flight = self.dispatcher.dispatch(hidden_TD, routing, step)
-        shared = None if self.shared_experts is None else self.aside(self.shared_experts, hidden_TD)  # meanwhile
-        arrived = in_flight.wait()
+        dispatched = self.dispatcher.dispatch(hidden_TD, routing, step)
+        shared = None if self.shared_experts is None else self.aside(self.shared_experts, hidden_TD)
+        arrived = dispatched.wait()
         self.load.count(arrived.tokens.counts_e)
         output = self.experts(arrived.tokens)
         routed_TD = self.dispatcher.combine(output, arrived.handle).wait()

@@ -161,8 +161,7 @@ class CudaGraphs:
         for name in ("token_ids", "positions", "cache_slots", "context_lens", "padding"):
             getattr(own, name).copy_(getattr(step, name), non_blocking=True)
         own.block_table[:, : step.block_table.shape[1]].copy_(step.block_table, non_blocking=True)
-        if self.model.communicator is not None:
-            self.model.communicator.prepare(own.tokens_per_rank)  # collective: all ep ranks
+        self.model.dispatchers.prepare(own.tokens_per_rank)  # collective: all ep ranks
         play, result_TD = self._recorded[size]
         play()
         self.model.groups.add_replayed(self._counts[size])

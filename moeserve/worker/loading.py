@@ -30,8 +30,7 @@ from moeserve.models.packing import PACKED_STATE_VERSION, Packer, adopt_state, p
 from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weight_mapping import destinations
 from moeserve.models.weights import Checkpoint, fill_randomly, load_weights, open_checkpoint
-from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator
-from moeserve.moe.dispatch.deepep.dispatcher import DeepEPShape, choose_deepep, open_deepep
+from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.ops.attention_peers import PEER_NAMES, AttentionPeers, open_attention_peers
 from moeserve.ops.native import native_kernels
 
@@ -74,15 +73,13 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     if memory.peak > free:
         raise CheckpointError(_too_large(config, memory, free))
     groups.world.barrier()  # collective: all ranks; all have looked at the memory before any of them fills it
-    communicator = _communicator(config, description, placements, groups, dtype, device)
-    dispatcher = "all_to_all" if config.dispatcher == "deepep" and communicator is None else config.dispatcher
+    dispatchers = _open_dispatchers(config, description, placements, groups, dtype, device)
     peers = _attention_peers(config, description, device)
     model = Decoder(
         description.model,
         groups,
-        dispatcher,
+        dispatchers,
         placements,
-        communicator=communicator,
         peers=peers,
         quantization=config.quantization,
         dtype=dtype,
@@ -118,45 +115,26 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     return LoadedModel(model.eval())
 
 
-def _communicator(
+def _open_dispatchers(
     config: EngineConfig,
     description: registry.Description,
     placements: tuple[Placement, ...],
     groups: Groups,
     dtype: torch.dtype,
     device: torch.device,
-) -> DeepEPCommunicator | None:
-    """DeepEP's buffer for all layers; None where other dispatchers carry the tokens. Collective: all ranks.
-
-    Raises:
-        SettingsError: it was asked for, and cannot serve.
-    """
+) -> DispatcherFactory:
+    """Open the dispatchers for all layers. Collective: all ranks."""
     moe = description.model.first_moe
-    if config.dispatcher != "deepep" or moe is None:
-        return None
-    shape = DeepEPShape(
+    if moe is None:
+        return TorchDispatchers("local", groups.ep, device)
+    shape = DispatchShape(
         hidden_size=description.model.hidden_size,
         top_k=moe.router.top_k,
         dtype=dtype,
         num_slots=placements[0].num_slots,
         max_tokens_per_rank=max(share_sizes(config.max_num_batched_tokens, groups.mesh.tp)),
-        low_latency_tokens=config.deepep_low_latency_tokens,
-        is_float8=config.deepep_float8,
     )
-    is_asked_for = not config.dispatcher_may_change
-    deep_ep = choose_deepep(shape, groups.ep, device, is_asked_for=is_asked_for)
-    if deep_ep is None:
-        return None
-    # Its sort of rows that makes results repeatable looks at the host, which no graph can hold.
-    return open_deepep(
-        deep_ep,
-        shape,
-        groups.ep.make_torch_group(),
-        groups.ep,
-        device,
-        is_asked_for=is_asked_for,
-        is_deterministic=config.enforce_eager,
-    )
+    return open_dispatchers(config, shape, groups.ep, device)
 
 
 def _attention_peers(

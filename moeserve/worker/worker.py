@@ -16,6 +16,7 @@ from moeserve.distributed.group import Groups
 from moeserve.errors import DistributedError, EngineError
 from moeserve.expert_placement.load import LoadMeter
 from moeserve.expert_placement.rebalance import Rebalancer, spare_bytes
+from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.ops import backend
 from moeserve.ops.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.native import native_kernels
@@ -44,7 +45,7 @@ class Worker:
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
         model = loaded.model
-        self._communicator = model.communicator
+        self._dispatchers: DispatcherFactory | None = model.dispatchers
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
 
         groups.world.barrier()  # collective: all ranks; all have loaded, so what is free now is left for caches
@@ -147,9 +148,9 @@ class Worker:
 
     def close(self) -> None:
         """Gives back what all ranks hold together, at an orderly end. May be called twice. Collective: all ranks."""
-        communicator, self._communicator = self._communicator, None
-        if communicator is not None:
-            communicator.close()
+        dispatchers, self._dispatchers = self._dispatchers, None
+        if dispatchers is not None:
+            dispatchers.close()
 
     def _prepare(self, agreement: Agreement) -> None:
         epoch = self.rebalancer.epoch if self.rebalancer else 0

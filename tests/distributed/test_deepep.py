@@ -28,7 +28,9 @@ from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens
 from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape
-from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher, open_deepep
+from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
+from moeserve.moe.dispatch.deepep.factory import open_communicator
+from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
@@ -185,13 +187,13 @@ class Ground:
             low_latency_tokens=way.low_latency_tokens,
             is_float8=way.is_float8,
         )
-        communicator = open_deepep(
+        communicator = open_communicator(
             stand_in(*PACKAGES[way.package]),
             shape,
             self.process_group,
             self.groups.ep,
             CPU,
-            is_asked_for=True,
+            is_required=True,
             is_deterministic=way.is_deterministic,
         )
         assert communicator is not None
@@ -336,7 +338,7 @@ def open_on_one_rank(place: Place) -> list[bool]:
     )
     with ground(place) as here:
         communicators = [
-            open_deepep(package, shape, here.process_group, here.groups.ep, CPU, is_asked_for=False)
+            open_communicator(package, shape, here.process_group, here.groups.ep, CPU, is_required=False)
             for package in (broken, stand_in(ElasticBuffer))
         ]
         here.communicators += filter(None, communicators)
@@ -516,7 +518,7 @@ def faults_of_layers(place: Place) -> list[str]:
     found = []
     with ground(place) as here, torch.inference_mode():
         options: dict[str, Any] = dict(dtype=torch.bfloat16, device=CPU)
-        layer = MoELayer(config, WIDTH, "all_to_all", placement, here.groups.ep, **options)
+        layer = MoELayer(config, WIDTH, placement, TorchDispatchers("all_to_all", here.groups.ep, CPU), **options)
         allocate_weights(layer)
         for name, weight in layer.named_parameters():
             weight.normal_(0.0, 0.05)

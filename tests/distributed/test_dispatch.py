@@ -28,8 +28,8 @@ from moeserve.moe.dispatch import allgather
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens
+from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.dispatch.local import LocalDispatcher
-from moeserve.moe.dispatch.slotted import SlottedDispatcher
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
@@ -205,10 +205,10 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(logical_of_slot, num_logical, experts, top_k, draw(st.sampled_from(["float32", "bfloat16"])))
 
 
-@given(cases(), st.sampled_from(DISTRIBUTED), st.booleans(), st.booleans())
+@given(cases(), st.sampled_from(DISTRIBUTED), st.booleans())
 @settings(max_examples=250, deadline=None)
-def test_any_case(case: Case, dispatcher: str, is_small: bool, has_slots: bool) -> None:
-    check(case, dispatcher, is_small, has_slots)
+def test_any_case(case: Case, dispatcher: str, is_small: bool) -> None:
+    check(case, dispatcher, is_small)
 
 
 def of_size(is_small: bool) -> Any:
@@ -216,11 +216,9 @@ def of_size(is_small: bool) -> Any:
     return mock.patch.object(allgather, "MAX_SMALL_BYTES", 2**19 if is_small else -1)
 
 
-def check(case: Case, name: str, is_small: bool, has_slots: bool = False) -> None:
+def check(case: Case, name: str, is_small: bool) -> None:
     def life(group: ThreadGroup) -> tuple[Tensor, list[int], list[Record]]:
         dispatcher = make_dispatcher(name, group, case.placement)
-        if has_slots:
-            dispatcher = SlottedDispatcher(dispatcher, num_slots=sum(case.step.tokens_per_rank))
         output_TD, counts = serve(group, case, dispatcher)
         return output_TD, counts, group.records
 
@@ -422,31 +420,23 @@ def test_which_steps_graphs_hold(name: Any) -> None:
     config = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), expert_width=6)
     placement = CASES["one token"].placement
     group = cast(Any, ThreadGroup(Table(2), 0))
-    layer = MoELayer(config, 64, name, placement, group, dtype=torch.bfloat16, device=CPU)
+    options: dict[str, Any] = dict(dtype=torch.bfloat16, device=CPU)
+    layer = MoELayer(config, 64, placement, TorchDispatchers(name, group, CPU), **options)
     most = allgather.MAX_CAPTURED_BYTES // (2 * 64 * 2)
     assert layer.is_capturable((most // 2, most // 2))
     assert not layer.is_capturable((most // 2, most // 2 + 1))
-    alone = MoELayer(config, 64, "local", Placement.even(4, 1), group_of_one("ep"), dtype=torch.bfloat16, device=CPU)
+    one = TorchDispatchers("local", group_of_one("ep"), CPU)
+    alone = MoELayer(config, 64, Placement.even(4, 1), one, **options)
     assert alone.is_capturable((2 * most,))
-    in_slots = MoELayer(config, 64, name, placement, group, num_slots=4, dtype=torch.bfloat16, device=CPU)
-    assert not in_slots.is_capturable((1, 1))
-
-
-def test_too_many_rows_for_the_slots() -> None:
-    case = CASES["one rank"]
-    dispatcher = SlottedDispatcher(make_dispatcher("local", None, case.placement), num_slots=1)
-    with pytest.raises(AssertionError, match=r"\[2, 1, 0, 1\] rows for 1 slots"):
-        serve(group_of_one("ep"), case, dispatcher)
 
 
 @pytest.mark.parametrize("dispatcher", DISTRIBUTED)
-@pytest.mark.parametrize("num_slots", [None, 16])
 @pytest.mark.parametrize(
     "placement",
     [Placement.even(10, 4), Placement.even(10, 4, 5), balance([*range(10)], 4, 13)],
     ids=["uneven", "redundant", "by load"],
 )
-def test_layer(dispatcher: Any, num_slots: int | None, placement: Placement) -> None:
+def test_layer(dispatcher: Any, placement: Placement) -> None:
     """The whole layer, with real experts and shared ones, equals that of one rank to within rounding."""
     torch.manual_seed(0)
     config = MoEConfig(
@@ -456,7 +446,9 @@ def test_layer(dispatcher: Any, num_slots: int | None, placement: Placement) -> 
         shared=SharedExpertsConfig(width=7, is_gated=True),
     )
     options: dict[str, Any] = dict(dtype=torch.float32, device=CPU)
-    whole = MoELayer(config, WIDTH, "local", Placement.even(10, 1), group_of_one("ep"), **options)
+    whole = MoELayer(
+        config, WIDTH, Placement.even(10, 1), TorchDispatchers("local", group_of_one("ep"), CPU), **options
+    )
     allocate_weights(whole)
     for weight in whole.parameters():
         weight.normal_(0.0, 0.5)
@@ -464,7 +456,7 @@ def test_layer(dispatcher: Any, num_slots: int | None, placement: Placement) -> 
     expected = whole(torch.cat(hidden), cast(Any, StepOf((13,)))).split([5, 0, 1, 7])
 
     def life(group: Any) -> Tensor:
-        layer = MoELayer(config, WIDTH, dispatcher, placement, group, num_slots=num_slots, **options)
+        layer = MoELayer(config, WIDTH, placement, TorchDispatchers(dispatcher, group, CPU), **options)
         allocate_weights(layer)
         slots = list(placement.logical_of_slot[group.rank_in_group])
         assert layer.experts.gate_up.open.weight_eOI.shape == (len(slots), 12, WIDTH)

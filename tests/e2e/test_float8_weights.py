@@ -26,6 +26,7 @@ from moeserve.models.packing import Packer, weights_of
 from moeserve.models.summary import loading_memory
 from moeserve.models.weight_mapping import destinations
 from moeserve.models.weights import fill_randomly, load_weights, open_checkpoint, whole
+from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import backend
 from moeserve.ops.products import allocate
 
@@ -65,10 +66,11 @@ def deepseek(original: Callable[[str], Reference], tmp_path_factory: pytest.Temp
 
 def built(folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantization: Any = "fp8") -> Decoder:
     description = registry.describe(folder)
+    groups = unconnected(Mesh(tp=tp, dp=dp), rank)
     return Decoder(
         description.model,
-        unconnected(Mesh(tp=tp, dp=dp), rank),
-        "local" if tp * dp == 1 else "all_to_all",
+        groups,
+        TorchDispatchers("local" if tp * dp == 1 else "all_to_all", groups.ep, torch.device("cpu")),
         description.model.place_experts(tp * dp),
         quantization=quantization,
         dtype=torch.bfloat16,
@@ -258,10 +260,11 @@ def test_other_checkpoints_are_quantised_within_half_a_step(
 @torch.inference_mode()
 def loaded_as_float32(folder: Path) -> Decoder:
     description = registry.describe(folder)
+    groups = unconnected(Mesh(tp=1, dp=1), 0)
     model = Decoder(
         description.model,
-        unconnected(Mesh(tp=1, dp=1), 0),
-        "local",
+        groups,
+        TorchDispatchers("local", groups.ep, torch.device("cpu")),
         description.model.place_experts(1),
         dtype=torch.float32,
         device=torch.device("cpu"),

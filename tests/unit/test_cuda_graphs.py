@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moeserve.distributed.group import single
 from moeserve.distributed.mesh import Mesh
+from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import side_stream
 from moeserve.protocol import Chunk, SampleSpec, StepPlan
 from moeserve.sampling_params import SamplingParams
@@ -30,7 +31,7 @@ class Model:
     def __init__(self) -> None:
         self.embedding = torch.nn.Linear(1, 1)
         self.groups = single()
-        self.communicator: Any = None
+        self.dispatchers = TorchDispatchers("local", self.groups.ep, torch.device("cpu"))
         self.steps: list[StepInputs] = []
 
     def __call__(self, step: StepInputs, caches: list[Any]) -> Tensor:

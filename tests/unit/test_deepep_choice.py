@@ -20,14 +20,8 @@ from deepep_stand_in import Buffer, Config, ElasticBuffer, FirstBuffer, stand_in
 from moeserve.distributed.group import group_of_one
 from moeserve.errors import SettingsError
 from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, from_float8, to_float8
-from moeserve.moe.dispatch.deepep.dispatcher import (
-    choose_deepep,
-    deepep_refusal,
-    import_deepep,
-    offered_api,
-    open_deepep,
-    refusal_of_shape,
-)
+from moeserve.moe.dispatch.deepep.factory import choose_package, open_communicator
+from moeserve.moe.dispatch.deepep.support import import_deepep, offered_api, why_shape_unsupported, why_unsupported
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LEGACY, ELASTIC = stand_in(Buffer), stand_in(ElasticBuffer)
@@ -41,7 +35,7 @@ NODES = tuple(rank // 8 for rank in range(32))
 
 def refusal_of(shape: DeepEPShape, package: ModuleType) -> str | None:
     """With 8 ranks on each host."""
-    return refusal_of_shape(shape, [rank // 8 for rank in range(shape.num_ranks)], package)
+    return why_shape_unsupported(shape, [rank // 8 for rank in range(shape.num_ranks)], package)
 
 
 class WithoutExpand(ElasticBuffer):
@@ -138,13 +132,13 @@ def test_shapes_that_can_be(package: Any, change: dict[str, Any]) -> None:
 
 def test_ranks_of_several_hosts() -> None:
     """The first interface counts 8 ranks as one host's; the second asks NCCL."""
-    words = "want every 8 ranks on one host, and those from 8 on are on several"
+    words = "require every 8 ranks on one host, and those from 8 on are on several"
     four_on_each = [0] * 8 + [1] * 4 + [2] * 4
     shape = replace(SHAPE, num_slots=(4,) * 16)
-    assert words in str(refusal_of_shape(shape, four_on_each, LEGACY))
-    assert refusal_of_shape(shape, four_on_each, ELASTIC) is None
-    assert refusal_of_shape(shape, [0] * 16, LEGACY) is None
-    assert "from 0 on" in str(refusal_of_shape(replace(SHAPE, num_slots=(4,) * 2), [0, 1], LEGACY))
+    assert words in str(why_shape_unsupported(shape, four_on_each, LEGACY))
+    assert why_shape_unsupported(shape, four_on_each, ELASTIC) is None
+    assert why_shape_unsupported(shape, [0] * 16, LEGACY) is None
+    assert "from 0 on" in str(why_shape_unsupported(replace(SHAPE, num_slots=(4,) * 2), [0, 1], LEGACY))
 
 
 def test_deeper_queues(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,15 +154,15 @@ def test_ids_of_another_type() -> None:
 
 
 def test_machines() -> None:
-    assert deepep_refusal(SHAPE, CPU, NODES, ELASTIC) == "it runs on CUDA devices, and this rank's is cpu"
+    assert why_unsupported(SHAPE, CPU, NODES, ELASTIC) == "it runs on CUDA devices, and this rank's is cpu"
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
-        assert deepep_refusal(SHAPE, GPU, NODES, ELASTIC) == "it runs on CUDA devices, and this rank's is cuda:0"
+        assert why_unsupported(SHAPE, GPU, NODES, ELASTIC) == "it runs on CUDA devices, and this rank's is cuda:0"
     with gpu((8, 0)):
         words = "its kernels need compute capability 9.0, and cuda:0 has 8.0"
-        assert deepep_refusal(SHAPE, GPU, NODES, ELASTIC) == words
+        assert why_unsupported(SHAPE, GPU, NODES, ELASTIC) == words
     for capability in ((9, 0), (10, 0)):
         with gpu(capability):
-            assert deepep_refusal(SHAPE, GPU, NODES, ELASTIC) is None
+            assert why_unsupported(SHAPE, GPU, NODES, ELASTIC) is None
 
 
 def gpu(capability: tuple[int, int]) -> Any:
@@ -178,7 +172,7 @@ def gpu(capability: tuple[int, int]) -> Any:
 def test_a_package_that_is_not_there() -> None:
     if importlib.util.find_spec("deep_ep") is not None:
         pytest.skip("it is installed here")
-    refusal = deepep_refusal(SHAPE, CPU, NODES)
+    refusal = why_unsupported(SHAPE, CPU, NODES)
     assert refusal is not None
     assert refusal.startswith("the package deep_ep is not installed (pip install sgl-deep-ep")
 
@@ -196,7 +190,7 @@ def test_a_package_that_cannot_be_imported(
     """Its own checks of libraries and drivers raise what they like."""
     (tmp_path / "deep_ep.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
-    assert words in str(deepep_refusal(SHAPE, CPU, NODES))
+    assert words in str(why_unsupported(SHAPE, CPU, NODES))
 
 
 def test_what_is_set_before_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,16 +210,16 @@ def test_what_is_set_before_it_is_imported(tmp_path: Path, monkeypatch: pytest.M
 def test_choosing() -> None:
     """By name: an error. Otherwise all_to_all, and the log says why. Ranks agree."""
     with gpu((9, 0)):
-        assert choose_deepep(SHAPE, agreeing([1]), GPU, is_asked_for=True, deep_ep=ELASTIC) is ELASTIC
-        assert choose_deepep(SHAPE, agreeing([2]), GPU, is_asked_for=True, deep_ep=LEGACY) is LEGACY
-        with pytest.raises(SettingsError, match="packages on other ranks offer another interface"):
-            choose_deepep(SHAPE, agreeing([2]), GPU, is_asked_for=True, deep_ep=ELASTIC)
-        with pytest.raises(SettingsError, match="packages on other ranks offer another interface"):
-            choose_deepep(SHAPE, agreeing([1]), GPU, is_asked_for=True, deep_ep=LEGACY)
-        with pytest.raises(SettingsError, match="dispatcher='deepep' cannot be: another rank cannot use it"):
-            choose_deepep(SHAPE, agreeing([0, 1]), GPU, is_asked_for=True, deep_ep=ELASTIC)
+        assert choose_package(SHAPE, agreeing([1]), GPU, is_required=True, deep_ep=ELASTIC) is ELASTIC
+        assert choose_package(SHAPE, agreeing([2]), GPU, is_required=True, deep_ep=LEGACY) is LEGACY
+        with pytest.raises(SettingsError, match="packages on other ranks offer another API"):
+            choose_package(SHAPE, agreeing([2]), GPU, is_required=True, deep_ep=ELASTIC)
+        with pytest.raises(SettingsError, match="packages on other ranks offer another API"):
+            choose_package(SHAPE, agreeing([1]), GPU, is_required=True, deep_ep=LEGACY)
+        with pytest.raises(SettingsError, match="dispatcher='deepep' cannot be used: another rank cannot use it"):
+            choose_package(SHAPE, agreeing([0, 1]), GPU, is_required=True, deep_ep=ELASTIC)
         with pytest.raises(SettingsError, match=r"33 experts for a token are more than its 32\. Use 'all_to_all'"):
-            choose_deepep(replace(SHAPE, top_k=33), agreeing([1]), GPU, is_asked_for=True, deep_ep=ELASTIC)
+            choose_package(replace(SHAPE, top_k=33), agreeing([1]), GPU, is_required=True, deep_ep=ELASTIC)
 
 
 def agreeing(others: Sequence[int]) -> Any:
@@ -242,10 +236,9 @@ def agreeing(others: Sequence[int]) -> Any:
 
 def test_falling_back(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert choose_deepep(SHAPE, group_of_one("ep"), CPU, is_asked_for=False, deep_ep=LEGACY) is None
+        assert choose_package(SHAPE, group_of_one("ep"), CPU, is_required=False, deep_ep=LEGACY) is None
     assert caplog.messages == [
-        "rank 0: DeepEP does not carry the tokens: it runs on CUDA devices, and this rank's is cpu. "
-        "all_to_all carries them"
+        "rank 0: DeepEP is not used: it runs on CUDA devices, and this rank's is cpu. Using all_to_all"
     ]
 
 
@@ -271,7 +264,7 @@ def ep(others: Sequence[int] = (), node_of_rank: Sequence[int] = (0,) * 32) -> A
 
 
 def opened(package: ModuleType, shape: DeepEPShape, group: Any, **options: Any) -> Any:
-    return open_deepep(package, shape, cast(Any, OfGroup()), group, CPU, **(dict(is_asked_for=True) | options))
+    return open_communicator(package, shape, cast(Any, OfGroup()), group, CPU, **(dict(is_required=True) | options))
 
 
 @pytest.mark.parametrize("buffer", [Buffer, FirstBuffer])
@@ -323,17 +316,17 @@ REASON = "its buffer cannot be opened: AssertionError: No NVLink connection betw
 
 @pytest.mark.parametrize(
     ("package", "others", "reason"),
-    [(UNOPENED, [0], REASON), (UNOPENED, [1], REASON), (ELASTIC, [0], "another rank cannot use it, and says why")],
+    [(UNOPENED, [0], REASON), (UNOPENED, [1], REASON), (ELASTIC, [0], "another rank cannot use it; see its log")],
 )
 def test_a_buffer_that_cannot_be_opened(
     package: ModuleType, others: list[int], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its constructor is the first to see what connections there are: all ranks use it, or none does."""
-    with pytest.raises(SettingsError, match=f"dispatcher='deepep' cannot be: {reason}. Use 'all_to_all'"):
+    with pytest.raises(SettingsError, match=f"dispatcher='deepep' cannot be used: {reason}. Use 'all_to_all'"):
         opened(package, SHAPE, ep(others))
     with caplog.at_level(logging.INFO):
-        assert opened(package, SHAPE, ep(others), is_asked_for=False) is None
-    assert caplog.messages == [f"rank 3: DeepEP does not carry the tokens: {reason}. all_to_all carries them"]
+        assert opened(package, SHAPE, ep(others), is_required=False) is None
+    assert caplog.messages == [f"rank 3: DeepEP is not used: {reason}. Using all_to_all"]
     assert opened(ELASTIC, SHAPE, ep([1])) is not None
 
 

@@ -21,6 +21,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
 from moeserve.models.registry import describe
 from moeserve.models.weight_mapping import destinations
+from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.layer import MoEConfig
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -137,9 +138,9 @@ def spelled_out(prefix: str, names: str, num_experts: int) -> set[str]:
 def test_published_names_are_those_that_the_model_fills(model: str, tmp_path: Path) -> None:
     description = describe(folder_of(tmp_path, PUBLISHED[model]))
     placements = description.model.place_experts(1)
-    decoder = Decoder(
-        description.model, single(), "local", placements, dtype=torch.bfloat16, device=torch.device("meta")
-    )
+    groups, device = single(), torch.device("meta")
+    dispatchers = TorchDispatchers("local", groups.ep, device)
+    decoder = Decoder(description.model, groups, dispatchers, placements, dtype=torch.bfloat16, device=device)
     layers = description.model.layers
     index, moe = next((i, c.feed_forward) for i, c in enumerate(layers) if isinstance(c.feed_forward, MoEConfig))
     expected = spelled_out(f"model.layers.{index}", NAMES[model], moe.router.num_experts)

@@ -14,6 +14,7 @@ from moeserve.distributed.group import group_of_one
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
+from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.experts import Experts
 from moeserve.moe.layer import MoEConfig, MoELayer
@@ -33,7 +34,9 @@ def make_layer(num_experts: int, top_k: int, width: int, expert_width: int, dtyp
 
 def randomized(config: MoEConfig, width: int, dtype: torch.dtype = torch.float32) -> MoELayer:
     placement = Placement.even(config.router.num_experts, num_ranks=1)
-    layer = MoELayer(config, width, "local", placement, group_of_one("ep"), dtype=dtype, device=CPU)
+    layer = MoELayer(
+        config, width, placement, TorchDispatchers("local", group_of_one("ep"), CPU), dtype=dtype, device=CPU
+    )
     allocate_weights(layer)
     for weight in layer.parameters():
         weight.normal_(0.0, 0.5)

@@ -14,7 +14,7 @@ from moeserve.worker.worker import Worker
 
 
 class Noting:
-    """A communicator, a worker, a process or its channel: notes what is done with it."""
+    """Dispatchers, a worker, a process or its channel: notes what is done with it."""
 
     def __init__(self, name: str, done: list[str]) -> None:
         self.name = name
@@ -28,13 +28,13 @@ class Noting:
         self.done.append(f"{self.name} is told {message}")
 
 
-def test_a_worker_gives_its_communicator_back_once() -> None:
+def test_a_worker_closes_its_dispatchers_once() -> None:
     done: list[str] = []
     worker = Worker.__new__(Worker)
-    worker._communicator = cast(Any, Noting("communicator", done))
+    worker._dispatchers = cast(Any, Noting("dispatchers", done))
     worker.close()
     worker.close()
-    assert done == ["communicator closes"]
+    assert done == ["dispatchers closes"]
 
 
 def test_all_ranks_of_a_replica_close(monkeypatch: pytest.MonkeyPatch) -> None:

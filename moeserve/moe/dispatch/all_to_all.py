@@ -51,7 +51,7 @@ class AllToAllDispatcher:
         self.group = group
         self.for_small_steps = AllGatherDispatcher(group, placement, device)
         self.exchange = self.for_small_steps.exchange
-        self.replicas = self.exchange.replicas
+        self.expert_copies = self.exchange.expert_copies
         self.ranks_W = torch.arange(group.world_size, device=device)
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Travelling | Gathering:

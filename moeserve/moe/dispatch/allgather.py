@@ -96,7 +96,7 @@ class AllGatherDispatcher:
     def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
         self.group = group
         self.exchange = Exchange(group, placement, device)
-        self.replicas = self.exchange.replicas
+        self.expert_copies = self.exchange.expert_copies
 
     def is_small(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> bool:
         """Whether a step has few tokens: a question that all ranks answer alike. Padded ones always count as such."""

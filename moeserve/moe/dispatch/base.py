@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from moeserve.moe.dispatch.replicas import Replicas
+from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
 from moeserve.ops.products import Gather
 from moeserve.step_inputs import StepInputs
@@ -80,7 +80,7 @@ class Dispatcher(Protocol[Handle]):
     """
 
     @property
-    def replicas(self) -> Replicas:
+    def expert_copies(self) -> ExpertCopies:
         """Where experts live, which may change between steps."""
         ...
 

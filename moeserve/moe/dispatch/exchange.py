@@ -15,7 +15,7 @@ from torch.nn import functional
 from moeserve.distributed.group import GroupCoordinator, PendingTensor
 from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.base import share_of_pairs
-from moeserve.moe.dispatch.replicas import Replicas
+from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
 from moeserve.ops.pairs import Keys, PairKernels, choose_pairs
 from moeserve.step_inputs import StepInputs
@@ -69,11 +69,11 @@ class Exchange:
     def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
         """
         Args:
-            placement: for the numbers of slots of each rank, which stay; what they hold, `replicas` knows.
+            placement: for the numbers of slots of each rank, which stay; what they hold, `expert_copies` knows.
         """
         assert placement.num_ranks == group.world_size, (placement.num_ranks, group.world_size)
         self.group = group
-        self.replicas = Replicas(placement, group.rank_in_group, group.node_of_rank, device)
+        self.expert_copies = ExpertCopies(placement, group.rank_in_group, group.node_of_rank, device)
         self.pairs = choose_pairs(device.type)
         self.keys_of_ranks = Keys(placement.num_ranks)
         self.all_keys = Keys(sum(placement.num_slots))
@@ -87,7 +87,7 @@ class Exchange:
         """Physical experts [T, K] of this rank's tokens, int64."""
         rank = self.group.rank_in_group
         assert len(routing.experts_TK) == step.tokens_per_rank[rank], (len(routing.experts_TK), step.tokens_per_rank)
-        return self.replicas.choose(routing.experts_TK, first_token=sum(step.tokens_per_rank[:rank]))
+        return self.expert_copies.choose(routing.experts_TK, first_token=sum(step.tokens_per_rank[:rank]))
 
     def expected_rows(self, step: StepInputs, top_k: int) -> int:
         """About how many pairs this rank computes."""

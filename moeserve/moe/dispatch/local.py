@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.base import Arrived, PackedTokens
-from moeserve.moe.dispatch.replicas import Replicas
+from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
 from moeserve.ops import backend
 from moeserve.ops.pairs import Keys, choose_pairs
@@ -52,7 +52,7 @@ class LocalDispatcher:
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
         assert placement.num_ranks == 1
-        self.replicas = Replicas(placement, 0, (0,), device)
+        self.expert_copies = ExpertCopies(placement, 0, (0,), device)
         self.pairs = choose_pairs(device.type)
         # On a GPU kernels fetch rows themselves, and no shape depends on the routing, so that nothing waits for it.
         self.fetches_late = backend.of(device.type) == "triton"
@@ -60,7 +60,7 @@ class LocalDispatcher:
         self.keys = Keys(num_experts)
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Here:
-        experts_TK = self.replicas.choose(routing.experts_TK, first_token=0)
+        experts_TK = self.expert_copies.choose(routing.experts_TK, first_token=0)
         top_k = experts_TK.shape[1]
         if self.fetches_late:
             pair_of_row_R, counts_e = self.pairs.order(experts_TK, self.keys)

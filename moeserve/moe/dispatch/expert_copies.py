@@ -1,4 +1,4 @@
-"""Which copy of an expert a token goes to. Knows where copies are, and no tokens' way there."""
+"""The physical expert that each token goes to, where an expert has several copies."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from moeserve.ops.copies import choose_copies
 # T tokens, K experts per token, E logical experts, W turns at most
 
 
-class Replicas:
-    """The physical expert of each choice: near copies, in turns from one token of the step to the next.
+class ExpertCopies:
+    """Maps logical to physical experts: near copies, in turn from one token of the step to the next.
 
-    See `copies_in_turn`: tokens that are spread over all ranks alike give every copy the same work.
+    See `copies_in_turn`. Tokens that are spread evenly over the ranks give every copy the same work.
     """
 
     def __init__(self, placement: Placement, rank_in_group: int, node_of_rank: tuple[int, ...], device: torch.device):
         """
         Args:
-            rank_in_group: whose tokens are sent.
-            node_of_rank: by rank of the group: a number of its host.
+            placement: the initial one; `place` changes it.
+            rank_in_group: the rank whose tokens are sent.
+            node_of_rank: by rank of the group, the number of its host.
         """
         self.device = device
         self._rank = rank_in_group
         self._node_of_rank = node_of_rank
-        most_copies = min(placement.num_ranks, 1 + sum(placement.num_slots) - placement.num_logical)
-        most_copies = max(most_copies, *map(len, placement.physical_of_logical))  # two on one rank
-        self.physical_EW = torch.empty(placement.num_logical, most_copies, dtype=torch.int64, device=device)
+        max_copies = min(placement.num_ranks, 1 + sum(placement.num_slots) - placement.num_logical)
+        max_copies = max(max_copies, *map(len, placement.physical_of_logical))  # a rank may hold two copies
+        self.physical_EW = torch.empty(placement.num_logical, max_copies, dtype=torch.int64, device=device)
         self.num_turns_E = torch.empty(placement.num_logical, dtype=torch.int64, device=device)
         self._choose = choose_copies(device.type)
         self.place(placement)
         self.is_identity = placement.logical_of_physical == tuple(range(placement.num_logical))
 
     def place(self, placement: Placement) -> None:
-        """Other experts are in the slots from now on. The tables stay where they are: graphs know them by address."""
+        """Switch to another placement, in place: captured graphs read the tables at their address."""
         turns = copies_in_turn(placement, self._rank, self._node_of_rank)
         width = self.physical_EW.shape[1]
         self.physical_EW.copy_(torch.tensor([[*of_one, *[-1] * (width - len(of_one))] for of_one in turns]))
@@ -43,10 +44,11 @@ class Replicas:
         self.is_identity = False
 
     def choose(self, experts_TK: Tensor, first_token: int) -> Tensor:
-        """Physical experts [T, K]; padding stays padding.
+        """Return physical experts [T, K]; padding (-1) stays padding.
 
         Args:
-            first_token: the number of the first token among those of all ranks.
+            experts_TK: logical experts, int64.
+            first_token: the index of this rank's first token among those of all ranks.
         """
         if self.is_identity:
             return experts_TK

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.expert_placement.placement import Placement, copies_in_turn
-from moeserve.moe.dispatch.replicas import Replicas
+from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.ops.copies import choose_copies, torch_choose
 
 CPU = torch.device("cpu")
@@ -100,5 +100,5 @@ def test_an_expert_that_is_not_there_is_refused() -> None:
 
 def test_a_placement_in_order_changes_nothing() -> None:
     experts = torch.tensor([[0, 2], [1, -1]])
-    assert Replicas(placed((0, 1), (2,)), 0, (0, 0), CPU).choose(experts, 5) is experts
-    assert Replicas(placed((1, 0), (2,)), 0, (0, 0), CPU).choose(experts, 5).tolist() == [[1, 2], [0, -1]]
+    assert ExpertCopies(placed((0, 1), (2,)), 0, (0, 0), CPU).choose(experts, 5) is experts
+    assert ExpertCopies(placed((1, 0), (2,)), 0, (0, 0), CPU).choose(experts, 5).tolist() == [[1, 2], [0, -1]]

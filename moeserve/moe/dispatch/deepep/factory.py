@@ -1,0 +1,157 @@
+"""Opens DeepEP on all ranks of a model, or on none, and makes the dispatchers of its layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from moeserve.distributed.group import GroupCoordinator
+from moeserve.errors import SettingsError
+from moeserve.expert_placement.placement import Placement
+from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape
+from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
+from moeserve.moe.dispatch.deepep.elastic import ElasticCommunicator
+from moeserve.moe.dispatch.deepep.legacy import LegacyCommunicator
+from moeserve.moe.dispatch.deepep.support import REQUIRED, Api, import_deepep, offered_api, why_unsupported
+
+logger = logging.getLogger(__name__)
+
+OTHERS_REFUSE = "another rank cannot use it; see its log"
+
+
+@dataclass(frozen=True)
+class DeepEPDispatchers:
+    """See `DispatcherFactory`. One buffer serves all layers."""
+
+    communicator: DeepEPCommunicator
+    group: GroupCoordinator
+    device: torch.device
+
+    def make(self, placement: Placement) -> DeepEPDispatcher:
+        return DeepEPDispatcher(self.group, placement, self.device, communicator=self.communicator)
+
+    def prepare(self, tokens_per_rank: Sequence[int]) -> None:
+        self.communicator.prepare(tokens_per_rank)
+
+    def close(self) -> None:
+        self.communicator.close()
+
+
+def open_deepep(
+    shape: DeepEPShape, group: GroupCoordinator, device: torch.device, *, is_required: bool, is_deterministic: bool
+) -> DeepEPDispatchers | None:
+    """Return the factory; None if another dispatcher must carry the tokens. Collective: all ep ranks.
+
+    Args:
+        is_required: the user chose DeepEP by name, so there is no fallback.
+        is_deterministic: see `ElasticCommunicator`.
+
+    Raises:
+        SettingsError: DeepEP is required and cannot be used.
+    """
+    deep_ep = choose_package(shape, group, device, is_required=is_required)
+    if deep_ep is None:
+        return None
+    communicator = open_communicator(
+        deep_ep,
+        shape,
+        group.make_torch_group(),
+        group,
+        device,
+        is_required=is_required,
+        is_deterministic=is_deterministic,
+    )
+    return None if communicator is None else DeepEPDispatchers(communicator, group, device)
+
+
+def choose_package(
+    shape: DeepEPShape,
+    group: GroupCoordinator,
+    device: torch.device,
+    *,
+    is_required: bool,
+    deep_ep: ModuleType | None = None,
+) -> ModuleType | None:
+    """Return the package if all ranks can use it through the same API; otherwise log the reason and return None.
+
+    Collective: all ep ranks.
+
+    Args:
+        is_required: see `open_deepep`.
+        deep_ep: the package; None: import it.
+
+    Raises:
+        SettingsError: it is required and cannot be used.
+    """
+    reason = why_unsupported(shape, device, group.node_of_rank, deep_ep)
+    package, api_number = None, 0
+    if reason is None:
+        package = deep_ep or import_deepep()
+        api_number = 1 + [*REQUIRED].index(_api(package))
+    lowest, highest = group.all_reduce_minimum(api_number), -group.all_reduce_minimum(-api_number)
+    if lowest == highest and package is not None:
+        return package
+    _report_unused(
+        group,
+        reason or ("packages on other ranks offer another API" if lowest else OTHERS_REFUSE),
+        is_required=is_required,
+    )
+    return None
+
+
+def open_communicator(
+    deep_ep: ModuleType,
+    shape: DeepEPShape,
+    process_group: Any,
+    group: GroupCoordinator,
+    device: torch.device,
+    *,
+    is_required: bool,
+    is_deterministic: bool = True,
+) -> DeepEPCommunicator | None:
+    """Open the buffer for all layers, on all ranks or on none, before any graph is captured.
+
+    DeepEP's constructor looks for the connections between GPUs and hosts and raises any error where one is missing. If
+    only some ranks fail, the others may wait inside it until its own timeout or NCCL's. Collective: all ep ranks.
+
+    Args:
+        deep_ep: the result of `choose_package`.
+        process_group: the torch.distributed group of `group`'s ranks in their order, with NCCL.
+        is_required: see `open_deepep`.
+        is_deterministic: see `ElasticCommunicator`; ignored among ranks of several hosts.
+
+    Raises:
+        SettingsError: it is required and cannot be opened.
+    """
+    communicator: DeepEPCommunicator | None = None
+    reason = OTHERS_REFUSE
+    try:
+        if _api(deep_ep) == "elastic":
+            is_deterministic = is_deterministic and len(set(group.node_of_rank)) == 1
+            communicator = ElasticCommunicator(deep_ep, shape, process_group, device, is_deterministic=is_deterministic)
+        else:
+            communicator = LegacyCommunicator(deep_ep, shape, process_group, group.rank_in_group, device)
+    except Exception as error:
+        reason = f"its buffer cannot be opened: {type(error).__name__}: {' '.join(str(error).split())}"
+    if group.all_reduce_minimum(int(communicator is not None)):
+        return communicator
+    # A buffer that this rank opened is not closed here, because closing takes all ranks.
+    _report_unused(group, reason, is_required=is_required)
+    return None
+
+
+def _report_unused(group: GroupCoordinator, reason: str, *, is_required: bool) -> None:
+    if is_required:
+        raise SettingsError(f"dispatcher='deepep' cannot be used: {reason}. Use 'all_to_all' or 'auto'")
+    logger.info("rank %d: DeepEP is not used: %s. Using all_to_all", group.rank, reason)
+
+
+def _api(deep_ep: ModuleType) -> Api:
+    api = offered_api(deep_ep)
+    assert api is not None, "the package is supported"
+    return api

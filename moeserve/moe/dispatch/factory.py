@@ -1,0 +1,100 @@
+"""Factories of dispatchers: one is opened for a rank, makes one dispatcher per layer, and is closed at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from moeserve.config.settings import EngineConfig
+from moeserve.distributed.group import GroupCoordinator
+from moeserve.expert_placement.placement import Placement
+from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
+from moeserve.moe.dispatch.allgather import AllGatherDispatcher
+from moeserve.moe.dispatch.base import Dispatcher
+from moeserve.moe.dispatch.deepep.communicator import DeepEPShape
+from moeserve.moe.dispatch.deepep.factory import open_deepep
+from moeserve.moe.dispatch.local import LocalDispatcher
+
+
+class DispatcherFactory(Protocol):
+    """Makes the dispatchers of one rank, and owns what they share."""
+
+    @property
+    def group(self) -> GroupCoordinator:
+        """The ep group."""
+        ...
+
+    def make(self, placement: Placement) -> Dispatcher[Any]:
+        """Return the dispatcher of a layer with this placement."""
+        ...
+
+    def prepare(self, tokens_per_rank: Sequence[int]) -> None:
+        """Prepare shared buffers before a captured step is replayed. Collective: all ep ranks."""
+        ...
+
+    def close(self) -> None:
+        """Release shared buffers. Collective: all ep ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchDispatchers:
+    """Dispatchers on the group's own collectives. They share nothing."""
+
+    name: Literal["local", "allgather", "all_to_all"]
+    group: GroupCoordinator
+    device: torch.device
+
+    def make(self, placement: Placement) -> Dispatcher[Any]:
+        match self.name:
+            case "local":
+                return LocalDispatcher(placement, self.device)
+            case "allgather":
+                return AllGatherDispatcher(self.group, placement, self.device)
+            case "all_to_all":
+                return AllToAllDispatcher(self.group, placement, self.device)
+
+    def prepare(self, tokens_per_rank: Sequence[int]) -> None:
+        """Return at once: any step may follow any other."""
+
+    def close(self) -> None:
+        """Return at once: nothing is shared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchShape:
+    """The tensors that all layers of a model send; the same on all ranks."""
+
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype  # of the hidden states
+    num_slots: tuple[int, ...]  # physical experts of each rank
+    max_tokens_per_rank: int  # most tokens that a rank brings to a step
+
+
+def open_dispatchers(
+    config: EngineConfig, shape: DispatchShape, group: GroupCoordinator, device: torch.device
+) -> DispatcherFactory:
+    """Open the dispatchers that the config chooses. Collective: all ep ranks.
+
+    Where the choice was left open, `all_to_all` replaces a library that cannot be used, and the log says why.
+
+    Raises:
+        SettingsError: the config requires a library that cannot be used.
+    """
+    if config.dispatcher != "deepep":
+        return TorchDispatchers(config.dispatcher, group, device)
+    deepep_shape = DeepEPShape(
+        **asdict(shape), low_latency_tokens=config.deepep_low_latency_tokens, is_float8=config.deepep_float8
+    )
+    opened = open_deepep(
+        deepep_shape,
+        group,
+        device,
+        is_required=not config.dispatcher_may_change,
+        is_deterministic=config.enforce_eager,  # graphs cannot hold the sort that makes results repeatable
+    )
+    return opened or TorchDispatchers("all_to_all", group, device)
