@@ -30,6 +30,7 @@ from moeserve.models.registry import read_facts
 from moeserve.protocol import Chunk, StepPlan
 from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.step_replay import EagerSteps, StepContext
 
 # L positions, V vocabulary
 
@@ -111,10 +112,14 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
     config = resolve(Settings.from_options(dict(settings)), facts, has_cuda=False, num_cores=usable_cores())
     loaded = load_model(config, single(), show_progress=False).model
     num_blocks = -(-max(map(len, texts)) // BLOCK_SIZE)
-    runner = ModelRunner(loaded, loaded.make_caches(num_blocks, BLOCK_SIZE), single().mesh, BLOCK_SIZE, "cpu")
+    replay = EagerSteps(loaded, loaded.make_caches(num_blocks, BLOCK_SIZE))
+    context = StepContext(
+        mesh=single().mesh, tp_rank=0, block_size=BLOCK_SIZE, max_blocks=num_blocks, device=torch.device("cpu")
+    )
+    runner = ModelRunner(loaded, context, replay)
     for text in texts:
         plan = StepPlan(step=0, chunks=[Chunk(token_ids=text, start=0, block_ids=list(range(num_blocks)), sample=None)])
-        hidden_LD = loaded(runner.build_inputs(plan, (len(text),)), runner.caches)
+        hidden_LD = replay(runner.build_inputs(plan, (len(text),)))
         yield loaded.logits(hidden_LD).float().log_softmax(-1)
 
 

@@ -1,10 +1,10 @@
-"""Decode steps on a GPU as one launch each: what a step asks of the GPU is recorded once, and asked for again at once.
+"""CUDA graphs: the kernels of a decode step, captured once and launched together.
 
-Graphs exist for some numbers of tokens. A decode step is padded to the next of them, on all replicas to the same, since
-what goes between ranks is part of a graph; the lockstep agreement decides which, before the step. All graphs work in
-one pool of memory, the largest first, which the others then fit into. Other steps run layer by layer.
+Graphs exist for some numbers of tokens. All replicas pad a decode step to the same one of them, because the exchange
+between ranks is part of a graph; the lockstep agreement determines which. All graphs share one memory pool, and the
+largest is captured first so that the others fit into it. Other steps run layer by layer.
 
-Padding has no key and no value, is sent to no expert, and nobody reads what becomes of it.
+Padding rows have no key and no value and are sent to no expert. Their results are not read.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.kv_cache import free_gpu_memory
+from moeserve.worker.step_replay import StepContext
 
 SMALL_SIZES = (1, 2, 4, 8)
 STEP, LARGE_STEP = 8, 32  # between sizes: up to LARGE_FROM, and beyond
 LARGE_FROM = 128
-MAX_SIZE = 512  # tokens; in larger steps the GPU has enough to do while it is told what comes next
-WARM_UPS = 2  # runs in the stream of a recording before it, in which libraries set up what they need there
+MAX_SIZE = 512  # tokens; a larger step keeps the GPU busy while the host launches it
+WARM_UPS = 2  # runs in the capturing stream before a capture, in which libraries initialise
 
 
 class Capture(Protocol):
-    """Records what a function asks of a GPU. Recordings of one `Capture` share memory: only one plays at a time."""
+    """Captures what a function launches. Captures of one object share memory: only one replays at a time."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What does it again, and where its result then lies."""
+        """Return a function that replays the launches, and the tensor that then holds the result."""
         ...
 
 
 class TorchCapture:
-    """By torch's CUDA graphs."""
+    """Captures with `torch.cuda.CUDAGraph`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """
         Args:
-            stream: in which all of them are recorded, and no graph that is given up earlier. torch keeps memory for
-                cuBLAS by the stream, which graphs go on using, and frees it when one recorded there is given up.
+            stream: used for all captures of this rank. torch keeps cuBLAS workspaces per stream and frees them when a
+                graph captured there is dropped, while other graphs still use them.
         """
         self._stream = stream
         self._pool: Any = None
@@ -65,12 +66,12 @@ class TorchCapture:
 
 
 def graph_sizes(max_num_seqs: int, mesh: Mesh, is_capturable: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
-    """Numbers of tokens for which there are graphs, ascending: enough that little of a step is padding.
+    """Return the numbers of tokens to capture, ascending: dense enough that little of a step is padding.
 
-    All tp ranks have equally many of them, as NCCL takes them at once.
+    Each is a multiple of tp, because the tp ranks exchange equal shares.
 
     Args:
-        is_capturable: whether a graph is to hold a step, by the tokens of each ep rank. Others run layer by layer.
+        is_capturable: decides by the tokens of each ep rank. Steps of other sizes run layer by layer.
     """
     largest = min(max_num_seqs, MAX_SIZE)
     sizes = [*SMALL_SIZES, *range(2 * STEP, LARGE_FROM, STEP), *range(LARGE_FROM, largest + LARGE_STEP, LARGE_STEP)]
@@ -78,98 +79,85 @@ def graph_sizes(max_num_seqs: int, mesh: Mesh, is_capturable: Callable[[Sequence
     return tuple(share * mesh.tp for share in shares if is_capturable((share,) * mesh.world_size))
 
 
-def memory_of_graphs(record: Callable[[Sequence[int]], object], sizes: Sequence[int]) -> int:
-    """Bytes of the GPU that graphs of these sizes will take: what the largest takes, and for each other one as much
-    more as the smallest does. Three recordings, which are let go again. Collective: all ranks.
+def memory_of_graphs(capture_sizes: Callable[[Sequence[int]], object], sizes: Sequence[int]) -> int:
+    """Estimate the GPU memory, in bytes, that graphs of these sizes take. Collective: all ranks.
+
+    The estimate is the memory of the largest graph, plus that of the smallest for each further one. It takes three
+    trial captures, which are dropped again.
 
     Args:
-        record: makes graphs of some sizes, ascending, which live as long as what it returns.
+        capture_sizes: captures graphs of some sizes, ascending, which live as long as its result.
     """
 
-    def taken(some: Sequence[int]) -> int:
+    def measure(some: Sequence[int]) -> int:
         before = free_gpu_memory()
-        graphs = record(some)
+        graphs = capture_sizes(some)
         bytes_taken = before - free_gpu_memory()
         del graphs
         return max(0, bytes_taken)
 
     if not sizes:
         return 0
-    taken(sizes[-1:])  # also what stays and is not taken again: kernels' code, libraries' memory, connections
-    alone = taken(sizes[-1:])
+    measure(sizes[-1:])  # also allocates what stays: kernels' code, libraries' memory, connections
+    largest = measure(sizes[-1:])
     if len(sizes) == 1:
-        return alone
-    return alone + max(0, taken([sizes[0], sizes[-1]]) - alone) * (len(sizes) - 1)
+        return largest
+    return largest + max(0, measure([sizes[0], sizes[-1]]) - largest) * (len(sizes) - 1)
 
 
 class CudaGraphs:
-    """Runs a GPU rank's part of a model; decode steps from graphs. All ranks make theirs together."""
+    """Runs a GPU rank's steps. All graphs are captured in the constructor, by all ranks together."""
 
     def __init__(
-        self,
-        model: Decoder,
-        caches: list[Any],
-        mesh: Mesh,
-        tp_rank: int,
-        max_blocks: int,
-        sizes: Sequence[int],
-        capture: Capture,
+        self, model: Decoder, caches: list[Any], context: StepContext, sizes: Sequence[int], capture: Capture
     ) -> None:
-        """Records all graphs. Collective: all ranks, as the layers' steps are.
+        """Capture all graphs. Collective: all ranks.
 
         Args:
-            tp_rank: of this rank in its replica.
-            max_blocks: of a request, at most.
             sizes: numbers of tokens, ascending; the same on all ranks.
         """
         self.model = model
         self.caches = caches
         self.sizes = tuple(sizes)
         device = model.embedding.weight.device
-        self._inputs = _empty_inputs(max(sizes, default=0), max_blocks, device)
+        inputs = _empty_inputs(max(sizes, default=0), context.max_blocks, device)
         self._steps: dict[int, StepInputs] = {}
-        self._recorded: dict[int, tuple[Callable[[], None], Tensor]] = {}
-        self._counts: dict[int, tuple[int, ...]] = {}  # of collectives in each
+        self._captured: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        self._num_collectives: dict[int, tuple[int, ...]] = {}
         for size in reversed(sizes):
-            step = _first_rows(self._inputs, size, mesh, tp_rank)
-            self._steps[size] = step
+            step = _first_rows(inputs, size, context.mesh, context.tp_rank)
             before = model.groups.count_collectives()
-            model(step, caches)  # once as it is: connections are made as they are first used
-            self._counts[size] = tuple(
+            model(step, caches)  # run once without a graph: connections are made at their first use
+            self._num_collectives[size] = tuple(
                 after - count for after, count in zip(model.groups.count_collectives(), before, strict=True)
             )
-            self._recorded[size] = capture(functools.partial(model, step, caches))
+            self._steps[size] = step
+            self._captured[size] = capture(functools.partial(model, step, caches))
 
-    def size_for(self, agreement: Agreement) -> int | None:
-        """To how many tokens each replica pads this step; None: it runs layer by layer."""
+    def padded_size(self, agreement: Agreement) -> int | None:
         place = bisect.bisect_left(self.sizes, agreement.padded_tokens)
         if not agreement.is_decode_only or not agreement.padded_tokens or place == len(self.sizes):
             return None
         return self.sizes[place]
 
-    def __call__(self, step: StepInputs, caches: list[Any]) -> Tensor:
-        """Hidden states [T, D], as the model's own call gives them. They stay as they are until the next call.
-
-        Args:
-            step: padded to the size that `size_for` gave, or not padded.
-        """
+    def __call__(self, step: StepInputs) -> Tensor:
         if step.padding is None:
-            return self.model(step, caches)
-        assert caches is self.caches
+            hidden_TD: Tensor = self.model(step, self.caches)
+            return hidden_TD
         size = len(step.token_ids)
         own = self._steps[size]
         for name in ("token_ids", "positions", "cache_slots", "context_lens", "padding"):
             getattr(own, name).copy_(getattr(step, name), non_blocking=True)
         own.block_table[:, : step.block_table.shape[1]].copy_(step.block_table, non_blocking=True)
         self.model.dispatchers.prepare(own.tokens_per_rank)  # collective: all ep ranks
-        play, result_TD = self._recorded[size]
-        play()
-        self.model.groups.add_replayed(self._counts[size])
+        replay, result_TD = self._captured[size]
+        replay()
+        self.model.groups.add_replayed(self._num_collectives[size])
         return result_TD
 
 
 def _empty_inputs(size: int, max_blocks: int, device: torch.device) -> StepInputs:
-    """A step of nothing but padding, in memory that stays."""
+    """Return a step of padding rows, in memory that all graphs read."""
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -190,7 +178,7 @@ def _empty_inputs(size: int, max_blocks: int, device: torch.device) -> StepInput
 
 
 def _first_rows(inputs: StepInputs, size: int, mesh: Mesh, tp_rank: int) -> StepInputs:
-    """A smaller step in the same memory, as every replica brings one of this size."""
+    """Return the step of the first `size` rows of the same memory, one of that size on every replica."""
     tp_sizes = share_sizes(size, mesh.tp)
     assert inputs.padding is not None
     return dataclasses.replace(

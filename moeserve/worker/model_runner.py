@@ -1,75 +1,52 @@
-"""Turns a plan into tensors, runs the model on them, and turns what it gave into a result."""
+"""Builds the tensors of a step from its plan, runs the model, and samples tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.distributed.mesh import Mesh, share_of, share_sizes
+from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import EngineError
 from moeserve.models.decoder import Decoder
 from moeserve.protocol import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.sampler import prompt_logprobs, sample
+from moeserve.worker.step_replay import StepContext, StepReplay
 
 # Rows of prompt log-probabilities computed at once: a long prompt times a vocabulary would not fit.
 PROMPT_ROWS = 64
 
 
 class ModelRunner:
-    """One rank's part of a model, and the caches that its attention layers write to and read from."""
+    """Executes plans on one rank. The first tp rank of a replica samples."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        caches: list[Any],
-        mesh: Mesh,
-        block_size: int,
-        device: str,
-        *,
-        samples: bool = True,
-        tp_rank: int = 0,
-        forward: Callable[[StepInputs, list[Any]], Tensor] | None = None,
-    ) -> None:
-        """
-        Args:
-            samples: whether this rank chooses the tokens; one rank of a replica does.
-            tp_rank: of this rank in its replica.
-            forward: what gives a step's hidden states in the model's place; None: the model.
-        """
-        self.samples = samples
-        self.tp_rank = tp_rank
+    def __init__(self, model: Decoder, context: StepContext, replay: StepReplay) -> None:
         self.model = model
-        self.forward = forward or model
-        self.mesh = mesh
-        self.caches = caches
-        self.block_size = block_size
-        self.device = torch.device(device)
+        self.context = context
+        self.replay = replay
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, num_tokens: tuple[int, ...], padded_to: int | None = None) -> StepResult:
-        """Runs one step: every chunk's keys and values into the cache, and the tokens that were asked for.
+        """Run one step. Collective: all ranks.
 
         Args:
             num_tokens: of each replica's plan for this step, in order of dp rank.
-            padded_to: rows that all replicas pad a decode step to; None: they do not.
+            padded_to: rows to which all replicas pad a decode step; None: no padding.
 
         Raises:
-            EngineError: the model gave no numbers to choose from. Every rank has done its part of the step.
+            EngineError: the logits are not finite. This rank has then entered all collectives of the step.
         """
-        step = self.build_inputs(plan, num_tokens)
-        if padded_to is not None:
-            step = self._padded(step, padded_to)
-        hidden_TD = self.forward(step, self.caches)
-        if not self.samples:
+        step = self.build_inputs(plan, num_tokens, padded_to)
+        hidden_TD = self.replay(step)
+        if self.context.tp_rank != 0:
             self._join_logits(plan, step, hidden_TD)
             return StepResult(step=plan.step, chunks=[])
 
-        # Logits are collective: all of them are computed before anything can be wrong with one of them.
+        # Computing logits is collective, so all of them are computed before any error is raised.
         specs = [chunk.sample for chunk in plan.chunks if chunk.sample is not None]
         logits_LV = self.model.logits(step.wanted_rows(hidden_TD)) if specs else None
         failure: EngineError | None = None
@@ -85,7 +62,7 @@ class ModelRunner:
         if failure is not None:
             raise failure
         sampled = iter([] if logits_LV is None else sample(logits_LV, specs))
-        self.model.groups.raise_failure()  # the tokens are on the host, so what a GPU did for them is done
+        self.model.groups.raise_failure()  # the tokens are on the host, so the GPU has finished the step
         results = []
         for chunk, prompt in zip(plan.chunks, prompts, strict=True):
             if chunk.sample is None:
@@ -95,9 +72,9 @@ class ModelRunner:
                 results.append(ChunkResult(token_id=token.token_id, logprobs=token.logprobs, prompt_logprobs=prompt))
         return StepResult(step=plan.step, chunks=results)
 
-    def build_inputs(self, plan: StepPlan, num_tokens: tuple[int, ...]) -> StepInputs:
-        """A plan as tensors on the device. See `execute`."""
-        size = self.block_size
+    def build_inputs(self, plan: StepPlan, num_tokens: tuple[int, ...], padded_to: int | None = None) -> StepInputs:
+        """Return a plan as tensors on the device. See `execute`."""
+        size, mesh = self.context.block_size, self.context.mesh
         token_ids: list[int] = []
         positions: list[int] = []
         cache_slots: list[int] = []
@@ -120,7 +97,7 @@ class ModelRunner:
                 logits_rows.append(len(token_ids) - 1)
         max_blocks = max((len(chunk.block_ids) for chunk in plan.chunks), default=0)
         block_table = [chunk.block_ids + [0] * (max_blocks - len(chunk.block_ids)) for chunk in plan.chunks]
-        return StepInputs(
+        step = StepInputs(
             token_ids=self._tensor(token_ids, torch.int64),
             positions=self._tensor(positions, torch.int64),
             cache_slots=self._tensor(cache_slots, torch.int64),
@@ -129,17 +106,19 @@ class ModelRunner:
             block_table=self._tensor(block_table, torch.int32).view(len(spans), max_blocks),
             logits_rows=self._tensor(logits_rows, torch.int64),
             spans=tuple(spans),
-            tp_sizes=share_sizes(len(token_ids), self.mesh.tp),
-            tokens_per_rank=tuple(size for count in num_tokens for size in share_sizes(count, self.mesh.tp)),
-            own_rows=share_of(len(token_ids), self.tp_rank, self.mesh.tp),
+            tp_sizes=share_sizes(len(token_ids), mesh.tp),
+            tokens_per_rank=tuple(size for count in num_tokens for size in share_sizes(count, mesh.tp)),
+            own_rows=share_of(len(token_ids), self.context.tp_rank, mesh.tp),
         )
+        return step if padded_to is None else self._pad(step, padded_to)
 
-    def _padded(self, step: StepInputs, size: int) -> StepInputs:
-        """The same step, each of its chunks one row, with as many more at its end as are missing."""
+    def _pad(self, step: StepInputs, size: int) -> StepInputs:
+        """Return a decode step with padding rows at its end."""
         num_tokens, num_missing = len(step.token_ids), size - len(step.token_ids)
         assert len(step.spans) == num_tokens <= size, (len(step.spans), num_tokens, size)
-        tp_sizes = share_sizes(size, self.mesh.tp)
-        rows = torch.arange(size + 1, dtype=torch.int32, device=self.device)
+        mesh = self.context.mesh
+        tp_sizes = share_sizes(size, mesh.tp)
+        rows = torch.arange(size + 1, dtype=torch.int32, device=self.context.device)
         return StepInputs(
             token_ids=functional.pad(step.token_ids, (0, num_missing)),
             positions=functional.pad(step.positions, (0, num_missing)),
@@ -150,13 +129,13 @@ class ModelRunner:
             logits_rows=step.logits_rows,
             spans=step.spans + tuple(ChunkSpan(row, 1, 0) for row in range(num_tokens, size)),
             tp_sizes=tp_sizes,
-            tokens_per_rank=tp_sizes * self.mesh.dp,
+            tokens_per_rank=tp_sizes * mesh.dp,
             padding=rows[:size] >= num_tokens,
-            own_rows=share_of(size, self.tp_rank, self.mesh.tp),
+            own_rows=share_of(size, self.context.tp_rank, mesh.tp),
         )
 
     def _join_logits(self, plan: StepPlan, step: StepInputs, hidden_TD: Tensor) -> None:
-        """This rank's part of the logits that the first rank of the replica asks for, in the same order."""
+        """Compute this rank's part of the logits that the sampling rank computes, in the same order."""
         if any(chunk.sample is not None for chunk in plan.chunks):
             self.model.logits(step.wanted_rows(hidden_TD))
         for chunk, span in zip(plan.chunks, step.spans[: len(plan.chunks)], strict=True):
@@ -164,11 +143,11 @@ class ModelRunner:
                 self.model.logits(hidden_TD[span.first_row + first :][: len(targets)])
 
     def _tensor(self, numbers: list[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype).to(self.device, non_blocking=True)
+        return torch.tensor(numbers, dtype=dtype).to(self.context.device, non_blocking=True)
 
 
 def _prompt_pieces(chunk: Chunk) -> Iterator[tuple[int, list[int]]]:
-    """The prompt tokens whose log-probabilities are wanted, so many at a time, with the first row of each piece."""
+    """Yield pieces of the prompt tokens that need log-probabilities, each with its first row."""
     if chunk.num_prompt_logprobs is not None:
         for first in range(0, len(chunk.prompt_targets), PROMPT_ROWS):
             yield first, chunk.prompt_targets[first : first + PROMPT_ROWS]

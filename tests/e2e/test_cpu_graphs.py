@@ -1,4 +1,4 @@
-"""Decode steps from graphs: the bytes that the layers give, whoever comes and goes, and no graph where it would lie."""
+"""CPU graphs: decode steps replayed from them give the bytes of eager steps, and unsuitable steps are not captured."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moeserve import LLM, SamplingParams
 from moeserve.memory import Arena
 from moeserve.ops.native import native_kernels
 from moeserve.worker import cpu_graphs
-from moeserve.worker.cpu_graphs import CpuGraphs, OnlyKernels
+from moeserve.worker.cpu_graphs import CapturedStep, CpuGraphs, OnlyKernels, StepSizes
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
 
 LENGTHS = [1, 5, 16, 17, 33, 40]  # of prompts
-NUM_TOKENS = [30, 4, 18, 9, 25, 18]  # of their outputs: requests leave at different steps, so sizes come and go
+NUM_TOKENS = [30, 4, 18, 9, 25, 18]  # of their outputs: requests leave at different steps, so sizes vary
 
 
 @contextmanager
@@ -31,19 +31,25 @@ def started(reference: Reference, **options: Any) -> Iterator[LLM]:
         llm.shutdown()
 
 
-def cpu_graphs_of(llm: LLM) -> CpuGraphs:
-    forward = llm.core.executor.worker.runner.forward  # type: ignore[attr-defined]
-    assert isinstance(forward, CpuGraphs)
-    return forward
+def graphs_of(llm: LLM) -> CpuGraphs | None:
+    """Return None if the engine runs all steps eagerly."""
+    replay = llm.core.executor.worker.runner.replay  # type: ignore[attr-defined]
+    return replay if isinstance(replay, CpuGraphs) else None
+
+
+def captured(llm: LLM) -> dict[StepSizes, CapturedStep | None]:
+    graphs = graphs_of(llm)
+    assert graphs is not None
+    return graphs.captured
 
 
 def sizes_of(llm: LLM) -> set[int]:
-    """Numbers of tokens of which there are graphs."""
-    return {num_tokens for num_tokens, _ in cpu_graphs_of(llm).recorded}
+    """Return the numbers of tokens that have graphs."""
+    return {num_tokens for (num_tokens, _), step in captured(llm).items() if step is not None}
 
 
-def told(llm: LLM, prompts: list[list[int]]) -> list[Any]:
-    """What the requests were told, in two rounds: the second begins with the sizes of the first."""
+def generate_twice(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+    """Return tokens and log-probabilities of two rounds. The sizes of the first round recur in the second."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=3) for n in NUM_TOKENS]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     results = llm.generate(inputs, params) + llm.generate(inputs[::-1], params)
@@ -54,70 +60,70 @@ def told(llm: LLM, prompts: list[list[int]]) -> list[Any]:
 @pytest.mark.parametrize(
     "name", ["mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "qwen2-moe", "qwen3-moe", "gpt-oss"]
 )
-def test_cpu_graphs_give_what_the_layers_give(
-    name: str, dtype: str, reference_named: Callable[[str], Reference]
-) -> None:
+def test_replayed_steps_equal_eager_steps(name: str, dtype: str, reference_named: Callable[[str], Reference]) -> None:
     reference = reference_named(name)
     prompts = reference.prompts(*LENGTHS)
     with started(reference, dtype=dtype, enforce_eager=True) as llm:
-        assert not isinstance(llm.core.executor.worker.runner.forward, CpuGraphs)  # type: ignore[attr-defined]
-        expected = told(llm, prompts)
+        assert graphs_of(llm) is None
+        expected = generate_twice(llm, prompts)
     with started(reference, dtype=dtype) as llm:
-        assert told(llm, prompts) == expected
+        assert generate_twice(llm, prompts) == expected
         assert {1, 2, 4, 6} <= sizes_of(llm)
 
 
-def test_what_cpu_graphs_would_miss_is_not_recorded(
+def test_a_step_with_other_operations_is_not_captured(
     reference_named: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that call torch's own arithmetic, to add what shared experts give."""
+    """Here torch adds the output of the shared experts."""
     reference = reference_named("deepseek-v3")
     prompts = reference.prompts(*LENGTHS)
     monkeypatch.setattr("moeserve.moe.layer.choose_addition", lambda device: torch.add)
     with started(reference, enforce_eager=True) as llm:
-        expected = told(llm, prompts)
+        expected = generate_twice(llm, prompts)
     with started(reference) as llm:
-        assert told(llm, prompts) == expected
-        assert not cpu_graphs_of(llm).recorded
-        assert cpu_graphs_of(llm).was_refused[1, (1,)]
+        assert generate_twice(llm, prompts) == expected
+        assert sizes_of(llm) == set()
+        assert captured(llm)[1, (1,)] is None
 
 
-def test_cpu_graphs_used_least_recently_go_first(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_graph_is_evicted(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = plain.prompts(*LENGTHS)
     with started(plain) as llm:
-        expected = told(llm, prompts)
-        assert len(cpu_graphs_of(llm).recorded) > 2
+        expected = generate_twice(llm, prompts)
+        assert len(captured(llm)) > 2
     monkeypatch.setattr(cpu_graphs, "MAX_CPU_GRAPHS", 2)
     with started(plain) as llm:
-        assert told(llm, prompts) == expected
-        assert list(cpu_graphs_of(llm).recorded) == [(2, (2,)), (1, (1,))]  # the batch shrinks in the end
+        assert generate_twice(llm, prompts) == expected
+        assert list(captured(llm)) == [(2, (2,)), (1, (1,))]  # the batch shrinks in the end
 
 
-def test_cpu_graphs_work_in_memory_that_they_share(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With hardly more than one layer of the largest step needs, all sizes have graphs; with less, only small steps."""
+def test_all_graphs_share_memory(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little more than one layer of the largest step needs is enough for all sizes; with less, only small steps fit."""
     prompts = plain.prompts(*LENGTHS)
     with started(plain) as llm:
-        expected, sizes = told(llm, prompts), sizes_of(llm)
-        memory = torch.frombuffer(cpu_graphs_of(llm).memory._block, dtype=torch.uint8)
+        expected, sizes = generate_twice(llm, prompts), sizes_of(llm)
+        graphs = graphs_of(llm)
+        assert graphs is not None
+        memory = torch.frombuffer(graphs.memory._block, dtype=torch.uint8)
         used = int(memory.nonzero().max()) + 1
-        del memory
+        del memory, graphs
     for num_bytes, is_enough in ((used + 4096, True), (used // 2, False)):
         monkeypatch.setattr(cpu_graphs, "MEMORY_BYTES", num_bytes)
         with started(plain) as llm:
-            assert told(llm, prompts) == expected
+            assert generate_twice(llm, prompts) == expected
             assert 1 in sizes_of(llm)
             assert (sizes_of(llm) == sizes) == is_enough
 
 
-def test_large_steps_are_not_recorded(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_steps_are_not_captured(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_graphs, "MAX_TOKENS", 3)
     with started(plain) as llm:
-        told(llm, plain.prompts(*LENGTHS))
+        generate_twice(llm, plain.prompts(*LENGTHS))
         assert {1, 2} <= sizes_of(llm) <= {1, 2, 3}
 
 
 @pytest.mark.parametrize(
-    ("do", "is_stranger"),
+    ("do", "is_missed"),
     [
         (lambda x: x.view(6)[2:].unsqueeze(0), False),
         (lambda x: x.split([1, 2], dim=1)[1].unflatten(0, (2, 1)).transpose(0, 1), False),
@@ -142,9 +148,11 @@ def test_large_steps_are_not_recorded(plain: Reference, monkeypatch: pytest.Monk
         (lambda x: x.t().new_empty(2, 3), False),
     ],
 )
-def test_only_views_and_fresh_memory_are_no_work(do: Callable[[torch.Tensor], Any], is_stranger: bool) -> None:
+def test_a_graph_misses_all_operations_but_views_and_allocations(
+    do: Callable[[torch.Tensor], Any], is_missed: bool
+) -> None:
     with torch.inference_mode():
         x = torch.arange(6.0).view(2, 3)
-        with OnlyKernels(Arena(4096)) as watch, watch.reads:
+        with OnlyKernels(Arena(4096)) as check, check.reads:
             do(x)
-    assert bool(watch.strangers) == is_stranger, watch.strangers
+    assert bool(check.missed) == is_missed, check.missed

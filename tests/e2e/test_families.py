@@ -115,10 +115,12 @@ def logits_of(llm: LLM, token_ids: list[int], chunk: int) -> torch.Tensor:
     rows = []
     for start in range(0, len(token_ids), chunk):
         piece = token_ids[start : start + chunk]
-        blocks = list(range(-(-(start + len(piece)) // runner.block_size)))
+        blocks = list(range(-(-(start + len(piece)) // runner.context.block_size)))
         plan = StepPlan(step=0, chunks=[Chunk(token_ids=piece, start=start, block_ids=blocks)])
         with torch.inference_mode():
-            rows.append(runner.model.logits(runner.model(runner.build_inputs(plan, (plan.num_tokens,)), runner.caches)))
+            rows.append(
+                runner.model.logits(runner.model(runner.build_inputs(plan, (plan.num_tokens,)), runner.replay.caches))
+            )
     return torch.cat(rows)
 
 

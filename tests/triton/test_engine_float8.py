@@ -80,11 +80,11 @@ def _without_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 def logits_of(llm: LLM, prompts: list[list[int]]) -> list[Tensor]:
     """[T, vocab_size] of each, all in one step."""
     runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
-    assert max(map(len, prompts)) <= runner.block_size
+    assert max(map(len, prompts)) <= runner.context.block_size
     chunks = [Chunk(token_ids=prompt, start=0, block_ids=[block]) for block, prompt in enumerate(prompts)]
     plan = StepPlan(step=0, chunks=chunks)
     with torch.inference_mode():
-        hidden = runner.model(runner.build_inputs(plan, (plan.num_tokens,)), runner.caches)
+        hidden = runner.model(runner.build_inputs(plan, (plan.num_tokens,)), runner.replay.caches)
         return list(runner.model.logits(hidden).split([len(prompt) for prompt in prompts]))
 
 

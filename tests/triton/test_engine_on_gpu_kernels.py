@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import attention_stand_ins
 import pytest
@@ -24,7 +24,7 @@ from moeserve.triton_kernels import grouped_matmul
 from moeserve.triton_kernels.tuning import Config, Problem, config_by_rule
 from moeserve.worker.cuda_graphs import CudaGraphs
 from moeserve.worker.model_runner import ModelRunner
-from moeserve.worker.worker import run_all_sizes
+from moeserve.worker.profiling import run_all_sizes
 
 FAMILIES = ["mixtral-window", "deepseek-v3", "qwen2-moe", "gpt-oss"]
 MORE_FAMILIES = ["mixtral", "deepseek-v2", "qwen3-moe", "olmoe"]
@@ -168,8 +168,8 @@ class Replayed:
 def record(llm: LLM, capture: Replayed) -> None:
     worker = llm.core.executor.worker  # type: ignore[attr-defined]
     with torch.inference_mode():
-        graphs = CudaGraphs(worker.runner.model, worker.runner.caches, worker.groups.mesh, 0, 4, (2, 4), capture)
-    worker.graphs = worker.runner.forward = graphs
+        runner = worker.runner
+        runner.replay = CudaGraphs(runner.model, runner.replay.caches, runner.context, (2, 4), capture)
 
 
 @pytest.mark.parametrize("name", ["mixtral-window", "deepseek-v3", "gpt-oss"])
@@ -231,7 +231,7 @@ def test_steps_of_all_sizes_run_before_serving(
         original = gpu.weighted_sum
         monkeypatch.setattr(gpu, "weighted_sum", sum_up)
         with torch.inference_mode():
-            for cache in runner.caches:
+            for cache in cast(Any, runner.replay).caches:
                 cache.clear()
             run_all_sizes(runner, llm.core.config)
     assert sizes == {1, 2, 4, 8, 16, 24}

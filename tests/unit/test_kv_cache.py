@@ -13,7 +13,7 @@ from moeserve.config.settings import EngineConfig, Settings
 from moeserve.errors import CacheTooSmallError
 from moeserve.worker import kv_cache
 from moeserve.worker.kv_cache import count_blocks
-from moeserve.worker.worker import largest_step
+from moeserve.worker.profiling import largest_step
 
 BYTES_PER_TOKEN = 100
 

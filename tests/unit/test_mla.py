@@ -22,6 +22,7 @@ from moeserve.ops.native import native_kernels
 from moeserve.protocol import Chunk, StepPlan
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.step_replay import StepContext
 
 CPU = torch.device("cpu")
 WIDTH, BLOCK_SIZE = 24, 4
@@ -47,7 +48,9 @@ def make_step(*chunks: tuple[int, int, list[int]]) -> StepInputs:
     plan = StepPlan(
         step=0, chunks=[Chunk(token_ids=[0] * rows, start=start, block_ids=ids) for start, rows, ids in chunks]
     )
-    return ModelRunner(cast(Any, None), [], Mesh(tp=1, dp=1), BLOCK_SIZE, "cpu").build_inputs(plan, (0,))
+    context = StepContext(mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=BLOCK_SIZE, max_blocks=0, device=CPU)
+    unused = cast(Any, None)
+    return ModelRunner(unused, context, unused).build_inputs(plan, (0,))
 
 
 def rotary(config: LatentAttentionConfig) -> Rotary:

@@ -1,0 +1,85 @@
+"""Trial steps at an engine's start: they show how much memory a step takes, and compile kernels before serving."""
+
+from __future__ import annotations
+
+import functools
+
+from moeserve.config.settings import EngineConfig
+from moeserve.models.decoder import Decoder
+from moeserve.ops.dense_attention import MAX_MASK_SIZE
+from moeserve.ops.products import without_rows
+from moeserve.protocol import Chunk, SampleSpec, StepPlan
+from moeserve.sampling_params import SamplingParams
+from moeserve.worker.kv_cache import count_blocks
+from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.step_replay import EagerSteps, StepContext
+
+
+def make_probe(model: Decoder, context: StepContext) -> ModelRunner:
+    """Return a runner of a shallow copy of the model, whose KV cache has one block that all positions share."""
+    shallow = model.with_one_layer_of_each_kind()
+    caches = shallow.make_caches(1, context.block_size)
+    for cache in caches:
+        cache.clear()  # trial steps read positions that were never written
+    return ModelRunner(shallow, context, EagerSteps(shallow, caches))
+
+
+def profile_blocks(config: EngineConfig, probe: ModelRunner, bytes_per_token: int, reserved_bytes: int) -> int:
+    """Return the number of KV cache blocks this rank has room for. Collective: all ranks.
+
+    Args:
+        bytes_per_token: keys and values of one token in all layers.
+        reserved_bytes: memory that looks free and is not.
+
+    Raises:
+        CacheTooSmallError: see `count_blocks`.
+    """
+    run_largest_step = functools.partial(_run_without_experts, probe, largest_step(config))
+    return count_blocks(config, bytes_per_token, reserved_bytes, run_largest_step)
+
+
+def run_all_sizes(probe: ModelRunner, config: EngineConfig) -> None:
+    """Run steps of 1, 2, 4 ... tokens up to the largest, so that kernels compile now. Collective: all ranks.
+
+    A kernel is compiled once for each of a few ranges of row counts.
+    """
+    for doublings in range((config.max_num_batched_tokens - 1).bit_length() + 1):
+        plan = largest_step(config, 2**doublings)
+        probe.execute(plan, (plan.num_tokens,) * probe.context.mesh.dp)
+
+
+def largest_step(config: EngineConfig, max_tokens: int | None = None) -> StepPlan:
+    """Return a step that takes as much memory as any the scheduler may plan. All of its blocks are block 0.
+
+    It has the maximum number of tokens and of sampled rows. Its first chunk ends the longest context, with the fewest
+    rows that fill a piece of attention's work. On a GPU it returns log-probabilities, because the copies of the scores
+    take considerable memory there.
+
+    Args:
+        max_tokens: a lower limit on its tokens.
+    """
+    params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1 if config.device == "cuda" else None)
+    chunks: list[Chunk] = []
+    num_left = min(max_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
+    num_chunks = min(config.max_num_seqs, num_left)
+    for index in range(num_chunks):
+        length = min(config.max_model_len, num_left - (num_chunks - index - 1))
+        if index == 0:
+            length = min(length, max(1, MAX_MASK_SIZE // config.max_model_len))
+        num_left -= length
+        context_len = config.max_model_len if index == 0 else length
+        chunks.append(
+            Chunk(
+                token_ids=[0] * length,
+                start=context_len - length,
+                block_ids=[0] * -(-context_len // config.block_size),
+                sample=SampleSpec(params=params, seed=0, position=0),
+            )
+        )
+    return StepPlan(step=0, chunks=chunks)
+
+
+def _run_without_experts(probe: ModelRunner, plan: StepPlan) -> None:
+    """Run a step without the experts' products, which would be most of an engine's start."""
+    with without_rows():
+        probe.execute(plan, (plan.num_tokens,) * probe.context.mesh.dp)

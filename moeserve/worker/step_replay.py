@@ -1,0 +1,65 @@
+"""How a rank runs its steps: the model layer by layer, or decode steps replayed from captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moeserve.distributed.mesh import Mesh
+from moeserve.models.decoder import Decoder
+from moeserve.scheduling.lockstep import Agreement
+from moeserve.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """The constants of a rank's steps."""
+
+    mesh: Mesh
+    tp_rank: int  # of this rank in its replica
+    block_size: int  # tokens
+    max_blocks: int  # of one request
+    device: torch.device
+
+
+class StepReplay(Protocol):
+    """Runs steps on one rank, replaying a captured graph where one fits."""
+
+    def padded_size(self, agreement: Agreement) -> int | None:
+        """Return the number of rows to which all replicas pad this step, or None for no padding."""
+        ...
+
+    def __call__(self, step: StepInputs) -> Tensor:
+        """Return the hidden states [T, D] of a step, valid until the next call. Collective: all ranks.
+
+        Args:
+            step: padded to `padded_size`, if that was not None.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class EagerSteps:
+    """Runs every step layer by layer."""
+
+    model: Decoder
+    caches: list[Any]
+
+    def padded_size(self, agreement: Agreement) -> int | None:
+        return None
+
+    def __call__(self, step: StepInputs) -> Tensor:
+        hidden_TD: Tensor = self.model(step, self.caches)
+        return hidden_TD
+
+
+@dataclass(frozen=True)
+class ReplayFactory:
+    """Makes the `StepReplay` of a rank, once its KV cache exists."""
+
+    reserved_bytes: Callable[[], int]  # memory to keep free beside the KV cache. Collective: all ranks
+    make: Callable[[list[Any]], StepReplay]  # takes the caches. Collective: all ranks
