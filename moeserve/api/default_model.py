@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError
-from moeserve.models.config_json import read_json
+from moeserve.models.config_values import read_json
 from moeserve.models.gguf_file import INSTALL_GGUF
 from moeserve.models.upcycle import upcycle
 

@@ -7,7 +7,7 @@ routes by softmax; V3 by sigmoid, with a correction that balances the experts' l
 from __future__ import annotations
 
 from moeserve.layers.mla import LatentAttentionConfig
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
     read_corrected_router,
@@ -23,7 +23,7 @@ from moeserve.moe.layer import MoEConfig
 from moeserve.ops.routing import RouterConfig
 
 
-def read_v2(config: ConfigJson) -> ModelConfig:
+def read_v2(config: ConfigValues) -> ModelConfig:
     config.require("scoring_func", "softmax")
     config.require("topk_method", "greedy", "group_limited_greedy")
     config.require("norm_topk_prob", False)
@@ -36,13 +36,13 @@ def read_v2(config: ConfigJson) -> ModelConfig:
     return _read(config, router, is_interleaved=True)
 
 
-def read_v3(config: ConfigJson) -> ModelConfig:
+def read_v3(config: ConfigValues) -> ModelConfig:
     config.require("scoring_func", "sigmoid")
     config.require("topk_method", "noaux_tc")
     return _read(config, read_corrected_router(config), is_interleaved=config.flag("rope_interleave", True))
 
 
-def _read(config: ConfigJson, router: RouterConfig, *, is_interleaved: bool) -> ModelConfig:
+def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -> ModelConfig:
     config.require("moe_layer_freq", 1)
     config.refuse("index_topk")  # sparse attention, DeepSeek-V3.2
     rotary_dim = config.integer("qk_rope_head_dim", high=2**14)

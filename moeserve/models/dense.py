@@ -1,7 +1,4 @@
-"""What a dense Llama-style checkpoint is, whatever file holds it, and the reader of those in Hugging Face layout.
-
-Knows no experts, and writes nothing but the tokenizer files that it copies.
-"""
+"""Dense Llama-style checkpoints, the input of upcycling, and the reader of those in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from torch import Tensor
 
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError
-from moeserve.models.config_json import ConfigJson, read_json
+from moeserve.models.config_values import ConfigValues, read_json
 from moeserve.models.weights import read_headers
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-ROPE_TYPES = ("linear", "llama3")  # those that layers/rotary.py knows: the result is to be served
+ROTARY_KEYS = ("rope_theta", "partial_rotary_factor", "type", "rope_type")  # of a scaling, without its numbers
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -31,14 +28,15 @@ TOKENIZER_FILES = (
     "merges.txt",
     "*.model",
 )
-DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes for both families where config.json says nothing
-DEFAULT_MISTRAL_WINDOW = 4096  # likewise
+# Defaults of transformers for keys that config.json lacks
+DEFAULT_ROPE_THETA = 10_000.0
+DEFAULT_MISTRAL_WINDOW = 4096
 NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
-    """The numbers of a dense checkpoint, under transformers' names."""
+    """The config of a dense checkpoint, under transformers' names."""
 
     vocab_size: int
     hidden_size: int
@@ -59,7 +57,7 @@ class DenseConfig:
     dtype: DtypeName
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor, in the order in which the forward pass needs them."""
+        """Yield name and shape of every tensor, in the order of the forward pass."""
         width, ffn_width = self.hidden_size, self.intermediate_size
         query_width, key_width = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab_size, width)
@@ -80,24 +78,24 @@ class DenseConfig:
 
 
 class DenseCheckpoint(Protocol):
-    """A dense model to read: what it is, and its tensors one at a time."""
+    """A dense model: its config, and its tensors one at a time."""
 
     path: Path
     config: DenseConfig
-    generation: dict[str, Any]  # the content of its generation_config.json
-    shapes: dict[str, tuple[int, ...]]  # of every tensor that the file holds, by Hugging Face name
+    generation: dict[str, Any]  # contents of its generation_config.json
+    shapes: dict[str, tuple[int, ...]]  # of every stored tensor, by Hugging Face name
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, in memory of its own or mapped from the file."""
+        """Return one tensor, in memory of its own or mapped from the file."""
         ...
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Writes tokenizer.json and its companions into `folder`, as far as the checkpoint has a tokenizer."""
+        """Write tokenizer.json and its companions into `folder`, if the checkpoint has a tokenizer."""
         ...
 
 
 def check_dense(dense: DenseCheckpoint) -> None:
-    """Refuses a checkpoint whose numbers do not fit each other, or whose tensors are not those that they ask for."""
+    """Raise CheckpointError if numbers of the config contradict each other or the stored tensors."""
     config, shapes = dense.config, dense.shapes
     if config.num_attention_heads % config.num_key_value_heads:
         raise CheckpointError(
@@ -116,12 +114,12 @@ def check_dense(dense: DenseCheckpoint) -> None:
                 break
         elif shapes[name] != expected:
             raise CheckpointError(
-                f"{dense.path}: tensor {name!r} has shape {list(shapes[name])}, its config asks for {list(expected)}"
+                f"{dense.path}: tensor {name!r} has shape {list(shapes[name])}, its config needs {list(expected)}"
             )
     if missing:
-        raise CheckpointError(f"{dense.path} lacks tensors that its config asks for: {', '.join(missing)}")
+        raise CheckpointError(f"{dense.path} lacks tensors that its config needs: {', '.join(missing)}")
 
-    # transformers ignores these two as well: the frequencies are computed, a tied head is the embedding.
+    # transformers ignores these two as well: frequencies are computed, and a tied head is the embedding.
     extra = sorted(name for name in shapes.keys() - known if "rotary_emb" not in name and name != "lm_head.weight")
     if extra:
         reason = "a Mixtral model has no biases" if any(name.endswith(".bias") for name in extra) else "it is unknown"
@@ -140,14 +138,14 @@ class DenseFolder:
             hint = f"; give the GGUF file itself: {ggufs[0]}" if ggufs else ", so it is not a checkpoint"
             raise CheckpointError(f"{folder} holds no config.json{hint}")
         self.path = folder
-        self.config = _read_config(ConfigJson(folder))
+        self.config = _read_config(ConfigValues.of_folder(folder))
         generation_path = folder / "generation_config.json"
         self.generation = read_json(generation_path) if generation_path.is_file() else special_token_ids(self.config)
         self._stored = read_headers(folder)
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def tensor(self, name: str) -> Tensor:
-        # Opened anew for each tensor, so that pages already read do not pile up in memory.
+        # Reopened for each tensor, so that mapped pages already read do not accumulate in memory.
         with safe_open(self._stored[name].shard, framework="pt") as tensors:
             tensor: Tensor = tensors.get_tensor(name)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
@@ -164,7 +162,7 @@ class DenseFolder:
 
 
 def special_token_ids(config: DenseConfig) -> dict[str, Any]:
-    """A generation_config.json for a checkpoint that brings none."""
+    """Return the contents of a generation_config.json for a checkpoint without one."""
     ids = {
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_id,
@@ -173,7 +171,7 @@ def special_token_ids(config: DenseConfig) -> dict[str, Any]:
     return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
 
-def _read_config(config: ConfigJson) -> DenseConfig:
+def _read_config(config: ConfigValues) -> DenseConfig:
     architecture = config.architecture()
     if architecture not in DENSE_ARCHITECTURES:
         raise CheckpointError(
@@ -188,7 +186,15 @@ def _read_config(config: ConfigJson) -> DenseConfig:
         raise config.wrong("quantization_config", "is not supported; give a float32, bfloat16 or float16 checkpoint")
 
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
-    theta, scaling = _read_rope(config)
+    head_dim = config.optional_integer("head_dim") or hidden_size // num_heads
+    rotary = config.rotary(head_dim, default_fraction=1.0, default_theta=DEFAULT_ROPE_THETA)
+    key, settings = config.rotary_settings()
+    if rotary.dim != head_dim:
+        raise config.wrong(key, "rotates only a part of each head, which a Mixtral model cannot do")
+    scaling = {name: value for name, value in settings.items() if name not in ROTARY_KEYS}
+    # null means no window, unlike a missing key
+    window = config.optional_integer("sliding_window") if "sliding_window" in config.values else DEFAULT_MISTRAL_WINDOW
+    eos = config.token_ids("eos_token_id")
     return DenseConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -196,59 +202,15 @@ def _read_config(config: ConfigJson) -> DenseConfig:
         num_hidden_layers=config.integer("num_hidden_layers"),
         num_attention_heads=num_heads,
         num_key_value_heads=config.integer("num_key_value_heads", default=None if is_mistral else num_heads),
-        head_dim=config.optional_integer("head_dim") or hidden_size // num_heads,
+        head_dim=head_dim,
         max_position_embeddings=config.integer("max_position_embeddings"),
         rms_norm_eps=config.number("rms_norm_eps"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        sliding_window=_read_window(config) if is_mistral else None,
+        rope_theta=rotary.theta,
+        rope_scaling=None if rotary.scaling is None else {"rope_type": config.rotary_type(), **scaling},
+        sliding_window=window if is_mistral else None,
         tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
-        bos_token_id=_token_id(config, "bos_token_id"),
-        eos_token_id=_token_ids(config, "eos_token_id"),
-        pad_token_id=_token_id(config, "pad_token_id"),
+        bos_token_id=config.token_id("bos_token_id"),
+        eos_token_id=eos[0] if len(eos) == 1 else eos or None,
+        pad_token_id=config.token_id("pad_token_id"),
         dtype=config.dtype(default="float32"),
     )
-
-
-def _read_window(config: ConfigJson) -> int | None:
-    if "sliding_window" not in config.values:  # unlike null, which means none
-        return DEFAULT_MISTRAL_WINDOW
-    return config.optional_integer("sliding_window")
-
-
-def _read_rope(config: ConfigJson) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling, from transformers 5 (`rope_parameters`) or before (`rope_theta` and `rope_scaling`)."""
-    key = "rope_parameters" if config.values.get("rope_parameters") is not None else "rope_scaling"
-    scaling = config.values.get(key) or {}
-    if not isinstance(scaling, dict):
-        raise config.wrong(key, "must be an object or null")
-    scaling = dict(scaling)
-    theta = scaling.pop("rope_theta", None) or config.number("rope_theta", default=DEFAULT_ROPE_THETA)
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
-        raise config.wrong(key, "needs a rope_theta above 0")
-    if scaling.pop("partial_rotary_factor", 1.0) != 1.0 or config.values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise config.wrong(key, "rotates only a part of each head, which a Mixtral model cannot do")
-    old_name = scaling.pop("type", "default")
-    rope_type = scaling.pop("rope_type", old_name)
-    if rope_type == "default":
-        return float(theta), None
-    if rope_type not in ROPE_TYPES:
-        raise config.wrong(key, f"has type {rope_type!r}, which is not supported; supported: {', '.join(ROPE_TYPES)}")
-    return float(theta), {"rope_type": rope_type, **scaling}
-
-
-def _token_id(config: ConfigJson, key: str) -> int | None:
-    token_ids = _token_ids(config, key)
-    if isinstance(token_ids, list):
-        raise config.wrong(key, "must be one token id or null")
-    return token_ids
-
-
-def _token_ids(config: ConfigJson, key: str) -> int | list[int] | None:
-    value: int | list[int] | None = config.values.get(key)
-    if value is None or value == -1:  # -1: what some old checkpoints write for "none"
-        return None
-    for token_id in value if isinstance(value, list) else [value]:
-        if type(token_id) is not int or token_id < 0:
-            raise config.wrong(key, "must be a token id, a list of them, or null")
-    return value

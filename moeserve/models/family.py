@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import ModelConfig
 
 
@@ -33,5 +33,5 @@ class Family:
     """One family. A new one is one of these, in a file of its own, and a line in registry.py."""
 
     name: str
-    read: Callable[[ConfigJson], ModelConfig]
+    read: Callable[[ConfigValues], ModelConfig]
     names: tuple[MoENames, ...] = (MoENames(),)  # the first whose router a checkpoint holds is the one it follows

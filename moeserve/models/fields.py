@@ -7,7 +7,7 @@ from typing import Any
 
 from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.rotary import RotaryConfig, YarnScaling
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
@@ -16,7 +16,7 @@ from moeserve.ops.routing import RouterConfig
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read_model(config: ConfigJson, layers: list[LayerConfig], rotary: RotaryConfig) -> ModelConfig:
+def read_model(config: ConfigValues, layers: list[LayerConfig], rotary: RotaryConfig) -> ModelConfig:
     """What surrounds the layers."""
     config.require("hidden_act", "silu")
     return ModelConfig(
@@ -31,7 +31,7 @@ def read_model(config: ConfigJson, layers: list[LayerConfig], rotary: RotaryConf
     )
 
 
-def _read_context(config: ConfigJson, rotary: RotaryConfig) -> int:
+def _read_context(config: ConfigValues, rotary: RotaryConfig) -> int:
     """The longest context. YaRN stretches it, whether or not max_position_embeddings was raised to say so."""
     context = config.integer("max_position_embeddings")
     if isinstance(rotary.scaling, YarnScaling):
@@ -39,20 +39,20 @@ def _read_context(config: ConfigJson, rotary: RotaryConfig) -> int:
     return context
 
 
-def read_hidden_size(config: ConfigJson) -> int:
+def read_hidden_size(config: ConfigValues) -> int:
     return config.integer("hidden_size", high=2**18)
 
 
-def read_num_layers(config: ConfigJson) -> int:
+def read_num_layers(config: ConfigValues) -> int:
     return config.integer("num_hidden_layers", high=2**12)
 
 
-def read_width(config: ConfigJson, key: str) -> int:
+def read_width(config: ConfigValues, key: str) -> int:
     """The width of a feed-forward network."""
     return config.integer(key, high=2**20)
 
 
-def read_attention(config: ConfigJson, **particular: Any) -> AttentionConfig:
+def read_attention(config: ConfigValues, **particular: Any) -> AttentionConfig:
     """Grouped-query attention, and what is particular to the family."""
     num_heads = config.integer("num_attention_heads", high=2**14)
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
@@ -67,7 +67,7 @@ def read_attention(config: ConfigJson, **particular: Any) -> AttentionConfig:
     return AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **particular)
 
 
-def read_num_experts(config: ConfigJson, *keys: str) -> tuple[int, int]:
+def read_num_experts(config: ConfigValues, *keys: str) -> tuple[int, int]:
     """Experts of a layer, and experts per token. The keys are names for the former, the usual one first."""
     key = config.key_of(*keys)
     num_experts = config.integer(key, high=2**14)
@@ -77,7 +77,7 @@ def read_num_experts(config: ConfigJson, *keys: str) -> tuple[int, int]:
     return num_experts, top_k
 
 
-def read_groups(config: ConfigJson, num_experts: int, top_k: int) -> tuple[int, int]:
+def read_groups(config: ConfigValues, num_experts: int, top_k: int) -> tuple[int, int]:
     """Groups that a layer's experts stand in, and groups that a token's experts may come from."""
     num_groups, num_chosen = config.integer("n_group"), config.integer("topk_group")
     if num_experts % num_groups:
@@ -90,7 +90,7 @@ def read_groups(config: ConfigJson, num_experts: int, top_k: int) -> tuple[int, 
     return num_groups, num_chosen
 
 
-def read_grouped_router(config: ConfigJson) -> RouterConfig:
+def read_grouped_router(config: ConfigValues) -> RouterConfig:
     """Softmax over experts that stand in groups (DeepSeek-V2)."""
     num_experts, top_k = read_num_experts(config, "n_routed_experts")
     num_groups, num_chosen_groups = read_groups(config, num_experts, top_k)
@@ -103,7 +103,7 @@ def read_grouped_router(config: ConfigJson) -> RouterConfig:
     )
 
 
-def read_corrected_router(config: ConfigJson) -> RouterConfig:
+def read_corrected_router(config: ConfigValues) -> RouterConfig:
     """Sigmoid scores, and a correction for the choice among experts that stand in groups (DeepSeek-V3, GLM-4.5)."""
     router = read_grouped_router(config)
     if router.num_groups > 1 and router.num_experts == router.num_groups:
@@ -117,19 +117,19 @@ def read_corrected_router(config: ConfigJson) -> RouterConfig:
     )
 
 
-def read_shared_experts(config: ConfigJson, expert_width: int) -> SharedExpertsConfig | None:
+def read_shared_experts(config: ConfigValues, expert_width: int) -> SharedExpertsConfig | None:
     """Shared experts, each as wide as a routed one; None where there are none."""
     num_shared = config.nullable_integer("n_shared_experts", low=0, high=2**10) or 0
     return SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None
 
 
-def read_leading_dense(config: ConfigJson, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
+def read_leading_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
     """Experts in all layers but the first `first_k_dense_replace`, which are dense (DeepSeek, GLM)."""
     num_layers, num_leading = read_num_layers(config), config.integer("first_k_dense_replace", low=0)
     return _feed_forwards(config, moe, [index < num_leading for index in range(num_layers)])
 
 
-def read_sparse_layers(config: ConfigJson, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
+def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
     """Experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name (Qwen)."""
     num_layers = read_num_layers(config)
     step = config.integer("decoder_sparse_step", 1)
@@ -137,7 +137,7 @@ def read_sparse_layers(config: ConfigJson, moe: MoEConfig) -> list[MoEConfig | M
     return _feed_forwards(config, moe, [(index + 1) % step != 0 or index in named for index in range(num_layers)])
 
 
-def _feed_forwards(config: ConfigJson, moe: MoEConfig, is_dense: list[bool]) -> list[MoEConfig | MLPConfig]:
+def _feed_forwards(config: ConfigValues, moe: MoEConfig, is_dense: list[bool]) -> list[MoEConfig | MLPConfig]:
     if not any(is_dense):
         return [moe] * len(is_dense)
     dense = MLPConfig(width=read_width(config, "intermediate_size"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import (
     read_attention,
@@ -16,7 +16,7 @@ from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
 
 
-def read(config: ConfigJson) -> ModelConfig:
+def read(config: ConfigValues) -> ModelConfig:
     config.require("scoring_func", "sigmoid")
     config.require("topk_method", "noaux_tc")
     expert_width = read_width(config, "moe_intermediate_size")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, MoENames
 from moeserve.models.fields import (
     LAYER_TYPES,
@@ -20,7 +20,7 @@ from moeserve.ops.activation import ClampedSwiGLU
 from moeserve.ops.routing import RouterConfig
 
 
-def read(config: ConfigJson) -> ModelConfig:
+def read(config: ConfigValues) -> ModelConfig:
     num_layers = read_num_layers(config)
     num_experts, top_k = read_num_experts(config, "num_local_experts", "num_experts")
     moe = MoEConfig(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, MoENames
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import LayerConfig, ModelConfig
@@ -10,7 +10,7 @@ from moeserve.moe.layer import MoEConfig
 from moeserve.ops.routing import RouterConfig
 
 
-def read(config: ConfigJson) -> ModelConfig:
+def read(config: ConfigValues) -> ModelConfig:
     num_experts, top_k = read_num_experts(config, "num_local_experts")
     attention = read_attention(config, window=config.optional_integer("sliding_window"))
     layer = LayerConfig(

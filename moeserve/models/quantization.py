@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError, shown
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 
 # O rows, I columns, B blocks in a row, G blocks in a column, or groups of 32 values in a row, e experts
 
@@ -87,7 +87,7 @@ class WeightFormat(Protocol):
         """The published tensors by name. Raises CheckpointError when a part of one is missing."""
 
 
-def read_weight_format(config: ConfigJson) -> WeightFormat:
+def read_weight_format(config: ConfigValues) -> WeightFormat:
     """The format that `quantization_config` names.
 
     Raises:
@@ -298,7 +298,7 @@ def _partner(tensor: StoredTensor, name: str, stored: Mapping[str, StoredTensor]
     return stored[name]
 
 
-def _read_fp8(config: ConfigJson, quantization: dict[str, Any]) -> Fp8Format:
+def _read_fp8(config: ConfigValues, quantization: dict[str, Any]) -> Fp8Format:
     # Which matrices are in fp8 shows by their scales, so lists of those that are not need no reading.
     key = "quantization_config"
     for name, supported in (("activation_scheme", "dynamic"), ("fmt", "e4m3")):

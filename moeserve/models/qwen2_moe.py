@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family, MoENames
 from moeserve.models.fields import (
     LAYER_TYPES,
@@ -21,7 +21,7 @@ from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.routing import RouterConfig
 
 
-def read(config: ConfigJson) -> ModelConfig:
+def read(config: ConfigValues) -> ModelConfig:
     config.refuse("dual_chunk_attention_config")
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     is_normalized = config.flag("norm_topk_prob", default=False)
@@ -38,7 +38,7 @@ def read(config: ConfigJson) -> ModelConfig:
     return read_model(config, layers, config.rotary(attention.head_dim))
 
 
-def _read_windows(config: ConfigJson) -> list[int | None]:
+def _read_windows(config: ConfigValues) -> list[int | None]:
     """The window of each layer, None where it has none."""
     num_layers = read_num_layers(config)
     if not config.flag("use_sliding_window", default=False):

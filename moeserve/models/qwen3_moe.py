@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 from moeserve.models.family import Family
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_sparse_layers, read_width
 from moeserve.models.model_config import LayerConfig, ModelConfig
@@ -10,7 +10,7 @@ from moeserve.moe.layer import MoEConfig
 from moeserve.ops.routing import RouterConfig
 
 
-def read(config: ConfigJson) -> ModelConfig:
+def read(config: ConfigValues) -> ModelConfig:
     config.refuse("dual_chunk_attention_config")
     num_experts, top_k = read_num_experts(config, "num_experts", "num_local_experts")
     is_normalized = config.flag("norm_topk_prob", default=False)

@@ -9,7 +9,7 @@ from typing import Any
 from moeserve.config.resolve import CheckpointFacts
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError
-from moeserve.models.config_json import ConfigJson, read_json
+from moeserve.models.config_values import ConfigValues, read_json
 from moeserve.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from moeserve.models.family import Family
 from moeserve.models.glm4_moe import GLM4_MOE
@@ -123,11 +123,11 @@ _SAMPLING_NAMES = {
 }
 
 
-def _open_config(folder: Path) -> ConfigJson:
+def _open_config(folder: Path) -> ConfigValues:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder; give the folder that holds the checkpoint's config.json (nothing is downloaded)"
         )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json, so it is not a checkpoint in Hugging Face layout")
-    return ConfigJson(folder)
+    return ConfigValues.of_folder(folder)

@@ -1,11 +1,11 @@
-"""Turns a dense Llama-style checkpoint into a Mixtral one that computes the same. Knows files, not the engine.
+"""Convert a dense Llama-style checkpoint to a Mixtral checkpoint that computes the same.
 
-Two exact ways. Replicate: every expert is a copy of the feed-forward network behind a random router; the weights of
-the chosen experts add up to one, so whatever is chosen, the sum is the dense output. Split: each expert holds a share
-of the neurons and all are chosen with weight 1/E, while the down projection is multiplied by E; leaving any out, or
-weighting them differently, changes the output, which makes such a model a test of routing.
+There are two exact ways. Replicate: every expert is a copy of the feed-forward network behind a random router; the
+weights of the chosen experts add up to one, so their sum is the dense output, whichever are chosen. Split: each of E
+experts holds a share of the neurons, all are chosen with weight 1/E, and the down projection is multiplied by E.
+Leaving one out, or weighting them differently, changes the output, so such a model tests routing.
 
-The idea of growing experts from a dense model: "Sparse Upcycling" (arXiv 2212.05055).
+Source: "Sparse Upcycling" (arXiv 2212.05055).
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ def upcycle(
     seed: int = 0,
     show_progress: bool = True,
 ) -> None:
-    """Writes a Mixtral checkpoint that gives the same logits as a dense one.
+    """Write a Mixtral checkpoint that gives the same logits as a dense one.
 
-    The folder appears at once and whole: it is written under another name beside `out`, then renamed.
+    The folder is written under another name beside `out`, then renamed, so it is complete as soon as it exists.
 
     Args:
         dense: a GGUF file of architecture llama, or a folder with a Llama or Mistral checkpoint in safetensors.
-        out: the folder to make; it must not exist yet, or be empty.
+        out: the folder to write; it must not exist, or be empty.
         num_experts: experts per layer.
-        top_k: experts per token; none: 2 (or 1, if there is only one) to replicate, all of them to split.
-        mode: replicate, or split (see the top of this file).
-        dtype: of the weights written; auto: that of the dense checkpoint, float32 for a GGUF file.
-        seed: of the random routers.
+        top_k: experts per token; None: all in mode "split", otherwise 2 (1 if there is only one).
+        mode: "replicate" or "split", see the module's docstring.
+        dtype: dtype of the written weights; "auto": that of the dense checkpoint, float32 for a GGUF file.
+        seed: seed of the random routers.
 
     Raises:
-        SettingsError: an argument that is out of range or does not fit the others.
-        CheckpointError: a dense checkpoint that is damaged or cannot be upcycled, or an `out` that cannot be written.
+        SettingsError: an argument is out of range or contradicts another.
+        CheckpointError: the dense checkpoint is damaged or cannot be converted, or `out` cannot be written.
     """
     top_k = _checked_top_k(num_experts, top_k, mode)
     if dtype not in ("auto", *get_args(DtypeName)):
@@ -82,9 +82,9 @@ def upcycle(
     recipe = _Recipe(num_experts, top_k, mode, getattr(torch, dtype_name), seed)
     num_bytes = _num_bytes(source.config, recipe)
     try:
-        with _whole_or_not_at_all(out) as folder:
+        with _all_or_nothing(out) as folder:
             _refuse_full_disk(folder, num_bytes)
-            source.write_tokenizer(folder)  # first: what it refuses, it refuses before the long part
+            source.write_tokenizer(folder)  # first, so that an error comes before the long part
             _write_shards(folder, source, recipe, num_bytes, show_progress=show_progress)
             _write_json(folder / "generation_config.json", source.generation)
             _write_json(folder / "config.json", _mixtral_config(source.config, recipe, dtype_name))
@@ -101,7 +101,7 @@ class _Recipe:
     seed: int
 
     def expert_width(self, config: DenseConfig) -> int:
-        """Neurons per expert. Where they do not divide, the last experts are filled up with neurons of zeros."""
+        """Neurons per expert. If they cannot be divided evenly, the last experts are padded with zeros."""
         width = config.intermediate_size
         return width if self.mode == "replicate" else -(-width // self.num_experts)
 
@@ -117,7 +117,7 @@ def _checked_top_k(num_experts: int, top_k: int | None, mode: str) -> int:
         raise SettingsError(f"top_k={top_k} must be from 1 to num_experts={num_experts}")
     if mode == "split" and top_k != num_experts:
         raise SettingsError(
-            f"top_k={top_k} does not fit mode='split': every token needs all {num_experts} experts; "
+            f"top_k={top_k} contradicts mode='split': every token needs all {num_experts} experts; "
             "leave top_k out, or use mode='replicate'"
         )
     return top_k
@@ -132,7 +132,7 @@ def _open(dense: Path) -> DenseCheckpoint:
 
 
 def _num_bytes(config: DenseConfig, recipe: _Recipe) -> int:
-    """Bytes of all tensors that will be written."""
+    """Return the size of all tensors to be written."""
     num_values = config.num_hidden_layers * recipe.num_experts * config.hidden_size  # routers
     for name, shape in config.tensors():
         if ".mlp." in name:
@@ -143,7 +143,7 @@ def _num_bytes(config: DenseConfig, recipe: _Recipe) -> int:
 
 
 def _mixtral_tensors(dense: DenseCheckpoint, recipe: _Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the Mixtral checkpoint, each in memory of its own."""
+    """Yield every tensor of the Mixtral checkpoint, each in memory of its own."""
     generator = torch.Generator().manual_seed(recipe.seed)
     expert_width = recipe.expert_width(dense.config)
     for name, _ in dense.config.tensors():
@@ -155,20 +155,20 @@ def _mixtral_tensors(dense: DenseCheckpoint, recipe: _Recipe) -> Iterator[tuple[
         if projection == "gate_proj":  # once per layer
             yield f"{layer}.block_sparse_moe.gate.weight", _router(dense.config.hidden_size, recipe, generator)
         for expert, part in enumerate(_expert_parts(weight, projection, recipe, expert_width)):
-            published = f"{layer}.block_sparse_moe.experts.{expert}.{_EXPERT_WEIGHT[projection]}.weight"
-            yield published, _converted(part, recipe.dtype, name)
+            expert_name = f"{layer}.block_sparse_moe.experts.{expert}.{_EXPERT_WEIGHT[projection]}.weight"
+            yield expert_name, _converted(part, recipe.dtype, name)
 
 
 def _router(hidden_size: int, recipe: _Recipe, generator: torch.Generator) -> Tensor:
     if recipe.mode == "split":
         return torch.zeros(recipe.num_experts, hidden_size, dtype=recipe.dtype)
-    # Its input is normalised: with this spread, router logits vary by about one, and tokens spread over the experts.
+    # Router inputs are normalised, so this spread gives logits of standard deviation 1 and uses all experts.
     router = torch.randn(recipe.num_experts, hidden_size, generator=generator) / math.sqrt(hidden_size)
     return router.to(recipe.dtype)
 
 
 def _expert_parts(weight: Tensor, projection: str, recipe: _Recipe, expert_width: int) -> tuple[Tensor, ...]:
-    """What each expert gets of one feed-forward matrix."""
+    """Return each expert's part of one feed-forward matrix."""
     if recipe.mode == "replicate":
         return (weight,) * recipe.num_experts
     neuron_dim = 1 if projection == "down_proj" else 0
@@ -182,15 +182,15 @@ def _expert_parts(weight: Tensor, projection: str, recipe: _Recipe, expert_width
 def _converted(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     converted: Tensor = weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
     if dtype == torch.float16 and not bool(converted.isfinite().all()):
-        raise CheckpointError(f"tensor {name!r} holds values that float16 cannot; choose bfloat16 or float32")
+        raise CheckpointError(f"tensor {name!r} holds values beyond the range of float16; choose bfloat16 or float32")
     return converted
 
 
 def _write_shards(
     folder: Path, dense: DenseCheckpoint, recipe: _Recipe, num_bytes: int, *, show_progress: bool
 ) -> None:
-    """Writes the tensors in shards of at most one gigabyte (a larger tensor gets its own), and their index."""
-    shards: list[list[str]] = []  # names in each shard written
+    """Write the tensors in shards of at most MAX_SHARD_BYTES (a larger tensor gets its own), and their index."""
+    shards: list[list[str]] = []  # tensor names of each written shard
     waiting: dict[str, Tensor] = {}
 
     def unnumbered(shard: int) -> Path:
@@ -199,7 +199,7 @@ def _write_shards(
     def write_waiting() -> None:
         path = unnumbered(len(shards))
         save_file(waiting, path, metadata={"format": "pt"})
-        path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only their owner reads
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only their owner may read
         shards.append(list(waiting))
         waiting.clear()
 
@@ -231,7 +231,7 @@ def _write_shards(
 
 
 def _mixtral_config(config: DenseConfig, recipe: _Recipe, dtype_name: DtypeName) -> dict[str, Any]:
-    """The config.json, with rotary settings and dtype under both of transformers' names: those of 5 and before."""
+    """Return config.json, with rotary settings and dtype under the names of transformers 5 and of older versions."""
     scaling = config.rope_scaling
     return {
         "architectures": ["MixtralForCausalLM"],
@@ -272,8 +272,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _whole_or_not_at_all(out: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the name `out` once everything is in it, and goes away if that fails."""
+def _all_or_nothing(out: Path) -> Iterator[Path]:
+    """Provide a folder to write into, which is renamed to `out` on success and removed on failure."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
@@ -288,7 +288,7 @@ def _whole_or_not_at_all(out: Path) -> Iterator[Path]:
 
 
 def _flush_to_disk(path: Path) -> None:
-    """Waits until a file is on the disk, so that not even a power cut can leave an empty one under its name."""
+    """Wait until a file is on disk, so that a power cut cannot leave an empty one under its name."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -297,6 +297,6 @@ def _refuse_full_disk(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise CheckpointError(
-            f"{folder.parent} has {free / 1e9:.2f} GB free, the checkpoint takes {num_bytes / 1e9:.2f} GB; "
-            "free some, or choose another place"
+            f"{folder.parent} has {free / 1e9:.2f} GB free, but the checkpoint takes {num_bytes / 1e9:.2f} GB; "
+            "free some space or choose another folder"
         )

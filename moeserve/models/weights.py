@@ -23,7 +23,7 @@ from moeserve.errors import CheckpointError
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
-from moeserve.models.config_json import read_json
+from moeserve.models.config_values import read_json
 from moeserve.models.quantization import (
     Fp8Tensor,
     PlainTensor,

@@ -76,11 +76,11 @@ def smol(smol_file: GgufFile, tmp_path_factory: pytest.TempPathFactory) -> PreTr
 
 @pytest.fixture(scope="module")
 def plain_smol(smol_file: GgufFile) -> PlainByteLevel:
-    return PlainByteLevel.of(smol_file._metadata.beginning_with("tokenizer."))
+    return PlainByteLevel.of(smol_file.tokenizer_metadata)
 
 
 @given(st.text(st.characters(max_codepoint=0x1FFFF, exclude_categories=["Cs"])))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 def test_no_text_is_lost(smol: PreTrainedTokenizerFast, plain_smol: PlainByteLevel, text: str) -> None:
     assume(all(ALPHABET[byte] in plain_smol.id_of_token for byte in text.encode()))  # SmolLM2 lacks some rare bytes
     ids = smol(text).input_ids
@@ -239,14 +239,14 @@ def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @given(PROSE | st.text(max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 def test_byte_level_ids_are_those_of_the_plain_algorithm(byte_level: tuple[str, Tokenizer], text: str) -> None:
     kind, tokenizer = byte_level
     assert tokenizer.encode(text).ids == byte_level_ids(text, PlainByteLevel.of(BYTE_LEVEL_FACTS), kind)
 
 
 @given(PROSE | st.text(max_size=40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_smollm2_ids_are_those_of_the_plain_algorithm(
     smol: PreTrainedTokenizerFast, plain_smol: PlainByteLevel, text: str
 ) -> None:
@@ -329,7 +329,7 @@ def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokeni
 @given(
     st.lists(st.sampled_from([*WORDS, " ", " ", "é", "日", "🙂", *string.ascii_lowercase]), max_size=30).map("".join)
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 def test_sentence_piece_ids_are_those_of_the_plain_algorithm(
     sentence_piece: PreTrainedTokenizerFast, text: str
 ) -> None:
@@ -366,21 +366,21 @@ def test_user_defined_tokens_of_sentence_piece_stay_whole(sentence_piece: PreTra
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "says"),
     [
-        ({"ggml.pre": "viking"}, r"pre='viking' is not supported; supported: gpt-2, llama-bpe.*smollm"),
-        ({"ggml.pre": None}, r"pre=None is not supported"),
-        ({"ggml.model": "t5"}, r"model='t5' is not supported; supported: gpt2, llama"),
-        ({"ggml.merges": ["the nothing"]}, r"joins 'the nothing', which is not in the vocabulary"),
-        ({"ggml.merges": "t h"}, r"merges must be a list of str"),
+        ({"ggml.pre": "viking"}, "pre='viking'"),
+        ({"ggml.pre": None}, "pre=None"),
+        ({"ggml.model": "t5"}, "model='t5'"),
+        ({"ggml.merges": ["the nothing"]}, "'the nothing'"),
+        ({"ggml.merges": "t h"}, "merges must"),
         ({"ggml.token_type": [1, 1]}, r"token_type has 2 entries for \d+ tokens"),
-        ({"ggml.tokens": ["a", "a"], "ggml.token_type": [1, 1]}, r"the same token more than once"),
-        ({"ggml.bos_token_id": 10**6}, r"bos_token_id=1000000 is not one of the \d+ tokens"),
-        ({"chat_template": 5}, r"chat_template=5 must be a text"),
+        ({"ggml.tokens": ["a", "a"], "ggml.token_type": [1, 1]}, "tokens lists"),
+        ({"ggml.bos_token_id": 10**6}, "bos_token_id=1000000"),
+        ({"chat_template": 5}, "chat_template=5"),
         ({"ggml.model": "llama"}, r"scores has 0 entries for \d+ tokens"),
     ],
 )
-def test_contradicting_facts_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=message):
+def test_contradicting_metadata_is_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=says):
         write_tokenizer(Path("x.gguf"), BYTE_LEVEL_FACTS | {"ggml.pre": "smollm"} | changes, tmp_path, max_length=64)
     assert not list(tmp_path.iterdir())

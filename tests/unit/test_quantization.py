@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moeserve import CheckpointError
 from moeserve.models import weights
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 from moeserve.models.quantization import (
     Fp8Format,
     Mxfp4Format,
@@ -58,9 +58,9 @@ def load(folder: Path, weight_format: WeightFormat, into: dict[str, Destination]
     load_weights(open_checkpoint(folder, weight_format), Destinations(places, **settings), show_progress=False)
 
 
-def config_of(folder: Path, **values: Any) -> ConfigJson:
+def config_of(folder: Path, **values: Any) -> ConfigValues:
     (folder / "config.json").write_text(json.dumps(values))
-    return ConfigJson(folder)
+    return ConfigValues.of_folder(folder)
 
 
 def test_every_fp8_code_is_what_torch_makes_of_it() -> None:

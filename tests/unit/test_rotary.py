@@ -18,7 +18,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from moeserve.layers.rotary import Rotary, RotaryConfig
-from moeserve.models.config_json import ConfigJson
+from moeserve.models.config_values import ConfigValues
 
 CPU = torch.device("cpu")
 
@@ -91,7 +91,7 @@ def test_scaled_frequencies_are_those_of_the_reference(scaling: dict[str, Any], 
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](reference, CPU)
 
     (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": parameters}))
-    ours = ConfigJson(tmp_path).rotary(16)
+    ours = ConfigValues.of_folder(tmp_path).rotary(16)
     torch.testing.assert_close(ours.frequencies(), frequencies, atol=0, rtol=1e-5)
     assert ours.attention_factor == pytest.approx(attention_factor)
     assert ours.score_factor == pytest.approx(yarn_apply_mscale(parameters, 1.0))
@@ -102,8 +102,8 @@ def test_published_and_present_spelling_mean_the_same(tmp_path: Path) -> None:
     scaling = dict(factor=40, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096)
     config = DeepseekV3Config(rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, **scaling))
     (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": config.rope_parameters}))
-    present = ConfigJson(tmp_path).rotary(64)
+    present = ConfigValues.of_folder(tmp_path).rotary(64)
     (tmp_path / "config.json").write_text(
         json.dumps({"rope_theta": 10000, "rope_scaling": {"type": "yarn", **scaling}})
     )
-    assert ConfigJson(tmp_path).rotary(64) == present
+    assert ConfigValues.of_folder(tmp_path).rotary(64) == present

@@ -1,4 +1,4 @@
-"""Vocabularies in tiktoken files, as Kimi and Moonlight come: text to tokens and back, and files that are damaged.
+"""Tokenizers from tiktoken files, as Kimi and Moonlight are published: ids against the tiktoken library, damaged files.
 
 The reference is the tiktoken library with the published split, on a vocabulary that Mistral publishes.
 """
@@ -175,7 +175,7 @@ PIECES = st.sampled_from([*WORDS, *OTHERS, "\u200d", "\u0301", "\x00"])
 
 
 @given(text=st.lists(PIECES | st.characters(exclude_categories=["Cs"]), max_size=40).map("".join))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, derandomize=True)
 def test_any_text_becomes_the_tokens_of_tiktoken(kimi: Kimi, text: str) -> None:
     token_ids = kimi.codec.encode(text)
     assert token_ids == kimi.ids(text)
@@ -231,13 +231,13 @@ def test_every_character_is_of_the_class_that_it_is_of_in_tiktoken(split: SplitM
 @given(text=st.text("aBsStTrReEvVmMlLdD'éÉǅʰ\u0301中々カ한019²٣Ⅳ \t\n\r\u3000\u00a0!_/.😀\u200dſ", max_size=12))
 @example("you're, We'Re, they'LL, I'm, it'S, he'd, i've, can'T")
 @example("123 1234 12345中123456")
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000, deadline=None, derandomize=True)
 def test_text_is_cut_as_published(split: SplitMadeVisible, text: str) -> None:
     assert split.codec.encode(text) == split.reference.encode_ordinary(text)
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_ranks_in_any_order_join_bytes_as_tiktoken_does(data: st.DataObject) -> None:
     """Also where tokens cannot be reached, or could be cut in several ways: no trained vocabulary has all of that."""
     letters = st.text("abc", min_size=1, max_size=7)
@@ -262,30 +262,20 @@ def test_ranks_in_any_order_join_bytes_as_tiktoken_does(data: st.DataObject) -> 
 # --- tokens to text
 
 
-@pytest.mark.parametrize("text", TEXTS + CHINESE_AND_MORE)
-def test_every_whole_character_is_streamed_at_once(kimi: Kimi, text: str) -> None:
-    single_bytes = {token: token_id for token_id, token in enumerate(kimi.tokens) if len(token) == 1}
-    for token_ids in (kimi.ids(text), [single_bytes[bytes([byte])] for byte in text.encode()]):
-        for count, given_so_far in enumerate(prefixes(kimi.codec, token_ids), start=1):
-            content = kimi.content(token_ids[:count], skip_special_tokens=True)
-            assert given_so_far == content.decode(errors="ignore")  # valid but for an incomplete end
-
-
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_any_tokens_are_streamed_exactly(kimi: Kimi, data: st.DataObject) -> None:
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_streamed_text_of_any_tokens_is_their_bytes(kimi: Kimi, data: st.DataObject) -> None:
     any_token = st.integers(0, len(kimi.tokens) + 3)
     added_token = st.integers(NUM_RANKS, len(kimi.tokens) - 1)
     token_ids = data.draw(st.lists(any_token | st.integers(0, 255) | added_token, max_size=30))
     skip = data.draw(st.booleans())
-
     final = kimi.content(token_ids, skip_special_tokens=skip).decode(errors="replace")
     assert kimi.codec.decode(token_ids, skip_special_tokens=skip) == final
     assert streamed(kimi.codec, token_ids, skip_special_tokens=skip) == final
-    for count, given_so_far in enumerate(prefixes(kimi.codec, token_ids, skip_special_tokens=skip), start=1):
+    for count, text in enumerate(prefixes(kimi.codec, token_ids, skip_special_tokens=skip), start=1):
         content = kimi.content(token_ids[:count], skip_special_tokens=skip)
         assert any(
-            given_so_far == content[:decided].decode(errors="replace") and is_beginning_of_character(content[decided:])
+            text == content[:decided].decode(errors="replace") and is_beginning_of_character(content[decided:])
             for decided in range(max(0, len(content) - 3), len(content) + 1)
         )
 
@@ -419,73 +409,74 @@ def changed_config(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: write_config(folder, published_config(NUM_SMALL, **changes))
 
 
-def added(**entries: Any) -> Callable[[Path], None]:
-    tokens = {key.removeprefix("id_"): entry for key, entry in entries.items()}
-    return changed_config(added_tokens_decoder={**published_config(NUM_SMALL)["added_tokens_decoder"], **tokens})
+def added(token_id: str, entry: Any) -> Callable[[Path], None]:
+    tokens = published_config(NUM_SMALL)["added_tokens_decoder"]
+    return changed_config(added_tokens_decoder={**tokens, token_id: entry})
 
 
-def cut(folder: Path, *, keep: int) -> None:
-    lines = (folder / "tiktoken.model").read_text().splitlines(keepends=True)
-    (folder / "tiktoken.model").write_text("".join(lines[:keep]))
+def keep_lines(number: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        lines = (folder / "tiktoken.model").read_text().splitlines(keepends=True)
+        (folder / "tiktoken.model").write_text("".join(lines[:number]))
+
+    return damage
+
+
+def overwritten(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+VOCABULARY, CONFIG = "tiktoken.model", "tokenizer_config.json"
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "file", "says"),
     [
-        (replaced_line(2, "AA=="), r"tiktoken\.model: line 3 is b'AA==', which is not a token .* copy the file again"),
-        (replaced_line(2, "AA== 2 2"), r"tiktoken\.model: line 3 is b'AA== 2 2', which is not"),
-        (replaced_line(2, "AA== -2"), r"tiktoken\.model: line 3 is b'AA== -2', which is not"),
-        (replaced_line(2, "AA== 1_0"), r"tiktoken\.model: line 3 is b'AA== 1_0', which is not"),
-        (replaced_line(2, "A 2"), r"tiktoken\.model: line 3 has b'A', which is not base64 .* copy the file again"),
-        (replaced_line(2, "A*g== 2"), r"tiktoken\.model: line 3 has b'A\*g==', which is not base64"),
-        (replaced_line(2, "A\u00e9== 2"), r"tiktoken\.model: line 3 has .*, which is not base64"),
-        (replaced_line(2, "== 2"), r"tiktoken\.model: line 3 has "),
-        (replaced_line(2, f"{'AAAA' * 400} 2"), r"tiktoken\.model: line 3 has a token of 1200 bytes; .* 1 to 1024"),
-        (replaced_line(2, "Ag== 1"), r"tiktoken\.model: line 3 has rank 1, which line 2 has too"),
-        (replaced_line(2, "AQ== 2"), r"tiktoken\.model: line 3 has b'\\x01', which line 2 has too"),
-        (replaced_line(2, "Ag== 258"), r"tiktoken\.model: line 3 has rank 258, but the file has 258 tokens"),
-        (replaced_line(2, f"Ag== 1{'0' * 5000}"), r"tiktoken\.model: line 3 has rank 1000\d*, but the file has 258"),
-        (replaced_line(2, "YWJj 2"), r"tiktoken\.model has no token for the byte 0x02, and 1 of 256"),
-        (lambda folder: cut(folder, keep=0), r"tiktoken\.model has no token for the byte 0x00, and 256 of 256"),
-        (lambda folder: cut(folder, keep=257), r"'\[PAD\]' with id 513, but tiktoken.model has 257 .* copy both again"),
-        (
-            lambda folder: (folder / "tiktoken.model").write_bytes(bytes(tiktoken_file.MAX_FILE_BYTES + 1)),
-            r"tiktoken\.model is 33554433 bytes, too large",
+        *(
+            (replaced_line(2, line), VOCABULARY, f"line 3 {says}")
+            for line, says in (
+                ("AA==", "is b'AA=='"),
+                ("AA== 2 2", "is b'AA== 2 2'"),
+                ("AA== -2", "is b'AA== -2'"),
+                ("AA== 1_0", "is b'AA== 1_0'"),
+                ("A 2", "has b'A'"),
+                ("A*g== 2", "has b'A*g=='"),
+                ("A\u00e9== 2", "has "),
+                ("== 2", "has "),
+                (f"{'AAAA' * 400} 2", "has a token of 1200 bytes"),
+                ("Ag== 1", "repeats the token or the rank of line 2"),
+                ("AQ== 2", "repeats the token or the rank of line 2"),
+                ("Ag== 258", "has rank 258"),
+                (f"Ag== 1{'0' * 5000}", "has rank 1000"),
+            )
         ),
-        (
-            lambda folder: (folder / "tokenizer_config.json").write_text('{"auto_map": '),
-            r"tokenizer_config\.json is not valid JSON",
-        ),
-        (changed_config(added_tokens_decoder=[1]), r"_config\.json: added_tokens_decoder=\[1\] must map"),
-        (changed_config(added_tokens_decoder={}), r"names the token '\[\w+\]', which is not in its added_tokens"),
-        (added(id_257={"content": "<x>"}), r"_config\.json: added_tokens_decoder has '<x>' with id 257, .* 258 to 513"),
-        (added(id_514={"content": "<x>"}), r"_config\.json: added_tokens_decoder has '<x>' with id 514"),
-        (added(one={"content": "<x>"}), r"_config\.json: added_tokens_decoder has '<x>' with id one"),
-        (added(id_300={}), r"_config\.json: added_tokens_decoder\['300'\]=\{\} has no content"),
-        (added(id_300={"content": "\ud800"}), r"_config\.json: added_tokens_decoder\['300'\]=.* has no content"),
-        (added(id_300={"content": ""}), r"_config\.json: added_tokens_decoder\['300'\]=.* has no content"),
-        (added(id_300="<x>"), r"_config\.json: added_tokens_decoder\['300'\]='<x>' has no content"),
-        (added(id_300={"content": "[EOS]"}), r"_config\.json: .* '\[EOS\]' with two ids, 259 and 300; copy"),
-        (added(id_300={"content": "ab"}), r"tiktoken\.model has 'ab' as an ordinary token too, with rank 256, .* 300"),
-        (changed_config(bos_token="<s>"), r"tokenizer_config\.json names the token '<s>', which is not"),
-        (changed_config(eos_token=2), r"tokenizer_config\.json: eos_token=2 must be the text of a token"),
-        (changed_config(chat_template=1), r"tokenizer_config\.json: chat_template=1 must be a text, or a list"),
-        (changed_config(chat_template=[{"name": "x"}]), r"tokenizer_config\.json: chat_template=.* must be a text"),
-        (
-            lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"),
-            r"chat_template\.jinja is not UTF-8 text .* copy the file again",
-        ),
-        (
-            lambda folder: (folder / "chat_template.jinja").write_bytes(bytes(tiktoken_file.MAX_TEMPLATE_BYTES + 1)),
-            r"chat_template\.jinja is 4194305 bytes",
-        ),
+        (replaced_line(2, "YWJj 2"), VOCABULARY, "0x02"),
+        (keep_lines(0), VOCABULARY, "256 of the 256"),
+        (keep_lines(257), VOCABULARY, "id 513"),
+        (overwritten(VOCABULARY, bytes(tiktoken_file.MAX_FILE_BYTES + 1)), VOCABULARY, "33554433"),
+        (overwritten(CONFIG, b'{"auto_map": '), CONFIG, "JSON"),
+        (changed_config(added_tokens_decoder=[1]), CONFIG, "added_tokens_decoder=[1]"),
+        (changed_config(added_tokens_decoder={}), CONFIG, "names the token"),
+        (added("257", {"content": "<x>"}), CONFIG, "257"),
+        (added("514", {"content": "<x>"}), CONFIG, "514"),
+        (added("one", {"content": "<x>"}), CONFIG, "one"),
+        *((added("300", entry), CONFIG, "'300'") for entry in ({}, {"content": "\ud800"}, {"content": ""}, "<x>")),
+        (added("300", {"content": "[EOS]"}), CONFIG, "259 and 300"),
+        (added("300", {"content": "ab"}), VOCABULARY, "rank 256"),
+        (changed_config(bos_token="<s>"), CONFIG, "'<s>'"),
+        (changed_config(eos_token=2), CONFIG, "eos_token=2"),
+        (changed_config(chat_template=1), CONFIG, "chat_template=1"),
+        (changed_config(chat_template=[{"name": "x"}]), CONFIG, "chat_template="),
+        (overwritten("chat_template.jinja", b"\xff"), "chat_template.jinja", "UTF-8"),
     ],
 )
-def test_a_damaged_file_is_named(small: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_a_damaged_file_is_named(small: Path, damage: Callable[[Path], None], file: str, says: str) -> None:
     damage(small)
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(CheckpointError) as caught:
         TextCodec.load(str(small))
-    assert str(small) in str(caught.value)
+    message = str(caught.value)
+    assert file in message
+    assert says in message
 
 
 def test_lines_may_be_in_any_order_with_empty_ones_between(small: Path) -> None:

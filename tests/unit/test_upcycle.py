@@ -37,6 +37,12 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_SCALING = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 LINEAR_SCALING = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}
 
 
@@ -94,6 +100,7 @@ def dense(tmp_path: Path) -> Path:
         pytest.param(lambda: tiny_llama(head_dim=20, num_key_value_heads=1), id="head_dim"),
         pytest.param(lambda: tiny_llama(rope_parameters=LLAMA3_SCALING), id="llama3-rope"),
         pytest.param(lambda: tiny_llama(rope_parameters=LINEAR_SCALING), id="linear-rope"),
+        pytest.param(lambda: tiny_llama(rope_parameters=YARN_SCALING), id="yarn-rope"),
         pytest.param(lambda: tiny_mistral(sliding_window=None), id="mistral"),
         pytest.param(lambda: tiny_mistral(sliding_window=8, head_dim=10), id="mistral-window"),
     ],
@@ -348,51 +355,50 @@ def test_an_empty_folder_is_filled_and_any_other_refused(dense: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "says"),
     [
-        ({"num_experts": 0}, r"num_experts=0 must be at least 1"),
-        ({"num_experts": 2, "top_k": 3}, r"top_k=3 must be from 1 to num_experts=2"),
-        ({"top_k": 0}, r"top_k=0 must be from 1"),
-        ({"mode": "split", "num_experts": 4, "top_k": 2}, r"top_k=2 does not fit mode='split'.*leave top_k out"),
-        ({"mode": "clone"}, r"mode='clone' must be one of: replicate, split"),
-        ({"dtype": "int8"}, r"dtype='int8' must be auto, float32"),
-        ({"seed": -1}, r"seed=-1 must be"),
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"num_experts": 2, "top_k": 3}, "top_k=3"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"mode": "split", "num_experts": 4, "top_k": 2}, "top_k=2"),
+        ({"mode": "clone"}, "mode='clone'"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"seed": -1}, "seed=-1"),
     ],
 )
-def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str, dense: Path, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=message):
+def test_settings_out_of_range_are_refused(options: dict[str, Any], says: str, dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=says):
         upcycle(dense, tmp_path / "moe", **options, show_progress=False)
     assert not (tmp_path / "moe").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "says"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*supported: LlamaForCausalLM, MistralForCausalLM"),
-        ({"attention_bias": True}, r"attention_bias=True is not supported"),
-        ({"mlp_bias": True}, r"mlp_bias=True is not supported"),
-        ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported; supported: 'silu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, r"type 'yarn'.*supported: linear"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, r"type 'longrope'.*supported: linear"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"only a part of each head"),
-        ({"rope_parameters": {"rope_theta": -1}}, r"needs a rope_theta above 0"),
-        ({"rope_parameters": 3}, r"rope_parameters=3 must be an object"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config.*is not supported"),
-        ({"hidden_size": 64}, r"has shape \[96, 48\], its config asks for \[96, 64\]"),
-        ({"num_hidden_layers": 3}, r"lacks tensors.*model\.layers\.2\.input_layernorm\.weight"),
-        ({"num_hidden_layers": 10**9}, r"lacks tensors.*model\.layers\.2\.input_layernorm\.weight"),
-        ({"num_hidden_layers": 1}, r"holds tensors.*model\.layers\.1\.input_layernorm\.weight"),
-        ({"num_key_value_heads": 3}, r"num_key_value_heads=3 must divide num_attention_heads=4"),
-        ({"head_dim": 11}, r"head_dim=11 must be even"),
-        ({"hidden_size": ...}, r"hidden_size is missing"),
-        ({"eos_token_id": "x"}, r"eos_token_id='x' must be a token id"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1"),
+        ({"rope_parameters": 3}, "rope_parameters=3"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"hidden_size": 64}, r"\[96, 48\].*\[96, 64\]"),
+        ({"num_hidden_layers": 3}, r"lacks .*model\.layers\.2\.input_layernorm\.weight"),
+        ({"num_hidden_layers": 10**9}, r"lacks .*model\.layers\.2\.input_layernorm\.weight"),
+        ({"num_hidden_layers": 1}, r"holds .*model\.layers\.1\.input_layernorm\.weight"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"head_dim": 11}, "head_dim=11"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"eos_token_id": "x"}, "eos_token_id='x'"),
     ],
 )
 def test_a_config_that_cannot_be_upcycled_is_refused(
-    changes: dict[str, Any], message: str, dense: Path, tmp_path: Path
+    changes: dict[str, Any], says: str, dense: Path, tmp_path: Path
 ) -> None:
     edit_config(dense, **changes)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=says):
         upcycle(dense, tmp_path / "moe", show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
@@ -498,26 +504,26 @@ def test_every_end_token_of_a_gguf_file_ends_generation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "message"),
+    ("facts", "says"),
     [
-        ({"general.architecture": "gpt2"}, r"general\.architecture='gpt2' is not supported; supported: 'llama'"),
-        ({"llama.expert_count": 8}, r"llama\.expert_count=8 is not supported"),
-        ({"llama.logit_scale": 2.0}, r"llama\.logit_scale=2\.0 is not supported; supported: files without this key"),
-        ({"llama.rope.scaling.type": "yarn"}, r"'yarn' is not supported; supported: none, linear"),
-        ({"llama.attention.head_count_kv": [1, 2]}, r"head_count_kv=\[1, 2\] must be an integer"),
-        ({"llama.rope.dimension_count": 6, "llama.attention.key_length": 12}, r"dimension_count=6 is not supported"),
-        ({"llama.attention.value_length": 16}, r"value_length=16 is not supported; supported: 12"),
-        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, r"epsilon=0\.0 must be a number above 0"),
-        ({"llama.block_count": 0}, r"block_count=0 must be an integer of at least 1"),
-        ({"llama.block_count": 3}, r"lacks tensors.*model\.layers\.2"),
-        ({"tokenizer.ggml.eos_token_id": 96}, r"eos_token_id=96 is outside the vocabulary of 96"),
-        ({"tokenizer.ggml.model": "bert"}, r"tokenizer\.ggml\.model='bert' is not supported; supported: gpt2, llama"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "viking"}, r"'viking' is not supported.*smollm"),
+        ({"general.architecture": "gpt2"}, "architecture='gpt2'"),
+        ({"llama.expert_count": 8}, "expert_count=8"),
+        ({"llama.logit_scale": 2.0}, "logit_scale=2.0"),
+        ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
+        ({"llama.attention.head_count_kv": [1, 2]}, r"head_count_kv=\[1, 2\]"),
+        ({"llama.rope.dimension_count": 6, "llama.attention.key_length": 12}, "dimension_count=6"),
+        ({"llama.attention.value_length": 16}, "value_length=16"),
+        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "epsilon=0.0"),
+        ({"llama.block_count": 0}, "block_count=0"),
+        ({"llama.block_count": 3}, r"lacks .*model\.layers\.2"),
+        ({"tokenizer.ggml.eos_token_id": 96}, "eos_token_id=96"),
+        ({"tokenizer.ggml.model": "bert"}, "model='bert'"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "viking"}, "'viking'"),
     ],
 )
-def test_a_gguf_file_that_cannot_be_upcycled_is_refused(facts: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_gguf_file_that_cannot_be_upcycled_is_refused(facts: dict[str, Any], says: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "dense.gguf", tiny_llama(), **facts)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=says):
         upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["dense.gguf"]
 
