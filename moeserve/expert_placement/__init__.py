@@ -1,1 +1,1 @@
-"""Which rank holds which experts, chosen by expert load, and how experts move between ranks while the engine serves."""
+"""The placement of experts on ranks: from their loads, and changed while the engine runs."""

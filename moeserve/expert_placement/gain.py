@@ -1,6 +1,6 @@
-"""Whether experts should move: what a better placement gains, against what it costs. Knows loads and seconds only.
+"""Decides if experts should move: the gain of a better placement against the cost of the moves.
 
-Engine and simulator decide by the same functions, from what they have counted.
+The engine and the simulator both decide by these functions.
 """
 
 from __future__ import annotations
@@ -12,57 +12,56 @@ from dataclasses import dataclass
 from moeserve.expert_placement.eplb import imbalance, rank_loads, rebalance
 from moeserve.expert_placement.placement import Placement
 
-LEAST_GAIN = 0.02  # of a layer's fullest rank, over the mean of ranks
-MEMORY = 0.5  # of a window's counts, so much is left when the next one comes
+MIN_GAIN = 0.02  # in the imbalance of a layer
+DECAY = 0.5  # of older counts, per window
 
 
 @dataclass(frozen=True)
 class Proposal:
     """A better placement of one layer."""
 
-    after: Placement
-    gained: float  # rows that its fullest rank has less
+    placement: Placement
+    rows_saved: float  # by which its fullest rank has less to compute
 
 
-def remembered(before: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """A layer's loads after another window: counts of older ones fade.
+def add_window(loads: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Return a layer's loads after another window, in which older counts have decayed.
 
     Args:
-        before: by expert, as this function gave it.
+        loads: by expert, before.
         counts: by expert, of the new window.
     """
-    return [MEMORY * old + new for old, new in zip(before, counts, strict=True)]
+    return [DECAY * old + new for old, new in zip(loads, counts, strict=True)]
 
 
-def excess(loads: Sequence[float], placement: Placement) -> float:
-    """Rows of the fullest rank above the mean of the ranks: what all of them wait for."""
+def excess_rows(loads: Sequence[float], placement: Placement) -> float:
+    """Return the rows of the fullest rank above the mean of the ranks, for which all ranks wait."""
     of_rank = rank_loads(loads, placement)
     return max(of_rank) - sum(of_rank) / len(of_rank)
 
 
-def propose(loads: Sequence[float], before: Placement) -> Proposal | None:
-    """A placement of few moves that is better by more than rows are uneven by chance; None if there is none.
+def propose(loads: Sequence[float], placement: Placement) -> Proposal | None:
+    """Return a placement of few moves that is better by more than rows vary by chance; None if there is none.
 
     Args:
-        loads: rows by expert, as many as were counted.
-        before: the placement in use.
+        loads: rows by expert, as counted.
+        placement: in use.
     """
     if not any(loads):
         return None
-    after = rebalance(loads, before)
-    chance = 1 / math.sqrt(max(1.0, sum(loads) / before.num_ranks))
-    if imbalance(loads, before) - imbalance(loads, after) <= max(LEAST_GAIN, chance):
+    after = rebalance(loads, placement)
+    chance = 1 / math.sqrt(max(1.0, sum(loads) / placement.num_ranks))
+    if imbalance(loads, placement) - imbalance(loads, after) <= max(MIN_GAIN, chance):
         return None
-    gained = max(rank_loads(loads, before)) - max(rank_loads(loads, after))
-    return Proposal(after, gained) if after != before else None
+    return Proposal(after, max(rank_loads(loads, placement)) - max(rank_loads(loads, after)))
 
 
-def pays(proposal: Proposal, *, all_excess: float, waited_s: float, cost_s: float) -> bool:
-    """Whether less waiting makes up for the moves.
+def is_worth_it(proposal: Proposal, *, excess_of_model: float, waited_s: float, cost_s: float) -> bool:
+    """True if less waiting makes up for the moves.
 
     Args:
-        all_excess: of all layers together, see `excess`.
-        waited_s: what ranks are forecast to wait for fuller ones, in all layers, if nothing moves.
-        cost_s: by which moving makes steps longer, in all.
+        excess_of_model: `excess_rows` of all layers together.
+        waited_s: forecast of the time that ranks wait for fuller ones, in all layers, if nothing moves.
+        cost_s: time by which the moves make steps longer, in total.
     """
-    return all_excess > 0 and waited_s * min(1.0, proposal.gained / all_excess) > cost_s
+    return excess_of_model > 0 and waited_s * min(1.0, proposal.rows_saved / excess_of_model) > cost_s

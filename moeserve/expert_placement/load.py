@@ -1,7 +1,7 @@
-"""How many rows each expert was given: counted where they arrive, and brought together from all ranks.
+"""Counts the rows of each expert on each rank, and gathers the counts of all ranks into load windows.
 
-Counting is one operation in a layer, on its device and without a look at the result. The ranks' counts come together in
-steps that all replicas have agreed on, in one collective. Padding goes to no expert, so it is in none of the figures.
+A layer counts with one operation on its device, without waiting for the result. All ranks gather their counts in one
+collective, in steps on which all replicas have agreed. Padding goes to no expert, so it is not counted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from moeserve.telemetry.expert_load import LoadWindow
 # e local experts
 
 NANOSECONDS = 10**9
-NUM_OWN = 2  # figures that each rank tells in any case: bytes sent, nanoseconds of its steps
+NUM_FIXED = 2  # figures of each rank that are always gathered: bytes sent, nanoseconds of its steps
 
 
 class ExpertLoad:
-    """The rows that this rank's experts of one layer were given since they were last collected."""
+    """The rows that this rank's experts of one layer got since the counts were last gathered."""
 
     def __init__(self, placement: Placement, rank_in_group: int, device: torch.device) -> None:
         self.placement = placement
@@ -33,38 +33,47 @@ class ExpertLoad:
         self._pairs = choose_pairs(device.type)
 
     def count(self, counts_e: Tensor) -> None:
-        """Add one step's rows: [e] int64."""
+        """Add the rows of one step: [e] int64."""
         self._pairs.count(counts_e, self.rows_e)
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What all ranks have told; the same on all of them."""
+    """A gathered window; the same on all ranks."""
 
     window: LoadWindow
-    figures_of_rank: tuple[tuple[int, ...], ...]  # what each rank told besides
+    figures_of_rank: tuple[tuple[int, ...], ...]  # by rank, the figures that it passed to `collect`
+
+
+@dataclass(frozen=True)
+class _LayerRows:
+    of_rank: list[int]
+    of_expert: list[int]
+
+    def __add__(self, other: _LayerRows) -> _LayerRows:
+        return _LayerRows(_sum(self.of_rank, other.of_rank), _sum(self.of_expert, other.of_expert))
 
 
 class LoadMeter:
-    """What the steps since the last collection were, as one rank sees them."""
+    """One rank's record of the steps since the counts were last gathered."""
 
     def __init__(self, load_of_layer: dict[int, ExpertLoad], groups: Groups) -> None:
         """
         Args:
-            load_of_layer: by the number of the model's layer; those without experts are left out.
+            load_of_layer: by the index of the layer in the model, for layers with experts.
         """
         self._load_of_layer = load_of_layer
         self._groups = groups
         self._first_step = 0
-        self._held: dict[int, list[list[int]]] = {}  # see `hold`; by layer: rows by rank, and then by expert
-        self._forget()
+        self._rows_before_switch: dict[int, _LayerRows] = {}  # by layer
+        self._start_window()
 
     def add_step(self, num_tokens: Sequence[int], seconds: float, padded_to: int | None = None) -> None:
-        """Counts a step that was executed.
+        """Count an executed step.
 
         Args:
             num_tokens: of each replica.
-            seconds: that it took here.
+            seconds: that it took on this rank.
             padded_to: rows that each replica ran; None: as many as tokens.
         """
         self._num_steps += 1
@@ -74,37 +83,39 @@ class LoadMeter:
         self._seconds += seconds
 
     def collect(self, placement_epoch: int, figures: Sequence[int] = ()) -> Collected | None:
-        """The figures of all ranks since the last time, and begins anew. None: the model has no experts.
+        """Return the figures of all ranks since the last call, and start a new window. None: no layer has experts.
 
         Collective: all ranks.
 
         Args:
             placement_epoch: of the placement in use.
-            figures: what this rank tells the others besides; as many on each.
+            figures: further figures to send to all ranks; equally many on each.
         """
         if not self._load_of_layer:
             return None
-        groups, num_figures = self._groups, NUM_OWN + len(figures)
-        waited = groups.ep.seconds_waited()
+        ep = self._groups.ep
+        waited = ep.seconds_waited()
         before = self._waited + [0.0] * (len(waited) - len(self._waited))
         waited_ns = [round((now - then) * NANOSECONDS) for now, then in zip(waited, before, strict=True)]
-        own = [groups.ep.num_bytes_sent - self._bytes, round(self._seconds * NANOSECONDS), *figures, *waited_ns]
-        by_rank = self._gathered(own, list(self._load_of_layer))
-        window = self._window(by_rank, num_figures, len(own), placement_epoch)
+        own = [ep.num_bytes_sent - self._bytes, round(self._seconds * NANOSECONDS), *figures, *waited_ns]
+        numbers_of_rank = self._gather(own, list(self._load_of_layer))
+        first_wait = NUM_FIXED + len(figures)
+        window = self._window(numbers_of_rank, first_wait, len(own), placement_epoch)
         self._first_step += self._num_steps
-        self._held = {}
-        self._forget()
-        return Collected(window, tuple(tuple(numbers[NUM_OWN:num_figures]) for numbers in by_rank))
+        self._rows_before_switch = {}
+        self._start_window()
+        return Collected(window, tuple(tuple(numbers[NUM_FIXED:first_wait]) for numbers in numbers_of_rank))
 
-    def hold(self, layer: int) -> None:
-        """Brings a layer's counts together before its slots get other experts. Collective: all ranks."""
-        rows = self._rows(layer, self._gathered([], [layer]))
-        held = self._held.get(layer)
-        self._held[layer] = rows if held is None else _added(held, rows)
+    def collect_layer(self, layer: int) -> None:
+        """Gather a layer's counts before its slots get other experts. Collective: all ranks."""
+        rows = self._rows(layer, self._gather([], [layer]))
+        if layer in self._rows_before_switch:
+            rows += self._rows_before_switch[layer]
+        self._rows_before_switch[layer] = rows
         self._load_of_layer[layer].rows_e.zero_()
 
-    def _gathered(self, own: list[int], layers: Sequence[int]) -> list[list[int]]:
-        """By rank: figures of its own, as many on each, and the rows of its slots, layer by layer."""
+    def _gather(self, own: list[int], layers: Sequence[int]) -> list[list[int]]:
+        """Return by rank: its `own` figures, equally many on each, and then the rows of its slots, layer by layer."""
         loads = [self._load_of_layer[layer] for layer in layers]
         mine = torch.cat([torch.tensor(own, dtype=torch.int64), *(load.rows_e.cpu() for load in loads)])
         sizes = [
@@ -114,49 +125,50 @@ class LoadMeter:
         # collective: all ranks
         return [numbers.tolist() for numbers in self._groups.world.all_gather(mine, sizes).split(sizes)]
 
-    def _rows(self, layer: int, of_slots: Sequence[Sequence[int]]) -> list[list[int]]:
-        """A layer's rows by rank, and by logical expert. `of_slots`: by rank, by slot."""
+    def _rows(self, layer: int, rows_of_slots: Sequence[Sequence[int]]) -> _LayerRows:
+        """Add up a layer's rows, which are given by rank and slot."""
         placement = self._load_of_layer[layer].placement
         of_expert = [0] * placement.num_logical
-        for slots, rows in zip(placement.logical_of_slot, of_slots, strict=True):
+        for slots, rows in zip(placement.logical_of_slot, rows_of_slots, strict=True):
             for expert, count in zip(slots, rows, strict=True):
                 of_expert[expert] += count
-        return [list(map(sum, of_slots)), of_expert]
+        return _LayerRows(list(map(sum, rows_of_slots)), of_expert)
 
     def _window(
-        self, by_rank: Sequence[Sequence[int]], first_waited: int, first_rows: int, placement_epoch: int
+        self, numbers_of_rank: Sequence[Sequence[int]], first_wait: int, first_row: int, placement_epoch: int
     ) -> LoadWindow:
-        """Of each rank's numbers, waits begin at `first_waited`, and rows at `first_rows`."""
+        """Build the window. Each rank's numbers hold its waits from `first_wait` on, its rows from `first_row` on."""
         tokens_of_expert, tokens_of_rank = [], []
-        first = [first_rows] * len(by_rank)
+        starts = [first_row] * len(numbers_of_rank)
         for layer, load in self._load_of_layer.items():
-            last = [start + num_slots for start, num_slots in zip(first, load.placement.num_slots, strict=True)]
-            of_slots = [numbers[start:end] for numbers, start, end in zip(by_rank, first, last, strict=True)]
-            first = last
-            rows = self._rows(layer, of_slots)
-            of_rank, of_expert = _added(self._held[layer], rows) if layer in self._held else rows
-            tokens_of_expert.append(tuple(of_expert))
-            tokens_of_rank.append(tuple(of_rank))
-        # Exchange by exchange: who is fullest may be another rank in each layer.
-        waited = zip(*(numbers[first_waited:first_rows] for numbers in by_rank), strict=True)
+            ends = _sum(starts, load.placement.num_slots)
+            spans = zip(numbers_of_rank, starts, ends, strict=True)
+            rows = self._rows(layer, [numbers[start:end] for numbers, start, end in spans])
+            if layer in self._rows_before_switch:
+                rows += self._rows_before_switch[layer]
+            tokens_of_expert.append(tuple(rows.of_expert))
+            tokens_of_rank.append(tuple(rows.of_rank))
+            starts = ends
+        # By exchange: another rank may be the fullest one in each layer.
+        waits = zip(*(numbers[first_wait:first_row] for numbers in numbers_of_rank), strict=True)
         return LoadWindow(
             first_step=self._first_step,
             num_steps=self._num_steps,
             ended_at=time.time(),
-            seconds=max(numbers[1] for numbers in by_rank) / NANOSECONDS,
+            seconds=max(numbers[1] for numbers in numbers_of_rank) / NANOSECONDS,
             placement_epoch=placement_epoch,
             num_tokens=self._num_tokens,
             num_padding_tokens=self._num_padding_tokens,
             num_empty_turns=self._num_empty_turns,
-            bytes_dispatched=sum(numbers[0] for numbers in by_rank),
-            straggler_seconds=sum(sum(of_rank) / len(of_rank) - min(of_rank) for of_rank in waited) / NANOSECONDS,
+            bytes_dispatched=sum(numbers[0] for numbers in numbers_of_rank),
+            straggler_seconds=sum(sum(of_rank) / len(of_rank) - min(of_rank) for of_rank in waits) / NANOSECONDS,
             layers=tuple(self._load_of_layer),
             tokens_of_expert=tuple(tokens_of_expert),
             tokens_of_rank=tuple(tokens_of_rank),
             logical_of_slot=tuple(load.placement.logical_of_slot for load in self._load_of_layer.values()),
         )
 
-    def _forget(self) -> None:
+    def _start_window(self) -> None:
         for load in self._load_of_layer.values():
             load.rows_e.zero_()
         self._num_steps = self._num_tokens = self._num_padding_tokens = self._num_empty_turns = 0
@@ -165,5 +177,5 @@ class LoadMeter:
         self._bytes = self._groups.ep.num_bytes_sent
 
 
-def _added(one: list[list[int]], other: list[list[int]]) -> list[list[int]]:
-    return [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(one, other, strict=True)]
+def _sum(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(one, other, strict=True)]

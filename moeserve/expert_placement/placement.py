@@ -1,7 +1,7 @@
-"""Which rank holds which experts. Knows numbers only: no weights, no tensors, no other layers.
+"""The placement of one layer's experts on ranks, its files, and the files of expert loads.
 
-A logical expert is one of the model's. A physical expert is a slot of some rank that holds a copy of a logical one;
-physical experts are numbered through all ranks' slots, rank by rank.
+A logical expert is one of the model's. A physical expert is a slot of some rank that holds a copy of a logical one.
+Physical experts are numbered through the slots of all ranks, rank by rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_FILE_BYTES = 256 * 1024 * 1024
 class Placement:
     """The experts of one layer on the ranks of an expert-parallel group. Every logical expert has at least one slot."""
 
-    logical_of_slot: tuple[tuple[int, ...], ...]  # by rank: the logical expert in each of its slots; some may have none
+    logical_of_slot: tuple[tuple[int, ...], ...]  # by rank, by slot; a rank may have no slots
     num_logical: int
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Placement:
 
     @property
     def first_physical(self) -> tuple[int, ...]:
-        """By rank: the physical expert in its first slot."""
+        """By rank, the physical expert in its first slot."""
         return tuple(itertools.accumulate(self.num_slots, initial=0))[:-1]
 
     @property
@@ -55,7 +55,7 @@ class Placement:
 
     @property
     def physical_of_logical(self) -> tuple[tuple[int, ...], ...]:
-        """By logical expert: its copies, ascending."""
+        """By logical expert, its copies in ascending order."""
         copies: list[list[int]] = [[] for _ in range(self.num_logical)]
         for physical, logical in enumerate(self.logical_of_physical):
             copies[logical].append(physical)
@@ -63,10 +63,12 @@ class Placement:
 
     @classmethod
     def even(cls, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
-        """Experts in their order over ranks with as many slots each as can be; after the last comes the first again.
+        """Return a placement of the experts in order, over ranks with slots as even as possible.
+
+        After the last expert, redundant slots start again with the first.
 
         Raises:
-            SettingsError: more slots than there could be copies, of which a rank takes one.
+            SettingsError: there are more slots than copies, of which a rank holds one at most.
         """
         num_slots = num_experts + num_redundant
         check_num_slots(num_slots, num_experts, num_ranks)
@@ -79,10 +81,10 @@ class Placement:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Placement:
-        """What `to_json` wrote.
+        """Parse the result of `to_json`.
 
         Raises:
-            SettingsError: not such a text, or a placement that leaves an expert without a slot.
+            SettingsError: the text is malformed, or the placement leaves an expert without a slot.
         """
         try:
             content = msgspec.json.decode(text, type=_PlacementJson)
@@ -95,10 +97,10 @@ class Placement:
 
 
 def check_num_slots(num_slots: int, num_experts: int, num_ranks: int) -> None:
-    """Whether so many slots can hold every expert, and no expert twice on a rank.
+    """Check that the slots can hold every expert, and that no expert needs two slots of one rank.
 
     Raises:
-        SettingsError: they cannot.
+        SettingsError: there are too few or too many slots.
     """
     if not 1 <= num_experts <= MAX_EXPERTS or num_ranks < 1:
         raise SettingsError(f"{num_experts} experts on {num_ranks} ranks: there must be at least one of both")
@@ -110,19 +112,19 @@ def check_num_slots(num_slots: int, num_experts: int, num_ranks: int) -> None:
 
 
 def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[float, ...], ...]:
-    """Loads of experts from a file such as {"loads": [[5, 1, 0, 2], [3, 3, 1, 1]]}, or from records of a run.
+    """Read expert loads from a file such as {"loads": [[5, 1, 0, 2], [3, 3, 1, 1]]}, or from the windows of a run.
 
     Args:
-        path: JSON; one list of loads for each layer that has experts, or a single list that holds for all of them. Or
-            .jsonl, as `expert_load_file` writes it: the sum of its windows.
-        num_layers: how many of the model's layers have experts.
+        path: JSON with one list of loads for each layer that has experts, or a single list for all of them. Or .jsonl,
+            as `expert_load_file` writes it, whose windows are added up.
+        num_layers: the model's layers that have experts.
         num_experts: logical experts of each.
 
     Returns:
         By layer, by logical expert.
 
     Raises:
-        SettingsError: no such file, or not the loads of this model.
+        SettingsError: the file cannot be read, or does not hold the loads of this model.
     """
     loads: tuple[tuple[float, ...], ...]
     try:
@@ -146,24 +148,24 @@ def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[
     for layer, of_layer in enumerate(loads):
         if len(of_layer) != num_experts:
             raise SettingsError(
-                f"{path}: loads[{layer}] is of {len(of_layer)} experts; the model has {num_experts} in each layer"
+                f"{path}: loads[{layer}] has {len(of_layer)} experts; the model has {num_experts} in each layer"
             )
     return loads if len(loads) == num_layers else loads * num_layers
 
 
 def copies_in_turn(placement: Placement, rank: int, node_of_rank: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """By logical expert: the copies to which the tokens of a rank go, one token after the other, and then again.
+    """Return by logical expert the copies to which a rank sends its tokens, in turn.
 
-    Of an expert with c copies, each of n ranks has c turns to give and each copy takes n, so all copies get as much if
-    all ranks have as many tokens. Those of the rank's node go first, as long as they take more. Within a node all are
-    alike: a rank that has more tokens than others should not compute them all.
+    With c copies and n ranks, each rank has c turns and each copy takes n of them, so all copies get the same work if
+    all ranks have the same number of tokens. Turns go to copies on the rank's own node first. All ranks of a node are
+    treated alike, because a rank with more tokens than others should not compute all of them itself.
 
     Args:
-        rank: whose tokens they are.
-        node_of_rank: by rank: a number of its host.
+        rank: the sender.
+        node_of_rank: by rank, the number of its host.
 
     Returns:
-        Physical experts.
+        Physical experts, by logical expert and turn.
     """
     ranks = range(placement.num_ranks)
     assert len(node_of_rank) == len(ranks)
@@ -186,7 +188,7 @@ def copies_in_turn(placement: Placement, rank: int, node_of_rank: Sequence[int])
 
 
 def _deal(given: list[list[int]], ranks: Sequence[int], copies: Sequence[int], room: dict[int, int]) -> None:
-    """Gives ranks what they lack of turns, from copies with room, which are gone through again and again."""
+    """Fill the missing turns of `ranks`, round robin, from the copies that have room. Changes `given` and `room`."""
     num_turns = len(room)
     waiting = deque(copy for copy in copies if room[copy])
     for rank in ranks:
@@ -199,7 +201,7 @@ def _deal(given: list[list[int]], ranks: Sequence[int], copies: Sequence[int], r
 
 
 def write_placements(path: Path, placements: Sequence[Placement]) -> None:
-    """For `read_placements`: of each layer that has experts.
+    """Write the placement of each layer that has experts, for `read_placements`.
 
     Raises:
         SettingsError: the file cannot be written.
@@ -214,10 +216,10 @@ def write_placements(path: Path, placements: Sequence[Placement]) -> None:
 def read_placements(
     path: Path, *, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int
 ) -> tuple[Placement, ...]:
-    """What `write_placements` wrote: a placement for each layer that has experts.
+    """Read the file of `write_placements`: a placement for each layer that has experts.
 
     Raises:
-        SettingsError: no such file, or not placements of this model on so many ranks and slots.
+        SettingsError: the file cannot be read, or its placements do not fit this model, these ranks or these slots.
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -235,11 +237,11 @@ def read_placements(
     for number, each in enumerate(found):
         fault = _fault(each.logical_of_slot, each.num_logical)
         if fault is None and each.num_logical != num_experts:
-            fault = f"it is of {each.num_logical} experts, and the model has {num_experts}"
+            fault = f"it has {each.num_logical} experts, and the model has {num_experts}"
         if fault is None and tuple(map(len, each.logical_of_slot)) != sizes:
             slots = ", ".join(map(str, map(len, each.logical_of_slot)))
             fault = (
-                f"its ranks have {slots} slots, but {num_ranks} ranks and {num_redundant} redundant experts make "
+                f"its ranks have {slots} slots, but {num_ranks} ranks and {num_redundant} redundant experts require "
                 f"{', '.join(map(str, sizes))}"
             )
             if len(each.logical_of_slot) == num_ranks:
@@ -267,7 +269,7 @@ class _LoadsJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _fault(logical_of_slot: Sequence[Sequence[int]], num_logical: int) -> str | None:
-    """What is wrong with a placement, in words."""
+    """Return a description of what is wrong with a placement; None if nothing is."""
     placed = set(itertools.chain.from_iterable(logical_of_slot))
     for expert in range(num_logical):
         if expert not in placed:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moeserve.expert_placement.eplb import imbalance, moves, place_experts
-from moeserve.expert_placement.gain import excess, pays, propose, remembered
+from moeserve.expert_placement.gain import add_window, excess_rows, is_worth_it, propose
 from moeserve.expert_placement.placement import Placement
 from moeserve.planner.costs import LayoutCosts, StepLoad
 from moeserve.planner.hardware import Hardware
@@ -183,7 +183,7 @@ class ExpertBalance:
         for layer in range(self._num_layers):
             loads = np.asarray(self._loads[layer])
             drawn = self._count_dice.multinomial(window.num_tokens * self._top_k, loads / loads.sum()).tolist()
-            self._seen[layer] = remembered(self._seen[layer], [*drawn, *[window.num_tokens] * self._num_shared])
+            self._seen[layer] = add_window(self._seen[layer], [*drawn, *[window.num_tokens] * self._num_shared])
 
     def _rebalance(self, window: _Window) -> None:
         """Starts the moves of each layer that is forecast to gain more than they cost, as the engine does it."""
@@ -193,7 +193,7 @@ class ExpertBalance:
         now_s = self._costs.step_seconds(load, self.of_step(max(1, round(load.num_tokens)))).seconds
         waited_s = busy_s * (1 - self._costs.step_seconds(load, 1.0).seconds / now_s)
 
-        all_excess = sum(map(excess, self._seen, self._placements))
+        all_excess = sum(map(excess_rows, self._seen, self._placements))
         proposals = list(map(propose, self._seen, self._placements))
         before_all, after_all, gain_s = [], [], 0.0
         for layer, (placement, proposal) in enumerate(zip(self._placements, proposals, strict=True)):
@@ -201,11 +201,11 @@ class ExpertBalance:
             after_all.append(before_all[-1])
             if proposal is None:
                 continue
-            move = self._layer_move(layer, placement, proposal.after)
-            if pays(proposal, all_excess=all_excess, waited_s=waited_s, cost_s=move.seconds):
+            move = self._layer_move(layer, placement, proposal.placement)
+            if is_worth_it(proposal, excess_of_model=all_excess, waited_s=waited_s, cost_s=move.seconds):
                 self._moving.append(move)
-                after_all[-1] = imbalance(self._seen[layer], proposal.after)
-                gain_s += waited_s * proposal.gained / all_excess
+                after_all[-1] = imbalance(self._seen[layer], proposal.placement)
+                gain_s += waited_s * proposal.rows_saved / all_excess
         if self._moving:
             self.rebalances.append(
                 Rebalance(

@@ -19,7 +19,7 @@ from moeserve.config.settings import DtypeName
 from moeserve.distributed.group import unconnected
 from moeserve.distributed.mesh import Mesh, share_of
 from moeserve.errors import SettingsError, shown
-from moeserve.expert_placement.eplb import Topology, balance, imbalance, place_experts, rank_loads
+from moeserve.expert_placement.eplb import Topology, eplb, imbalance, place_experts, rank_loads
 from moeserve.expert_placement.placement import Placement, read_loads
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
@@ -282,7 +282,7 @@ def _place(
     if topology.num_nodes > 1:  # balanced even without loads: in order, copies would be away from their groups
         layers_of_loads = layers_of_loads or Counter([alike])
         num_slots = num_experts + num_redundant
-        placements = [balance(of_layer, num_ranks, num_slots, topology) for of_layer in layers_of_loads]
+        placements = [eplb(of_layer, num_ranks, num_slots, topology) for of_layer in layers_of_loads]
         for placement in placements:
             check_groups(placement.logical_of_slot, num_experts, topology)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moeserve.errors import SettingsError
-from moeserve.expert_placement.eplb import balance, rank_loads
+from moeserve.expert_placement.eplb import eplb, rank_loads
 from moeserve.telemetry.expert_load import LoadWindow, read_windows, summed
 from moeserve.telemetry.load_image import as_png
 from moeserve.telemetry.load_page import as_html
@@ -61,4 +61,4 @@ def _check_name(path: Path | None, what: str, suffixes: tuple[str, ...]) -> None
 def plan(total: LoadWindow, num_redundant: int) -> tuple[tuple[float, ...], ...]:
     """By layer, by rank: the tokens that ranks would have been given with a placement made for these loads."""
     num_slots = total.num_experts + num_redundant
-    return tuple(rank_loads(loads, balance(loads, total.num_ranks, num_slots)) for loads in total.tokens_of_expert)
+    return tuple(rank_loads(loads, eplb(loads, total.num_ranks, num_slots)) for loads in total.tokens_of_expert)

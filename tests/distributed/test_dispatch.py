@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from moeserve.distributed.group import connect, group_of_one
 from moeserve.distributed.mesh import Mesh
-from moeserve.expert_placement.eplb import balance
+from moeserve.expert_placement.eplb import eplb
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch import allgather
@@ -433,7 +433,7 @@ def test_which_steps_graphs_hold(name: Any) -> None:
 @pytest.mark.parametrize("dispatcher", DISTRIBUTED)
 @pytest.mark.parametrize(
     "placement",
-    [Placement.even(10, 4), Placement.even(10, 4, 5), balance([*range(10)], 4, 13)],
+    [Placement.even(10, 4), Placement.even(10, 4, 5), eplb([*range(10)], 4, 13)],
     ids=["uneven", "redundant", "by load"],
 )
 def test_layer(dispatcher: Any, placement: Placement) -> None:

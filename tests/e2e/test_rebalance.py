@@ -82,7 +82,7 @@ def test_a_placement_is_kept_and_used_again(reference_named: Callable[[str], Ref
         assert window.placement_epoch == 0
     with LLM(reference.folder, **SETTINGS, **layout) as llm:
         assert llm.expert_load().logical_of_slot != kept
-    with pytest.raises(SettingsError, match=r"2 ranks and 0 redundant experts make .*; use num_redundant_experts=3"):
+    with pytest.raises(SettingsError, match=r"2 ranks and 0 redundant experts .*; use num_redundant_experts=3"):
         LLM(reference.folder, **SETTINGS, data_parallel_size=2, rebalance=str(path))
     saved = json.loads(path.read_text())
     path.write_text(json.dumps({"placements": saved["placements"][1:]}))

@@ -1,4 +1,4 @@
-"""Whether experts should move: by numbers alone."""
+"""The decision to move experts, from numbers alone."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import random
 import pytest
 
 from moeserve.expert_placement.eplb import imbalance
-from moeserve.expert_placement.gain import LEAST_GAIN, Proposal, excess, pays, propose, remembered
+from moeserve.expert_placement.gain import Proposal, add_window, excess_rows, is_worth_it, propose
 from moeserve.expert_placement.placement import Placement
 
 TWO_RANKS = Placement(((0, 1), (2, 3)), 4)
 
 
-def test_what_fullest_ranks_have_more() -> None:
-    assert excess([30, 30, 10, 10], TWO_RANKS) == 20
-    assert excess([1, 2, 2, 1], TWO_RANKS) == 0
+def test_excess_rows_of_the_fullest_rank() -> None:
+    assert excess_rows([30, 30, 10, 10], TWO_RANKS) == 20
+    assert excess_rows([1, 2, 2, 1], TWO_RANKS) == 0
 
 
-def test_a_proposal_takes_what_it_says_from_the_fullest_rank() -> None:
+def test_proposal_saves_rows_of_the_fullest_rank() -> None:
     proposal = propose([3000, 3000, 1000, 1000], TWO_RANKS)
     assert proposal is not None
-    assert imbalance([3000, 3000, 1000, 1000], proposal.after) == 1
-    assert proposal.gained == 2000
+    assert imbalance([3000, 3000, 1000, 1000], proposal.placement) == 1
+    assert proposal.rows_saved == 2000
 
 
 @pytest.mark.parametrize("loads", [[0, 0, 0, 0], [10, 12, 9, 11], [1000, 1010, 990, 1000]])
-def test_nothing_is_proposed_for_what_is_even_or_chance(loads: list[int]) -> None:
+def test_no_proposal_for_even_loads(loads: list[int]) -> None:
     assert propose(loads, TWO_RANKS) is None
 
 
-def test_rows_drawn_alike_are_left_where_they_are() -> None:
+def test_no_proposal_for_chance() -> None:
     dice = random.Random(0)
     before = Placement.even(16, 4)
     for _ in range(100):
@@ -38,20 +38,20 @@ def test_rows_drawn_alike_are_left_where_they_are() -> None:
         for _ in range(400):
             drawn[dice.randrange(16)] += 1
         proposal = propose(drawn, before)
-        assert proposal is None or imbalance(drawn, before) > 1.09, "ten in a hundred rows of a rank may be chance"
+        assert proposal is None or imbalance(drawn, before) > 1.09, "100 rows of a rank vary by 10"
 
 
-def test_moves_pay_where_less_waiting_makes_up_for_them() -> None:
-    half = Proposal(TWO_RANKS, gained=50)
-    assert pays(half, all_excess=100, waited_s=2.0, cost_s=0.99)
-    assert not pays(half, all_excess=100, waited_s=2.0, cost_s=1.0)
-    assert not pays(half, all_excess=0, waited_s=2.0, cost_s=0.0)
-    assert not pays(Proposal(TWO_RANKS, gained=500), all_excess=100, waited_s=1.0, cost_s=1.0), "no more than all"
+def test_moves_are_worth_it_if_less_waiting_makes_up_for_them() -> None:
+    half = Proposal(TWO_RANKS, rows_saved=50)
+    assert is_worth_it(half, excess_of_model=100, waited_s=2.0, cost_s=0.99)
+    assert not is_worth_it(half, excess_of_model=100, waited_s=2.0, cost_s=1.0)
+    assert not is_worth_it(half, excess_of_model=0, waited_s=2.0, cost_s=0.0)
+    more_than_all = Proposal(TWO_RANKS, rows_saved=500)
+    assert not is_worth_it(more_than_all, excess_of_model=100, waited_s=1.0, cost_s=1.0)
 
 
-def test_older_counts_fade() -> None:
+def test_older_counts_decay() -> None:
     loads = [0.0, 0.0]
     for counts in ([8, 0], [0, 8], [0, 8]):
-        loads = remembered(loads, counts)
+        loads = add_window(loads, counts)
     assert loads == [2.0, 12.0]
-    assert LEAST_GAIN < 0.05

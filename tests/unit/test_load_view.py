@@ -21,7 +21,7 @@ from load_windows import drawn, of_counts
 
 from moeserve import cli
 from moeserve.errors import SettingsError
-from moeserve.expert_placement.eplb import balance
+from moeserve.expert_placement.eplb import eplb
 from moeserve.planner.views import plan, show
 from moeserve.telemetry import load_page
 from moeserve.telemetry.expert_load import LoadWindow, summed, write_window
@@ -530,7 +530,7 @@ def test_the_plan_gives_each_rank_its_share_of_its_experts() -> None:
     window = of_counts([[9, 3, 2, 2], [1, 1, 1, 1]], [[16, 0], [2, 2]])
     planned = plan(window, 2)
     for loads, of_ranks in zip(window.tokens_of_expert, planned, strict=True):
-        placement = balance(loads, 2, 6)
+        placement = eplb(loads, 2, 6)
         expected = [0.0, 0.0]
         for expert, load in enumerate(loads):
             holders = [rank for rank in (0, 1) if expert in placement.logical_of_slot[rank]]

@@ -132,7 +132,7 @@ def test_loads_of_each_layer_or_one_for_all(tmp_path: Path) -> None:
         ('{"loads": [[1, 1e999]]}', "must hold"),
         ({"loads": []}, "loads of 0 layers; give one list, or one for each of the 3 layers"),
         ({"loads": [[1, 2], [1, 2]]}, "loads of 2 layers; give one list, or one for each of the 3 layers"),
-        ({"loads": [[1, 2, 3]]}, r"loads\[0\] is of 3 experts; the model has 2"),
+        ({"loads": [[1, 2, 3]]}, r"loads\[0\] has 3 experts; the model has 2"),
     ],
 )
 def test_loads_that_are_refused(tmp_path: Path, content: object, message: str) -> None:
@@ -164,5 +164,5 @@ def test_loads_from_records_of_a_run(tmp_path: Path) -> None:
         for first_step, counts in ((0, [[1, 2, 3], [4, 0, 2]]), (10, [[10, 0, 0], [0, 10, 0]])):
             write_window(file, of_counts(counts, [[sum(of_layer)] for of_layer in counts], first_step=first_step))
     assert read_loads(path, num_layers=2, num_experts=3) == ((11, 2, 3), (4, 10, 2))
-    with pytest.raises(SettingsError, match=r"loads\[0\] is of 3 experts; the model has 4"):
+    with pytest.raises(SettingsError, match=r"loads\[0\] has 3 experts; the model has 4"):
         read_loads(path, num_layers=2, num_experts=4)
