@@ -48,7 +48,9 @@ from moeserve.config.settings import EngineConfig, Settings
 from moeserve.distributed.group import start_store
 from moeserve.machine import shown_bytes, usable_cores
 from moeserve.models.registry import describe, read_facts
-from moeserve.processes import Child, as_error, collect_deaths, end_all, root_cause, wait_for_news
+from moeserve.processes.failures import as_error, root_cause
+from moeserve.processes.local import start_process
+from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all, wait_for_messages
 from moeserve.worker.protocol import RankStart, rank_name
 
 Table = Literal["agreement", "dispatch", "serving"]
@@ -93,9 +95,9 @@ class Ranks:
         settings = Settings.from_options({"data_parallel_size": num_ranks, "num_threads": 1})
         config: EngineConfig = resolve(settings, read_facts(folder), has_cuda=False, num_cores=usable_cores())
         self._store = start_store()
-        self._children: list[Child[Timing]] = [
-            Child(
-                "moeserve.bench.parallel_rank",
+        self._children: list[WatchedProcess[Timing]] = [
+            start_process(
+                "moeserve.bench.parallel_rank:work",
                 rank_name(config, rank),
                 RankStart(config=config, rank=rank, store_host="127.0.0.1", store_port=self._store.port),
                 Timing,
@@ -110,12 +112,12 @@ class Ranks:
             child.channel.send(order)
         timings: dict[str, Timing] = {}
         while len(timings) < len(self._children):
-            wait_for_news(self._children, None)
+            wait_for_messages(self._children, None)
             for child in self._children:
                 for timing in child.receive():
                     timings[child.name] = timing
-            if any(child.deaths() for child in self._children):
-                raise as_error(root_cause(collect_deaths(self._children)), "while ranks were timed")
+            if any(child.failures() for child in self._children):
+                raise as_error(root_cause(collect_failures(self._children)), "while ranks were timed")
         return [timings[child.name] for child in self._children]
 
     def __enter__(self) -> Ranks:

@@ -1,4 +1,4 @@
-"""One rank of the benchmarks of parallelism: `python -m moeserve.bench.parallel_rank FD`, started by `parallel.py`.
+"""One rank of the benchmarks of parallelism: started by `parallel.py`.
 
 Joins the others as the engine's ranks do, times what it is told to, and answers. Knows no rounds and no tables.
 """
@@ -22,7 +22,7 @@ from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens
 from moeserve.moe.router import Routing
 from moeserve.ops.threads import set_num_threads
-from moeserve.processes import Parent, run_child
+from moeserve.processes.child import Parent
 from moeserve.scheduling.lockstep import Intent, Lockstep
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.process import join
@@ -255,7 +255,3 @@ def _step(tokens_per_rank: tuple[int, ...]) -> StepInputs:
         tp_sizes=tokens_per_rank[:1],
         tokens_per_rank=tokens_per_rank,
     )
-
-
-if __name__ == "__main__":
-    run_child(work)

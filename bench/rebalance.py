@@ -29,7 +29,9 @@ from moeserve.config.settings import Settings
 from moeserve.distributed.group import start_store
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
-from moeserve.processes import Child, as_error, collect_deaths, end_all, root_cause, wait_for_news
+from moeserve.processes.failures import as_error, root_cause
+from moeserve.processes.local import start_process
+from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all, wait_for_messages
 from moeserve.worker.protocol import RankStart, rank_name
 
 MODEL = {
@@ -100,9 +102,9 @@ def run(model: Path, num_ranks: int, order: RunSteps, balances: bool) -> Ran:
     )
     config = resolve(settings, read_facts(model), has_cuda=False, num_cores=usable_cores())
     store = start_store()
-    children: list[Child[Ran]] = [
-        Child(
-            "moeserve.bench.rebalance_rank",
+    children: list[WatchedProcess[Ran]] = [
+        start_process(
+            "moeserve.bench.rebalance_rank:work",
             rank_name(config, rank),
             RankStart(config=config, rank=rank, store_host="127.0.0.1", store_port=store.port),
             Ran,
@@ -115,12 +117,12 @@ def run(model: Path, num_ranks: int, order: RunSteps, balances: bool) -> Ran:
             child.channel.send(order)
         told: dict[str, Ran] = {}
         while len(told) < len(children):
-            wait_for_news(children, None)
+            wait_for_messages(children, None)
             for child in children:
                 for ran in child.receive():
                     told[child.name] = ran
-            if any(child.deaths() for child in children if child.name not in told):
-                raise as_error(root_cause(collect_deaths(children)), "while steps were timed")
+            if any(child.failures() for child in children if child.name not in told):
+                raise as_error(root_cause(collect_failures(children)), "while steps were timed")
         return told[children[0].name]
     finally:
         end_all(children)

@@ -1,4 +1,4 @@
-"""One rank of the benchmark of rebalancing: `python -m moeserve.bench.rebalance_rank FD`, started by `rebalance.py`.
+"""One rank of the benchmark of rebalancing: started by `rebalance.py`.
 
 Runs steps of a worker as an engine does, prompts of random tokens, and times each. Knows no tables.
 """
@@ -13,7 +13,7 @@ import torch
 
 from moeserve.distributed.group import Groups
 from moeserve.models.decoder import Decoder
-from moeserve.processes import Parent, run_child
+from moeserve.processes.child import Parent
 from moeserve.protocol import Chunk, StepPlan
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.telemetry.expert_load import LoadWindow, ranks_max_over_mean
@@ -126,7 +126,3 @@ def _skew(model: Decoder, hottest: float) -> None:
     for layer in model.moe_layers.values():
         scale = torch.logspace(0, 1, len(layer.router.weight), base=hottest)
         layer.router.weight.data.mul_(scale[:, None])
-
-
-if __name__ == "__main__":
-    run_child(work)

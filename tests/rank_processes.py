@@ -8,7 +8,9 @@ import psutil
 
 from moeserve import LLM
 
-MODULES = {"moeserve.engine", "moeserve.worker"}
+def is_rank(process: psutil.Process) -> bool:
+    """True if it is the process of an engine's rank: those have names of their own, "rank 3"."""
+    return process.name().startswith("rank ")
 
 
 def living_ranks(of: int | None = None) -> list[psutil.Process]:
@@ -16,7 +18,7 @@ def living_ranks(of: int | None = None) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(of).children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and MODULES & set(process.cmdline()):
+            if process.status() != psutil.STATUS_ZOMBIE and is_rank(process):
                 found.append(process)
         except psutil.NoSuchProcess:
             continue

@@ -6,7 +6,6 @@ the user's process, an all-gather over the replicas, a step on this replica's ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from moeserve.engine.base import fit_to_cache, new_scheduler
 from moeserve.engine.protocol import Delivery, EngineStart, Ready
 from moeserve.errors import EngineError
 from moeserve.executor.base import Executor
-from moeserve.executor.multiproc import MultiprocExecutor
-from moeserve.processes import Channel, Child, Parent
+from moeserve.executor.multiproc import MultiprocExecutor, start_workers
+from moeserve.processes.channel import Channel
+from moeserve.processes.child import Parent
 from moeserve.protocol import ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.scheduling.lockstep import Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
@@ -28,11 +28,11 @@ from moeserve.worker.protocol import RankStart
 HEARTBEAT_S = 1.0
 
 
-def serve(parent: Parent, start: EngineStart, workers: Sequence[Child[Any]]) -> None:
-    """Serves, on one host, until all replicas have agreed to shut down. This process runs the replica's first rank.
-
-    What goes wrong is raised.
-    """
+def run(parent: Parent) -> None:
+    """Serve one replica on this host until all replicas have agreed to shut down. This process runs its first rank."""
+    start = parent.config(EngineStart)
+    workers = start_workers(start.driver)
+    parent.watch_children(workers)
     channel = parent.channel(ReplicaMessage)
     groups = join(start.driver)
     executor = MultiprocExecutor(start.driver.config, groups, workers, show_progress=start.show_progress)

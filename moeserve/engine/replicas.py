@@ -16,7 +16,8 @@ from moeserve.engine.base import fit_to_cache, shrinkage
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.engine.worker_group import WorkerGroup
 from moeserve.errors import EngineError, RequestError
-from moeserve.processes import Watched, as_error, root_cause, wait_for_news
+from moeserve.processes.failures import as_error, root_cause
+from moeserve.processes.supervision import WatchedProcess, wait_for_messages
 from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Shutdown, Wake
 from moeserve.scheduling.dp_router import DPRouter
 from moeserve.telemetry.expert_load import LoadWindow
@@ -42,7 +43,7 @@ class Replicas:
             EngineError: a process died, or could not be started.
         """
         self._owner = os.getpid()
-        self._in_flight: dict[str, Watched[EngineMessage]] = {}  # by request: the replica that serves it
+        self._in_flight: dict[str, WatchedProcess[EngineMessage]] = {}  # by request: the replica that serves it
         self._undelivered: list[RequestUpdate] = []  # what came outside a step: the next one returns it
         self._loads: list[LoadWindow] = []  # that nobody has taken
         self._awaits_load = False  # one was asked for, and has not come
@@ -99,7 +100,7 @@ class Replicas:
         self._require_owner()
         updates = self._news()
         while not updates and self._in_flight:
-            wait_for_news(self._worker_group.members, None)
+            wait_for_messages(self._worker_group.members, None)
             updates = self._news()
         if not updates:
             self._require_open()
@@ -119,7 +120,7 @@ class Replicas:
         self._require_owner()
         while wait and self._awaits_load:  # one that was not asked for may come first
             self._require_open()
-            wait_for_news(self._worker_group.members, None)
+            wait_for_messages(self._worker_group.members, None)
             self._undelivered = self._news()
         loads, self._loads = self._loads, []
         return loads
@@ -139,14 +140,14 @@ class Replicas:
         waiting = {engine.name for engine in self._worker_group.engines}
         num_blocks = 0
         while waiting:
-            wait_for_news(self._worker_group.members, None)
+            wait_for_messages(self._worker_group.members, None)
             for engine in self._worker_group.engines:
                 for message in engine.receive():
                     if isinstance(message, Ready):  # the first deliveries of those that are ready tell nothing
                         num_blocks = message.num_blocks
                         waiting.remove(engine.name)
-            if any(member.deaths() for member in self._worker_group.members):
-                raise as_error(root_cause(self._worker_group.collect_deaths()), "while the model was loaded")
+            if any(member.failures() for member in self._worker_group.members):
+                raise as_error(root_cause(self._worker_group.collect_failures()), "while the model was loaded")
         return num_blocks
 
     def _news(self) -> list[RequestUpdate]:
@@ -155,8 +156,8 @@ class Replicas:
         if self._closed_because:
             return updates
         updates += self._received()
-        if any(member.deaths() for member in self._worker_group.members):
-            cause = root_cause(self._worker_group.collect_deaths())
+        if any(member.failures() for member in self._worker_group.members):
+            cause = root_cause(self._worker_group.collect_failures())
             error = str(as_error(cause, f"the engine failed while it served {len(self._in_flight)} requests"))
             self._closed_because = f"the engine has failed and takes no requests; make a new one. It failed so: {error}"
             updates += self._received()

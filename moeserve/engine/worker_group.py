@@ -13,7 +13,9 @@ from moeserve.config.settings import EngineConfig
 from moeserve.distributed.group import start_store
 from moeserve.engine.protocol import EngineMessage, EngineStart
 from moeserve.machine import usable_cores
-from moeserve.processes import Child, Death, Watched, collect_deaths, end_all
+from moeserve.processes.failures import FailureReport
+from moeserve.processes.local import start_process
+from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all
 from moeserve.worker.protocol import RankStart, rank_name
 
 
@@ -21,16 +23,16 @@ class WorkerGroup(Protocol):
     """The processes of all replicas, started together and ended together."""
 
     @property
-    def engines(self) -> Sequence[Watched[EngineMessage]]:
+    def engines(self) -> Sequence[WatchedProcess[EngineMessage]]:
         """One for each replica, by dp rank."""
         ...
 
     @property
-    def members(self) -> Sequence[Watched[Any]]:
+    def members(self) -> Sequence[WatchedProcess[Any]]:
         """All that are watched from here, the engines among them."""
         ...
 
-    def collect_deaths(self) -> list[Death]:
+    def collect_failures(self) -> list[FailureReport]:
         """After a first sign of one: all that can be known of its cause."""
         ...
 
@@ -47,15 +49,15 @@ class LocalWorkerGroup:
         self._store: TCPStore | None = start_store()
         key = secrets.token_hex(16)
         environment = environment_of_rank(config, usable_cores())
-        self.engines: list[Child[EngineMessage]] = []
+        self.engines: list[WatchedProcess[EngineMessage]] = []
         self.members = self.engines
         try:
             for rank in range(0, config.num_ranks, config.tensor_parallel_size):
                 driver = RankStart(
                     config=config, rank=rank, store_host="127.0.0.1", store_port=self._store.port, store_key=key
                 )
-                child: Child[EngineMessage] = Child(
-                    "moeserve.engine",
+                child = start_process(
+                    "moeserve.engine.process:run",
                     rank_name(config, rank),
                     EngineStart(driver=driver, show_progress=show_progress and rank == 0),
                     EngineMessage,
@@ -66,8 +68,8 @@ class LocalWorkerGroup:
             self.end()
             raise
 
-    def collect_deaths(self) -> list[Death]:
-        return collect_deaths(self.members)
+    def collect_failures(self) -> list[FailureReport]:
+        return collect_failures(self.members)
 
     def end(self, patience_s: float = 0.0) -> None:
         end_all(self.engines, patience_s=patience_s)

@@ -9,21 +9,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from moeserve.config.environment import environment_of_rank
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.group import Groups
 from moeserve.errors import DistributedError
-from moeserve.processes import SECONDS_TO_GO, Child, end_all
+from moeserve.machine import usable_cores
+from moeserve.processes.channel import frame
+from moeserve.processes.local import start_process
+from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all
 from moeserve.protocol import StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.worker.protocol import Leave, Step, rank_name
+from moeserve.worker.protocol import Leave, RankStart, Step, rank_name
 from moeserve.worker.worker import Worker
+
+
+def start_workers(driver: RankStart) -> list[WatchedProcess[Any]]:
+    """Start a process for each rank of the driver's replica except its own. They send nothing but failure reports."""
+    config = driver.config
+    environment = environment_of_rank(config, usable_cores())
+    return [
+        start_process(
+            "moeserve.worker.process:run",
+            rank_name(config, rank),
+            msgspec.structs.replace(driver, rank=rank),
+            None,
+            environment=environment,
+        )
+        for rank in range(driver.rank + 1, driver.rank + config.tensor_parallel_size)
+    ]
 
 
 class MultiprocExecutor:
     """See `Executor`. Runs rank tp = 0 itself."""
 
     def __init__(
-        self, config: EngineConfig, groups: Groups, workers: Sequence[Child[Any]], *, show_progress: bool
+        self, config: EngineConfig, groups: Groups, workers: Sequence[WatchedProcess[Any]], *, show_progress: bool
     ) -> None:
         """
         Args:
@@ -37,9 +59,9 @@ class MultiprocExecutor:
 
     def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
         if self._workers:
-            order = self._workers[0].channel.encode(Step(plan=plan, agreement=agreement))
+            order = frame(Step(plan=plan, agreement=agreement))
             for worker in self._workers:
-                worker.channel.send_encoded(order)
+                worker.channel.send_frame(order)
             for worker in self._workers:
                 if not worker.channel.flush(self._timeout_s):
                     raise DistributedError(
@@ -51,5 +73,5 @@ class MultiprocExecutor:
         for worker in self._workers:
             worker.channel.send(Leave())
         self.worker.close()  # collective: all ranks
-        end_all(self._workers, patience_s=SECONDS_TO_GO)
+        end_all(self._workers, patience_s=SECONDS_TO_EXIT)
         self._workers = ()

@@ -46,7 +46,9 @@ from moeserve.config.resolve import fit_whole
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import DistributedError, EngineError, SettingsError
 from moeserve.machine import installed_version
-from moeserve.processes import SECONDS_TO_GO, Channel, Death, Line, collect_deaths, death_of, end_all, say_last_words
+from moeserve.processes.channel import Channel
+from moeserve.processes.failures import FailureReport, report_of
+from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, collect_failures, end_all, send_failures
 from moeserve.protocol import StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.worker.protocol import RankStart, Step, rank_name
@@ -149,14 +151,14 @@ class RemoteProcess:
         try:
             yield
         except BaseException as error:
-            say_last_words(self._channel or self._channel_of(None), [death_of(error, self.name)])
+            send_failures(self._channel or self._channel_of(None), [report_of(error, self.name)])
             raise RuntimeError(f"{self.name} has failed") from None
 
     def _leave(self) -> None:
         """Ends the actor, once what it said was pulled."""
         poll = select.poll()
         poll.register(self._tunnel, select.POLLIN)
-        deadline = time.monotonic() + SECONDS_TO_GO
+        deadline = time.monotonic() + SECONDS_TO_EXIT
         while poll.poll(0) and time.monotonic() < deadline:
             time.sleep(0.01)
         ray.actor.exit_actor()
@@ -220,13 +222,16 @@ class RankProcess(RemoteProcess):
             return msgspec.msgpack.encode(outcome)
 
 
-class ActorLine(Line[Any]):
-    """A process in an actor, as the process that made it sees it. See `Watched`."""
+class ActorHandle:
+    """A process in an actor. See `ProcessHandle`."""
 
-    def __init__(self, actor: Any, name: str, incoming: Any) -> None:
-        ours, self._tunnel = socket.socketpair()
-        super().__init__(name, ours, incoming)
+    def __init__(self, actor: Any, name: str, tunnel: socket.socket) -> None:
+        """
+        Args:
+            tunnel: the other end of the channel; its bytes travel in calls of the actor.
+        """
         self.actor = actor
+        self._tunnel = tunnel
         self._cause = ""
         self._gone = threading.Event()
         self._news_of_death = os.eventfd(0)
@@ -239,7 +244,7 @@ class ActorLine(Line[Any]):
     def watched_fds(self) -> list[int]:
         return [self._news_of_death]
 
-    def cause_of_end(self) -> str | None:
+    def exit_cause(self) -> str | None:
         return self._cause if self._gone.is_set() else None
 
     def kill(self) -> None:
@@ -253,7 +258,6 @@ class ActorLine(Line[Any]):
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                self.channel.close()
                 os.close(self._news_of_death)
                 self._tunnel.shutdown(socket.SHUT_RDWR)
 
@@ -507,8 +511,8 @@ class RayWorkerGroup:
         """
         self._owner = os.getpid()
         self._groups: list[PlacementGroup] = []
-        self.engines: list[ActorLine] = []
-        self._ranks: list[ActorLine] = []
+        self.engines: list[WatchedProcess[Any]] = []
+        self._ranks: list[WatchedProcess[Any]] = []
         if not ray.is_initialized():  # Ray would start another cluster at the next call
             raise EngineError("Ray was shut down in this process; make a new LLM")
         try:
@@ -523,12 +527,12 @@ class RayWorkerGroup:
             raise
 
     @property
-    def members(self) -> list[ActorLine]:
+    def members(self) -> list[WatchedProcess[Any]]:
         return [*self._ranks, *self.engines]
 
-    def collect_deaths(self) -> list[Death]:
+    def collect_failures(self) -> list[FailureReport]:
         """Of a node that is gone its ranks are silent, while the others complain of them at once."""
-        return collect_deaths(self.members, seconds=SECONDS_OF_SILENCE + SECONDS_OF_A_PULL)
+        return collect_failures(self.members, seconds=SECONDS_OF_SILENCE + SECONDS_OF_A_PULL)
 
     def end(self, patience_s: float = 0.0) -> None:
         if os.getpid() == self._owner and ray.is_initialized():  # a fork of its owner leaves it alone
@@ -591,7 +595,7 @@ class RayWorkerGroup:
         """Asks a rank of each node what it finds there."""
         rank_of = {place.node: rank for rank, place in zip(self._ranks, places, strict=True)}
         earliest = time.time()
-        asked = [(rank, rank.actor.facts.remote(model)) for rank in rank_of.values()]
+        asked = [(rank, _actor(rank).facts.remote(model)) for rank in rank_of.values()]
         found = [msgspec.msgpack.decode(self._answer(rank, reference), type=NodeFacts) for rank, reference in asked]
         _refuse_unlike(found, _own_facts(model), earliest)
         _warn_of_kernels(found)
@@ -599,7 +603,7 @@ class RayWorkerGroup:
     def _load(self, config: EngineConfig, places: Sequence[Place], show_progress: bool) -> None:
         """Tells the engines to have their ranks meet and load the model."""
         first = places[0].node
-        opening = self._ranks[0].actor.open_store.remote(config.network_interface, first.address)
+        opening = _actor(self._ranks[0]).open_store.remote(config.network_interface, first.address)
         host, port = msgspec.msgpack.decode(self._answer(self._ranks[0], opening), type=tuple[str, int])
         if is_loopback(host) and len({place.node for place in places}) > 1:
             raise SettingsError(
@@ -614,16 +618,16 @@ class RayWorkerGroup:
         tp = config.tensor_parallel_size
         for replica, engine in enumerate(self.engines):
             own = slice(replica * tp, replica * tp + tp)
-            engine.actor.serve.remote(starts[own], [rank.actor for rank in self._ranks[own]], show_progress)
+            _actor(engine).serve.remote(starts[own], [_actor(rank) for rank in self._ranks[own]], show_progress)
 
-    def _answer(self, line: ActorLine, reference: Any) -> Any:
+    def _answer(self, process: WatchedProcess[Any], reference: Any) -> Any:
         """To a call of an actor that may still be starting."""
         try:
             return ray.get(reference, timeout=SECONDS_TO_START)
         except RayError as error:
-            found = line.deaths()
+            found = process.failures()
             raise EngineError(
-                f"{line.name} did not start within {SECONDS_TO_START:g} s: {found[0] if found else _first_line(error)}"
+                f"{process.name} did not start within {SECONDS_TO_START:g} s: {found[0] if found else _first_line(error)}"
             ) from None
 
 
@@ -657,7 +661,7 @@ def _running_cluster() -> str:
     return address
 
 
-def _start_actor(kind: type[RemoteProcess], name: str, place: Place, resources: dict[str, Any]) -> ActorLine:
+def _start_actor(kind: type[RemoteProcess], name: str, place: Place, resources: dict[str, Any]) -> WatchedProcess[Any]:
     actor_class: Any = ray.remote(concurrency_groups={"tunnel": 3}, max_restarts=0, max_task_retries=0)(kind)
     actor = actor_class.options(
         scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -665,7 +669,13 @@ def _start_actor(kind: type[RemoteProcess], name: str, place: Place, resources: 
         ),
         **resources,
     ).remote(name, logging.getLogger("moeserve").getEffectiveLevel())
-    return ActorLine(actor, name, kind.SAYS)
+    ours, tunnel = socket.socketpair()
+    return WatchedProcess(name, ours, kind.SAYS, ActorHandle(actor, name, tunnel))
+
+
+def _actor(process: WatchedProcess[Any]) -> Any:
+    assert isinstance(process.handle, ActorHandle)
+    return process.handle.actor
 
 
 def _places_in(group: PlacementGroup, least: dict[str, float], nodes: Sequence[Node]) -> list[Place]:

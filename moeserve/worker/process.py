@@ -9,13 +9,14 @@ from moeserve.config.settings import EngineConfig
 from moeserve.distributed.group import Groups, connect
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
-from moeserve.processes import Parent
+from moeserve.processes.child import Parent
 from moeserve.worker.protocol import Leave, RankStart, WorkerMessage
 from moeserve.worker.worker import Worker
 
 
-def serve(parent: Parent, start: RankStart) -> None:
-    """Returns when the driver of the replica says so. What goes wrong is raised."""
+def run(parent: Parent) -> None:
+    """Execute the steps that the driver of the replica sends, until it sends `Leave`."""
+    start = parent.config(RankStart)
     channel = parent.channel(WorkerMessage)
     groups = join(start)
     worker = Worker(start.config, groups, show_progress=False)

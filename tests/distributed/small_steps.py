@@ -4,15 +4,12 @@ The models of the tests are so narrow that all their steps would be small. With 
 all but the shortest prompts are large and decode steps of a few requests small, so both ways are taken, and requests
 change from one to the other.
 
-Processes are changed from outside: a `sitecustomize.py` in a folder on their path, which every Python imports as it
-starts. This file is imported by tests and by ranks.
+In the ranks of an engine tests/sitecustomize.py calls `plant`. This file is imported by tests and by ranks.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -77,32 +74,21 @@ class PlantedBorder:
     def __init__(self, folder: Path, max_small_bytes: int | None) -> None:
         """
         Args:
-            folder: an empty one, to be put in front of the processes' path.
+            folder: an empty one.
         """
         self.folder = folder
         (folder / "border.json").write_text(json.dumps(max_small_bytes))
-        (folder / "sitecustomize.py").write_text(f"import small_steps\nsmall_steps.arm({os.fspath(folder)!r})\n")
+        self.environment = {"MOESERVE_TEST_PLANT": f"small_steps:{folder}"}
 
     def ways(self) -> set[bool]:
         """Those that any rank took until now."""
         return {is_small for is_small in (False, True) if (self.folder / _file_name(is_small)).exists()}
 
 
-def arm(folder: str) -> None:
-    """In a process that starts: plants the border if it is a rank."""
-    if not {"moeserve.engine", "moeserve.worker"} & set(sys.orig_argv):
-        return
-    from moeserve.processes import Parent  # brings no torch: processes start as they do without this
-
+def plant(name: str, folder: str) -> None:
+    """Plant the border in a rank, for its whole life."""
     max_small_bytes = json.loads(Path(folder, "border.json").read_text())
-    channel = Parent.channel
-
-    def channel_with_border(self: Parent, incoming: Any) -> Any:
-        """The first thing that a rank does when all its modules are there."""
-        border(max_small_bytes, lambda is_small: Path(folder, _file_name(is_small)).touch())  # for its whole life
-        return channel(self, incoming)
-
-    Parent.channel = channel_with_border  # type: ignore[method-assign]
+    border(max_small_bytes, lambda is_small: Path(folder, _file_name(is_small)).touch())
 
 
 def _file_name(is_small: bool) -> str:

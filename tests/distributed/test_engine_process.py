@@ -10,7 +10,7 @@ import pytest
 
 from moeserve.engine.process import HEARTBEAT_S, User
 from moeserve.errors import EngineError
-from moeserve.processes import Channel
+from moeserve.processes.channel import Channel
 from moeserve.protocol import ReplicaMessage, ReplicaStats, Shutdown, Wake
 from moeserve.scheduling.replica import Deliver
 

@@ -1,14 +1,15 @@
-"""Children that are watched: how each kind of death is told, and that none outlives its parent. Real processes."""
+"""Watched processes: messages, reports of each kind of failure, and that none outlives the process that started it."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,212 +17,274 @@ import psutil
 import pytest
 
 from moeserve.errors import CheckpointError, EngineError
-from moeserve.processes import Child, Death, as_error, collect_deaths, end_all, root_cause, wait_for_news
+from moeserve.processes import fork_server
+from moeserve.processes.failures import FailureReport, as_error, root_cause
+from moeserve.processes.fork_server import ForkedProcess
+from moeserve.processes.local import SpawnedProcess, start_process
+from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all, wait_for_messages
+
+Start = Callable[..., WatchedProcess[str]]
+
+
+@pytest.fixture(params=["forked", "spawned"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Processes are forked by the server, or started without one as on a system where there can be none."""
+    if request.param == "spawned":
+        monkeypatch.setattr(fork_server, "is_available", lambda: False)
+    return str(request.param)
 
 
 @pytest.fixture
-def children() -> Iterator[list[Child[str]]]:
-    started: list[Child[str]] = []
-    yield started
+def start(way: str) -> Iterator[Start]:
+    started: list[WatchedProcess[str]] = []
+
+    def start(do: str, name: str = "rank 1", **config: Any) -> WatchedProcess[str]:
+        started.append(start_process("watched:run", name, {"do": do, **config}, str, environment=os.environ))
+        assert type(started[-1].handle) is (ForkedProcess if way == "forked" else SpawnedProcess)
+        return started[-1]
+
+    yield start
     end_all(started)
-    assert not [child.name for child in started if alive(child.pid)]
+    assert not [process.name for process in started if runs(pid_of(process))]
 
 
-def start(children: list[Child[str]], do: str, name: str = "rank 1", **config: Any) -> Child[str]:
-    child: Child[str] = Child("watched", name, {"do": do, **config}, str, environment=os.environ)
-    children.append(child)
-    return child
+def pid_of(process: WatchedProcess[Any]) -> int:
+    assert isinstance(process.handle, ForkedProcess | SpawnedProcess)
+    return process.handle.pid
 
 
-def alive(pid: int) -> bool:
+def runs(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 
-def wait_until(condition: Any, seconds: float = 5.0) -> float:
-    """Seconds until a condition came true."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "it did not come true"
-        time.sleep(0.01)
-    return time.monotonic() - started
-
-
-def first_deaths(child: Child[str], seconds: float = 5.0) -> list[Death]:
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
-    while not (deaths := child.deaths()):
-        assert time.monotonic() < deadline, "no death was noticed"
-        wait_for_news([child], 1.0)
-    return deaths
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-def first_message(child: Child[str], seconds: float = 5.0) -> str:
-    messages = child.receive(seconds)
-    assert messages, child.deaths()
+def first_failures(process: WatchedProcess[str]) -> list[FailureReport]:
+    deadline = time.monotonic() + 20
+    while not (reports := process.failures()):
+        assert time.monotonic() < deadline
+        wait_for_messages([process], 1.0)
+    return reports
+
+
+def first_message(process: WatchedProcess[str]) -> str:
+    messages = process.receive(20.0)
+    assert messages, process.failures()
     return messages[0]
 
 
-def test_messages_of_any_size_pass_both_ways_at_once(children: list[Child[str]]) -> None:
-    child = start(children, "echo")
+def test_messages_of_any_size_pass_in_both_directions_at_once(start: Start) -> None:
+    process = start("echo")
     sent = ["", "ab", "x" * 3_000_000 + "y", *(f"message {number}" for number in range(2000)), "z" * 5_000_000]
     for message in sent:  # far more than a socket holds, and nobody receives meanwhile
-        child.channel.send(message)
+        process.channel.send(message)
     received: list[str] = []
     while len(received) < len(sent):
-        received += child.receive(5.0)
-        assert not child.deaths()
+        received += process.receive(20.0)
+        assert not process.failures()
     assert received == [message[::-1] for message in sent]
 
 
-def test_a_message_found_while_looking_for_deaths_is_news(children: list[Child[str]]) -> None:
-    child = start(children, "echo")
-    child.channel.send("ab")
-    wait_until(lambda: child.deaths() or child.has_unread)
-    started = time.monotonic()
-    wait_for_news([child], 10.0)
-    assert time.monotonic() - started < 5.0
-    assert child.receive() == ["ba"]
-    started = time.monotonic()
-    wait_for_news([child], 0.3)  # it is news but once
-    assert time.monotonic() - started > 0.2
+def test_a_message_that_the_search_for_failures_has_read_ends_a_wait_once(start: Start) -> None:
+    process = start("echo")
+    process.channel.send("ab")
+    wait_until(lambda: process.failures() or process.has_messages)
+    wait_for_messages([process], 300.0)  # longer than a test may take
+    assert process.receive() == ["ba"]
+    assert not process.has_messages
 
 
 @pytest.mark.parametrize(
     ("do", "config", "cause", "error"),
     [
-        ("raise", {"kind": "plain"}, "ZeroDivisionError: so it is", None),
-        ("raise", {"kind": "broken"}, "so it is", "CheckpointError"),
-        ("raise", {"kind": "lost"}, "so it is", "DistributedError"),
-        ("die", {"signal": "SIGKILL"}, "killed by SIGKILL", None),
+        ("raise", {"kind": "plain"}, "ZeroDivisionError: the message", None),
+        ("raise", {"kind": "user"}, "the message", "CheckpointError"),
+        ("raise", {"kind": "consequence"}, "the message", "DistributedError"),
+        ("kill", {"signal": "SIGKILL"}, "killed by SIGKILL", None),
         ("exit", {"status": 3}, "ended with exit status 3", None),
         ("exit", {"status": 0}, "ended with exit status 0", None),
     ],
 )
-def test_a_death_is_told_with_its_cause(
-    children: list[Child[str]], do: str, config: dict[str, Any], cause: str, error: str | None
+def test_a_failure_is_reported_with_its_cause(
+    start: Start, do: str, config: dict[str, Any], cause: str, error: str | None
 ) -> None:
-    (death,) = first_deaths(start(children, do, **config))
-    assert (death.name, death.cause, death.error) == ("rank 1", cause, error)
-    assert death.follows_another == (error == "DistributedError")
-    assert ("watched.py" in death.traceback) == (do == "raise")
+    (report,) = first_failures(start(do, **config))
+    assert (report.name, report.cause, report.error) == ("rank 1", cause, error)
+    assert report.is_consequence == (error == "DistributedError")
+    assert ("watched.py" in report.traceback) == (do == "raise")
 
 
-def test_a_kill_is_noticed_at_once(children: list[Child[str]]) -> None:
-    child = start(children, "compute")
-    os.kill(int(first_message(child)), signal.SIGKILL)
-    started = time.monotonic()
-    assert first_deaths(child)[0].cause == "killed by SIGKILL"
-    assert time.monotonic() - started < 0.5
+def test_a_target_that_cannot_be_imported_is_reported(way: str) -> None:
+    process = start_process("no_such_module:run", "rank 1", {}, None, environment=os.environ)
+    assert "no_such_module" in first_failures(process)[0].cause
+    end_all([process])
 
 
-def test_the_error_of_a_child_is_raised_as_what_it_is() -> None:
-    broken = Death(name="rank 2", cause="no such file", error="CheckpointError", traceback="Traceback ...")
-    error = as_error(broken, "loading the model")
+def test_the_error_of_a_process_keeps_its_class_where_the_user_can_correct_it() -> None:
+    report = FailureReport(name="rank 2", cause="no such file", error="CheckpointError", traceback="Traceback ...")
+    error = as_error(report, "loading the model")
     assert isinstance(error, CheckpointError)
-    assert str(error) == "no such file (rank 2, loading the model)"
-    error = as_error(Death(name="rank 2", cause="IndexError: 7", traceback="Traceback: line 1"), "running a step")
-    assert isinstance(error, EngineError)
-    assert str(error) == "running a step: rank 2: IndexError: 7\n\nTraceback: line 1"
-    assert isinstance(as_error(Death(name="rank 2", cause="x", error="DistributedError"), "y"), EngineError)
+    assert all(part in str(error) for part in ("no such file", "rank 2", "loading the model"))
+    error = as_error(FailureReport(name="rank 2", cause="IndexError: 7", traceback="Traceback: line 1"), "running a step")
+    assert type(error) is EngineError
+    assert all(part in str(error) for part in ("rank 2", "IndexError: 7", "Traceback: line 1"))
+    assert type(as_error(FailureReport(name="rank 2", cause="x", error="DistributedError"), "y")) is EngineError
 
 
-def test_of_several_deaths_the_one_that_the_others_followed_is_named(children: list[Child[str]]) -> None:
-    survivor = start(children, "raise", "rank 0", kind="lost", text="rank 1 did not come")
-    seen = first_deaths(survivor)
-    victim = start(children, "die", "rank 1", signal="SIGKILL")  # noticed later than what followed from it
-    deadline = time.monotonic() + 5
-    deaths = collect_deaths([survivor, victim])
-    while len(deaths) < 2 and time.monotonic() < deadline:  # a slow machine
-        deaths = collect_deaths([survivor, victim])
-    assert root_cause(deaths) == Death(name="rank 1", cause="killed by SIGKILL")
+def test_the_first_cause_is_named_among_its_consequences(start: Start) -> None:
+    survivor = start("raise", "rank 0", kind="consequence")
+    seen = first_failures(survivor)
     assert root_cause(seen).name == "rank 0"
-    lost = Death(name="rank 3", cause="", follows_another=True)
-    assert root_cause([lost, Death(name="rank 4", cause=""), Death(name="rank 5", cause="")]).name == "rank 4"
+    victim = start("kill", "rank 1", signal="SIGKILL")  # noticed later than its consequence
+    reports = collect_failures([survivor, victim], seconds=20.0)
+    assert root_cause(reports) == FailureReport(name="rank 1", cause="killed by SIGKILL")
 
 
-def test_deaths_that_only_follow_are_waited_for_no_longer_than_half_a_second(children: list[Child[str]]) -> None:
-    survivor = start(children, "raise", "rank 0", kind="lost")
-    start(children, "echo", "rank 1")
-    first_deaths(survivor)
-    started = time.monotonic()
-    (death,) = collect_deaths(children)
-    assert death.name == "rank 0"
-    assert 0.4 < time.monotonic() - started < 1.0
+def test_consequences_alone_are_returned_after_a_while(start: Start) -> None:
+    processes = [start("raise", "rank 0", kind="consequence"), start("echo", "rank 1")]
+    first_failures(processes[0])
+    assert [report.name for report in collect_failures(processes)] == ["rank 0"]
 
 
 @pytest.mark.parametrize("then", ["wait", "fail"])
-def test_the_death_of_a_grandchild_is_told_by_its_parent(children: list[Child[str]], then: str) -> None:
-    child = start(children, "family", "rank 0", child={"do": "raise", "kind": "plain"}, then=then)
-    grandchild = int(first_message(child))
-    first_deaths(child)
-    death = root_cause(collect_deaths([child]))
-    assert (death.name, death.cause) == ("grandchild", "ZeroDivisionError: so it is")
-    assert "watched.py" in death.traceback
-    wait_until(lambda: child.has_ended and not alive(grandchild))
+def test_the_failure_of_a_grandchild_is_reported_by_its_parent(start: Start, then: str) -> None:
+    process = start("family", "rank 0", child={"do": "raise", "kind": "plain"}, then=then)
+    grandchild = int(first_message(process))
+    first_failures(process)
+    report = root_cause(collect_failures([process]))
+    assert (report.name, report.cause) == ("grandchild", "ZeroDivisionError: the message")
+    assert "watched.py" in report.traceback
+    wait_until(lambda: process.has_ended and not runs(grandchild))
 
 
-def test_children_end_with_their_parent_however_it_died(children: list[Child[str]]) -> None:
-    child = start(children, "family", child={"do": "compute"})
-    grandchild = int(first_message(child))
-    time.sleep(0.3)  # computing
-    os.kill(child.pid, signal.SIGKILL)
-    assert wait_until(lambda: not alive(grandchild)) < 1.0
+def test_a_grandchild_ends_with_its_parent(start: Start) -> None:
+    process = start("family", child={"do": "compute"})
+    grandchild = int(first_message(process))
+    os.kill(pid_of(process), signal.SIGKILL)
+    wait_until(lambda: not runs(grandchild))
 
 
 SCRIPT = """
-import os, sys, threading
-sys.path.insert(0, {folder!r})
-from moeserve.processes import Child
+import os, sys, threading, time
+from moeserve.processes import fork_server
+from moeserve.processes.local import start_process
+if {way!r} == "spawned":
+    fork_server.is_available = lambda: False
 found = []
 def main():
     for _ in range(2):
-        child = Child("watched", "rank 1", {{"do": "compute"}}, str, environment=os.environ)
-        found.append(child)
-        print(child.receive(10)[0], flush=True)
-thread = threading.Thread(target=main)  # the thread that started them ends first: that is no death
+        process = start_process("watched:run", "rank 1", {{"do": "compute"}}, str, environment=os.environ)
+        found.append(process)
+        process.receive(20)
+        print(process.handle.pid, flush=True)
+thread = threading.Thread(target=main)  # the thread that started them ends first, which is no failure
 thread.start()
 thread.join()
 {then}
 """
 
 
-@pytest.mark.parametrize("then", ["sys.exit(0)", "os.fork() and os.kill(os.getpid(), 9); import time; time.sleep(5)"])
-def test_a_script_that_ends_leaves_no_process(tmp_path: Path, then: str) -> None:
+@pytest.mark.parametrize(
+    "then", ["sys.exit(0)", "os.kill(os.getpid(), 9)", "os.fork() and os.kill(os.getpid(), 9); time.sleep(5)"]
+)
+def test_a_script_that_ends_leaves_no_process(tmp_path: Path, way: str, then: str) -> None:
     """Also where a forked copy of it lives on, which holds its sockets open."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(folder=str(Path(__file__).parent), then=then))
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
+    script.write_text(SCRIPT.format(way=way, then=then))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
-        assert all(alive(pid) for pid in pids) or process.poll() is not None
-        process.wait(5)
-        assert wait_until(lambda: not any(alive(pid) for pid in pids)) < 1.0
+        process.wait(20)
+        wait_until(lambda: not any(runs(pid) for pid in pids))
 
 
-def test_a_child_that_does_not_go_is_killed(children: list[Child[str]]) -> None:
-    child = start(children, "stubborn")
-    assert first_message(child) == "ready"
-    started = time.monotonic()
-    end_all(children, patience_s=1.0)
-    children.clear()
-    assert 1.0 < time.monotonic() - started < 3.0
-    assert not alive(child.pid)
+def test_a_process_that_does_not_exit_is_killed(start: Start) -> None:
+    process = start("stop")
+    assert first_message(process) == "ready"
+    end_all([process], patience_s=0.2)
+    assert not runs(pid_of(process))
 
 
-def test_children_are_out_of_reach_of_the_terminal_and_find_the_same_modules(
-    children: list[Child[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_process_has_what_its_parent_has_and_a_session_of_its_own(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("moeserve", "msgspec"):
+    for name in ("moeserve", "msgspec"):  # in the working folder, which is not on the path
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise ImportError('the wrong one')")
+        (tmp_path / name / "__init__.py").write_text("raise ImportError")
     monkeypatch.chdir(tmp_path)
-    executable, _, leads_session = first_message(start(children, "tell")).split(" ")
-    assert (executable, leads_session) == (sys.executable, "True")
+    monkeypatch.setenv("A_VARIABLE", "grün")
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        process = start("describe")
+    finally:
+        os.sched_setaffinity(0, cores)
+    folder, leads_session, its_cores, variable, path = ast.literal_eval(first_message(process))
+    assert (folder, leads_session, its_cores, variable) == (str(tmp_path), True, [min(cores)], "grün")
+    assert set(sys.path) - {""} <= set(path)
+    process.handle.wait(20)
+    assert capfd.readouterr().out == "to standard output\n"
 
 
-def test_without_pidfds_deaths_are_noticed_as_well(children: list[Child[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeserve.processes._open_pidfd", lambda pid: None)
-    child = start(children, "compute")
-    os.kill(int(first_message(child)), signal.SIGKILL)
-    assert first_deaths(child)[0].cause == "killed by SIGKILL"
+def test_without_pidfds_a_kill_is_noticed_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    process = start_process("watched:run", "rank 1", {"do": "compute"}, str, environment=os.environ)
+    assert first_message(process)
+    os.kill(pid_of(process), signal.SIGKILL)
+    assert first_failures(process)[0].cause == "killed by SIGKILL"
+    end_all([process])
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """An environment with a fork server of its own."""
+    return os.environ | {"GOMP_SPINCOUNT": "7"}
+
+
+def server_of(process: WatchedProcess[str]) -> psutil.Process:
+    parent = psutil.Process(pid_of(process)).parent()
+    assert parent is not None
+    assert "fork-server" in parent.cmdline()
+    return parent
+
+
+def test_variables_that_libraries_read_once_have_a_server_of_their_own(environment: dict[str, str]) -> None:
+    started = [
+        start_process("watched:run", "rank 1", {"do": "echo"}, str, environment=each)
+        for each in (os.environ, environment, environment | {"OTHER": "1"})
+    ]
+    servers = [server_of(process).pid for process in started]
+    assert servers[0] != servers[1] == servers[2]
+    end_all(started)
+
+
+def test_processes_survive_the_fork_server_and_their_ends_are_noticed(environment: dict[str, str]) -> None:
+    process = start_process("watched:run", "rank 1", {"do": "echo"}, str, environment=environment)
+    server = server_of(process)
+    server.kill()
+    server.wait()
+    process.channel.send("ab")
+    assert first_message(process) == "ba"
+    other = start_process("watched:run", "rank 2", {"do": "echo"}, str, environment=environment)  # without the server
+    other.channel.send("cd")
+    assert first_message(other) == "dc"
+    os.kill(pid_of(process), signal.SIGKILL)
+    assert "exit status is unknown" in first_failures(process)[0].cause
+    end_all([process, other])
+
+
+def test_a_stopped_process_ends_with_the_fork_server(environment: dict[str, str], tmp_path: Path) -> None:
+    """It cannot notice the end of its user by itself."""
+    script = SCRIPT.format(way="forked", then="os.kill(pid := found[0].handle.pid, 19); os.kill(os.getpid(), 9)")
+    (tmp_path / "script.py").write_text(script)
+    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], env=os.environ | path, capture_output=True, text=True)
+    wait_until(lambda: not any(runs(int(pid)) for pid in done.stdout.split()))

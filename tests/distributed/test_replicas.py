@@ -38,7 +38,8 @@ def llm_with_border(reference: Reference, folder: Path, **options: Any) -> tuple
     """Its steps with prompts are large, and those of a few tokens small."""
     border = PlantedBorder(folder, bytes_of_tokens(reference.folder, MIDDLE))
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
+        for name, value in border.environment.items():
+            patch.setenv(name, value)
         return LLM(reference.folder, **options), border
 
 
@@ -152,12 +153,10 @@ def test_a_killed_rank_is_named_and_nothing_is_left(reference: Reference, tp: in
     llm = LLM(reference.folder, tensor_parallel_size=tp, data_parallel_size=dp, **SETTINGS)
     processes = [process for process in living_ranks() if process not in before]
     assert len(processes) == 2
-    drivers = [engine.pid for engine in llm.core._worker_group.engines]  # type: ignore[attr-defined]
-    pids = drivers if tp == 1 else [*drivers, *(process.pid for process in processes if process.pid not in drivers)]
     streams = [llm.stream(prompt, ENDLESS) for prompt in reference.prompts(*[20] * 6)]
     for stream in streams:
         next(stream)
-    os.kill(pids[victim], signal.SIGKILL)
+    next(process for process in processes if process.name() == f"rank {victim}").kill()
     started = time.monotonic()
     for stream in streams:
         with pytest.raises(EngineError, match=rf"rank {victim} .*killed by SIGKILL"):

@@ -1,4 +1,4 @@
-"""What children of the tests of `moeserve.processes` do: `python -m watched`, told by their configuration."""
+"""The processes that test_processes.py starts: each does what its configuration says."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import time
 from typing import Any
 
 from moeserve.errors import CheckpointError, DistributedError
-from moeserve.processes import Child, Parent, run_child, wait_for_news
+from moeserve.processes.child import Parent
+from moeserve.processes.local import start_process
+from moeserve.processes.supervision import wait_for_messages
 
 
-def work(parent: Parent) -> None:
+def run(parent: Parent) -> None:
     config: dict[str, Any] = parent.config(dict)
     channel = parent.channel(str)
     match config["do"]:
@@ -22,32 +24,28 @@ def work(parent: Parent) -> None:
                     channel.send(message[::-1])
                 channel.flush()
         case "raise":
-            raise {"plain": ZeroDivisionError, "lost": DistributedError, "broken": CheckpointError}[config["kind"]](
-                config.get("text", "so it is")
-            )
-        case "die":
+            kinds = {"plain": ZeroDivisionError, "consequence": DistributedError, "user": CheckpointError}
+            raise kinds[config["kind"]]("the message")
+        case "kill":
             os.kill(os.getpid(), getattr(signal, config["signal"]))
         case "exit":
             os._exit(config["status"])
-        case "compute":  # never looks at the parent again
-            channel.send(str(os.getpid()))
+        case "compute":  # never reads from the parent again
+            channel.send("computing")
             while True:
                 sum(range(1000))
-        case "stubborn":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case "stop":
             channel.send("ready")
-            time.sleep(60)
-        case "family":  # a child of its own, which is told to do config["child"]
-            child: Child[str] = Child("watched", "grandchild", config["child"], str, environment=os.environ)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "family":  # starts a child, which does config["child"]
+            child = start_process("watched:run", "grandchild", config["child"], str, environment=os.environ)
             parent.watch_children([child])
-            channel.send(str(child.pid))
+            channel.send(str(child.handle.pid))  # type: ignore[attr-defined]
             if config.get("then") == "fail":
-                wait_for_news([child], 10)  # what follows from a death comes after it
-                raise DistributedError("the others did not come")
+                wait_for_messages([child], 10)  # a consequence of the child's failure comes after it
+                raise DistributedError("the other ranks have gone")
             time.sleep(60)
-        case "tell":
-            channel.send(" ".join([sys.executable, *sys.argv[:1], str(os.getsid(0) == os.getpid())]))
-
-
-if __name__ == "__main__":
-    run_child(work)
+        case "describe":
+            cores = sorted(os.sched_getaffinity(0))
+            channel.send(repr((os.getcwd(), os.getsid(0) == os.getpid(), cores, os.environ.get("A_VARIABLE"), sys.path)))
+            print("to standard output", flush=True)

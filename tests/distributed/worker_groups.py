@@ -43,7 +43,7 @@ from moeserve.models.registry import read_facts
 from moeserve.moe.dispatch.base import Arrived, Dispatcher, Pending, PendingOutput
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.router import Routing
-from moeserve.processes import Channel
+from moeserve.processes.channel import Channel
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,

@@ -96,7 +96,8 @@ def test_layouts(
     expected = told(reference, prompts, dtype=dtype)
     max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(reference.folder, max_small_tokens, dtype)
     planted = PlantedBorder(tmp_path, max_small_bytes)
-    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in planted.environment.items():
+        monkeypatch.setenv(name, value)
     options = dict(data_parallel_size=data_parallel_size, dispatcher=dispatcher, kv_cache_memory="8MiB", executor="mp")
     assert told(reference, prompts, dtype=dtype, **options) == expected
     assert planted.ways() == {None: {True}, MIDDLE: {False, True}, 0: {False}}[max_small_tokens]

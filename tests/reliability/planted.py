@@ -1,7 +1,6 @@
 """Faults of real processes, planted from outside: one rank fails at one point of a step, in one way, when told to.
 
-A `sitecustomize.py` in a folder on the path of the processes arms them: every Python imports it as it starts. What to
-do stands beside it, and files in the same folder tell the processes when. This file is imported by tests and by ranks.
+tests/sitecustomize.py calls `plant` in each rank. What to do stands in a folder, and files in it say when.
 """
 
 from __future__ import annotations
@@ -85,12 +84,12 @@ class Planted:
     def __init__(self, folder: Path, fault: Fault | None = None) -> None:
         """
         Args:
-            folder: an empty one, to be put in front of the processes' path. Without a fault it is a gate for rank 0.
+            folder: an empty one. Without a fault it is a gate for rank 0.
         """
         self.folder = folder
         told = None if fault is None else asdict(fault)
         (folder / "fault.json").write_text(json.dumps(told))
-        (folder / "sitecustomize.py").write_text(f"import planted\nplanted.arm({os.fspath(folder)!r})\n")
+        self.environment = {"MOESERVE_TEST_PLANT": f"planted:{folder}"}  # of the engine's user
 
     def trigger(self) -> None:
         """The next time that the rank is there, it does it."""
@@ -129,26 +128,15 @@ class Planted:
         return int(file.read_text())
 
 
-def arm(folder: str) -> None:
-    """In a process that starts: plants what stands in the folder, if the process is a rank and it is meant."""
-    if not {"moeserve.engine", "moeserve.worker"} & set(sys.orig_argv):
-        return
-    from moeserve.processes import Parent  # brings no torch: processes start as they do without this
-
+def plant(name: str, folder: str) -> None:
+    """Plant in a rank what stands in the folder, if it is meant for this rank."""
     told = json.loads(Path(folder, "fault.json").read_text())
-    rank = 0 if told is None else told["rank"]
-    channel = Parent.channel
-
-    def channel_with_fault(self: Parent, incoming: Any) -> Any:
-        """The first thing that a rank does when all its modules are there."""
-        if self.name.split()[1] == str(rank):
-            if told is None:
-                _wrap("step", _gate(Path(folder)))
-            else:
-                _plant(Fault(**told), Path(folder))
-        return channel(self, incoming)
-
-    Parent.channel = channel_with_fault  # type: ignore[method-assign]
+    if name.split()[1] != str(0 if told is None else told["rank"]):
+        return
+    if told is None:
+        _wrap("step", _gate(Path(folder)))
+    else:
+        _plant(Fault(**told), Path(folder))
 
 
 def _plant(fault: Fault, folder: Path) -> None:

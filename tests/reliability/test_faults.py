@@ -70,8 +70,10 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan
     def plant(**fault: Any) -> Planted:
         folder = tmp_path / "planted"
         folder.mkdir()
-        monkeypatch.syspath_prepend(folder)
-        return Planted(folder, Fault(**fault) if fault else None)
+        planted = Planted(folder, Fault(**fault) if fault else None)
+        for name, value in planted.environment.items():
+            monkeypatch.setenv(name, value)
+        return planted
 
     return plant
 
@@ -233,7 +235,7 @@ def run_script(
             prompts=reference.prompts(*[20] * 4),
         )
     )
-    path = os.pathsep.join([str(planted.folder), str(Path(__file__).parent)])
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
     with subprocess.Popen(
         [sys.executable, "script.py"],
         cwd=folder,

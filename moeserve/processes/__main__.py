@@ -1,0 +1,16 @@
+"""`python -m moeserve.processes`: a process of `local.py`, or a fork server."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from moeserve.processes import child, fork_server
+
+if __name__ == "__main__":
+    role, fd = sys.argv[1:3]
+    if role == "fork-server":
+        fork_server.main(int(fd))
+    connection = socket.socket(fileno=int(fd))
+    connection.set_inheritable(False)
+    child.run(sys.argv[3], connection)

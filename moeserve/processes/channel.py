@@ -1,0 +1,158 @@
+"""Framed messages over a stream socket."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+Incoming = TypeVar("Incoming")
+
+_LENGTH = struct.Struct("<Q")
+_CHUNK_BYTES = 2**20
+
+
+class Channel(Generic[Incoming]):
+    """Messages in both directions, each a msgpack value after its length.
+
+    `send` never blocks: bytes that the socket does not take are kept until `flush`, or until `receive` waits. Two
+    processes that send each other more than a socket holds therefore cannot deadlock. One thread at a time may
+    receive; any thread may send.
+    """
+
+    def __init__(self, connection: socket.socket, incoming: Any) -> None:
+        """
+        Args:
+            connection: a stream socket, owned by the channel from now on.
+            incoming: type of the messages to receive.
+        """
+        connection.setblocking(False)
+        self._socket = connection
+        self._decoder = msgspec.msgpack.Decoder(incoming)
+        self._outbox = bytearray()
+        self._inbox = bytearray()
+        self._lock = threading.Lock()  # guards the outbox
+        self.is_closed = False  # the other end is closed, and all that it sent was received
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._outbox)
+
+    def send(self, message: Any) -> None:
+        """Send what the socket takes now, and keep the rest. A message to a closed end is dropped."""
+        self.send_frame(frame(message))
+
+    def send_frame(self, data: bytes) -> None:
+        """Send a message that `frame` has encoded, for instance once for several receivers."""
+        with self._lock:
+            self._outbox += data
+            self._write()
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until the socket has taken everything. Return False after a timeout."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self.send_frame(b"")
+            if not self._outbox:
+                return True
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            poll = select.poll()
+            poll.register(self, select.POLLOUT)
+            poll.poll(None if left is None else left * 1000)
+
+    def receive(self, timeout_s: float | None = 0.0) -> list[Incoming]:
+        """Return all messages that have arrived, after waiting for the first one.
+
+        Args:
+            timeout_s: the longest wait; None waits until a message arrives or the other end is closed.
+
+        Raises:
+            msgspec.DecodeError: a message has another type than `incoming`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self._read()
+            messages = self._take_messages()
+            if messages or self.is_closed:
+                return messages
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return []
+            poll = select.poll()
+            poll.register(self, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+            poll.poll(None if left is None else left * 1000)
+            if self._outbox:
+                self.send_frame(b"")
+
+    def close(self) -> None:
+        self._socket.close()
+        self.is_closed = True
+
+    def _write(self) -> None:
+        try:
+            while self._outbox:
+                num_sent = self._socket.send(memoryview(self._outbox)[:_CHUNK_BYTES], socket.MSG_NOSIGNAL)
+                del self._outbox[:num_sent]
+        except BlockingIOError:
+            pass
+        except OSError:  # the other end is closed; `receive` or whoever watches the process reports it
+            self._outbox.clear()
+
+    def _read(self) -> None:
+        try:
+            while not self.is_closed:
+                piece = self._socket.recv(_CHUNK_BYTES)
+                self._inbox += piece
+                self.is_closed = not piece
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_closed = True
+
+    def _take_messages(self) -> list[Incoming]:
+        messages, start = [], 0
+        while len(self._inbox) >= start + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._inbox, start)
+            end = start + _LENGTH.size + length
+            if len(self._inbox) < end:
+                break
+            messages.append(self._decoder.decode(bytes(self._inbox[start + _LENGTH.size : end])))
+            start = end
+        del self._inbox[:start]
+        return messages
+
+
+def frame(message: Any) -> bytes:
+    """Return a message as it is sent: its length, then its msgpack encoding."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def receive_frame(connection: socket.socket) -> bytes:
+    """Return the body of the next message of a blocking socket, and read nothing behind it.
+
+    Raises:
+        EOFError: the other end was closed first.
+    """
+
+    def exactly(num_bytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < num_bytes:
+            piece = connection.recv(min(num_bytes - len(data), _CHUNK_BYTES))
+            if not piece:
+                raise EOFError("the other end of the channel is closed")
+            data += piece
+        return bytes(data)
+
+    (length,) = _LENGTH.unpack(exactly(_LENGTH.size))
+    return exactly(length)

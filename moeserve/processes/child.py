@@ -1,0 +1,163 @@
+"""The life of a process that `start_process` started, from its first message to its exit."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from moeserve.processes.channel import Channel, receive_frame
+from moeserve.processes.failures import FailureReport, report_of
+from moeserve.processes.supervision import (
+    POLL_INTERVAL_S,
+    WatchedProcess,
+    collect_failures,
+    open_pidfd,
+    send_failures,
+)
+
+Config = TypeVar("Config")
+
+PR_SET_NAME = 15  # Linux
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message to a child."""
+
+    name: str
+    parent_pid: int
+    log_level: int
+    config: msgspec.Raw
+
+
+class Parent:
+    """The process that started this one: its configuration, the channel to it, and how failures are reported to it."""
+
+    def __init__(self, connection: socket.socket, launch: Launch, pidfd: int | None) -> None:
+        """
+        Args:
+            pidfd: of the parent; None where the system has none.
+        """
+        self.name = launch.name
+        self._config = launch.config
+        self._socket = connection
+        self._channel: Channel[Any] | None = None
+        self._children: Sequence[WatchedProcess[Any]] = ()
+        self._children_may_end = threading.Event()
+        self._failing = threading.Lock()
+        threading.Thread(
+            target=_end_with_parent, args=(connection, pidfd, launch.parent_pid), name="watch-parent", daemon=True
+        ).start()
+
+    def config(self, kind: type[Config]) -> Config:
+        """Return the configuration that the parent passed to `start_process`."""
+        return msgspec.msgpack.decode(self._config, type=kind)
+
+    def channel(self, incoming: Any) -> Channel[Any]:
+        """Return the channel to the parent. May be called once.
+
+        Args:
+            incoming: type of the messages that the parent sends.
+        """
+        self._channel = Channel(self._socket, incoming)
+        return self._channel
+
+    def fail(self, reports: Sequence[FailureReport]) -> NoReturn:
+        """Report failures of this process and of its children to the parent, and end them all. First caller wins."""
+        self._failing.acquire()  # never released: a second caller waits until the process has ended
+        reports = collect_failures(self._children, reports)
+        for child in self._children:
+            child.handle.kill()
+        send_failures(self._channel or self.channel(None), reports)
+        _exit(1)
+
+    def watch_children(self, children: Sequence[WatchedProcess[Any]]) -> None:
+        """From now on, report the end of a child to the parent and end this process.
+
+        The main thread also meets the failure, as an error that `run` reports, unless it waits for something else.
+        """
+        self._children = children
+
+        def watch() -> None:
+            poll = select.poll()
+            fds = [fd for child in children for fd in child.handle.watched_fds]
+            for fd in fds:
+                poll.register(fd, select.POLLIN)
+            has_fds = all(child.handle.watched_fds for child in children)
+            while not any(child.has_ended for child in children):
+                poll.poll(None if has_fds else POLL_INTERVAL_S * 1000)
+            if not self._children_may_end.is_set():
+                self.fail([])
+
+        if children:
+            threading.Thread(target=watch, name="watch-children", daemon=True).start()
+
+    def let_children_end(self) -> None:
+        """From now on, the end of a child is no failure."""
+        self._children_may_end.set()
+
+
+def run(target: str, connection: socket.socket, parent_pidfd: int | None = None) -> NoReturn:
+    """Call a function with this process's `Parent`, report an exception of it to the parent, and exit.
+
+    Nothing is torn down at the end: a collective whose other ranks have gone could block that.
+
+    Args:
+        target: "module:function".
+        parent_pidfd: None: this process is a child of the parent, which it finds by the process id.
+    """
+    connection.setblocking(True)
+    try:
+        launch = msgspec.msgpack.decode(receive_frame(connection), type=Launch)
+    except (EOFError, OSError):  # the parent ended before it sent anything
+        _exit(1)
+    logging.basicConfig(
+        level=launch.log_level, format=f"%(levelname)s {launch.name.replace('%', '%%')}: %(message)s"
+    )
+    _set_process_name(launch.name)
+    if parent_pidfd is None:
+        parent_pidfd = open_pidfd(launch.parent_pid)
+        if os.getppid() != launch.parent_pid:
+            _exit(1)
+    parent = Parent(connection, launch, parent_pidfd)
+    try:
+        module, _, function = target.partition(":")
+        getattr(importlib.import_module(module), function)(parent)
+    except BaseException as error:
+        parent.fail([report_of(error, parent.name)])
+    _exit(0)
+
+
+def _end_with_parent(connection: socket.socket, pidfd: int | None, pid: int) -> None:
+    """End this process when its parent has ended, whatever its other threads do."""
+    poll = select.poll()
+    poll.register(connection, 0)  # hang-ups only: messages are for the main thread
+    if pidfd is not None:
+        poll.register(pidfd, select.POLLIN)
+    while not poll.poll(POLL_INTERVAL_S * 1000 if pidfd is None else None):
+        if os.getppid() != pid:
+            break
+    os._exit(1)
+
+
+def _set_process_name(name: str) -> None:
+    """Set the name that `ps -o comm` and `top` show: "rank 3". The command line is that of the fork server."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.partition(" (")[0].encode()[:15])
+
+
+def _exit(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)

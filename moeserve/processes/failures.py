@@ -1,0 +1,72 @@
+"""Reports of how processes failed, and which of several failures was the first cause."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+
+import msgspec
+
+from moeserve import errors
+from moeserve.errors import DistributedError, EngineError, MoeserveError
+
+# Frames of torch that only forward a call from one layer of a model to the next are left out of tracebacks.
+FORWARDING_FILES = (os.path.join("torch", "nn", "modules", "module.py"), os.path.join("torch", "utils", "_contextlib.py"))
+
+
+class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process failed."""
+
+    name: str  # of the process, as messages show it: "rank 3"
+    cause: str  # one line: "killed by SIGKILL", "ValueError: ..."
+    is_consequence: bool = False  # another rank failed first: a DistributedError
+    error: str | None = None  # name of the class, if it is one of moeserve/errors.py
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.cause}" + (f"\n\n{self.traceback.rstrip()}" if self.traceback else "")
+
+
+def report_of(error: BaseException, name: str) -> FailureReport:
+    """Return the report of a process that an exception ended."""
+    kind = type(error)
+    is_named = isinstance(error, MoeserveError) and getattr(errors, kind.__name__, None) is kind
+    return FailureReport(
+        name=name,
+        cause=str(error) if is_named else f"{kind.__name__}: {error}".removesuffix(": "),
+        is_consequence=isinstance(error, DistributedError),
+        error=kind.__name__ if is_named else None,
+        traceback=_short_traceback(error),
+    )
+
+
+def root_cause(reports: Sequence[FailureReport]) -> FailureReport:
+    """Return the first failure that is no consequence of another."""
+    return next((report for report in reports if not report.is_consequence), reports[0])
+
+
+def as_error(report: FailureReport, context: str) -> MoeserveError:
+    """Return the exception to raise for a failed process: its own class where it names a fault of the user's input.
+
+    Args:
+        context: what was being done, for the message: "loading the model".
+    """
+    kind = getattr(errors, report.error or "", EngineError)
+    if issubclass(kind, ValueError):
+        return kind(f"{report.cause} ({report.name}, {context})")
+    return EngineError(f"{context}: {report}")
+
+
+def _short_traceback(error: BaseException) -> str:
+    """Return a traceback of two lines for each frame, so that its end is on the first screen."""
+    shown = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = shown
+    while link is not None:
+        outer, innermost = link.stack[:-1], link.stack[-1:]
+        frames = [frame for frame in outer if not frame.filename.endswith(FORWARDING_FILES)] + innermost
+        link.stack = traceback.StackSummary.from_list(
+            [(frame.filename, frame.lineno or 0, frame.name, frame.line) for frame in frames]
+        )
+        link = link.__cause__ or link.__context__
+    return "".join(shown.format())

@@ -1,0 +1,386 @@
+"""A process that has torch and the engine loaded and forks ranks, each of which then starts in milliseconds.
+
+A process starts its server with its first rank, and the server exits with it. Ranks can start further ranks through the
+same server. Environment variables, working folder, import path, usable cores and output of a new process are those of
+the process that asks for it. Variables that libraries read while they are loaded cannot be changed by then, so there
+is one server for each set of them. This process-wide state is the only one of the package: a second engine is to find
+the server of the first.
+
+If a server cannot be used or was killed, processes are started without one. Processes that it has forked live on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+
+from moeserve.processes import child
+from moeserve.processes.channel import frame, receive_frame
+
+# Prefixes of environment variables that the interpreter, the loader or libraries read only once, as they start.
+READ_AT_START = (
+    *("ATEN_", "CUDA_", "GLIBC_", "GOMP_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "MOESERVE_ISA", "NUMEXPR_", "OMP_"),
+    *("OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
+)
+# A server that has not forked for so long is taken for broken. Loading torch may take a while. Seconds.
+SECONDS_TO_FORK = 120.0
+# The server reports an exit status at once; if it has not by then, it is stopped or busy. Seconds.
+SECONDS_TO_REPORT = 2.0
+NUM_FDS = 5  # sent with each request
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A process to fork. Names and paths are bytes, as the system has them."""
+
+    target: str
+    environment: dict[bytes, bytes]
+    path: list[bytes]
+    folder: bytes
+    cores: list[int]
+
+
+# ---- The side that asks for processes
+
+
+class ForkedProcess:
+    """A process that the fork server started. See `ProcessHandle`."""
+
+    def __init__(self, pid: int, pidfd: int, reports: socket.socket) -> None:
+        """
+        Args:
+            reports: socket on which the server sends the exit status.
+        """
+        self.pid = pid
+        self._pidfd: int | None = pidfd
+        self._reports = reports
+        self._cause: str | None = None
+
+    @property
+    def watched_fds(self) -> list[int]:
+        return [] if self._pidfd is None else [self._pidfd]
+
+    def exit_cause(self) -> str | None:
+        if self._cause is None and self._has_ended(0.0):
+            self._reports.settimeout(SECONDS_TO_REPORT)
+            try:
+                self._cause = shown_status(msgspec.msgpack.decode(receive_frame(self._reports), type=int))
+            except (EOFError, OSError):
+                self._cause = "ended; its exit status is unknown, because the fork server was killed or is stopped"
+        return self._cause
+
+    def kill(self) -> None:
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._has_ended(max(0.0, timeout_s)) and self.exit_cause() is not None
+
+    def close(self) -> None:
+        self._reports.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        if self._cause is not None or self._pidfd is None:
+            return True
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+
+class _Server:
+    """A connection to a running server, and its process where it is a child of this one."""
+
+    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._control = control
+        self._process = process
+
+    def fork(self, request: _Request, channel: socket.socket) -> ForkedProcess:
+        """Fork a process whose channel is `channel`.
+
+        Raises:
+            OSError, EOFError: the server does not work.
+        """
+        with contextlib.ExitStack() as opened:
+
+            def owned(fd: int) -> int:
+                opened.callback(os.close, fd)
+                return fd
+
+            ours, theirs = socket.socketpair()
+            opened.enter_context(theirs)
+            failing = opened.enter_context(contextlib.ExitStack())
+            failing.callback(ours.close)
+            fds = [theirs.fileno(), channel.fileno(), owned(_output(1)), owned(_output(2))]
+            socket.send_fds(self._control, [b"f"], [*fds, owned(os.pidfd_open(os.getpid()))])
+            theirs.close()
+            ours.settimeout(SECONDS_TO_FORK)
+            ours.sendall(frame(request))
+            pid, fds, *_ = socket.recv_fds(ours, 64, 1, socket.MSG_CMSG_CLOEXEC)
+            if not fds:
+                raise EOFError("the fork server has ended")
+            failing.pop_all()
+            return ForkedProcess(int(pid), fds[0], ours)
+
+    def end(self) -> None:
+        """Disconnect. The server then ends all its processes, and itself."""
+        self._control.close()
+        if self._process is not None:
+            try:
+                self._process.wait(SECONDS_TO_REPORT)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+_servers: dict[frozenset[tuple[str, str]], _Server] = {}  # by what libraries read as they start
+_owner = 0  # process id: a fork of this process has servers of its own
+_lock = threading.Lock()
+
+
+def is_available() -> bool:
+    """True on a system on which processes can be forked, watched and signalled without being their parent."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+def start(environment: Mapping[str, str]) -> _Server:
+    """Return the server for an environment, started if there is none. It may still be loading torch."""
+    global _owner
+    with _lock:
+        if _owner != os.getpid():
+            _owner = os.getpid()
+            _servers.clear()
+        key = _key(environment)
+        if key not in _servers:
+            _servers[key] = _started(environment)
+        return _servers[key]
+
+
+def fork(target: str, environment: Mapping[str, str], channel: socket.socket) -> ForkedProcess | None:
+    """Start a process through the server. None: it cannot be done, start the process without.
+
+    Args:
+        target: "module:function", called with the process's `Parent`.
+        channel: the process's end of its channel.
+    """
+    if not is_available():
+        return None
+    try:
+        request = _Request(
+            target=target,
+            environment={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
+            path=[os.fsencode(os.path.abspath(folder)) for folder in sys.path],
+            folder=os.getcwdb(),
+            cores=sorted(os.sched_getaffinity(0)),
+        )
+        return start(environment).fork(request, channel)
+    except (EOFError, OSError, ValueError):
+        with _lock:
+            server = _servers.pop(_key(environment), None)
+        if server is not None:
+            server.end()
+        return None
+
+
+def _key(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset(
+        (name, value)
+        for name, value in environment.items()
+        if name.startswith(READ_AT_START) and name not in ("PYTHONPATH", "PYTHONSAFEPATH")
+    )
+
+
+def _started(environment: Mapping[str, str]) -> _Server:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", "moeserve.processes", "fork-server", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            # Processes that are forked must not inherit a library that had threads.
+            env=dict(environment) | same_modules() | {"OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,  # a Ctrl-C in the terminal is handled by this process alone
+        )
+    server = _Server(ours, process)
+    atexit.register(_end_at_exit, server, os.getpid())
+    return server
+
+
+def _end_at_exit(server: _Server, owner: int) -> None:
+    if os.getpid() == owner:
+        server.end()
+
+
+def _output(fd: int) -> int:
+    """Return a copy of standard output or error, or of nowhere if it is closed."""
+    try:
+        return os.dup(fd)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def same_modules() -> dict[str, str]:
+    """Return environment variables with which a new Python finds the modules that this process finds."""
+    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}  # safe: `-m` alone would look in the working folder first
+
+
+def shown_status(status: int) -> str:
+    """Return an exit status as messages show it; a negative one is the number of a signal."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+# ---- The server
+
+
+@dataclass(frozen=True)
+class _Forked:
+    """In a forked process: what it is to run, and with what."""
+
+    request: _Request
+    channel: socket.socket
+    control: socket.socket  # through which it can fork further processes
+    parent_pidfd: int
+
+
+class _ServerLoop:
+    """Forks processes on request, and reports how each of them ended."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._first = control.fileno()  # closed when the process that started the server ends
+        self._user = os.pidfd_open(os.getppid())  # a fork of that process may hold a copy of the socket
+        self._controls = {self._first: control}
+        self._children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process id, and where its status goes
+        self._poll = select.poll()
+        self._poll.register(self._first, select.POLLIN)
+        self._poll.register(self._user, select.POLLIN)
+
+    def run(self) -> _Forked:
+        """Serve. Returns in each forked process, and nowhere else."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._user:
+                    self._end()
+                elif fd in self._children:
+                    self._report_exit(fd)
+                elif fd in self._controls:
+                    forked = self._answer(fd)
+                    if forked is not None:
+                        return forked
+
+    def _answer(self, fd: int) -> _Forked | None:
+        """Fork a process as the next request says. None: this is the server itself."""
+        data, fds, *_ = socket.recv_fds(self._controls[fd], 1, NUM_FDS, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            if fd == self._first:
+                self._end()
+            self._poll.unregister(fd)
+            self._controls.pop(fd).close()
+            return None
+        reports, channel = socket.socket(fileno=fds[0]), socket.socket(fileno=fds[1])
+        *output, parent_pidfd = fds[2:]
+        control, control_of_child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            request = msgspec.msgpack.decode(receive_frame(reports), type=_Request)
+            with contextlib.suppress(Exception):  # the process itself will report what is wrong
+                importlib.import_module(request.target.partition(":")[0])
+            gc.collect()
+            gc.freeze()  # so that collections in a process copy no memory that it shares with the server
+            pid = os.fork()
+        except (EOFError, OSError):  # the asking process has ended, or there is no memory: it sees the end of file
+            pid = -1
+        if pid == 0:
+            reports.close()
+            control.close()
+            self._close_all()
+            for number, each in enumerate(output, start=1):
+                os.dup2(each, number)
+                os.close(each)
+            return _Forked(request, channel, control_of_child, parent_pidfd)
+        for each in (channel, control_of_child):
+            each.close()
+        for each_fd in (*output, parent_pidfd):
+            os.close(each_fd)
+        if pid < 0:
+            reports.close()
+            control.close()
+            return None
+        pidfd = os.pidfd_open(pid)
+        self._controls[control.fileno()] = control
+        self._children[pidfd] = pid, reports
+        for each_fd in (pidfd, control.fileno()):
+            self._poll.register(each_fd, select.POLLIN)
+        with contextlib.suppress(OSError):
+            socket.send_fds(reports, [str(pid).encode()], [pidfd])
+        return None
+
+    def _report_exit(self, pidfd: int) -> None:
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        pid, reports = self._children.pop(pidfd)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with reports, contextlib.suppress(OSError):
+            reports.send(frame(status), socket.MSG_NOSIGNAL)
+
+    def _end(self) -> NoReturn:
+        """End all processes, stopped ones too, and the server."""
+        for pidfd in self._children:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        for pid, _ in self._children.values():
+            os.waitpid(pid, 0)
+        os._exit(0)
+
+    def _close_all(self) -> None:
+        for control in self._controls.values():
+            control.close()
+        for pidfd, (_, reports) in self._children.items():
+            os.close(pidfd)
+            reports.close()
+        os.close(self._user)
+
+
+def main(control_fd: int) -> NoReturn:
+    """Run a server, or in a forked process its target."""
+    forked = _ServerLoop(socket.socket(fileno=control_fd)).run()
+    request = forked.request
+    os.setsid()
+    os.chdir(request.folder)
+    os.sched_setaffinity(0, request.cores)
+    os.environ.clear()
+    os.environb.update(request.environment)
+    sys.path[:] = [os.fsdecode(folder) for folder in request.path]
+    sys.argv = [request.target]
+    importlib.invalidate_caches()
+    for each in (forked.channel, forked.control):
+        each.set_inheritable(False)
+    _adopt(request.environment, forked.control)
+    child.run(request.target, forked.channel, forked.parent_pidfd)
+
+
+def _adopt(environment: Mapping[bytes, bytes], control: socket.socket) -> None:
+    """Use the server that forked this process for the processes that this one starts."""
+    global _owner
+    _owner = os.getpid()
+    decoded = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    _servers[_key(decoded)] = _Server(control)

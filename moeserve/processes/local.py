@@ -1,0 +1,95 @@
+"""Starts watched processes on this host, through the fork server where there can be one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from moeserve.errors import EngineError
+from moeserve.processes import fork_server
+from moeserve.processes.channel import frame
+from moeserve.processes.child import Launch
+from moeserve.processes.supervision import ProcessHandle, WatchedProcess, open_pidfd
+
+
+def start_process(
+    target: str, name: str, config: Any, incoming: Any, *, environment: Mapping[str, str]
+) -> WatchedProcess[Any]:
+    """Start a process that calls a function, and send it its configuration.
+
+    The process is in a session of its own, so a Ctrl-C in the terminal reaches this process alone. It ends when this
+    process ends, however that happens.
+
+    Args:
+        target: "module:function"; the function is called with a `child.Parent`.
+        name: of the process in messages: "rank 3".
+        config: anything that msgspec can encode; the function reads it with `Parent.config`.
+        incoming: type of the messages that the process sends; None if it sends none.
+        environment: of the process.
+
+    Raises:
+        EngineError: this Python cannot start another.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        handle: ProcessHandle | None = fork_server.fork(target, environment, theirs)
+        if handle is None:
+            handle = SpawnedProcess(target, environment, theirs)
+    process: WatchedProcess[Any] = WatchedProcess(name, ours, incoming, handle)
+    launch = Launch(
+        name=name,
+        parent_pid=os.getpid(),
+        log_level=logging.getLogger("moeserve").getEffectiveLevel(),
+        config=msgspec.Raw(msgspec.msgpack.encode(config)),
+    )
+    process.channel.send_frame(frame(launch))
+    return process
+
+
+class SpawnedProcess:
+    """A process that was started without a fork server. See `ProcessHandle`."""
+
+    def __init__(self, target: str, environment: Mapping[str, str], channel: socket.socket) -> None:
+        if not sys.executable:
+            raise EngineError("sys.executable is empty, so this Python cannot start the processes of ranks")
+        fd = channel.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", "moeserve.processes", "child", str(fd), target],
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            env=dict(environment) | fork_server.same_modules(),
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self._pidfd = open_pidfd(self.pid)
+
+    @property
+    def watched_fds(self) -> list[int]:
+        return [] if self._pidfd is None else [self._pidfd]
+
+    def exit_cause(self) -> str | None:
+        status = self._process.poll()
+        return None if status is None else fork_server.shown_status(status)
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        try:
+            self._process.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None

@@ -1,0 +1,174 @@
+"""Watched processes: messages and failures of processes that run anywhere, and how to end them all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from moeserve.interrupts import interrupts_allowed
+from moeserve.processes.channel import Channel
+from moeserve.processes.failures import FailureReport
+
+Incoming = TypeVar("Incoming")
+
+# Time in which consequences of a failure are collected, so that the first cause can be named. Seconds.
+SECONDS_TO_COLLECT = 0.5
+# Interval of polling for ended processes where the system has no pidfd. Seconds.
+POLL_INTERVAL_S = 0.2
+# Time for a process to exit by itself before it is killed. Seconds.
+SECONDS_TO_EXIT = 2.0
+
+
+class _Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The last message of a process: one message, so that its reader has all reports or none."""
+
+    reports: list[FailureReport]
+
+
+class ProcessHandle(Protocol):
+    """Control of one process. Implementations: a child of this process, of the fork server, an actor of Ray."""
+
+    @property
+    def watched_fds(self) -> list[int]:
+        """File descriptors that become readable when the process ends; empty if the system has none."""
+        ...
+
+    def exit_cause(self) -> str | None:
+        """Return how the process ended, in one line; None while it runs."""
+        ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return True if the process ended in time."""
+        ...
+
+    def close(self) -> None:
+        """Release the handle of a process that has ended. May be called twice."""
+        ...
+
+
+class WatchedProcess(Generic[Incoming]):
+    """A process that this one exchanges messages with, and whose failures it reports."""
+
+    def __init__(self, name: str, connection: socket.socket, incoming: Any, handle: ProcessHandle) -> None:
+        """
+        Args:
+            name: of the process in messages to people: "rank 3".
+            connection: this side of its channel.
+            incoming: type of the messages that the process sends; None if it sends only failure reports.
+        """
+        self.name = name
+        self.channel: Channel[Incoming | _Failed] = Channel(connection, incoming | _Failed)
+        self.handle = handle
+        self._messages: list[Incoming] = []
+        self._reports: list[FailureReport] = []
+
+    @property
+    def has_ended(self) -> bool:
+        return self.handle.exit_cause() is not None
+
+    @property
+    def has_messages(self) -> bool:
+        """True if messages were read from the channel that `receive` has not returned: `failures` may read some."""
+        return bool(self._messages)
+
+    def receive(self, timeout_s: float = 0.0) -> list[Incoming]:
+        """Return all messages that have arrived, failure reports excepted, after waiting for the first one."""
+        self._read(0.0 if self._messages else timeout_s)
+        messages, self._messages = self._messages, []
+        return messages
+
+    def failures(self) -> list[FailureReport]:
+        """Return the failures of this process and of its own children; empty while all of them run."""
+        cause = self.handle.exit_cause()  # before the channel is read: a report is sent before the process ends
+        with contextlib.suppress(msgspec.DecodeError):  # the last message may be incomplete
+            self._read(0.0)
+        if self._reports:
+            return self._reports
+        return [] if cause is None else [FailureReport(name=self.name, cause=cause)]
+
+    def close(self) -> None:
+        """Release a process that has ended."""
+        self.channel.close()
+        self.handle.close()
+
+    def _read(self, timeout_s: float) -> None:
+        for message in self.channel.receive(timeout_s):
+            if isinstance(message, _Failed):
+                self._reports += message.reports
+            else:
+                self._messages.append(message)
+
+
+def send_failures(channel: Channel[Any], reports: Sequence[FailureReport]) -> None:
+    """Send failure reports to the process at the other end, and wait a moment until they are sent."""
+    channel.send(_Failed(list(reports)))
+    channel.flush(SECONDS_TO_EXIT)
+
+
+def collect_failures(
+    processes: Sequence[WatchedProcess[Any]], seen: Sequence[FailureReport] = (), *, seconds: float = SECONDS_TO_COLLECT
+) -> list[FailureReport]:
+    """Return all failures known soon after the first sign of one; return early once the first cause is among them."""
+    deadline = time.monotonic() + seconds
+    while True:
+        by_process = [process.failures() for process in processes]
+        reports = [*seen, *(report for each in by_process for report in each)]
+        running = [process for process, failed in zip(processes, by_process, strict=True) if not failed]
+        left = deadline - time.monotonic()
+        if left <= 0 or not running or any(not report.is_consequence for report in reports):
+            return reports
+        _wait(running, left)
+
+
+def wait_for_messages(processes: Sequence[WatchedProcess[Any]], timeout_s: float | None) -> None:
+    """Wait for a message or the end of any process; also send what could not be sent before."""
+    # A message that `failures` has read does not make the socket readable again.
+    _wait(processes, 0.0 if any(process.has_messages for process in processes) else timeout_s)
+
+
+def _wait(processes: Sequence[WatchedProcess[Any]], timeout_s: float | None) -> None:
+    poll = select.poll()
+    for process in processes:
+        channel, fds = process.channel, process.handle.watched_fds
+        if not channel.is_closed:
+            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.has_unsent else 0))
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        if not fds:
+            timeout_s = POLL_INTERVAL_S if timeout_s is None else min(timeout_s, POLL_INTERVAL_S)
+    with interrupts_allowed():
+        poll.poll(None if timeout_s is None else timeout_s * 1000)
+    for process in processes:
+        if process.channel.has_unsent:
+            process.channel.send_frame(b"")
+
+
+def end_all(processes: Sequence[WatchedProcess[Any]], *, patience_s: float = 0.0) -> None:
+    """Wait for processes to exit by themselves, then kill those that have not. None runs afterwards."""
+    deadline = time.monotonic() + patience_s
+    for process in processes:
+        process.channel.flush(max(0.0, deadline - time.monotonic()))
+        process.handle.wait(deadline - time.monotonic())
+    for process in processes:
+        process.handle.kill()
+    deadline = time.monotonic() + SECONDS_TO_EXIT
+    for process in processes:
+        process.handle.wait(deadline - time.monotonic())
+        process.close()
+
+
+def open_pidfd(pid: int) -> int | None:
+    """Return a file descriptor that is readable once the process has ended; None if there is no such thing here."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None

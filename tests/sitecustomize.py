@@ -1,0 +1,26 @@
+"""Imported by every Python that a test starts with this folder on its path: lets a test change ranks before they run.
+
+A test sets MOESERVE_TEST_PLANT to "module:argument". Each rank that is started then imports the module and calls its
+`plant(name of the rank, argument)`, once all modules of the rank are loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+if "moeserve.processes" in sys.orig_argv:  # a rank, or the fork server from which ranks are forked
+    from moeserve.processes.child import Parent
+
+    channel = Parent.channel
+
+    def channel_after_planting(self: Parent, incoming: Any) -> Any:
+        """Opening its channel is the first thing that a rank does."""
+        if planted := os.environ.get("MOESERVE_TEST_PLANT"):
+            module, _, argument = planted.partition(":")
+            importlib.import_module(module).plant(self.name, argument)
+        return channel(self, incoming)
+
+    Parent.channel = channel_after_planting  # type: ignore[method-assign]
