@@ -8,6 +8,7 @@ import psutil
 
 from moeserve import LLM
 
+
 def is_rank(process: psutil.Process) -> bool:
     """True if it is the process of an engine's rank: those have names of their own, "rank 3"."""
     return process.name().startswith("rank ")

@@ -626,9 +626,8 @@ class RayWorkerGroup:
             return ray.get(reference, timeout=SECONDS_TO_START)
         except RayError as error:
             found = process.failures()
-            raise EngineError(
-                f"{process.name} did not start within {SECONDS_TO_START:g} s: {found[0] if found else _first_line(error)}"
-            ) from None
+            why = found[0] if found else _first_line(error)
+            raise EngineError(f"{process.name} did not start within {SECONDS_TO_START:g} s: {why}") from None
 
 
 def _running_cluster() -> str:

@@ -121,9 +121,7 @@ def run(target: str, connection: socket.socket, parent_pidfd: int | None = None)
         launch = msgspec.msgpack.decode(receive_frame(connection), type=Launch)
     except (EOFError, OSError):  # the parent ended before it sent anything
         _exit(1)
-    logging.basicConfig(
-        level=launch.log_level, format=f"%(levelname)s {launch.name.replace('%', '%%')}: %(message)s"
-    )
+    logging.basicConfig(level=launch.log_level, format=f"%(levelname)s {launch.name.replace('%', '%%')}: %(message)s")
     _set_process_name(launch.name)
     if parent_pidfd is None:
         parent_pidfd = open_pidfd(launch.parent_pid)

@@ -12,7 +12,10 @@ from moeserve import errors
 from moeserve.errors import DistributedError, EngineError, MoeserveError
 
 # Frames of torch that only forward a call from one layer of a model to the next are left out of tracebacks.
-FORWARDING_FILES = (os.path.join("torch", "nn", "modules", "module.py"), os.path.join("torch", "utils", "_contextlib.py"))
+FORWARDING_FILES = (
+    os.path.join("torch", "nn", "modules", "module.py"),
+    os.path.join("torch", "utils", "_contextlib.py"),
+)
 
 
 class FailureReport(msgspec.Struct, frozen=True, kw_only=True):

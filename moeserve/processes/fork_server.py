@@ -318,10 +318,10 @@ class _ServerLoop:
                 os.dup2(each, number)
                 os.close(each)
             return _Forked(request, channel, control_of_child, parent_pidfd)
-        for each in (channel, control_of_child):
-            each.close()
-        for each_fd in (*output, parent_pidfd):
-            os.close(each_fd)
+        channel.close()
+        control_of_child.close()
+        for passed in (*output, parent_pidfd):
+            os.close(passed)
         if pid < 0:
             reports.close()
             control.close()
@@ -329,8 +329,8 @@ class _ServerLoop:
         pidfd = os.pidfd_open(pid)
         self._controls[control.fileno()] = control
         self._children[pidfd] = pid, reports
-        for each_fd in (pidfd, control.fileno()):
-            self._poll.register(each_fd, select.POLLIN)
+        for watched in (pidfd, control.fileno()):
+            self._poll.register(watched, select.POLLIN)
         with contextlib.suppress(OSError):
             socket.send_fds(reports, [str(pid).encode()], [pidfd])
         return None

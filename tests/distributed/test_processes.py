@@ -132,7 +132,9 @@ def test_the_error_of_a_process_keeps_its_class_where_the_user_can_correct_it() 
     error = as_error(report, "loading the model")
     assert isinstance(error, CheckpointError)
     assert all(part in str(error) for part in ("no such file", "rank 2", "loading the model"))
-    error = as_error(FailureReport(name="rank 2", cause="IndexError: 7", traceback="Traceback: line 1"), "running a step")
+    error = as_error(
+        FailureReport(name="rank 2", cause="IndexError: 7", traceback="Traceback: line 1"), "running a step"
+    )
     assert type(error) is EngineError
     assert all(part in str(error) for part in ("rank 2", "IndexError: 7", "Traceback: line 1"))
     assert type(as_error(FailureReport(name="rank 2", cause="x", error="DistributedError"), "y")) is EngineError
@@ -286,5 +288,7 @@ def test_a_stopped_process_ends_with_the_fork_server(environment: dict[str, str]
     script = SCRIPT.format(way="forked", then="os.kill(pid := found[0].handle.pid, 19); os.kill(os.getpid(), 9)")
     (tmp_path / "script.py").write_text(script)
     path = {"PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], env=os.environ | path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], env=os.environ | path, capture_output=True, text=True
+    )
     wait_until(lambda: not any(runs(int(pid)) for pid in done.stdout.split()))

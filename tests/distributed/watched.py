@@ -47,5 +47,7 @@ def run(parent: Parent) -> None:
             time.sleep(60)
         case "describe":
             cores = sorted(os.sched_getaffinity(0))
-            channel.send(repr((os.getcwd(), os.getsid(0) == os.getpid(), cores, os.environ.get("A_VARIABLE"), sys.path)))
+            channel.send(
+                repr((os.getcwd(), os.getsid(0) == os.getpid(), cores, os.environ.get("A_VARIABLE"), sys.path))
+            )
             print("to standard output", flush=True)

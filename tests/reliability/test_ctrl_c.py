@@ -22,7 +22,15 @@ from moeserve import LLM, EngineError, SamplingParams
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("ctrl_c")]
 
 ALL_BLOCKS = 256 // 16 * 8  # of each replica
-FILES = {module.__file__ for module in (moeserve.api.llm, moeserve.engine.replicas, moeserve.processes.channel, moeserve.processes.supervision)}
+FILES = {
+    module.__file__
+    for module in (
+        moeserve.api.llm,
+        moeserve.engine.replicas,
+        moeserve.processes.channel,
+        moeserve.processes.supervision,
+    )
+}
 STREAMED = SamplingParams(temperature=0, max_tokens=30)
 GENERATED = SamplingParams(temperature=0, max_tokens=4)
 

@@ -53,5 +53,6 @@ def test_a_rank_closes_when_it_is_told_to_leave(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(process, "join", lambda start: None)
     monkeypatch.setattr(process, "Worker", lambda *arguments, **options: Noting("rank 1", done))
     channel = SimpleNamespace(receive=lambda timeout: [Leave()])
-    process.serve(cast(Any, SimpleNamespace(channel=lambda kind: channel)), cast(Any, SimpleNamespace(config=None)))
+    parent = SimpleNamespace(channel=lambda kind: channel, config=lambda kind: SimpleNamespace(config=None))
+    process.run(cast(Any, parent))
     assert done == ["rank 1 closes"]
