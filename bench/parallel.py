@@ -43,8 +43,9 @@ from moeserve.bench.decode import Generate, Workload
 from moeserve.bench.harness import add_options, at_least, environment, interleave, ratio_of_medians, write_jsonl
 from moeserve.bench.parallel_rank import Order, TimeAgreements, TimeDispatch, Timing, TravellingDispatcher
 from moeserve.config.environment import environment_of_rank
-from moeserve.config.resolve import resolve
-from moeserve.config.settings import EngineConfig, Settings
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.settings import EngineConfig
+from moeserve.config.validation import parse_settings
 from moeserve.distributed.group import start_store
 from moeserve.machine import shown_bytes, usable_cores
 from moeserve.models.registry import describe, read_facts
@@ -92,8 +93,8 @@ class Ranks:
         Args:
             folder: of a checkpoint, which is not loaded: a rank's configuration names one.
         """
-        settings = Settings.from_options({"data_parallel_size": num_ranks, "num_threads": 1})
-        config: EngineConfig = resolve(settings, read_facts(folder), has_cuda=False, num_cores=usable_cores())
+        settings = parse_settings({"data_parallel_size": num_ranks, "num_threads": 1})
+        config: EngineConfig = resolve(settings, read_facts(folder), MachineFacts(num_cores=usable_cores()))
         self._store = start_store()
         self._children: list[WatchedProcess[Timing]] = [
             start_process(

@@ -22,8 +22,8 @@ from torch import Tensor
 from moeserve import LLM, SamplingParams
 from moeserve.api.default_model import default_model
 from moeserve.bench.harness import environment, write_jsonl
-from moeserve.config.resolve import resolve
-from moeserve.config.settings import Settings
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.validation import parse_settings
 from moeserve.distributed.group import single
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
@@ -109,7 +109,7 @@ def compare(model: Path, texts: list[list[int]]) -> dict[Variant, Difference]:
 def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, str]) -> Iterator[Tensor]:
     """Of each text, [L, V] float32: of every next token."""
     facts = read_facts(model)
-    config = resolve(Settings.from_options(dict(settings)), facts, has_cuda=False, num_cores=usable_cores())
+    config = resolve(parse_settings(dict(settings)), facts, MachineFacts(num_cores=usable_cores()))
     loaded = load_model(config, single(), show_progress=False).model
     num_blocks = -(-max(map(len, texts)) // BLOCK_SIZE)
     replay = EagerSteps(loaded, loaded.make_caches(num_blocks, BLOCK_SIZE))

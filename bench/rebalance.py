@@ -24,8 +24,8 @@ from moeserve.bench.harness import add_options, at_least, environment, write_jso
 from moeserve.bench.parallel import percentile
 from moeserve.bench.rebalance_rank import Ran, RunSteps
 from moeserve.config.environment import environment_of_rank
-from moeserve.config.resolve import resolve
-from moeserve.config.settings import Settings
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.validation import parse_settings
 from moeserve.distributed.group import start_store
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
@@ -88,7 +88,7 @@ def run(model: Path, num_ranks: int, order: RunSteps, balances: bool) -> Ran:
     Args:
         balances: whether there are redundant experts, and experts move.
     """
-    settings = Settings.from_options(
+    settings = parse_settings(
         {
             "data_parallel_size": num_ranks,
             "num_threads": 1,
@@ -100,7 +100,7 @@ def run(model: Path, num_ranks: int, order: RunSteps, balances: bool) -> Ran:
             "rebalance": "auto" if balances else "off",
         }
     )
-    config = resolve(settings, read_facts(model), has_cuda=False, num_cores=usable_cores())
+    config = resolve(settings, read_facts(model), MachineFacts(num_cores=usable_cores()))
     store = start_store()
     children: list[WatchedProcess[Ran]] = [
         start_process(

@@ -1,9 +1,9 @@
-"""Every error a user can cause, by name. Knows no other file of the package."""
+"""The errors that moeserve raises on purpose, and parts of their messages."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class MoeserveError(Exception):
@@ -19,39 +19,45 @@ class CheckpointError(MoeserveError, ValueError):
 
 
 class RequestError(MoeserveError, ValueError):
-    """A prompt or a sampling parameter cannot be served. The engine has not changed and lives on."""
+    """A prompt or a sampling parameter cannot be served. The engine is unchanged and continues."""
 
 
 class CacheTooSmallError(SettingsError):
-    """The KV cache cannot hold a single request of the length asked for."""
+    """The KV cache cannot hold one request of max_model_len tokens."""
 
 
 class EngineError(MoeserveError, RuntimeError):
     """A step failed, or a process of the engine died. The requests in flight have ended.
 
-    The cause is chained to this error, or told in it where it happened in another process.
+    The cause is chained to this error, or part of its message if it happened in another process.
     """
 
 
 class DistributedError(MoeserveError, RuntimeError):
-    """A rank did not come, died, got stuck, or fell out of step with the others. Its groups are of no further use."""
+    """A rank did not start, died, hung, or ran another collective than the others. Its groups cannot be used again."""
 
 
 class LockstepError(MoeserveError, RuntimeError):
-    """Replicas that must take the same steps do not. None of them can go on."""
+    """Replicas that must run the same steps did not. None of them can continue."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A sentence ending for an unknown `word`: the nearest known one, or all of them when none is near."""
-    choices = sorted(known)
-    near = difflib.get_close_matches(word.replace("-", "_").lower(), choices, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(choices)}"
+def nearest(word: str, known: Iterable[str], *, shown_as: Mapping[str, str] | None = None) -> str:
+    """Return the end of an error message about an unknown word: the nearest known one, or all if none is near.
+
+    Args:
+        shown_as: how the message shows known words, if not quoted.
+    """
+    names = {name: repr(name) if shown_as is None else shown_as[name] for name in sorted(known)}
+    near = difflib.get_close_matches(word.replace("-", "_").lower(), names, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {names[near[0]]}?"
+    return f"known are: {', '.join(names if shown_as is None else names.values())}"
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: its beginning, whatever its size."""
+    """Return a value as an error message shows it: its beginning, whatever its size."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes out
+    except ValueError:  # an integer of more digits than Python converts
         return f"a {type(value).__name__} too large to show"
     return text if len(text) <= 60 else text[:57] + "..."

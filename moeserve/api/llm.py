@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from moeserve.api.default_model import default_model
+from moeserve.api import default_model
 from moeserve.api.frontend import Frontend, Prompt, Prompts
 from moeserve.api.text import TextCodec
-from moeserve.config.resolve import CheckpointFacts, resolve, wants_ray
+from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve, wants_ray
 from moeserve.config.settings import EngineConfig, ParallelSettings, Settings
+from moeserve.config.validation import parse_settings
 from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
 from moeserve.engine.replicas import Replicas
@@ -76,38 +77,43 @@ class LLM:
             show_progress: draw progress bars, on a terminal, while making the default model and loading weights.
             settings: see the class.
         """
-        wanted = Settings.from_options({"model": model, **settings})
-        folder = wanted.model.model or default_model(show_progress)
-        facts = registry.read_facts(folder)
+        wanted = parse_settings({"model": model, **settings})
+        folder = wanted.model.model
+        facts = default_model.FACTS if folder is None else registry.read_facts(folder)
         with contextlib.ExitStack() as undone:
             cluster = find_cluster(wanted.parallel)
             if cluster is not None:
                 undone.callback(cluster.close)
-            self._start(wanted, folder, facts, cluster, show_progress)
+            self._start(wanted, facts, cluster, show_progress)
             undone.pop_all()
 
-    def _start(
-        self, wanted: Settings, folder: str | Path, facts: CheckpointFacts, cluster: Cluster | None, show_progress: bool
-    ) -> None:
+    def _start(self, wanted: Settings, facts: CheckpointFacts, cluster: Cluster | None, show_progress: bool) -> None:
         config = resolve(
             wanted,
             facts,
-            has_cuda=torch.cuda.is_available(),
-            num_cores=usable_cores(),
-            num_gpus=torch.cuda.device_count(),
-            has_nccl=torch.distributed.is_nccl_available(),
-            has_kernels=native_kernels() is not None,
-            has_float8=backend.has_float8(),
-            cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
+            MachineFacts(
+                has_cuda=torch.cuda.is_available(),
+                num_cores=usable_cores(),
+                num_gpus=torch.cuda.device_count(),
+                has_nccl=torch.distributed.is_nccl_available(),
+                has_kernels=native_kernels() is not None,
+                has_float8=backend.has_float8(),
+                cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
+            ),
             expert_loads=_read_expert_loads(wanted.parallel.expert_loads, facts),
             placements=_read_placements(wanted.parallel, facts),
         )
+        codec = None if wanted.model.tokenizer is None else TextCodec.load(config.tokenizer_path)
+        folder = facts.path
+        if wanted.model.model is None:  # made only now that the settings are known to fit it
+            folder = str(default_model.default_model(show_progress))
+            config = dataclasses.replace(config, model_path=folder, tokenizer_path=config.tokenizer_path or folder)
         defaults = registry.read_generation_defaults(folder)
         try:
             self._default_params = SamplingParams(**defaults.sampling)
         except RequestError as error:
             raise CheckpointError(f"{folder}: generation_config.json: {error}") from None
-        self.codec = TextCodec.load(config.tokenizer_path)
+        self.codec = codec or TextCodec.load(config.tokenizer_path)
         self._has_experts = facts.num_sparse_layers > 0
         load_file = config.expert_load_file
         self._observer = LoadObserver(None if load_file is None else Path(load_file), config.metrics_port)

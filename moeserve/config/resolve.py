@@ -1,10 +1,10 @@
-"""Turn settings into an `EngineConfig`: every "auto" becomes a fact, and what cannot work is refused."""
+"""Turn settings into an `EngineConfig`: resolve every "auto", and refuse settings that cannot work together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from moeserve.config.environment import is_inside_ray
 from moeserve.config.settings import (
@@ -12,104 +12,85 @@ from moeserve.config.settings import (
     DispatcherName,
     DtypeName,
     EngineConfig,
+    ModelSettings,
     ParallelSettings,
-    QuantizationName,
     Settings,
-    parse_bytes,
 )
+from moeserve.config.validation import parse_bytes
 from moeserve.errors import SettingsError, shown
 
-# More ranks than cores are slower than fewer; some are good for trying a layout out, more are a slip of the pen.
+# More ranks than cores run slowly. A few are useful to try a layout out, more are a mistake.
 MAX_RANKS_PER_CORE = 4
 LEAST_MOST_RANKS = 8
-WITHOUT_NCCL = (  # of a torch
-    "was built without NCCL, over which ranks on GPUs talk; install one for CUDA (https://pytorch.org/get-started), "
+WITHOUT_NCCL = (  # follows the name of a torch installation
+    "was built without NCCL, which ranks on GPUs need; install one for CUDA (https://pytorch.org/get-started), "
     "or use one rank, or device='cpu'"
 )
+_DTYPE_OF_ALIAS = {"half": "float16", "float": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFacts:
-    """What the engine must know of a checkpoint before it loads any of it."""
+    """Facts of a checkpoint that are known before it is loaded."""
 
     path: str
     dtype: DtypeName
     vocab_size: int
     max_position_embeddings: int
-    tensor_parallel_sizes: tuple[int, ...]  # over so many ranks its attention heads can be divided
-    num_sparse_layers: int  # those with experts
-    num_experts: int  # of each of these
+    tensor_parallel_sizes: tuple[int, ...]  # that divide its attention heads
+    num_sparse_layers: int  # layers with experts
+    num_experts: int  # of each of these layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """Facts of this host and its installation, or of the Ray cluster that runs the ranks."""
+
+    num_cores: int  # that this process may run on
+    has_cuda: bool = False
+    num_gpus: int | None = None  # that torch sees; None: not counted
+    has_nccl: bool = True  # torch was built with it
+    has_kernels: bool = True  # the C++ kernels were built
+    has_float8: bool = True  # the GPU and the installation can multiply 8-bit floats
+    cores_of_nodes: Sequence[int] | None = None  # of the Ray cluster; None: ranks run on this host
 
 
 def resolve(
     settings: Settings,
     checkpoint: CheckpointFacts,
+    machine: MachineFacts,
     *,
-    has_cuda: bool,
-    num_cores: int,
-    num_gpus: int | None = None,
-    has_nccl: bool = True,
-    has_kernels: bool = True,
-    has_float8: bool = True,
-    cores_of_nodes: Sequence[int] | None = None,
     expert_loads: tuple[tuple[float, ...], ...] = (),
     placements: tuple[str, ...] = (),
 ) -> EngineConfig:
-    """Turns every "auto" and none into a fact.
+    """Return the engine's config for these settings.
 
     Args:
-        checkpoint: facts read from the checkpoint's config.json.
-        has_cuda: whether a CUDA device can be used.
-        num_cores: CPU cores that this process may run on.
-        num_gpus: CUDA devices that torch sees; none: nobody has counted.
-        has_nccl: whether torch was built with NCCL.
-        has_kernels: whether the C++ kernels were built.
-        has_float8: whether the CUDA device multiplies 8-bit floats, and there are kernels that tell it to.
-        cores_of_nodes: CPU cores of each node of the Ray cluster that is to be used; none: no Ray, see `wants_ray`.
-        expert_loads: what the file says that the settings name: by layer with experts, by expert.
-        placements: the same, for the file of placements: by layer with experts.
+        expert_loads: contents of the file that `settings.parallel.expert_loads` names: by sparse layer, by expert.
+        placements: contents of the placement file that `settings.parallel.rebalance` names, by sparse layer.
 
     Raises:
-        SettingsError: the settings do not fit each other, the checkpoint or the machine.
+        SettingsError: the settings contradict each other, the checkpoint or the machine.
     """
     model, cache, scheduler, parallel = settings.model, settings.cache, settings.scheduler, settings.parallel
     telemetry = settings.telemetry
-    moves_experts = parallel.rebalance == "auto"
-    is_load_wanted = moves_experts or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
     num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
-    if model.device == "cuda" and not has_cuda:
-        raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
-    dtype: DtypeName = checkpoint.dtype if model.dtype == "auto" else model.dtype
-    if model.quantization == "fp8":
-        _refuse_float8(device, has_float8)
-    elif model.quantization is not None:
-        _refuse_integers(model.quantization, dtype, device, has_kernels)
-    if model.attention_backend != "auto" and device != "cuda":
-        raise SettingsError(
-            f"attention_backend={model.attention_backend!r} is for GPUs, and device={device!r}; use 'auto'"
-        )
-    _refuse_layout(parallel, checkpoint.tensor_parallel_sizes, num_cores, cores_of_nodes)
+    dtype = cast(DtypeName, _DTYPE_OF_ALIAS.get(model.dtype, model.dtype))
+    if model.dtype == "auto":
+        dtype = checkpoint.dtype
+    needs_load = (
+        parallel.rebalance == "auto" or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
+    )
+    _check_device(model, device, dtype, machine)
+    _check_layout(parallel, checkpoint.tensor_parallel_sizes, machine)
     if device == "cuda":
-        _refuse_gpus(parallel, num_gpus if cores_of_nodes is None else None, has_nccl)
-    _refuse_redundancy(parallel.num_redundant_experts, checkpoint, num_ranks)
-    if moves_experts and device == "cuda":
+        _check_gpus(parallel, machine)
+    _check_expert_placement(parallel, checkpoint, device)
+    if needs_load and not checkpoint.num_sparse_layers:
         raise SettingsError(
-            "rebalance='auto' decides by how long ranks wait for each other, which this version counts on CPUs only; "
-            "use rebalance='off', or a file of placements"
+            "rebalance, expert_load_file and metrics_port need a model with experts, and this one has none"
         )
-    if moves_experts and num_ranks == 1:
-        raise SettingsError("rebalance='auto' moves experts between ranks, and there is one; use rebalance='off'")
-    if parallel.rebalance not in ("off", "auto") and parallel.expert_loads is not None:
-        raise SettingsError(
-            f"rebalance={shown(parallel.rebalance)} says where experts are, and so does "
-            f"expert_loads={shown(parallel.expert_loads)}; leave one of them out"
-        )
-    if is_load_wanted and not checkpoint.num_sparse_layers:
-        raise SettingsError(
-            "the model has no experts, for rebalance to move or expert_load_file and metrics_port to tell of"
-        )
-
     if model.max_model_len is not None and model.max_model_len > checkpoint.max_position_embeddings:
         raise SettingsError(
             f"max_model_len={model.max_model_len} is more than the checkpoint's max_position_embeddings "
@@ -125,7 +106,7 @@ def resolve(
         attention_backend="measured" if model.attention_backend == "auto" else model.attention_backend,
         load_format=model.load_format,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
-        seed=model.seed,
+        seed=model.seed or 0,
         max_model_len=model.max_model_len or checkpoint.max_position_embeddings,
         max_model_len_may_shrink=model.max_model_len is None,
         block_size=cache.block_size,
@@ -140,9 +121,9 @@ def resolve(
         enforce_eager=scheduler.enforce_eager,
         num_threads=parallel.num_threads
         or _threads_per_rank(
-            cores_of_nodes or (num_cores,), parallel.tensor_parallel_size, parallel.data_parallel_size
+            machine.cores_of_nodes or (machine.num_cores,), parallel.tensor_parallel_size, parallel.data_parallel_size
         ),
-        executor=_choose_executor(parallel, num_ranks, cores_of_nodes),
+        executor=_choose_executor(parallel, num_ranks, machine.cores_of_nodes),
         ray_compiled_graph=parallel.ray_compiled_graph,
         network_interface=parallel.network_interface,
         dispatcher=_choose_dispatcher(parallel.dispatcher, num_ranks, device),
@@ -156,31 +137,45 @@ def resolve(
         rebalance_horizon=parallel.rebalance_horizon,
         collective_timeout=parallel.collective_timeout,
         debug_collectives=parallel.debug_collectives,
-        expert_load_window=telemetry.expert_load_window or (DEFAULT_LOAD_WINDOW if is_load_wanted else 0),
+        expert_load_window=telemetry.expert_load_window or (DEFAULT_LOAD_WINDOW if needs_load else 0),
         expert_load_file=telemetry.expert_load_file,
         metrics_port=telemetry.metrics_port,
     )
 
 
 def wants_ray(parallel: ParallelSettings, num_cores: int) -> bool:
-    """Whether ranks are to be run by Ray: what `resolve` must be told the nodes for."""
+    """Return True if Ray should run the ranks; `MachineFacts.cores_of_nodes` is then needed."""
     num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     if parallel.executor == "auto" and num_ranks > 1:
         return is_inside_ray() or num_ranks > _most_ranks(num_cores)
     return parallel.executor == "ray"
 
 
+def fit_whole(cores_of_nodes: Sequence[int], num_threads: int, tp: int, dp: int) -> bool:
+    """Return True if the nodes hold all replicas without dividing one over several nodes."""
+    return sum(cores // (num_threads * tp) for cores in cores_of_nodes) >= dp
+
+
+def shown_layout(tp: int, dp: int) -> str:
+    """Return a layout of ranks as error messages name it."""
+    return f"tensor_parallel_size={tp}, data_parallel_size={dp}"
+
+
+def too_few_gpus(tp: int, dp: int, num_gpus: int) -> str:
+    """Return the error message for a layout that needs more GPUs than this host has."""
+    return (
+        f"{shown_layout(tp, dp)} needs {tp * dp} ranks, each with its own GPU, but torch sees {num_gpus} on "
+        f"this host; use at most {num_gpus} rank{'s' * (num_gpus != 1)}, make more visible (CUDA_VISIBLE_DEVICES), or "
+        "use executor='ray' and more hosts"
+    )
+
+
 def _most_ranks(num_cores: int) -> int:
     return max(LEAST_MOST_RANKS, MAX_RANKS_PER_CORE * num_cores)
 
 
-def fit_whole(cores_of_nodes: Sequence[int], num_threads: int, tp: int, dp: int) -> bool:
-    """Whether all replicas fit on nodes without one that is spread over several."""
-    return sum(cores // (num_threads * tp) for cores in cores_of_nodes) >= dp
-
-
 def _threads_per_rank(cores_of_nodes: Sequence[int], tp: int, dp: int) -> int:
-    """The most that all ranks can have, with replicas whole if that is possible; one where cores are too few."""
+    """Return the most threads that every rank can have, if possible with whole replicas; at least 1."""
     for size, count in ((tp, dp), (1, tp * dp)):
         for num_threads in range(max(cores_of_nodes), 0, -1):
             if fit_whole(cores_of_nodes, num_threads, size, count):
@@ -203,131 +198,118 @@ def _choose_dispatcher(wanted: Literal["auto"] | DispatcherName, num_ranks: int,
         if num_ranks == 1:
             return "local"
         return "deepep" if device == "cuda" else "all_to_all"
-    if wanted == "deepep" and (num_ranks == 1 or device != "cuda"):
-        raise SettingsError(
-            f"dispatcher='deepep' carries tokens between GPUs, but there is {num_ranks} rank on device {device!r}; use "
-            "'auto'"
-            if num_ranks == 1
-            else f"dispatcher='deepep' carries tokens between GPUs, and device={device!r}; use 'all_to_all' or 'auto'"
-        )
+    if wanted == "deepep" and num_ranks == 1:
+        raise SettingsError("dispatcher='deepep' needs several ranks, and there is 1 rank; use 'auto'")
+    if wanted == "deepep" and device != "cuda":
+        raise SettingsError(f"dispatcher='deepep' needs GPUs, and device={device!r}; use 'all_to_all' or 'auto'")
     if wanted == "local" and num_ranks > 1:
         raise SettingsError(
-            f"dispatcher='local' carries no token to another rank, but there are {num_ranks}; "
-            "use 'allgather', 'all_to_all' or 'auto'"
+            f"dispatcher='local' is for one rank, and there are {num_ranks}; use 'allgather', 'all_to_all' or 'auto'"
         )
     return wanted
 
 
-def _refuse_layout(
-    parallel: ParallelSettings,
-    sizes: tuple[int, ...],
-    num_cores: int,
-    cores_of_nodes: Sequence[int] | None,
-) -> None:
-    """Raises SettingsError for a layout of ranks that this checkpoint, this machine or this version cannot run."""
+def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: MachineFacts) -> None:
+    """Raise SettingsError if the device is missing, or cannot run this quantization or attention backend."""
+    if device == "cuda" and not machine.has_cuda:
+        raise SettingsError("device='cuda', but torch sees no CUDA device; use device='cpu' or device='auto'")
+    if model.attention_backend != "auto" and device != "cuda":
+        raise SettingsError(
+            f"attention_backend={model.attention_backend!r} is for GPUs, and device={device!r}; use 'auto'"
+        )
+    if model.quantization is None:
+        return
+    what = f"quantization={model.quantization!r}"
+    if model.quantization == "fp8":
+        if device != "cuda":
+            raise SettingsError(f"{what} is for GPUs, and device={device!r}; use 'int8' or 'int4' on CPUs")
+        if not machine.has_float8:
+            raise SettingsError(
+                f"{what} needs triton (pip install 'moeserve[cuda]') and a GPU of compute capability 8.9 or more, such "
+                "as H100; leave quantization out"
+            )
+    elif device != "cpu":
+        raise SettingsError(f"{what} is for CPUs, and device={device!r}; use 'fp8' on GPUs, or device='cpu'")
+    elif dtype == "float16":
+        raise SettingsError(f"{what} does not support dtype='float16'; use dtype='bfloat16' or 'float32'")
+    elif not machine.has_kernels:
+        raise SettingsError(
+            f"{what} needs the C++ kernels, and moeserve was installed without them. Install a C++17 compiler (g++ or "
+            "clang++) and install moeserve again, or leave quantization out"
+        )
+
+
+def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: MachineFacts) -> None:
+    """Raise SettingsError for a layout that this checkpoint, this machine or this version cannot run."""
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
-    layout = shown_layout(tp, dp)
     if parallel.pipeline_parallel_size > 1:
         raise SettingsError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: this version does not divide a model into "
-            "stages; use 1, and tensor_parallel_size or data_parallel_size for more ranks"
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: pipeline parallelism is not supported; use 1, "
+            "and tensor_parallel_size or data_parallel_size for more ranks"
         )
     if tp not in sizes:
         raise SettingsError(
-            f"tensor_parallel_size={tp}: the checkpoint's attention heads cannot be divided over so many ranks; "
+            f"tensor_parallel_size={tp} does not divide the checkpoint's attention heads; "
             f"use one of {', '.join(map(str, sizes))}"
         )
     if tp * dp > 1 and parallel.executor == "uniproc":
-        raise SettingsError(f"executor='uniproc' runs one rank, but {layout} asks for {tp * dp}; use executor='mp'")
-    if cores_of_nodes is not None:
-        _refuse_crowding(layout, tp * dp, parallel.num_threads or 1, cores_of_nodes)
-    elif tp * dp > _most_ranks(num_cores):
         raise SettingsError(
-            f"{layout} asks for {tp * dp} ranks, but this process may use {num_cores} CPU cores; "
-            f"use at most {_most_ranks(num_cores)} ranks (as many as cores for speed), or executor='ray' and more hosts"
+            f"executor='uniproc' runs one rank, but {shown_layout(tp, dp)} needs {tp * dp}; use executor='mp'"
+        )
+    if machine.cores_of_nodes is not None:
+        _check_room(tp, dp, parallel.num_threads or 1, machine.cores_of_nodes)
+    elif tp * dp > _most_ranks(machine.num_cores):
+        most = _most_ranks(machine.num_cores)
+        raise SettingsError(
+            f"{shown_layout(tp, dp)} needs {tp * dp} ranks, but this process may use {machine.num_cores} CPU cores; "
+            f"use at most {most} ranks (one per core for speed), or executor='ray' and more hosts"
         )
 
 
-def shown_layout(tp: int, dp: int) -> str:
-    """What errors call a layout of ranks."""
-    return f"tensor_parallel_size={tp}, data_parallel_size={dp}"
+def _check_room(tp: int, dp: int, num_threads: int, cores_of_nodes: Sequence[int]) -> None:
+    """Raise SettingsError for more ranks than a Ray cluster has cores for."""
+    room = sum(cores // num_threads for cores in cores_of_nodes)
+    if tp * dp > room:
+        raise SettingsError(
+            f"{shown_layout(tp, dp)} needs {tp * dp} ranks with num_threads={num_threads}, but the nodes of the Ray "
+            f"cluster have {', '.join(map(str, cores_of_nodes))} CPUs, room for {room}; use fewer ranks or threads, "
+            "or more nodes"
+        )
 
 
-def _refuse_gpus(parallel: ParallelSettings, num_gpus: int | None, has_nccl: bool) -> None:
-    """Raises SettingsError for several ranks on GPUs that cannot talk, or that this host has too few for.
-
-    Args:
-        num_gpus: of this host; none: unknown, or Ray finds GPUs on other hosts too.
-    """
+def _check_gpus(parallel: ParallelSettings, machine: MachineFacts) -> None:
+    """Raise SettingsError for several ranks on GPUs that cannot communicate, or that this host has too few of."""
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
-    if tp * dp > 1 and not has_nccl:
+    if tp * dp > 1 and not machine.has_nccl:
         raise SettingsError(f"{shown_layout(tp, dp)}: torch {WITHOUT_NCCL}")
-    if num_gpus is not None and tp * dp > num_gpus:
-        raise SettingsError(too_few_gpus(tp, dp, num_gpus))
+    # With Ray, other hosts have GPUs too.
+    if machine.cores_of_nodes is None and machine.num_gpus is not None and tp * dp > machine.num_gpus:
+        raise SettingsError(too_few_gpus(tp, dp, machine.num_gpus))
 
 
-def too_few_gpus(tp: int, dp: int, num_gpus: int) -> str:
-    """What is wrong with a layout for which a host has not enough of them, and what to do."""
-    return (
-        f"{shown_layout(tp, dp)} asks for {tp * dp} ranks, each with a GPU of its own, but torch sees {num_gpus} on "
-        f"this host; use at most {num_gpus} rank{'s' * (num_gpus != 1)}, let torch see more (CUDA_VISIBLE_DEVICES), or "
-        "use executor='ray' and more hosts"
-    )
-
-
-def _refuse_crowding(layout: str, num_ranks: int, num_threads: int, cores_of_nodes: Sequence[int]) -> None:
-    """Raises SettingsError for more ranks than a Ray cluster has room for."""
-    most = sum(cores // num_threads for cores in cores_of_nodes)
-    if num_ranks > most:
-        cores = ", ".join(map(str, cores_of_nodes))
-        raise SettingsError(
-            f"{layout} asks for {num_ranks} ranks with num_threads={num_threads}, but the nodes of the Ray cluster "
-            f"have {cores} CPUs, room for {most}; use fewer ranks or threads, or more nodes"
-        )
-
-
-def _refuse_float8(device: str, has_float8: bool) -> None:
-    """Raises SettingsError where no kernel multiplies 8-bit floats."""
-    if device == "cpu":
-        raise SettingsError(
-            "quantization='fp8' is a format for GPUs, and device='cpu'; use quantization='int8' or 'int4' on CPUs, or "
-            "device='cuda'"
-        )
-    if not has_float8:
-        raise SettingsError(
-            "quantization='fp8' needs triton and a GPU of compute capability 8.9 or more, such as H100; one of them is "
-            "missing. Install triton (pip install 'moeserve[cuda]'), or leave quantization out"
-        )
-
-
-def _refuse_integers(quantization: QuantizationName, dtype: DtypeName, device: str, has_kernels: bool) -> None:
-    """Raises SettingsError for a format that no kernel reads on this device, beside this dtype or in this install."""
-    if device != "cpu":
-        raise SettingsError(
-            f"quantization={quantization!r} is a format for CPUs, and device={device!r}; use quantization='fp8' on "
-            "GPUs, or device='cpu'"
-        )
-    if dtype == "float16":
-        raise SettingsError(
-            f"quantization={quantization!r} does not go with dtype='float16'; use dtype='bfloat16' or 'float32'"
-        )
-    if not has_kernels:
-        raise SettingsError(
-            f"quantization={quantization!r} needs the C++ kernels, and moeserve was installed without them. Install a "
-            "C++17 compiler (g++ or clang++) and install moeserve again, or leave quantization out"
-        )
-
-
-def _refuse_redundancy(num_redundant: int, checkpoint: CheckpointFacts, num_ranks: int) -> None:
-    """Raises SettingsError for more copies of experts than ranks could hold, of which each takes one."""
-    most = checkpoint.num_experts * (num_ranks - 1)
+def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFacts, device: str) -> None:
+    """Raise SettingsError for redundant experts or rebalancing that this layout cannot have."""
+    num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    num_redundant = parallel.num_redundant_experts
     if num_redundant and num_ranks == 1:
         raise SettingsError(
-            f"num_redundant_experts={num_redundant}: copies of experts are for several ranks, and there is one; "
-            "use 0, or more ranks"
+            f"num_redundant_experts={num_redundant} needs several ranks, and there is one; use 0, or more ranks"
         )
+    most = checkpoint.num_experts * (num_ranks - 1)  # one copy of each expert per rank
     if num_redundant > most:
         raise SettingsError(
-            f"num_redundant_experts={num_redundant}: {checkpoint.num_experts} experts on {num_ranks} ranks have room "
-            f"for {most} further copies, since a second copy on the same rank is of no use; use at most {most}"
+            f"num_redundant_experts={num_redundant}: {num_ranks} ranks have room for {most} redundant copies of "
+            f"{checkpoint.num_experts} experts, one per rank; use at most {most}"
+        )
+    if parallel.rebalance == "auto" and device == "cuda":
+        raise SettingsError(
+            "rebalance='auto' is not supported on GPUs, where waiting times of ranks are not measured; use "
+            "rebalance='off', or a placement file"
+        )
+    if parallel.rebalance == "auto" and num_ranks == 1:
+        raise SettingsError("rebalance='auto' moves experts between ranks, and there is one; use rebalance='off'")
+    if parallel.rebalance not in ("off", "auto") and parallel.expert_loads is not None:
+        raise SettingsError(
+            f"rebalance={shown(parallel.rebalance)} and expert_loads={shown(parallel.expert_loads)} both place the "
+            "experts; leave one of them out"
         )

@@ -1,29 +1,23 @@
-"""Every setting: what a user may choose (`Settings`), and the resolved `EngineConfig`."""
+"""Dataclasses of settings: `Settings` as a user gives them, and the resolved `EngineConfig`."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
-from moeserve.errors import SettingsError, nearest, shown
-
-# Bounds that no sensible value reaches, so that a slip of the pen is an error here and not far inside the engine.
+# The upper bounds catch slips: no sensible value reaches them.
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-MAX_BYTES = 2**50
 DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["int8", "int4", "fp8"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "deepep"]
-AttentionName = Literal["measured", "triton", "flashinfer", "varlen"]  # whose attention a GPU runs
+AttentionName = Literal["measured", "triton", "flashinfer", "varlen"]  # attention kernels on a GPU
 
 
 def setting(default: Any, help: str) -> Any:
-    """A field of a settings group: its default, and the sentence that `--help` shows."""
+    """Return a dataclass field with its default and the text that `--help` shows."""
     return field(default=default, metadata={"help": help})
 
 
@@ -32,35 +26,35 @@ class ModelSettings:
     """Model"""
 
     model: str | None = setting(
-        None, "folder of a checkpoint in Hugging Face layout; none: the default model, made once"
+        None, "checkpoint folder in Hugging Face layout; none: the default model, made at its first use"
     )
-    tokenizer: str | None = setting(None, "folder of the tokenizer; none: the checkpoint's own")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "number format of weights, activations and KV cache; auto: the checkpoint's"
+    tokenizer: str | None = setting(None, "tokenizer folder; none: the checkpoint")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float", "half"] = setting(
+        "auto",
+        "number format of weights, activations and KV cache; auto: the checkpoint's; float and half: as in torch",
     )
     quantization: QuantizationName | None = setting(
         None,
-        "number format that projections and experts are quantised to while they are loaded; on a CPU, int8: one scale "
-        "per output, int4: one per 32 weights; on a GPU, fp8: one per 128 x 128 weights, taken as they are from "
-        "checkpoints stored so; none: as dtype says",
+        "quantise projections and experts while loading; on a CPU: int8 (one scale per output) or int4 (one per 32 "
+        "weights); on a GPU: fp8 (one scale per 128 x 128 weights, used unchanged where the checkpoint has them)",
     )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where tensors live; auto: cpu")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "device of all tensors; auto: cpu")
     attention_backend: Literal["auto", "triton", "flashinfer", "varlen"] = setting(
         "auto",
-        "what attends on a GPU; triton: moeserve's own kernels; flashinfer, or torch's varlen: that library, and ours "
-        "where it cannot; auto: the one that bench.gpu.tune_attention has measured to be fastest, else ours",
+        "attention kernels on a GPU; triton: moeserve's own; flashinfer, varlen (torch): that library where it can run, "
+        "else triton; auto: the fastest that bench.gpu.tune_attention measured, else triton",
     )
-    load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights, only config.json is read")
+    load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights; only config.json is read")
     packed_cache: int | str = setting(
         "16GiB",
-        "bytes of packed weights kept in the cache folder, as a number or like 16GiB, so that the next start takes "
-        "a second; the least recently used go first; 0: none",
+        "size of the cache of packed weights on disk, which makes the next start fast, as bytes or like 16GiB; the least "
+        "recently used weights are evicted first; 0: no cache",
     )
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = setting(
-        0, "seeds dummy weights, and the sampling of requests that bring no seed"
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = setting(
+        0, "seed of dummy weights, and of sampling for requests without a seed; none: 0"
     )
     max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)] | None = setting(
-        None, "most tokens of one request, prompt and output; none: what the model and the KV cache allow"
+        None, "most tokens of one request, prompt and output; none: as many as the model and the KV cache allow"
     )
 
 
@@ -70,9 +64,11 @@ class CacheSettings:
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = setting(16, "tokens per block of the KV cache")
     kv_cache_memory: int | str | None = setting(
-        None, "bytes of the KV cache, as a number or like 512MiB; none: measured by a profiling run"
+        None, "size of the KV cache on each rank, as bytes or like 512MiB; none: measured by a profiling run"
     )
-    enable_prefix_caching: bool = setting(True, "keep the blocks of finished requests for prompts that begin alike")
+    enable_prefix_caching: bool = setting(
+        True, "keep the blocks of finished requests, for prompts that begin with the same tokens"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +82,8 @@ class SchedulerSettings:
         None, "most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU"
     )
     enforce_eager: bool = setting(
-        False, "run the layers of each step anew; otherwise ranks on a CPU record their decode steps and play them"
+        False,
+        "run every step eagerly; otherwise decode steps are captured once as CPU graphs or CUDA graphs and replayed",
     )
 
 
@@ -99,50 +96,49 @@ class ParallelSettings:
     pipeline_parallel_size: PositiveInt = setting(1, "stages that the layers are divided into")
     executor: Literal["auto", "uniproc", "mp", "ray"] = setting(
         "auto",
-        "what runs the ranks; uniproc: this process, mp: processes on this host, ray: actors on the nodes of a Ray "
-        "cluster; auto: for several ranks ray inside a Ray cluster, or where this host has too few cores, else mp",
+        "where ranks run; uniproc: in this process; mp: in processes on this host; ray: in actors of a Ray cluster; auto: "
+        "one rank uniproc; several ranks ray inside a Ray cluster or if this host has too few cores, else mp",
     )
-    ray_compiled_graph: bool = setting(
-        True, "with Ray: a step reaches its ranks through a compiled graph, not by calls of actors"
-    )
+    ray_compiled_graph: bool = setting(True, "with Ray: send steps through a compiled graph instead of actor calls")
     network_interface: str | None = setting(
-        None, "with Ray: where ranks meet, by name (eth1) or subnet (10.1.0.0/16); none: as Ray's nodes know each other"
+        None, "with Ray: network interface by name (eth1) or subnet (10.1.0.0/16); none: the addresses that Ray uses"
     )
     dispatcher: Literal["auto", "local", "allgather", "all_to_all", "deepep"] = setting(
         "auto",
-        "what carries tokens to their experts; local: no exchange; allgather: every rank gets every token; "
-        "all_to_all: every rank gets the tokens that its experts need; deepep: the same between GPUs, by DeepEP; auto: "
-        "between GPUs deepep if it can, else all_to_all",
+        "how tokens are dispatched to experts; local: one rank, no exchange; allgather: every rank gets every token; "
+        "all_to_all: every rank gets the tokens of its experts; deepep: the same between GPUs, by DeepEP; auto: on GPUs "
+        "deepep where it can run, else all_to_all",
     )
     deepep_low_latency_tokens: Annotated[int, msgspec.Meta(ge=0, le=8192)] = setting(
-        128, "with DeepEP: steps to which no rank brings more tokens go by its kernels for few; 0: none do"
+        128, "with DeepEP: most tokens per rank of a step that uses its low-latency kernels; 0: none"
     )
-    deepep_float8: bool = setting(False, "with DeepEP: rows travel to experts as 8-bit floats")
+    deepep_float8: bool = setting(False, "with DeepEP: dispatch activations as fp8")
     num_redundant_experts: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = setting(
-        0, "slots for second and further copies of experts in each layer, over all ranks together"
+        0, "slots for redundant experts (further copies of an expert) in each layer, over all ranks together"
     )
     expert_loads: str | None = setting(
         None,
-        'JSON file {"loads": [[...], ...]}, or the .jsonl of expert_load_file: how many tokens each expert of each '
-        "layer gets; experts are placed so that ranks have equal work, hot ones get the copies; none: experts in their "
-        "order",
+        'JSON file {"loads": [[...], ...]} or .jsonl of expert_load_file with the tokens of each expert of each layer; '
+        "experts are placed to balance the ranks, and the most loaded ones get copies; none: experts in order",
     )
     rebalance: str = setting(
         "off",
-        "auto: experts change ranks while they serve, as their loads change; off: they stay; else a file with "
-        "placements, as LLM.save_placement writes it",
+        "auto: move experts between ranks while serving, as loads change; off: never; else a placement file, as "
+        "LLM.save_placement writes it",
     )
     rebalance_horizon: PositiveInt = setting(
-        10000, "with rebalance=auto: steps in which a new placement must gain more time than moving experts costs"
+        10000, "with rebalance=auto: steps within which a new placement must save more time than moving experts costs"
     )
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = setting(
-        None, "CPU threads of each rank; none: the cores this process may use, divided by the ranks on this host"
+        None, "CPU threads of each rank; none: the cores of this process divided by the ranks on this host"
     )
-    collective_timeout: Annotated[int, msgspec.Meta(ge=5, le=86400)] = setting(  # well above an idle replica's second
-        300, "seconds that a rank waits for the others in one exchange before it reports a fault"
+    collective_timeout: Annotated[int, msgspec.Meta(ge=5, le=86400)] = (
+        setting(  # well above the second that an idle replica sleeps
+            300, "seconds that a rank waits for the others in one collective before it reports an error"
+        )
     )
     debug_collectives: bool = setting(
-        False, "check before each exchange between ranks that all of them are about to do the same"
+        False, "check before each collective that all ranks are about to run the same one"
     )
 
 
@@ -152,20 +148,20 @@ class TelemetrySettings:
 
     expert_load_window: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = setting(
         None,
-        f"steps after which all ranks tell what their experts were given; none: {DEFAULT_LOAD_WINDOW} if a file "
-        "or metrics want it, or experts may move; else only when asked",
+        f"steps between reports of expert load; none: {DEFAULT_LOAD_WINDOW} with expert_load_file, metrics_port or "
+        "rebalance=auto, else only on request",
     )
     expert_load_file: str | None = setting(
-        None, "file to which a line of JSON is added for each window: what each expert and rank of each layer was given"
+        None, "file that gets a line of JSON per window: the tokens of each expert and rank of each layer"
     )
     metrics_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = setting(
-        None, "port of this host, on the loopback interface, where Prometheus finds the metrics; none: nowhere"
+        None, "port on the loopback interface that serves metrics to Prometheus; none: no metrics"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user asked for, group by group."""
+    """All settings as a user gives them, by group."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
@@ -175,30 +171,13 @@ class Settings:
 
     @classmethod
     def groups(cls) -> dict[str, type]:
-        """The groups of settings: field name and class."""
+        """Return the groups of settings by field name."""
         return get_type_hints(cls)
-
-    @classmethod
-    def from_options(cls, options: dict[str, Any]) -> Settings:
-        """Settings from flat keyword options, as `LLM(...)` takes them.
-
-        Raises:
-            SettingsError: an unknown option (names the nearest), a wrong type, or a value out of range.
-        """
-        groups = cls.groups()
-        group_of_option = {f.name: name for name, group in groups.items() for f in dataclasses.fields(group)}
-        chosen: dict[str, dict[str, Any]] = {name: {} for name in groups}
-        for option, value in options.items():
-            if option not in group_of_option:
-                raise SettingsError(f"unknown setting {option!r}: {nearest(option, group_of_option)}")
-            name = group_of_option[option]
-            chosen[name][option] = _checked(option, value, groups[name])
-        return cls(**{name: group(**chosen[name]) for name, group in groups.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What was decided: facts only, no "auto" left. The one object that every rank is built from."""
+    """Resolved settings, without "auto". Every rank is built from this object."""
 
     model_path: str
     tokenizer_path: str
@@ -211,7 +190,7 @@ class EngineConfig:
     packed_cache: int  # bytes
     seed: int
     max_model_len: int
-    max_model_len_may_shrink: bool  # the user left it open: a small KV cache lowers it instead of refusing
+    max_model_len_may_shrink: bool  # not given: a small KV cache lowers it
     block_size: int
     kv_cache_memory: int | None  # bytes; None: a profiling run measures it
     enable_prefix_caching: bool
@@ -225,7 +204,7 @@ class EngineConfig:
     ray_compiled_graph: bool
     network_interface: str | None
     dispatcher: DispatcherName
-    dispatcher_may_change: bool  # from deepep to all_to_all, where ranks find that it cannot serve
+    dispatcher_may_change: bool  # from deepep to all_to_all, if ranks find that DeepEP cannot run
     deepep_low_latency_tokens: int
     deepep_float8: bool
     num_redundant_experts: int  # in each layer
@@ -235,7 +214,7 @@ class EngineConfig:
     rebalance_horizon: int  # steps
     collective_timeout: int  # seconds
     debug_collectives: bool
-    expert_load_window: int  # steps; 0: only when asked
+    expert_load_window: int  # steps; 0: only on request
     expert_load_file: str | None
     metrics_port: int | None
 
@@ -246,7 +225,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what one request may ask for, so that none can exhaust the machine."""
+    """Limits of one request, so that none can exhaust the machine."""
 
     max_n: int = 128
     max_logprobs: int = 64
@@ -257,32 +236,3 @@ class Limits:
 
 
 LIMITS = Limits()
-
-
-def parse_bytes(option: str, amount: int | str, *, least: int = 1) -> int:
-    """Bytes of an amount such as 1048576, "512MiB", "2 GB" or "1.5GiB"; the option is named in errors."""
-    if isinstance(amount, int):
-        num_bytes = amount
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", amount)
-        if match is None:
-            raise SettingsError(f"{option}={shown(amount)} is not an amount of memory; write it like 512MiB or 2GB")
-        prefix = match[2] or ""
-        base = 1024 if prefix.endswith("i") else 1000
-        num_bytes = int(min(float(match[1]), 1e30) * base ** " KMGT".index(prefix[:1] or " "))
-    if not least <= num_bytes <= MAX_BYTES:
-        raise SettingsError(f"{option}={shown(amount)} must be from {least} to {MAX_BYTES} bytes")
-    return num_bytes
-
-
-def _checked(option: str, value: Any, group: type) -> Any:
-    expected = get_type_hints(group, include_extras=True)[option]
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    try:
-        return msgspec.convert(value, expected, strict=True)
-    except msgspec.ValidationError as error:
-        help = next(f.metadata["help"] for f in dataclasses.fields(group) if f.name == option)
-        is_choice = get_origin(expected) is Literal
-        reason = f"must be one of {get_args(expected)}" if is_choice else str(error).split(" - at ")[0]
-        raise SettingsError(f"{option}={shown(value)}: {reason} ({option}: {help})") from None

@@ -17,8 +17,8 @@ from ranks import Place, Ranks
 from reference_models import Reference
 from small_steps import MIDDLE, border, bytes_of_tokens, check_ways
 
-from moeserve.config.resolve import resolve
-from moeserve.config.settings import Settings
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.validation import parse_settings
 from moeserve.distributed.group import Groups, connect, single
 from moeserve.distributed.mesh import Mesh
 from moeserve.models.registry import read_facts
@@ -83,7 +83,7 @@ def generate(
     Log-probabilities are those of the first rank of the replica; the others have none.
     """
     options = {"dtype": "float32", "block_size": BLOCK_SIZE, "kv_cache_memory": "8MiB", "num_threads": 1}
-    config = resolve(Settings.from_options(options), read_facts(folder), has_cuda=False, num_cores=1)
+    config = resolve(parse_settings(options), read_facts(folder), MachineFacts(num_cores=1))
     config = dataclasses.replace(
         config, dispatcher=dispatcher, num_redundant_experts=num_redundant, expert_loads=tuple(map(tuple, loads))
     )

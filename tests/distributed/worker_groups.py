@@ -30,8 +30,9 @@ from ranks import Place, Ranks
 from small_steps import MIDDLE, border, bytes_of_tokens
 from torch import Tensor
 
-from moeserve.config.resolve import resolve
-from moeserve.config.settings import EngineConfig, Settings
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.settings import EngineConfig
+from moeserve.config.validation import parse_settings
 from moeserve.distributed.group import Groups
 from moeserve.engine import process
 from moeserve.engine.base import new_scheduler
@@ -128,8 +129,8 @@ def play(
     """
     process.HEARTBEAT_S = HEARTBEAT_S
     options = {"dtype": "float32", "num_threads": 1, "tensor_parallel_size": tp, **options}
-    settings = Settings.from_options(options | {"data_parallel_size": place.num_ranks // tp})
-    config = resolve(settings, read_facts(folder), has_cuda=False, num_cores=place.num_ranks)
+    settings = parse_settings(options | {"data_parallel_size": place.num_ranks // tp})
+    config = resolve(settings, read_facts(folder), MachineFacts(num_cores=place.num_ranks))
     groups = join(RankStart(config=config, rank=place.rank, store_host=place.store_host, store_port=place.store_port))
     story = Story()
     max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(folder, max_small_tokens)

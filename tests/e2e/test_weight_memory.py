@@ -15,8 +15,8 @@ from reference_models import SHAPES, Reference, make_reference, save_large_mixtr
 
 from moeserve import LLM
 from moeserve.api import llm as api
-from moeserve.config.resolve import resolve
-from moeserve.config.settings import Settings
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.validation import parse_settings
 from moeserve.distributed.group import single
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models import registry
@@ -43,8 +43,8 @@ def counted(folder: Path, dtype: Any, quantization: Any, fills_all_first: bool =
 
 
 def loaded_bytes(folder: Path, **options: Any) -> int:
-    settings = Settings.from_options({"packed_cache": 0, "num_threads": 1, **options})
-    config = resolve(settings, registry.read_facts(str(folder)), has_cuda=False, num_cores=1)
+    settings = parse_settings({"packed_cache": 0, "num_threads": 1, **options})
+    config = resolve(settings, registry.read_facts(str(folder)), MachineFacts(num_cores=1))
     with torch.inference_mode():
         model = loading.load_model(config, single(), show_progress=False).model
     addresses = {weight.untyped_storage().data_ptr(): weight.nbytes for weight in packed_state(model).values()}
@@ -88,8 +88,8 @@ MEASURE_PEAK = """
 import sys
 from pathlib import Path
 import torch
-from moeserve.config.resolve import resolve
-from moeserve.config.settings import Settings
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.validation import parse_settings
 from moeserve.distributed.group import single
 from moeserve.models import registry
 from moeserve.models.packing import Packer
@@ -109,7 +109,7 @@ def measured(packer, memory):
 Packer.filled = measured
 folder, *quantization = sys.argv[1:]
 options = {"packed_cache": 0, "quantization": quantization[0] if quantization else None}
-config = resolve(Settings.from_options(options), registry.read_facts(folder), has_cuda=False, num_cores=1)
+config = resolve(parse_settings(options), registry.read_facts(folder), MachineFacts(num_cores=1))
 torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once
 before = resident()
 with torch.inference_mode():

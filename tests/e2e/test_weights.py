@@ -21,8 +21,8 @@ MEASURE_PEAK = """
 import sys
 from pathlib import Path
 import torch
-from moeserve.config.resolve import resolve
-from moeserve.config.settings import Settings
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.validation import parse_settings
 from moeserve.distributed.group import single
 from moeserve.models import registry
 from moeserve.worker.loading import load_model
@@ -32,7 +32,7 @@ def resident(name):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 facts = registry.read_facts(sys.argv[1])
-config = resolve(Settings.from_options({"packed_cache": 0}), facts, has_cuda=False, num_cores=1)
+config = resolve(parse_settings({"packed_cache": 0}), facts, MachineFacts(num_cores=1))
 torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from moeserve.config.resolve import CheckpointFacts, resolve
-from moeserve.config.settings import EngineConfig, Settings
+from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
+from moeserve.config.settings import EngineConfig
+from moeserve.config.validation import parse_settings
 from moeserve.errors import CacheTooSmallError
 from moeserve.worker import kv_cache
 from moeserve.worker.kv_cache import count_blocks
@@ -28,7 +29,7 @@ def config(**options: object) -> EngineConfig:
         num_sparse_layers=2,
         num_experts=5,
     )
-    return resolve(Settings.from_options({"block_size": 10, **options}), facts, has_cuda=True, num_cores=1)
+    return resolve(parse_settings({"block_size": 10, **options}), facts, MachineFacts(has_cuda=True, num_cores=1))
 
 
 def not_called() -> None:

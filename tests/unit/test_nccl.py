@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore
 
-from moeserve.config.resolve import CheckpointFacts, resolve
-from moeserve.config.settings import EngineConfig, Settings
+from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
+from moeserve.config.settings import EngineConfig
+from moeserve.config.validation import parse_settings
 from moeserve.distributed import nccl, symmetric_memory
 from moeserve.distributed.group import single, unconnected
 from moeserve.distributed.handshake import CannotReach
@@ -490,7 +491,7 @@ def config(**options: Any) -> EngineConfig:
         num_sparse_layers=2,
         num_experts=4,
     )
-    return resolve(Settings.from_options(options), facts, has_cuda=True, num_cores=8)
+    return resolve(parse_settings(options), facts, MachineFacts(has_cuda=True, num_cores=8))
 
 
 def test_each_rank_of_a_host_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_the_wheel_works_without_the_checkout(pure_wheel: Path, tmp_path: Path) 
         timeout=120,
     )
     assert found.stdout.split() == [
-        str(tmp_path / "moeserve/cli.py"),
+        str(tmp_path / "moeserve/cli/__init__.py"),
         str(tmp_path / "moeserve/bench/__init__.py"),
     ], found.stderr
 

@@ -1,0 +1,69 @@
+"""The command line. Each subcommand is one file of this package, imported only when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from moeserve.cli.parser import Parser
+from moeserve.errors import MoeserveError
+
+COMMANDS = {
+    "generate": "Generate text for a prompt and print it as it comes.",
+    "inspect": "Describe a checkpoint and the memory it needs, without loading it.",
+    "plan": "List the parallel layouts of a checkpoint, and estimate their performance on given hardware.",
+    "simulate": "Simulate serving recorded traffic on given hardware, in virtual time.",
+    "viz": "Show recorded loads of experts and ranks as a table, a page or a picture.",
+    "upcycle": "Convert a dense Llama-style checkpoint into a Mixtral one.",
+    "launch": "Start a Ray cluster on several hosts and run a command on it.",
+    "bench": "Run a benchmark.",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit status: 0, or 1 after an error that was reported. A wrong command line exits with status 2.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options, unknown = _parser(arguments).parse_known_args(arguments)
+    command: Parser = options.parser
+    if unknown:
+        command.refuse(unknown[0])
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        return int(options.run(options) or 0)
+    except MoeserveError as error:
+        if options.verbose:
+            logging.exception("failed")
+        print(f"moeserve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of standard output has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parser(arguments: Sequence[str]) -> Parser:
+    """Return a parser that lists every command, and has the flags of the command in `arguments`."""
+    from moeserve import __version__
+
+    parser = Parser(prog="moeserve", description="Inference engine for mixture-of-experts language models.")
+    parser.add_argument("--version", action="version", version=f"moeserve {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        command: Parser = commands.add_parser(name, help=summary, description=summary)
+        command.set_defaults(parser=command)
+        if name == chosen:
+            command.add_argument("--verbose", "-v", action="store_true", help="log what the engine does")
+            module = importlib.import_module(f"moeserve.cli.{name}")
+            command.set_defaults(run=module.run)
+            module.add_arguments(command)
+    return parser

@@ -1,0 +1,77 @@
+"""`moeserve generate`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from moeserve.cli.parser import Parser, add_flags, given, reader
+from moeserve.config.settings import Settings
+from moeserve.config.vllm_names import VllmSettings
+from moeserve.sampling_params import SamplingParams
+
+MAX_TOKENS = 256
+
+
+def add_arguments(command: Parser) -> None:
+    command.usage = "moeserve generate [MODEL] --prompt TEXT [flags]"
+    command.add_argument("model_folder", nargs="?", metavar="MODEL", help="the same as --model")
+    command.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="message to the model; may be given several times"
+    )
+    command.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    command.add_argument(
+        "--chat-template-kwargs",
+        type=reader(dict[str, Any]),
+        metavar="JSON",
+        help="""further variables of the chat template, such as '{"enable_thinking": false}'""",
+    )
+    sampling = command.add_argument_group(
+        "Sampling",
+        "Defaults come from the checkpoint's generation_config.json. With the default model, --temperature is 0: it "
+        "always generates the most likely token.",
+    )
+    sampling.add_argument(
+        "--max-tokens",
+        type=reader(int),
+        default=MAX_TOKENS,
+        metavar="TOKENS",
+        help=f"most tokens to generate (default: {MAX_TOKENS})",
+    )
+    # One text is printed, so there is one output. --seed is the engine's.
+    without = {"max_tokens", "n", "logprobs", "prompt_logprobs", "seed"}
+    add_flags(sampling, SamplingParams, without, shows_defaults=False)
+    for group in Settings.groups().values():
+        add_flags(command.add_argument_group(group.__doc__), group)
+    add_flags(command.add_argument_group(VllmSettings.__doc__), VllmSettings)
+
+
+def run(options: argparse.Namespace) -> None:
+    if not any(options.prompt or []):
+        options.parser.error("--prompt is missing")
+    if options.model_folder is not None and "model" in options:
+        options.parser.error(f"MODEL={options.model_folder} and --model={options.model} are both given; give one")
+    settings = given(options, *Settings.groups().values(), VllmSettings)
+    if options.model_folder is not None:
+        settings["model"] = options.model_folder
+    sampling = given(options, SamplingParams)
+    SamplingParams(**sampling)  # refuses wrong values before a model is loaded
+    if settings.get("model") is None:
+        sampling = {"temperature": 0.0} | sampling
+
+    from moeserve.api.llm import LLM  # imports torch
+
+    with LLM(**settings) as llm:
+        params = dataclasses.replace(llm.get_default_sampling_params(), **sampling)
+        for text in options.prompt:
+            prompt = text
+            if llm.has_chat_template and not options.raw:
+                messages = [{"role": "user", "content": text}]
+                prompt = llm.chat_prompt(messages, chat_template_kwargs=options.chat_template_kwargs)
+            num_printed = 0
+            for output in llm.stream(prompt, params):
+                answer = output.outputs[0].text
+                print(answer[num_printed:], end="", flush=True)
+                num_printed = len(answer)
+            print()

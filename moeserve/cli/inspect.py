@@ -1,0 +1,23 @@
+"""`moeserve inspect`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from moeserve.cli.parser import Parser, add_dtype
+
+
+def add_arguments(command: Parser) -> None:
+    command.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder; weights are not needed")
+    add_dtype(command, "number format that memory is counted for; auto: the checkpoint's")
+    command.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
+
+
+def run(options: argparse.Namespace) -> None:
+    from moeserve.models import inspection
+
+    found = inspection.inspect(options.model, None if options.dtype == "auto" else options.dtype)
+    print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else inspection.as_text(found))

@@ -1,0 +1,132 @@
+"""Argument parsing shared by the subcommands: flags made from dataclasses, and answers to unknown flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from moeserve.config.validation import convert
+from moeserve.errors import SettingsError, nearest
+
+GPUS_PER_NODE = 8
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser that takes no abbreviations and answers an unknown flag with the nearest known one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
+
+    def refuse(self, argument: str) -> NoReturn:
+        flag, _, _ = argument.partition("=")
+        if not flag.startswith("-"):
+            self.error(f"unexpected argument {argument!r}")
+        flags = {name.lstrip("-").replace("-", "_"): name for name in self._option_string_actions}
+        self.error(f"unknown flag {flag}: {nearest(flag.lstrip('-'), flags, shown_as=flags)}")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help as wide as the terminal, with more room for long flags than argparse's own."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return action.option_strings[0].replace("--", "--[no-]", 1)
+        return super()._format_action_invocation(action)
+
+
+def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_defaults: bool = True) -> None:
+    """Add one flag for each field of a dataclass. A flag that is not given is absent from the parsed options."""
+    hints = get_type_hints(settings, include_extras=True)
+    for field in dataclasses.fields(settings):
+        if field.name in without:
+            continue
+        expected = hints[field.name]
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"]}
+        if expected is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif get_origin(expected) is Literal:
+            options |= {"choices": get_args(expected), "metavar": _metavar(field.name)}
+            options["help"] += f" [{', '.join(get_args(expected))}]"
+        elif "list" in str(expected):
+            is_ids = "int" in str(expected)
+            options |= {"action": "append", "type": reader(int if is_ids else str)}
+            options |= {"metavar": "ID" if is_ids else "TEXT", "help": f"{options['help']}; may be given several times"}
+        else:
+            options |= {"type": reader(expected), "metavar": _metavar(field.name)}
+        if shows_defaults and field.default is not dataclasses.MISSING and field.default is not None:
+            options["help"] += f" (default: {field.default})"
+        options["help"] = options["help"].replace("%", "%%")
+        group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+def _metavar(name: str) -> str:
+    return name.rpartition("_")[2].upper()
+
+
+def reader(expected: Any) -> Callable[[str], Any]:
+    """Return a function that converts a flag's text to a type, for argparse."""
+
+    def read(text: str) -> Any:
+        try:
+            return convert(json.loads(text) if text.startswith("{") else text, expected, strict=False)
+        except ValueError as error:  # also of JSON
+            raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
+
+    return read
+
+
+def given(options: argparse.Namespace, *groups: type) -> dict[str, Any]:
+    """Return the options that the command line gave for the fields of these dataclasses."""
+    names = {field.name for group in groups for field in dataclasses.fields(group)}
+    return {name: value for name, value in vars(options).items() if name in names}
+
+
+def add_dtype(command: Parser, help: str) -> None:
+    """Add --dtype, of the checkpoint by default."""
+    choices = ["auto", "float32", "bfloat16", "float16"]
+    command.add_argument(
+        "--dtype", choices=choices, default="auto", metavar="DTYPE", help=f"{help} [{', '.join(choices)}]"
+    )
+
+
+def add_cluster(command: Parser) -> None:
+    """Add the checkpoint and the number of ranks, as `plan` and `simulate` take them."""
+    command.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder; weights are not needed")
+    command.add_argument("--ranks", type=reader(int), help="number of ranks, at most 4096, all in one node")
+    command.add_argument("--nodes", type=reader(int), help="number of nodes; instead of --ranks")
+    command.add_argument(
+        "--gpus-per-node", type=reader(int), metavar="GPUS", help=f"ranks of each node (default: {GPUS_PER_NODE})"
+    )
+    command.add_argument(
+        "--loads", type=Path, metavar="FILE", help="tokens of each expert: JSON, or the .jsonl of expert_load_file"
+    )
+    add_dtype(command, "number format of the weights and the KV cache; auto: the checkpoint's")
+    command.add_argument("--json", action="store_true", help="print JSON, with bytes and seconds as numbers")
+
+
+def cluster_of(options: argparse.Namespace) -> tuple[int, int]:
+    """Return the number of ranks, and the number of them in each node.
+
+    Raises:
+        SettingsError: the flags contradict each other.
+    """
+    if (options.ranks is None) == (options.nodes is None):
+        raise SettingsError("give either --ranks, all in one node, or --nodes (and --gpus-per-node, if not 8)")
+    if options.ranks is not None:
+        if options.gpus_per_node is not None:
+            raise SettingsError(
+                f"--ranks {options.ranks} are all in one node, which contradicts --gpus-per-node "
+                f"{options.gpus_per_node}; use --nodes instead of --ranks, or leave --gpus-per-node out"
+            )
+        return options.ranks, max(1, options.ranks)
+    ranks_per_node = GPUS_PER_NODE if options.gpus_per_node is None else options.gpus_per_node
+    if options.nodes < 1 or ranks_per_node < 1:
+        raise SettingsError(f"--nodes {options.nodes} and --gpus-per-node {ranks_per_node}: both must be at least 1")
+    return options.nodes * ranks_per_node, ranks_per_node

@@ -1,0 +1,95 @@
+"""`moeserve plan`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from moeserve.cli.parser import Parser, add_cluster, add_flags, cluster_of, given, reader
+from moeserve.errors import SettingsError
+from moeserve.planner.costs import Assumptions
+from moeserve.planner.hardware import TABLE
+
+
+def add_arguments(command: Parser) -> None:
+    command.usage = "moeserve plan MODEL [flags]"
+    add_cluster(command)
+    command.add_argument("--tp", type=reader(int), help="show only the layout with this tp, all its ranks and formulas")
+    group = command.add_argument_group("Placement of experts")
+    group.add_argument(
+        "--num-redundant-experts",
+        type=reader(int),
+        default=0,
+        metavar="SLOTS",
+        help="slots beyond one for each expert, over all ranks together (default: 0)",
+    )
+    group.add_argument(
+        "--shared-as-routed",
+        action="store_true",
+        help="place shared experts as experts that every token chooses, with copies; otherwise every rank has them",
+    )
+    group = command.add_argument_group("Estimates", "Made when --hardware is given.")
+    group.add_argument("--hardware", metavar="NAME", help=f"{', '.join(TABLE)}, or a .json file that describes it")
+    group.add_argument(
+        "--traffic",
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="lengths of requests: a .jsonl file in Mooncake's format, a .csv file in Azure's, or PROMPT:OUTPUT in "
+        "tokens (default: 200 requests of Mooncake's conversations)",
+    )
+    group.add_argument(
+        "--decode-requests",
+        type=reader(int),
+        default=argparse.SUPPRESS,
+        metavar="REQUESTS",
+        help="requests that each replica decodes at once, if its cache holds them (default: 128)",
+    )
+    group.add_argument(
+        "--prefill-tokens",
+        type=reader(int),
+        default=argparse.SUPPRESS,
+        metavar="TOKENS",
+        help="prompt tokens that each replica computes in a step (default: 4096)",
+    )
+    add_flags(command.add_argument_group(Assumptions.__doc__), Assumptions)
+
+
+def run(options: argparse.Namespace) -> None:
+    from moeserve.planner import estimate, hardware, layout, traffic
+
+    num_ranks, ranks_per_node = cluster_of(options)
+    for_estimates = {"traffic", "decode_requests", "prefill_tokens", *given(options, Assumptions)} & {*vars(options)}
+    if options.hardware is None and for_estimates:
+        flag = min(for_estimates).replace("_", "-")
+        raise SettingsError(f"--{flag} is for estimates; give --hardware too")
+    assumptions = Assumptions(**given(options, Assumptions))
+    found = layout.find_layouts(
+        options.model,
+        num_ranks,
+        None if options.dtype == "auto" else options.dtype,
+        options.tp,
+        loads=options.loads,
+        num_redundant=options.num_redundant_experts,
+        shared_as_routed=options.shared_as_routed,
+        num_nodes=num_ranks // ranks_per_node,
+        keeps_groups=assumptions.exchange == "node_limited",
+    )
+    estimates = None
+    if options.hardware is not None:
+        sizes = {name: getattr(options, name) for name in ("decode_requests", "prefill_tokens") if name in options}
+        estimates = estimate.estimate_layouts(
+            found,
+            hardware.read_hardware(options.hardware),
+            traffic.choose_traffic(getattr(options, "traffic", None)),
+            assumptions,
+            ranks_per_node=ranks_per_node,
+            **sizes,
+        )
+    if options.json:
+        estimated = {} if estimates is None else {"estimates": dataclasses.asdict(estimates)}
+        print(json.dumps(dataclasses.asdict(found) | estimated, indent=2))
+    else:
+        print(layout.as_text(found))
+        if estimates is not None:
+            print("\n" + estimate.as_text(estimates))

@@ -1,0 +1,58 @@
+"""`moeserve simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from moeserve.cli.parser import Parser, add_cluster, add_flags, cluster_of, given, reader
+from moeserve.errors import SettingsError
+from moeserve.planner.costs import Assumptions
+from moeserve.planner.hardware import TABLE
+from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
+
+
+def add_arguments(command: Parser) -> None:
+    command.usage = "moeserve simulate MODEL --hardware NAME [flags]"
+    add_cluster(command)
+    command.add_argument("--tp", type=reader(int), default=1, help="ranks of each replica (default: 1)")
+    command.add_argument(
+        "--hardware", required=True, metavar="NAME", help=f"{', '.join(TABLE)}, or a .json file that describes it"
+    )
+    command.add_argument(
+        "--traffic",
+        metavar="FILE",
+        help="requests: a .jsonl file in Mooncake's format, a .csv file in Azure's, or PROMPT:OUTPUT for a single one "
+        "(default: 200 requests of Mooncake's conversations)",
+    )
+    for settings in (SimulationSettings, ExpertSettings, Assumptions):
+        add_flags(command.add_argument_group(settings.__doc__), settings)
+
+
+def run(options: argparse.Namespace) -> None:
+    from moeserve.planner import hardware, traffic
+    from moeserve.planner import simulate as simulation
+
+    num_ranks, ranks_per_node = cluster_of(options)
+    assumptions = Assumptions(**given(options, Assumptions))
+    experts = ExpertSettings(**given(options, ExpertSettings))
+    if assumptions.exchange == "node_limited" and (experts.rebalance, experts.placement) != ("off", "even"):
+        raise SettingsError(
+            "--exchange node_limited needs whole groups of experts on each node, which --rebalance auto and "
+            "--placement loads do not keep; use --exchange by_node"
+        )
+    found = simulation.simulate(
+        options.model,
+        hardware.read_hardware(options.hardware),
+        traffic.choose_traffic(options.traffic),
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        tp=options.tp,
+        dtype=None if options.dtype == "auto" else options.dtype,
+        loads=options.loads,
+        assumptions=assumptions,
+        settings=SimulationSettings(**given(options, SimulationSettings)),
+        experts=experts,
+    )
+    print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else simulation.as_text(found))

@@ -1,0 +1,106 @@
+"""Checks of single settings: their names, types and ranges. `resolve` checks how settings fit each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from moeserve.config import vllm_names
+from moeserve.config.settings import Settings
+from moeserve.errors import SettingsError, nearest, shown
+
+MAX_BYTES = 2**50
+_NAMES_OF_TYPES = {int: "an integer", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
+
+
+def parse_settings(options: Mapping[str, Any]) -> Settings:
+    """Return the settings that flat keyword options describe, as `LLM(...)` takes them.
+
+    Raises:
+        SettingsError: an option is unknown (the nearest name is given), of a wrong type, or out of range.
+    """
+    groups = Settings.groups()
+    group_of_option = {field.name: name for name, group in groups.items() for field in dataclasses.fields(group)}
+    known = {*group_of_option, *vllm_names.NAMES}
+    for option in options:
+        if option not in known:
+            raise SettingsError(f"unknown setting {option!r}: {nearest(option, known)}")
+    checked_vllm = {name: check(name, options[name], vllm_names.VllmSettings) for name in vllm_names.NAMES & {*options}}
+    values = {name: value for name, value in options.items() if name in group_of_option}
+    values = vllm_names.translate(checked_vllm) | values
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in groups}
+    for option, value in values.items():
+        name = group_of_option[option]
+        chosen[name][option] = check(option, value, groups[name])
+    return Settings(**{name: group(**chosen[name]) for name, group in groups.items()})
+
+
+def check(option: str, value: Any, group: type) -> Any:
+    """Return a value converted to the type of a field of `group`, a dataclass of settings.
+
+    Raises:
+        SettingsError: the value has another type or is out of range.
+    """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    elif type(value).__module__ == "torch":  # torch.bfloat16
+        value = str(value).removeprefix("torch.")
+    try:
+        return convert(value, get_type_hints(group, include_extras=True)[option])
+    except ValueError as error:
+        help = next(field.metadata["help"] for field in dataclasses.fields(group) if field.name == option)
+        raise SettingsError(f"{option}={shown(value)} {error} ({option}: {help})") from None
+
+
+def convert(value: Any, expected: Any, *, strict: bool = True) -> Any:
+    """Return a value converted to a type, which may have bounds.
+
+    Args:
+        strict: refuse numbers that are written as text.
+
+    Raises:
+        ValueError: the message says what is allowed, as in "must be an integer from 1 to 8".
+    """
+    try:
+        return msgspec.convert(value, expected, strict=strict)
+    except msgspec.ValidationError:
+        raise ValueError(f"must be {_allowed(expected)}") from None
+
+
+def parse_bytes(option: str, amount: int | str, *, least: int = 1) -> int:
+    """Return the bytes of an amount such as 1048576, "512MiB", "2 GB" or "1.5GiB".
+
+    Raises:
+        SettingsError: the amount cannot be read, or is out of range. The message names the option.
+    """
+    if isinstance(amount, int):
+        num_bytes = amount
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", amount)
+        if match is None:
+            raise SettingsError(f"{option}={shown(amount)} is not an amount of memory; write it like 512MiB or 2GB")
+        prefix = match[2] or ""
+        base = 1024 if prefix.endswith("i") else 1000
+        num_bytes = int(min(float(match[1]), 1e30) * base ** " KMGT".index(prefix[:1] or " "))
+    if not least <= num_bytes <= MAX_BYTES:
+        raise SettingsError(f"{option}={shown(amount)} must be from {least} to {MAX_BYTES} bytes")
+    return num_bytes
+
+
+def _allowed(expected: Any) -> str:
+    """Describe the values of a type in words."""
+    if get_origin(expected) is Literal:
+        return f"one of {', '.join(map(repr, get_args(expected)))}"
+    if get_origin(expected) in (Union, types.UnionType):
+        return " or ".join(_allowed(each) for each in get_args(expected))
+    if get_origin(expected) is Annotated:
+        kind, bounds = get_args(expected)
+        low = f"above {bounds.gt}" if bounds.gt is not None else f"from {bounds.ge}"
+        return f"{_allowed(kind)} {low} to {bounds.le}"
+    return _NAMES_OF_TYPES.get(expected, "a JSON object")
