@@ -41,14 +41,14 @@ class ModelSettings:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "device of all tensors; auto: cpu")
     attention_backend: Literal["auto", "triton", "flashinfer", "varlen"] = setting(
         "auto",
-        "attention kernels on a GPU; triton: moeserve's own; flashinfer, varlen (torch): that library where it can run, "
+        "attention kernels on a GPU; triton: moeserve's own; flashinfer, varlen (torch): that library if it can run, "
         "else triton; auto: the fastest that bench.gpu.tune_attention measured, else triton",
     )
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights; only config.json is read")
     packed_cache: int | str = setting(
         "16GiB",
-        "size of the cache of packed weights on disk, which makes the next start fast, as bytes or like 16GiB; the least "
-        "recently used weights are evicted first; 0: no cache",
+        "size of the cache of packed weights on disk, which makes the next start fast, as bytes or like 16GiB; the "
+        "least recently used weights are evicted first; 0: no cache",
     )
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = setting(
         0, "seed of dummy weights, and of sampling for requests without a seed; none: 0"
@@ -96,8 +96,8 @@ class ParallelSettings:
     pipeline_parallel_size: PositiveInt = setting(1, "stages that the layers are divided into")
     executor: Literal["auto", "uniproc", "mp", "ray"] = setting(
         "auto",
-        "where ranks run; uniproc: in this process; mp: in processes on this host; ray: in actors of a Ray cluster; auto: "
-        "one rank uniproc; several ranks ray inside a Ray cluster or if this host has too few cores, else mp",
+        "where ranks run; uniproc: in this process; mp: in processes on this host; ray: in actors of a Ray cluster; "
+        "auto: one rank uniproc; several ranks ray inside a Ray cluster or if this host has too few cores, else mp",
     )
     ray_compiled_graph: bool = setting(True, "with Ray: send steps through a compiled graph instead of actor calls")
     network_interface: str | None = setting(
@@ -106,8 +106,8 @@ class ParallelSettings:
     dispatcher: Literal["auto", "local", "allgather", "all_to_all", "deepep"] = setting(
         "auto",
         "how tokens are dispatched to experts; local: one rank, no exchange; allgather: every rank gets every token; "
-        "all_to_all: every rank gets the tokens of its experts; deepep: the same between GPUs, by DeepEP; auto: on GPUs "
-        "deepep where it can run, else all_to_all",
+        "all_to_all: every rank gets the tokens of its experts; deepep: the same between GPUs, by DeepEP; auto: on "
+        "GPUs deepep where it can run, else all_to_all",
     )
     deepep_low_latency_tokens: Annotated[int, msgspec.Meta(ge=0, le=8192)] = setting(
         128, "with DeepEP: most tokens per rank of a step that uses its low-latency kernels; 0: none"

@@ -516,5 +516,5 @@ def test_an_actor_of_ray_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SettingsError, match=r"asks for 2 ranks, each with a GPU.* sees 1 on this host; use at most 1"):
+    with pytest.raises(SettingsError, match=r"needs 2 ranks.* sees 1 on this host; use at most 1"):
         take_device(config(device="cuda", data_parallel_size=2), 1)
