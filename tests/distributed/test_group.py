@@ -373,7 +373,7 @@ def test_nothing_listens_beyond_this_host(ranks: Ranks) -> None:
 def test_a_rank_that_dies_is_named_at_once(ranks: Ranks, operation: str, transport: str) -> None:
     run = ranks.start(4, "test_group:outlive", victim=2, how="dies", operation=operation, transport=transport)
     outcomes = run.outcomes()
-    assert outcomes[2].error == "died with status 7"
+    assert outcomes[2].error == "ended with exit status 7"
     for rank in (0, 1, 3):
         assert outcomes[rank].error is None, outcomes[rank].error
         seconds, message = outcomes[rank].value

@@ -41,7 +41,7 @@ def test_an_error_is_the_ranks_own_traceback(ranks: Ranks) -> None:
 def test_the_dead_are_reported_and_replaced(ranks: Ranks) -> None:
     run = ranks.start(2, "test_ranks:sleep", seconds=0.2)
     ranks.processes[1].kill()
-    assert [outcome.error for outcome in run.outcomes()] == [None, "died with status -9"]
+    assert [outcome.error for outcome in run.outcomes()] == [None, "killed by SIGKILL"]
     assert [values[0] for values in ranks.run(2, "test_ranks:describe", word="")] == [0, 1]
 
 

@@ -574,7 +574,7 @@ def test_ranks_that_are_all_killed_at_any_moment_leave_nothing(tmp_path: Path) -
             names |= own_names(pids)
             for process in run.processes:
                 process.kill()
-            assert [outcome.error for outcome in run.outcomes()] == ["died with status -9"] * 2
+            assert [outcome.error for outcome in run.outcomes()] == ["killed by SIGKILL"] * 2
         finally:
             own.close()
     assert names
