@@ -8,7 +8,7 @@ from typing import Protocol
 
 from moeserve.config.settings import EngineConfig
 from moeserve.protocol import Request, RequestUpdate
-from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from moeserve.telemetry.expert_load import LoadWindow
 
 
@@ -72,13 +72,15 @@ class Engine(Protocol):
 def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
     """A scheduler without requests, with a secret of its own."""
     return Scheduler(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        enable_prefix_caching=config.enable_prefix_caching,
-        cache_salt=secrets.token_bytes(32),
+        SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+        ),
+        secrets.token_bytes(32),
     )
 
 

@@ -59,7 +59,7 @@ class Replicas:
             len(self._worker_group.engines),
             num_blocks,
             config.block_size,
-            finds_prefixes=config.enable_prefix_caching,
+            enable_prefix_caching=config.enable_prefix_caching,
             salt=secrets.token_bytes(32),
         )
         self.config = fit_to_cache(config, num_blocks)
@@ -182,7 +182,7 @@ class Replicas:
             if update.request_id not in self._in_flight:
                 continue
             has_ended = update.finish_reason is not None
-            self._chooser.note_news(update.request_id, has_ended=has_ended)
+            self._chooser.note_update(update.request_id, has_ended=has_ended)
             if has_ended:
                 del self._in_flight[update.request_id]
             yield update

@@ -1,1 +1,1 @@
-"""What would happen, told without a model or a second machine."""
+"""Estimates and simulations of a model on a cluster, without weights or accelerators."""

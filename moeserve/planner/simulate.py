@@ -37,7 +37,7 @@ from moeserve.planner.traffic import RecordedRequest, Traffic
 from moeserve.protocol import AddRequest, ChunkResult, Request, StepPlan, StepResult
 from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.dp_router import DPRouter
-from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,13 +252,15 @@ class _Run:
 
         def make_scheduler() -> Scheduler:
             return Scheduler(
-                num_blocks=num_blocks,
-                block_size=settings.block_size,
-                max_num_seqs=settings.max_num_seqs,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-                max_model_len=longest + 1,
-                enable_prefix_caching=has_prefixes,  # where none begin alike, none is found
-                cache_salt=b"",
+                SchedulerConfig(
+                    num_blocks=num_blocks,
+                    block_size=settings.block_size,
+                    max_num_seqs=settings.max_num_seqs,
+                    max_num_batched_tokens=settings.max_num_batched_tokens,
+                    max_model_len=longest + 1,
+                    enable_prefix_caching=has_prefixes,  # where none begin alike, none is found
+                ),
+                b"",
             )
 
         self._traffic = traffic
@@ -269,7 +271,7 @@ class _Run:
         self._group = LockstepGroup(self._num_replicas, make_scheduler, drives_sleepers=drives_sleepers)
         self._params: dict[int, SamplingParams] = {}  # by the length of the output
         self._chooser = DPRouter(
-            self._num_replicas, num_blocks, settings.block_size, finds_prefixes=has_prefixes, salt=b""
+            self._num_replicas, num_blocks, settings.block_size, enable_prefix_caching=has_prefixes, salt=b""
         )
         self._next_request = 0
         self._in_flight: dict[str, _InFlight] = {}
@@ -341,7 +343,7 @@ class _Run:
                     self._cached_tokens += update.num_cached_tokens
 
     def _hear(self, request_id: str, num_tokens: int, has_ended: bool) -> None:
-        self._chooser.note_news(request_id, has_ended=has_ended)
+        self._chooser.note_update(request_id, has_ended=has_ended)
         request = self._in_flight[request_id]
         recorded = request.recorded
         if not request.num_tokens:

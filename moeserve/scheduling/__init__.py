@@ -1,1 +1,1 @@
-"""Decides what runs next. Knows token counts and block ids; no tensors, no files, no clock."""
+"""Scheduling of one replica, and its agreement with the other replicas. Pure Python, without tensors or I/O."""

@@ -1,4 +1,4 @@
-"""Owns the blocks of the KV cache: who holds them, which are free, which can be shared. Knows ids, never contents."""
+"""Bookkeeping of the KV cache's blocks: which are held, which are free, and which can be shared."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Hands out block ids, counts their holders, and finds full blocks again by digest.
+    """Allocates block ids, counts their holders, and finds full blocks by digest.
 
-    A block without holders is free. If it was registered, it keeps its digest while it is free and can be shared
-    again, until it is handed out for something else. Every operation takes constant time per block.
+    A block without holders is free. A registered block keeps its digest while it is free and can be shared again,
+    until it is allocated for something else. Every operation takes constant time per block.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._num_holders = [0] * num_blocks
-        # In the order they are handed out: blocks that hold nothing of use, then the least recently used digest first.
+        # In the order of allocation: blocks without a digest, then the least recently used digest first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of_digest: dict[bytes, int] = {}
         self._digest_of_block: dict[int, bytes] = {}
@@ -31,8 +31,8 @@ class BlockPool:
         return block_id in self._free
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes blocks off the free list for one holder. What they held is forgotten."""
-        assert num_blocks <= self.num_free, f"{num_blocks} blocks wanted, {self.num_free} free"
+        """Take blocks off the free list for one holder, and evict their digests."""
+        assert num_blocks <= self.num_free, f"{num_blocks} blocks needed, {self.num_free} free"
         taken = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block_id in taken:
             self._num_holders[block_id] = 1
@@ -42,11 +42,11 @@ class BlockPool:
         return taken
 
     def find(self, digest: bytes) -> int | None:
-        """The block registered under a digest. It may be free: `share` it before anything is allocated."""
+        """Return the block registered under a digest. It may be free: `share` it before anything is allocated."""
         return self._block_of_digest.get(digest)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Adds a holder to blocks that were found."""
+        """Add a holder to registered blocks."""
         for block_id in block_ids:
             assert block_id in self._digest_of_block, f"block {block_id} is not registered"
             if self._num_holders[block_id] == 0:
@@ -54,13 +54,13 @@ class BlockPool:
             self._num_holders[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Takes one holder off each block of a request, given in the order of its positions.
+        """Remove one holder from each block of a request, given in the order of its positions.
 
-        The last block is freed first, so that of a cached prefix the tail is forgotten before the head, without
-        which it could not be found.
+        The last block is freed first, so a cached prefix is evicted from its tail: without its head the tail could not
+        be found.
         """
         for block_id in reversed(block_ids):
-            assert self._num_holders[block_id] > 0, f"block {block_id} is released, but nobody holds it"
+            assert self._num_holders[block_id] > 0, f"block {block_id} is released, but has no holder"
             self._num_holders[block_id] -= 1
             if self._num_holders[block_id] == 0:
                 self._free[block_id] = None
@@ -68,15 +68,15 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def register(self, block_id: int, digest: bytes) -> None:
-        """Makes a full, computed block shareable. If another block has the same contents already, that one stays it."""
-        assert self._num_holders[block_id] > 0, f"block {block_id} is registered, but nobody holds it"
+        """Make a full, computed block shareable, unless a block with the same contents is registered already."""
+        assert self._num_holders[block_id] > 0, f"block {block_id} is registered, but has no holder"
         assert block_id not in self._digest_of_block, f"block {block_id} is registered twice"
         if digest not in self._block_of_digest:
             self._block_of_digest[digest] = block_id
             self._digest_of_block[block_id] = digest
 
     def check_invariants(self, held: Iterable[int]) -> None:
-        """Raises AssertionError unless `held`, the blocks of all live requests, is exactly what is in use."""
+        """Raise AssertionError unless `held`, the blocks of all live requests, equals the blocks in use."""
         holders = Counter(held)
         assert self._num_holders == [holders[block_id] for block_id in range(self.num_blocks)], "holders are miscounted"
         unheld = {block_id for block_id in range(self.num_blocks) if not holders[block_id]}
@@ -86,24 +86,24 @@ class BlockPool:
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens, the last perhaps not full."""
+    """Return the number of blocks that hold these tokens, the last perhaps not full."""
     return -(-num_tokens // block_size)
 
 
 def root_digest(engine_salt: bytes, cache_salt: str) -> bytes:
-    """Where the digests of a request begin. Different salts never meet, so tenants cannot probe each other's prompts.
+    """Return the parent digest of a request's first block. Tenants with different salts share no cached blocks.
 
-    Each part goes in behind its length: no two pairs of salts run together into the same bytes.
+    Each salt is hashed with its length, so no two pairs of salts give the same bytes.
     """
     parts = (engine_salt, cache_salt.encode("utf-8", "surrogatepass"))
     return hashlib.sha256(b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
 
 def block_digests(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """One SHA-256 for each full block, over the digest before it and its tokens: equal only if the whole prefix is.
+    """Return one SHA-256 per full block, over the previous digest and its tokens: equal only for equal prefixes.
 
     Args:
-        parent: digest of all that comes before these tokens.
+        parent: digest of everything before these tokens.
     """
     packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
     size = 8 * block_size

@@ -1,4 +1,4 @@
-"""Which replica serves a request: a choice by what is known of each. Knows no process and no message."""
+"""Chooses the replica that serves a request, by load and by cached prefixes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from moeserve.scheduling.block_pool import block_digests, num_blocks_for, root_d
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """How a replica stands, in blocks of KV cache, as the chooser last knew it."""
+    """The known state of a replica, in blocks of KV cache."""
 
     num_free_blocks: int  # held by no request
     num_requests: int  # sent to it, and not ended
     num_blocks_waiting: int  # of prompts sent to it whose first token has not come
-    num_cached_blocks: int  # of this prompt's first ones, that it was sent before
+    num_cached_blocks: int  # of this prompt's first blocks that were sent to it before
 
 
 def choose_replica(candidates: Sequence[Candidate], num_prompt_blocks: int) -> int:
-    """The index of the replica that will probably answer first.
+    """Return the index of the replica that will probably answer first.
 
-    Those with room for the prompt come first. Among them the one with the least to do: blocks of prompts to compute,
-    this one's included, and one for each request, whose tokens it must compute beside them. Equals: the first.
+    Replicas with room for the prompt come first. Among them the one with the least work wins: blocks of prompts to
+    compute, this one's included, plus one for each request that decodes beside them. Ties go to the lowest index.
     """
 
     def cost(index: int) -> tuple[bool, int, int]:
@@ -36,27 +36,22 @@ def choose_replica(candidates: Sequence[Candidate], num_prompt_blocks: int) -> i
     return min(range(len(candidates)), key=cost)
 
 
-def prompt_digests(request: Request, block_size: int, salt: bytes) -> list[bytes]:
-    """One digest for each full block that a prompt begins with, over all up to it. Cache salts keep apart."""
-    return block_digests(root_digest(salt, request.cache_salt), request.prompt_token_ids, block_size)
-
-
 class PrefixMemory:
-    """The blocks of prompts that a replica was sent, the least recent forgotten first."""
+    """The blocks of prompts that were sent to a replica, evicted least recently used first."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._digests: OrderedDict[bytes, None] = OrderedDict()
 
     def num_known(self, digests: Sequence[bytes]) -> int:
-        """How many of a prompt's first blocks it remembers."""
+        """Return how many of a prompt's first blocks are remembered."""
         for index, digest in enumerate(digests):
             if digest not in self._digests:
                 return index
         return len(digests)
 
     def remember(self, digests: Sequence[bytes]) -> None:
-        """Takes in a prompt. Its tail is forgotten before its head, without which it could not be found."""
+        """Add a prompt. Its tail is evicted before its head, without which the tail could not be found."""
         for digest in reversed(digests):
             self._digests[digest] = None
             self._digests.move_to_end(digest)
@@ -65,79 +60,74 @@ class PrefixMemory:
 
 
 class DPRouter:
-    """Chooses a replica for each request, and keeps the books that the choice is made by.
-
-    It learns of requests that it chose a replica for, and of blocks that a replica tells of; of nothing else.
-    """
+    """Chooses a replica for each request, and keeps the state of all replicas that the choice needs."""
 
     def __init__(
-        self, num_replicas: int, num_blocks: int, block_size: int, *, finds_prefixes: bool, salt: bytes
+        self, num_replicas: int, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, salt: bytes
     ) -> None:
         """
         Args:
             num_blocks: of KV cache, of each replica.
-            finds_prefixes: whether replicas have prefix caches.
-            salt: of the digests by which prompts are remembered, so that nobody can make two alike.
+            salt: secret, mixed into the digests of prompts so that nobody can construct two equal ones.
         """
         self._block_size = block_size
-        self._finds_prefixes = finds_prefixes and num_replicas > 1
+        self._compares_prefixes = enable_prefix_caching and num_replicas > 1
         self._salt = salt
-        self._books = [_Book(num_blocks, PrefixMemory(num_blocks)) for _ in range(num_replicas)]
-        self._candidates = [book.candidate() for book in self._books]
-        self._outdated: set[int] = set()  # of these
+        self._states = [_ReplicaState(num_blocks, PrefixMemory(num_blocks)) for _ in range(num_replicas)]
+        self._candidates = [state.candidate() for state in self._states]
+        self._outdated: set[int] = set()  # indices of candidates
         self._used: dict[int, None] = {}
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, _SentRequest] = {}
 
     @property
     def num_used(self) -> int:
-        """Replicas that were ever chosen."""
+        """Number of replicas that were ever chosen."""
         return len(self._used)
 
     def choose(self, request: Request) -> int:
-        """The number of a replica, to which the request is taken to be sent now."""
+        """Return the index of a replica. The caller must then send the request to it."""
         for index in self._outdated:
-            self._candidates[index] = self._books[index].candidate()
+            self._candidates[index] = self._states[index].candidate()
         self._outdated.clear()
         num_blocks = num_blocks_for(len(request.prompt_token_ids), self._block_size)
         candidates = self._candidates
         digests: list[bytes] = []
-        if self._finds_prefixes:
-            digests = prompt_digests(request, self._block_size, self._salt)
+        if self._compares_prefixes:
+            root = root_digest(self._salt, request.cache_salt)
+            digests = block_digests(root, request.prompt_token_ids, self._block_size)
             candidates = candidates.copy()
             for index in self._used:
-                if num_cached_blocks := self._books[index].memory.num_known(digests):
-                    candidates[index] = self._books[index].candidate(num_cached_blocks)
+                if num_cached_blocks := self._states[index].memory.num_known(digests):
+                    candidates[index] = self._states[index].candidate(num_cached_blocks)
         chosen = choose_replica(candidates, num_blocks)
-        book, num_waiting = self._books[chosen], num_blocks - candidates[chosen].num_cached_blocks
-        book.memory.remember(digests)
-        book.num_requests += 1
-        book.num_blocks_waiting += num_waiting
-        self._sent[request.request_id] = _Sent(chosen, num_waiting)
+        state, num_waiting = self._states[chosen], num_blocks - candidates[chosen].num_cached_blocks
+        state.memory.remember(digests)
+        state.num_requests += 1
+        state.num_blocks_waiting += num_waiting
+        self._sent[request.request_id] = _SentRequest(chosen, num_waiting)
         self._used[chosen] = None
         self._outdated.add(chosen)
         return chosen
 
     def note_free_blocks(self, index: int, num_free_blocks: int) -> None:
-        """What a replica says of itself."""
-        self._books[index].num_free_blocks = num_free_blocks
+        """Record the number of free blocks that a replica reported."""
+        self._states[index].num_free_blocks = num_free_blocks
         self._outdated.add(index)
 
-    def note_news(self, request_id: str, *, has_ended: bool) -> None:
-        """There was something to tell of a request: its prompt waits no more."""
+    def note_update(self, request_id: str, *, has_ended: bool) -> None:
+        """Record an update of a request: its prompt has been computed, or it has ended."""
         sent = self._sent[request_id]
-        book = self._books[sent.index]
-        book.num_blocks_waiting -= sent.num_blocks_waiting
+        state = self._states[sent.index]
+        state.num_blocks_waiting -= sent.num_blocks_waiting
         sent.num_blocks_waiting = 0
         if has_ended:
-            book.num_requests -= 1
+            state.num_requests -= 1
             del self._sent[request_id]
         self._outdated.add(sent.index)
 
 
 @dataclass(eq=False)
-class _Book:
-    """A replica as the chooser last knew it."""
-
+class _ReplicaState:
     num_free_blocks: int
     memory: PrefixMemory  # of its prefix cache
     num_requests: int = 0
@@ -153,8 +143,8 @@ class _Book:
 
 
 @dataclass(eq=False)
-class _Sent:
+class _SentRequest:
     """A request that has not ended."""
 
     index: int  # of its replica
-    num_blocks_waiting: int  # of its prompt; 0 once there was news of it
+    num_blocks_waiting: int  # of its prompt; 0 after its first update

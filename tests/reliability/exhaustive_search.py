@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moeserve.protocol import AddRequest, ChunkResult, ReplicaMessage, StepPlan, StepResult, Wake
-from moeserve.scheduling.lockstep import HAS_FAILED, WANTS_LOAD, WANTS_SHUTDOWN
+from moeserve.scheduling.lockstep import HAS_FAILED, REQUESTS_LOAD, REQUESTS_SHUTDOWN
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
-from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 MakeReplica = Callable[[int, int, Scheduler], Replica]
 Script = Sequence[Sequence[ReplicaMessage]]  # per replica, the messages on their way to it, in order
@@ -134,13 +134,15 @@ class _Search:
         """Plays a history from its beginning, and checks what concerns one replica alone."""
         self.num_histories += 1
         scheduler = Scheduler(
-            num_blocks=4,
-            block_size=4,
-            max_num_seqs=2,
-            max_num_batched_tokens=4,
-            max_model_len=16,
-            enable_prefix_caching=False,
-            cache_salt=b"explored",
+            SchedulerConfig(
+                num_blocks=4,
+                block_size=4,
+                max_num_seqs=2,
+                max_num_batched_tokens=4,
+                max_model_len=16,
+                enable_prefix_caching=False,
+            ),
+            b"explored",
         )
         generator = self.make_replica(rank, self.num_replicas, scheduler).run()
         collectives: list[Any] = []
@@ -177,7 +179,7 @@ class _Search:
                         num_receives += 1
                         if num_receives > 3:
                             raise Found("livelock", f"replica {rank} listens again and again, and agrees on nothing")
-                        agreed_idle = last_rows and not any(row[3] or row[6] & WANTS_LOAD for row in last_rows)
+                        agreed_idle = last_rows and not any(row[3] or row[6] & REQUESTS_LOAD for row in last_rows)
                         if agreed_idle and not block and failed_step is None:
                             raise Found("idle", f"replica {rank} goes on without sleeping, with nothing to do")
                     case Deliver(updates, stats):
@@ -218,7 +220,7 @@ class _Search:
             raise
         except Exception as error:
             last_flags = [row[6] for row in last_rows]
-            was_leaving = failed_step == -1 and all(flags & WANTS_SHUTDOWN for flags in last_flags)
+            was_leaving = failed_step == -1 and all(flags & REQUESTS_SHUTDOWN for flags in last_flags)
             if not (is_fatal or was_leaving or any(flags & HAS_FAILED for flags in last_flags)):
                 raise Found("crash", f"replica {rank} ended by {type(error).__name__}: {error}") from error
             effect, fell = None, True

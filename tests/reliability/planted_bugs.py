@@ -1,6 +1,6 @@
-"""Replicas that are wrong in one place each, to see that the simulator and the search find it.
+"""Replicas with one bug each, which the simulator and the exhaustive search must find.
 
-Each is a mistake that this kind of loop invites, most of them known from other engines.
+Most of them are known from other engines with this kind of loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeserve.protocol import AbortRequest, ReplicaMessage, Request, RequestUpdate, StepPlan, StepResult
-from moeserve.scheduling.lockstep import WANTS_SHUTDOWN, Agreement, Intent, Lockstep
+from moeserve.scheduling.lockstep import REQUESTS_SHUTDOWN, Agreement, Intent, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler
 
@@ -19,11 +19,11 @@ Run = Generator[Effect, Any, None]
 
 
 class Leave(Exception):
-    """Ends a run from within `meddle`."""
+    """Raised by `meddle` to end a run."""
 
 
 def meddled(run: Run, meddle: Callable[[Effect], Generator[Effect, Any, Any]]) -> Run:
-    """A run in which `meddle` stands between the replica and whoever drives it."""
+    """Return a run in which `meddle` stands between the replica and its driver."""
     answer, error = None, None
     while True:
         try:
@@ -40,7 +40,7 @@ def meddled(run: Run, meddle: Callable[[Effect], Generator[Effect, Any, Any]]) -
 
 
 class SkipsPaddingStep(Replica):
-    """Without tokens of its own it does not join the others' step."""
+    """It does not join a step without tokens of its own."""
 
     def run(self) -> Run:
         def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
@@ -52,7 +52,7 @@ class SkipsPaddingStep(Replica):
 
 
 class LeavesWithoutPlan(Replica):
-    """Once it has nothing to run in a step that was agreed, it returns."""
+    """It returns when it has nothing to run in an agreed step."""
 
     def run(self) -> Run:
         def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
@@ -74,7 +74,7 @@ class SpinsWhenIdle(Replica):
 
 
 class NeedsWakeUps(Replica):
-    """It sleeps until a message comes, trusting that a wake-up will."""
+    """It sleeps until a message comes, without a heartbeat."""
 
     def run(self) -> Run:
         def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
@@ -84,7 +84,7 @@ class NeedsWakeUps(Replica):
 
 
 class IgnoresHeartbeat(Replica):
-    """Nothing came, so it sleeps on."""
+    """It goes back to sleep after a heartbeat without messages."""
 
     def run(self) -> Run:
         def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
@@ -97,7 +97,7 @@ class IgnoresHeartbeat(Replica):
 
 
 class ReadsOneMessage(Replica):
-    """Of several messages that came together it takes the first."""
+    """It drops all but the first of several messages."""
 
     def run(self) -> Run:
         def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
@@ -107,14 +107,14 @@ class ReadsOneMessage(Replica):
         return meddled(super().run(), meddle)
 
 
-class ObeysInsideStep(Replica):
-    """It takes in messages between the agreement and the step, and then has less to run than it announced."""
+class HandlesMessagesInsideStep(Replica):
+    """It handles messages between the agreement and the step, and then has fewer tokens than it announced."""
 
     def run(self) -> Run:
         def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
             if isinstance(effect, Execute) and effect.plan is not None:
                 for message in (yield Receive(block=False, heartbeat=False)):
-                    self._obey(message)
+                    self._handle(message)
                 if not self._scheduler.has_work:
                     effect = Execute(None, effect.agreement)
             answer = yield effect
@@ -126,14 +126,14 @@ class ObeysInsideStep(Replica):
 
 
 class SwallowsCollectiveError(Replica):
-    """A collective failed; it tries the next round."""
+    """It goes on with the next round after a collective failed."""
 
     def run(self) -> Run:
         while True:
             try:
-                yield from self._stay_in_step()
+                yield from self._run_rounds()
             except Exception as error:
-                self._end_all(str(error))
+                self._end_all_requests(str(error))
                 for request_id in self._scheduler.live_request_ids:
                     self._scheduler.abort(request_id)
                 yield self._deliver()
@@ -142,16 +142,16 @@ class SwallowsCollectiveError(Replica):
             return
 
 
-class DiesWithoutAWord(Replica):
-    """A failure ends it, and its requests are forgotten."""
+class EndsWithoutUpdates(Replica):
+    """A failure ends it without ending its requests."""
 
     def run(self) -> Run:
-        yield from self._stay_in_step()
+        yield from self._run_rounds()
         yield self._deliver()
 
 
 class HidesFailure(Replica):
-    """Its books have failed, and the others are not told."""
+    """It does not announce an internal error."""
 
     def _intent(self, plan: StepPlan | None) -> Intent:
         self._failure = None
@@ -159,31 +159,31 @@ class HidesFailure(Replica):
 
 
 class LosesAbort(Replica):
-    """An aborted request is gone without news of its end."""
+    """It sends no update for an aborted request."""
 
-    def _obey(self, message: ReplicaMessage) -> None:
+    def _handle(self, message: ReplicaMessage) -> None:
         if isinstance(message, AbortRequest):
             self._scheduler.abort(message.request_id)
         else:
-            super()._obey(message)
+            super()._handle(message)
 
 
-class AbortsOnlyInWords(Replica):
-    """It tells of the end at once, and goes on computing the request."""
+class ReportsAbortOnly(Replica):
+    """It reports the end of an aborted request, and goes on computing it."""
 
-    def _obey(self, message: ReplicaMessage) -> None:
-        if isinstance(message, AbortRequest) and message.request_id in self._unended:
-            self._tell(RequestUpdate(request_id=message.request_id, finish_reason="abort"))
+    def _handle(self, message: ReplicaMessage) -> None:
+        if isinstance(message, AbortRequest) and message.request_id in self._live_request_ids:
+            self._queue_update(RequestUpdate(request_id=message.request_id, finish_reason="abort"))
         elif not isinstance(message, AbortRequest):
-            super()._obey(message)
+            super()._handle(message)
 
 
 class FreesTwice(Replica):
-    """An abort frees the blocks once more."""
+    """An abort frees blocks twice."""
 
-    def _obey(self, message: ReplicaMessage) -> None:
+    def _handle(self, message: ReplicaMessage) -> None:
         running = self._scheduler._running.get(getattr(message, "request_id", ""))
-        super()._obey(message)
+        super()._handle(message)
         if running is not None and running.block_ids:
             pool = self._scheduler._pool
             pool._free[running.block_ids[0]] = None
@@ -191,54 +191,54 @@ class FreesTwice(Replica):
 
 
 class LeaksAtAbort(Replica):
-    """An abort forgets to give back the last block."""
+    """An abort does not free the last block."""
 
-    def _obey(self, message: ReplicaMessage) -> None:
+    def _handle(self, message: ReplicaMessage) -> None:
         if isinstance(message, AbortRequest):
             request = self._scheduler._running.get(message.request_id)
             if request is not None:
                 request.block_ids = request.block_ids[:-1]
-        super()._obey(message)
+        super()._handle(message)
 
 
 class RaisesRequestError(Replica):
-    """A bad request is an exception, not an answer."""
+    """A bad request raises an exception."""
 
     def _add(self, request: Request) -> None:
         self._scheduler.add(request)
-        self._unended[request.request_id] = None
+        self._live_request_ids[request.request_id] = None
 
 
 class EndsTwice(Replica):
-    """When all must end, those that have ended are told again."""
+    """At the end it reports requests again that had ended before."""
 
-    def _tell(self, update: RequestUpdate, *, error: str | None = None) -> None:
-        unended = dict(self._unended)
-        super()._tell(update, error=error)
-        self._unended = unended
+    def _queue_update(self, update: RequestUpdate, *, error: str | None = None) -> None:
+        unended = dict(self._live_request_ids)
+        super()._queue_update(update, error=error)
+        self._live_request_ids = unended
 
 
-class LosesNewsOfFailedStep(Replica):
-    """The result of a step is of no use, so nothing is taken in, and nothing is ended."""
+class LosesUpdatesOfFailedStep(Replica):
+    """It sends no updates for the requests of a failed step."""
 
-    def _take_in(self, plan: StepPlan, result: StepResult | StepFailed | None) -> None:
+    def _commit(self, plan: StepPlan, result: StepResult | StepFailed | None) -> None:
         if isinstance(result, StepFailed):
             self._scheduler.abort_step()
         else:
-            super()._take_in(plan, result)
+            super()._commit(plan, result)
 
 
 class LosesTokens(Replica):
-    """News that no request ended with are not delivered when something else is."""
+    """It delivers only the updates that end a request, if there are any."""
 
     def _deliver(self) -> Deliver:
-        if any(update.finish_reason is not None for update in self._news):
-            self._news = [update for update in self._news if update.finish_reason is not None]
+        if any(update.finish_reason is not None for update in self._updates):
+            self._updates = [update for update in self._updates if update.finish_reason is not None]
         return super()._deliver()
 
 
-class LooksOnlyAtItself(Lockstep):
-    """Idle when it has nothing to run itself."""
+class IgnoresOtherReplicas(Lockstep):
+    """It idles when it has nothing to run itself."""
 
     def begin(self, intent: Intent) -> list[int]:
         self.intent = intent
@@ -248,43 +248,43 @@ class LooksOnlyAtItself(Lockstep):
         return dataclasses.replace(super().finish(rows), is_idle=self.intent.num_tokens == 0)
 
 
-class LeavesAtOwnWish(LooksOnlyAtItself):
-    """Told to shut down, it leaves."""
+class LeavesWithoutAgreement(IgnoresOtherReplicas):
+    """It leaves when it is told to shut down."""
 
     def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        return dataclasses.replace(Lockstep.finish(self, rows), is_shutdown=self.intent.flags.wants_shutdown)
+        return dataclasses.replace(Lockstep.finish(self, rows), is_shutdown=self.intent.flags.requests_shutdown)
 
 
-class LeavesAtAnyonesWish(Lockstep):
-    """All leave together, but before some have read the messages that came before their own shutdown."""
+class LeavesAtAnyRequest(Lockstep):
+    """All leave as soon as one is told to, before the others have read all of their messages."""
 
     def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        return dataclasses.replace(super().finish(rows), is_shutdown=any(row[6] & WANTS_SHUTDOWN for row in rows))
+        return dataclasses.replace(super().finish(rows), is_shutdown=any(row[6] & REQUESTS_SHUTDOWN for row in rows))
 
 
-class PadsForItself(LooksOnlyAtItself):
-    """The size to pad to is its own."""
+class PadsWithoutAgreement(IgnoresOtherReplicas):
+    """It pads to its own number of tokens."""
 
     def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
         return dataclasses.replace(Lockstep.finish(self, rows), padded_tokens=self.intent.num_tokens)
 
 
-class CollectsAtOwnWish(LooksOnlyAtItself):
-    """Asked for what its experts were given, it enters that collective alone."""
+class CollectsWithoutAgreement(IgnoresOtherReplicas):
+    """It collects expert loads alone when it is asked to."""
 
     def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        return dataclasses.replace(Lockstep.finish(self, rows), collects_load=self.intent.flags.wants_load)
+        return dataclasses.replace(Lockstep.finish(self, rows), collects_load=self.intent.flags.requests_load)
 
 
 class RunsPaddingAlone(Lockstep):
-    """A step is run even if nobody has a token."""
+    """It runs a step even if no replica has a token."""
 
     def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
         return dataclasses.replace(super().finish(rows), is_idle=False)
 
 
 class CountsOnlySteps(Lockstep):
-    """The step number stays where it is while all are idle."""
+    """The step number does not grow in idle rounds."""
 
     def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
         agreement = super().finish(rows)
@@ -293,7 +293,7 @@ class CountsOnlySteps(Lockstep):
 
 
 class CountsAlone(Lockstep):
-    """One replica does so, the others do not."""
+    """The step number of one replica does not grow in idle rounds."""
 
     def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
         agreement = super().finish(rows)
@@ -301,8 +301,8 @@ class CountsAlone(Lockstep):
         return agreement
 
 
-class ForgetsToAgree(Replica):
-    """With a full plan it goes ahead: whoever is busy steps without asking."""
+class SkipsAgreement(Replica):
+    """It skips the agreement if it announces the same number of tokens as in the last round."""
 
     def run(self) -> Run:
         rows: list[list[int]] = []
@@ -322,9 +322,9 @@ class ForgetsToAgree(Replica):
 @dataclass(frozen=True)
 class Planted:
     part: type[Replica] | type[Lockstep]
-    names: set[str]  # the invariants by which the simulator may find it first
-    script: str | None = None  # messages with which the search finds it ...
-    found_as: str = ""  # ... and as what
+    names: set[str]  # invariants that the simulator may find violated first
+    script: str | None = None  # messages with which the search finds it
+    found_as: str = ""  # the invariant that the search finds violated
 
 
 PLANTED = [
@@ -334,32 +334,32 @@ PLANTED = [
     Planted(NeedsWakeUps, {"deadlock"}, "one busy", "deadlock"),
     Planted(IgnoresHeartbeat, {"deadlock"}, "one busy", "livelock"),
     Planted(ReadsOneMessage, {"I3", "I4"}),
-    Planted(ObeysInsideStep, {"I5"}, "abort", "I5"),
+    Planted(HandlesMessagesInsideStep, {"I5"}, "abort", "I5"),
     Planted(SwallowsCollectiveError, {"I7"}),
-    Planted(DiesWithoutAWord, {"I3"}, "one busy", "I3"),
+    Planted(EndsWithoutUpdates, {"I3"}, "one busy", "I3"),
     Planted(HidesFailure, {"I7"}, "one busy", "I7"),
     Planted(LosesAbort, {"I4"}, "abort", "I4"),
-    Planted(AbortsOnlyInWords, {"I3", "I4"}, "abort", "I3"),
+    Planted(ReportsAbortOnly, {"I3", "I4"}, "abort", "I3"),
     Planted(FreesTwice, {"I4"}, "abort", "crash"),
     Planted(LeaksAtAbort, {"I4"}),
     Planted(RaisesRequestError, {"crash", "I4"}, "shutdown", "crash"),
     Planted(EndsTwice, {"I3"}, "abort", "I3"),
-    Planted(LosesNewsOfFailedStep, {"I4"}, "one busy", "I4"),
+    Planted(LosesUpdatesOfFailedStep, {"I4"}, "one busy", "I4"),
     Planted(LosesTokens, {"I3"}),
-    Planted(LooksOnlyAtItself, {"I1"}, "one busy", "I1"),
-    Planted(LeavesAtOwnWish, {"I1"}, "shutdown", "I1"),
-    Planted(LeavesAtAnyonesWish, {"I3"}, "shutdown", "I3"),
-    Planted(PadsForItself, {"I1"}, "one busy", "I1"),
-    Planted(CollectsAtOwnWish, {"I1", "I5"}, "collect", "I1"),
+    Planted(IgnoresOtherReplicas, {"I1"}, "one busy", "I1"),
+    Planted(LeavesWithoutAgreement, {"I1"}, "shutdown", "I1"),
+    Planted(LeavesAtAnyRequest, {"I3"}, "shutdown", "I3"),
+    Planted(PadsWithoutAgreement, {"I1"}, "one busy", "I1"),
+    Planted(CollectsWithoutAgreement, {"I1", "I5"}, "collect", "I1"),
     Planted(RunsPaddingAlone, {"I5"}, "one busy", "I5"),
     Planted(CountsOnlySteps, {"I6"}, "one busy", "I6"),
     Planted(CountsAlone, {"I6"}, "one busy", "I6"),
-    Planted(ForgetsToAgree, {"I1"}),
+    Planted(SkipsAgreement, {"I1"}),
 ]
 
 
 def maker(part: type[Replica] | type[Lockstep]) -> Callable[[int, int, Scheduler], Replica]:
-    """Replicas with this part in place of the right one."""
+    """Return a factory of replicas with this faulty part."""
 
     def make(rank: int, num_replicas: int, scheduler: Scheduler) -> Replica:
         lockstep_type = part if issubclass(part, Lockstep) else Lockstep

@@ -41,9 +41,9 @@ from moeserve.protocol import (
     Wake,
 )
 from moeserve.sampling_params import SamplingParams
-from moeserve.scheduling.lockstep import WANTS_LOAD, WANTS_SHUTDOWN, Lockstep
+from moeserve.scheduling.lockstep import REQUESTS_LOAD, REQUESTS_SHUTDOWN, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
-from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 Fault: TypeAlias = Literal["none", "kill", "raise", "books"]
 MakeReplica: TypeAlias = Callable[[int, int, Scheduler], Replica]
@@ -253,13 +253,15 @@ class _Simulation:
     def _new_process(self, rank: int, make_replica: MakeReplica) -> _Process:
         num_blocks = self.dice.choice([10, 14, 20])
         scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=self.dice.choice([2, 4]),
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            max_model_len=MAX_MODEL_LEN,
-            enable_prefix_caching=self.dice.random() < 0.5,
-            cache_salt=b"simulated",
+            SchedulerConfig(
+                num_blocks=num_blocks,
+                block_size=BLOCK_SIZE,
+                max_num_seqs=self.dice.choice([2, 4]),
+                max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+                max_model_len=MAX_MODEL_LEN,
+                enable_prefix_caching=self.dice.random() < 0.5,
+            ),
+            b"simulated",
         )
         return _Process(rank, scheduler, num_blocks, make_replica(rank, self.scenario.num_replicas, scheduler).run())
 
@@ -692,8 +694,8 @@ class _Simulation:
             if self.num_steps > self.step_bound:
                 self._violated("livelock", f"{self.num_steps} steps; {self.step_bound} are enough for all requests")
             return
-        self.shutdown_is_agreed = all(row[6] & WANTS_SHUTDOWN for row in rows)
-        if any(row[6] & WANTS_LOAD for row in rows):
+        self.shutdown_is_agreed = all(row[6] & REQUESTS_SHUTDOWN for row in rows)
+        if any(row[6] & REQUESTS_LOAD for row in rows):
             self.num_collections += 1
             num_due = self.num_asked + self.num_steps // LOAD_WINDOW
             self._require(self.num_collections <= num_due, "idle", f"{self.num_collections} rounds only to collect")

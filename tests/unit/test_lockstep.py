@@ -1,4 +1,4 @@
-"""What the agreement and the loop of one replica promise, one sentence a test. Gangs are in tests/reliability."""
+"""The agreement between replicas, and the loop of one replica. Worker groups are in tests/reliability."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ from moeserve.protocol import (
 from moeserve.sampling_params import SamplingParams
 from moeserve.scheduling.lockstep import ROW_SIZE, Agreement, Intent, IntentFlags, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
-from moeserve.scheduling.scheduler import Scheduler
-from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 NO_FLAGS = IntentFlags()
+NOTHING = Intent(num_tokens=0, is_decode_only=True)
 
 
-def agreed(*intents: Intent) -> list[Agreement]:
-    """The agreement as each replica sees it."""
+def agree(*intents: Intent) -> Agreement:
+    """Return the agreement, which is the same on each replica."""
     sides = [Lockstep(rank=rank, num_replicas=len(intents)) for rank in range(len(intents))]
     rows = [side.begin(intent) for side, intent in zip(sides, intents, strict=True)]
     assert {len(row) for row in rows} == {ROW_SIZE}
-    return [side.finish(rows) for side in sides]
+    first, *others = [side.finish(rows) for side in sides]
+    assert all(other == first for other in others)
+    return first
 
 
-def test_all_replicas_agree_on_the_same() -> None:
-    prefill, decode = (
-        Intent(num_tokens=9, is_decode_only=False, placement_epoch=2),
-        Intent(num_tokens=3, is_decode_only=True),
-    )
-    agreements = agreed(decode, prefill)
-    expected = Agreement(
+def flagged(**flags: bool) -> Intent:
+    return Intent(num_tokens=0, is_decode_only=True, flags=IntentFlags(**flags))
+
+
+def test_fields_of_an_agreement() -> None:
+    decode = Intent(num_tokens=3, is_decode_only=True)
+    assert agree(decode, Intent(num_tokens=9, is_decode_only=False, placement_epoch=2)) == Agreement(
         step=0,
         num_tokens=(3, 9),
         is_idle=False,
@@ -56,61 +58,41 @@ def test_all_replicas_agree_on_the_same() -> None:
         placement_epoch=0,
         padded_tokens=9,
     )
-    assert agreements == [expected, expected]
+    assert agree(NOTHING, NOTHING).is_idle
+    assert not agree(NOTHING, decode).is_idle
+    assert agree(NOTHING, decode).is_decode_only
 
 
-def test_idle_only_if_nobody_has_tokens() -> None:
-    nothing, something = Intent(num_tokens=0, is_decode_only=True), Intent(num_tokens=1, is_decode_only=True)
-    assert agreed(nothing, nothing)[0].is_idle
-    assert not agreed(nothing, something)[0].is_idle
-    assert agreed(nothing, something)[0].is_decode_only
+def test_one_replica_can_request_load_but_shutdown_needs_all() -> None:
+    agreement = agree(NOTHING, flagged(requests_load=True), NOTHING)
+    assert agreement.collects_load
+    assert not agreement.is_idle
+    leaving, failed = flagged(requests_shutdown=True), flagged(has_failed=True, requests_load=True)
+    assert agree(leaving, leaving).is_shutdown
+    assert not agree(leaving, failed).is_shutdown
+    assert agree(leaving, failed, failed).failed_ranks == (1, 2)
 
 
-def test_what_experts_were_given_is_told_by_all_if_one_asks() -> None:
-    nothing = Intent(num_tokens=0, is_decode_only=True)
-    asking = Intent(num_tokens=0, is_decode_only=True, flags=IntentFlags(wants_load=True))
-    told = agreed(nothing, asking, nothing)
-    assert told[0].collects_load
-    assert not told[0].is_idle
-    assert told[0] == told[1] == told[2]
-
-
-def test_shutdown_needs_all_and_failure_one() -> None:
-    leaving = Intent(num_tokens=0, is_decode_only=True, flags=IntentFlags(wants_shutdown=True))
-    failed = Intent(num_tokens=0, is_decode_only=True, flags=IntentFlags(has_failed=True, wants_load=True))
-    assert agreed(leaving, leaving)[1].is_shutdown
-    assert not agreed(leaving, failed)[1].is_shutdown
-    assert agreed(leaving, failed, failed)[0].failed_ranks == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "named"),
-    [(0, 9, r"protocol version 3 on replicas \[0, 2\]; 9 on replicas \[1\]"), (1, 5, "step 0 .*5 on replicas")],
-)
-def test_replicas_out_of_step_are_named(place: int, value: int, named: str) -> None:
+@pytest.mark.parametrize(("place", "value"), [(0, 9), (1, 5)])
+def test_replicas_out_of_step_are_named(place: int, value: int) -> None:
     sides = [Lockstep(rank=rank, num_replicas=3) for rank in range(3)]
-    rows = [side.begin(Intent(num_tokens=1, is_decode_only=True)) for side in sides]
+    rows = [side.begin(NOTHING) for side in sides]
     rows[1][place] = value
     for side in sides:
-        with pytest.raises(LockstepError, match=named):
+        with pytest.raises(LockstepError, match=rf"{value} on replicas \[1\]"):
             side.finish(rows)
 
 
-def test_rows_in_the_wrong_order_or_number_are_refused() -> None:
+def test_rows_in_wrong_order_or_number_or_of_another_round_are_refused() -> None:
     sides = [Lockstep(rank=rank, num_replicas=2) for rank in range(2)]
-    rows = [side.begin(Intent(num_tokens=1, is_decode_only=True)) for side in sides]
+    rows = [side.begin(NOTHING) for side in sides]
     with pytest.raises(LockstepError, match=r"\[1, 0\]"):
         sides[0].finish(rows[::-1])
-    with pytest.raises(LockstepError, match="2 replicas exchange"):
+    with pytest.raises(LockstepError, match="1 rows"):
         sides[0].finish(rows[:1])
-
-
-def test_rows_of_another_round_are_refused() -> None:
-    side = Lockstep(rank=0, num_replicas=1)
-    rows = [side.begin(Intent(num_tokens=1, is_decode_only=True))]
-    side.finish(rows)
-    with pytest.raises(LockstepError, match=r"here 1"):
-        side.finish(rows)
+    sides[0].finish(rows)
+    with pytest.raises(LockstepError, match="step 0"):
+        sides[0].finish(rows)
 
 
 def request(request_id: str, num_prompt_tokens: int = 2, max_tokens: int = 4) -> Request:
@@ -123,31 +105,36 @@ def request(request_id: str, num_prompt_tokens: int = 2, max_tokens: int = 4) ->
 
 
 @pytest.mark.parametrize("message", [AddRequest(request("a")), AbortRequest("a"), Wake(), CollectLoad(), Shutdown()])
-def test_messages_survive_the_wire(message: ReplicaMessage) -> None:
+def test_messages_survive_encoding(message: ReplicaMessage) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ReplicaMessage) == message
 
 
 class Driven:
-    """Replica 0 of two. The other one is this test: it wants nothing."""
+    """Replica 0 of two. The other one is this test: it never has a plan."""
 
-    def __init__(self, load_window: int = 0) -> None:
+    def __init__(self, load_window: int = 0, max_num_batched_tokens: int = 2) -> None:
         self.scheduler = Scheduler(
-            num_blocks=8,
-            block_size=4,
-            max_num_seqs=2,
-            max_num_batched_tokens=2,
-            max_model_len=16,
-            enable_prefix_caching=False,
-            cache_salt=b"test",
+            SchedulerConfig(
+                num_blocks=8,
+                block_size=4,
+                max_num_seqs=2,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=16,
+                enable_prefix_caching=False,
+            ),
+            b"test",
         )
         lockstep = Lockstep(rank=0, num_replicas=2)
         self.other = Lockstep(rank=1, num_replicas=2)
         replica = Replica(scheduler=self.scheduler, lockstep=lockstep, load_window=load_window)
         self.run: Generator[Effect, Any, None] = replica.run()
-        self.collected: list[int] = []  # steps in which all ranks told
-        self.loads: list[LoadWindow] = []  # that were delivered
+        self.agreements: list[Agreement] = []  # of steps that were executed
+        self.delivered: list[Deliver] = []
         self.effect: Effect | None = next(self.run)
-        self.updates: list[RequestUpdate] = []
+
+    @property
+    def updates(self) -> list[RequestUpdate]:
+        return [update for delivery in self.delivered for update in delivery.updates]
 
     def answer(self, answer: Any) -> None:
         try:
@@ -156,10 +143,10 @@ class Driven:
             self.effect = None
 
     def step(self, *messages: ReplicaMessage, fails: bool = False, other: IntentFlags = NO_FLAGS) -> Receive:
-        """One round. Returns how it listened."""
+        """Drive one round. Return its `Receive`."""
         self.deliver()
         assert isinstance(self.effect, Receive)
-        listened = self.effect
+        receive = self.effect
         self.answer(list(messages))
         assert isinstance(self.effect, Gather)
         row = self.other.begin(Intent(num_tokens=0, is_decode_only=True, flags=other))
@@ -168,20 +155,18 @@ class Driven:
         self.answer(rows)
         if isinstance(self.effect, Execute):
             plan, agreement = self.effect.plan, self.effect.agreement
-            step = plan.step if plan else 0
             assert plan is not None or agreement.collects_load
-            chunks = (
-                [ChunkResult(token_id=None if chunk.sample is None else 7) for chunk in plan.chunks] if plan else []
-            )
+            self.agreements.append(agreement)
+            planned = plan.chunks if plan else []
+            chunks = [ChunkResult(token_id=None if chunk.sample is None else 7) for chunk in planned]
             load = of_counts([[agreement.step]], [[agreement.step]]) if agreement.collects_load else None
-            self.collected += [agreement.step] * agreement.collects_load
-            self.answer(StepFailed("not a number") if fails else StepResult(step=step, chunks=chunks, load=load))
-        return listened
+            result = StepResult(step=plan.step if plan else 0, chunks=chunks, load=load)
+            self.answer(StepFailed("not a number") if fails else result)
+        return receive
 
     def deliver(self) -> None:
         assert isinstance(self.effect, Deliver)
-        self.updates += self.effect.updates
-        self.loads += [] if self.effect.load is None else [self.effect.load]
+        self.delivered.append(self.effect)
         self.answer(None)
 
 
@@ -192,24 +177,36 @@ def test_it_sleeps_only_after_an_idle_round_and_with_a_heartbeat() -> None:
     assert replica.step() == Receive(block=False, heartbeat=False)
 
 
-def test_a_replica_that_is_asked_collects_once_and_tells() -> None:
+def test_requested_load_is_collected_once_and_delivered() -> None:
     replica = Driven()
     replica.step()
     replica.step(CollectLoad())
     replica.step()
     replica.step()
-    assert replica.collected == [1]
-    assert [window.tokens_of_expert for window in replica.loads] == [((1,),)]
+    assert [agreement.step for agreement in replica.agreements] == [1]
+    loads = [delivery for delivery in replica.delivered if delivery.load is not None]
+    assert [(each.load.tokens_of_expert, each.answers) for each in loads if each.load] == [(((1,),), True)]
     assert replica.step() == Receive(block=True, heartbeat=True)
 
 
-def test_windows_end_after_so_many_steps_with_tokens() -> None:
+def test_load_is_collected_after_each_window_of_steps_with_tokens() -> None:
     replica = Driven(load_window=2)
     replica.step()
-    replica.step(AddRequest(request("a", 2, max_tokens=6)))  # in steps 1 to 6
-    for _ in range(8):
-        replica.step()
-    assert replica.collected == [3, 5, 7]
+    replica.step(AddRequest(request("a", 2, max_tokens=9)))  # in steps 1 to 9
+    for messages in ([], [], [], [CollectLoad()], [], [CollectLoad()], [], [], []):
+        replica.step(*messages)
+    assert [agreement.step for agreement in replica.agreements if agreement.collects_load] == [3, 5, 7, 9]
+    answered = [delivery.answers for delivery in replica.delivered if delivery.load is not None]
+    assert answered == [False, True, True, False]  # a request during a window is answered at its end, at once or not
+
+
+def test_a_step_with_a_longer_chunk_is_not_decode_only() -> None:
+    replica = Driven(max_num_batched_tokens=8)
+    arrivals: list[list[ReplicaMessage]] = [[AddRequest(request("a", 2))], [], [AddRequest(request("b", 3))], []]
+    for messages in arrivals:
+        replica.step(*messages)
+    assert [agreement.num_tokens[0] for agreement in replica.agreements] == [2, 1, 4, 2]
+    assert [agreement.is_decode_only for agreement in replica.agreements] == [False, True, False, True]
 
 
 def test_a_failed_step_ends_its_own_requests_only() -> None:
@@ -233,7 +230,7 @@ def test_a_refused_request_ends_with_an_error() -> None:
     assert first_token == RequestUpdate(request_id="a", token_ids=[7])
 
 
-def test_two_requests_of_one_id_end_once() -> None:
+def test_two_requests_with_one_id_end_once() -> None:
     replica = Driven()
     replica.step(AddRequest(request("a")), AddRequest(request("a")))
     replica.deliver()
@@ -249,12 +246,12 @@ def test_shutdown_ends_requests_at_once_and_the_loop_when_all_agree() -> None:
     ends = {update.request_id: update.error for update in replica.updates if update.finish_reason is not None}
     assert ends.keys() == {"a", "late"}
     assert all("shut down" in (error or "") for error in ends.values())
-    replica.step(other=IntentFlags(wants_shutdown=True))
+    replica.step(other=IntentFlags(requests_shutdown=True))
     replica.deliver()
     assert replica.effect is None
 
 
-def test_an_error_in_a_collective_ends_all_requests_and_comes_out() -> None:
+def test_an_error_in_a_collective_ends_all_requests_and_is_raised() -> None:
     replica = Driven()
     replica.step(AddRequest(request("a")))
     replica.deliver()
@@ -268,7 +265,7 @@ def test_an_error_in_a_collective_ends_all_requests_and_comes_out() -> None:
         next(replica.run)
 
 
-def test_an_error_outside_of_collectives_is_told_to_all() -> None:
+def test_an_error_outside_of_collectives_is_announced() -> None:
     replica = Driven()
     replica.step(AddRequest(request("a")))
     replica.effect = replica.run.throw(OSError("socket closed"))
@@ -282,10 +279,10 @@ def test_an_error_outside_of_collectives_is_told_to_all() -> None:
         next(replica.run)
 
 
-def test_another_replicas_failure_is_named() -> None:
+def test_the_failure_of_another_replica_is_named() -> None:
     replica = Driven()
     replica.step(AddRequest(request("a")), other=IntentFlags(has_failed=True))
     assert isinstance(replica.effect, Deliver)
-    assert "replica 1 failed" in (replica.effect.updates[-1].error or "")
-    with pytest.raises(EngineError, match="replica 1 failed"):
+    assert "replica 1" in (replica.effect.updates[-1].error or "")
+    with pytest.raises(EngineError, match="replica 1"):
         next(replica.run)

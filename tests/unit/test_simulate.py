@@ -26,7 +26,7 @@ from moeserve.planner.simulation_settings import ExpertSettings, SimulationSetti
 from moeserve.planner.traffic import RecordedRequest, Traffic, sample_traffic
 from moeserve.protocol import AddRequest, ChunkResult, Request, StepResult
 from moeserve.sampling_params import SamplingParams
-from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 H800 = TABLE["h800"]
@@ -125,13 +125,15 @@ class TestGang:
     @staticmethod
     def scheduler() -> Scheduler:
         return Scheduler(
-            num_blocks=12,
-            block_size=4,
-            max_num_seqs=3,
-            max_num_batched_tokens=8,
-            max_model_len=40,
-            enable_prefix_caching=True,
-            cache_salt=b"",
+            SchedulerConfig(
+                num_blocks=12,
+                block_size=4,
+                max_num_seqs=3,
+                max_num_batched_tokens=8,
+                max_model_len=40,
+                enable_prefix_caching=True,
+            ),
+            b"",
         )
 
     @staticmethod
