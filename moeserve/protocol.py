@@ -22,33 +22,33 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     seed: int  # 0 to 2**64 - 1: params.seed, or derived from the engine's
     eos_token_ids: list[int] = []  # empty where params.ignore_eos
-    cache_salt: str = ""  # requests share cached prefixes only where their salts are equal
+    cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
 
 
 class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How the token that follows a chunk is chosen."""
+    """How to sample the token that follows a chunk."""
 
     params: SamplingParams
     seed: int
-    position: int  # how many output tokens came before; (seed, position) decides a random choice
-    barred_token_ids: list[int] = []  # may not be chosen (stop tokens, while below min_tokens)
-    prompt_token_ids: list[int] = []  # filled only where params.has_penalties
-    output_token_ids: list[int] = []  # filled only where params.has_penalties
+    position: int  # number of output tokens before it; (seed, position) determines a random choice
+    barred_token_ids: list[int] = []  # stop tokens, while below min_tokens
+    prompt_token_ids: list[int] = []  # empty unless params.has_penalties
+    output_token_ids: list[int] = []  # empty unless params.has_penalties
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of one request that one step computes: a piece of its prompt, or its newest token."""
+    """The tokens of one request that one step computes: a part of its prompt, or its newest token."""
 
     token_ids: list[int]
     start: int  # position of the first of them in the request
     block_ids: list[int]  # KV blocks of positions 0 to start + len(token_ids) - 1
-    sample: SampleSpec | None = None  # None: the rest of the prompt comes first
+    sample: SampleSpec | None = None  # None: more of the prompt follows
     num_prompt_logprobs: int | None = None
-    prompt_targets: list[int] = []  # tokens that rows 0, 1, ... should predict; filled only where asked for
+    prompt_targets: list[int] = []  # tokens that rows 0, 1, ... predict; empty unless num_prompt_logprobs is set
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step computes. Complete in itself: a rank keeps nothing of a request from step to step."""
+    """The work of one replica in one step. Ranks keep no state of a request between steps."""
 
     step: int
     chunks: list[Chunk]
@@ -59,12 +59,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether each request computes one token."""
+        """True if each request computes one token."""
         return all(len(chunk.token_ids) == 1 for chunk in self.chunks)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities at one position: of the token chosen or given (first), then of the most likely ones."""
+    """Log-probabilities at one position: first of the sampled or given token, then of the most likely ones."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -72,24 +72,24 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chunk gave: the token that follows it, where one was asked for."""
+    """The result of one chunk."""
 
-    token_id: int | None = None
+    token_id: int | None = None  # the token that follows it, if one was sampled
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] = []  # one per prompt target
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step gave, chunk by chunk in the order of the plan."""
+    """The result of one step, chunk by chunk in the order of the plan."""
 
     step: int
     chunks: list[ChunkResult]
-    load: LoadWindow | None = None  # of the steps before it, where it was agreed to collect that
-    placement_epoch: int = 0  # the newest placement of experts whose weights this rank holds
+    load: LoadWindow | None = None  # of earlier steps, if a collection was agreed
+    placement_epoch: int = 0  # the newest expert placement whose weights this rank holds
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """News of one request after a step: its new tokens, or its end."""
+    """New tokens of a request after a step, or its end."""
 
     request_id: str
     token_ids: list[int] = []
@@ -98,40 +98,40 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended it; None for the end-of-sequence token
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
-    error: str | None = None  # why it ended before its time; finish_reason is then "abort"
+    error: str | None = None  # why it ended early; finish_reason is then "abort"
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """To a replica: serve this request. Its id is no other's, now or later."""
+    """To a replica: serve this request. Its id is never used by another request."""
 
     request: Request
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
-    """To a replica: end this request now. Means nothing where it has ended already."""
+    """To a replica: end this request now. Ignored if it has ended already."""
 
     request_id: str
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """To a replica: another one has work. It cuts the wait for the next heartbeat; nothing depends on it."""
+    """To a replica: another one has work. This shortens the wait for the next heartbeat; nothing depends on it."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """To every replica, and the last message to each: end all requests, and leave together."""
+    """To every replica, as its last message: end all requests, and stop together."""
 
 
 class CollectLoad(msgspec.Struct, frozen=True, tag="collect-load"):
-    """To the first replica: have all ranks tell what their experts were given, now."""
+    """To the first replica: collect the expert loads of all ranks now."""
 
 
 ReplicaMessage: TypeAlias = AddRequest | AbortRequest | Wake | CollectLoad | Shutdown
 
 
 class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy a replica is, for whoever chooses one for a new request, and for those who watch it."""
+    """The load of a replica, for the router and for metrics."""
 
-    num_free_blocks: int  # of KV cache, those of the prefix cache included
+    num_free_blocks: int  # of KV cache, including those that the prefix cache uses
     num_waiting: int  # requests
     num_running: int  # requests
-    step: int  # agreements made so far; it grows while the replicas are alive, even if they idle
+    step: int  # agreements made so far; grows even while all replicas idle

@@ -1,4 +1,4 @@
-"""How many blocks of KV cache this rank can hold. Knows memory, not requests."""
+"""Sizes the KV cache of a rank from the memory that is free after the largest step."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from moeserve.machine import free_memory, shown_bytes
 
 logger = logging.getLogger(__name__)
 
-# Of the memory that is free once the weights are loaded and the largest step has run, the share the cache may take.
-# A CPU shares its memory with everything else on the machine; a GPU is taken to be ours.
+# The cache takes this share of the memory that is free after loading and the largest step. A CPU shares its memory with
+# all other processes of the machine; a GPU is assumed to serve this engine alone.
 FREE_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 
 
 def count_blocks(
     config: EngineConfig, bytes_per_token: int, reserved_bytes: int, run_largest_step: Callable[[], object]
 ) -> int:
-    """Blocks of KV cache, from the setting or from a profiling run, never more than could be used at once.
+    """Return the number of KV cache blocks, from the setting or from a profiling run; at most those usable at once.
 
     Args:
         bytes_per_token: keys and values of one token in all layers.
-        reserved_bytes: of each rank, which look free and are not: weights in mapped files, and what it takes later.
-        run_largest_step: executes a step as large as any that the scheduler may plan.
+        reserved_bytes: of each rank, which look free and are not: weights in mapped files, and later allocations.
+        run_largest_step: executes the largest step that the scheduler may plan.
 
     Raises:
         CacheTooSmallError: not even one request of the shortest useful length fits.
@@ -38,7 +38,7 @@ def count_blocks(
         num_bytes = config.kv_cache_memory
     else:
         peak = measure_step_memory(run_largest_step, config.device)
-        # On a CPU all ranks of the host take their memory, and that of their largest steps, from the same.
+        # On a CPU all ranks of the host share the memory, also that of their largest steps.
         num_sharing = config.num_ranks if config.device == "cpu" else 1
         now_free = free_gpu_memory() if config.device == "cuda" else free_memory()
         free = max(0, now_free - (peak + reserved_bytes) * num_sharing)
@@ -51,14 +51,14 @@ def count_blocks(
         length = min(config.max_model_len, blocks_needed * config.block_size)
         raise CacheTooSmallError(
             f"a KV cache of {num_bytes} bytes holds {num_blocks * config.block_size} tokens, but one request of "
-            f"max_model_len={length} tokens takes {blocks_needed * block_bytes} bytes "
+            f"max_model_len={length} tokens needs {blocks_needed * block_bytes} bytes "
             f"({bytes_per_token} per token); raise kv_cache_memory or lower max_model_len"
         )
     return num_blocks
 
 
 def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> int:
-    """Bytes that a step takes at its peak, beyond what is held before it."""
+    """Return the peak memory of a step in bytes, beyond what was held before it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -73,14 +73,14 @@ def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> 
 
 
 def free_gpu_memory() -> int:
-    """Bytes that nothing holds: what torch has taken and does not use is given back first."""
+    """Return the free GPU memory in bytes, after releasing torch's unused cached memory."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])
 
 
 def _resident_bytes(name: str) -> int:
-    """VmRSS or VmHWM (the peak of it) of this process; 0 where the system does not tell."""
+    """Return VmRSS or VmHWM (its peak) of this process in bytes; 0 if the system does not report it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -89,7 +89,7 @@ def _resident_bytes(name: str) -> int:
 
 
 def _reset_peak() -> None:
-    """Makes VmHWM start again from the present VmRSS."""
+    """Reset VmHWM to the current VmRSS."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

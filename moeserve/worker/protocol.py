@@ -1,4 +1,4 @@
-"""What a rank's process is told by the process that started it. Plain data; what a rank is, `worker.py` knows."""
+"""Messages to the process of a worker rank, from the process that started it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeserve.scheduling.lockstep import Agreement
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a rank is, and where it meets the others."""
+    """Identity of a rank, and the address where it meets the others."""
 
     config: EngineConfig
     rank: int
@@ -26,20 +26,20 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """Execute this plan, or zero tokens where there is none."""
+    """Execute this plan, or zero tokens without one."""
 
     plan: StepPlan | None
     agreement: Agreement
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """End: the replica was shut down."""
+    """Exit, because the replica was shut down."""
 
 
 WorkerMessage: TypeAlias = Step | Leave
 
 
 def rank_name(config: EngineConfig, rank: int) -> str:
-    """What a rank is called in messages to people."""
+    """Return the name of a rank for error messages."""
     dp_index, tp_index = divmod(rank, config.tensor_parallel_size)
     return f"rank {rank} (replica {dp_index}, tp {tp_index})" if config.num_ranks > 1 else "rank 0"

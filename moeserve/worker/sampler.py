@@ -1,8 +1,7 @@
-"""Chooses the next token of each row of logits. Knows no request and no model: a row and its spec say everything.
+"""Samples the next token from each row of logits, independently of the other rows of the batch.
 
-Nothing here depends on the other rows of a batch. A random choice is counter-based: (seed, position) gives one
-number between 0 and 1, which is looked up in the row's cumulative probabilities, most likely token first. Where two
-tokens are equally likely, the lower id comes first, everywhere.
+A random choice is counter-based: (seed, position) gives one number in [0, 1), which is looked up in the row's
+cumulative probabilities, most likely token first. Of equally likely tokens the lower id comes first, everywhere.
 """
 
 from __future__ import annotations
@@ -21,72 +20,72 @@ from moeserve.ops.sampling import DrawKernel, choose_draw
 from moeserve.protocol import SampleSpec, TokenLogprobs
 from moeserve.sampling_params import SamplingParams
 
-# L rows of logits, R of them looked at together, V vocabulary, H most likely tokens of a row, most likely first,
-# N tokens of a row whose log-probabilities are told
+# L rows of logits, R of them processed together, V vocabulary, H most likely tokens of a row, most likely first,
+# N tokens of a row whose log-probabilities are returned
 
-# Scores looked at together. Bounds the float64 copies: on a CPU they should stay in its cache.
+# Scores processed together. This bounds the float64 copies: on a CPU they should stay in its cache.
 PIECE_SIZE = {"cpu": 2**18, "cuda": 2**24}
-# Almost every random choice falls among this many most likely tokens; the rest of a row is ordered where one does not.
+# Almost every random choice falls on one of this many most likely tokens. Only otherwise is the whole row sorted.
 HEAD_SIZE = 256
-# Penalties may not make a score infinite: the difference of two infinities is not a number.
+# Penalties must not make a score infinite, because the difference of two infinities is NaN.
 LARGEST_SCORE = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """The token chosen for one row."""
+    """The token sampled from one row."""
 
     token_id: int
-    logprobs: TokenLogprobs | None  # where params.logprobs asked for them
+    logprobs: TokenLogprobs | None  # None unless params.logprobs is set
 
 
 def sample(logits_LV: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
-    """Chooses one token per row, as `specs[row]` says; `SamplingParams` gives the order of operations.
+    """Sample one token per row as `specs[row]` describes; see `SamplingParams` for the order of operations.
 
     Args:
         logits_LV: [rows, vocabulary], any floating type and device. Not changed.
 
     Raises:
-        EngineError: a row holds NaN or infinity, or none of its tokens may be chosen.
+        EngineError: a row contains NaN or infinity, or all of its tokens are barred.
     """
     assert logits_LV.shape[0] == len(specs), f"{logits_LV.shape[0]} rows of logits for {len(specs)} specs"
     chosen = _most_likely_token(logits_LV).tolist()
-    not_simply_that = [row for row, spec in enumerate(specs) if spec.params.temperature > 0 or _changes_scores(spec)]
-    for rows in _pieces(not_simply_that, logits_LV):
+    not_greedy = [row for row, spec in enumerate(specs) if spec.params.temperature > 0 or _changes_scores(spec)]
+    for rows in _pieces(not_greedy, logits_LV):
         tokens = _choose(logits_LV[rows].float(), [specs[row] for row in rows])
         for row, token_id in zip(rows, tokens, strict=True):
             chosen[row] = token_id
 
     logprobs: dict[int, TokenLogprobs] = {}
-    wanting = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
-    for rows in _pieces(wanting, logits_LV):
+    needing = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+    for rows in _pieces(needing, logits_LV):
         nums_top = [specs[row].params.logprobs or 0 for row in rows]
-        told = _token_logprobs(logits_LV[rows], [chosen[row] for row in rows], nums_top)
-        logprobs.update(zip(rows, told, strict=True))
+        logprobs_R = _token_logprobs(logits_LV[rows], [chosen[row] for row in rows], nums_top)
+        logprobs.update(zip(rows, logprobs_R, strict=True))
     return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
 
 
 def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of `targets[row]` and of the `num_top` most likely tokens of each row.
+    """Return the log-probabilities of `targets[row]` and of the `num_top` most likely tokens of each row.
 
     Raises:
-        EngineError: a row holds NaN or infinity.
+        EngineError: a row contains NaN or infinity.
     """
     assert logits_RV.shape[0] == len(targets), f"{logits_RV.shape[0]} rows of logits for {len(targets)} targets"
     _most_likely_token(logits_RV)
-    told: list[TokenLogprobs] = []
+    logprobs: list[TokenLogprobs] = []
     for rows in _pieces(list(range(len(targets))), logits_RV):
-        told += _token_logprobs(logits_RV[rows], [targets[row] for row in rows], [num_top] * len(rows))
-    return told
+        logprobs += _token_logprobs(logits_RV[rows], [targets[row] for row in rows], [num_top] * len(rows))
+    return logprobs
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number of one position of one request: from 0 to 1, without 1 (Philox 4x64, Salmon et al. 2011)."""
+    """Return the random number in [0, 1) of one position of one request (Philox 4x64, Salmon et al. 2011)."""
     return int(np.random.Philox(key=seed, counter=position).random_raw() >> 11) * 2.0**-53
 
 
 def _most_likely_token(logits_LV: Tensor) -> Tensor:
-    """Token of the highest logit of each row. The highest also tells cheaply whether the row is sane."""
+    """Return the token of the highest logit of each row. Raises EngineError if one is NaN or infinite."""
     highest_L, most_likely_L = choose_row_maximum(logits_LV.device.type)(logits_LV)
     for row, highest in enumerate(highest_L.tolist()):
         if not math.isfinite(highest):
@@ -99,9 +98,9 @@ def _most_likely_token(logits_LV: Tensor) -> Tensor:
 
 
 def _choose(scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
-    """Chooses one token per row of float32 scores, and changes these in place."""
+    """Sample one token per row of float32 scores, which are changed in place."""
     for row, spec in enumerate(specs):
-        _apply_bias_penalties_and_bars(scores_RV[row], spec)
+        _adjust_scores(scores_RV[row], spec)
     highest_R, most_likely_R = choose_row_maximum(scores_RV.device.type)(scores_RV)
     if highest_R.isneginf().any():
         raise EngineError(f"all {scores_RV.shape[1]} tokens are barred, so none can be chosen; bar fewer stop tokens")
@@ -119,8 +118,8 @@ def _changes_scores(spec: SampleSpec) -> bool:
     return bool(spec.barred_token_ids or spec.params.logit_bias or spec.params.has_penalties)
 
 
-def _apply_bias_penalties_and_bars(scores_V: Tensor, spec: SampleSpec) -> None:
-    """Changes `scores_V` in place. Bars come last: no penalty lifts one, so the order of the two does not matter."""
+def _adjust_scores(scores_V: Tensor, spec: SampleSpec) -> None:
+    """Apply bias, penalties and barred tokens in place. Barred tokens come last, so that no penalty lifts them."""
     params, vocabulary = spec.params, len(scores_V)
     bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocabulary}
     if bias:
@@ -140,16 +139,16 @@ def _apply_bias_penalties_and_bars(scores_V: Tensor, spec: SampleSpec) -> None:
 
 
 def _on(scores_V: Tensor, token_ids: list[int] | np.ndarray) -> Tensor:
-    """Token ids as an index on the device of the scores."""
+    """Return token ids as an index on the device of the scores."""
     return torch.from_numpy(np.asarray(token_ids, np.int64)).to(scores_V.device)
 
 
 def _draw(scores_RV: Tensor, highest_R: Tensor, specs: list[SampleSpec]) -> list[int]:
-    """One random token per row. Looks at the head of a row first, and at all of it only where that is not enough."""
+    """Draw one random token per row. Only the head of a row is sorted, unless the choice falls outside of it."""
     if kernel := choose_draw(scores_RV.device.type):
-        return _draw_by(kernel, scores_RV, specs)
+        return _draw_with_kernel(kernel, scores_RV, specs)
     temperatures_R = torch.tensor([spec.params.temperature for spec in specs], dtype=torch.float64)
-    # The highest is subtracted before the division: no temperature, however small, gives infinity over infinity.
+    # Subtracting the highest before dividing avoids infinity / infinity at the smallest temperatures.
     shifted_RV = (scores_RV - highest_R[:, None]).double()
     probabilities_RV = torch.softmax(shifted_RV / temperatures_R.to(scores_RV.device)[:, None], dim=-1)
     keys_RV = _order_keys(scores_RV)
@@ -165,12 +164,12 @@ def _draw(scores_RV: Tensor, highest_R: Tensor, specs: list[SampleSpec]) -> list
             # numpy sorts integers several times faster than torch.
             order_H = _tokens_of(torch.from_numpy(np.sort(keys_RV[row].cpu().numpy())[::-1].copy()))
             place = _place(probabilities_RV[row].cpu()[order_H].numpy(), spec.params, number, is_whole_row=True)
-        assert place is not None, "a whole row settles every choice"
+        assert place is not None, "a whole row always has a choice"
         drawn.append(int(order_H[place]))
     return drawn
 
 
-def _draw_by(kernel: DrawKernel, scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
+def _draw_with_kernel(kernel: DrawKernel, scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
     params, device = [spec.params for spec in specs], scores_RV.device
 
     def of_rows(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
@@ -189,9 +188,9 @@ def _draw_by(kernel: DrawKernel, scores_RV: Tensor, specs: list[SampleSpec]) -> 
 
 
 def _place(probabilities_H: np.ndarray, params: SamplingParams, number: float, *, is_whole_row: bool) -> int | None:
-    """Where the number from 0 to 1 falls among the kept tokens; None if that takes more of the row than its head.
+    """Return the place of `number` in [0, 1) among the kept tokens, or None if the head of the row is not enough.
 
-    Since the most likely come first, each of `min_p`, `top_k` and `top_p` keeps a beginning of the row.
+    The most likely tokens come first, so each of `min_p`, `top_k` and `top_p` keeps a prefix of the row.
     """
     num_kept = int(np.count_nonzero(probabilities_H >= params.min_p * probabilities_H[0]))
     if params.top_k > 0:
@@ -200,7 +199,7 @@ def _place(probabilities_H: np.ndarray, params: SamplingParams, number: float, *
     if is_whole_row or num_kept < len(probabilities_H):
         total = cumulative_H[-1]
     elif params.min_p == 0.0 and params.top_k <= 0:
-        total = 1.0  # nothing is left out, so the kept tokens beyond the head need not be looked at
+        total = 1.0  # all tokens are kept, so their probabilities add up to one
     else:
         return None
 
@@ -209,16 +208,15 @@ def _place(probabilities_H: np.ndarray, params: SamplingParams, number: float, *
         if crossing == len(cumulative_H):
             return None
         total = cumulative_H[crossing]
-    # On a whole row this always finds a token, one that is not impossible: a number below one times a total rounds to
-    # less than that total.
+    # On a whole row this always finds a possible token: a number below one times a total rounds to less than the total.
     place = int(np.searchsorted(cumulative_H, number * total, side="right"))
     return place if place < len(cumulative_H) else None
 
 
 def _order_keys(scores_RV: Tensor) -> Tensor:
-    """Integers, all different, that order a row's tokens by (score descending, token id ascending): highest first.
+    """Return distinct integers that order tokens by (score descending, id ascending) when sorted descending.
 
-    A key holds the bits of the float32 score, made to order as integers do, above those of the negated id.
+    A key has the bits of the float32 score, mapped to integer order, above those of the negated id.
     """
     bits_RV = (scores_RV + 0.0).view(torch.int32)  # adding zero makes -0.0 equal to 0.0
     ordered_RV = bits_RV ^ ((bits_RV >> 31) & 0x7FFFFFFF)
@@ -226,7 +224,7 @@ def _order_keys(scores_RV: Tensor) -> Tensor:
 
 
 def _tokens_of(keys: Tensor) -> Tensor:
-    """Token ids of order keys."""
+    """Return the token ids of order keys."""
     return (-keys) & 0xFFFFFFFF
 
 

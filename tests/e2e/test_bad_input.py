@@ -183,7 +183,7 @@ def test_a_slip_in_rebalance_is_answered_with_the_choices(plain: Reference) -> N
 
 def test_cache_too_small_for_one_request_says_how_many_bytes_it_takes(plain: Reference) -> None:
     # 2 layers, keys and values, 2 heads of 8 float32 values: 256 bytes a token, 4096 a block of 16
-    with pytest.raises(CacheTooSmallError, match=r"max_model_len=100 tokens takes 28672 bytes \(256 per token\)"):
+    with pytest.raises(CacheTooSmallError, match=r"max_model_len=100 tokens needs 28672 bytes \(256 per token\)"):
         LLM(plain.folder, dtype="float32", max_model_len=100, kv_cache_memory=28671)
     with LLM(plain.folder, dtype="float32", max_model_len=100, kv_cache_memory=28672) as llm:
         assert llm.config.max_model_len == 100

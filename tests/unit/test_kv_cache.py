@@ -47,13 +47,13 @@ def test_never_more_than_all_requests_could_use() -> None:
 
 @pytest.mark.parametrize("memory", [999, 9_999])
 def test_too_small_for_one_request(memory: int) -> None:
-    with pytest.raises(CacheTooSmallError, match="takes 10000 bytes"):
+    with pytest.raises(CacheTooSmallError, match="10000 bytes"):
         count_blocks(config(kv_cache_memory=memory, max_model_len=100), BYTES_PER_TOKEN, 0, not_called)
 
 
 def test_an_open_length_needs_two_blocks() -> None:
     assert count_blocks(config(kv_cache_memory=2_000), BYTES_PER_TOKEN, 0, not_called) == 2
-    with pytest.raises(CacheTooSmallError, match="takes 2000 bytes"):
+    with pytest.raises(CacheTooSmallError, match="2000 bytes"):
         count_blocks(config(kv_cache_memory=1_999), BYTES_PER_TOKEN, 0, not_called)
 
 

@@ -141,7 +141,7 @@ def test_no_file_of_the_package_breaks_a_rule() -> None:
     }
     assert {
         "moeserve/config/environment.py",
-    "moeserve/processes/fork_server.py",  # gives a forked process the environment of whoever asked for it
+        "moeserve/processes/fork_server.py",  # gives a forked process the environment of whoever asked for it
         "moeserve/bench/__init__.py",
         "moeserve/triton_kernels/__init__.py",
     } <= set(files)

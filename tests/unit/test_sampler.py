@@ -364,9 +364,7 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
         seen = torch.tensor([prompts[row] + outputs[row]])
         expected_V = RepetitionPenaltyLogitsProcessor(penalty)(seen, logits_LV[row : row + 1].clone())[0]
         scores_V = logits_LV[row].clone()
-        sampler._apply_bias_penalties_and_bars(
-            scores_V, spec(repetition_penalty=penalty, prompt=prompts[row], output=outputs[row])
-        )
+        sampler._adjust_scores(scores_V, spec(repetition_penalty=penalty, prompt=prompts[row], output=outputs[row]))
         torch.testing.assert_close(scores_V, expected_V, rtol=1e-6, atol=0)
         assert (scores_V != logits_LV[row]).sum() == len(set(prompts[row] + outputs[row]))
 
@@ -374,7 +372,7 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 def test_presence_and_frequency_penalties_follow_their_formula() -> None:
     row_V = random_logits(1, 12)[0]
     scores_V = row_V.clone()
-    sampler._apply_bias_penalties_and_bars(
+    sampler._adjust_scores(
         scores_V, spec(frequency_penalty=0.3, presence_penalty=-1.1, prompt=[3, 4], output=[4, 4, 9])
     )
     changes_V = torch.zeros(12)
@@ -431,11 +429,13 @@ def test_prompt_logprobs_are_those_of_each_target(piece_size: int, small_pieces:
     for num_top in (0, 4):
         found = prompt_logprobs(logits_RV, targets, num_top)
         assert len(found) == 7
-        for row, (target, told) in enumerate(zip(targets, found, strict=True)):
+        for row, (target, row_logprobs) in enumerate(zip(targets, found, strict=True)):
             order = sorted(range(300), key=lambda token: (-logits_RV[row, token].item(), token))
-            assert told.token_ids == [target, *order[:num_top]]
-            assert told.ranks == [1 + int((logits_RV[row] > logits_RV[row, t]).sum()) for t in told.token_ids]
-            torch.testing.assert_close(torch.tensor(told.logprobs), expected_RV[row, told.token_ids])
+            assert row_logprobs.token_ids == [target, *order[:num_top]]
+            assert row_logprobs.ranks == [
+                1 + int((logits_RV[row] > logits_RV[row, t]).sum()) for t in row_logprobs.token_ids
+            ]
+            torch.testing.assert_close(torch.tensor(row_logprobs.logprobs), expected_RV[row, row_logprobs.token_ids])
     assert prompt_logprobs(logits_RV[:0], [], 4) == []
 
 
@@ -501,12 +501,12 @@ def test_prompt_logprobs_give_the_same_bytes_in_any_chunks() -> None:
     logits_RV = random_logits(11, 5003, dtype=torch.bfloat16)
     targets = list(range(40, 51))
 
-    def told(first: int, last: int) -> list[TokenLogprobs]:
+    def logprobs_of(first: int, last: int) -> list[TokenLogprobs]:
         return prompt_logprobs(logits_RV[first:last], targets[first:last], 3)
 
-    whole = msgspec.msgpack.encode(told(0, 11))
-    assert msgspec.msgpack.encode([one for row in range(11) for one in told(row, row + 1)]) == whole
-    assert msgspec.msgpack.encode(told(0, 4) + told(4, 11)) == whole
+    whole = msgspec.msgpack.encode(logprobs_of(0, 11))
+    assert msgspec.msgpack.encode([one for row in range(11) for one in logprobs_of(row, row + 1)]) == whole
+    assert msgspec.msgpack.encode(logprobs_of(0, 4) + logprobs_of(4, 11)) == whole
 
 
 def test_position_and_seed_alone_move_a_choice() -> None:
