@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from moeserve import LLM, SamplingParams
-from moeserve.worker.loading import wait_for_copies
+from moeserve.models.packed_cache_writer import wait_for_cache_writers
 
 PROMPT_TOKENS = 32
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prompt = random.Random(0).choices(range(llm.config.vocab_size), k=PROMPT_TOKENS)
         llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         print(json.dumps({"imported": imported, "loaded": loaded, "first_token": time.monotonic()}), flush=True)
-        wait_for_copies()  # the end of a run gives up what is not written yet
+        wait_for_cache_writers()  # the end of a run gives up what is not written yet
 
 
 if __name__ == "__main__":

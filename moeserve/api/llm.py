@@ -31,13 +31,13 @@ from moeserve.expert_placement.placement import Placement, read_loads, read_plac
 from moeserve.interrupts import interrupts_deferred
 from moeserve.machine import usable_cores
 from moeserve.models import registry
+from moeserve.models.packed_cache_writer import wait_for_cache_writers
 from moeserve.ops import backend
 from moeserve.ops.native import native_kernels
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.expert_load import LoadWindow, summed
 from moeserve.telemetry.observer import LoadObserver
-from moeserve.worker.loading import wait_for_copies
 
 if TYPE_CHECKING:
     from moeserve.executor.ray import Cluster
@@ -304,7 +304,7 @@ class LLM:
                 self._collected_load()
         self._observer.close()
         self.core.shutdown()
-        wait_for_copies(only_given_up=True)
+        wait_for_cache_writers(cancelled_only=True)
 
     def __enter__(self) -> LLM:
         return self

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError
+from moeserve.models.checkpoint import read_headers
 from moeserve.models.config_values import ConfigValues, read_json
-from moeserve.models.weights import read_headers
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 ROTARY_KEYS = ("rope_theta", "partial_rotary_factor", "type", "rope_type")  # of a scaling, without its numbers

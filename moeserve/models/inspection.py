@@ -9,9 +9,9 @@ from pathlib import Path
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError
 from moeserve.machine import free_memory, shown_bytes
+from moeserve.models.checkpoint import read_headers
 from moeserve.models.registry import describe
 from moeserve.models.summary import Part, summarize
-from moeserve.models.weights import read_headers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,61 +1,45 @@
-"""Packs the weights of a model for the kernels, each as soon as it is filled. Knows no checkpoint."""
+"""Pack the weights of a model for the kernels, each as soon as it is filled."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from moeserve.config.settings import QuantizationName
 from moeserve.layers.weights import Weights
+from moeserve.models.weight_loading import Destination
 
 PACKED_STATE_VERSION = 1  # of the layout of packed weights and of the names in a model's packed state
 
 
-@dataclass
-class _Filling:
-    weights: Weights
-    num_missing: int  # elements
-
-
 class Packer:
-    """Told what memory is filled, packs a weight once all of it is: no two forms of a whole model are in memory."""
+    """Packs each weight as soon as it is fully loaded, so the model is never held twice."""
 
     def __init__(self, model: nn.Module, quantization: QuantizationName | None) -> None:
         self._quantization = quantization
-        self._borrowed: list[Weights] = []
-        self._filling: dict[int, _Filling] = {}
-        for weights in weights_of(model).values():
-            memory = weights.open.weight_eOI
-            if weights.is_borrowed:
-                self._borrowed.append(weights)
-            elif memory.numel() > 0:
-                self._filling[memory.untyped_storage().data_ptr()] = _Filling(weights, memory.numel())
+        self._num_missing = {weights: weights.open.weight_eOI.numel() for weights in weights_of(model).values()}
 
-    def filled(self, memory: Tensor) -> None:
-        """A part of the model's memory has got its values. Each part is told of once."""
-        address = memory.untyped_storage().data_ptr()
-        filling = self._filling.get(address)
-        if filling is None:  # of a norm, or the like
+    def on_filled(self, place: Destination) -> None:
+        """Count the values of a destination that is filled now. Each destination is passed once."""
+        owner = place.owner
+        if owner is None or owner.is_borrowed or owner not in self._num_missing:
             return
-        filling.num_missing -= memory.numel()
-        assert filling.num_missing >= 0
-        if filling.num_missing == 0:
-            del self._filling[address]
-            filling.weights.pack(self._quantization)
+        self._num_missing[owner] -= place.memory.numel()
+        assert self._num_missing[owner] >= 0
+        if self._num_missing[owner] == 0:
+            del self._num_missing[owner]
+            owner.pack(self._quantization)
 
     def finish(self) -> None:
-        """Everything is filled: pack what is not yet."""
-        for filling in self._filling.values():
-            filling.weights.pack(self._quantization)
-        self._filling.clear()
-        for weights in self._borrowed:
+        """Pack what is not packed yet, when everything is filled."""
+        for weights in sorted(self._num_missing, key=lambda weights: weights.is_borrowed):  # those that lend come first
             weights.pack(self._quantization)
+        self._num_missing.clear()
 
 
 def packed_state(model: nn.Module) -> dict[str, Tensor]:
-    """All of a packed model's memory, by name: what `adopt_state` takes."""
+    """Return all tensors of a packed model, by name, for `adopt_state`."""
     state: dict[str, Tensor] = dict(model.named_parameters())
     return state | {
         f"{name}.panels": weights.panels for name, weights in weights_of(model).items() if weights.panels is not None
@@ -63,9 +47,9 @@ def packed_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adopt_state(model: nn.Module, state: Mapping[str, Tensor], quantization: QuantizationName | None) -> bool:
-    """Instead of filling and packing: the bytes of a packed model of the same shape, each perhaps with some more.
+    """Use the tensors of a packed model instead of filling and packing. Each may have padding at its end.
 
-    Returns whether they are those of this model; if not, it is left as it was.
+    Return False, and leave the model as it is, if the tensors are not those of this model.
     """
     weights_by_name = weights_of(model)
     panels = {f"{name}.panels": weights for name, weights in weights_by_name.items() if weights.packs}
@@ -75,7 +59,7 @@ def adopt_state(model: nn.Module, state: Mapping[str, Tensor], quantization: Qua
     sizes |= {name: parameter.nbytes for name, parameter in parameters.items()}
     if state.keys() != sizes.keys() or any(state[name].nbytes < size for name, size in sizes.items()):
         return False
-    # Biases before the weights that they belong to: kernels are told where they lie.
+    # Biases come before their weights, whose kernels take the biases' addresses.
     for name, parameter in parameters.items():
         parameter.data = state[name][: sizes[name]].view(parameter.dtype).view(parameter.shape)
     for name, weights in panels.items():
@@ -84,5 +68,5 @@ def adopt_state(model: nn.Module, state: Mapping[str, Tensor], quantization: Qua
 
 
 def weights_of(model: nn.Module) -> dict[str, Weights]:
-    """All weights of a model that are packed, by the name of their place."""
+    """Return all weights of a model that can be packed, by module name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Weights)}

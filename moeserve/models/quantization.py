@@ -58,7 +58,7 @@ class StoredTensor:
 ReadRows = Callable[[StoredTensor, int, int], Tensor]  # slices start to stop of a stored tensor's first dimension
 
 
-class PublishedTensor(Protocol):
+class CheckpointTensor(Protocol):
     """A tensor as the model knows it, however it is stored."""
 
     @property
@@ -83,7 +83,7 @@ class WeightFormat(Protocol):
     def stored_as(self) -> str | None:
         """In words; None when weights are stored as they are."""
 
-    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, PublishedTensor]:
+    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
         """The published tensors by name. Raises CheckpointError when a part of one is missing."""
 
 
@@ -244,7 +244,7 @@ class PlainFormat:
 
     stored_as: None = None
 
-    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, PublishedTensor]:
+    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
         return {name: PlainTensor(tensor) for name, tensor in stored.items()}
 
 
@@ -258,8 +258,8 @@ class Fp8Format:
     def stored_as(self) -> str:
         return f"fp8 in blocks of {self.block[0]} x {self.block[1]}"
 
-    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, PublishedTensor]:
-        published: dict[str, PublishedTensor] = {}
+    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
+        published: dict[str, CheckpointTensor] = {}
         for name, tensor in stored.items():
             scale = stored.get(name + FP8_SCALE_SUFFIX)
             if scale is not None:
@@ -279,8 +279,8 @@ class Mxfp4Format:
 
     stored_as: str = "mxfp4"
 
-    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, PublishedTensor]:
-        published: dict[str, PublishedTensor] = {}
+    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
+        published: dict[str, CheckpointTensor] = {}
         for name, tensor in stored.items():
             if name.endswith(MXFP4_BLOCKS_SUFFIX):
                 base = name.removesuffix(MXFP4_BLOCKS_SUFFIX)

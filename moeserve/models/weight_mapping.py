@@ -1,10 +1,13 @@
-"""Where each tensor of a published checkpoint belongs in one rank's part of the model. Knows names, no numbers."""
+"""The weight mapping: checkpoint names and the part of one rank's model that each tensor fills.
+
+Each function below yields the rows of the table for one kind of module: a tensor's name and its destination, or None
+for a tensor that only other ranks need.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
 
@@ -12,201 +15,199 @@ from moeserve.layers.attention import Attention
 from moeserve.layers.linear import Linear
 from moeserve.layers.mla import CompressedQuery, LatentAttention
 from moeserve.layers.mlp import GatedMLP
-from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder, DenseFeedForward
 from moeserve.models.family import Family, MoENames
 from moeserve.models.model_config import MLPConfig
-from moeserve.models.packing import weights_of
-from moeserve.models.weights import Destination, Destinations, columns, rows, whole
-from moeserve.moe.experts import Experts
-from moeserve.moe.layer import MoEConfig, MoELayer
+from moeserve.models.weight_loading import Destination, Destinations, columns, rows, whole
+from moeserve.moe.layer import MoELayer
+
+Row = tuple[str, Destination | None]
 
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, not loaded
 
 
-def destinations(model: Decoder, family: Family, published: Collection[str]) -> Destinations:
-    """Where each tensor of a checkpoint belongs, given the names that it publishes."""
-    places = _Places(weights_of(model).values())
-    vocab_size = model.config.vocab_size
-    places.add("model.embed_tokens.weight", rows(model.embedding.weight, model.embedding.share, vocab_size))
-    places.add("model.norm.weight", whole(model.norm.weight))
-    if not model.config.tie_word_embeddings:
-        places.add("lm_head.weight", rows(model.head.weight, model.head.share, vocab_size))
-    for index, (layer, config) in enumerate(zip(model.layers, model.config.layers, strict=True)):
-        prefix = f"model.layers.{index}"
-        places.add(f"{prefix}.input_layernorm.weight", whole(layer.attention_norm.weight))
-        places.add(f"{prefix}.post_attention_layernorm.weight", whole(layer.feed_forward_norm.weight))
-        match layer.attention:
-            case Attention() as attention:
-                _add_attention(places, f"{prefix}.self_attn", attention)
-            case LatentAttention() as attention:
-                _add_latent_attention(places, f"{prefix}.self_attn", attention)
-        match layer.feed_forward, config.feed_forward:
-            case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
-                _add_mlp(places, f"{prefix}.mlp", mlp, width)
-            case MoELayer() as moe, MoEConfig() as moe_config:
-                names = next((n for n in family.names if f"{prefix}.{n.router}.weight" in published), family.names[0])
-                _add_moe(places, prefix, moe, moe_config, names, published)
-    num_layers, num_skipped = len(model.layers), model.config.num_skipped_layers
-    skipped = tuple(f"model.layers.{index}." for index in range(num_layers, num_layers + num_skipped))
+def destinations(model: Decoder, family: Family, names: Collection[str]) -> Destinations:
+    """Return the destination of each tensor of a checkpoint with these tensor names."""
+    into: dict[str, list[Destination]] = {}
+    ignored: set[str] = set()
+    for name, place in _rows_of(model, family, names):
+        if place is None:
+            ignored.add(name)
+        else:
+            into.setdefault(name, []).append(place)
+    # Multi-token prediction: layers after the last, which are not served.
+    num_layers = len(model.layers)
+    skipped = tuple(
+        f"model.layers.{index}." for index in range(num_layers, num_layers + model.config.num_skipped_layers)
+    )
 
     def is_ignored(name: str) -> bool:
-        return name in places.elsewhere or name.startswith(skipped) or bool(_FREQUENCIES.fullmatch(name))
+        return name in ignored or name.startswith(skipped) or bool(_FREQUENCIES.fullmatch(name))
 
-    embedding = rows(model.embedding.weight, model.embedding.share, vocab_size)
-    copies = {"lm_head.weight": embedding} if model.config.tie_word_embeddings else {}
-    return Destinations(places.into, is_ignored, copies)
+    duplicates = {"lm_head.weight": _embedding(model)} if model.config.tie_word_embeddings else {}
+    return Destinations(into, is_ignored, duplicates)
 
 
-class _Places:
-    """Destinations by name, and the names of what other ranks need and this one does not."""
+def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator[Row]:
+    yield "model.embed_tokens.weight", _embedding(model)
+    yield "model.norm.weight", whole(model.norm.weight)
+    if not model.config.tie_word_embeddings:
+        head = model.head
+        yield "lm_head.weight", rows(head.weight, head.share, model.config.vocab_size, head.weights)
+    for index, (layer, config) in enumerate(zip(model.layers, model.config.layers, strict=True)):
+        prefix = f"model.layers.{index}"
+        yield f"{prefix}.input_layernorm.weight", whole(layer.attention_norm.weight)
+        yield f"{prefix}.post_attention_layernorm.weight", whole(layer.feed_forward_norm.weight)
+        match layer.attention:
+            case Attention() as attention:
+                yield from _attention(f"{prefix}.self_attn", attention)
+            case LatentAttention() as attention:
+                yield from _latent_attention(f"{prefix}.self_attn", attention)
+        match layer.feed_forward, config.feed_forward:
+            case DenseFeedForward(mlp=mlp), MLPConfig(width=width):
+                yield from _mlp(f"{prefix}.mlp", mlp, width)
+            case MoELayer() as moe, _:
+                used = next((n for n in family.names if f"{prefix}.{n.router}.weight" in names), family.names[0])
+                yield from _moe(prefix, moe, used, names)
 
-    def __init__(self, every: Iterable[Weights]) -> None:
-        self.into: dict[str, list[Destination]] = {}
-        self.elsewhere: set[str] = set()
-        self._codes_at = {
-            weights.open.weight_eOI.untyped_storage().data_ptr(): weights.open
-            for weights in every
-            if weights.scales is not None
-        }
 
-    def add(self, name: str, place: Destination) -> None:
-        codes_of = self._codes_at.get(place.memory.untyped_storage().data_ptr())
-        self.into.setdefault(name, []).append(dataclasses.replace(place, codes_of=codes_of))
+def _embedding(model: Decoder) -> Destination:
+    return rows(model.embedding.weight, model.embedding.share, model.config.vocab_size)
 
-    def add_bias(self, name: str, bias: Tensor | None, share: slice, size: int) -> None:
+
+def _attention(prefix: str, attention: Attention) -> Iterator[Row]:
+    config, size, fused = attention.config, attention.config.head_dim, attention.query_key_value
+    queries, keys = _times(attention.heads, size), _times(attention.kv_heads, size)
+    num_queries, num_keys = config.num_heads * size, config.num_kv_heads * size
+    weights = fused.weight.split(attention.projected_sizes)
+    biases = [None] * 3 if fused.bias is None else fused.bias.split(attention.projected_sizes)
+    shares = [(queries, num_queries), (keys, num_keys), (keys, num_keys)]
+    for projection, weight, bias, (share, num_rows) in zip("qkv", weights, biases, shares, strict=True):
+        yield f"{prefix}.{projection}_proj.weight", rows(weight, share, num_rows, fused.weights)
         if bias is not None:
-            self.add(name, rows(bias, share, size))
+            yield f"{prefix}.{projection}_proj.bias", rows(bias, share, num_rows)
+    if attention.sinks is not None:
+        yield f"{prefix}.sinks", rows(attention.sinks, attention.heads, config.num_heads)
+    norms = (("q_norm", attention.query_norm, shares[0]), ("k_norm", attention.key_norm, shares[1]))
+    for name, norm, (share, num_rows) in norms:
+        if not isinstance(norm, nn.Identity):
+            is_shared = config.normalized == "token"
+            yield f"{prefix}.{name}.weight", rows(norm.weight, share, num_rows) if is_shared else whole(norm.weight)
+    yield from _summed_linear(f"{prefix}.o_proj", attention.output, queries, num_queries, config.has_output_bias)
 
-    def add_linear(self, prefix: str, linear: Linear) -> None:
-        """A projection that is whole on every rank."""
-        self.add(f"{prefix}.weight", whole(linear.weight))
-        if linear.bias is not None:
-            self.add(f"{prefix}.bias", whole(linear.bias))
 
-    def add_output(self, prefix: str, linear: Linear, share: slice, size: int, *, has_bias: bool) -> None:
-        """A projection of which this rank has some columns; a bias is on one rank only."""
-        self.add(f"{prefix}.weight", columns(linear.weight, share, size))
-        if linear.bias is not None:
-            self.add(f"{prefix}.bias", whole(linear.bias))
-        elif has_bias:
-            self.elsewhere.add(f"{prefix}.bias")
+def _latent_attention(prefix: str, attention: LatentAttention) -> Iterator[Row]:
+    config, heads = attention.config, attention.heads
+    yield f"{prefix}.kv_a_layernorm.weight", whole(attention.latent_norm.weight)
+    yield from _linear(f"{prefix}.kv_a_proj_with_mqa", attention.compress)
+    # Head after head: the map [K, L] of the keys, and below it that [V, L] of the values.
+    size, maps = config.key_dim + config.value_dim, attention.head_maps
+    shape = (config.num_heads * size, config.latent_size)
+    for slot, head in enumerate(range(heads.start, heads.stop)):
+        start, middle, stop = head * size, head * size + config.key_dim, (head + 1) * size
+        keys_KL, values_VL = maps.keys.open.weight_eOI[slot].T, maps.values.open.weight_eOI[slot]
+        yield f"{prefix}.kv_b_proj.weight", Destination(keys_KL, shape, (slice(start, middle),), maps.keys)
+        yield f"{prefix}.kv_b_proj.weight", Destination(values_VL, shape, (slice(middle, stop),), maps.values)
+    query_rows, num_query_rows = _times(heads, config.query_dim), config.num_heads * config.query_dim
+    match attention.query:
+        case Linear() as query:
+            yield f"{prefix}.q_proj.weight", rows(query.weight, query_rows, num_query_rows, query.weights)
+        case CompressedQuery(down=down, norm=norm, up=up):
+            yield from _linear(f"{prefix}.q_a_proj", down)
+            yield f"{prefix}.q_a_layernorm.weight", whole(norm.weight)
+            yield f"{prefix}.q_b_proj.weight", rows(up.weight, query_rows, num_query_rows, up.weights)
+    value_columns, num_value_columns = _times(heads, config.value_dim), config.num_heads * config.value_dim
+    yield from _summed_linear(f"{prefix}.o_proj", attention.output, value_columns, num_value_columns, config.has_bias)
+
+
+def _mlp(prefix: str, mlp: GatedMLP, width: int) -> Iterator[Row]:
+    gate, up = mlp.gate_up.open.weight_eOI[0].chunk(2)
+    yield f"{prefix}.gate_proj.weight", rows(gate, mlp.width, width, mlp.gate_up)
+    yield f"{prefix}.up_proj.weight", rows(up, mlp.width, width, mlp.gate_up)
+    yield f"{prefix}.down_proj.weight", columns(mlp.down.weight, mlp.width, width, mlp.down.weights)
+
+
+def _moe(prefix: str, moe: MoELayer, names: MoENames, names_in_checkpoint: Collection[str]) -> Iterator[Row]:
+    router = f"{prefix}.{names.router}"
+    yield f"{router}.weight", whole(moe.router.weight)
+    if moe.router.bias is not None:
+        yield f"{router}.bias", whole(moe.router.bias)
+    if moe.router.correction is not None:
+        yield f"{router}.e_score_correction_bias", whole(moe.router.correction)
+    if moe.shared_experts is not None:
+        mlp = moe.shared_experts.mlp
+        yield from _mlp(f"{prefix}.{names.shared}", mlp, mlp.width.stop)
+        if moe.shared_experts.gate is not None:
+            yield from _linear(f"{prefix}.{names.shared_gate}", moe.shared_experts.gate)
+    experts = f"{prefix}.{names.experts}"
+    if names.is_interleaved:
+        yield from _interleaved_experts(experts, moe)
+    elif f"{experts}.gate_up_proj" in names_in_checkpoint:
+        yield from _fused_experts(experts, moe)
+    else:
+        yield from _separate_experts(experts, moe, names)
+
+
+def _separate_experts(prefix: str, moe: MoELayer, names: MoENames) -> Iterator[Row]:
+    """Yield three matrices for each expert."""
+    gate_up, down = moe.experts.gate_up, moe.experts.down
+    for slot, expert in enumerate(moe.local_experts):
+        gate_ID, up_ID = gate_up.open.weight_eOI[slot].chunk(2)
+        yield f"{prefix}.{expert}.{names.gate}.weight", whole(gate_ID, gate_up)
+        yield f"{prefix}.{expert}.{names.up}.weight", whole(up_ID, gate_up)
+        yield f"{prefix}.{expert}.{names.down}.weight", whole(down.open.weight_eOI[slot], down)
+    for expert in set(range(moe.placement.num_logical)) - set(moe.local_experts):
+        for name in (names.gate, names.up, names.down):
+            yield f"{prefix}.{expert}.{name}.weight", None
+
+
+def _fused_experts(prefix: str, moe: MoELayer) -> Iterator[Row]:
+    """Yield all experts as [experts, 2 * width, hidden] and [experts, hidden, width]."""
+    for name, weights in (("gate_up_proj", moe.experts.gate_up), ("down_proj", moe.experts.down)):
+        yield f"{prefix}.{name}", None
+        for slot, expert in enumerate(moe.local_experts):
+            memory, share = weights.open.weight_eOI[slot : slot + 1], slice(expert, expert + 1)
+            yield f"{prefix}.{name}", rows(memory, share, moe.placement.num_logical, weights)
+
+
+def _interleaved_experts(prefix: str, moe: MoELayer) -> Iterator[Row]:
+    """Yield all experts as [experts, inputs, outputs], with gate and up alternating among the outputs.
+
+    In the model, an expert's rows of gate stand above those of up.
+    """
+    gate_up, down, num_experts = moe.experts.gate_up, moe.experts.down, moe.placement.num_logical
+    _, width_twice, hidden_size = gate_up.open.weight_eOI.shape
+    gate_up_eDI2 = gate_up.open.weight_eOI.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
+    table: list[tuple[str, Tensor, tuple[int, ...], bool]] = [
+        ("gate_up_proj", gate_up_eDI2, (num_experts, hidden_size, width_twice), True),
+        ("down_proj", down.open.weight_eOI.transpose(1, 2), (num_experts, width_twice // 2, hidden_size), True),
+    ]
+    if gate_up.bias is not None and down.bias is not None:
+        bias_eI2 = gate_up.bias.unflatten(1, (2, -1)).transpose(1, 2)
+        table.append(("gate_up_proj_bias", bias_eI2, (num_experts, width_twice), False))
+        table.append(("down_proj_bias", down.bias, (num_experts, hidden_size), False))
+    for name, memory, shape, is_weight in table:
+        owner = (gate_up if name.startswith("gate_up") else down) if is_weight else None
+        yield f"{prefix}.{name}", None
+        for slot, expert in enumerate(moe.local_experts):
+            place = Destination(memory[slot : slot + 1], shape, (slice(expert, expert + 1),), owner)
+            yield f"{prefix}.{name}", place
+
+
+def _linear(prefix: str, linear: Linear) -> Iterator[Row]:
+    """Yield a projection that is whole on every rank."""
+    yield f"{prefix}.weight", whole(linear.weight, linear.weights)
+    if linear.bias is not None:
+        yield f"{prefix}.bias", whole(linear.bias)
+
+
+def _summed_linear(prefix: str, linear: Linear, share: slice, num_columns: int, has_bias: bool) -> Iterator[Row]:
+    """Yield a projection of which this rank has some columns. One rank adds the bias."""
+    yield f"{prefix}.weight", columns(linear.weight, share, num_columns, linear.weights)
+    if has_bias:
+        yield f"{prefix}.bias", None if linear.bias is None else whole(linear.bias)
 
 
 def _times(share: slice, size: int) -> slice:
+    """Return the rows of a share of heads of `size` rows each."""
     return slice(share.start * size, share.stop * size)
-
-
-def _add_attention(places: _Places, prefix: str, attention: Attention) -> None:
-    config, size = attention.config, attention.config.head_dim
-    fused = attention.query_key_value
-    biases = (None, None, None) if fused.bias is None else fused.bias.split(attention.projected_sizes)
-    weights = fused.weight.split(attention.projected_sizes)
-    heads = [(attention.heads, config.num_heads), *2 * [(attention.kv_heads, config.num_kv_heads)]]
-    for which, weight, bias, (share, num_heads) in zip("qkv", weights, biases, heads, strict=True):
-        places.add(f"{prefix}.{which}_proj.weight", rows(weight, _times(share, size), num_heads * size))
-        places.add_bias(f"{prefix}.{which}_proj.bias", bias, _times(share, size), num_heads * size)
-    if attention.sinks is not None:
-        places.add(f"{prefix}.sinks", rows(attention.sinks, attention.heads, config.num_heads))
-    norms = (("q_norm", attention.query_norm, heads[0]), ("k_norm", attention.key_norm, heads[1]))
-    for name, norm, (share, num_heads) in norms:
-        if config.normalized == "token" and not isinstance(norm, nn.Identity):
-            places.add(f"{prefix}.{name}.weight", rows(norm.weight, _times(share, size), num_heads * size))
-        elif not isinstance(norm, nn.Identity):
-            places.add(f"{prefix}.{name}.weight", whole(norm.weight))
-    share, width = _times(attention.heads, size), config.num_heads * size
-    places.add_output(f"{prefix}.o_proj", attention.output, share, width, has_bias=config.has_output_bias)
-
-
-def _add_latent_attention(places: _Places, prefix: str, attention: LatentAttention) -> None:
-    config, heads = attention.config, attention.heads
-    places.add(f"{prefix}.kv_a_layernorm.weight", whole(attention.latent_norm.weight))
-    places.add_linear(f"{prefix}.kv_a_proj_with_mqa", attention.compress)
-    _add_head_maps(places, f"{prefix}.kv_b_proj.weight", attention)
-    share, width = _times(heads, config.value_dim), config.num_heads * config.value_dim
-    places.add_output(f"{prefix}.o_proj", attention.output, share, width, has_bias=config.has_bias)
-    match attention.query:
-        case Linear() as up:
-            name = "q_proj"
-        case CompressedQuery(down=down, norm=norm, up=up):
-            name = "q_b_proj"
-            places.add(f"{prefix}.q_a_layernorm.weight", whole(norm.weight))
-            places.add_linear(f"{prefix}.q_a_proj", down)
-    size = config.query_dim
-    places.add(f"{prefix}.{name}.weight", rows(up.weight, _times(heads, size), config.num_heads * size))
-
-
-def _add_head_maps(places: _Places, name: str, attention: LatentAttention) -> None:
-    """Published head after head: the map [K, L] of its key, and below it that [V, L] of its value."""
-    config = attention.config
-    size = config.key_dim + config.value_dim
-    shape = (config.num_heads * size, config.latent_size)
-    keys_NLK = attention.head_maps.keys.open.weight_eOI
-    values_NVL = attention.head_maps.values.open.weight_eOI
-    for here, head in enumerate(range(attention.heads.start, attention.heads.stop)):
-        first, border, last = head * size, head * size + config.key_dim, (head + 1) * size
-        places.add(name, Destination(keys_NLK[here].T, shape, (slice(first, border),)))
-        places.add(name, Destination(values_NVL[here], shape, (slice(border, last),)))
-
-
-def _add_mlp(places: _Places, prefix: str, mlp: GatedMLP, width: int) -> None:
-    gate, up = mlp.gate_up.open.weight_eOI[0].chunk(2)
-    places.add(f"{prefix}.gate_proj.weight", rows(gate, mlp.width, width))
-    places.add(f"{prefix}.up_proj.weight", rows(up, mlp.width, width))
-    places.add(f"{prefix}.down_proj.weight", columns(mlp.down.weight, mlp.width, width))
-
-
-def _add_moe(
-    places: _Places, prefix: str, moe: MoELayer, config: MoEConfig, names: MoENames, published: Collection[str]
-) -> None:
-    router = f"{prefix}.{names.router}"
-    places.add(f"{router}.weight", whole(moe.router.weight))
-    if moe.router.bias is not None:
-        places.add(f"{router}.bias", whole(moe.router.bias))
-    if moe.router.correction is not None:
-        places.add(f"{router}.e_score_correction_bias", whole(moe.router.correction))
-    if moe.shared_experts is not None and config.shared is not None:
-        _add_mlp(places, f"{prefix}.{names.shared}", moe.shared_experts.mlp, config.shared.width)
-        if moe.shared_experts.gate is not None:
-            places.add_linear(f"{prefix}.{names.shared_gate}", moe.shared_experts.gate)
-    experts = f"{prefix}.{names.experts}"
-    gate_up_eFD, down_eDI = moe.experts.gate_up.open.weight_eOI, moe.experts.down.open.weight_eOI
-    num_experts = config.router.num_experts
-    if names.is_interleaved:
-        _add_interleaved_experts(places, experts, moe.experts, moe.local_experts, num_experts)
-    elif f"{experts}.gate_up_proj" in published:
-        for slot, expert in enumerate(moe.local_experts):
-            share = slice(expert, expert + 1)
-            places.add(f"{experts}.gate_up_proj", rows(gate_up_eFD[slot : slot + 1], share, num_experts))
-            places.add(f"{experts}.down_proj", rows(down_eDI[slot : slot + 1], share, num_experts))
-        places.elsewhere |= {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
-    else:
-        for slot, expert in enumerate(moe.local_experts):
-            gate, up = gate_up_eFD[slot].chunk(2)
-            places.add(f"{experts}.{expert}.{names.gate}.weight", whole(gate))
-            places.add(f"{experts}.{expert}.{names.up}.weight", whole(up))
-            places.add(f"{experts}.{expert}.{names.down}.weight", whole(down_eDI[slot]))
-        for expert in set(range(num_experts)) - set(moe.local_experts):
-            places.elsewhere |= {f"{experts}.{expert}.{name}.weight" for name in (names.gate, names.up, names.down)}
-
-
-def _add_interleaved_experts(
-    places: _Places, prefix: str, experts: Experts, local_experts: Collection[int], num_experts: int
-) -> None:
-    """All experts in one tensor, as [experts, inputs, outputs], with gate and up alternating among the outputs."""
-    gate_up, down = experts.gate_up.open, experts.down.open
-    _, width_twice, hidden_size = gate_up.weight_eOI.shape
-    # ours: gate's rows above those of up; published: a row of gate, one of up, and so on
-    gate_up_eDI2 = gate_up.weight_eOI.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
-    places_of: dict[str, tuple[Tensor, tuple[int, ...]]] = {
-        "gate_up_proj": (gate_up_eDI2, (num_experts, hidden_size, width_twice)),
-        "down_proj": (down.weight_eOI.transpose(1, 2), (num_experts, width_twice // 2, hidden_size)),
-    }
-    if gate_up.bias_eO is not None and down.bias_eO is not None:
-        bias_eI2 = gate_up.bias_eO.unflatten(1, (2, -1)).transpose(1, 2)
-        places_of["gate_up_proj_bias"] = bias_eI2, (num_experts, width_twice)
-        places_of["down_proj_bias"] = down.bias_eO, (num_experts, hidden_size)
-    for name, (memory, shape) in places_of.items():
-        places.elsewhere.add(f"{prefix}.{name}")
-        for slot, expert in enumerate(local_experts):
-            places.add(f"{prefix}.{name}", Destination(memory[slot : slot + 1], shape, (slice(expert, expert + 1),)))

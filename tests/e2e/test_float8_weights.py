@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moeserve.distributed.group import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.weights import Weights
-from moeserve.models import registry
-from moeserve.models import weights as model_weights
+from moeserve.models import registry, weight_loading
+from moeserve.models.checkpoint import open_checkpoint
 from moeserve.models.decoder import Decoder
 from moeserve.models.packing import Packer, weights_of
 from moeserve.models.summary import loading_memory
+from moeserve.models.weight_loading import fill_randomly, load_weights, whole
 from moeserve.models.weight_mapping import destinations
-from moeserve.models.weights import fill_randomly, load_weights, open_checkpoint, whole
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import backend
 from moeserve.ops.products import allocate
@@ -85,7 +85,7 @@ def loaded(folder: Path, **options: Any) -> Any:
     checkpoint = open_checkpoint(folder, description.weight_format)
     packer = Packer(model, options.get("quantization", "fp8"))
     places = destinations(model, description.family, checkpoint.names)
-    load_weights(checkpoint, places, filled=packer.filled, show_progress=False)
+    load_weights(checkpoint, places, on_filled=packer.on_filled, show_progress=False)
     packer.finish()
     return model
 
@@ -164,7 +164,7 @@ def counted(folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantizati
 def test_blocks_are_taken_as_they_are_stored(
     deepseek: tuple[Path, Stored], piece_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_weights, "PIECE_VALUES", piece_values)
+    monkeypatch.setattr(weight_loading, "PIECE_VALUES", piece_values)
     folder, stored = deepseek
     model = loaded(folder)
     assert_is_as_stored(model, stored, tp=1, rank=0)
@@ -236,7 +236,7 @@ def test_other_checkpoints_are_quantised_within_half_a_step(
 ) -> None:
     """A code is off by 1/16 of its number at most, or by half of the least step where numbers are near zero."""
     monkeypatch.setattr("moeserve.ops.weight_blocks.QUANTIZED_AT_ONCE", at_once)
-    monkeypatch.setattr(model_weights, "PIECE_VALUES", at_once)
+    monkeypatch.setattr(weight_loading, "PIECE_VALUES", at_once)
     folder = original(name).folder
     exact = weights_of(loaded_as_float32(folder))
     model = loaded(folder)
@@ -329,11 +329,11 @@ def test_on_a_gpu_the_log_tells_of_keeping_blocks(
     name = "model.layers.0.self_attn.q_a_proj.weight"
     with FakeTensorMode():
         on_gpu, on_cpu = (whole(torch.empty(136, 256, dtype=torch.bfloat16, device=on)) for on in ("cuda", "cpu"))
-    model_weights._report_decoding(checkpoint, {name: [on_gpu]}, 1)
+    weight_loading._report_decoding(checkpoint, {name: [on_gpu]}, 1)
     assert "are dequantised to bfloat16" in caplog.text
     assert "quantization='fp8' keeps them as they are stored" in caplog.text
     caplog.clear()
-    model_weights._report_decoding(checkpoint, {name: [on_cpu]}, 1)
+    weight_loading._report_decoding(checkpoint, {name: [on_cpu]}, 1)
     assert "are dequantised to bfloat16" in caplog.text
     assert "fp8'" not in caplog.text
     caplog.clear()

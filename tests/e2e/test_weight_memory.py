@@ -99,14 +99,14 @@ def resident():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
-sizes, filled = [], Packer.filled
+sizes, on_filled = [], Packer.on_filled
 
-def measured(packer, memory):
+def measured(packer, place):
     sizes.append(resident())
-    filled(packer, memory)
+    on_filled(packer, place)
     sizes.append(resident())
 
-Packer.filled = measured
+Packer.on_filled = measured
 folder, *quantization = sys.argv[1:]
 options = {"packed_cache": 0, "quantization": quantization[0] if quantization else None}
 config = resolve(parse_settings(options), registry.read_facts(folder), MachineFacts(num_cores=1))

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moeserve import CheckpointError
-from moeserve.models import weights
+from moeserve.models import weight_loading
+from moeserve.models.checkpoint import open_checkpoint
 from moeserve.models.config_values import ConfigValues
 from moeserve.models.quantization import (
     Fp8Format,
@@ -25,7 +26,7 @@ from moeserve.models.quantization import (
     decode_mxfp4,
     read_weight_format,
 )
-from moeserve.models.weights import Destination, Destinations, load_weights, open_checkpoint, whole
+from moeserve.models.weight_loading import Destination, Destinations, load_weights, whole
 
 # O rows, I columns, B blocks in a row, G groups of 32 values in a row, e experts
 
@@ -88,7 +89,7 @@ def test_fp8_blocks(
     dtype: torch.dtype,
     piece_values: int,
 ) -> None:
-    monkeypatch.setattr(weights, "PIECE_VALUES", piece_values)
+    monkeypatch.setattr(weight_loading, "PIECE_VALUES", piece_values)
     weight_OI, scale = random_fp8(*shape, block)
     norm = random(shape[1])
     save_file({"a.weight": weight_OI, "a.weight_scale_inv": scale, "n": norm}, tmp_path / "model.safetensors")
@@ -150,7 +151,7 @@ def test_destination_whose_dimensions_are_split(tmp_path: Path, is_encoded: bool
         save_file({"p": published}, tmp_path / "model.safetensors")
     memory = torch.empty(num_experts, 2 * expert_width, width, dtype=torch.bfloat16)
     view = memory.unflatten(1, (2, expert_width)).permute(0, 3, 2, 1)
-    load(tmp_path, Mxfp4Format(), {"p": whole(view, (num_experts, width, 2 * expert_width))})
+    load(tmp_path, Mxfp4Format(), {"p": Destination(view, (num_experts, width, 2 * expert_width), ())})
     assert torch.equal(memory[:, :expert_width], published[..., 0::2].transpose(1, 2).bfloat16())
     assert torch.equal(memory[:, expert_width:], published[..., 1::2].transpose(1, 2).bfloat16())
 
@@ -159,11 +160,11 @@ def test_destination_whose_dimensions_are_split(tmp_path: Path, is_encoded: bool
 def test_destination_whose_first_dimension_is_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_values: int
 ) -> None:
-    monkeypatch.setattr(weights, "PIECE_VALUES", piece_values)
+    monkeypatch.setattr(weight_loading, "PIECE_VALUES", piece_values)
     published = random(6, 7)
     save_file({"p": published}, tmp_path / "model.safetensors")
     memory = torch.empty(2, 3, 7)
-    load(tmp_path, PlainFormat(), {"p": whole(memory.transpose(0, 1), (6, 7))})
+    load(tmp_path, PlainFormat(), {"p": Destination(memory.transpose(0, 1), (6, 7), ())})
     assert torch.equal(memory, published.view(3, 2, 7).transpose(0, 1))
 
 

@@ -1,0 +1,118 @@
+"""The tensors of a checkpoint in safetensors shards, as the shards' headers describe them."""
+
+from __future__ import annotations
+
+from collections.abc import KeysView
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from moeserve.errors import CheckpointError
+from moeserve.models.config_values import read_json
+from moeserve.models.quantization import CheckpointTensor, StoredTensor, WeightFormat
+
+MAX_NAMES_SHOWN = 5
+LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a checkpoint. Scales and the like belong to the tensor that they scale."""
+
+    folder: Path
+    tensors: dict[str, CheckpointTensor]
+    stored_as: str | None  # the encoding in words; None for weights that are not encoded
+    stored_bytes: int  # size of all shards
+
+    @property
+    def names(self) -> KeysView[str]:
+        """Names of the tensors."""
+        return self.tensors.keys()
+
+
+def open_checkpoint(folder: Path, weight_format: WeightFormat) -> Checkpoint:
+    """Read the headers of all shards, and no weights.
+
+    Raises:
+        CheckpointError: no shards, a missing or damaged shard, a wrong index, or a tensor with a missing part.
+    """
+    stored = read_headers(folder)
+    return Checkpoint(
+        folder=folder,
+        tensors=weight_format.group(stored),
+        stored_as=weight_format.stored_as,
+        stored_bytes=sum(shard.stat().st_size for shard in {tensor.shard for tensor in stored.values()}),
+    )
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Return every tensor that a checkpoint stores, by name.
+
+    Raises:
+        CheckpointError: no shards, a missing or damaged shard, or a wrong index.
+    """
+    index_path = folder / "model.safetensors.index.json"
+    if not index_path.is_file():
+        single = folder / "model.safetensors"
+        if not single.is_file():
+            shards = sorted(path.name for path in folder.glob("*.safetensors"))
+            found = f" It holds {list_names(shards)}, but no index of them." if shards else ""
+            raise CheckpointError(
+                f"{folder} holds neither model.safetensors nor model.safetensors.index.json.{found} "
+                "Fetch the checkpoint's safetensors files; other formats are not read"
+            )
+        stored = _read_header(single)
+        if not stored:
+            raise CheckpointError(f"{single} holds no tensors; fetch it again")
+        return stored
+    shard_of_name = read_json(index_path).get("weight_map")
+    if not isinstance(shard_of_name, dict) or not shard_of_name:
+        raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")
+    names_in_shard: dict[str, list[str]] = {}
+    for name, file_name in shard_of_name.items():
+        names_in_shard.setdefault(str(file_name), []).append(name)
+    stored = {}
+    for file_name, names in sorted(names_in_shard.items()):
+        if Path(file_name).name != file_name or Path(file_name).suffix != ".safetensors":
+            raise CheckpointError(f"{index_path}: {file_name!r} is not the name of a safetensors file in this folder")
+        held = _read_header(folder / file_name)
+        for name in names:
+            if name not in held:
+                raise CheckpointError(f"{index_path} places tensor {name!r} in {file_name}, which does not hold it")
+            stored[name] = held[name]
+    return stored
+
+
+def open_shard(shard: Path) -> safe_open:
+    """Map a shard.
+
+    Raises:
+        CheckpointError: the file is damaged, or a Git LFS pointer.
+    """
+    try:
+        return safe_open(shard, framework="pt")
+    except SafetensorError as error:
+        with shard.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise CheckpointError(f"{shard} is a Git LFS pointer; fetch the file with `git lfs pull`") from None
+        raise CheckpointError(
+            f"{shard} is damaged or incomplete ({shard.stat().st_size} bytes: {error}); fetch it again"
+        ) from None
+
+
+def list_names(names: list[str]) -> str:
+    """Return the first few names as one text."""
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + more
+
+
+def _read_header(shard: Path) -> dict[str, StoredTensor]:
+    if not shard.is_file():
+        raise CheckpointError(f"{shard} is missing, but the checkpoint's index names it; fetch it")
+    stored = {}
+    with open_shard(shard) as tensors:
+        for name in tensors.keys():  # noqa: SIM118, this is no dict
+            entry = tensors.get_slice(name)
+            stored[name] = StoredTensor(name, shard, entry.get_dtype(), tuple(entry.get_shape()))
+    return stored

@@ -1,0 +1,228 @@
+"""A folder of packed weights, from which the next start maps them instead of packing them again.
+
+An entry is one safetensors file, named by a hash of everything that decides its contents. It is renamed into place when
+complete, so a process that is killed leaves no damaged entry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moeserve.machine import shown_bytes
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 64  # bytes; kernels need every tensor to begin at a multiple of it
+PARTIAL = ".partial"
+LOCK = ".lock"
+LOCK_POLL_SECONDS = 0.1
+BLOCK_BYTES = 16 * 2**20  # written between two syncs; writing can be cancelled in between
+HEADER_BYTES = 1 << 20  # of a shard, hashed by its fingerprint
+
+
+def _never() -> bool:
+    return False
+
+
+class PackedWeightCache:
+    """A folder of packed weights of at most `max_bytes`. The least recently used entries are evicted.
+
+    Any number of processes may use the folder; one at a time writes. Mapped entries stay readable after eviction.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self.max_bytes = max_bytes
+
+    def load(self, key: str) -> dict[str, Tensor] | None:
+        """Return the tensors of an entry, [bytes] uint8 each, mapped; None if there is no readable entry."""
+        path = self._path(key)
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, this is no dict
+        except FileNotFoundError:
+            return None
+        except SafetensorError as error:
+            logger.warning("%s is damaged (%s); it is written again", path, error)
+            self.remove(key)
+            return None
+        except OSError as error:
+            logger.warning("%s cannot be read (%s); the weights are packed again", path, error)
+            return None
+        with contextlib.suppress(OSError):  # the folder may be read-only for this process
+            os.utime(path)
+        return tensors
+
+    def remove(self, key: str) -> None:
+        """Delete an entry, if this process may."""
+        with contextlib.suppress(OSError):
+            self._path(key).unlink()
+
+    def store(self, key: str, tensors: Mapping[str, Tensor], is_cancelled: Callable[[], bool] = _never) -> bool:
+        """Write an entry of contiguous tensors, unless it exists. Return True if it exists now; if not, log the reason.
+
+        Tensors are stored as bytes, padded to a multiple of `ALIGNMENT`.
+
+        Args:
+            is_cancelled: called repeatedly; once it returns True, the entry is given up and its partial file removed.
+        """
+        header = _header(tensors)
+        num_bytes = len(header) + sum(_padded(tensor.nbytes) for tensor in tensors.values())
+        if num_bytes > self.max_bytes:
+            logger.info(
+                "packed weights are not cached: they take %s, and packed_cache allows %s",
+                *map(shown_bytes, (num_bytes, self.max_bytes)),
+            )
+            return False
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._locked(is_cancelled) as is_locked:
+                is_stored = is_locked and self._store_locked(key, header, tensors, num_bytes, is_cancelled)
+        except OSError as error:
+            logger.warning("packed weights are not cached: %s cannot be written (%s)", self.folder, error)
+            return False
+        if not is_stored and is_cancelled():
+            logger.info(
+                "packed weights are not cached: the model was shut down before %s were written; a longer run caches "
+                "them",
+                shown_bytes(num_bytes),
+            )
+        return is_stored
+
+    @contextlib.contextmanager
+    def _locked(self, is_cancelled: Callable[[], bool]) -> Iterator[bool]:
+        """Hold the lock of all writers, which the system releases when a process dies. Yield False if cancelled."""
+        with (self.folder / LOCK).open("ab") as file:
+            while not is_cancelled():
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(LOCK_POLL_SECONDS)
+                else:
+                    yield True
+                    return
+            yield False
+
+    def _store_locked(
+        self,
+        key: str,
+        header: bytes,
+        tensors: Mapping[str, Tensor],
+        num_bytes: int,
+        is_cancelled: Callable[[], bool],
+    ) -> bool:
+        for path in self.folder.glob(f"*{PARTIAL}"):  # of writers that died: the lock is held here
+            path.unlink(missing_ok=True)
+        if self._path(key).exists():  # another process has written it meanwhile
+            return True
+        self._evict(num_bytes)
+        free = shutil.disk_usage(self.folder).free
+        if num_bytes > free // 2:
+            logger.info("packed weights are not cached: only %s are free in %s", shown_bytes(free), self.folder)
+            return False
+        with tempfile.NamedTemporaryFile(dir=self.folder, prefix=f"{key}.", suffix=PARTIAL, delete=False) as file:
+            is_complete = False
+            try:
+                is_complete = _write(file, header, tensors, is_cancelled)
+                if is_complete:
+                    os.replace(file.name, self._path(key))
+            finally:
+                if not is_complete:
+                    Path(file.name).unlink(missing_ok=True)
+        return is_complete
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.safetensors"
+
+    def _evict(self, num_bytes: int) -> None:
+        """Delete the least recently used entries until `num_bytes` fit."""
+        found = []
+        for path in self.folder.glob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # deleted by the user or by `remove`
+                found.append((path.stat().st_mtime, path.stat().st_size, path))
+        total = sum(size for _, size, _ in found) + num_bytes
+        for _, size, path in sorted(found):
+            if total <= self.max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def hash_key(*facts: object) -> str:
+    """Return the key of an entry. The facts decide its contents, and can be written as JSON."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Return a hash that changes with the files' contents, without reading large files whole.
+
+    It covers names, sizes, first bytes, and times of change. The time of a file's entry (ctime) cannot be set back, so
+    every change of a byte shows. Files that were copied, renamed or given other permissions count as changed too.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} ".encode())
+            digest.update(file.read(HEADER_BYTES))
+    return digest.hexdigest()
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the header of a safetensors file, padded with spaces so that tensors begin at multiples of `ALIGNMENT`."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        size = _padded(tensor.nbytes)
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(file: IO[bytes], header: bytes, tensors: Mapping[str, Tensor], is_cancelled: Callable[[], bool]) -> bool:
+    """Return True when everything is on disk, False if cancelled."""
+    num_unsynced = file.write(header)
+    for piece in _pieces(tensors.values()):
+        if is_cancelled():
+            return False
+        num_unsynced += file.write(piece)
+        if num_unsynced >= BLOCK_BYTES:  # a single sync at the end would take long and could not be cancelled
+            _sync(file)
+            num_unsynced = 0
+    _sync(file)
+    return True
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
+    """Yield the tensors' bytes and padding, at most `BLOCK_BYTES` at a time."""
+    for tensor in tensors:
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), BLOCK_BYTES):
+            yield data[start : start + BLOCK_BYTES]
+        yield bytes(_padded(tensor.nbytes) - tensor.nbytes)

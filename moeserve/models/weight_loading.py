@@ -1,0 +1,267 @@
+"""Fill a model's weights from the shards of a checkpoint, or with random numbers.
+
+Little memory is used besides the model itself: shards are mapped, the mapping is dropped often so that pages already
+copied do not accumulate, and encoded tensors are decoded in slices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from moeserve.errors import CheckpointError
+from moeserve.layers.norm import RMSNorm
+from moeserve.layers.weights import Weights
+from moeserve.machine import shown_bytes
+from moeserve.models.checkpoint import Checkpoint, list_names, open_shard
+from moeserve.models.quantization import CheckpointTensor, Fp8Tensor, PlainTensor, ReadRows, StoredTensor
+from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
+
+logger = logging.getLogger(__name__)
+
+REMAP_BYTES = 256 * 1024 * 1024  # shards are mapped again after this much was read from them
+PIECE_VALUES = 2 * 1024 * 1024  # copied at a time, or one slice of the first dimension if that is more
+DUMMY_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A part of the model's memory, and the part of a checkpoint's tensor that fills it."""
+
+    memory: Tensor  # a view with the elements of the part, in order; it may split dimensions of the part further
+    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    part: tuple[slice, ...]  # slices of the tensor's leading dimensions; the other dimensions are whole
+    owner: Weights | None = None  # the weights whose memory this is; None: a parameter that is never packed
+
+    def __post_init__(self) -> None:
+        sizes = [part.stop - part.start for part in self.part]
+        assert self.memory.numel() == math.prod([*sizes, *self.shape[len(sizes) :]])
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """True if the memory holds 8-bit blocks with scales."""
+        return self.owner is not None and self.owner.scales is not None
+
+
+def whole(memory: Tensor, owner: Weights | None = None) -> Destination:
+    """Return the destination of a whole tensor."""
+    return Destination(memory, tuple(memory.shape), (), owner)
+
+
+def rows(memory: Tensor, share: slice, num_rows: int, owner: Weights | None = None) -> Destination:
+    """Return the destination of some of a tensor's `num_rows` rows (its first dimension)."""
+    return Destination(memory, (num_rows, *memory.shape[1:]), (share,), owner)
+
+
+def columns(memory: Tensor, share: slice, num_columns: int, owner: Weights | None = None) -> Destination:
+    """Return the destination [rows, columns] of some of a matrix's `num_columns` columns."""
+    return Destination(memory, (memory.shape[0], num_columns), (slice(0, memory.shape[0]), share), owner)
+
+
+def _none_is_ignored(name: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Destinations:
+    """The destinations of each tensor of a checkpoint, by name: several places, or parts of it in one."""
+
+    into: dict[str, list[Destination]]
+    is_ignored: Callable[[str], bool] = _none_is_ignored  # names that a checkpoint may hold but this rank does not need
+    # Tensors that a checkpoint may hold a second time, under these names. Their values must be the same.
+    duplicates: dict[str, Destination] = field(default_factory=dict)
+
+
+def _do_nothing(place: Destination) -> None:
+    return
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    destinations: Destinations,
+    *,
+    on_filled: Callable[[Destination], None] = _do_nothing,
+    show_progress: bool,
+) -> None:
+    """Copy every tensor of a checkpoint to its destinations, in the model's dtype.
+
+    Everything that the headers show is checked before the first byte is copied. `destinations.into` is emptied on the
+    way, so that memory whose weights were packed elsewhere is released.
+
+    Args:
+        on_filled: called with each destination when its memory is filled.
+
+    Raises:
+        CheckpointError: missing or unknown tensors, a wrong shape or dtype, or an encoded NaN.
+    """
+    into = destinations.into
+    duplicates = {name: place for name, place in destinations.duplicates.items() if name in checkpoint.names}
+    _check(checkpoint, destinations)
+    num_bytes = sum(place.memory.nbytes for places in into.values() for place in places)
+    _report_decoding(checkpoint, into, num_bytes)
+
+    shards = _Shards()
+    with tqdm(
+        total=num_bytes,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        desc="weights",
+        disable=None if show_progress else True,  # None: shown on a terminal only
+    ) as progress:
+        for name in sorted(into, key=lambda name: checkpoint.tensors[name].shard):
+            for place in into.pop(name):
+                _fill(place, checkpoint.tensors[name], shards.read_rows, progress)
+                on_filled(place)
+        for name, place in duplicates.items():
+            _compare(name, place, checkpoint, shards)
+
+
+def fill_randomly(model: nn.Module, seed: int) -> None:
+    """Fill a model with dummy weights: normal with standard deviation 0.02, norms with ones.
+
+    The numbers of a weight depend on the seed and its name alone, so replicated weights are equal on all ranks.
+    """
+    generator = torch.Generator(next(model.parameters()).device)
+    for prefix, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            digest = hashlib.sha256(f"{seed} {prefix}.{name}".encode()).digest()
+            generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            match module:
+                case RMSNorm():
+                    weight.fill_(1.0)
+                case Weights(scales=nn.Parameter()) if name == "memory":
+                    for blocks in blocks_of(module.open, weight):
+                        values_OI = torch.empty(blocks.codes_OI.shape, device=weight.device)
+                        blocks.quantize(values_OI.normal_(0.0, DUMMY_STD, generator=generator))
+                case Weights() if name == "scales":
+                    pass  # filled with the codes
+                case _:
+                    weight.normal_(0.0, DUMMY_STD, generator=generator)
+
+
+def _check(checkpoint: Checkpoint, destinations: Destinations) -> None:
+    """Raise CheckpointError if names, shapes or dtypes are not those that the model needs."""
+    folder, into = checkpoint.folder, destinations.into
+    missing = sorted(into.keys() - checkpoint.names)
+    unknown = checkpoint.names - into.keys() - destinations.duplicates.keys()
+    extra = sorted(name for name in unknown if not destinations.is_ignored(name))
+    remedy = "fetch the whole checkpoint again, config.json and weights together"
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} tensors that its config.json requires: {list_names(missing)}; {remedy}"
+        )
+    if extra:
+        raise CheckpointError(
+            f"{folder} holds {len(extra)} tensors that its config.json does not account for: {list_names(extra)}; "
+            f"{remedy}"
+        )
+    for name, places in into.items():
+        tensor = checkpoint.tensors[name]
+        tensor.check()
+        for place in places:
+            if tensor.shape != place.shape:
+                raise CheckpointError(
+                    f"{tensor.shard}: tensor {name!r} has shape {list(tensor.shape)}, "
+                    f"the model needs {list(place.shape)}"
+                )
+
+
+class _Shards:
+    """Mapped shards, which are released together whenever REMAP_BYTES were read from them."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, Any] = {}
+        self._num_bytes_read = 0
+
+    def read_rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
+        """Return a view of the mapping, to be copied and dropped at once."""
+        if self._num_bytes_read >= REMAP_BYTES:
+            self._mapped.clear()
+            self._num_bytes_read = 0
+        if stored.shard not in self._mapped:
+            self._mapped[stored.shard] = open_shard(stored.shard)
+        rows: Tensor = self._mapped[stored.shard].get_slice(stored.name)[start:stop]
+        self._num_bytes_read += rows.nbytes
+        return rows
+
+
+def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, progress: tqdm) -> None:
+    memory = place.memory
+    if memory.numel() == 0:  # this rank has no part of the tensor
+        return
+    first, *others = place.part or (slice(0, place.shape[0]),)
+    part = (slice(None), *others)
+    num_rows = (first.stop - first.start) // len(memory)  # of the checkpoint's tensor, for one row of memory
+    step = max(1, PIECE_VALUES * len(memory) // memory.numel())
+    codes_of = place.owner.open if place.owner is not None and place.is_in_blocks else None
+    if codes_of is not None:
+        step = -(-step // BLOCK) * BLOCK
+    for start in range(0, len(memory), step):
+        piece = memory[start : start + step]
+        begin = first.start + start * num_rows
+        end = begin + len(piece) * num_rows
+        if codes_of is None:
+            piece.copy_(tensor.read(read_rows, begin, end)[part].reshape(piece.shape))
+        elif _has_same_blocks(tensor):
+            assert not any(cut.start % BLOCK for cut in (first, *others)), (place.part, "begins inside a block")
+            codes_OI, scales_GB = tensor.read_blocks(read_rows, begin, end)
+            part_of_scales = slice(None), *(slice(cut.start // BLOCK, num_blocks(cut.stop)) for cut in others)
+            (blocks,) = blocks_of(codes_of, piece)
+            blocks.take(codes_OI[part], scales_GB[part_of_scales])
+        else:
+            quantize(codes_of, piece, tensor.read(read_rows, begin, end)[part].reshape(piece.shape))
+        progress.update(piece.nbytes)
+
+
+def _has_same_blocks(tensor: CheckpointTensor) -> TypeGuard[Fp8Tensor]:
+    """Return True if codes and scales can be copied as they are stored."""
+    return isinstance(tensor, Fp8Tensor) and tensor.block == (BLOCK, BLOCK)
+
+
+def _compare(name: str, place: Destination, checkpoint: Checkpoint, shards: _Shards) -> None:
+    """Raise CheckpointError if a duplicate differs from what was loaded."""
+    tensor, memory = checkpoint.tensors[name], place.memory
+    tensor.check()
+    is_same = tensor.shape == place.shape
+    step = max(1, PIECE_VALUES * len(memory) // max(1, memory.numel()))
+    first = place.part[0].start if place.part else 0
+    for start in range(0, len(memory) if is_same else 0, step):
+        piece = memory[start : start + step]
+        stored = tensor.read(shards.read_rows, first + start, first + start + len(piece))
+        is_same &= torch.equal(piece, stored.to(piece))
+    if not is_same:
+        raise CheckpointError(
+            f"{checkpoint.folder}: config.json has tie_word_embeddings=true, but {name!r} differs from the embedding; "
+            "set tie_word_embeddings to false to use the checkpoint's own output head"
+        )
+
+
+def _report_decoding(checkpoint: Checkpoint, into: dict[str, list[Destination]], num_bytes: int) -> None:
+    """Warn about dequantised weights: a machine with memory for the files may lack it for the model."""
+    encoded = {name: into[name][0] for name in into if not isinstance(checkpoint.tensors[name], PlainTensor)}
+    if not encoded or any(place.is_in_blocks for place in encoded.values()):
+        return
+    dtypes = sorted({str(place.memory.dtype).removeprefix("torch.") for place in encoded.values()})
+    could_be_kept = any(
+        place.memory.device.type == "cuda" and _has_same_blocks(checkpoint.tensors[name])
+        for name, place in encoded.items()
+    )
+    logger.warning(
+        "%s stores its weights as %s, %s on disk; they are dequantised to %s and take %s in memory%s",
+        checkpoint.folder,
+        checkpoint.stored_as,
+        shown_bytes(checkpoint.stored_bytes),
+        " and ".join(dtypes),
+        shown_bytes(num_bytes),
+        "; quantization='fp8' keeps them as they are stored" if could_be_kept else "",
+    )

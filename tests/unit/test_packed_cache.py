@@ -1,0 +1,296 @@
+"""The packed weight cache: entries are complete or absent, bounded in size, and shared by independent processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.models import packed_cache
+from moeserve.models.packed_cache import LOCK, PackedWeightCache, fingerprint, hash_key
+
+TENSORS = {
+    "panels": torch.arange(256, dtype=torch.uint8).repeat(1000),
+    "norm": torch.arange(33).bfloat16(),
+    "empty": torch.empty(0),
+    "router": torch.arange(28.0).view(4, 7),
+}
+
+
+def assert_same(found: dict[str, Tensor] | None, tensors: dict[str, Tensor]) -> None:
+    assert found is not None
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        stored = found[name]
+        assert stored.nbytes - tensor.nbytes in range(64)
+        assert stored.data_ptr() % 64 == found["panels"].data_ptr() % 64  # as aligned as the whole file is
+        assert torch.equal(stored[: tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor)
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_stored_tensors_are_loaded(tmp_path: Path) -> None:
+    cache = PackedWeightCache(tmp_path / "packed", 2**20)
+    assert cache.load("a") is None
+    assert cache.store("a", TENSORS)
+    assert_same(cache.load("a"), TENSORS)
+    assert_same(PackedWeightCache(tmp_path / "packed", 0).load("a"), TENSORS)
+    assert cache.load("b") is None
+    assert files_in(tmp_path / "packed") == ["a.safetensors"]
+
+
+def test_writing_to_mapped_tensors_leaves_the_file_unchanged(tmp_path: Path) -> None:
+    cache = PackedWeightCache(tmp_path, 2**20)
+    cache.store("a", TENSORS)
+    found = cache.load("a")
+    assert found is not None
+    found["panels"].zero_()
+    assert_same(cache.load("a"), TENSORS)
+
+
+def test_the_least_recently_used_entry_is_evicted(tmp_path: Path) -> None:
+    cache = PackedWeightCache(tmp_path, 800_000)  # room for three
+    for index, key in enumerate("abc"):
+        cache.store(key, TENSORS)
+        os.utime(tmp_path / f"{key}.safetensors", (index, index))
+    assert cache.load("a") is not None  # used now
+    cache.store("d", TENSORS)
+    assert files_in(tmp_path) == ["a.safetensors", "c.safetensors", "d.safetensors"]
+
+
+def test_an_entry_above_the_limit_is_not_stored(tmp_path: Path) -> None:
+    cache = PackedWeightCache(tmp_path, 300_000)
+    cache.store("a", TENSORS)
+    assert not cache.store("b", {"panels": torch.zeros(300_001, dtype=torch.uint8)})
+    assert files_in(tmp_path) == ["a.safetensors"]
+
+
+def test_a_deleted_entry_stays_readable_where_it_is_mapped(tmp_path: Path) -> None:
+    cache = PackedWeightCache(tmp_path, 2**20)
+    cache.store("a", TENSORS)
+    found = cache.load("a")
+    (tmp_path / "a.safetensors").unlink()
+    assert_same(found, TENSORS)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 100, 200_000])
+def test_a_damaged_entry_is_stored_again(tmp_path: Path, num_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
+    cache = PackedWeightCache(tmp_path, 2**20)
+    cache.store("a", TENSORS)
+    path = tmp_path / "a.safetensors"
+    os.truncate(path, num_bytes)
+    assert cache.load("a") is None
+    assert f"{path} is damaged" in caplog.text
+    assert cache.store("a", TENSORS)
+    assert_same(cache.load("a"), TENSORS)
+
+
+def test_an_existing_entry_is_not_written_again(tmp_path: Path) -> None:
+    cache = PackedWeightCache(tmp_path, 2**20)
+    cache.store("a", TENSORS)
+    assert cache.store("a", {"panels": torch.zeros(3)})
+    assert_same(cache.load("a"), TENSORS)
+    cache.remove("a")
+    assert cache.load("a") is None
+
+
+def test_an_entry_in_a_read_only_folder_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = PackedWeightCache(tmp_path, 2**20)
+    cache.store("a", TENSORS)
+
+    def refuse(path: Path) -> NoReturn:
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert_same(cache.load("a"), TENSORS)
+    assert caplog.text == ""
+
+
+def test_the_limit_counts_whole_files(tmp_path: Path) -> None:
+    PackedWeightCache(tmp_path, 2**20).store("a", TENSORS)
+    size = bytes_in(tmp_path)
+    assert not PackedWeightCache(tmp_path, size - 1).store("b", TENSORS)
+    assert PackedWeightCache(tmp_path, size).store("b", TENSORS)
+    assert files_in(tmp_path) == ["b.safetensors"]
+
+
+@pytest.mark.parametrize("num_polls", range(6))
+def test_a_cancelled_entry_leaves_no_file(
+    tmp_path: Path, num_polls: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cancelled after `num_polls` polls: before the lock, and between blocks."""
+    monkeypatch.setattr(packed_cache, "BLOCK_BYTES", 100_000)
+    caplog.set_level(logging.INFO)
+    polls = iter([False] * num_polls)
+    cache = PackedWeightCache(tmp_path, 2**20)
+    assert not cache.store("a", TENSORS, lambda: next(polls, True))
+    assert files_in(tmp_path) == []
+    assert "shut down" in caplog.text
+    assert cache.store("a", TENSORS, lambda: False)
+    assert_same(cache.load("a"), TENSORS)
+
+
+def test_a_folder_that_cannot_be_written_causes_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    assert not PackedWeightCache(tmp_path / "file" / "packed", 2**20).store("a", TENSORS)
+    assert "cannot be written" in caplog.text
+
+
+WRITE = """
+import sys, torch
+from pathlib import Path
+from moeserve.models import packed_cache
+folder, key, max_bytes = sys.argv[1:]
+cache = packed_cache.PackedWeightCache(Path(folder), int(max_bytes))
+pieces = packed_cache._pieces
+
+def slow_pieces(tensors):
+    for number, piece in enumerate(pieces(tensors)):
+        if number == 1:
+            print("half", flush=True)
+            sys.stdin.readline()
+        yield piece
+
+packed_cache._pieces = slow_pieces
+print("ready", flush=True)
+sys.stdin.readline()
+print(cache.store(key, {"panels": torch.arange(256, dtype=torch.uint8).repeat(1000)}), flush=True)
+"""
+
+
+def writers(folder: Path, keys: Sequence[str], max_bytes: int = 2**30) -> list[subprocess.Popen[str]]:
+    """Start processes that wait for a line before they write, and for another in the middle."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITE, str(folder), key, str(max_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for key in keys
+    ]
+    for process in processes:
+        assert read_line(process) == "ready"
+    return processes
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def resume(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+
+
+def test_the_partial_file_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    (process,) = writers(tmp_path, "a")
+    resume(process)
+    assert read_line(process) == "half"
+    process.kill()
+    process.wait()
+    (partial,) = files_in(tmp_path)
+    assert partial.endswith(".partial")
+    cache = PackedWeightCache(tmp_path, 2**20)
+    assert cache.load("a") is None
+    cache.store("b", TENSORS)
+    assert files_in(tmp_path) == ["b.safetensors"]
+
+
+def test_concurrent_writers_keep_to_the_limit_even_if_one_dies(tmp_path: Path) -> None:
+    max_bytes = 600_000  # room for two
+    first, *others = writers(tmp_path, "abcd", max_bytes)
+    resume(first)
+    assert read_line(first) == "half"
+    for process in others:
+        resume(process)
+        resume(process)  # no stop in the middle
+    time.sleep(1.0)
+    (partial,) = files_in(tmp_path)  # while it is written, others wait
+    assert partial.startswith("a.")
+    first.kill()
+    first.wait()
+    for process in others:
+        output, _ = process.communicate(timeout=60)
+        assert output == "half\nTrue\n"
+    assert len(files_in(tmp_path)) == 2
+    assert bytes_in(tmp_path) <= max_bytes
+    assert set(files_in(tmp_path)) < {"b.safetensors", "c.safetensors", "d.safetensors"}
+
+
+def test_concurrent_writers_of_one_entry_write_it_once(tmp_path: Path) -> None:
+    processes = writers(tmp_path, "aa")
+    for process in processes:
+        resume(process)
+        resume(process)
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert sorted(outputs) == ["True\n", "half\nTrue\n"]  # only one of them writes
+    assert files_in(tmp_path) == ["a.safetensors"]
+    found = PackedWeightCache(tmp_path, 2**30).load("a")
+    assert found is not None
+    assert torch.equal(found["panels"], TENSORS["panels"])
+
+
+def test_a_cancelled_writer_does_not_wait_for_the_lock(tmp_path: Path) -> None:
+    (process,) = writers(tmp_path, "a")
+    resume(process)
+    assert read_line(process) == "half"
+    deadline = time.monotonic() + 0.3
+    assert not PackedWeightCache(tmp_path, 2**30).store("b", TENSORS, lambda: time.monotonic() > deadline)
+    assert process.communicate("go on\n", timeout=60)[0] == "True\n"
+    assert files_in(tmp_path) == ["a.safetensors"]
+
+
+def test_a_fingerprint_depends_on_names_and_contents(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    first.write_bytes(b"x" * 3_000_000)
+    second.write_bytes(b"y" * 10)
+    before = fingerprint([first, second])
+    assert fingerprint([second, first]) == before
+    assert fingerprint([first]) != before
+    second.rename(tmp_path / "3.safetensors")
+    assert fingerprint([first, tmp_path / "3.safetensors"]) != before
+
+
+@pytest.mark.parametrize("has_times", [True, False])
+@pytest.mark.parametrize("position", [5, 2_000_000])
+def test_a_fingerprint_shows_a_changed_byte_whose_time_was_set_back(
+    tmp_path: Path, position: int, has_times: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of the file's entry cannot be set back. Without any times, the first bytes are compared."""
+    path = tmp_path / "1.safetensors"
+    path.write_bytes(bytes(3_000_000))
+    before, status = fingerprint([path]), path.stat()
+    time.sleep(0.05)  # the resolution of file times
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(b"z")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns
+    if not has_times:
+        monkeypatch.setattr(os, "fstat", lambda _: status)
+    assert (fingerprint([path]) != before) == (has_times or position == 5)
+
+
+def test_a_key_depends_on_all_facts() -> None:
+    assert hash_key("a", None, [1, 2]) == hash_key("a", None, [1, 2])
+    assert len({hash_key("a", None, [1, 2]), hash_key("a", "b", [1, 2]), hash_key("a", None, [2, 1])}) == 3
