@@ -299,7 +299,7 @@ class LLM:
 
         Where a file or metrics want the load of experts, they are told the last of it.
         """
-        if self._observer.is_wanted:
+        if self._observer.is_enabled:
             with contextlib.suppress(EngineError):  # of an engine that has failed, or was shut down before
                 self._collected_load()
         self._observer.close()

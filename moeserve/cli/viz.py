@@ -13,7 +13,6 @@ from moeserve.cli.parser import Parser, reader
 
 def add_arguments(command: Parser) -> None:
     command.add_argument("loads", type=Path, metavar="LOADS", help="file that expert_load_file named")
-    command.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser, with all details")
     command.add_argument(
         "--png", type=Path, metavar="FILE", help="write a picture of experts and ranks by layer, and of ranks over time"
     )
@@ -30,4 +29,4 @@ def run(options: argparse.Namespace) -> None:
     from moeserve.planner import views
 
     num_redundant = options.num_redundant_experts
-    print(views.show(options.loads, html_path=options.html, png_path=options.png, num_redundant=num_redundant))
+    print(views.show(options.loads, png_path=options.png, num_redundant=num_redundant))

@@ -79,7 +79,7 @@ class LoadMeter:
         self._num_steps += 1
         self._num_tokens += sum(num_tokens)
         self._num_padding_tokens += 0 if padded_to is None else sum(padded_to - count for count in num_tokens)
-        self._num_empty_turns += sum(count == 0 for count in num_tokens)
+        self._num_idle_steps += sum(count == 0 for count in num_tokens)
         self._seconds += seconds
 
     def collect(self, placement_epoch: int, figures: Sequence[int] = ()) -> Collected | None:
@@ -159,7 +159,7 @@ class LoadMeter:
             placement_epoch=placement_epoch,
             num_tokens=self._num_tokens,
             num_padding_tokens=self._num_padding_tokens,
-            num_empty_turns=self._num_empty_turns,
+            num_idle_steps=self._num_idle_steps,
             bytes_dispatched=sum(numbers[0] for numbers in numbers_of_rank),
             straggler_seconds=sum(sum(of_rank) / len(of_rank) - min(of_rank) for of_rank in waits) / NANOSECONDS,
             layers=tuple(self._load_of_layer),
@@ -171,7 +171,7 @@ class LoadMeter:
     def _start_window(self) -> None:
         for load in self._load_of_layer.values():
             load.rows_e.zero_()
-        self._num_steps = self._num_tokens = self._num_padding_tokens = self._num_empty_turns = 0
+        self._num_steps = self._num_tokens = self._num_padding_tokens = self._num_idle_steps = 0
         self._seconds = 0.0
         self._waited = self._groups.ep.seconds_waited()
         self._bytes = self._groups.ep.num_bytes_sent

@@ -1,1 +1,1 @@
-"""What is recorded of a run, and how people and monitors see it."""
+"""Records of a run: expert load, its files, table and picture, and Prometheus metrics."""

@@ -1,7 +1,7 @@
-"""What experts and ranks were given while a model ran: records of it, their files, and figures over them.
+"""Load windows: the tokens of experts and ranks over some steps, their files, and measures of evenness.
 
-Knows numbers only: not who counted them, and not where experts are. A token counts once for each expert it was given
-to, so with k experts per token a layer's counts add up to k times its tokens. Padding is given to no expert.
+A token counts once for each expert that computes it, so with k experts per token a layer's counts add up to k times its
+tokens. Padding goes to no expert.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moeserve.errors import SettingsError, shown
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
 MAX_RANKS = 4096
-MAX_COUNT = 2**53  # as far as every reader of JSON has whole numbers
+MAX_COUNT = 2**53  # the largest integer that all JSON readers represent exactly
 MAX_SECONDS = 1e30
 MAX_FILE_BYTES = 256 * 1024 * 1024
 
@@ -30,30 +30,30 @@ ByLayer = msgspec.Meta(max_length=MAX_LAYERS)
 
 
 class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the experts of a model were given in some steps that followed each other.
+    """The expert load of consecutive steps.
 
-    All layers have the same numbers of experts and of ranks, at least one of each, and in each layer the ranks were
-    given as much as the experts.
+    All layers have the same numbers of experts and of ranks, at least one of each. In each layer the counts of ranks
+    and of experts have the same sum.
 
     Raises:
-        SettingsError: counts that do not agree.
+        SettingsError: the counts do not agree.
     """
 
-    first_step: Count  # counts steps that were executed, from 0
+    first_step: Count  # index among the executed steps
     num_steps: Count
     ended_at: Seconds  # since the epoch
-    seconds: Seconds  # that these steps took
-    placement_epoch: Count
-    num_tokens: Count  # that went through the model, padding not among them
-    num_padding_tokens: Count  # rows that were computed for nobody
-    num_empty_turns: Count  # a replica had no token while another had one; counted by replica and step
-    bytes_dispatched: Count  # that all ranks sent to other ranks, there and back
-    # That ranks waited for each other inside collectives, beyond the one that waited least; the mean of all ranks.
+    seconds: Seconds  # duration of these steps
+    placement_epoch: Count  # number of placement changes of layers so far
+    num_tokens: Count  # that the model processed, without padding
+    num_padding_tokens: Count
+    num_idle_steps: Count  # steps of a replica without tokens while another one had some
+    bytes_dispatched: Count  # that all ranks sent to other ranks for experts, in both directions
+    # Time in collectives beyond that of the rank that waited least; the mean over ranks.
     straggler_seconds: Seconds
-    layers: Annotated[tuple[Count, ...], ByLayer]  # numbers of the model's layers that have experts, ascending
+    layers: Annotated[tuple[Count, ...], ByLayer]  # indices of the model's layers that have experts, ascending
     tokens_of_expert: Annotated[tuple[OfExperts, ...], ByLayer]  # by layer, by logical expert
     tokens_of_rank: Annotated[tuple[OfRanks, ...], ByLayer]  # by layer, by rank
-    # By layer, by rank: the logical expert in each of its slots, at the end.
+    # By layer, by rank, by slot: the logical expert, at the end of the window.
     logical_of_slot: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -71,30 +71,30 @@ class LoadWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def max_over_mean(counts: Sequence[float]) -> float:
-    """How much more the fullest was given than the average one: 1 where all are even, or where nothing was counted."""
+    """Return the largest count over the mean: 1 if all are equal or nothing was counted."""
     total = sum(counts)
     return max(counts) * len(counts) / total if total else 1.0
 
 
 def ranks_max_over_mean(window: LoadWindow) -> float:
-    """`layers_max_over_mean` of a window's ranks."""
+    """Return `layers_max_over_mean` of a window's ranks."""
     return layers_max_over_mean(window.tokens_of_rank)
 
 
 def layers_max_over_mean(of_ranks: Sequence[Sequence[float]]) -> float:
-    """`max_over_mean` of ranks over all layers. Maxima of layers are added: in each, all wait for its fullest rank.
+    """Return the sum of the layers' maxima over the sum of their means: in each layer all wait for its fullest rank.
 
     Args:
-        of_ranks: by layer, by rank: what they were given, or would have been.
+        of_ranks: tokens by layer, by rank.
     """
     total = sum(map(sum, of_ranks))
     return sum(map(max, of_ranks)) * len(of_ranks[0]) / total if total else 1.0
 
 
 def evenness(counts: Sequence[float]) -> float:
-    """Entropy of the shares over its largest possible value: 0 where one expert got all, 1 where all got the same.
+    """Return the entropy of the shares over its maximum: 0 if one expert got all tokens, 1 if all got the same.
 
-    Also 1 where nothing was counted or where there is one expert alone: nothing is uneven there.
+    Also 1 if nothing was counted or there is only one expert.
     """
     total = sum(counts)
     if not total or len(counts) == 1:
@@ -105,13 +105,13 @@ def evenness(counts: Sequence[float]) -> float:
 
 
 def padding_share(window: LoadWindow) -> float:
-    """Padding among all tokens of the steps, from 0 to 1; 0 where there were no tokens."""
+    """Return the share of padding in all processed rows, from 0 to 1; 0 if there were none."""
     total = window.num_tokens + window.num_padding_tokens
     return window.num_padding_tokens / total if total else 0.0
 
 
 def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
-    """Windows of one model, in their order, as a single one. Its placement epoch is that of the last."""
+    """Merge windows of one model, in order, into one. Its placement is that of the last."""
     assert windows
     assert all(_sizes(window) == _sizes(windows[0]) for window in windows)
     last = windows[-1]
@@ -123,7 +123,7 @@ def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
         placement_epoch=last.placement_epoch,
         num_tokens=sum(window.num_tokens for window in windows),
         num_padding_tokens=sum(window.num_padding_tokens for window in windows),
-        num_empty_turns=sum(window.num_empty_turns for window in windows),
+        num_idle_steps=sum(window.num_idle_steps for window in windows),
         bytes_dispatched=sum(window.bytes_dispatched for window in windows),
         straggler_seconds=math.fsum(window.straggler_seconds for window in windows),
         layers=last.layers,
@@ -134,24 +134,24 @@ def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
 
 
 def coarsened(windows: Sequence[LoadWindow], at_most: int) -> tuple[LoadWindow, ...]:
-    """As few windows as asked for: so many that follow each other become one, the last of perhaps fewer."""
+    """Merge equally many neighbours each, so that at most `at_most` windows are left."""
     size = max(1, math.ceil(len(windows) / at_most))
     return tuple(summed(windows[start : start + size]) for start in range(0, len(windows), size))
 
 
 def write_window(file: BinaryIO, window: LoadWindow) -> None:
-    """Adds one line of JSON, in one piece, so that whoever reads meanwhile finds whole lines but for the last."""
+    """Append one line of JSON in a single write, so that concurrent readers see whole lines except for the last."""
     file.write(msgspec.json.encode(window) + b"\n")
     file.flush()
 
 
 def read_windows(path: Path) -> tuple[LoadWindow, ...]:
-    """What `write_window` wrote, in its order. A last line without its end is still being written, and left out.
+    """Read the windows that `write_window` wrote, in order. An incomplete last line is skipped.
 
-    Steps need not go on from window to window: an engine that was started anew begins again at step 0.
+    Steps need not be consecutive between windows: a restarted engine begins again at step 0.
 
     Raises:
-        SettingsError: no such file, too large a one, or not the records of one model on so many ranks.
+        SettingsError: the file cannot be read, is too large, or mixes models or numbers of ranks.
     """
     try:
         with path.open("rb") as file:
@@ -160,8 +160,8 @@ def read_windows(path: Path) -> tuple[LoadWindow, ...]:
         raise SettingsError(f"cannot read the expert loads in {path}: {error.strerror}") from None
     if len(content) > MAX_FILE_BYTES:
         raise SettingsError(
-            f"{path} is too large for records of expert load (more than {MAX_FILE_BYTES} bytes); take its last lines, "
-            f"such as with `tail -n 1000`"
+            f"{path} is too large for records of expert load (more than {MAX_FILE_BYTES} bytes); use its last lines: "
+            "`tail -n 1000`"
         )
     *lines, unfinished = content.split(b"\n")
     del content
@@ -190,7 +190,7 @@ def _window(line: bytes, where: str) -> LoadWindow:
 
 
 def _sizes(window: LoadWindow) -> tuple[tuple[int, ...], int, int]:
-    """What is the same in all windows of one model on so many ranks."""
+    """Return the properties that all windows of a file share."""
     return window.layers, window.num_experts, window.num_ranks
 
 
@@ -203,7 +203,7 @@ def _added(tables: Sequence[tuple[tuple[int, ...], ...]]) -> tuple[tuple[int, ..
 
 
 def _fault(window: LoadWindow) -> str | None:
-    """What is wrong with the counts of a window, in words."""
+    """Return a description of what is wrong with a window; None if nothing is."""
     layers = window.layers
     if not layers:
         return "layers is empty: a model without experts has no record of their load"
@@ -216,9 +216,9 @@ def _fault(window: LoadWindow) -> str | None:
             if len(counts) != len(table[0]) or not counts:
                 return (
                     f"{name} has {len(counts)} counts in layer {layer} and {len(table[0])} in layer {layers[0]}; "
-                    f"all layers must have as many, at least one"
+                    "all layers must have the same number, at least one"
                 )
     for layer, of_experts, of_ranks in zip(layers, window.tokens_of_expert, window.tokens_of_rank, strict=True):
         if sum(of_experts) != sum(of_ranks):
-            return f"in layer {layer}, experts were given {sum(of_experts)} tokens but ranks {sum(of_ranks)}"
+            return f"in layer {layer}, experts have {sum(of_experts)} tokens but ranks {sum(of_ranks)}"
     return None

@@ -1,4 +1,4 @@
-"""Load of experts as a table for a terminal, at most 120 characters wide and some 60 lines long."""
+"""Expert load as a table for a terminal, at most 120 characters wide and 60 lines long."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _NOTHING = "·"
 
 
 def as_text(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]] | None = None) -> str:
-    """A summary, one line for each layer, and how it went over time.
+    """Return a summary, one line for each layer, and the course over time.
 
     Args:
-        windows: of one model, in their order.
-        planned: by layer, by rank: what ranks would have been given with another placement; None: not shown.
+        windows: of one model, in order.
+        planned: by layer, by rank, the tokens with another placement; None: not shown.
     """
     total = summed(windows)
     figures = [max_over_mean(counts) for counts in total.tokens_of_rank]
-    lines = [*summary(windows, total, planned), "", *_head(total, planned is not None)]
+    lines = [*_summary(windows, total, planned), "", *_head(total, planned is not None)]
     listed = sorted(sorted(range(len(figures)), key=lambda place: -figures[place])[:MAX_LAYERS_LISTED])
     lines += [_layer_line(total, place, planned) for place in listed]
     if len(listed) < len(figures):
-        lines.append(f"The {len(listed)} layers of {len(figures)} whose ranks are least even. --html shows them all.")
+        lines.append(f"The least even {len(listed)} of {len(figures)} layers.")
     worst = figures.index(max(figures))
     return "\n".join([*lines, "", *_over_time(windows, worst)])
 
 
-def summary(
+def _summary(
     windows: Sequence[LoadWindow], total: LoadWindow, planned: Sequence[Sequence[float]] | None
 ) -> tuple[str, str, str]:
-    """Three sentences: what was recorded, what it cost, and how even it was."""
+    """Return three sentences: the size of the record, its cost, and its evenness."""
     figures = [max_over_mean(counts) for counts in total.tokens_of_rank]
     worst = figures.index(max(figures))
     even = f"fullest rank over mean: {ranks_max_over_mean(total):.2f} in all layers together, "
@@ -54,22 +54,22 @@ def summary(
         even += f"; {layers_max_over_mean(planned):.2f} if placed as planned"
     waited = total.straggler_seconds / total.seconds if total.seconds else 0.0
     return (
-        f"{counted(len(total.layers), 'layer')} with {counted(total.num_experts, 'expert')} on "
-        f"{counted(total.num_ranks, 'rank')}: {counted(len(windows), 'window')}, {counted(total.num_steps, 'step')}, "
-        f"{total.seconds:.1f} s, placement {total.placement_epoch}",
-        f"{counted(total.num_tokens, 'token')}, {padding_share(total):.1%} padding, "
+        f"{_counted(len(total.layers), 'layer')} with {_counted(total.num_experts, 'expert')} on "
+        f"{_counted(total.num_ranks, 'rank')}: {_counted(len(windows), 'window')}, "
+        f"{_counted(total.num_steps, 'step')}, {total.seconds:.1f} s, placement {total.placement_epoch}",
+        f"{_counted(total.num_tokens, 'token')}, {padding_share(total):.1%} padding, "
         f"{shown_bytes(total.bytes_dispatched)} dispatched, {waited:.1%} of the time spent waiting for slow ranks",
         even,
     )
 
 
-def counted(number: int, name: str) -> str:
-    """Such as "1 layer" or "4,096 experts"."""
+def _counted(number: int, name: str) -> str:
+    """Return a count such as "1 layer" or "4,096 experts"."""
     return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
 
 
 def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """A character for each value, from an empty line at `low` to a full one at `high`."""
+    """Return a bar of one character for each value, from lowest at `low` to full at `high`."""
     top = len(_BARS) - 1
     heights = [(value - low) / (high - low) if high > low else 0.0 for value in values]
     return "".join(_BARS[min(top, max(0, int(height * len(_BARS))))] for height in heights)
@@ -110,7 +110,7 @@ def _layer_line(total: LoadWindow, place: int, planned: Sequence[Sequence[float]
 
 
 def _bars(counts: Sequence[int], width: int) -> str:
-    """A bar for each count, or for the largest of so many beside each other as it takes; the longest is full."""
+    """Return a bar for each count, or for the largest of several neighbours if there are many; the largest is full."""
     size = math.ceil(len(counts) / width)
     largest = [max(counts[start : start + size]) for start in range(0, len(counts), size)]
     bars = sparkline(largest, 0, max(largest))

@@ -1,6 +1,6 @@
-"""Expert load for Prometheus. Knows windows of load only, and opens no port unless it is told to.
+"""Prometheus metrics of expert load.
 
-Series are labelled by layer, never by expert or rank: 61 layers with experts have 192 of them on any number of ranks.
+Series are labelled by layer, never by expert or rank: 61 layers with experts have 192 series on any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ if TYPE_CHECKING:
 MAX_LAYERS_SHOWN = 128
 MAX_PORT = 65535
 
-# Name, what it is, and how it follows from a layer's tokens by expert and by rank.
-_OfLayer = Callable[[Sequence[int], Sequence[int]], float]
-_GAUGES_OF_LAYER: tuple[tuple[str, str, _OfLayer], ...] = (
+_Value = Callable[[Sequence[int], Sequence[int]], float]  # of a layer's tokens by expert and by rank
+_LAYER_GAUGES: tuple[tuple[str, str, _Value], ...] = (  # name, help, value
     (
         "moeserve_expert_load_max_over_mean",
-        "Tokens of the layer's hottest expert over the mean of its experts",
+        "Tokens of the layer's hottest expert divided by the mean over its experts.",
         lambda of_experts, of_ranks: max_over_mean(of_experts),
     ),
     (
         "moeserve_rank_load_max_over_mean",
-        "Tokens that the layer's fullest rank got, over the mean of ranks",
+        "Tokens of the layer's fullest rank divided by the mean over ranks.",
         lambda of_experts, of_ranks: max_over_mean(of_ranks),
     ),
     (
         "moeserve_expert_load_entropy_ratio",
-        "Entropy of the layer's load over its experts; 1: all got the same, 0: one got all",
+        "Entropy of the layer's expert load divided by its maximum: 1 if even, 0 if one expert got all tokens.",
         lambda of_experts, of_ranks: evenness(of_experts),
     ),
 )
@@ -44,26 +43,24 @@ _GAUGES_OF_LAYER: tuple[tuple[str, str, _OfLayer], ...] = (
 
 @dataclass(frozen=True)
 class _Seen:
-    """All windows so far. Replaced as a whole, so that a thread that reads finds figures of one moment."""
+    """Totals of all windows. Replaced as a whole, so that a reading thread sees one consistent state."""
 
     last: LoadWindow | None = None
     num_steps: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
     num_padding_tokens: int = 0
-    num_empty_turns: int = 0
+    num_idle_steps: int = 0
     bytes_dispatched: int = 0
     straggler_seconds: float = 0.0
 
 
 class Metrics:
-    """Counters over all windows that were observed, and gauges of the last one. They have a registry of their own.
+    """Counters over all windows and gauges of the last one, in a registry of their own.
 
-    A window tells of all ranks, so one process of an engine observes, not one for each replica: what two observe is
-    counted twice by whoever adds up their metrics.
+    A window covers all ranks, so only one process of an engine may observe it.
 
-    A gauge has one series for each layer. Of a model with more than 128 layers that have experts it has three, with
-    "min", "mean" and "max" in place of the layer's number.
+    A gauge has one series for each layer. With more than 128 layers it has three, labelled "min", "mean" and "max".
 
     Raises:
         SettingsError: the package prometheus_client is not installed.
@@ -79,7 +76,7 @@ class Metrics:
         self._registry.register(self)
 
     def observe(self, window: LoadWindow) -> None:
-        """Counts one more window. Called by one thread; others may read meanwhile."""
+        """Add a window. Called by one thread; others may read at the same time."""
         seen = self._seen
         self._seen = replace(
             seen,
@@ -88,26 +85,26 @@ class Metrics:
             seconds=seen.seconds + window.seconds,
             num_tokens=seen.num_tokens + window.num_tokens,
             num_padding_tokens=seen.num_padding_tokens + window.num_padding_tokens,
-            num_empty_turns=seen.num_empty_turns + window.num_empty_turns,
+            num_idle_steps=seen.num_idle_steps + window.num_idle_steps,
             bytes_dispatched=seen.bytes_dispatched + window.bytes_dispatched,
             straggler_seconds=seen.straggler_seconds + window.straggler_seconds,
         )
 
     def text(self) -> str:
-        """All metrics as Prometheus reads them."""
+        """Return all metrics in the Prometheus text format."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry).decode()
 
     def serve(self, port: int, address: str = "127.0.0.1") -> MetricsServer:
-        """Answers Prometheus over HTTP, at /metrics, from a thread, until it is stopped.
+        """Serve the metrics over HTTP at /metrics, from a thread, until the server is stopped.
 
         Args:
-            port: 0: any that is free.
-            address: of this host; "0.0.0.0" lets everyone in who reaches it.
+            port: 0 chooses a free one.
+            address: of this host; "0.0.0.0" listens on all interfaces.
 
         Raises:
-            SettingsError: no such port or address, or it is in use.
+            SettingsError: the port or address is invalid or in use.
         """
         from prometheus_client import start_http_server
 
@@ -119,32 +116,32 @@ class Metrics:
             raise SettingsError(f"cannot serve metrics on {address}, port {port}: {error.strerror}") from None
 
     def collect(self) -> Iterator[Metric]:
-        """What the registry asks for."""
+        """Yield all metric families, as the registry requires."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         seen = self._seen
         for name, what, total in (
-            ("moeserve_steps", "Steps of the model", seen.num_steps),
-            ("moeserve_step_seconds", "Time that steps took", seen.seconds),
-            ("moeserve_tokens", "Tokens that went through the model, padding not among them", seen.num_tokens),
-            ("moeserve_padding_tokens", "Padding that went through the model", seen.num_padding_tokens),
+            ("moeserve_steps", "Steps of the model.", seen.num_steps),
+            ("moeserve_step_seconds", "Duration of all steps.", seen.seconds),
+            ("moeserve_tokens", "Tokens that the model processed, without padding.", seen.num_tokens),
+            ("moeserve_padding_tokens", "Padding rows that the model processed.", seen.num_padding_tokens),
             (
-                "moeserve_empty_turns",
-                "Steps in which a replica had no token, but another one",
-                seen.num_empty_turns,
+                "moeserve_idle_steps",
+                "Steps of a replica without tokens while another one had some.",
+                seen.num_idle_steps,
             ),
-            ("moeserve_dispatched_bytes", "Sent by all ranks to others, there and back", seen.bytes_dispatched),
-            ("moeserve_straggler_seconds", "Waited for the slowest rank, mean over ranks", seen.straggler_seconds),
+            ("moeserve_dispatched_bytes", "Bytes that ranks sent to each other for experts.", seen.bytes_dispatched),
+            ("moeserve_straggler_seconds", "Time that ranks waited for slower ones.", seen.straggler_seconds),
         ):
             yield CounterMetricFamily(name, what, value=total)
         window = seen.last
-        padding = GaugeMetricFamily("moeserve_padding_ratio", "Padding among the tokens of the last window")
-        epoch = GaugeMetricFamily("moeserve_placement_epoch", "How often experts were placed anew, up to then")
-        of_layer = [GaugeMetricFamily(name, what, labels=["layer"]) for name, what, _ in _GAUGES_OF_LAYER]
+        padding = GaugeMetricFamily("moeserve_padding_ratio", "Share of padding in the last window.")
+        epoch = GaugeMetricFamily("moeserve_placement_epoch", "Number of placement changes of layers.")
+        of_layer = [GaugeMetricFamily(name, what, labels=["layer"]) for name, what, _ in _LAYER_GAUGES]
         if window is not None:
             padding.add_metric([], padding_share(window))
             epoch.add_metric([], window.placement_epoch)
-            for family, (_, _, figure) in zip(of_layer, _GAUGES_OF_LAYER, strict=True):
+            for family, (_, _, figure) in zip(of_layer, _LAYER_GAUGES, strict=True):
                 figures = list(map(figure, window.tokens_of_expert, window.tokens_of_rank))
                 for label, value in _labelled(window.layers, figures):
                     family.add_metric([label], value)
@@ -152,7 +149,7 @@ class Metrics:
 
 
 class MetricsServer:
-    """A port where metrics are served. Stopped when it is left, as a context manager, or told to."""
+    """An HTTP server of metrics, as a context manager. `stop` stops it."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""Where windows of expert load go: a file, and metrics on a port, as far as they are wanted. Knows not who counted."""
+"""Writes load windows to a file and to Prometheus metrics, as configured."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moeserve.telemetry.metrics import Metrics, MetricsServer
 
 
 class LoadObserver:
-    """Told every window of an engine, in their order, by one process."""
+    """The outputs of an engine's load windows. One process passes it each window, in order."""
 
     def __init__(self, path: Path | None, port: int | None) -> None:
         """
         Args:
-            path: a file to which each window is added as a line.
-            port: on the loopback interface, where Prometheus finds the metrics.
+            path: a file to which each window is appended as a line; None: no file.
+            port: of the metrics, on the loopback interface; None: no metrics.
 
         Raises:
             SettingsError: the file cannot be written, the port is in use, or prometheus_client is missing.
@@ -27,7 +27,7 @@ class LoadObserver:
         self._server: MetricsServer | None = None
         try:
             if path is not None:
-                self._file = _opened(path)
+                self._file = _open(path)
             if port is not None:
                 self._metrics = Metrics()
                 self._server = self._metrics.serve(port)
@@ -36,12 +36,12 @@ class LoadObserver:
             raise
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether windows go anywhere."""
+    def is_enabled(self) -> bool:
+        """True if windows are written anywhere."""
         return self._file is not None or self._server is not None
 
     def observe(self, window: LoadWindow) -> None:
-        """A window without steps says nothing, and is left out."""
+        """Write a window, unless it has no steps."""
         if not window.num_steps:
             return
         if self._file is not None:
@@ -50,7 +50,7 @@ class LoadObserver:
             self._metrics.observe(window)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file and the server. May be called twice."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -59,7 +59,7 @@ class LoadObserver:
             self._server = None
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     try:
         return path.open("ab")
     except OSError as error:

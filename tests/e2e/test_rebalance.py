@@ -1,4 +1,4 @@
-"""Experts that change ranks while they serve: the same tokens, counts that go on, and placements that can be kept."""
+"""Experts that move between ranks while they serve: same tokens, exact counts, and saved placements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = dict(
     enable_prefix_caching=False,
     show_progress=False,
 )
-# What is gained is worth any cost, so that small models on busy machines move at all.
+# A horizon that makes any gain worth its cost, so that small models on busy machines move experts at all.
 MOVING: dict[str, Any] = dict(rebalance="auto", rebalance_horizon=10**9, expert_load_window=3)
 NUM_TOKENS = 14
 
@@ -42,7 +42,7 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
         ("deepseek-v3-four-heads", dict(tensor_parallel_size=2, data_parallel_size=2, dispatcher="allgather")),
     ],
 )
-def test_tokens_and_counts_are_those_without(
+def test_tokens_and_counts_do_not_change(
     name: str, layout: dict[str, Any], reference_named: Callable[[str], Reference], tmp_path: Path
 ) -> None:
     reference = reference_named(name)
@@ -59,12 +59,12 @@ def test_tokens_and_counts_are_those_without(
     total = summed(windows)
     computed = [
         prompt + reference.greedy(prompt, NUM_TOKENS)[:-1] for prompts in rounds for prompt in prompts
-    ]  # of a request all tokens but the last one go through the model
+    ]  # all tokens of a request but the last one go through the model
     expected = reference.expert_counts(computed)
     assert [list(counts) for counts in total.tokens_of_expert] == expected
 
 
-def test_a_placement_is_kept_and_used_again(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
+def test_saved_placement_is_used_again(reference_named: Callable[[str], Reference], tmp_path: Path) -> None:
     reference = reference_named("deepseek-v3")
     prompts = reference.prompts(3, 40, 17, 24)
     expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
@@ -90,6 +90,6 @@ def test_a_placement_is_kept_and_used_again(reference_named: Callable[[str], Ref
         LLM(reference.folder, **SETTINGS, **layout, rebalance=str(path))
 
 
-def test_one_rank_has_nowhere_to_move_to(reference_named: Callable[[str], Reference]) -> None:
-    with pytest.raises(SettingsError, match="moves experts between ranks, and there is one"):
+def test_one_rank_cannot_move_experts(reference_named: Callable[[str], Reference]) -> None:
+    with pytest.raises(SettingsError, match="rebalance"):
         LLM(reference_named("mixtral").folder, **SETTINGS, rebalance="auto")

@@ -21,7 +21,7 @@ def of_counts(
         placement_epoch=0,
         num_tokens=sum(tokens_of_expert[0]),
         num_padding_tokens=0,
-        num_empty_turns=0,
+        num_idle_steps=0,
         bytes_dispatched=1000,
         straggler_seconds=0.25,
         layers=tuple(range(len(tokens_of_expert))),

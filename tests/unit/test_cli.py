@@ -43,7 +43,7 @@ def parse_generate(*arguments: str) -> argparse.Namespace:
         (["generate", "--prompt", "x", "--max-num-seqs", "0"], ["--max-num-seqs", "'0'", "an integer from 1"]),
         (["generate", "--prompt", "x", "--dtype", "fp8"], ["--dtype", "'fp8'", "bfloat16"]),
         (["generate", "--prompt", "x", "--stop-token-ids", "a"], ["--stop-token-ids", "an integer"]),
-        (["viz", "loads.jsonl", "--htm", "x"], ["--htm", "--html?"]),
+        (["viz", "loads.jsonl", "--pgn", "x"], ["--pgn", "--png?"]),
         (["viz"], ["LOADS"]),
         (["viz", "loads.jsonl", "--num-redundant-experts", "-1"], ["'-1'", "an integer from 0"]),
         (["upcycle", "a", "b", "--export", "4"], ["--export", "--experts?"]),

@@ -1,4 +1,4 @@
-"""Metrics of expert load, as Prometheus reads them, against recounts."""
+"""Prometheus metrics of expert load, against recounts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("prometheus_client", reason="install it with: pip install 'm
 
 
 def series(text: str) -> dict[str, float]:
-    """Name with labels, and value, of all that is not a comment."""
+    """Return the value of each series by its name with labels."""
     return {
         name: float(value)
         for name, _, value in (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
@@ -33,7 +33,7 @@ def test_counters_add_up_and_gauges_are_those_of_the_last_window() -> None:
         seconds=0.5,
         num_tokens=6,
         num_padding_tokens=2,
-        num_empty_turns=5,
+        num_idle_steps=5,
         bytes_dispatched=24,
         placement_epoch=2,
         layers=(3, 11),
@@ -46,7 +46,7 @@ def test_counters_add_up_and_gauges_are_those_of_the_last_window() -> None:
             "moeserve_step_seconds_total": 2.5,
             "moeserve_tokens_total": 15,
             "moeserve_padding_tokens_total": 2,
-            "moeserve_empty_turns_total": 5,
+            "moeserve_idle_steps_total": 5,
             "moeserve_dispatched_bytes_total": 1024,
             "moeserve_straggler_seconds_total": 0.5,
             "moeserve_padding_ratio": 0.25,
@@ -79,13 +79,13 @@ def test_every_metric_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 2), (256, 64)])
-def test_series_grow_with_layers_alone(num_experts: int, num_ranks: int) -> None:
+def test_series_depend_on_layers_only(num_experts: int, num_ranks: int) -> None:
     metrics = Metrics()
     metrics.observe(*drawn(1, 20, num_experts, num_ranks))
     assert len(series(metrics.text())) == 9 + 3 * 20
 
 
-def test_of_many_layers_there_are_least_mean_and_most() -> None:
+def test_many_layers_are_summarised() -> None:
     metrics = Metrics()
     experts = [[8 + layer, 8 - layer % 9] for layer in range(129)]
     window = of_counts(experts, experts)
@@ -102,7 +102,7 @@ def test_of_many_layers_there_are_least_mean_and_most() -> None:
     assert len(series(metrics.text())) == 9 + 3 * 128
 
 
-def test_registries_are_their_own() -> None:
+def test_registries_are_separate() -> None:
     import prometheus_client
 
     one, other = Metrics(), Metrics()
@@ -112,7 +112,7 @@ def test_registries_are_their_own() -> None:
     assert b"moeserve" not in prometheus_client.generate_latest()
 
 
-def test_metrics_are_served_until_they_are_stopped() -> None:
+def test_metrics_are_served_until_stopped() -> None:
     metrics = Metrics()
     with metrics.serve(0) as server:
         metrics.observe(of_counts([[4]], [[4]]))  # while it serves
@@ -135,12 +135,12 @@ def test_metrics_are_served_until_they_are_stopped() -> None:
         (0, "256.0.0.1", r"cannot serve metrics on 256\.0\.0\.1"),
     ],
 )
-def test_places_that_cannot_be_served_at(port: int, address: str, message: str) -> None:
+def test_invalid_ports_and_addresses(port: int, address: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Metrics().serve(port, address)
 
 
-def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(SettingsError, match=r"pip install 'moeserve\[metrics\]'"):
         Metrics()

@@ -1,15 +1,13 @@
-"""Placements of any number of experts on any number of ranks, and files of loads, valid and not."""
+"""Placements of any size, and files of expert loads, valid and not."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from load_windows import of_counts
 
@@ -19,7 +17,7 @@ from moeserve.telemetry.expert_load import write_window
 
 
 def check(placement: Placement, num_experts: int, num_ranks: int, num_slots: int) -> None:
-    """What holds for every placement that is made here."""
+    """Check the properties of every even placement."""
     slots = placement.logical_of_slot
     sizes = [len(of_rank) for of_rank in slots]
     assert len(slots) == num_ranks == placement.num_ranks
@@ -46,6 +44,7 @@ def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @given(sizes())
+@settings(derandomize=True, deadline=None)
 def test_even(size: tuple[int, int, int]) -> None:
     num_experts, num_ranks, num_slots = size
     placement = Placement.even(num_experts, num_ranks, num_slots - num_experts)
@@ -151,11 +150,6 @@ def test_loads_that_are_not_there(tmp_path: Path) -> None:
         read_loads(tmp_path / "nothing.json", num_layers=1, num_experts=1)
     with pytest.raises(SettingsError, match="Is a directory"):
         read_loads(tmp_path, num_layers=1, num_experts=1)
-
-
-def test_placement_needs_no_torch() -> None:
-    program = "import sys, moeserve.expert_placement.placement; print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
 def test_loads_from_records_of_a_run(tmp_path: Path) -> None:
