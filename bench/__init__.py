@@ -1,1 +1,1 @@
-"""What moeserve is measured with, against whom, and the commands that reproduce it."""
+"""Benchmarks of moeserve beside other engines and the limits of the machine."""

@@ -1,37 +1,16 @@
-"""The benchmarks by name, as `moeserve bench NAME` runs them."""
+"""The benchmarks that `moeserve bench NAME` runs. Each module has a `main(arguments)` and parses its own options."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 CommandName = Literal["throughput", "latency", "moe", "dispatch", "startup", "report"]
+COMMAND_NAMES: tuple[CommandName, ...] = get_args(CommandName)
+MODULES = {"dispatch": "parallel"}  # where the module is not named as the command
 
 
 def run(name: CommandName, arguments: Sequence[str]) -> None:
-    """Runs one benchmark; each reads its arguments itself. Only that one is imported."""
-    match name:
-        case "throughput":
-            from moeserve.bench import throughput
-
-            throughput.main(arguments)
-        case "latency":
-            from moeserve.bench import latency
-
-            latency.main(arguments)
-        case "moe":
-            from moeserve.bench import moe
-
-            moe.main(arguments)
-        case "dispatch":
-            from moeserve.bench import parallel
-
-            parallel.main(arguments)
-        case "startup":
-            from moeserve.bench import startup
-
-            startup.main(arguments)
-        case "report":
-            from moeserve.bench import report
-
-            report.main(arguments)
+    """Run one benchmark. Only its module is imported."""
+    importlib.import_module(f"moeserve.bench.{MODULES.get(name, name)}").main(arguments)

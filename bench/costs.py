@@ -1,4 +1,4 @@
-"""What a model's step must read and compute, whoever does it. Knows shapes and number formats, no engine."""
+"""The least memory traffic and arithmetic of a model's step, by weight format."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ UNQUANTIZED_BITS = 16
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Bits of a weight in memory, scales included."""
+    """Bits of one weight in memory, scales included."""
 
-    bits: float  # of projections and experts
-    head_bits: float  # of the output head
+    bits: float  # projections and experts
+    head_bits: float  # output head
 
     def bits_of(self, part: str, head: str) -> float:
         if part in UNQUANTIZED:
@@ -30,18 +30,18 @@ FORMATS = {
     "bfloat16": WeightFormat(16, 16),
     "int8": WeightFormat(8, 8),
     "int4": WeightFormat(4.5, 8),
-    "fp8": WeightFormat(8 + 32 / 128**2, 16),  # maps of the heads of latent attention, few beside the rest, have 16
+    "fp8": WeightFormat(8 + 32 / 128**2, 16),  # the few 16-bit weights of latent attention are neglected
     "q8_0": WeightFormat(8.5, 8.5),
     "q4_0": WeightFormat(4.5, 6.5625),  # llama.cpp gives the head q6_K
 }
 
 
 def step_work(model: Path, *, num_tokens: int, num_logits: int, weights: WeightFormat = FORMATS["bfloat16"]) -> Work:
-    """Of one step over `num_tokens` tokens, of which `num_logits` want a next one.
+    """Return the work of one step over `num_tokens` tokens, of which `num_logits` rows reach the output head.
 
-    All weights but the token embedding take part; of the experts, those that some token chose, which for random routing
-    is 1 - (1 - k / E) ** num_tokens of all. Keys, values and attention itself are left out; with short contexts they
-    are under 2 %. Multiply-adds count as those of bf16, whatever the weights are stored in.
+    All weights but the token embedding are read; of the experts, those that some token chose, which for random routing
+    is 1 - (1 - k / E) ** num_tokens of all. Keys, values and attention itself are left out: with short contexts they
+    are below 2%. Multiply-adds count as those of bf16, whatever the weight format.
     """
     description = describe(model)
     parts = summarize(description, "bfloat16").parts

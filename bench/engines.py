@@ -1,4 +1,4 @@
-"""The engines that benchmarks compare, all behind one door: moeserve in this process, its peers in their own."""
+"""The engines that benchmarks compare: moeserve in this process, every other engine in a process of its own."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ QUANTIZATIONS: dict[OwnName, QuantizationName | None] = {
     "moeserve-int8": "int8",
     "moeserve-int4": "int4",
 }
-FORMATS_OF: dict[str, str] = {  # of those that are not bf16
+WEIGHT_FORMATS: dict[str, str] = {  # of the engines whose weights are not bf16
     "moeserve-int8": "int8",
     "moeserve-int4": "int4",
     "llama.cpp-q8_0": "q8_0",
     "llama.cpp-q4_0": "q4_0",
 }
 BF16_PEERS = ("vllm", "llama.cpp-bf16", "transformers", "kt-kernel")
-BASELINES: dict[str, tuple[str, ...]] = {  # what an engine is compared with
+BASELINES: dict[str, tuple[str, ...]] = {
     "moeserve": BF16_PEERS,
     "moeserve-int8": ("moeserve", "llama.cpp-q8_0"),
     "moeserve-int4": ("moeserve", "llama.cpp-q4_0"),
@@ -56,14 +56,14 @@ class Engine:
     """A loaded engine."""
 
     version: str
-    settings: Mapping[str, Any]  # with which it was started, for results
+    settings: Mapping[str, Any]  # recorded in results
     generate: Generate
 
 
 def start_engine(
     name: EngineName, model: Path, stack: ExitStack, *, max_requests: int, max_request_tokens: int
 ) -> Engine:
-    """Loads the model into an engine, which lives as long as the stack, with torch's current number of threads.
+    """Load the model into an engine, with torch's current number of threads. The stack closes the engine.
 
     Raises:
         PeerError: a peer is not installed, or cannot load the model.
@@ -78,7 +78,7 @@ def start_engine(
                 num_threads=torch.get_num_threads(),
                 max_model_len=max_request_tokens,
                 max_num_seqs=max_requests,
-                packed_cache=0,  # writing a copy would go on while others are measured
+                packed_cache=0,  # writing a packed copy would disturb other measurements
             )
             version, settings = f"moeserve {moeserve.__version__}", {"threads": torch.get_num_threads()}
             return Engine(version, settings, generate_with(stack.enter_context(llm)))
@@ -98,13 +98,13 @@ def start_engine(
 def start_all(
     names: Sequence[Name] | None, known: Sequence[Name], start: Callable[[Name], Started]
 ) -> tuple[dict[Name, Started], dict[Name, str]]:
-    """Starts the engines that are asked for. Where none is named, all known ones, but for peers that cannot start.
+    """Start the engines in `names`; without names, all known ones except peers that cannot start.
 
     Returns:
-        The engines, and why each of the others was left out.
+        The engines, and for each engine that was left out the reason.
 
     Raises:
-        PeerError: a peer that was named cannot start.
+        PeerError: a peer in `names` cannot start.
     """
     started: dict[Name, Started] = {}
     left_out: dict[Name, str] = {}
@@ -119,6 +119,6 @@ def start_all(
     return started, left_out
 
 
-def compared(names: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Pairs of an engine and its baseline, of those that are there."""
+def baseline_pairs(names: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Return the pairs of an engine and its baseline in which both are among `names`."""
     return [(name, other) for name, others in BASELINES.items() if name in names for other in others if other in names]

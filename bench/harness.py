@@ -1,16 +1,20 @@
-"""What all benchmarks share: facts about the machine, fair rounds between measured limits, and rows on disk.
+"""The harness of all benchmarks: common options, measuring in rounds, ratios, and result rows.
 
-Knows no model and no engine. Machines drift, some from one second to the next. So a benchmark measures the limit, the
-peers and moeserve in one run and in turns, takes fractions and ratios within a round, and reports their medians.
+Machines drift, some from one second to the next. A benchmark therefore measures everything it compares in one run and
+in alternation, computes fractions and ratios within a round, and reports medians over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import os
 import platform
 import statistics
+import subprocess
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -24,7 +28,8 @@ from moeserve.machine import installed_version, usable_cores
 
 ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
 
-Sample = TypeVar("Sample")  # one measurement: mostly a number
+Row = dict[str, Any]
+Sample = TypeVar("Sample")  # one measurement: usually a number
 
 
 @dataclass(frozen=True)
@@ -40,37 +45,49 @@ class Round:
         return mean_limits([self.before, self.after])
 
 
-def add_options(parser: argparse.ArgumentParser, *, rounds: int, threads: bool = True) -> None:
-    """The options that all benchmarks have."""
-    parser.add_argument("--rounds", type=at_least(1), default=rounds)
-    if threads:
-        parser.add_argument("--threads", type=at_least(1), default=usable_cores())
+def make_parser(module: str, description: str, *, rounds: int | None, threads: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have.
+
+    Args:
+        module: how the benchmark is started: "moeserve bench NAME", or the name of its module for `python -m`.
+        rounds: default of --rounds; None if the benchmark has no rounds.
+    """
+    prog = module if " " in module else f"python -m moeserve.bench.{module}"
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--json", type=Path, help="append the results to this file, one JSON object per line")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=at_least(1), default=rounds, help=f"measurements (default: {rounds})")
+    if threads:
+        parser.add_argument("--threads", type=at_least(1), default=usable_cores(), help="default: all usable cores")
+    return parser
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """What reads an option that is a number."""
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return an argparse type: an integer that must not be below `minimum`."""
 
     def read(text: str) -> int:
         number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number} is less than {least}")
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"{number} is less than {minimum}")
         return number
 
-    read.__name__ = "int"  # which argparse names where the text is no number
+    read.__name__ = "int"  # argparse names this in its message for text that is not a number
     return read
 
 
-def environment() -> dict[str, Any]:
-    """The machine and the versions behind a figure, ready for JSON. Memory is in bytes, the date in UTC.
+def environment() -> Row:
+    """Return the machine, commit and versions of a result, ready for JSON.
 
-    The load is the number of threads that wanted a core, on average over the last minute.
+    Memory is in bytes, the date in UTC. The load is the average number of runnable threads over the last minute.
+    `kernel_isa` is the instruction set of the C++ kernels; `isa` lists what the processor has.
     """
     model, flags = _processor()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
         "cpu": model,
         "isa": [flag for flag in ISA_FLAGS if flag in flags],
+        "kernel_isa": _kernel_isa(),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
@@ -81,13 +98,31 @@ def environment() -> dict[str, Any]:
     }
 
 
-def interleave(measures: Mapping[str, Callable[[], Sample]], num_rounds: int) -> dict[str, list[Sample]]:
-    """Takes every measure once per round, so that a slow minute of the machine hits all of them alike.
+@functools.cache
+def commit() -> str | None:
+    """Return the commit of this checkout, with "+changes" if files differ from it; None outside of a checkout."""
+    folder = Path(__file__).resolve().parents[1]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty=+changes", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
 
-    Every second round runs in reverse order, so that none always follows the same other one.
+
+def interleave(measures: Mapping[str, Callable[[], Sample]], num_rounds: int) -> dict[str, list[Sample]]:
+    """Take every measure once per round, so that a slow minute of the machine affects all of them alike.
+
+    Every second round runs in reverse order, so that no measure always follows the same other one.
 
     Returns:
-        The samples of each measure, in the order they were taken.
+        The samples of each measure, in the order in which they were taken.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in measures}
     for round_index in range(num_rounds):
@@ -100,27 +135,45 @@ def interleave(measures: Mapping[str, Callable[[], Sample]], num_rounds: int) ->
 def interleave_with_limits(
     measures: Mapping[str, Callable[[], float]], num_rounds: int, probe: LimitProbe
 ) -> dict[str, list[Round]]:
-    """Like `interleave`, with the limits measured before the first rate, between any two, and after the last."""
+    """Interleave rates, with the machine's limits measured before the first, between any two, and after the last."""
     before = probe.measure()
 
-    def between(measure: Callable[[], float]) -> Callable[[], Round]:
-        def run() -> Round:
-            nonlocal before
-            rate = measure()
-            taken = Round(rate, before, probe.measure())
-            before = taken.after
-            return taken
+    def between_limits(measure: Callable[[], float]) -> Round:
+        nonlocal before
+        rate = measure()
+        taken = Round(rate, before, probe.measure())
+        before = taken.after
+        return taken
 
-        return run
+    return interleave(
+        {name: functools.partial(between_limits, measure) for name, measure in measures.items()}, num_rounds
+    )
 
-    return interleave({name: between(measure) for name, measure in measures.items()}, num_rounds)
 
-
-def figures(rounds: Sequence[Round], limit_rate: Callable[[MachineLimits], float]) -> dict[str, Any]:
-    """What a row says of one engine: medians, and each round.
+def call_timer(call: Callable[[int], object], sample_seconds: float) -> Callable[[], float]:
+    """Return a measure of the mean seconds of one call, over as many calls as take about `sample_seconds`.
 
     Args:
-        limit_rate: the rate of one who wastes nothing on a machine with these limits.
+        call: gets the index of the call within a sample.
+    """
+
+    @torch.inference_mode()
+    def run(num_calls: int) -> float:
+        start = time.perf_counter()
+        for index in range(num_calls):
+            call(index)
+        return (time.perf_counter() - start) / num_calls
+
+    run(1)
+    num_calls = max(1, int(sample_seconds / run(2)))
+    return lambda: run(num_calls)
+
+
+def figures(rounds: Sequence[Round], limit_rate: Callable[[MachineLimits], float]) -> Row:
+    """Return the result of one engine: medians, and each round.
+
+    Args:
+        limit_rate: the rate of an engine that wastes nothing, on a machine with these limits.
     """
     limits = [limit_rate(each.limits) for each in rounds]
     fractions = [each.rate / limit for each, limit in zip(rounds, limits, strict=True)]
@@ -134,44 +187,69 @@ def figures(rounds: Sequence[Round], limit_rate: Callable[[MachineLimits], float
     }
 
 
-def ratio(engines: Mapping[str, Mapping[str, Any]], name: str, baseline: str) -> dict[str, Any]:
-    """How many times as fast as the baseline an engine is, both as `figures` tells of them.
+def ratio(engines: Mapping[str, Mapping[str, Any]], name: str, baseline: str) -> Row:
+    """Return how many times as fast as the baseline an engine is; both have results of `figures`.
 
-    Within a round the limits may have changed between the two. `median_of_fractions` compares what each made of the
-    limits of its own moment.
+    The machine's limits may have changed between the two samples of a round. `median_of_fractions` compares the
+    fractions of the limit that each reached at its own time.
     """
     pairs = list(zip(engines[name]["rounds"], engines[baseline]["rounds"], strict=True))
     ratios = [own["rate"] / other["rate"] for own, other in pairs]
+    fractions = [own["fraction_of_limit"] / other["fraction_of_limit"] for own, other in pairs]
     return {
         "engine": name,
         "baseline": baseline,
         "median": statistics.median(ratios),
-        "median_of_fractions": statistics.median(
-            own["fraction_of_limit"] / other["fraction_of_limit"] for own, other in pairs
-        ),
+        "median_of_fractions": statistics.median(fractions),
         "rounds": ratios,
     }
 
 
 def ratio_of_medians(samples: Sequence[float], baseline: Sequence[float]) -> float:
-    """How many times the baseline's median the samples' median is."""
     return statistics.median(samples) / statistics.median(baseline)
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends each row to the file as one line of JSON."""
+def percentile(values: Iterable[float], share: float) -> float:
+    """Return the smallest value that at least this share of all values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def save(path: Path | None, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append each row to the file as one line of JSON; do nothing without a path."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, in their order."""
+def read_jsonl(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def show(line: str) -> None:
+    """Print at once: lines may come minutes apart."""
+    print(line, flush=True)
+
+
+def number(value: float) -> str:
+    """Format with three significant digits, or without decimals from 100."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def comparison_text(row: Mapping[str, Any]) -> str:
+    """Format the engines and ratios of a row for a terminal."""
+    lines = [f"{'':<16}{row['unit']:>10}{'of limit':>10}   rounds"]
+    for name, figure in row["engines"].items():
+        rounds = " ".join(number(each["rate"]) for each in figure["rounds"])
+        lines.append(f"{name:<16}{number(figure['rate']):>10}{figure['fraction_of_limit']:>10.0%}   {rounds}")
+    lines += [f"{each['engine']} / {each['baseline']}: {each['median']:.2f}" for each in row["ratios"]]
+    return "\n".join(lines)
+
+
 def _processor() -> tuple[str, set[str]]:
-    """Name and instruction set flags of the processor. Only Linux tells the flags."""
+    """Name and instruction set flags of the processor. The flags are known on Linux only."""
     cpuinfo = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
     if cpuinfo.exists():
@@ -180,3 +258,10 @@ def _processor() -> tuple[str, set[str]]:
             fields.setdefault(key.strip(), value.strip())
     flags = fields.get("flags") or fields.get("Features") or ""
     return fields.get("model name") or platform.processor() or platform.machine(), set(flags.split())
+
+
+def _kernel_isa() -> str | None:
+    from moeserve.ops.native import native_kernels
+
+    kernels = native_kernels()
+    return None if kernels is None else kernels.isa()

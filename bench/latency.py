@@ -1,35 +1,30 @@
-"""How long users wait: for the first token and between tokens, while requests come at some rates.
+"""Time to the first token and between tokens, while requests arrive at given rates.
 
     moeserve bench latency [--model NAME ...] [--rate 0.5 --rate 1 ...] [--requests 16] [--rounds 3] [--json PATH]
 
-- *arrivals*: random, at so many per second on average, and they do not wait for answers. Prompts are random token ids,
-  each is new, and outputs have a fixed number of tokens. Rates take turns, round by round, after a few requests that
-  are not counted. In a round all requests come, and all are served.
-- *first token*: from a request's arrival, with the wait for the step that is running then. *between tokens*: from a
-  token to the next one of the same request. Medians and 99th percentiles, over all requests of all rounds.
-- *served*: output tokens per second, from the first arrival to the last token. Where it falls behind what was asked
-  for, requests pile up, and the waits say how many there were.
-
-The engine is driven as a server does it: with `LLM`'s frontend and core, which give the news of each step.
+- *arrivals*: a Poisson process; requests do not wait for answers. Prompts are new random token ids, and outputs have a
+  fixed number of tokens. Rates alternate round by round, after a few requests that are not counted. A round serves all
+  its requests.
+- *first token*: from a request's arrival, including the wait for the running step. *between tokens*: from one token to
+  the next of the same request. Medians and 99th percentiles are over all requests of all rounds.
+- *served*: output tokens per second, from the first arrival to the last token. Where it is below the offered rate,
+  requests queue.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import math
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from moeserve import LLM, SamplingParams
 from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.engines import QUANTIZATIONS
-from moeserve.bench.harness import add_options, at_least, environment, interleave, write_jsonl
+from moeserve.bench.harness import Row, at_least, environment, interleave, make_parser, percentile, save, show
 from moeserve.bench.limits import LimitProbe, MachineLimits
 from moeserve.errors import EngineError
 from moeserve.ops.threads import set_num_threads
@@ -41,7 +36,7 @@ NUM_WARM_UP = 2
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests that come at random."""
+    """The shape of the requests."""
 
     num_requests: int
     prompt_tokens: int
@@ -51,32 +46,31 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Arrival:
-    seconds: float  # after the beginning
+    seconds: float  # after the start of the round
     prompt: list[int]
 
 
 @dataclass(frozen=True)
 class Waits:
-    """What the requests of one round saw, in seconds."""
+    """The waiting times of one round, in seconds."""
 
     first_token: list[float]  # of each request
     between_tokens: list[float]  # of all requests
-    total: float  # until the last token of all
+    total: float  # until the last token
     before: MachineLimits
     after: MachineLimits
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="moeserve bench latency", description="Waits for tokens under load.")
+    parser = make_parser("moeserve bench latency", "Time to first token and between tokens under load.", rounds=3)
     parser.add_argument(
-        "--model", action="append", help=f"a checkpoint by name or folder; repeatable; default: {', '.join(MODELS)}"
+        "--model", action="append", help=f"name or folder of a checkpoint, repeatable (default: {', '.join(MODELS)})"
     )
     parser.add_argument("--engine", choices=list(QUANTIZATIONS), default="moeserve")
-    parser.add_argument("--rate", type=float, action="append", help=f"requests per second; default: {RATES}")
-    parser.add_argument("--requests", type=at_least(1), default=16, help="of each rate and round")
+    parser.add_argument("--rate", type=float, action="append", help=f"requests per second (default: {RATES})")
+    parser.add_argument("--requests", type=at_least(1), default=16, help="requests of each rate and round")
     parser.add_argument("--prompt-tokens", type=at_least(1), default=128)
-    parser.add_argument("--new-tokens", type=at_least(2), default=32, help="of each request")
-    add_options(parser, rounds=3)
+    parser.add_argument("--new-tokens", type=at_least(2), default=32, help="new tokens of each request")
     options = parser.parse_args(arguments)
     rates: Sequence[float] = options.rate or RATES
     if min(rates) <= 0:
@@ -92,29 +86,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             device="cpu",
             num_threads=options.threads,
             max_model_len=options.prompt_tokens + options.new_tokens,
-            packed_cache=0,  # writing a copy would go on while requests are measured
+            packed_cache=0,  # writing a packed copy would disturb the measurement
         ) as llm:
             traffic = Traffic(options.requests, options.prompt_tokens, options.new_tokens, llm.config.vocab_size)
-            print(f"\n{model.name}, {options.engine}, {traffic.prompt_tokens} + {traffic.new_tokens} tokens")
-            print(
-                f"{'requests/s':>10}{'first token':>14}{'p99':>11}{'between':>11}{'p99':>11}{'served':>16}", flush=True
-            )
+            show(f"\n{model.name}, {options.engine}, {traffic.prompt_tokens} + {traffic.new_tokens} tokens")
+            show(f"{'requests/s':>10}{'first token':>14}{'p99':>11}{'between':>11}{'p99':>11}{'served':>16}")
             for row in measure(llm, rates, traffic, options.rounds, probe):
                 row = {"benchmark": "latency", "model": model.name, "engine": options.engine, **row}
-                print(as_text(row), flush=True)
-                if options.json:
-                    write_jsonl(options.json, [row])
+                show(as_text(row))
+                save(options.json, [row])
 
 
-def measure(
-    llm: LLM, rates: Sequence[float], traffic: Traffic, num_rounds: int, probe: LimitProbe
-) -> list[dict[str, Any]]:
-    """One row for each rate."""
-    source = random.Random(0)
-    serve(llm, [Arrival(0.0, draw_prompt(traffic, source)) for _ in range(NUM_WARM_UP)], traffic.new_tokens, probe)
+def measure(llm: LLM, rates: Sequence[float], traffic: Traffic, num_rounds: int, probe: LimitProbe) -> list[Row]:
+    """Return one row for each rate."""
+    random_source = random.Random(0)
+    serve(
+        llm, [Arrival(0.0, draw_prompt(traffic, random_source)) for _ in range(NUM_WARM_UP)], traffic.new_tokens, probe
+    )
 
     def one_round(rate: float) -> Waits:
-        return serve(llm, draw_arrivals(rate, traffic, source), traffic.new_tokens, probe)
+        return serve(llm, draw_arrivals(rate, traffic, random_source), traffic.new_tokens, probe)
 
     rounds = interleave({str(rate): functools.partial(one_round, rate) for rate in rates}, num_rounds)
     machine = environment()
@@ -134,67 +125,64 @@ def measure(
 
 
 def serve(llm: LLM, arrivals: Sequence[Arrival], new_tokens: int, probe: LimitProbe) -> Waits:
-    """Takes every request when its time has come, and steps until all are served.
+    """Submit each request at its arrival time, and step the engine until all are served.
 
     Raises:
         EngineError: a request failed.
     """
     before = probe.measure()
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    last_news: dict[str, float] = {}  # of each request that is not served yet: its arrival, or its last token
+    last_time: dict[str, float] = {}  # of each unfinished request: its arrival, or its last token
     first_token: list[float] = []
     between_tokens: list[float] = []
     has_token: set[str] = set()
     waiting = list(arrivals)
     start = time.perf_counter()
-    while waiting or last_news:
+    while waiting or last_time:
         now = time.perf_counter() - start
         while waiting and waiting[0].seconds <= now:
             arrival = waiting.pop(0)
             (submission,) = llm.frontend.submit([{"prompt_token_ids": arrival.prompt}], params)
             (request,) = submission.requests
             llm.core.add(request)
-            last_news[request.request_id] = arrival.seconds
-        if not last_news:
+            last_time[request.request_id] = arrival.seconds
+        if not last_time:
             time.sleep(waiting[0].seconds - now)
             continue
         for update in llm.core.step():
             if update.error is not None:
                 raise EngineError(update.error)
-            news = llm.frontend.update(update)
+            output = llm.frontend.update(update)
             now = time.perf_counter() - start
             request_id = update.request_id
             for _ in update.token_ids:
-                (between_tokens if request_id in has_token else first_token).append(now - last_news[request_id])
+                (between_tokens if request_id in has_token else first_token).append(now - last_time[request_id])
                 has_token.add(request_id)
-                last_news[request_id] = now
-            if news is not None and news.finished:
-                del last_news[request_id]
-                llm.frontend.discard(news.prompt_id)
+                last_time[request_id] = now
+            if output is not None and output.finished:
+                del last_time[request_id]
+                llm.frontend.discard(output.prompt_id)
     total = time.perf_counter() - start - arrivals[0].seconds
     assert len(first_token) == len(arrivals)
     assert len(between_tokens) == len(arrivals) * (new_tokens - 1)
     return Waits(first_token, between_tokens, total, before, probe.measure())
 
 
-def draw_arrivals(rate: float, traffic: Traffic, source: random.Random) -> list[Arrival]:
-    """As many per second on average, each independent of the others."""
-    gaps = (source.expovariate(rate) for _ in range(traffic.num_requests))
-    return [Arrival(seconds, draw_prompt(traffic, source)) for seconds in itertools.accumulate(gaps)]
+def draw_arrivals(rate: float, traffic: Traffic, random_source: random.Random) -> list[Arrival]:
+    """Draw the arrivals of a Poisson process of `rate` requests per second."""
+    gaps = (random_source.expovariate(rate) for _ in range(traffic.num_requests))
+    return [Arrival(seconds, draw_prompt(traffic, random_source)) for seconds in itertools.accumulate(gaps)]
 
 
-def draw_prompt(traffic: Traffic, source: random.Random) -> list[int]:
-    return source.choices(range(traffic.vocab_size), k=traffic.prompt_tokens)
+def draw_prompt(traffic: Traffic, random_source: random.Random) -> list[int]:
+    return random_source.choices(range(traffic.vocab_size), k=traffic.prompt_tokens)
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """The middle, and the least value that 99 of 100 do not exceed."""
-    ordered = sorted(seconds)
-    return {"median": statistics.median(ordered), "p99": ordered[max(0, math.ceil(0.99 * len(ordered)) - 1)]}
+    return {"median": statistics.median(seconds), "p99": percentile(seconds, 0.99)}
 
 
-def as_text(row: dict[str, Any]) -> str:
-    """A row for people."""
+def as_text(row: Row) -> str:
     waits = [row["first_token"]["median"], row["first_token"]["p99"]]
     waits += [row["between_tokens"]["median"], row["between_tokens"]["p99"]]
     shown = [f"{wait * 1e3:>8.0f} ms" for wait in waits]

@@ -1,4 +1,4 @@
-"""What the machine can do: how fast it reads memory and multiplies matrices. Knows no model and no engine."""
+"""The limits of the machine: memory read bandwidth and rate of matrix products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeserve.ops.products import OpenWeights, can_pack, native_product, pack
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What the machine can do with `num_threads` threads, as far as torch and our own products can show it."""
+    """The highest rates measured with `num_threads` threads, by torch and by our own matrix products."""
 
     read_bandwidth: float  # GB/s, 1e9 bytes
     matmul_rate: float  # bf16 GFLOP/s, a multiply-add counts two
@@ -22,33 +22,32 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class Work:
-    """What must be done, whoever does it."""
+    """The least memory traffic and arithmetic of a computation."""
 
-    num_bytes: float  # of memory to be read
-    operations: float  # in matrix products; a multiply-add counts two
+    num_bytes: float  # to be read
+    operations: float  # of matrix products; a multiply-add counts as two
 
     def seconds(self, limits: MachineLimits) -> float:
-        """Of one who wastes nothing: reading and computing overlap, and the slower of the two takes all the time."""
+        """Return the least time: reading and computing overlap, and the slower of the two takes all of it."""
         return max(self.num_bytes / (limits.read_bandwidth * 1e9), self.operations / (limits.matmul_rate * 1e9))
 
 
 class LimitProbe:
-    """Measures the limits again and again, in well under a second, with torch's current number of threads.
+    """Measures the limits repeatedly, each time in well under a second, with torch's current number of threads.
 
-    A machine may share its memory with others, so that a limit holds for a second and no longer. A limit is what the
-    machine can do, so each figure is the best of some passes, not their median.
+    On a shared machine a limit may hold for only a second. Each figure is the best of some passes, not their median:
 
-    - Reading: a float32 buffer of `buffer_bytes` is summed, and its two halves are multiplied in a dot product.
-      Both read every byte once and write nothing; the faster one counts. The buffer must be larger than the caches.
-    - Products: `matmul_size` / 4 rows with a square bf16 weight of `matmul_size`, by torch's linear and by
-      `ops/products.py`; the faster one counts.
+    - Reading: the sum of a float32 buffer of `buffer_bytes`, and the dot product of its halves; the faster one counts.
+      The buffer must be larger than the caches.
+    - Products: `matmul_size` / 4 rows with a square bf16 weight of `matmul_size`, by torch's linear and by our packed
+      product; the faster one counts.
 
-    Other code may read a little faster than torch does, so a fraction of this limit can pass 1.
+    Other code may read a little faster than torch does, so a fraction of this limit can exceed 1.
     """
 
     def __init__(self, *, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_passes: int = 3) -> None:
         self._num_passes = num_passes
-        buffer = torch.ones(buffer_bytes // 8 * 2)  # not zeros: untouched pages would all be one page of zeros
+        buffer = torch.ones(buffer_bytes // 8 * 2)  # not zeros: untouched pages would share one page of zeros
         first_half, second_half = buffer.chunk(2)
         self._num_bytes = buffer.nbytes
         self._reads: list[Callable[[], object]] = [buffer.sum, lambda: torch.dot(first_half, second_half)]
@@ -60,7 +59,7 @@ class LimitProbe:
         if can_pack(open_weights := OpenWeights(weight[None])):
             product = native_product(pack(open_weights, "bfloat16", in_place=False))
             self._products.append(lambda: product.multiply(rows))
-        self.measure()  # the first one touches pages and starts threads
+        self.measure()  # the first pass touches pages and starts threads
 
     def measure(self) -> MachineLimits:
         return MachineLimits(
@@ -71,12 +70,12 @@ class LimitProbe:
 
 
 def measure_limits(*, buffer_bytes: int = 1 << 30, matmul_size: int = 4096, num_passes: int = 5) -> MachineLimits:
-    """The limits, once. See `LimitProbe`."""
+    """Measure the limits once. See `LimitProbe`."""
     return LimitProbe(buffer_bytes=buffer_bytes, matmul_size=matmul_size, num_passes=num_passes).measure()
 
 
 def mean_limits(limits: Sequence[MachineLimits]) -> MachineLimits:
-    """Halfway between limits that were measured before and after something."""
+    """Return the mean of limits measured before and after something."""
     return MachineLimits(
         read_bandwidth=sum(each.read_bandwidth for each in limits) / len(limits),
         matmul_rate=sum(each.matmul_rate for each in limits) / len(limits),

@@ -1,23 +1,22 @@
-"""The experts of one layer alone, at the shapes of published models: moeserve and its peers beside the machine's limit.
+"""The experts of one layer alone, at the shapes of published models, beside the machine's limit.
 
     moeserve bench moe [--shape NAME ...] [--rows N ...] [--engine NAME ...] [--rounds 5] [--json PATH]
 
-- *rate*: rows per second through sorting by expert, both products, and the weighted sum, with routing given at random.
-  Rows and routing are new for each call. moeserve calls what its mixture-of-experts layer calls; vLLM its fused
-  operation, kt-kernel its BF16 experts. A rate is the median of some calls after one that is not counted. Each engine's
-  results are checked against float32 before it is timed (`peers/adapters/experts.py`).
-- *limit*: as in `throughput.py`: the bytes of the experts that the rows choose, on average, or the multiply-adds.
+- *rate*: rows per second through sorting by expert, both products and the weighted sum, with random routing. Rows and
+  routing are new for each call. moeserve runs what its MoE layer runs, vLLM its fused operation, kt-kernel its BF16
+  experts. A rate is the median of some calls, after one that is not counted. The results of each engine are checked
+  against float32 before it is timed (`peers/adapters/experts.py`).
+- *limit*: as in `throughput.py`: the bytes of the experts that the rows choose on average, or the multiply-adds.
 
-The engines of one shape are alive at the same time: Mixtral-8x7B's layer takes 2.8 GB in each.
+All engines of one shape are loaded at once; a layer of Mixtral-8x7B takes 2.8 GB in each.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -26,21 +25,23 @@ from torch import Tensor
 
 import moeserve
 from moeserve.bench.costs import FORMATS
-from moeserve.bench.engines import FORMATS_OF, QUANTIZATIONS, compared, start_all
+from moeserve.bench.engines import QUANTIZATIONS, WEIGHT_FORMATS, baseline_pairs, start_all
 from moeserve.bench.harness import (
-    add_options,
+    Row,
     at_least,
+    comparison_text,
     environment,
     figures,
     interleave_with_limits,
+    make_parser,
     ratio,
-    write_jsonl,
+    save,
+    show,
 )
 from moeserve.bench.limits import LimitProbe, MachineLimits, Work
 from moeserve.bench.peers.adapters.experts import Shape, experts_method
 from moeserve.bench.peers.environments import PeerError
 from moeserve.bench.peers.peers import start_experts_peer
-from moeserve.bench.tables import comparison
 from moeserve.config.settings import QuantizationName
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens
@@ -59,16 +60,20 @@ SHAPES = {
     "Qwen3-30B-A3B": Shape(num_experts=128, hidden=2048, width=768, top_k=8),
 }
 NUM_ROWS = (1, 16, 64, 256, 1024)
-SAMPLE_SECONDS = 0.3  # a rate is of as many calls as a third of the limit's speed makes of this, 2 at least
+SAMPLE_SECONDS = 0.3  # of one rate, at a third of the limit's speed; at least 2 calls
 MAX_CALLS = 50
-MAX_ERRORS: dict[QuantizationName | None, float] = {None: 0.02, "int8": 0.04, "int4": 0.3}  # of random weights
+MAX_ERRORS: dict[QuantizationName | None, float] = {
+    None: 0.02,
+    "int8": 0.04,
+    "int4": 0.3,
+}  # relative, with random weights
 
-Seconds = Callable[[int, int], list[float]]  # rows, calls -> what each call took
+Seconds = Callable[[int, int], list[float]]  # rows, calls -> seconds of each call
 
 
 @dataclass(frozen=True)
 class ExpertsEngine:
-    """The experts of one layer, loaded."""
+    """The loaded experts of one layer."""
 
     version: str
     settings: dict[str, Any]
@@ -76,13 +81,12 @@ class ExpertsEngine:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="moeserve bench moe", description="The experts of one layer alone.")
-    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="repeatable; default: all")
-    parser.add_argument("--rows", type=at_least(1), action="append", help=f"repeatable; default: {NUM_ROWS}")
+    parser = make_parser("moeserve bench moe", "Speed of the experts of one layer alone.", rounds=5)
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="repeatable (default: all)")
+    parser.add_argument("--rows", type=at_least(1), action="append", help=f"repeatable (default: {NUM_ROWS})")
     parser.add_argument(
-        "--engine", action="append", choices=EXPERTS_NAMES, help="repeatable; default: all that are installed"
+        "--engine", action="append", choices=EXPERTS_NAMES, help="repeatable (default: all that are installed)"
     )
-    add_options(parser, rounds=5)
     options = parser.parse_args(arguments)
 
     set_num_threads(options.threads)
@@ -94,9 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             engines, left_out = start_all(options.engine, EXPERTS_NAMES, start)
             for num_rows in options.rows or NUM_ROWS:
                 row = measure(shape_name, shape, num_rows, engines, options.rounds, probe) | {"left_out": left_out}
-                print(f"\n{shape_name}, {num_rows} rows\n{comparison(row)}", flush=True)
-                if options.json:
-                    write_jsonl(options.json, [row])
+                show(f"\n{shape_name}, {num_rows} rows\n{comparison_text(row)}")
+                save(options.json, [row])
 
 
 def measure(
@@ -106,8 +109,8 @@ def measure(
     engines: Mapping[ExpertsName, ExpertsEngine],
     num_rounds: int,
     probe: LimitProbe,
-) -> dict[str, Any]:
-    """The row of one shape and number of rows, complete in itself."""
+) -> Row:
+    """Return the complete row of one shape and number of rows."""
     expected = experts_work(shape, num_rows).seconds(probe.measure())
     num_calls = min(MAX_CALLS, max(2, round(SAMPLE_SECONDS / 3 / expected)))
 
@@ -119,9 +122,11 @@ def measure(
     )
 
     def limit_rate(name: str, limits: MachineLimits) -> float:
-        return num_rows / experts_work(shape, num_rows, FORMATS[FORMATS_OF.get(name, "bfloat16")].bits).seconds(limits)
+        return num_rows / experts_work(shape, num_rows, FORMATS[WEIGHT_FORMATS.get(name, "bfloat16")].bits).seconds(
+            limits
+        )
 
-    results: dict[str, dict[str, Any]] = {
+    results: dict[str, Row] = {
         name: {
             "version": engine.version,
             "settings": engine.settings,
@@ -137,13 +142,13 @@ def measure(
         "num_calls": num_calls,
         "unit": "rows/s",
         "engines": results,
-        "ratios": [ratio(results, *pair) for pair in compared(results)],
+        "ratios": [ratio(results, *pair) for pair in baseline_pairs(results)],
         "environment": environment(),
     }
 
 
 def experts_work(shape: Shape, num_rows: int, bits: float = FORMATS["bfloat16"].bits) -> Work:
-    """What one call must read and compute, whoever does it. Experts that no row chose are not read."""
+    """Return the work of one call. Experts that no row chose are not read."""
     weights_per_expert = 3 * shape.hidden * shape.width
     num_read = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** num_rows)
     return Work(
@@ -153,24 +158,23 @@ def experts_work(shape: Shape, num_rows: int, bits: float = FORMATS["bfloat16"].
 
 
 def start_experts(name: ExpertsName, *, shape: Shape, stack: ExitStack) -> ExpertsEngine:
-    """Loads a layer of random weights, which lives as long as the stack, with torch's current number of threads.
+    """Load a layer of random weights, with torch's current number of threads. The stack closes it.
 
     Raises:
-        PeerError: a peer is not installed, or cannot make them.
+        PeerError: a peer is not installed, or cannot run these experts.
     """
     match name:
         case "moeserve" | "moeserve-int8" | "moeserve-int4":
             settings = {"threads": torch.get_num_threads()}
             return ExpertsEngine(f"moeserve {moeserve.__version__}", settings, own_experts(shape, QUANTIZATIONS[name]))
         case _:
-            peer = start_experts_peer(name, **asdict(shape), num_threads=torch.get_num_threads())
-            return ExpertsEngine(peer.version, peer.settings, stack.enter_context(closing(peer)).seconds)
+            peer = stack.enter_context(start_experts_peer(name, asdict(shape), num_threads=torch.get_num_threads()))
+            return ExpertsEngine(peer.version, peer.settings, peer.experts_seconds)
 
 
 @torch.inference_mode()
 def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
-    """moeserve's, given the rows and the routing that a peer's adapter gives to its own."""
-
+    """Return moeserve's experts, with the rows and routing that the adapters give to their engines."""
     device, pairs = torch.device("cpu"), choose_pairs("cpu")
 
     def make(gate_up_EFD: Tensor, down_EDF: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -187,7 +191,7 @@ def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
 
         @torch.inference_mode()
         def run(rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-            """As `moe/dispatch/local.py` before and after the experts."""
+            """Run what `moe/dispatch/local.py` runs before and after the experts."""
             pair_of_row_R, counts_E = pairs.sort(ids_TK.long().flatten(), Keys(shape.num_experts))
             output_RD = experts(PackedTokens(pairs.gather(rows_TD, pair_of_row_R, shape.top_k), counts_E))
             return pairs.weighted_sum(output_RD, pair_of_row_R, weights_TK, rows_TD.dtype)

@@ -1,4 +1,4 @@
-"""Bars as SVG, written by hand: names on the left, a bar for each value. Knows no benchmark."""
+"""Bar charts as SVG."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Group:
-    """Bars that are compared with each other."""
+    """Bars under one title."""
 
     title: str
     bars: tuple[Bar, ...]
 
 
 def bar_chart(title: str, groups: Sequence[Group]) -> str:
-    """An SVG image. A name has the same colour in all groups; all bars have one scale."""
+    """Return an SVG image. A name has the same colour in all groups, and all bars have the same scale."""
     names = list(dict.fromkeys(bar.name for group in groups for bar in group.bars))
     colour_of = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     largest = max(bar.value for group in groups for bar in group.bars)

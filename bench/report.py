@@ -1,10 +1,10 @@
-"""Writes the tables and plots of docs/benchmarks.md from the rows in bench/results. Measures nothing.
+"""Writes the tables and plots of docs/benchmarks.md from the rows in bench/results.
 
     moeserve bench report [--results FOLDER] [--document FILE]
 
-In the document a table stands between two comments, `<!-- begin NAME -->` and `<!-- end NAME -->`, and what stands
-there is replaced. Where several rows tell of the same thing, the last one counts. Rows of small runs belong in other
-folders: all that are found are shown.
+In the document a table stands between the comments `<!-- begin NAME -->` and `<!-- end NAME -->`, and is replaced.
+Where several rows describe the same measurement, the last one counts. All rows of the folder are shown, so results of
+trial runs belong elsewhere.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeserve.bench.engines import ENGINE_NAMES, FORMATS_OF
-from moeserve.bench.harness import read_jsonl
+from moeserve.bench.engines import ENGINE_NAMES, WEIGHT_FORMATS
+from moeserve.bench.harness import number, read_jsonl
 from moeserve.bench.plots import Bar, Group, bar_chart
-from moeserve.bench.tables import markdown, number
 from moeserve.errors import MoeserveError
 from moeserve.machine import shown_bytes
 
@@ -29,11 +28,13 @@ PLOTS = "plots"  # a folder beside the document
 
 
 class ReportError(MoeserveError, ValueError):
-    """The document or the results are not where they should be, or not as they should be."""
+    """The document or the results are missing, or the document names an unknown table."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="moeserve bench report", description="Writes tables and plots from results.")
+    parser = argparse.ArgumentParser(
+        prog="moeserve bench report", description="Write the tables and plots of docs/benchmarks.md from results."
+    )
     parser.add_argument("--results", type=Path, default=Path("bench/results"), help="folder of JSON lines")
     parser.add_argument("--document", type=Path, default=Path("docs/benchmarks.md"))
     options = parser.parse_args(arguments)
@@ -42,14 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write_report(results: Path, document: Path) -> list[Path]:
-    """Fills the document's tables and draws the plots beside it. Returns what was written.
+    """Fill the document's tables and draw the plots beside it. Return the paths of the written files.
 
     Raises:
-        ReportError: there is no such document or folder, or the document has a mark that nobody fills.
+        ReportError: the document or the folder does not exist, or the document names an unknown table.
     """
     if not document.is_file() or not results.is_dir():
         missing = results if document.is_file() else document
-        raise ReportError(f"{missing} does not exist; run this in the checkout, or name it")
+        raise ReportError(f"{missing} does not exist; run this in the checkout, or use --results and --document")
     rows = [row for path in sorted(results.glob("*.jsonl")) for row in read_jsonl(path)]
     document.write_text(fill(document.read_text(encoding="utf-8"), rows), encoding="utf-8")
     written = [document]
@@ -61,32 +62,35 @@ def write_report(results: Path, document: Path) -> list[Path]:
     return written
 
 
-def with_own_cell(row: Row) -> Row:
-    """A comparison of quantised engines does not take the place of the same one of others."""
-    if row["benchmark"] == "throughput" and FORMATS_OF.keys() & row["engines"].keys():
-        return {**row, "cell": f"{row['cell']}, quantised"}
-    return row
-
-
 def fill(text: str, rows: Sequence[Row]) -> str:
-    """The text of a document with every table made anew."""
+    """Return the document with every table replaced."""
     for begin, end in re.findall(r"<!-- begin (\w+) -->|<!-- end (\w+) -->", text):
         if (begin or end) not in TABLES:
-            raise ReportError(f"there is no table {begin or end!r}; there are {', '.join(TABLES)}")
+            raise ReportError(f"there is no table {begin or end!r}; the tables are {', '.join(TABLES)}")
     for name, table in TABLES.items():
-        found = [with_own_cell(row) for row in rows if row["benchmark"] == name]
+        found = rows_of(rows, name)
         shown = table(found) if found else "No results yet."
         pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
         text = pattern.sub(lambda marks, shown=shown: f"{marks[1]}{shown}\n{marks[2]}", text)  # type: ignore[misc]
     return text
 
 
+def rows_of(rows: Iterable[Row], benchmark: str) -> list[Row]:
+    """Return the rows of a benchmark. Comparisons with quantised engines get cells of their own."""
+    found: list[Row] = [row for row in rows if row["benchmark"] == benchmark]
+    if benchmark != "throughput":
+        return found
+    return [
+        {**row, "cell": f"{row['cell']}, quantised"} if WEIGHT_FORMATS.keys() & row["engines"].keys() else row
+        for row in found
+    ]
+
+
 def throughput_tables(rows: Sequence[Row]) -> str:
-    """For each model, all cells beside all engines; then what the goals ask, and what quantising brings."""
+    """For each model: all cells with all engines, the goals, and the ratios of quantised engines."""
     cells = latest(rows, "model", "cell")
     tables = []
-    for model in unique(row["model"] for row in cells):
-        of_model = [row for row in cells if row["model"] == model]
+    for model, of_model in by(cells, "model").items():
         tables.append(f"**{model}**, tokens per second (share of the limit)\n\n{engines_table(of_model, 'cell')}")
         tables.append(image("throughput", model))
         if goals := [row for row in of_model if row["goal"]]:
@@ -102,8 +106,7 @@ def throughput_tables(rows: Sequence[Row]) -> str:
 def goals_table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
-        goal = row["goal"]
-        own = row["engines"]["moeserve"]
+        goal, own = row["goal"], row["engines"]["moeserve"]
         lines.append([
             row["cell"],
             goal["best_peer"],
@@ -111,23 +114,19 @@ def goals_table(rows: Sequence[Row]) -> str:
             f"{goal['ratio']}",
             f"{own['fraction_of_limit']:.0%}",
             f"{goal['reached']:.2f}",
-            ", ".join(goal["without"]),
         ])  # fmt: skip
-    of_limit = rows[0]["goal"]["of_limit"]
-    head = ["cell", "best peer", "moeserve / best peer", "goal", "of the limit", "reached", "without"]
-    says = [f"*reached*: moeserve's rate over goal x best peer, or over {of_limit} of the limit where that is lower."]
+    tables = [markdown(["cell", "best peer", "moeserve / best peer", "goal", "of the limit", "reached"], lines)]
     if reasons := unique(reason for row in rows for reason in row["goal"]["without"].items()):
-        told = "; ".join(f"{name} ({reason})" for name, reason in reasons)
-        says.append(f"*without*: peers that were not measured, one of which might have been the best: {told}.")
-    return "\n\n".join([markdown(head, lines), *says])
+        listed = "; ".join(f"{name} ({reason})" for name, reason in reasons)
+        tables.append(f"Peers that were not measured in some cells: {listed}.")
+    return "\n\n".join(tables)
 
 
 def moe_tables(rows: Sequence[Row]) -> str:
-    """For each shape, numbers of rows beside engines."""
+    """For each shape: numbers of rows with all engines."""
     cells = latest(rows, "shape_name", "num_rows")
     tables = []
-    for shape_name in unique(row["shape_name"] for row in cells):
-        of_shape = [row for row in cells if row["shape_name"] == shape_name]
+    for shape_name, of_shape in by(cells, "shape_name").items():
         shape = of_shape[0]["shape"]
         sizes = f"{shape['num_experts']} x {shape['hidden']} x {shape['width']}, top-{shape['top_k']}"
         tables.append(
@@ -138,171 +137,149 @@ def moe_tables(rows: Sequence[Row]) -> str:
 
 
 def latency_table(rows: Sequence[Row]) -> str:
-    last = latest(rows, "model", "engine", "requests_per_second")
     waits = list(itertools.product(("first_token", "between_tokens"), ("median", "p99")))
-    head = ["model", "requests/s", "first token, ms", "99 %", "between tokens, ms", "99 %", "tokens/s"]
-    lines = [
-        [
+    head = ["model", "requests/s", "first token, ms", "99%", "between tokens, ms", "99%", "tokens/s"]
+    return simple_table(
+        latest(rows, "model", "engine", "requests_per_second"),
+        head,
+        lambda row: [
             f"{row['model']}, {row['engine']}",
             f"{row['requests_per_second']:g}",
             *(f"{row[wait][which] * 1e3:.0f}" for wait, which in waits),
             number(row["tokens_per_second"]),
-        ]
-        for row in last
-    ]  # fmt: skip
-    return f"{markdown(head, lines)}\n\n{machine_line(last)}"
+        ],
+    )
 
 
 def startup_table(rows: Sequence[Row]) -> str:
-    last = latest(rows, "model", "engine", "source", "quantization")
-    head = ["model", "engine", "from", "seconds", "of these loading", "imports before"]
-    lines = [
-        [
+    return simple_table(
+        latest(rows, "model", "engine", "source", "quantization"),
+        ["model", "engine", "source", "seconds", "of these loading", "imports before"],
+        lambda row: [
             f"{row['model']}, {row['checkpoint_bytes'] / 1e9:.1f} GB",
             " ".join(filter(None, (row["engine"], row["quantization"]))),
             row["source"],
             number(row["seconds"]),
             "" if row["loading"] is None else number(row["loading"]),
             "" if row["imports"] is None else number(row["imports"]),
-        ]
-        for row in last
-    ]
-    return f"{markdown(head, lines)}\n\n{machine_line(last)}"
-
-
-def parallel_tables(rows: Sequence[Row]) -> str:
-    """Agreement, dispatch and serving, those of them that were measured."""
-    tables = []
-    if agreements := latest([row for row in rows if row["table"] == "agreement"], "num_replicas"):
-        lines = [[str(row["num_replicas"]), f"{row['median_us']:.0f}", f"{row['p99_us']:.0f}"] for row in agreements]
-        tables.append(markdown(["replicas that agree", "median, µs", "99 %, µs"], lines))
-    of_dispatch = [row for row in rows if row["table"] == "dispatch"]
-    if dispatches := latest(of_dispatch, "num_ranks", "tokens_per_rank", "dispatcher"):
-        lines = [
-            [
-                f"{row['num_ranks']} ranks, {row['tokens_per_rank']} tokens, {row['dispatcher']}",
-                f"{row['median_us']:.0f}",
-                f"{row['exchanging']:.0%}",
-                shown_bytes(round(row["bytes_sent_per_rank"])),
-                f"{row['ratio']:.2f}",
-            ]
-            for row in dispatches
-        ]
-        tables.append(markdown(["dispatch and combine", "median, µs", "exchanging", "sent", "speed-up"], lines))
-    served = [{**row, "requests": row["workload"]["batch"]} for row in rows if row["table"] == "serving"]
-    if servings := latest(served, "model", "what", "requests", "layout"):
-        lines = [
-            [
-                f"{row['model']}, {row['what']}, {row['requests']} requests, {row['layout']}",
-                number(row["tokens_per_second"]),
-                f"{row['ratio_to_one_rank']:.2f}",
-            ]
-            for row in servings
-        ]
-        tables.append(markdown(["serving", "tokens/s", "of one rank"], lines))
-    return "\n\n".join([*tables, machine_line(rows)])
+        ],
+    )
 
 
 def quality_table(rows: Sequence[Row]) -> str:
-    """For each model and format, how far its probabilities are from bf16's."""
-    last = latest(rows, "model", "variant")
-    head = ["model", "instead of bf16", "mean KL divergence, nats", "same likeliest token", "positions"]
-    lines = [
-        [
+    return simple_table(
+        latest(rows, "model", "variant"),
+        ["model", "instead of bf16", "mean KL divergence, nats", "same most likely token", "positions"],
+        lambda row: [
             row["model"],
             row["variant"],
             f"{row['mean_divergence']:.4f}",
             f"{row['share_same']:.1%}",
             str(row["num_positions"]),
-        ]
-        for row in last
-    ]
-    return f"{markdown(head, lines)}\n\n{machine_line(last)}"
+        ],
+    )
 
 
 def attention_table(rows: Sequence[Row]) -> str:
-    """For each batch and context, the C++ kernel beside torch."""
-    last = latest([{**row, "at": attention_shape(row)} for row in rows], "at", "name")
-    torch_us = {row["at"]: row["median_us"] for row in last if row["name"] == "torch"}
-    kernel_rows = [row for row in last if row["name"] == "C++"]
-    lines = [
-        [
-            row["at"],
-            number(torch_us[row["at"]]),
+    """For each shape, the C++ kernel beside torch."""
+    return simple_table(
+        latest([{**row, "at": str(row["shape"])} for row in rows if row["name"] == "C++"], "at"),
+        ["attention", "heads", "rows", "context", "C++, µs", "over torch", "of the limit"],
+        lambda row: [
+            "latent" if row["shape"]["latent_size"] else "grouped-query",
+            f"{row['shape']['num_heads']} x {row['shape']['head_size']}",
+            f"{row['shape']['batch']} x {row['shape']['num_rows']}",
+            str(row["shape"]["context_len"]),
             number(row["median_us"]),
             f"{row['ratio']:.1f}",
             f"{row['fraction_of_limit']:.0%}",
-        ]
-        for row in kernel_rows
-    ]
-    head = ["attention", "torch, µs", "C++, µs", "speed-up", "of the limit"]
-    return f"{markdown(head, lines)}\n\n{machine_line(kernel_rows)}"
-
-
-def attention_shape(row: Row) -> str:
-    shape = row["shape"]
-    kind = "latent" if shape.get("latent_size") else "grouped-query"
-    return f"{kind}, batch {shape['batch']}, context {shape['context_len']}"
-
-
-def executors_table(rows: Sequence[Row]) -> str:
-    """For each layout, what a step takes with each executor."""
-    last = latest(rows, "tp", "dp")
-    ways = unique(way for row in last for way in row["ways"])
-    head = ["one decode step, µs", *(part for way in ways for part in ([way] if way == "mp" else [way, "added"]))]
-    lines = []
-    for row in last:
-        line = [f"tp {row['tp']}, dp {row['dp']}"]
-        for way in ways:
-            line.append(number(row["ways"][way]["seconds"] * 1e6))
-            line += [] if way == "mp" else [number(row["ways"][way]["added"] * 1e6)]
-        lines.append(line)
-    return f"{markdown(head, lines)}\n\n{machine_line(last)}"
+        ],
+    )
 
 
 def collectives_table(rows: Sequence[Row]) -> str:
-    """For each number of ranks, operation and size, both transports."""
-    last = latest(rows, "num_ranks", "operation", "dtype", "num_bytes", "transport")
-    gloo = {_collective(row): row for row in last if row["transport"] == "gloo"}
-    head = ["ranks", "collective", "bytes", "shared memory, µs", "gloo, µs", "faster"]
-    lines = [
-        [
-            str(row["num_ranks"]),
-            f"{row['operation']}, {row['dtype']}" if row["dtype"] != "float32" else row["operation"],
-            shown_bytes(row["num_bytes"]),
-            number(row["median_us"]),
-            number(gloo[_collective(row)]["median_us"]),
-            f"{row['ratio_to_gloo']:.1f}",
-        ]
-        for row in last
-        if row["transport"] != "gloo"
+    """For each collective, the times through shared memory by size, and how many times as fast as gloo they are."""
+    shared = latest([row for row in rows if row["transport"] != "gloo"], "num_ranks", "operation", "dtype", "num_bytes")
+    sizes = unique(row["num_bytes"] for row in shared)
+    lines = []
+    for (num_ranks, operation, dtype), group in by(shared, "num_ranks", "operation", "dtype").items():
+        found = {row["num_bytes"]: f"{number(row['median_us'])} ({row['ratio_to_gloo']:.0f}x)" for row in group}
+        name = operation if dtype == "float32" else f"{operation}, {dtype}"
+        lines.append([f"{num_ranks} ranks, {name}", *(found.get(size, "") for size in sizes)])
+    return f"{markdown(['', *map(shown_bytes, sizes)], lines)}\n\n{machine_line(shared)}"
+
+
+def parallel_tables(rows: Sequence[Row]) -> str:
+    """Agreement, dispatch and serving, as far as they were measured."""
+    tables = []
+    if agreements := latest([row for row in rows if row["table"] == "agreement"], "num_replicas"):
+        lines = [[str(row["num_replicas"]), f"{row['median_us']:.0f}", f"{row['p99_us']:.0f}"] for row in agreements]
+        tables.append(markdown(["replicas that agree", "median, µs", "99%, µs"], lines))
+    dispatch_rows = [row for row in rows if row["table"] == "dispatch"]
+    if dispatches := latest(dispatch_rows, "num_ranks", "tokens_per_rank", "dispatcher"):
+        lines = []
+        for (num_ranks, num_tokens), group in by(dispatches, "num_ranks", "tokens_per_rank").items():
+            of = {row["dispatcher"]: row for row in group}
+            lines.append([
+                f"{num_ranks} ranks, {num_tokens} tokens",
+                *(f"{of[name]['median_us']:.0f}" for name in ("allgather", "all_to_all")),
+                f"{of['all_to_all']['ratio']:.2f}",
+            ])  # fmt: skip
+        head = ["dispatch and combine", "allgather, µs", "all_to_all, µs", "speed-up"]
+        tables.append(markdown(head, lines))
+    served = [{**row, "requests": row["workload"]["batch"]} for row in rows if row["table"] == "serving"]
+    if servings := latest(served, "model", "what", "requests", "layout"):
+        lines = []
+        for (model, kind, requests), group in by(servings, "model", "what", "requests").items():
+            alone = next(row for row in group if row["layout"] == "one rank")
+            for layout in (row for row in group if row is not alone):
+                lines.append([
+                    f"{model}, {kind}, {requests} requests, {layout['layout']}",
+                    number(layout["tokens_per_second"]),
+                    number(alone["tokens_per_second"]),
+                    f"{layout['ratio_to_one_rank']:.2f}",
+                ])  # fmt: skip
+        tables.append(markdown(["serving", "tokens/s", "one rank", "ratio"], lines))
+    return "\n\n".join([*tables, machine_line(rows)])
+
+
+def executors_table(rows: Sequence[Row]) -> str:
+    """For each layout, the time of a step with each executor."""
+    last = latest(rows, "tp", "dp")
+    executors = unique(name for row in last for name in row["ways"])
+    head = [
+        "one decode step, µs",
+        *(part for name in executors for part in ([name] if name == "mp" else [name, "added"])),
     ]
-    return f"{markdown(head, lines)}\n\n{machine_line(last)}"
 
+    def line(row: Row) -> list[str]:
+        cells = [f"tp {row['tp']}, dp {row['dp']}"]
+        for name in executors:
+            cells.append(number(row["ways"][name]["seconds"] * 1e6))
+            cells += [] if name == "mp" else [number(row["ways"][name]["added"] * 1e6)]
+        return cells
 
-def _collective(row: Row) -> tuple[Any, ...]:
-    return row["num_ranks"], row["operation"], row["dtype"], row["num_bytes"]
+    return simple_table(last, head, line)
 
 
 def rebalance_table(rows: Sequence[Row]) -> str:
-    """For each number of ranks, steps without balancing, and before, while and after experts moved."""
-    last = latest(rows, "ranks", "tokens")
+    """For each number of ranks, steps without balancing, and before, during and after a change of placement."""
+    phases = ("without", "before", "during", "after")
+    last = [{**row, "phase": phase} for row in latest(rows, "ranks", "tokens") for phase in phases]
+
+    def line(row: Row) -> list[str]:
+        balance = row["max_over_mean"].get(row["phase"])
+        gains = [row["gain_over_without"], row["gain"]] if row["phase"] == "after" else []
+        return [
+            f"{row['ranks']} ranks, {row['phase']}",
+            "" if balance is None else f"{balance:.2f}",
+            number(row[row["phase"]]["p50"] * 1e3),
+            number(row[row["phase"]]["p99"] * 1e3),
+            *([f"{gain:.2f}" for gain in gains] or ["", ""]),
+        ]
+
     head = ["", "fullest rank / mean", "step p50, ms", "step p99, ms", "tokens/s over without", "over before"]
-    lines = []
-    for row in last:
-        for when in ("without", "before", "during", "after"):
-            balance = row["max_over_mean"].get(when)
-            gains = [row["gain_over_without"], row["gain"]] if when == "after" else []
-            lines.append(
-                [
-                    f"{row['ranks']} ranks, {when}",
-                    "" if balance is None else f"{balance:.2f}",
-                    number(row[when]["p50"] * 1e3),
-                    number(row[when]["p99"] * 1e3),
-                    *([f"{gain:.2f}" for gain in gains] or ["", ""]),
-                ]
-            )
-    return f"{markdown(head, lines)}\n\n{machine_line(last)}"
+    return simple_table(last, head, line)
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
@@ -320,11 +297,10 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 def plots(rows: Sequence[Row]) -> dict[str, str]:
-    """Images by the name of their file: shares of the limit, one image for each model, and one for each shape."""
+    """Return images by file name: shares of the limit, one image for each model and each shape."""
     images = {}
-    for benchmark, of_what, cell in (("throughput", "model", "cell"), ("moe", "shape_name", "num_rows")):
-        cells = latest([with_own_cell(row) for row in rows if row["benchmark"] == benchmark], of_what, cell)
-        for name in unique(row[of_what] for row in cells):
+    for benchmark, title, cell in (("throughput", "model", "cell"), ("moe", "shape_name", "num_rows")):
+        for name, cells in by(latest(rows_of(rows, benchmark), title, cell), title).items():
             groups = [
                 Group(
                     f"{row[cell]} rows" if cell == "num_rows" else row[cell],
@@ -334,7 +310,6 @@ def plots(rows: Sequence[Row]) -> dict[str, str]:
                     ),
                 )
                 for row in cells
-                if row[of_what] == name
             ]
             images[image_name(benchmark, name)] = bar_chart(f"{name}: share of the machine's limit", groups)
     return images
@@ -348,8 +323,18 @@ def image_name(benchmark: str, name: str) -> str:
     return f"{benchmark}-{name}.svg"
 
 
+def simple_table(rows: Sequence[Row], head: Sequence[str], line: Callable[[Row], list[str]]) -> str:
+    return f"{markdown(head, [line(row) for row in rows])}\n\n{machine_line(rows)}"
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Format a table whose first column is text and whose other columns are numbers."""
+    rule = [":--", *(["--:"] * (len(head) - 1))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
+
+
 def engines_table(rows: Sequence[Row], cell: str) -> str:
-    """One line for each row, one column for each engine of any row, and the limit of bf16 weights."""
+    """One line for each row, one column for each engine of any row."""
     names = in_order({name for row in rows for name in row["engines"]})
     lines = []
     for row in rows:
@@ -363,28 +348,30 @@ def shown_rate(figure: Row) -> str:
 
 
 def ratio_of(row: Row, engine: str, baseline: str) -> str:
-    """As measured in the row, or nothing."""
+    """Return the measured ratio, or "" without one."""
     found = [each for each in row["ratios"] if (each["engine"], each["baseline"]) == (engine, baseline)]
     return f"{found[0]['median']:.2f}" if found else ""
 
 
 def machine_line(rows: Sequence[Row]) -> str:
-    """Where and when the rows were measured; one sentence for each machine and day."""
+    """Return one sentence for each machine, day and commit of the rows."""
     facts = []
     for row in rows:
         machine = row["environment"]
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
         peers = unique(peer_facts(figure) for figure in row.get("engines", {}).values())
         peers = [peer for peer in peers if peer.split()[0] != "moeserve"]
-        isa = ", ".join(machine["isa"])
-        where = f"{machine['cpu']}, {machine['cores']} cores ({isa}), {machine['threads']} threads"
-        told = "; ".join([versions, *([f"peers: {', '.join(peers)}"] if peers else [])])
-        facts.append(f"{machine['date'][:10]}, {where}, Python {machine['python']}, {told}.")
+        where = (
+            f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['isa'])}), {machine['threads']} threads"
+        )
+        commit = f"commit {machine['commit']}" if machine.get("commit") else "commit not recorded"
+        software = "; ".join([versions, *([f"peers: {', '.join(peers)}"] if peers else [])])
+        facts.append(f"{machine['date'][:10]}, {where}, {commit}, Python {machine['python']}, {software}.")
     return "\n".join(unique(facts))
 
 
 def peer_facts(figure: Row) -> str:
-    """A version, and what was preloaded where the row tells that something was, or was not."""
+    """Return the peer's version, with the preloaded libraries if the row has recorded them."""
     preloaded = figure.get("settings", {}).get("preloaded")
     if preloaded is None:
         return str(figure["version"])
@@ -392,11 +379,19 @@ def peer_facts(figure: Row) -> str:
 
 
 def latest(rows: Iterable[Row], *keys: str) -> list[Row]:
-    """The last row for each combination of these, in the order in which they first came."""
+    """Return the last row for each combination of values, in the order of their first rows."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         found[tuple(row[key] for key in keys)] = row
     return list(found.values())
+
+
+def by(rows: Iterable[Row], *keys: str) -> dict[Any, list[Row]]:
+    """Group rows by the values of the keys: a single value, or a tuple of them."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[keys[0]] if len(keys) == 1 else tuple(row[key] for key in keys), []).append(row)
+    return groups
 
 
 def in_order(names: Iterable[str]) -> list[str]:

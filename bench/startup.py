@@ -1,17 +1,17 @@
-"""How long it takes until the first token, from the checkpoint and from a packed copy of it.
+"""Seconds until the first token, from the checkpoint and from a packed copy of it.
 
     moeserve bench startup [--model NAME ...] [--engine NAME ...] [--rounds 5] [--json PATH]
 
-- *start*: a fresh process for each sample (`first_token.py`). *seconds* count from making the `LLM` to the first token
-  after a prompt of 32; *imports*, from starting the process to there, are told beside them. *loading* is the part of
-  the seconds until the model is loaded.
-- *source*: the checkpoint, with packed copies switched off; or the packed copy that an earlier start has kept, in a
-  folder of the benchmark's own.
-- *cold*: the kernel was asked to drop what it had cached of the files. Otherwise they are read into memory first. A
-  file that another process has mapped is not dropped.
-- *peers*: the seconds that they take from making the engine to the first token, in a fresh process each time.
+- *start*: a new process for each sample. *seconds* count from making the `LLM` to the first token after a prompt of 32;
+  *imports* is the time from the start of the process until then; *loading* is the part of the seconds until the model
+  is loaded.
+- *source*: the checkpoint, with packed copies switched off, or the packed copy that an earlier start has written to a
+  folder of the benchmark.
+- *cold*: the kernel was asked to drop its cached pages of the files; otherwise they are read into memory first. Pages
+  that another process has mapped stay.
+- *peers*: the seconds from making the engine to the first token, in a new process each time.
 
-Sources and peers take turns.
+Sources and peers alternate.
 """
 
 from __future__ import annotations
@@ -21,31 +21,36 @@ import functools
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
+from moeserve import LLM, SamplingParams
 from moeserve.bench.checkpoints import find_checkpoint
-from moeserve.bench.harness import add_options, environment, interleave, write_jsonl
+from moeserve.bench.harness import Row, environment, interleave, make_parser, save, show
 from moeserve.bench.peers.peers import PeerName, start_peer
 from moeserve.config.environment import cache_folder
 from moeserve.config.settings import QuantizationName
 from moeserve.errors import EngineError
+from moeserve.models.packed_cache_writer import wait_for_cache_writers
 from moeserve.ops.threads import set_num_threads
 
 MODELS = ("mixtral-mini",)
 PEER_NAMES: tuple[PeerName, ...] = get_args(PeerName)
+PROMPT_TOKENS = 32
+START_ONCE = "import sys; from moeserve.bench.startup import first_token; first_token(sys.argv[1:])"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a start takes the weights from."""
+    """Where a start reads the weights from."""
 
     packed: bool
     cold: bool
@@ -57,51 +62,51 @@ class Source:
 
 @dataclass(frozen=True)
 class Start:
-    """What one start took, in seconds."""
+    """The times of one start, in seconds."""
 
     seconds: float  # from making the engine to the first token
-    imports: float | None = None  # before that; not told of peers
-    loading: float | None = None  # of the seconds, those until the model was loaded
+    imports: float | None = None  # before that; unknown for peers
+    loading: float | None = None  # the part of `seconds` until the model is loaded
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="moeserve bench startup", description="Seconds until the first token.")
+    parser = make_parser("moeserve bench startup", "Seconds until the first token.", rounds=5)
     parser.add_argument(
-        "--model", action="append", help=f"a checkpoint by name or folder; repeatable; default: {', '.join(MODELS)}"
+        "--model", action="append", help=f"name or folder of a checkpoint, repeatable (default: {', '.join(MODELS)})"
     )
     parser.add_argument("--quantization", choices=["int8", "int4"])
     known = ["moeserve", *PEER_NAMES]
-    parser.add_argument("--engine", action="append", choices=known, help="repeatable; default: moeserve")
-    add_options(parser, rounds=5)
+    parser.add_argument("--engine", action="append", choices=known, help="repeatable (default: moeserve)")
     options = parser.parse_args(arguments)
 
     set_num_threads(options.threads)
     names = options.engine or ["moeserve"]
     for model in map(find_checkpoint, options.model or MODELS):
         rows = measure(model, names, options.quantization, options.threads, options.rounds)
-        print(as_text(rows), flush=True)
-        if options.json:
-            write_jsonl(options.json, rows)
+        show(as_text(rows))
+        save(options.json, rows)
 
 
 def measure(
     model: Path, names: Sequence[str], quantization: QuantizationName | None, threads: int, num_rounds: int
-) -> list[dict[str, Any]]:
-    """One row for each source and peer."""
-    with tempfile.TemporaryDirectory(dir=_made(cache_folder() / "bench"), prefix=".startup-") as folder:
+) -> list[Row]:
+    """Return one row for each source and peer."""
+    parent = cache_folder() / "bench"
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".startup-") as folder:
         measures: dict[str, Callable[[], Start]] = {}
         if "moeserve" in names:
             start = functools.partial(start_once, model, Path(folder), quantization, threads)
-            start(Source(packed=True, cold=False))  # makes the copy
+            start(Source(packed=True, cold=False))  # writes the packed copy
             has_copy = any(Path(folder).glob("packed/*.safetensors"))
             if not has_copy:
-                print(f"{model.name}: no packed copy was kept; small models have none", file=sys.stderr)
+                print(f"{model.name}: no packed copy was written; small models have none", file=sys.stderr)
             for packed, cold in itertools.product((False, True) if has_copy else (False,), (False, True)):
                 source = Source(packed, cold)
                 measures[source.name] = functools.partial(start, source)
         peers = [name for name in PEER_NAMES if name in names]
         for name in peers:
-            start_peer_once(name, model, threads)  # makes files and caches that later starts find
+            start_peer_once(name, model, threads)  # writes files and caches that later starts use
             measures[name] = functools.partial(start_peer_once, name, model, threads)
         starts = interleave(measures, num_rounds)
     machine = environment()
@@ -124,14 +129,14 @@ def measure(
 
 
 def start_once(model: Path, cache: Path, quantization: QuantizationName | None, threads: int, source: Source) -> Start:
-    """Starts moeserve in a new process and waits until that has ended.
+    """Start moeserve in a new process and wait for its end.
 
     Raises:
-        EngineError: it failed; the message holds what it said.
+        EngineError: the process failed; the message has the end of its output.
     """
     files = [*model.glob("*.safetensors"), *cache.glob("packed/*.safetensors")]
     (drop_from_memory if source.cold else read_into_memory)(files)
-    command = ["env", f"MOESERVE_CACHE={cache}", sys.executable, "-m", "moeserve.bench.first_token"]
+    command = ["env", f"MOESERVE_CACHE={cache}", sys.executable, "-c", START_ONCE]
     command += [str(model), "--threads", str(threads)]
     command += [] if source.packed else ["--no-packed-cache"]
     command += ["--quantization", quantization] if quantization else []
@@ -147,13 +152,38 @@ def start_once(model: Path, cache: Path, quantization: QuantizationName | None, 
     )
 
 
+def first_token(arguments: Sequence[str]) -> None:
+    """Start moeserve, generate one token, and print readings of the monotonic clock, which all processes share."""
+    imported = time.monotonic()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--no-packed-cache", action="store_true")
+    parser.add_argument("--quantization", choices=["int8", "int4"])
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args(arguments)
+    with LLM(
+        options.model,
+        packed_cache=0 if options.no_packed_cache else "16GiB",
+        quantization=options.quantization,
+        num_threads=options.threads,
+        max_model_len=1024,
+        device="cpu",
+        show_progress=False,
+    ) as llm:
+        loaded = time.monotonic()
+        prompt = random.Random(0).choices(range(llm.config.vocab_size), k=PROMPT_TOKENS)
+        llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        print(json.dumps({"imported": imported, "loaded": loaded, "first_token": time.monotonic()}), flush=True)
+        wait_for_cache_writers()  # the process would otherwise exit before the packed copy is written
+
+
 def start_peer_once(name: PeerName, model: Path, threads: int) -> Start:
     with start_peer(name, model, num_threads=threads) as peer:
         return Start(peer.startup_seconds)
 
 
 def read_into_memory(files: Iterable[Path]) -> None:
-    """What an earlier source had dropped is not this one's to read again."""
+    """Read all files, so that a start after a cold one does not pay for the dropped pages."""
     buffer = bytearray(2**24)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -162,7 +192,7 @@ def read_into_memory(files: Iterable[Path]) -> None:
 
 
 def drop_from_memory(files: Iterable[Path]) -> None:
-    """Asks the kernel to forget what it has cached of some files, once all of it is on disk."""
+    """Ask the kernel to drop its cached pages of these files, once they are on disk."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -172,8 +202,7 @@ def drop_from_memory(files: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
-def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows for people."""
+def as_text(rows: Sequence[Row]) -> str:
     lines = [f"{rows[0]['model']}, {rows[0]['checkpoint_bytes'] / 1e9:.2f} GB, seconds until the first token"]
     lines.append(f"{'':<34}{'seconds':>8}{'loading':>9}{'imports':>9}   rounds")
     for row in rows:
@@ -187,11 +216,6 @@ def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 if __name__ == "__main__":

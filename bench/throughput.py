@@ -1,24 +1,20 @@
-"""Tokens per second of moeserve and its peers on the same checkpoints, in turns, beside the machine's limit.
+"""Tokens per second of moeserve and other engines on the same checkpoints, beside the machine's limit.
 
     moeserve bench throughput [--model NAME ...] [--engine NAME ...] [--rounds 5] [--json PATH]
 
-- *cells*: for each model, decoding of 1, 8 and 32 requests after prompts of 32 tokens, and prefill of 4 prompts of 512.
-  How these rates are measured stands in `decode.py`.
-- *engines*: all run greedily with the same number of threads, on the same prompts, in bf16 unless their name says
-  otherwise. moeserve runs in this process, each peer in its own, which is stopped while it is not asked
-  (`peers/peers.py`). The engines of one model are alive at the same time. Before a cell's rounds each engine runs once
-  more, which is not counted.
+- *cells*: for each model, decoding 1, 8 and 32 requests after prompts of 32 tokens, and prefill of 4 prompts of 512.
+  `decode.py` describes the rates.
+- *engines*: all decode greedily with the same number of threads on the same prompts, in bf16 unless their name says
+  otherwise. moeserve runs in this process, every peer in its own, which is stopped while it does not work. Before the
+  rounds of a cell each engine runs once, which is not counted.
 - *limit*: the bytes of weights that a step must read, at the memory bandwidth, or its multiply-adds at the bf16 matrix
-  rate, whichever takes longer (`costs.py`). Both are measured before and after every rate, and the mean of the two
-  counts. Fractions and ratios are taken within a round; the figures are the medians of those.
-- *goal*: what moeserve is to reach: a multiple of the best bf16 peer, or 0.85 of the limit where that is lower.
-  `reached` is its rate over that, so 1 or more is there. `without` names the bf16 peers that were not measured, and
-  why: one of them might have been the best.
+  rate, whichever takes longer (`costs.py`). Both rates are measured before and after every sample; their mean counts.
+- *goal*: a multiple of the best bf16 peer, or 0.85 of the limit where that is lower. `reached` is moeserve's rate
+  divided by the goal, so 1 means met. `without` names the bf16 peers that were not measured, and why.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -29,25 +25,34 @@ from typing import Any, Literal
 
 from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.costs import FORMATS, step_work
-from moeserve.bench.decode import Workload, decode_rate, draw_prompts, prefill_rate, rate_measure
-from moeserve.bench.engines import BF16_PEERS, ENGINE_NAMES, FORMATS_OF, Engine, compared, start_all, start_engine
+from moeserve.bench.decode import Workload, draw_prompts, rate_measure
+from moeserve.bench.engines import (
+    BF16_PEERS,
+    ENGINE_NAMES,
+    WEIGHT_FORMATS,
+    Engine,
+    baseline_pairs,
+    start_all,
+    start_engine,
+)
 from moeserve.bench.harness import (
-    add_options,
+    Row,
     at_least,
+    comparison_text,
     environment,
     figures,
     interleave_with_limits,
+    make_parser,
     ratio,
-    write_jsonl,
+    save,
+    show,
 )
 from moeserve.bench.limits import LimitProbe, MachineLimits
-from moeserve.bench.tables import comparison
 from moeserve.models.registry import describe
 from moeserve.ops.threads import set_num_threads
 
 MODELS = ("mixtral-mini", "deepseek-mini", "qwen3-mini")
 BATCHES = (1, 8, 32)
-PROMPT_TOKENS = 32
 PREFILL_BATCH, PREFILL_TOKENS = 4, 512
 DECODE_GOALS = {1: 1.15, 8: 1.3, 32: 1.8}  # times the best bf16 peer, by batch
 PREFILL_GOAL = 1.8
@@ -67,40 +72,34 @@ class Cell:
 
     @property
     def goal(self) -> float | None:
-        """How many times as fast as the best peer moeserve is to be."""
+        """The multiple of the best peer's rate that moeserve should reach."""
         return DECODE_GOALS.get(self.workload.batch) if self.kind == "decode" else PREFILL_GOAL
 
     def limit_rate(self, model: Path, engine: str, limits: MachineLimits) -> float:
-        """Tokens per second of an engine that wastes nothing."""
+        """Return the tokens per second of an engine that wastes nothing."""
         batch = self.workload.batch
         num_tokens = batch if self.kind == "decode" else batch * self.workload.prompt_tokens
-        weights = FORMATS[FORMATS_OF.get(engine, "bfloat16")]
+        weights = FORMATS[WEIGHT_FORMATS.get(engine, "bfloat16")]
         work = step_work(model, num_tokens=num_tokens, num_logits=batch, weights=weights)
         return num_tokens / work.seconds(limits)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="moeserve bench throughput", description="Tokens per second of moeserve and its peers."
+    parser = make_parser("moeserve bench throughput", "Tokens per second of moeserve and other engines.", rounds=5)
+    parser.add_argument(
+        "--model", action="append", help=f"name or folder of a checkpoint, repeatable (default: {', '.join(MODELS)})"
     )
     parser.add_argument(
-        "--model", action="append", help=f"a checkpoint by name or folder; repeatable; default: {', '.join(MODELS)}"
-    )
-    parser.add_argument(
-        "--engine", action="append", choices=ENGINE_NAMES, help="repeatable; default: all that are installed"
+        "--engine", action="append", choices=ENGINE_NAMES, help="repeatable (default: all that are installed)"
     )
     parser.add_argument("--kind", choices=["decode", "prefill"], help="default: both")
     parser.add_argument(
-        "--batch", type=at_least(1), action="append", help=f"requests decoded together; default: {BATCHES}"
+        "--batch", type=at_least(1), action="append", help=f"requests decoded together (default: {BATCHES})"
     )
-    parser.add_argument(
-        "--prompt-tokens", type=at_least(1), default=PROMPT_TOKENS, help="of prompts that are decoded after"
-    )
-    parser.add_argument("--new-tokens", type=at_least(2), default=33, help="tokens of the longer run")
-    parser.add_argument("--prefill-tokens", type=at_least(1), default=PREFILL_TOKENS)
-    add_options(parser, rounds=5)
+    parser.add_argument("--prompt-tokens", type=at_least(1), default=32, help="prompt length when decoding")
+    parser.add_argument("--new-tokens", type=at_least(2), default=33, help="tokens of the longer decode run")
+    parser.add_argument("--prefill-tokens", type=at_least(1), default=PREFILL_TOKENS, help="prompt length of prefill")
     options = parser.parse_args(arguments)
-    batches = options.batch or BATCHES
 
     set_num_threads(options.threads)
     models = [find_checkpoint(name) for name in options.model or MODELS]
@@ -108,22 +107,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model in models:
         vocab_size = describe(model).model.vocab_size
         cells = [
-            Cell("decode", Workload(batch, options.prompt_tokens, options.new_tokens, vocab_size)) for batch in batches
-        ] + [Cell("prefill", Workload(PREFILL_BATCH, options.prefill_tokens, 1, vocab_size))]
-        chosen = [cell for cell in cells if options.kind in (None, cell.kind)]
+            Cell("decode", Workload(batch, options.prompt_tokens, options.new_tokens, vocab_size))
+            for batch in options.batch or BATCHES
+        ]
+        cells.append(Cell("prefill", Workload(PREFILL_BATCH, options.prefill_tokens, 1, vocab_size)))
+        cells = [cell for cell in cells if options.kind in (None, cell.kind)]
         with ExitStack() as stack:
-            longest = max(cell.workload.prompt_tokens + cell.workload.new_tokens for cell in chosen)
-            most = max(cell.workload.batch for cell in chosen)
+            longest = max(cell.workload.prompt_tokens + cell.workload.new_tokens for cell in cells)
+            most = max(cell.workload.batch for cell in cells)
             engines, left_out = start_all(
                 options.engine,
                 ENGINE_NAMES,
                 lambda name: start_engine(name, model, stack, max_requests=most, max_request_tokens=longest),  # noqa: B023
             )
-            for cell in chosen:
+            for cell in cells:
                 row = measure(model, cell, engines, left_out, options.rounds, probe)
-                print(as_text(row), flush=True)
-                if options.json:
-                    write_jsonl(options.json, [row])
+                show(as_text(row))
+                save(options.json, [row])
 
 
 def measure(
@@ -133,12 +133,11 @@ def measure(
     left_out: Mapping[str, str],
     num_rounds: int,
     probe: LimitProbe,
-) -> dict[str, Any]:
-    """The row of a cell, complete in itself. `left_out` says why other engines are not there."""
-    rate = decode_rate if cell.kind == "decode" else prefill_rate
-    for engine in engines.values():  # reads mapped files, wakes threads, compiles what is compiled for this batch
+) -> Row:
+    """Return the complete row of a cell. `left_out` has the reason for each engine that is missing."""
+    for engine in engines.values():  # reads mapped files, starts threads, compiles kernels for this batch
         engine.generate(draw_prompts(cell.workload, random.Random(1)), cell.workload.new_tokens)
-    measures = {name: rate_measure(rate, engine.generate, cell.workload) for name, engine in engines.items()}
+    measures = {name: rate_measure(cell.kind, engine.generate, cell.workload) for name, engine in engines.items()}
     rounds = interleave_with_limits(measures, num_rounds, probe)
     results = {
         name: {
@@ -156,15 +155,15 @@ def measure(
         "unit": "tokens/s",
         "workload": asdict(cell.workload),
         "engines": results,
-        "ratios": [ratio(results, *pair) for pair in compared(results)],
-        "goal": _goal(cell, results, left_out),
+        "ratios": [ratio(results, *pair) for pair in baseline_pairs(results)],
+        "goal": goal_of(cell, results, left_out),
         "left_out": dict(left_out),
         "environment": environment(),
     }
 
 
-def _goal(cell: Cell, results: Mapping[str, Mapping[str, Any]], left_out: Mapping[str, str]) -> dict[str, Any] | None:
-    """How far moeserve is. None where there is no goal, or nobody to compare with."""
+def goal_of(cell: Cell, results: Mapping[str, Mapping[str, Any]], left_out: Mapping[str, str]) -> Row | None:
+    """Return the cell's goal and the share that was reached; None without a goal or a bf16 peer."""
     peers = [name for name in BF16_PEERS if name in results]
     if cell.goal is None or not peers or "moeserve" not in results:
         return None
@@ -179,15 +178,14 @@ def _goal(cell: Cell, results: Mapping[str, Mapping[str, Any]], left_out: Mappin
         "ratio": cell.goal,
         "of_limit": GOAL_OF_LIMIT,
         "reached": statistics.median(reached),
-        "without": {name: left_out.get(name, "not asked for") for name in missing},
+        "without": {name: left_out.get(name, "not selected") for name in missing},
     }
 
 
 def as_text(row: Mapping[str, Any]) -> str:
-    """A row for people."""
     workload, machine = row["workload"], row["environment"]
     tokens = f"{workload['prompt_tokens']} + {workload['new_tokens']} tokens"
-    lines = [f"\n{row['model']}, {row['cell']}, {tokens}, {machine['threads']} threads", comparison(row)]
+    lines = [f"\n{row['model']}, {row['cell']}, {tokens}, {machine['threads']} threads", comparison_text(row)]
     if goal := row["goal"]:
         aim = f"{goal['ratio']} x {goal['best_peer']}, or {goal['of_limit']:.0%} of the limit"
         lines.append(f"goal: {aim}; reached: {goal['reached']:.2f} of it")

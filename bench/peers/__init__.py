@@ -1,8 +1,8 @@
-"""Other engines, measured beside moeserve on the same checkpoints, each in an environment and a process of its own.
+"""Other engines, measured beside moeserve on the same checkpoints, each in its own environment and process.
 
     python -m moeserve.bench.peers.install llama.cpp vllm      makes their environments
-    python -m moeserve.bench.peers.check llama.cpp-bf16        asks whether one computes what transformers computes
+    python -m moeserve.bench.peers.check llama.cpp-bf16        compares an engine's tokens with those of transformers
 
-`environments.py` says what is installed for each, `peers.py` how one is started and asked, and `adapters/` holds the
-scripts that answer. moeserve itself never imports anything of them.
+`environments.py` lists what is installed for each, `peers.py` starts an engine and sends it requests, and `adapters/`
+holds the scripts that run inside its environment. moeserve itself never imports any of them.
 """

@@ -1,11 +1,11 @@
-"""Does a peer compute the model that transformers computes? Greedy tokens, judged by transformers in float32.
+"""Compares a peer's greedy tokens with transformers in float32.
 
     python -m moeserve.bench.peers.check NAME ... --model mixtral-mini [--new-tokens 32]
 
-The peer continues a few random prompts. transformers then reads each prompt with its continuation, and for every token
-the peer chose we look how far its logit lies below the highest one, in standard deviations of that row of logits. In
-bf16 a near tie may go the other way, which is a small fraction of one; with a random token of a vocabulary of 32000,
-as a wrong conversion gives it, the gap is about four. Weights in 8 or 4 bits lie between.
+The peer continues a few random prompts. transformers reads each prompt with its continuation; for every token that the
+peer chose, the gap is how far its logit lies below the highest one, in standard deviations of that row of logits. In
+bf16, near ties give gaps of a small fraction of one; random tokens, as a wrong conversion of weights gives them, have
+gaps of about four with a vocabulary of 32000.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import get_args
 
 import torch
 
-from moeserve.bench.checkpoints import CheckpointName, make_checkpoint
+from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.peers.peers import PeerName, start_peer
 
 NUM_PROMPTS = 4
@@ -29,24 +29,23 @@ PROMPT_TOKENS = 32
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a peer's choices look to transformers in float32."""
+    """The agreement of a peer's tokens with transformers in float32."""
 
-    share_equal: float  # of its tokens, those that transformers would have chosen
-    mean_gap: float  # how far the chosen logit is below the highest, in standard deviations
+    share_equal: float  # of the tokens, those with the highest logit
+    mean_gap: float  # in standard deviations of the logits
     max_gap: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m moeserve.bench.peers.check", description="Compares the tokens of peers with transformers."
+        prog="python -m moeserve.bench.peers.check", description="Compare the tokens of peers with transformers."
     )
     parser.add_argument("names", nargs="+", choices=get_args(PeerName), metavar="NAME")
     parser.add_argument("--model", default="mixtral-mini", help="a synthetic checkpoint by name, or a folder")
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--folder", type=Path, help="of the peers' environments")
+    parser.add_argument("--folder", type=Path, help="folder of the peers' environments")
     options = parser.parse_args(arguments)
-    known = get_args(CheckpointName)
-    model = make_checkpoint(options.model) if options.model in known else Path(options.model)
+    model = find_checkpoint(options.model)
     prompts = draw_prompts(model)
     outputs = {}
     for name in options.names:
@@ -68,7 +67,7 @@ def draw_prompts(model: Path) -> list[list[int]]:
 
 
 def judge(model: Path, prompts: Sequence[Sequence[int]], outputs: dict[str, list[list[int]]]) -> dict[str, Agreement]:
-    """Judges each peer's continuations of the prompts. Loads the model once."""
+    """Return the agreement of each peer's continuations. Loads the reference model once."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

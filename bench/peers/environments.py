@@ -1,18 +1,14 @@
-"""Where the peers' environments are and what is installed in each. Runs nothing.
+"""The environments of peers, and what is installed in each.
 
     peers/ in moeserve's cache folder
-        llama.cpp/      one virtual environment per name below
+        llama.cpp/      one virtual environment per name
         vllm/
         ...
-        logs/           what each peer last printed
+        logs/           the latest output of each peer
 
 The files in requirements/ pin every package, so pip resolves nothing. They need Python 3.11, which is newer than what
-moeserve itself needs.
-
-ik_llama.cpp is not among the peers. The wheel of ik-llama-cpp-python 0.1.5, the latest, is built for AVX2 alone and
-does not compute the model: decoding one sequence at a time with two layers of mixtral-mini, 1 % of its tokens are those
-of transformers, with deepseek-mini 67 %, where llama-cpp-python 0.3.36 has 95 % with the same files; only those of
-qwen3-mini are right.
+moeserve itself needs. ik_llama.cpp is not among the peers: ik-llama-cpp-python 0.1.5 is built for AVX2 only, and its
+tokens agree with those of transformers on one of three models (`check.py`).
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ class Environment:
     """A virtual environment with one engine in it."""
 
     name: EnvironmentName
-    import_name: str  # what must be importable for the environment to be good
-    compiled: tuple[str, ...] = ()  # packages that are built from source here, for this very processor
+    import_name: str  # must be importable after the installation
+    compiled: tuple[str, ...] = ()  # packages that are built from source for this processor
     build_variables: dict[str, str] = field(default_factory=dict)
 
     def requirements(self) -> Path:
@@ -49,13 +45,12 @@ class Environment:
         return "\ntorch==" in self.requirements().read_text()
 
     def digest(self) -> str:
-        """Changes with anything that would make another environment."""
+        """Return a digest that changes with everything that changes the environment."""
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         parts = (version, self.requirements().read_text(), repr(self.compiled), repr(self.build_variables))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-# The compiler's own word on this processor: AVX512-BF16 where it has it.
 NATIVE_BUILD = {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
 ENVIRONMENTS: dict[EnvironmentName, Environment] = {
     environment.name: environment
@@ -69,9 +64,9 @@ ENVIRONMENTS: dict[EnvironmentName, Environment] = {
 
 
 class PeerError(MoeserveError, RuntimeError):
-    """A peer is not installed, cannot be, or failed. Says what to do, where there is something to do.
+    """A peer is not installed, cannot be installed, or failed.
 
-    The first line tells the reason, without names of files; results may keep it.
+    The first line gives the reason without file names, so that results can record it.
     """
 
     @property
@@ -84,10 +79,10 @@ def peers_folder() -> Path:
 
 
 def python_of(name: EnvironmentName, folder: Path | None = None) -> Path:
-    """The Python of an installed environment.
+    """Return the Python of an installed environment.
 
     Raises:
-        PeerError: it is not installed, or not as it would be now.
+        PeerError: it is not installed, or its requirements have changed since.
     """
     if not is_installed(name, folder):
         raise PeerError(f"not installed; run: python -m moeserve.bench.peers.install {name}")
@@ -95,21 +90,21 @@ def python_of(name: EnvironmentName, folder: Path | None = None) -> Path:
 
 
 def is_installed(name: EnvironmentName, folder: Path | None = None) -> bool:
-    """Whether an environment is there, as it would be made now."""
+    """True if the environment exists with its current requirements."""
     stamp = (folder or peers_folder()) / name / STAMP
     return stamp.exists() and stamp.read_text() == ENVIRONMENTS[name].digest()
 
 
 def recommended_libraries(python: Path) -> list[str]:
-    """What vLLM and PyTorch recommend to preload on a CPU: tcmalloc and Intel's OpenMP, those of them that are there.
+    """Return the libraries that vLLM and PyTorch recommend to preload on a CPU, as far as they exist.
 
     Args:
-        python: of the environment that is to have Intel's OpenMP in it; the system is to have tcmalloc.
+        python: of the environment that may contain Intel's OpenMP. tcmalloc comes from the system.
     """
     intel_openmp = python.parent.parent / "lib" / "libiomp5.so"
     return [*filter(None, [tcmalloc()]), *([str(intel_openmp)] if intel_openmp.exists() else [])]
 
 
 def tcmalloc() -> str | None:
-    """The allocator's name, where the system has it."""
+    """Return the file name of the system's tcmalloc, if it is installed."""
     return ctypes.util.find_library("tcmalloc_minimal")

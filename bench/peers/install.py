@@ -1,11 +1,11 @@
-"""Makes the environments of peers. Each is made once; what was interrupted is made again.
+"""Makes the environments of peers. A complete one is kept; an interrupted one is made again.
 
     python -m moeserve.bench.peers.install [NAME ...] [--folder FOLDER] [--pip-option=OPTION ...]
 
-Without names, all of them. llama.cpp is compiled for this processor, which takes a C++ compiler and some ten minutes on
-two cores. The others hold torch, and must get a build of it without CUDA: the libraries of one with CUDA are not among
-the pinned packages, so it could not be imported. pip takes one where its settings offer it: torch's installation page
-says which extra index to set, as `PIP_EXTRA_INDEX_URL` or `--pip-option=--extra-index-url=...`.
+Without names, all of them. llama.cpp is compiled for this processor, which needs a C++ compiler and about ten minutes
+on two cores. The others contain torch and need a build of it without CUDA, since the CUDA libraries are not among the
+pinned packages. torch's installation page gives the extra index to set, as `PIP_EXTRA_INDEX_URL` or
+`--pip-option=--extra-index-url=...`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ from moeserve.bench.peers.environments import (
 )
 
 ABOUT_TORCH = (
-    "If torch cannot find a library, it is a build with CUDA. Let pip find one without: torch's installation page says "
-    "which extra index to set, as PIP_EXTRA_INDEX_URL or --pip-option=--extra-index-url=..."
+    "If torch cannot find a library, it is a build with CUDA. torch's installation page gives the extra index with "
+    "builds without it; set it as PIP_EXTRA_INDEX_URL or --pip-option=--extra-index-url=..."
 )
 
 
 def install(name: EnvironmentName, folder: Path | None = None, *, pip_options: Sequence[str] = ()) -> Path:
-    """Makes an environment, or finds it made.
+    """Make an environment, or find it already made.
 
     Returns:
         Its Python.
 
     Raises:
-        PeerError: this Python is too old, or a step failed. The message holds the end of what the step printed; the log
-            holds all of it.
+        PeerError: this Python is too old, or a step failed. The message has the end of the log.
     """
     if sys.version_info < MIN_PYTHON:
         least, this = (".".join(map(str, version[:2])) for version in (MIN_PYTHON, sys.version_info))
@@ -64,12 +63,12 @@ def install(name: EnvironmentName, folder: Path | None = None, *, pip_options: S
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m moeserve.bench.peers.install", description="Makes the environments of peer engines."
+        prog="python -m moeserve.bench.peers.install", description="Make the environments of peer engines."
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; none: all of them")
-    parser.add_argument("--folder", type=Path, help=f"where they go; default: {peers_folder()}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(ENVIRONMENTS)} (default: all)")
+    parser.add_argument("--folder", type=Path, help=f"target (default: {peers_folder()})")
     parser.add_argument(
-        "--pip-option", action="append", default=[], metavar="OPTION", help="handed to pip install; repeatable"
+        "--pip-option", action="append", default=[], metavar="OPTION", help="passed to pip install, repeatable"
     )
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(get_args(EnvironmentName))
@@ -113,12 +112,11 @@ def _make(environment: Environment, folder: Path, pip_options: Sequence[str]) ->
 
 
 def _run(command: list[str], variables: dict[str, str], log: Path, output: int, advice: str = "") -> None:
-    """The advice ends the message of a failure."""
     code = subprocess.run(command, env=variables, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
     if code != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-        told = f"`{' '.join(command)}` ended with {code}; {log} ends with:\n{tail}"
-        raise PeerError(f"{told}\n{advice}".rstrip())
+        message = f"`{' '.join(command)}` ended with {code}; {log} ends with:\n{tail}"
+        raise PeerError(f"{message}\n{advice}".rstrip())
 
 
 if __name__ == "__main__":

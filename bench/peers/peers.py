@@ -1,15 +1,14 @@
-"""Starts a peer in a process of its own and asks it. Knows how each is started, never how it computes.
+"""Starts a peer in a process of its own and sends it requests.
 
     with start_peer("llama.cpp-q8_0", make_checkpoint("mixtral-mini")) as peer:
         tokens = peer.generate(prompts, 64)
         seconds = peer.seconds(prompts, 64)
 
-**Waiting peers do not disturb.** The threads of an engine may spin for a while after their work (vLLM's for a second).
-So a peer that is not being asked is stopped as a whole by the kernel, and goes on when it is asked again. Within a
-request each engine's threads wait as its defaults have it: our own variables for OpenMP are not handed on.
+The threads of an engine may spin after their work, so a peer's processes are stopped by a signal between requests.
+Our own OpenMP variables are not passed on: within a request each engine's threads wait as its defaults have it.
 
-**transformers needs nothing installed.** Where its environment is not, it runs in moeserve's, in a process of its own,
-so that there is always one peer. A peer's `settings` say which of the two it was.
+transformers needs no installation: without an environment of its own it runs in moeserve's, so there is always one
+peer. A peer's `settings` record which of the two it was.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal
 
 from moeserve.bench.peers.environments import (
@@ -47,18 +45,18 @@ PeerName = Literal[
 ]
 ExpertsPeerName = Literal["vllm", "kt-kernel"]
 FOLDER = Path(__file__).parent
-SECONDS_TO_END = 10.0  # between being told that nothing more comes and being killed
+SECONDS_TO_END = 10.0  # between closing its input and killing it
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How a peer is started."""
+    """The start of a peer."""
 
     adapter: str
     environment: EnvironmentName
     gguf_kind: str | None = None
-    preloads: bool = False  # what its makers recommend to preload, where it is there
-    may_share: bool = False  # runs in moeserve's environment where its own is not installed
+    preloads: bool = False  # the libraries that its authors recommend
+    may_share: bool = False  # uses moeserve's environment if its own is not installed
 
     def python(self, folder: Path) -> Path:
         if self.may_share and not is_installed(self.environment, folder):
@@ -80,65 +78,46 @@ EXPERTS_RECIPES: dict[ExpertsPeerName, _Recipe] = {
 
 
 class Peer:
-    """A loaded peer. Between requests its processes are stopped."""
+    """A loaded peer. Close it, or use it as a context manager."""
 
     def __init__(self, process: PeerProcess, answer: Mapping[str, Any]) -> None:
         self._process = process
         self.version: str = answer["version"]
-        self.settings: dict[str, Any] = process.settings | answer["settings"]  # for results
-        self.startup_seconds: float = answer["startup_seconds"]  # from making the engine to its first token
+        self.settings: dict[str, Any] = process.settings | answer["settings"]  # recorded in results
+        self.startup_seconds: float = answer.get("startup_seconds", 0.0)  # from making the engine to its first token
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """Greedy decoding past the end of sequence: the new tokens of each prompt.
-
-        All prompts of a request are equally long.
-        """
-        tokens: list[list[int]] = self._ask(prompts, num_tokens)["tokens"]
+        """Decode greedily, past the end of sequence. All prompts of a request have the same length."""
+        tokens: list[list[int]] = self._generate(prompts, num_tokens)["tokens"]
         return tokens
 
     def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        """How long the peer itself takes to generate; the way there and back is not in it."""
-        answer = self._ask(prompts, num_tokens)
+        """Return the seconds that the peer itself needs to generate, without the transport of the request."""
+        answer = self._generate(prompts, num_tokens)
         if [len(output) for output in answer["tokens"]] != [num_tokens] * len(prompts):
-            raise PeerError(f"asked for {len(prompts)} x {num_tokens} tokens, got {[len(o) for o in answer['tokens']]}")
+            lengths = [len(output) for output in answer["tokens"]]
+            raise PeerError(f"expected {len(prompts)} x {num_tokens} tokens, got {lengths}")
         return float(answer["seconds"])
 
-    def close(self) -> None:
-        self._process.close()
+    def experts_seconds(self, num_rows: int, num_runs: int = 5) -> list[float]:
+        """Return the seconds of each run of the experts over so many rows, with random routing.
+
+        Raises:
+            PeerError: the results are wrong.
+        """
+        answer = self._process.request("experts", num_rows=num_rows, num_runs=num_runs)
+        if not answer["relative_error"] < 0.02:  # bf16 keeps 8 bits, 0.4%
+            raise PeerError(f"its results differ from float32 by {answer['relative_error']:.1%}")
+        return [float(seconds) for seconds in answer["seconds"]]
 
     def __enter__(self) -> Peer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _ask(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Mapping[str, Any]:
-        return self._process.ask("generate", prompts=[list(prompt) for prompt in prompts], num_tokens=num_tokens)
-
-
-class ExpertsPeer:
-    """The experts of one layer as a peer computes them."""
-
-    def __init__(self, process: PeerProcess, answer: Mapping[str, Any]) -> None:
-        self._process = process
-        self.version: str = answer["version"]
-        self.settings: dict[str, Any] = process.settings | answer["settings"]  # for results
-
-    def seconds(self, num_rows: int, num_runs: int = 5) -> list[float]:
-        """How long each of some runs over so many rows takes, with routing given at random.
-
-        Raises:
-            PeerError: its results are not those of the experts.
-        """
-        answer = self._process.ask("experts", num_rows=num_rows, num_runs=num_runs)
-        if not answer["relative_error"] < 0.02:  # bf16 keeps 8 bits, 0.4 %
-            raise PeerError(f"its results differ from float32 by {answer['relative_error']:.1%}")
-        return [float(seconds) for seconds in answer["seconds"]]
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.close()
+
+    def _generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Mapping[str, Any]:
+        return self._process.request("generate", prompts=[list(prompt) for prompt in prompts], num_tokens=num_tokens)
 
 
 def start_peer(
@@ -150,14 +129,14 @@ def start_peer(
     max_request_tokens: int = 1024,
     folder: Path | None = None,
 ) -> Peer:
-    """Loads a checkpoint into a peer and generates a first token.
+    """Load a checkpoint into a peer and generate a first token.
 
     Args:
-        checkpoint: a folder in Hugging Face layout. For llama.cpp a GGUF file is made of it, once, beside it.
-        num_threads: none: as many as there are usable cores.
-        max_requests: most prompts of one request.
-        max_request_tokens: most tokens of one prompt and its output together.
-        folder: of the environments; none: the default.
+        checkpoint: a folder in Hugging Face layout. For llama.cpp a GGUF file is written beside it, once.
+        num_threads: None: as many as there are usable cores.
+        max_requests: maximum prompts of one request.
+        max_request_tokens: maximum tokens of one prompt with its output.
+        folder: of the environments; None: the default.
 
     Raises:
         PeerError: it is not installed, or cannot load the checkpoint.
@@ -168,7 +147,7 @@ def start_peer(
         model = make_gguf(checkpoint, recipe.gguf_kind, folder)
     vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     process = PeerProcess(name, recipe, folder)
-    answer = process.ask(
+    answer = process.request(
         "load",
         model=str(model),
         num_threads=num_threads or usable_cores(),
@@ -180,33 +159,28 @@ def start_peer(
 
 
 def start_experts_peer(
-    name: ExpertsPeerName,
-    *,
-    num_experts: int,
-    hidden: int,
-    width: int,
-    top_k: int,
-    num_threads: int | None = None,
-    folder: Path | None = None,
-) -> ExpertsPeer:
-    """Makes one layer's experts of random bf16 weights in a peer.
+    name: ExpertsPeerName, shape: Mapping[str, int], *, num_threads: int | None = None, folder: Path | None = None
+) -> Peer:
+    """Load one layer's experts with random bf16 weights into a peer.
+
+    Args:
+        shape: the fields of `adapters.experts.Shape`.
 
     Raises:
-        PeerError: it is not installed, or cannot make them.
+        PeerError: it is not installed, or cannot run these experts.
     """
     process = PeerProcess(f"{name}-experts", EXPERTS_RECIPES[name], folder)
-    shape = {"num_experts": num_experts, "hidden": hidden, "width": width, "top_k": top_k}
-    answer = process.ask("load_experts", shape=shape, num_threads=num_threads or usable_cores())
-    return ExpertsPeer(process, answer)
+    answer = process.request("load_experts", shape=dict(shape), num_threads=num_threads or usable_cores())
+    return Peer(process, answer)
 
 
 def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
-    """Writes a checkpoint as a GGUF file beside it, or finds it written. Quantised ones are made from the bf16 one.
+    """Write a checkpoint as a GGUF file beside it, or find it written. Quantised files are made from the bf16 file.
 
-    The name of the file holds a digest of what it was made from, so a changed checkpoint gets a new file.
+    The file name holds a digest of the sources, so a changed checkpoint gets a new file.
 
     Raises:
-        PeerError: llama.cpp is not installed, or the checkpoint is of a family that cannot be written.
+        PeerError: llama.cpp is not installed, or the model family is not supported.
     """
     checkpoint = checkpoint.absolute()
     digest = hashlib.sha256()
@@ -228,7 +202,7 @@ def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
 
 
 class PeerProcess:
-    """An adapter and whatever processes it starts: one process group, which runs only while it is being asked."""
+    """An adapter and the processes that it starts: one process group, which runs only during a request."""
 
     def __init__(self, name: str, recipe: _Recipe, folder: Path | None = None) -> None:
         folder = folder or peers_folder()
@@ -243,7 +217,8 @@ class PeerProcess:
         self._log = folder / "logs" / f"{name}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("w") as log:
-            # A group of its own in our session: if we die, the kernel wakes the stopped group and hangs up on it.
+            # A process group of its own in our session: if we exit, the kernel continues the stopped group and sends
+            # SIGHUP.
             self._process = subprocess.Popen(
                 [str(python), "-m", f"adapters.{recipe.adapter}"],
                 cwd=FOLDER,
@@ -259,16 +234,16 @@ class PeerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, what: str, **values: Any) -> Mapping[str, Any]:
-        """Wakes the peer, asks, and stops it again once it has answered.
+    def request(self, method: str, **values: Any) -> Mapping[str, Any]:
+        """Continue the peer's processes, send a request, and stop them again after the answer.
 
         Raises:
-            PeerError: it answered with an error, or ended.
+            PeerError: it answered with an error, or exited.
         """
         requests, answers = self._pipes()
         self._signal(signal.SIGCONT)
         try:
-            requests.write(json.dumps({"do": what, **values}) + "\n")
+            requests.write(json.dumps({"do": method, **values}) + "\n")
             requests.flush()
             line = answers.readline()
         except BrokenPipeError:
@@ -280,11 +255,11 @@ class PeerProcess:
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerError(f"{self._name} cannot {what}: {answer['error']}\nMore in {self._log}")
+            raise PeerError(f"{self._name} cannot {method}: {answer['error']}\nMore in {self._log}")
         return answer
 
     def close(self) -> None:
-        """Ends the peer. May be called again."""
+        """End the peer. May be called again."""
         if self._process.poll() is None:
             self._signal(signal.SIGCONT)
             for pipe in self._pipes():
@@ -292,12 +267,12 @@ class PeerProcess:
                     pipe.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(SECONDS_TO_END)
-        with contextlib.suppress(ProcessLookupError):  # what the adapter left behind, or the adapter itself
+        with contextlib.suppress(ProcessLookupError):  # the adapter, or processes that it left behind
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended; reading its answer will tell
+        with contextlib.suppress(ProcessLookupError):  # it has exited, which the next read shows
             os.killpg(self._process.pid, number)
 
     def _pipes(self) -> tuple[IO[str], IO[str]]:
@@ -307,7 +282,7 @@ class PeerProcess:
 
 
 def _variables(environment: EnvironmentName, python: Path, preloaded: Sequence[str]) -> dict[str, str]:
-    """The environment variables a peer starts with: ours, without those that steer OpenMP or Python, plus its own."""
+    """Return the peer's environment: ours, without variables for OpenMP, Python and moeserve, plus its own."""
     ours = {
         name: value
         for name, value in os.environ.items()

