@@ -10,7 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from moeserve.outputs import FinishReason
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.telemetry.expert_load import LoadWindow
 
 
@@ -19,7 +19,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: RequestParams
     seed: int  # 0 to 2**64 - 1: params.seed, or derived from the engine's
     eos_token_ids: list[int] = []  # empty where params.ignore_eos
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
@@ -28,7 +28,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample the token that follows a chunk."""
 
-    params: SamplingParams
+    params: RequestParams
     seed: int
     position: int  # number of output tokens before it; (seed, position) determines a random choice
     barred_token_ids: list[int] = []  # stop tokens, while below min_tokens

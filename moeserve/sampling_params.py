@@ -1,24 +1,141 @@
-"""Sampling parameters of a request."""
+"""Sampling parameters: `SamplingParams` as users write them, `RequestParams` as the engine receives them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeVar
+
+import msgspec
 
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError, nearest, shown
 
 T = TypeVar("T")
+Check = Callable[[str, Any], Any]  # takes a parameter's name and value; returns the normalised value
+MAX_INTEGER = 2**63 - 1
+
+
+class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters that the engine needs of one request: an immutable copy, already checked."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if choosing a token needs the tokens before it."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _number(low: float, high: float, *, above: bool = False) -> Check:
+    def check(name: str, value: Any) -> Any:
+        value = _plain(value)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # NaN fails every comparison, so it is refused too.
+        if not is_number or not low <= value <= high or (above and value == low):
+            raise RequestError(
+                f"{name}={shown(value)} must be a number {'above' if above else 'from'} {low:g} to {high:g}"
+            )
+        return value
+
+    return check
+
+
+def _integer(low: int, high: int = MAX_INTEGER, *, optional: bool = False) -> Check:
+    def check(name: str, value: Any) -> Any:
+        value = _plain(value)
+        if value is None and optional:
+            return None
+        if type(value) is not int or not low <= value <= high:
+            most = "2**63 - 1" if high == MAX_INTEGER else high
+            raise RequestError(
+                f"{name}={shown(value)} must be an integer from {low} to {most}{' or None' if optional else ''}"
+            )
+        return value
+
+    return check
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}={shown(value)} must be True or False")
+    return value
+
+
+def _stop_strings(name: str, value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else _as_list(name, value, "texts", LIMITS.max_stop_strings)
+    for text in texts:
+        if not isinstance(text, str) or not 1 <= len(text) <= LIMITS.max_stop_string_length:
+            raise RequestError(
+                f"{name}={shown(text)}: each must be a text of 1 to {LIMITS.max_stop_string_length} characters"
+            )
+    return texts
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    return [_integer(0)(name, each) for each in _as_list(name, value, "token ids", LIMITS.max_stop_token_ids)]
+
+
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError(f"{name}={shown(value)} must be a dict of token id to bias")
+    if len(value) > LIMITS.max_logit_bias:
+        raise RequestError(f"{name} has {len(value)} entries; at most {LIMITS.max_logit_bias} are allowed")
+    checked = {}
+    for key, bias in value.items():
+        # JSON has only texts as keys.
+        key = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+        token_id = _integer(0)(f"{name} key", key)
+        checked[token_id] = _number(-100.0, 100.0)(f"{name}[{token_id}]", bias)
+    return checked
+
+
+def _as_list(name: str, values: Any, of_what: str, most: int) -> list[Any]:
+    if values is None:
+        return []
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise RequestError(f"{name}={shown(values)} must be a list of {of_what}")
+    found = list(values)
+    if len(found) > most:
+        raise RequestError(f"{name} has {len(found)} entries; at most {most} are allowed")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of another library, such as numpy's, as a number of Python."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _parameter(default: Any, check: Check, help: str) -> Any:
+    metadata = {"help": help, "check": check}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=type(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _refusing_unknown_names(cls: type[T]) -> type[T]:
-    """Makes a dataclass answer a mistyped keyword with the nearest right one."""
+    """Make a dataclass answer an unknown keyword with the nearest known one."""
     generated_init = cls.__init__
-    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
     @functools.wraps(generated_init)
     def init(self: Any, **parameters: Any) -> None:
@@ -31,18 +148,15 @@ def _refusing_unknown_names(cls: type[T]) -> type[T]:
     return cls
 
 
-def _parameter(default: Any, help: str) -> Any:
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
 @_refusing_unknown_names
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends. Names and meaning follow vLLM.
 
-    The order of operations on a row of logits: `logit_bias`; stop tokens barred while below `min_tokens`;
+    Attributes may be assigned: the new value is checked at once, and all of them together when a request is submitted.
+    A request keeps the values it was submitted with.
+
+    The order of operations on a row of logits: `logit_bias`; stop tokens are excluded while below `min_tokens`;
     repetition, frequency and presence penalties; temperature; `min_p`; `top_k`; `top_p`. Log-probabilities are
     those of the model itself, before any of that.
 
@@ -50,121 +164,73 @@ class SamplingParams:
         RequestError: an unknown parameter, or a value out of its range.
     """
 
-    n: int = _parameter(1, "outputs per prompt")
-    temperature: float = _parameter(1.0, "0: always the most likely token; higher: more random")
-    top_p: float = _parameter(1.0, "choose among the most likely tokens that together have this probability")
-    top_k: int = _parameter(0, "choose among this many most likely tokens; 0 or -1: all")
-    min_p: float = _parameter(0.0, "bar tokens less likely than this share of the most likely one's probability")
-    seed: int | None = _parameter(None, "same seed, same tokens; none: taken from the engine's seed")
-    max_tokens: int | None = _parameter(16, "most tokens to generate; none: as many as the context holds")
-    min_tokens: int = _parameter(0, "tokens to generate before the end of sequence or a stop token may come")
-    stop: str | list[str] | None = _parameter(None, "texts that end the output; not part of it")
-    stop_token_ids: list[int] = _parameter([], "token ids that end the output")
-    include_stop_str_in_output: bool = _parameter(False, "keep the stop text in the output")
-    ignore_eos: bool = _parameter(False, "go on past the end-of-sequence token")
-    skip_special_tokens: bool = _parameter(True, "leave special tokens out of the text")
-    logprobs: int | None = _parameter(None, "log-probabilities of this many most likely tokens per output token")
-    prompt_logprobs: int | None = _parameter(None, "the same, per prompt token")
-    logit_bias: dict[int, float] = _parameter(
-        {}, 'added to the logits of these token ids, as a dict such as {"5": -1.5}'
+    n: int = _parameter(1, _integer(1, LIMITS.max_n), "outputs per prompt")
+    temperature: float = _parameter(1.0, _number(0.0, 100.0), "0: always the most likely token; higher: more random")
+    top_p: float = _parameter(
+        1.0, _number(0.0, 1.0, above=True), "sample from the most likely tokens that together have this probability"
     )
-    presence_penalty: float = _parameter(0.0, "taken from the logits of tokens already generated")
-    frequency_penalty: float = _parameter(0.0, "the same, once per occurrence")
-    repetition_penalty: float = _parameter(1.0, "divides the logits of tokens in prompt or output; 1: off")
+    top_k: int = _parameter(0, _integer(-1), "sample from this many most likely tokens; 0 or -1: all")
+    min_p: float = _parameter(
+        0.0, _number(0.0, 1.0), "exclude tokens less likely than this share of the most likely one's probability"
+    )
+    seed: int | None = _parameter(
+        None,
+        _integer(-(2**63), 2**64 - 1, optional=True),
+        "equal seeds give equal tokens; none: from the engine's seed",
+    )
+    max_tokens: int | None = _parameter(
+        16, _integer(1, optional=True), "most tokens to generate; none: as many as the context holds"
+    )
+    min_tokens: int = _parameter(0, _integer(0), "tokens to generate before an end-of-sequence or stop token may come")
+    stop: str | list[str] | None = _parameter([], _stop_strings, "text that ends the output; not part of it")
+    stop_token_ids: list[int] = _parameter([], _token_ids, "token id that ends the output")
+    include_stop_str_in_output: bool = _parameter(False, _boolean, "keep the stop text in the output")
+    ignore_eos: bool = _parameter(False, _boolean, "continue after the end-of-sequence token")
+    skip_special_tokens: bool = _parameter(True, _boolean, "leave special tokens out of the text")
+    logprobs: int | None = _parameter(
+        None,
+        _integer(0, LIMITS.max_logprobs, optional=True),
+        "return log-probabilities of this many most likely tokens per output token",
+    )
+    prompt_logprobs: int | None = _parameter(
+        None, _integer(0, LIMITS.max_logprobs, optional=True), "the same, per prompt token"
+    )
+    logit_bias: dict[int, float] = _parameter(
+        {}, _logit_bias, 'added to the logits of these token ids, as a dict such as {"5": -1.5}'
+    )
+    presence_penalty: float = _parameter(
+        0.0, _number(-2.0, 2.0), "subtracted from the logits of tokens already generated"
+    )
+    frequency_penalty: float = _parameter(0.0, _number(-2.0, 2.0), "the same, once per occurrence")
+    repetition_penalty: float = _parameter(
+        1.0, _number(0.0, 100.0, above=True), "divides the logits of tokens in prompt or output; 1: off"
+    )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _CHECKS:
+            raise RequestError(f"unknown sampling parameter {name!r}: {nearest(name, _CHECKS)}")
+        object.__setattr__(self, name, _CHECKS[name](name, value))
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
-        stop = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop, "texts")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", _as_list("stop_token_ids", self.stop_token_ids, "token ids"))
-        object.__setattr__(self, "logit_bias", _integer_keys(self.logit_bias))
-
-        _require_integer("n", self.n, 1, LIMITS.max_n)
-        _require_number("temperature", self.temperature, 0.0, 100.0)
-        _require_number("top_p", self.top_p, 0.0, 1.0, above=True)
-        _require_integer("top_k", self.top_k, -1, None)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_integer("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
-        _require_integer("max_tokens", self.max_tokens, 1, None, optional=True)
-        _require_integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; raise max_tokens"
             )
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={shown(getattr(self, name))} must be True or False")
-        _require_integer("logprobs", self.logprobs, 0, LIMITS.max_logprobs, optional=True)
-        _require_integer("prompt_logprobs", self.prompt_logprobs, 0, LIMITS.max_logprobs, optional=True)
-        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
 
-        if len(stop) > LIMITS.max_stop_strings:
-            raise RequestError(f"stop has {len(stop)} texts; at most {LIMITS.max_stop_strings} are allowed")
-        for text in stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= LIMITS.max_stop_string_length:
-                raise RequestError(
-                    f"stop={shown(text)}: each must be a text of 1 to {LIMITS.max_stop_string_length} characters"
-                )
-        if len(self.stop_token_ids) > LIMITS.max_stop_token_ids:
-            raise RequestError(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {LIMITS.max_stop_token_ids}"
-            )
-        for token_id in self.stop_token_ids:
-            _require_integer("stop_token_ids", token_id, 0, None)
-        if len(self.logit_bias) > LIMITS.max_logit_bias:
-            raise RequestError(f"logit_bias has {len(self.logit_bias)} entries; at most {LIMITS.max_logit_bias}")
-        for token_id, bias in self.logit_bias.items():
-            _require_integer("logit_bias key", token_id, 0, None)
-            _require_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+    def copy(self) -> SamplingParams:
+        """Return a copy that shares nothing with this object, after checking all values again.
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether choosing a token needs the tokens before it."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        Raises:
+            RequestError: values do not fit each other, or a list was changed in place to a wrong value.
+        """
+        return dataclasses.replace(self)
+
+    def for_engine(self) -> RequestParams:
+        """Return what the engine needs of these parameters."""
+        values = {name: getattr(self, name) for name in RequestParams.__struct_fields__}
+        return RequestParams(
+            **values | {"stop_token_ids": tuple(self.stop_token_ids), "logit_bias": {**self.logit_bias}}
+        )
 
 
-def _require_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
-    bounds = f"{'above' if above else 'from'} {low:g} to {high:g}"
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Written so that NaN, which is neither within nor outside any bounds, is refused.
-    if not is_number or not low <= value <= high or (above and value == low):
-        raise RequestError(f"{name}={shown(value)} must be a number {bounds}")
-
-
-def _require_integer(name: str, value: Any, low: int, high: int | None, *, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    bounds = f"from {low} to {'2**63 - 1' if high is None else high}"
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or not low <= value <= (2**63 - 1 if high is None else high):
-        raise RequestError(f"{name}={shown(value)} must be an integer {bounds}{' or None' if optional else ''}")
-
-
-def _plain(value: Any) -> Any:
-    """A number of another library, such as numpy's, as Python's own: only those cross a process border."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
-def _as_list(name: str, values: Any, of_what: str) -> list[Any]:
-    if values is None:
-        return []
-    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise RequestError(f"{name}={shown(values)} must be a list of {of_what}")
-    return [_plain(value) for value in values]
-
-
-def _integer_keys(logit_bias: Any) -> dict[int, float]:
-    if logit_bias is None:
-        return {}
-    if not isinstance(logit_bias, dict):
-        raise RequestError(f"logit_bias={shown(logit_bias)} must be a dict of token id to bias")
-    # JSON has only texts as keys.
-    return {
-        int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else _plain(key): _plain(bias)
-        for key, bias in logit_bias.items()
-    }
+_CHECKS: dict[str, Check] = {field.name: field.metadata["check"] for field in dataclasses.fields(SamplingParams)}

@@ -6,12 +6,13 @@ made here and brings its updates back.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import msgspec
 
 from moeserve.api.text import OutputText, TextCodec
 from moeserve.errors import RequestError, nearest, shown
@@ -128,12 +129,13 @@ class Frontend:
         self._num_prompts += 1
         prompt_id = str(number)
         # The prompt is the same for all outputs: the first one tells its log-probabilities.
-        other_params = params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
+        first_params = params.for_engine()
+        other_params = msgspec.structs.replace(first_params, prompt_logprobs=None)
         requests = [
             Request(
                 request_id=prompt_id if params.n == 1 else f"{prompt_id}-{index}",
                 prompt_token_ids=prompt.token_ids,
-                params=params if index == 0 else other_params,
+                params=first_params if index == 0 else other_params,
                 seed=_request_seed(params.seed, self._engine_seed, number, index),
                 eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
                 cache_salt=prompt.cache_salt,
@@ -243,7 +245,7 @@ def normalise(
             raise RequestError(
                 f"sampling_params={shown(params)} is a {type(params).__name__}; pass SamplingParams(...)"
             )
-    return list(zip(each, params_of_prompts, strict=True))
+    return [(prompt, params.copy()) for prompt, params in zip(each, params_of_prompts, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from moeserve.planner.lockstep_group import LockstepGroup
 from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
 from moeserve.planner.traffic import RecordedRequest, Traffic
 from moeserve.protocol import AddRequest, ChunkResult, Request, StepPlan, StepResult
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.dp_router import DPRouter
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -269,7 +269,7 @@ class _Run:
         self._num_blocks = num_blocks
         self._num_replicas = costs.shape.dp
         self._group = LockstepGroup(self._num_replicas, make_scheduler, drives_sleepers=drives_sleepers)
-        self._params: dict[int, SamplingParams] = {}  # by the length of the output
+        self._params: dict[int, RequestParams] = {}  # by the length of the output
         self._chooser = DPRouter(
             self._num_replicas, num_blocks, settings.block_size, enable_prefix_caching=has_prefixes, salt=b""
         )
@@ -313,7 +313,7 @@ class _Run:
     def _send(self, number: int, recorded: RecordedRequest) -> None:
         output_tokens = recorded.output_tokens
         if output_tokens not in self._params:
-            self._params[output_tokens] = SamplingParams(max_tokens=output_tokens)
+            self._params[output_tokens] = RequestParams(max_tokens=output_tokens)
         request = Request(
             request_id=str(number),
             prompt_token_ids=prompt_of(recorded, self._traffic.tokens_per_block, own_token=_own_token(number)),

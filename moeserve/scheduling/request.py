@@ -79,7 +79,7 @@ class LiveRequest:
             params=params,
             seed=request.seed,
             position=self.num_output_tokens,
-            barred_token_ids=request.eos_token_ids + params.stop_token_ids if self._is_below_min_tokens else [],
+            barred_token_ids=[*request.eos_token_ids, *params.stop_token_ids] if self._is_below_min_tokens else [],
             prompt_token_ids=request.prompt_token_ids if has_penalties else [],
             output_token_ids=self.token_ids[self.num_prompt_tokens :] if has_penalties else [],
         )

@@ -9,7 +9,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.ops.dense_attention import MAX_MASK_SIZE
 from moeserve.ops.products import without_rows
 from moeserve.protocol import Chunk, SampleSpec, StepPlan
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.step_replay import EagerSteps, StepContext
@@ -58,7 +58,7 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> StepPla
     Args:
         max_tokens: a lower limit on its tokens.
     """
-    params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1 if config.device == "cuda" else None)
+    params = RequestParams(temperature=1.0, top_p=0.9, logprobs=1 if config.device == "cuda" else None)
     chunks: list[Chunk] = []
     num_left = min(max_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
     num_chunks = min(config.max_num_seqs, num_left)

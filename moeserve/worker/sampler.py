@@ -18,7 +18,7 @@ from moeserve.errors import EngineError
 from moeserve.ops.row_maximum import choose_row_maximum
 from moeserve.ops.sampling import DrawKernel, choose_draw
 from moeserve.protocol import SampleSpec, TokenLogprobs
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 
 # L rows of logits, R of them processed together, V vocabulary, H most likely tokens of a row, most likely first,
 # N tokens of a row whose log-probabilities are returned
@@ -187,7 +187,7 @@ def _draw_with_kernel(kernel: DrawKernel, scores_RV: Tensor, specs: list[SampleS
     return tokens
 
 
-def _place(probabilities_H: np.ndarray, params: SamplingParams, number: float, *, is_whole_row: bool) -> int | None:
+def _place(probabilities_H: np.ndarray, params: RequestParams, number: float, *, is_whole_row: bool) -> int | None:
     """Return the place of `number` in [0, 1) among the kept tokens, or None if the head of the row is not enough.
 
     The most likely tokens come first, so each of `min_p`, `top_k` and `top_p` keeps a prefix of the row.

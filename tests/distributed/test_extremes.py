@@ -66,7 +66,7 @@ class Case:
                 Arrival(
                     round=round_,
                     replica=replica,
-                    request=Request(request_id=str(index), prompt_token_ids=prompt, params=PARAMS, seed=0),
+                    request=Request(request_id=str(index), prompt_token_ids=prompt, params=PARAMS.for_engine(), seed=0),
                 )
                 for index, (round_, replica, prompt) in enumerate(loads)
             ]

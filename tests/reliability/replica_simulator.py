@@ -40,7 +40,7 @@ from moeserve.protocol import (
     StepResult,
     Wake,
 )
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import REQUESTS_LOAD, REQUESTS_SHUTDOWN, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -338,7 +338,7 @@ class _Simulation:
         request = Request(
             request_id=str(number),
             prompt_token_ids=list(range(first_token, first_token + num_prompt_tokens)),
-            params=SamplingParams(max_tokens=dice.randint(1, 16)),
+            params=RequestParams(max_tokens=dice.randint(1, 16)),
             seed=number,
             eos_token_ids=[END_TOKEN],
         )

@@ -7,7 +7,7 @@ import pytest
 from exhaustive_search import Explored, Found, Script, explore
 
 from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, ReplicaMessage, Request, Shutdown, Wake
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Lockstep
 from moeserve.scheduling.replica import Replica
 
@@ -16,7 +16,7 @@ def add(request_id: str, num_prompt_tokens: int, max_tokens: int = 2) -> Replica
     request = Request(
         request_id=request_id,
         prompt_token_ids=list(range(num_prompt_tokens)),
-        params=SamplingParams(max_tokens=max_tokens),
+        params=RequestParams(max_tokens=max_tokens),
         seed=1,
     )
     return AddRequest(request)

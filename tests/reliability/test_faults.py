@@ -464,7 +464,7 @@ def test_an_abort_in_any_step_leaves_no_block_behind(reference: Reference, plant
         def add(name: str, prompt: list[int], num_tokens: int) -> None:
             params = SamplingParams(temperature=0, max_tokens=num_tokens)
             found[name] = []
-            llm.core.add(Request(request_id=name, prompt_token_ids=prompt, params=params, seed=0))
+            llm.core.add(Request(request_id=name, prompt_token_ids=prompt, params=params.for_engine(), seed=0))
 
         def finish() -> None:
             while llm.core.has_work:

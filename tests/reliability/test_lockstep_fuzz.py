@@ -19,7 +19,7 @@ from reference_models import Reference
 from worker_groups import Arrival, Story, Timetable
 
 from moeserve.protocol import Request, RequestUpdate
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 
 # Few blocks, so that requests must make room for each other.
 OPTIONS: dict[str, Any] = dict(
@@ -100,7 +100,7 @@ def make_arrival(dice: random.Random, number: int, round_: int, replica: int, po
     request = Request(
         request_id=f"{number} of prompt {index}",
         prompt_token_ids=prompt,
-        params=SamplingParams(temperature=0, max_tokens=dice.randint(1, MAX_TOKENS)),
+        params=RequestParams(temperature=0, max_tokens=dice.randint(1, MAX_TOKENS)),
         seed=number,
         eos_token_ids=[dice.choice(continuation)] if stops else [],
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeserve.ops.row_maximum import torch_row_maximum
 from moeserve.protocol import SampleSpec
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.triton_kernels import sampling
 from moeserve.triton_kernels.sampling import Config, greedy_rows, row_maximum, sample_rows
 from moeserve.worker import sampler
@@ -27,7 +27,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "choose_config", lambda width: Config(BLOCK_V=128, num_warps=1))
 
 
-def drawn(scores_RV: Tensor, params: list[SamplingParams], numbers: list[float]) -> list[int]:
+def drawn(scores_RV: Tensor, params: list[RequestParams], numbers: list[float]) -> list[int]:
     def settings(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor([getattr(each, name) for each in params], dtype=dtype)
 
@@ -42,7 +42,7 @@ def drawn(scores_RV: Tensor, params: list[SamplingParams], numbers: list[float])
 
 
 def expected_tokens(
-    scores_RV: Tensor, params: list[SamplingParams], numbers: list[float], monkeypatch: pytest.MonkeyPatch
+    scores_RV: Tensor, params: list[RequestParams], numbers: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> list[int]:
     """What the sampler draws with these numbers."""
     monkeypatch.setattr(sampler, "uniform", lambda seed, position: numbers[position])
@@ -53,7 +53,7 @@ def expected_tokens(
     return sampler._draw(scores_RV.clone(), scores_RV.amax(-1), specs)
 
 
-def is_clear(scores_V: Tensor, params: SamplingParams, number: float) -> bool:
+def is_clear(scores_V: Tensor, params: RequestParams, number: float) -> bool:
     """Whether rounding cannot decide: neither what is kept nor which token is drawn."""
     order = sorted(range(len(scores_V)), key=lambda token: (-scores_V[token].item(), token))
     weights = ((scores_V.double() - scores_V.max().double()) / params.temperature).exp()[order]
@@ -72,11 +72,11 @@ def is_clear(scores_V: Tensor, params: SamplingParams, number: float) -> bool:
     return bool(((cumulative / cumulative[-1] - number).abs() > ROUNDING).all())
 
 
-def random_params(generator: torch.Generator, width: int) -> SamplingParams:
+def random_params(generator: torch.Generator, width: int) -> RequestParams:
     def pick(*choices: Any) -> Any:
         return choices[int(torch.randint(len(choices), (1,), generator=generator))]
 
-    return SamplingParams(
+    return RequestParams(
         temperature=pick(0.05, 0.7, 1.0, 1.3, 5.0, 100.0),
         top_k=pick(-1, 0, 0, 1, 2, 17, width, 10 * width),
         top_p=pick(1.0, 1.0, 0.001, 0.5, 0.9, 0.999),
@@ -118,7 +118,7 @@ def test_draws_the_samplers_token(kind: str, width: int, small_blocks: None, mon
 def test_a_row_as_wide_as_a_vocabulary(spread: float, top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the blocks of production, and few of the tokens more likely than rounding errors could be."""
     scores_RV = torch.randn(1, 32000, generator=torch.Generator().manual_seed(5)) * spread
-    params, numbers = [SamplingParams(temperature=0.9, top_p=top_p)], [0.61]
+    params, numbers = [RequestParams(temperature=0.9, top_p=top_p)], [0.61]
     assert is_clear(scores_RV[0], params[0], numbers[0])
     assert drawn(scores_RV, params, numbers) == expected_tokens(scores_RV, params, numbers, monkeypatch)
 
@@ -127,7 +127,7 @@ def test_a_row_as_wide_as_a_vocabulary(spread: float, top_p: float, monkeypatch:
 def test_the_ends_of_a_row(number: float, small_blocks: None) -> None:
     """The first number draws the most likely token; the last one no token that is impossible or barred."""
     scores_RV = torch.tensor([[0.0, 1.0, -math.inf, 1.0, -300.0, 0.5, -math.inf]])
-    params = SamplingParams(temperature=1.0)
+    params = RequestParams(temperature=1.0)
     assert drawn(scores_RV, [params], [number]) == [1 if number == 0.0 else 0]
 
 
@@ -137,22 +137,22 @@ def test_of_equal_tokens_the_lower_ids_come_first(small_blocks: None) -> None:
     ids = [3, 127, 128, 199]
     scores_RV[:, ids] = 2.0
     numbers = [(place + 0.5) / 4 for place in range(4)]
-    assert drawn(scores_RV, [SamplingParams(temperature=1.0)] * 4, numbers) == ids
-    assert drawn(scores_RV[:1], [SamplingParams(temperature=1.0)], [0.25]) == [127]  # a border belongs to the next
-    for params in (SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.45)):
+    assert drawn(scores_RV, [RequestParams(temperature=1.0)] * 4, numbers) == ids
+    assert drawn(scores_RV[:1], [RequestParams(temperature=1.0)], [0.25]) == [127]  # a border belongs to the next
+    for params in (RequestParams(temperature=1.0, top_k=2), RequestParams(temperature=1.0, top_p=0.45)):
         assert drawn(scores_RV[:2], [params] * 2, [0.49, 0.51]) == [3, 127]
 
 
 def test_a_border_belongs_to_the_next_token(small_blocks: None) -> None:
     """Masses of one, a half and a half, exactly: half of the whole is where the second token begins."""
-    params = [SamplingParams(temperature=1.4426950408889634)] * 2
+    params = [RequestParams(temperature=1.4426950408889634)] * 2
     assert drawn(torch.tensor([[0.0, -1.0, -1.0]]).repeat(2, 1), params, [0.5, 0.75]) == [1, 2]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-5])
 def test_a_temperature_next_to_nothing_is_greedy(temperature: float, small_blocks: None) -> None:
     scores_RV = torch.tensor([[1.0, 3.0, -math.inf, 3.0 - 1e-3]]).repeat(2, 1)
-    params = [SamplingParams(temperature=temperature)] * 2
+    params = [RequestParams(temperature=temperature)] * 2
     assert drawn(scores_RV, params, [0.0, 1 - 2.0**-53]) == [1, 1]
 
 
@@ -161,7 +161,7 @@ def test_frequencies_are_the_probabilities(small_blocks: None) -> None:
     num_draws = 8
     scores_V = torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]).log()  # of 8
     numbers = [(draw + 0.5) / num_draws for draw in range(num_draws)]
-    tokens = drawn(scores_V.expand(num_draws, 5), [SamplingParams(temperature=1.0)] * num_draws, numbers)
+    tokens = drawn(scores_V.expand(num_draws, 5), [RequestParams(temperature=1.0)] * num_draws, numbers)
     assert [tokens.count(token) for token in range(5)] == [1, 2, 3, 1, 1]
 
 
@@ -178,7 +178,7 @@ def test_a_rows_token_does_not_depend_on_the_others(small_blocks: None) -> None:
 def test_a_row_that_is_not_to_be_drawn_from_ends_in_some_token(bad: float, small_blocks: None) -> None:
     scores_RV = torch.full((2, 70), bad)
     scores_RV[1, :3] = 1.0
-    params = [SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1)] * 2
+    params = [RequestParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1)] * 2
     assert all(0 <= token < 70 for token in drawn(scores_RV, params, [0.5, 0.5]))
 
 

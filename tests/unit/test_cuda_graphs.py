@@ -14,7 +14,7 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import side_stream
 from moeserve.protocol import Chunk, SampleSpec, StepPlan
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, Lockstep, alone
 from moeserve.step_inputs import StepInputs
 from moeserve.worker import cuda_graphs
@@ -67,7 +67,7 @@ class Rank:
 
 
 def decode_plan(num_tokens: int) -> StepPlan:
-    sample = SampleSpec(params=SamplingParams(temperature=0), seed=0, position=0)
+    sample = SampleSpec(params=RequestParams(temperature=0), seed=0, position=0)
     chunks = [
         Chunk(token_ids=[10 + row], start=row, block_ids=[row, row + 1], sample=sample) for row in range(num_tokens)
     ]

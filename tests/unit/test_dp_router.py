@@ -7,7 +7,7 @@ import random
 import pytest
 
 from moeserve.protocol import Request
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.dp_router import Candidate, DPRouter, PrefixMemory, choose_replica
 
 
@@ -52,7 +52,7 @@ def test_prefix_memory_equals_a_plain_list() -> None:
 
 
 def request(name: str, token_ids: list[int], cache_salt: str = "") -> Request:
-    return Request(request_id=name, prompt_token_ids=token_ids, params=SamplingParams(), seed=0, cache_salt=cache_salt)
+    return Request(request_id=name, prompt_token_ids=token_ids, params=RequestParams(), seed=0, cache_salt=cache_salt)
 
 
 def router(num_replicas: int, *, enable_prefix_caching: bool = True) -> DPRouter:

@@ -90,7 +90,8 @@ def test_one_or_many_prompts_are_told_apart(prompts: Any, count: int) -> None:
 
 def test_each_prompt_gets_its_own_sampling_parameters() -> None:
     both = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=4)]
-    assert [request.params for request in requests_of(new_frontend(), ["a", "b"], both)] == both
+    requests = requests_of(new_frontend(), ["a", "b"], both)
+    assert [request.params for request in requests] == [params.for_engine() for params in both]
     with pytest.raises(RequestError, match="3 prompts came with 2 sampling_params"):
         normalise(["a", "b", "c"], both)
     with pytest.raises(RequestError, match=r"is a dict; pass SamplingParams"):

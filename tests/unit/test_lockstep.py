@@ -22,7 +22,7 @@ from moeserve.protocol import (
     StepResult,
     Wake,
 )
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import ROW_SIZE, Agreement, Intent, IntentFlags, Lockstep
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -99,7 +99,7 @@ def request(request_id: str, num_prompt_tokens: int = 2, max_tokens: int = 4) ->
     return Request(
         request_id=request_id,
         prompt_token_ids=list(range(num_prompt_tokens)),
-        params=SamplingParams(max_tokens=max_tokens, stop_token_ids=[99], logit_bias={5: -1.5}),
+        params=RequestParams(max_tokens=max_tokens, stop_token_ids=(99,), logit_bias={5: -1.5}),
         seed=1,
     )
 

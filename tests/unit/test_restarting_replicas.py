@@ -11,7 +11,7 @@ from moeserve.engine import restarting_replicas
 from moeserve.engine.restarting_replicas import RestartingReplicas
 from moeserve.errors import CheckpointError, EngineError, SettingsError
 from moeserve.protocol import Request, RequestUpdate
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 
 
 class WorkerGroup:
@@ -85,7 +85,7 @@ def engine(cluster: Cluster) -> RestartingReplicas:
 
 
 def request(name: str) -> Request:
-    return Request(request_id=name, prompt_token_ids=[1], params=SamplingParams(), seed=0)
+    return Request(request_id=name, prompt_token_ids=[1], params=RequestParams(), seed=0)
 
 
 def test_a_worker_group_that_lives_is_kept(engine: RestartingReplicas, cluster: Cluster) -> None:

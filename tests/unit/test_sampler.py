@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 
 from moeserve.errors import EngineError
 from moeserve.protocol import SampleSpec, TokenLogprobs
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.worker import sampler
 from moeserve.worker.sampler import SampledToken, prompt_logprobs, sample, uniform
 
@@ -43,7 +43,7 @@ def spec(
     **params: Any,
 ) -> SampleSpec:
     return SampleSpec(
-        params=SamplingParams(**params),
+        params=RequestParams(**params),
         seed=seed,
         position=position,
         barred_token_ids=barred or [],
@@ -91,7 +91,7 @@ def reference_scores(logits: list[float], spec: SampleSpec) -> list[float]:
     return scores
 
 
-def reference_kept(scores: list[float], params: SamplingParams) -> list[tuple[int, float]]:
+def reference_kept(scores: list[float], params: RequestParams) -> list[tuple[int, float]]:
     """The tokens that may be drawn with their probabilities, most likely first. Too close a call is refused."""
     highest = max(scores)
     weights = {
@@ -335,7 +335,7 @@ def test_kept_tokens_and_their_probabilities_are_those_of_transformers(
     small_pieces(head_size, 2**18)
     row_V = random_logits(1, vocabulary, seed=vocabulary)[0]
     scores_LV = row_V[None].double()
-    # in the order of SamplingParams
+    # in the order of RequestParams
     for warper in (
         TemperatureLogitsWarper(float(params.get("temperature", 1.0))),
         MinPLogitsWarper(params.get("min_p", 0.0)),

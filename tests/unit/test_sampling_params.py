@@ -1,4 +1,4 @@
-"""What sampling parameters refuse, what they become, and that they cross a process border unchanged."""
+"""Sampling parameters: values that are refused, assignment, and the messages that carry them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
 from moeserve.protocol import Chunk, Request, SampleSpec, StepPlan
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams, SamplingParams
 
 EVERYTHING = SamplingParams(
     n=3,
@@ -62,13 +62,14 @@ def test_defaults_are_those_of_vllm() -> None:
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
     }
-    assert not params.has_penalties
+    assert params.for_engine() == RequestParams()
     assert params.stop_token_ids is not SamplingParams().stop_token_ids
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_each_penalty_needs_the_tokens_before(penalty: str) -> None:
-    assert SamplingParams(**{penalty: 0.5}).has_penalties
+    assert not RequestParams().has_penalties
+    assert RequestParams(**{penalty: 0.5}).has_penalties
 
 
 @pytest.mark.parametrize(
@@ -96,11 +97,13 @@ def test_each_penalty_needs_the_tokens_before(penalty: str) -> None:
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name_and_value(name: str, values: list[Any]) -> None:
+    params = SamplingParams()
     for value in values:
-        with pytest.raises(RequestError) as refusal:
-            SamplingParams(**{name: value})
-        assert str(refusal.value).startswith(f"{name}={value!r:.57}"), refusal.value
-        assert " must be " in str(refusal.value)
+        for refused in (lambda: SamplingParams(**{name: value}), lambda: setattr(params, name, value)):  # noqa: B023
+            with pytest.raises(RequestError) as refusal:
+                refused()
+            assert str(refusal.value).startswith(f"{name}={value!r:.57}"), refusal.value
+    assert params == SamplingParams()
 
 
 @pytest.mark.parametrize(
@@ -122,8 +125,11 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(name: str, values: li
     ],
 )
 def test_values_at_the_bounds_are_taken(name: str, values: list[Any]) -> None:
+    params = SamplingParams()
     for value in values:
-        assert getattr(SamplingParams(**{name: value}), name) == value
+        setattr(params, name, value)
+        assert params == SamplingParams(**{name: value})
+        assert getattr(params, name) == value
 
 
 @pytest.mark.parametrize(
@@ -132,12 +138,12 @@ def test_values_at_the_bounds_are_taken(name: str, values: list[Any]) -> None:
         ({"stop": [5]}, "stop=5: each must be a text of 1 to 1024 characters"),
         ({"stop": ""}, "stop='': each must be"),
         ({"stop": ["ok", "x" * (LIMITS.max_stop_string_length + 1)]}, "stop='xxx"),
-        ({"stop": ["x"] * (LIMITS.max_stop_strings + 1)}, "stop has 65 texts; at most 64"),
+        ({"stop": ["x"] * (LIMITS.max_stop_strings + 1)}, "stop has 65 entries; at most 64"),
         ({"stop_token_ids": [3, -1]}, "stop_token_ids=-1 must be an integer from 0"),
         ({"stop_token_ids": [True]}, "stop_token_ids=True must be"),
         ({"stop_token_ids": [2**63]}, f"stop_token_ids={2**63} must be"),
         ({"stop_token_ids": [None]}, "stop_token_ids=None must be"),
-        ({"stop_token_ids": [0] * (LIMITS.max_stop_token_ids + 1)}, "stop_token_ids has 1025 ids; at most 1024"),
+        ({"stop_token_ids": [0] * (LIMITS.max_stop_token_ids + 1)}, "stop_token_ids has 1025 entries; at most 1024"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias key=-1 must be an integer"),
         ({"logit_bias": {1.5: 1.0}}, "logit_bias key=1.5 must be"),
         ({"logit_bias": {math.inf: 1.0}}, "logit_bias key=inf must be"),
@@ -207,13 +213,13 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
         temperature=0.5, top_p=0.5, top_k=3, seed=2**64 - 1, max_tokens=9, stop_token_ids=[1, 2], logit_bias={4: 0.5}
     )
     assert params == plain
-    assert msgspec.msgpack.encode(params) == msgspec.msgpack.encode(plain)
+    assert msgspec.msgpack.encode(params.for_engine()) == msgspec.msgpack.encode(plain.for_engine())
     for name, value in [("temperature", np.float32(101.0)), ("top_k", np.int64(-2)), ("top_k", np.float64(3.0))]:
         with pytest.raises(RequestError, match=rf"^{name}=\S+ must be"):
             SamplingParams(**{name: value})
 
 
-def test_what_the_caller_passed_is_not_shared() -> None:
+def test_parameters_share_nothing_with_what_the_caller_passed() -> None:
     stop, ids, bias = ["a"], [1], {1: 1.0}
     params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
     stop.append("b")
@@ -222,53 +228,57 @@ def test_what_the_caller_passed_is_not_shared() -> None:
     assert (params.stop, params.stop_token_ids, params.logit_bias) == (["a"], [1], {1: 1.0})
 
 
-def test_parameters_cannot_be_changed_but_can_be_replaced() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        EVERYTHING.temperature = 1.0  # type: ignore[misc]
-    assert dataclasses.replace(EVERYTHING, temperature=0.5).temperature == 0.5
-    with pytest.raises(RequestError, match="temperature=-1"):
-        dataclasses.replace(EVERYTHING, temperature=-1)
+def test_assigned_values_are_checked_and_unknown_names_refused() -> None:
+    params = SamplingParams()
+    params.stop = "end"
+    params.temperature = np.float32(0.5)  # type: ignore[assignment]
+    assert params == SamplingParams(stop=["end"], temperature=0.5)
+    with pytest.raises(RequestError, match="'max_tokens'"):
+        params.max_token = 3  # type: ignore[attr-defined]
+    params.min_tokens = 20  # may precede max_tokens, so the two are compared when they are used
+    with pytest.raises(RequestError, match="min_tokens=20"):
+        params.copy()
+    params.max_tokens = 30
+    assert params.copy() == params
+
+
+def test_lists_changed_in_place_are_checked_when_they_are_used() -> None:
+    params = SamplingParams(stop_token_ids=[1])
+    copy, request_params = params.copy(), params.for_engine()
+    params.stop_token_ids.append(-1)
+    with pytest.raises(RequestError, match="stop_token_ids=-1"):
+        params.copy()
+    assert (copy.stop_token_ids, request_params.stop_token_ids) == ([1], (1,))
+
+
+def test_parameters_of_a_request_are_immutable() -> None:
+    params = EVERYTHING.for_engine()
+    with pytest.raises(AttributeError):
+        params.temperature = 1.0  # type: ignore[misc]
+    given = dataclasses.asdict(EVERYTHING) | {"stop_token_ids": (4, 5)}
+    assert msgspec.structs.asdict(params) == {name: given[name] for name in RequestParams.__struct_fields__}
 
 
 REQUEST = Request(
     request_id="7-1",
     prompt_token_ids=[1, 2, 3],
-    params=EVERYTHING,
+    params=EVERYTHING.for_engine(),
     seed=2**64 - 1,
     eos_token_ids=[2],
     cache_salt="häuser",
 )
+SAMPLE = SampleSpec(params=REQUEST.params, seed=2**63, position=4, barred_token_ids=[2], prompt_token_ids=[6, 7])
 PLAN = StepPlan(
     step=12,
     chunks=[
         Chunk(token_ids=[5], start=9, block_ids=[3, 1]),
-        Chunk(
-            token_ids=[6, 7],
-            start=0,
-            block_ids=[2],
-            sample=SampleSpec(
-                params=EVERYTHING,
-                seed=2**63,
-                position=4,
-                barred_token_ids=[2],
-                prompt_token_ids=[6, 7],
-                output_token_ids=[8],
-            ),
-            num_prompt_logprobs=3,
-            prompt_targets=[7],
-        ),
+        Chunk(token_ids=[6, 7], start=0, block_ids=[2], sample=SAMPLE, num_prompt_logprobs=3, prompt_targets=[7]),
     ],
 )
 
 
-@pytest.mark.parametrize("message", [SamplingParams(), EVERYTHING, REQUEST, PLAN], ids=lambda m: type(m).__name__)
-def test_a_message_crosses_a_process_border_unchanged(message: Any) -> None:
+@pytest.mark.parametrize("message", [RequestParams(), REQUEST, PLAN], ids=lambda message: type(message).__name__)
+def test_messages_cross_a_process_border_unchanged(message: Any) -> None:
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
     assert arrived == message
     assert msgspec.to_builtins(arrived) == msgspec.to_builtins(message)
-
-
-def test_what_arrives_is_checked_again() -> None:
-    sent = msgspec.msgpack.encode({**dataclasses.asdict(EVERYTHING), "top_p": 1.5})
-    with pytest.raises(ValueError, match=r"top_p=1\.5 must be a number above 0 to 1"):
-        msgspec.msgpack.decode(sent, type=SamplingParams)

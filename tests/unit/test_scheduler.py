@@ -10,7 +10,7 @@ import pytest
 
 from moeserve.errors import RequestError
 from moeserve.protocol import Chunk, ChunkResult, Request, RequestUpdate, StepPlan, StepResult, TokenLogprobs
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 EOS, STOP = 99, 98
@@ -37,7 +37,7 @@ def request(request_id: str, prompt: list[int] | int, *, cache_salt: str = "", *
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt,
-        params=SamplingParams(**({"max_tokens": 8} | params)),
+        params=RequestParams(**({"max_tokens": 8} | params)),
         seed=7,
         eos_token_ids=[EOS],
         cache_salt=cache_salt,

@@ -25,7 +25,7 @@ from moeserve.protocol import (
     StepResult,
     TokenLogprobs,
 )
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.block_pool import BlockPool
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -173,9 +173,9 @@ def prompt_row(token_id: int, position: int) -> TokenLogprobs:
 
 
 @st.composite
-def params(draw: st.DrawFn) -> SamplingParams:
+def params(draw: st.DrawFn) -> RequestParams:
     max_tokens = draw(st.sampled_from([20, None, 16, 12, 8, 3, 1]))
-    return SamplingParams(
+    return RequestParams(
         max_tokens=max_tokens,
         min_tokens=draw(st.sampled_from([0, 0, 3])) if max_tokens is None or max_tokens >= 3 else 0,
         stop_token_ids=draw(st.sampled_from([[], [], [STOP]])),
@@ -242,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         base: int,
         length: int,
         tail: list[int],
-        params: SamplingParams,
+        params: RequestParams,
         seed: int,
         has_eos: bool,
         salt: str,
@@ -252,13 +252,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live or self.past)
     @rule(pick=picks, length=st.integers(1, 32), params=params(), seed=st.integers(0, 40))
-    def add_continuation(self, pick: int, length: int, params: SamplingParams, seed: int) -> None:
+    def add_continuation(self, pick: int, length: int, params: RequestParams, seed: int) -> None:
         others = self.live + self.past
         other = others[pick % len(others)]
         self.add_prompt(other.tokens[:length], params, seed, True, other.request.cache_salt, False)
 
     def add_prompt(
-        self, prompt: list[int], params: SamplingParams, seed: int, has_eos: bool, salt: str, old_id: bool
+        self, prompt: list[int], params: RequestParams, seed: int, has_eos: bool, salt: str, old_id: bool
     ) -> None:
         live_ids = {known.request.request_id for known in self.live}
         free_ids = [o.request.request_id for o in self.past if o.request.request_id not in live_ids]
@@ -281,7 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request_id, length = self.live[0].request.request_id, 1
         try:
             self.scheduler.add(
-                Request(request_id=request_id, prompt_token_ids=[0] * length, params=SamplingParams(), seed=0)
+                Request(request_id=request_id, prompt_token_ids=[0] * length, params=RequestParams(), seed=0)
             )
         except RequestError:
             return

@@ -25,7 +25,7 @@ from moeserve.planner.simulate import Outcome, Percentiles, prompt_of, serve
 from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
 from moeserve.planner.traffic import RecordedRequest, Traffic, sample_traffic
 from moeserve.protocol import AddRequest, ChunkResult, Request, StepResult
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -138,7 +138,7 @@ class TestGang:
 
     @staticmethod
     def request(request_id: str, num_tokens: int, max_tokens: int) -> Request:
-        params = SamplingParams(max_tokens=max_tokens)
+        params = RequestParams(max_tokens=max_tokens)
         return Request(request_id=request_id, prompt_token_ids=[1] * num_tokens, params=params, seed=0)
 
     @staticmethod
