@@ -52,6 +52,7 @@ from moeserve.bench.ranks import (
     TimeAgreements,
     TimeCollective,
     TimeDispatch,
+    Timing,
     median_seconds,
     repeated,
 )
@@ -164,8 +165,10 @@ def measure_dispatches(ranks: dict[int, Ranks], num_rounds: int) -> list[Row]:
         orders = {
             name: TimeDispatch(dispatcher=name, num_tokens=num_tokens, num_calls=0, **shape) for name in DISPATCHERS
         }
-        measures = {name: repeated(group, order, SAMPLE_SECONDS, 2) for name, order in orders.items()}
-        samples = interleave(measures, num_rounds)  # type: ignore[type-var]
+        measures: dict[str, Callable[[], list[Timing]]] = {
+            name: repeated(group, order, SAMPLE_SECONDS, 2) for name, order in orders.items()
+        }
+        samples = interleave(measures, num_rounds)
         seconds = {name: [median_seconds(timings) for timings in each] for name, each in samples.items()}
         for name in DISPATCHERS:
             row: Row = {

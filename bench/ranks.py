@@ -231,8 +231,11 @@ def time_agreements(groups: Groups, lockstep: Lockstep, num_calls: int) -> Timin
 @torch.inference_mode()
 def time_dispatch(groups: Groups, order: TimeDispatch) -> Timing:
     placement = Placement.even(order.num_experts, groups.ep.world_size)
-    kind = {"allgather": AllGatherDispatcher, "all_to_all": AllToAllDispatcher}[order.dispatcher]
-    dispatcher: Dispatcher[Any] = kind(groups.ep, placement, torch.device("cpu"))
+    kinds: dict[DispatcherName, Callable[..., Dispatcher[Any]]] = {
+        "allgather": AllGatherDispatcher,
+        "all_to_all": AllToAllDispatcher,
+    }
+    dispatcher = kinds[order.dispatcher](groups.ep, placement, torch.device("cpu"))
     hidden_TD, routing = random_tokens(order, groups.rank)
     step = _step((order.num_tokens,) * groups.ep.world_size)
 

@@ -87,39 +87,31 @@ def rows_of(rows: Iterable[Row], benchmark: str) -> list[Row]:
 
 
 def throughput_tables(rows: Sequence[Row]) -> str:
-    """For each model: all cells with all engines, the goals, and the ratios of quantised engines."""
+    """For each model, all cells with all engines and the goals."""
     cells = latest(rows, "model", "cell")
     tables = []
     for model, of_model in by(cells, "model").items():
-        tables.append(f"**{model}**, tokens per second (share of the limit)\n\n{engines_table(of_model, 'cell')}")
+        names = in_order({name for row in of_model for name in row["engines"]})
+        lines = [
+            [row["cell"], *(shown_rate(row["engines"].get(name)) for name in names), *goal_cells(row)]
+            for row in of_model
+        ]
+        head = ["cell", *names, "moeserve / best peer (goal)", "reached"]
+        tables.append(f"**{model}**, tokens per second (share of the limit)\n\n{markdown(head, lines)}")
         tables.append(image("throughput", model))
-        if goals := [row for row in of_model if row["goal"]]:
-            tables.append(goals_table(goals))
-        if ratios := [each for row in of_model for each in row["ratios"] if each["engine"] != "moeserve"]:
-            pairs = unique((each["engine"], each["baseline"]) for each in ratios)
-            lines = [[row["cell"], *(ratio_of(row, *pair) for pair in pairs)] for row in of_model]
-            lines = [line for line in lines if any(line[1:])]
-            tables.append(markdown(["quantised, ratio", *(f"{one} / {other}" for one, other in pairs)], lines))
+    if reasons := unique(reason for row in cells if row["goal"] for reason in row["goal"]["without"].items()):
+        listed = "; ".join(f"{name} ({reason})" for name, reason in reasons)
+        tables.append(f"Peers that were not measured in some cells: {listed}.")
     return "\n\n".join([*tables, machine_line(cells)])
 
 
-def goals_table(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        goal, own = row["goal"], row["engines"]["moeserve"]
-        lines.append([
-            row["cell"],
-            goal["best_peer"],
-            ratio_of(row, "moeserve", goal["best_peer"]),
-            f"{goal['ratio']}",
-            f"{own['fraction_of_limit']:.0%}",
-            f"{goal['reached']:.2f}",
-        ])  # fmt: skip
-    tables = [markdown(["cell", "best peer", "moeserve / best peer", "goal", "of the limit", "reached"], lines)]
-    if reasons := unique(reason for row in rows for reason in row["goal"]["without"].items()):
-        listed = "; ".join(f"{name} ({reason})" for name, reason in reasons)
-        tables.append(f"Peers that were not measured in some cells: {listed}.")
-    return "\n\n".join(tables)
+def goal_cells(row: Row) -> list[str]:
+    goal = row["goal"]
+    if not goal:
+        return ["", ""]
+    peer = goal["best_peer"]
+    ratio = next(each["median"] for each in row["ratios"] if (each["engine"], each["baseline"]) == ("moeserve", peer))
+    return [f"{ratio:.2f} {peer} ({goal['ratio']})", f"{goal['reached']:.2f}"]
 
 
 def moe_tables(rows: Sequence[Row]) -> str:
@@ -129,9 +121,10 @@ def moe_tables(rows: Sequence[Row]) -> str:
     for shape_name, of_shape in by(cells, "shape_name").items():
         shape = of_shape[0]["shape"]
         sizes = f"{shape['num_experts']} x {shape['hidden']} x {shape['width']}, top-{shape['top_k']}"
-        tables.append(
-            f"**{shape_name}**, {sizes}: rows per second (share of the limit)\n\n{engines_table(of_shape, 'num_rows')}"
-        )
+        names = in_order({name for row in of_shape for name in row["engines"]})
+        lines = [[str(row["num_rows"]), *(shown_rate(row["engines"].get(name)) for name in names)] for row in of_shape]
+        table = markdown(["rows", *names], lines)
+        tables.append(f"**{shape_name}**, {sizes}: rows per second (share of the limit)\n\n{table}")
         tables.append(image("moe", shape_name))
     return "\n\n".join([*tables, machine_line(cells)])
 
@@ -181,32 +174,34 @@ def quality_table(rows: Sequence[Row]) -> str:
 
 
 def attention_table(rows: Sequence[Row]) -> str:
-    """For each shape, the C++ kernel beside torch."""
-    return simple_table(
-        latest([{**row, "at": str(row["shape"])} for row in rows if row["name"] == "C++"], "at"),
-        ["attention", "heads", "rows", "context", "C++, µs", "over torch", "of the limit"],
-        lambda row: [
-            "latent" if row["shape"]["latent_size"] else "grouped-query",
-            f"{row['shape']['num_heads']} x {row['shape']['head_size']}",
-            f"{row['shape']['batch']} x {row['shape']['num_rows']}",
-            str(row["shape"]["context_len"]),
-            number(row["median_us"]),
-            f"{row['ratio']:.1f}",
-            f"{row['fraction_of_limit']:.0%}",
-        ],
+    """For each kind and batch: the kernel's time by context, its speed-up over torch, and its share of the limit."""
+    found = latest([{**row, "at": str(row["shape"])} for row in rows if row["name"] == "C++"], "at")
+    found = [{**row, "kind": attention_kind(row["shape"]), "context": row["shape"]["context_len"]} for row in found]
+    return pivot(
+        found,
+        ("kind",),
+        "context",
+        lambda row: f"{number(row['median_us'])} ({row['ratio']:.0f}x, {row['fraction_of_limit']:.0%})",
+        lambda context: f"context {context}",
     )
+
+
+def attention_kind(shape: Row) -> str:
+    kind = "latent" if shape["latent_size"] else "grouped-query"
+    step = f"batch {shape['batch']}" if shape["num_rows"] == 1 else "prefill"
+    return f"{kind}, {shape['num_heads']} heads of {shape['head_size']}, {step}"
 
 
 def collectives_table(rows: Sequence[Row]) -> str:
     """For each collective, the times through shared memory by size, and how many times as fast as gloo they are."""
     shared = latest([row for row in rows if row["transport"] != "gloo"], "num_ranks", "operation", "dtype", "num_bytes")
-    sizes = unique(row["num_bytes"] for row in shared)
-    lines = []
-    for (num_ranks, operation, dtype), group in by(shared, "num_ranks", "operation", "dtype").items():
-        found = {row["num_bytes"]: f"{number(row['median_us'])} ({row['ratio_to_gloo']:.0f}x)" for row in group}
-        name = operation if dtype == "float32" else f"{operation}, {dtype}"
-        lines.append([f"{num_ranks} ranks, {name}", *(found.get(size, "") for size in sizes)])
-    return f"{markdown(['', *map(shown_bytes, sizes)], lines)}\n\n{machine_line(shared)}"
+    return pivot(
+        [{**row, "num_ranks": f"{row['num_ranks']} ranks"} for row in shared],
+        ("num_ranks", "operation", "dtype"),
+        "num_bytes",
+        lambda row: f"{number(row['median_us'])} ({row['ratio_to_gloo']:.0f}x)",
+        shown_bytes,
+    )
 
 
 def parallel_tables(rows: Sequence[Row]) -> str:
@@ -327,30 +322,30 @@ def simple_table(rows: Sequence[Row], head: Sequence[str], line: Callable[[Row],
     return f"{markdown(head, [line(row) for row in rows])}\n\n{machine_line(rows)}"
 
 
+def pivot(
+    rows: Sequence[Row],
+    keys: Sequence[str],
+    column: str,
+    cell: Callable[[Row], str],
+    title: Callable[[Any], str],
+) -> str:
+    """Return a table with a line for each combination of the keys and a column for each value of `column`."""
+    values = sorted({row[column] for row in rows})
+    lines = []
+    for group in latest(rows, *keys):
+        found = {row[column]: cell(row) for row in rows if all(row[key] == group[key] for key in keys)}
+        lines.append([", ".join(group[key] for key in keys), *(found.get(value, "") for value in values)])
+    return f"{markdown(['', *map(title, values)], lines)}\n\n{machine_line(rows)}"
+
+
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Format a table whose first column is text and whose other columns are numbers."""
     rule = [":--", *(["--:"] * (len(head) - 1))]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
 
 
-def engines_table(rows: Sequence[Row], cell: str) -> str:
-    """One line for each row, one column for each engine of any row."""
-    names = in_order({name for row in rows for name in row["engines"]})
-    lines = []
-    for row in rows:
-        shown = [shown_rate(row["engines"][name]) if name in row["engines"] else "" for name in names]
-        lines.append([str(row[cell]), *shown])
-    return markdown([cell.replace("num_", ""), *names], lines)
-
-
-def shown_rate(figure: Row) -> str:
-    return f"{number(figure['rate'])} ({figure['fraction_of_limit']:.0%})"
-
-
-def ratio_of(row: Row, engine: str, baseline: str) -> str:
-    """Return the measured ratio, or "" without one."""
-    found = [each for each in row["ratios"] if (each["engine"], each["baseline"]) == (engine, baseline)]
-    return f"{found[0]['median']:.2f}" if found else ""
+def shown_rate(figure: Row | None) -> str:
+    return f"{number(figure['rate'])} ({figure['fraction_of_limit']:.0%})" if figure else ""
 
 
 def machine_line(rows: Sequence[Row]) -> str:

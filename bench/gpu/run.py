@@ -27,7 +27,7 @@ from typing import Any
 from moeserve.bench.gpu.part import PART_NAMES, PartName
 from moeserve.bench.gpu.report import row_text, summary_text
 from moeserve.bench.gpu.supervise import RANKS, Done, budget, parts_for, run_part
-from moeserve.bench.harness import at_least, write_jsonl
+from moeserve.bench.harness import at_least, save
 from moeserve.machine import installed_version
 
 DEFAULT_SECONDS = 480
@@ -64,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = run_parts(options.only, num_gpus, ends_at, seed)
     row = result_row(done, environment, seed, options.seconds, time.monotonic() - started)
     print(f"\n{summary_text(row)}")
-    if options.json:
-        write_jsonl(options.json, [row])
+    save(options.json, [row])
     return 0 if row["passed"] else 1
 
 

@@ -1,8 +1,7 @@
-"""The benchmarks of parallelism and of collectives, run small, on real ranks."""
+"""The benchmarks of several ranks, with small sizes on real ranks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.bench import collectives, parallel
+from moeserve.bench import parallel, rebalance
 from moeserve.bench.checkpoints import make_checkpoint
-from moeserve.bench.parallel_rank import TimeAgreements, TimeDispatch, TravellingDispatcher, random_tokens
+from moeserve.bench.harness import read_jsonl
+from moeserve.bench.ranks import Ranks, TimeAgreements, TimeDispatch, random_tokens
 from moeserve.errors import EngineError
-from moeserve.moe.dispatch.allgather import MAX_SMALL_BYTES
-
-NUM_RANKS = 4
 
 
 @pytest.fixture(scope="module")
@@ -25,63 +22,41 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(tiny: Path) -> Iterator[parallel.Ranks]:
-    with parallel.Ranks(NUM_RANKS, tiny) as ranks:
-        yield ranks
+def ranks(tiny: Path) -> Iterator[Ranks]:
+    with Ranks(tiny, data_parallel_size=2) as started:
+        yield started
 
 
-def bytes_sent(order: TimeDispatch, rank: int) -> int:
-    """A recount, token by token."""
-    row_bytes = 2 * order.hidden_size
-    others = NUM_RANKS - 1
-    if NUM_RANKS * order.num_tokens * order.top_k * row_bytes <= MAX_SMALL_BYTES:
-        rows_there = others * order.num_tokens * (8 * order.top_k + row_bytes)  # each with its routing
-        return rows_there + others * order.num_tokens * order.top_k * row_bytes  # a row for every pair of the others
-    total = 0
-    for source in range(NUM_RANKS):
-        _, routing = random_tokens(order, source)
-        for experts in routing.experts_TK.tolist():
-            holders = [expert * NUM_RANKS // order.num_experts for expert in experts]
-            if source == rank:
-                total += others * 8 * order.top_k  # everybody learns the routing
-                reached = others if order.dispatcher == "allgather" else len({*holders} - {rank})
-                total += reached * row_bytes
-            else:
-                total += holders.count(rank) * row_bytes  # each expert's output goes back
-    return total
+def dispatch_order(**changes: Any) -> TimeDispatch:
+    order: dict[str, Any] = dict(dispatcher="allgather", num_tokens=33, hidden_size=24, num_experts=12, top_k=3)
+    return TimeDispatch(**order | dict(num_calls=2) | changes)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 33, 1000])
 @pytest.mark.parametrize("dispatcher", parallel.DISPATCHERS)
-def test_bytes_are_those_of_a_recount(four: parallel.Ranks, dispatcher: TravellingDispatcher, num_tokens: int) -> None:
-    order = TimeDispatch(
-        dispatcher=dispatcher, num_tokens=num_tokens, hidden_size=24, num_experts=12, top_k=3, num_calls=2
-    )
-    timings = four.time(order)
-    assert [timing.bytes_sent for timing in timings] == [bytes_sent(order, rank) for rank in range(NUM_RANKS)]
-    for timing in timings:
-        assert len(timing.seconds) == 2
-        assert 0 < timing.seconds_in_collectives < sum(timing.seconds) / 2
+def test_every_rank_times_as_many_calls_as_ordered(ranks: Ranks, dispatcher: str) -> None:
+    for order in (dispatch_order(dispatcher=dispatcher), TimeAgreements(num_calls=7)):
+        timings = ranks.run(order)
+        assert [len(timing.seconds) for timing in timings] == [order.num_calls] * 2
+        assert all(seconds > 0 for timing in timings for seconds in timing.seconds)
 
 
-def test_ranks_agree_as_often_as_they_are_told(four: parallel.Ranks) -> None:
-    assert [len(timing.seconds) for timing in four.time(TimeAgreements(num_calls=7))] == [7] * NUM_RANKS
-    assert [len(timing.seconds) for timing in four.time(TimeAgreements(num_calls=3))] == [3] * NUM_RANKS
+def test_failed_rank_ends_the_benchmark(tiny: Path) -> None:
+    with Ranks(tiny, data_parallel_size=2) as started, pytest.raises(EngineError, match=r"rank \d"):
+        started.run(dispatch_order(num_experts=2))  # fewer experts than each token needs
 
 
-def test_a_rank_that_fails_ends_the_benchmark(tiny: Path) -> None:
-    impossible = TimeDispatch(
-        dispatcher="allgather", num_tokens=1, hidden_size=8, num_experts=2, top_k=3, num_calls=1
-    )  # more experts for a token than there are
-    with parallel.Ranks(2, tiny) as ranks, pytest.raises(EngineError, match=r"while ranks were timed: rank \d"):
-        ranks.time(impossible)
+def test_ranks_send_different_tokens_and_the_same_in_every_call() -> None:
+    order = dispatch_order(num_tokens=400, num_experts=16, top_k=4)
+    (hidden_TD, routing), (same_TD, same), (_, other) = (random_tokens(order, rank) for rank in (0, 0, 1))
+    assert torch.equal(hidden_TD, same_TD)
+    assert torch.equal(routing.experts_TK, same.experts_TK)
+    assert not torch.equal(routing.experts_TK, other.experts_TK)
+    assert all(len(set(experts)) == 4 for experts in routing.experts_TK.tolist())
 
 
-def test_from_end_to_end(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_tables_of_several_ranks(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, Any] = dict(
-        NUM_RANKS=(2,), NUM_AGREEMENTS=20, TOKENS_PER_RANK=(1, 8), HIDDEN_SIZE=32, SAMPLE_SECONDS=0.01,
+        NUM_AGREEMENTS=20, TOKENS_PER_RANK=(8,), HIDDEN_SIZE=32, NUM_BYTES=(64,), SAMPLE_SECONDS=0.01,
         LAYOUTS=((1, 2),), REQUESTS_PER_REPLICA=(2,), CACHE_MEMORY="4MiB",
     )  # fmt: skip
     for name, value in sizes.items():
@@ -90,54 +65,43 @@ def test_from_end_to_end(
     threads = torch.get_num_threads()
     try:
         parallel.main([
-            "--model", str(tiny), "--rounds", "2", "--new-tokens", "48", "--prefill-tokens", "64",
+            "--model", str(tiny), "--ranks", "2", "--rounds", "1", "--new-tokens", "48", "--prefill-tokens", "64",
             "--json", str(results),
         ])  # fmt: skip
     finally:
         torch.set_num_threads(threads)
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    assert {row["benchmark"] for row in rows} == {"parallel"}
+    rows = read_jsonl(results)
     assert all(row["environment"]["load"] >= 0 for row in rows)
-
-    (agreement,) = [row for row in rows if row["table"] == "agreement"]
-    assert agreement["num_replicas"] == 2
-    assert agreement["num_agreements"] == 40
+    tables = {name: [row for row in rows if row.get("table") == name] for name in ("agreement", "dispatch", "serving")}
+    (agreement,) = tables["agreement"]
+    assert agreement["num_agreements"] == 20
     assert 0 < agreement["median_us"] <= agreement["p99_us"]
 
-    dispatches = {(row["tokens_per_rank"], row["dispatcher"]): row for row in rows if row["table"] == "dispatch"}
-    assert set(dispatches) == {(tokens, name) for tokens in (1, 8) for name in parallel.DISPATCHERS}
-    for tokens in (1, 8):
-        gathered, exchanged = (dispatches[tokens, name] for name in parallel.DISPATCHERS)
-        assert exchanged["ratio"] == pytest.approx(gathered["median_us"] / exchanged["median_us"])
-        assert 0 < exchanged["exchanging"] < 1
+    gathered, exchanged = tables["dispatch"]
+    assert [gathered["dispatcher"], exchanged["dispatcher"]] == list(parallel.DISPATCHERS)
+    assert exchanged["ratio"] == pytest.approx(gathered["median_us"] / exchanged["median_us"])
 
-    serving = {(row["what"], row["layout"]): row for row in rows if row["table"] == "serving"}
-    names = ["one rank", "tp 1, dp 2, allgather", "tp 1, dp 2, all_to_all"]
-    assert set(serving) == {(what, name) for what in ("decode", "prefill") for name in names}
-    for (what, _), row in serving.items():
-        alone = serving[what, "one rank"]["tokens_per_second"]
-        assert row["ratio_to_one_rank"] == pytest.approx(row["tokens_per_second"] / alone)
-        assert row["workload"]["batch"] == (4 if what == "decode" else 2)
-        assert len(row["samples"]) == 2
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in names)
-
-
-def test_collectives_from_end_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(collectives, "NUM_BYTES", (64, 4096))
-    monkeypatch.setattr(collectives, "SAMPLE_SECONDS", 0.01)
-    results = tmp_path / "collectives.jsonl"
-    collectives.main(["--ranks", "2", "--rounds", "2", "--json", str(results)])
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    assert len(rows) == 2 * 2 * (len(collectives.OPERATIONS) + len(collectives.SUMS))  # sums in two dtypes
-    by_transport = {name: [row for row in rows if row["transport"] == name] for name in ("shared memory", "gloo")}
-    for shared, gloo in zip(*by_transport.values(), strict=True):
-        assert all(shared[key] == gloo[key] for key in ("operation", "dtype", "num_bytes"))
+    collectives = [row for row in rows if row["benchmark"] == "collectives"]
+    assert len(collectives) == 2 * (len(parallel.OPERATIONS) + len(parallel.SUMS))  # sums in two dtypes
+    for shared, gloo in zip(collectives[::2], collectives[1::2], strict=True):
+        assert (shared["transport"], gloo["transport"]) == tuple(parallel.TRANSPORTS)
         assert shared["ratio_to_gloo"] == pytest.approx(gloo["median_us"] / shared["median_us"])
-        assert len(shared["samples"]) == len(gloo["samples"]) == 2
-    ratios = [row["ratio_to_gloo"] for row in by_transport["shared memory"]]
-    assert sorted(ratios)[len(ratios) // 2] > 2, ratios  # 20 to 30 where nothing else runs
-    printed = capsys.readouterr().out
-    assert all(operation in printed for operation in collectives.OPERATIONS)
+
+    serving = {(row["what"], row["layout"]): row for row in tables["serving"]}
+    names = ["one rank", "tp 1, dp 2, allgather", "tp 1, dp 2, all_to_all"]
+    assert set(serving) == {(kind, name) for kind in ("decode", "prefill") for name in names}
+    for (kind, _), row in serving.items():
+        alone = serving[kind, "one rank"]["tokens_per_second"]
+        assert row["ratio_to_one_rank"] == pytest.approx(row["tokens_per_second"] / alone)
+        assert row["workload"]["batch"] == (4 if kind == "decode" else 2)
+
+
+def test_rebalancing_is_timed_before_during_and_after(tmp_path: Path) -> None:
+    results = tmp_path / "rebalance.jsonl"
+    rebalance.main(["--ranks", "2", "--rounds", "1", "--steps", "4", "--tokens", "64", "--json", str(results)])
+    (row,) = read_jsonl(results)
+    assert row["without"]["steps"] == row["before"]["steps"] == row["after"]["steps"] == 4
+    assert row["during"]["steps"] >= 1
+    assert row["max_over_mean"]["without"] > 1
+    assert row["layers_switched"] > 0
+    assert row["bytes_moved"] > 0

@@ -1,18 +1,17 @@
-"""The benchmarks measure what they say: checkpoints others can load, fair rounds, rates free of fixed costs."""
+"""The harness of the benchmarks: checkpoints, rounds, ratios, work of a step, rates without fixed costs."""
 
 from __future__ import annotations
 
 import json
-import math
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralForCausalLM
 
 from moeserve.bench import decode, harness
-from moeserve.bench.checkpoints import CheckpointName, main, make_checkpoint, model_config, tensor_shapes
+from moeserve.bench.checkpoints import CheckpointName, find_checkpoint, make_checkpoint, model_config
 from moeserve.bench.costs import FORMATS, step_work
 from moeserve.bench.decode import Workload
 from moeserve.bench.harness import Round
@@ -41,51 +40,21 @@ def test_transformers_finds_every_tensor_and_no_other(tiny: Path) -> None:
     assert torch.isfinite(model(torch.arange(10)[None]).logits).all()
 
 
-@pytest.mark.parametrize("name", ["mixtral-mini", "mixtral-small", "mixtral-tiny"])
-def test_shapes_and_settings_are_those_of_transformers(name: CheckpointName) -> None:
-    config = MixtralConfig.from_dict(model_config(name))
-    with torch.device("meta"):
-        peer = MixtralForCausalLM(config)
-    num_weights = sum(torch.Size(shape).numel() for shape in tensor_shapes(model_config(name)).values())
-    assert num_weights == sum(weight.numel() for weight in peer.parameters())
+@pytest.mark.parametrize(("name", "billions"), [("mixtral-mini", 1.52), ("deepseek-mini", 1.74), ("qwen3-mini", 1.32)])
+def test_transformers_reads_every_configuration(name: CheckpointName, billions: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model_config(name)))
+    config = AutoConfig.from_pretrained(tmp_path)
     assert config.dtype == torch.bfloat16
-    assert peer.model.layers[0].self_attn.head_dim == config.hidden_size // config.num_attention_heads
-    if name == "mixtral-mini":
-        assert num_weights == pytest.approx(1.52e9, rel=0.005)
-
-
-def test_weights_are_bf16_of_the_right_spread_under_the_original_names(tiny: Path) -> None:
-    index = json.loads((tiny / "model.safetensors.index.json").read_text())
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in sorted(set(index["weight_map"].values())):
-        tensors |= load_file(tiny / shard)
-    assert tensors.keys() == index["weight_map"].keys()
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
-    prefix = "model.layers.1."
-    assert {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)} == {
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
-        *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
-        "block_sparse_moe.gate.weight",
-        *(f"block_sparse_moe.experts.{expert}.{part}.weight" for expert in range(4) for part in ("w1", "w2", "w3")),
-    }
-    assert tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"].shape == (64, 96)
-    assert tensors["lm_head.weight"].float().std() == pytest.approx(0.02, rel=0.05)
-    assert (tensors["model.norm.weight"] == 1).all()
-
-
-def test_shards_keep_to_their_size(tiny: Path) -> None:
-    sizes = [path.stat().st_size for path in tiny.glob("*.safetensors")]
-    assert len(sizes) > 1
-    assert max(sizes) <= TINY_SHARD_BYTES + 4096  # and a header
-    assert len(sizes) <= 2 * math.ceil(sum(sizes) / TINY_SHARD_BYTES)  # any two neighbours fill one
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(billions * 1e9, rel=0.005)
 
 
 def test_same_seed_same_bytes(tiny: Path, tmp_path: Path) -> None:
     again = make_checkpoint("mixtral-tiny", tmp_path / "again", max_shard_bytes=TINY_SHARD_BYTES)
     other = make_checkpoint("mixtral-tiny", tmp_path / "other", seed=1, max_shard_bytes=TINY_SHARD_BYTES)
     assert contents(again) == contents(tiny)
+    assert len(list(tiny.glob("*.safetensors"))) > 1
     for name, shard in contents(other).items():
         if name.endswith(".safetensors"):
             assert shard != (tiny / name).read_bytes()
@@ -110,7 +79,7 @@ def test_another_checkpoint_in_the_way_is_refused_and_left_alone(tiny: Path, tmp
     before = contents(tiny)
     with pytest.raises(CheckpointError, match="seed 7"):
         make_checkpoint("mixtral-tiny", tiny, seed=7)
-    with pytest.raises(CheckpointError, match="delete it or name another folder"):
+    with pytest.raises(CheckpointError, match="mixtral-tiny"):
         make_checkpoint("mixtral-mini", tiny)
     assert contents(tiny) == before
 
@@ -120,17 +89,16 @@ def test_another_checkpoint_in_the_way_is_refused_and_left_alone(tiny: Path, tmp
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
-def test_command_line_makes_a_checkpoint_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_named_checkpoint_is_made_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
-    main(["mixtral-tiny"])
-    folder = Path(capsys.readouterr().out.strip())
+    folder = find_checkpoint("mixtral-tiny")
     assert folder == tmp_path / "bench" / "mixtral-tiny"
     assert (folder / "config.json").exists()
+    with pytest.raises(CheckpointError, match="mixtral-huge"):
+        find_checkpoint("mixtral-huge")
 
 
-def test_limits_are_sane_and_small_ones_quick() -> None:
+def test_limits_are_plausible() -> None:
     probe = LimitProbe(buffer_bytes=1 << 22, matmul_size=128, num_passes=2)
     for limits in (probe.measure(), probe.measure(), measure_limits(buffer_bytes=1 << 22, matmul_size=128)):
         assert 0.1 < limits.read_bandwidth < 100_000
@@ -138,16 +106,17 @@ def test_limits_are_sane_and_small_ones_quick() -> None:
         assert limits.num_threads == torch.get_num_threads()
 
 
-def test_environment_says_what_ran_where() -> None:
+def test_environment_records_machine_commit_and_versions() -> None:
     facts = json.loads(json.dumps(harness.environment()))
     assert facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert facts["date"].endswith("+00:00")
     assert facts["cores"] >= 1
     assert facts["memory"] > 2**28
     assert facts["cpu"]
+    assert facts.keys() >= {"commit", "isa", "kernel_isa"}
 
 
-def test_rounds_alternate_who_goes_first() -> None:
+def test_every_second_round_runs_in_reverse() -> None:
     calls: list[str] = []
 
     def measure(name: str, figure: float) -> float:
@@ -161,7 +130,7 @@ def test_rounds_alternate_who_goes_first() -> None:
 
 
 class Readings(LimitProbe):
-    """Of a machine whose memory becomes faster with every look at it."""
+    """The limits of a machine whose memory becomes faster with every measurement."""
 
     def __init__(self) -> None:
         self.num_taken = 0
@@ -203,8 +172,9 @@ def test_fractions_and_ratios_are_taken_within_a_round() -> None:
 
 def test_rows_are_appended_as_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "results" / "decode.jsonl"
-    harness.write_jsonl(path, [{"figure": 1}, {"figure": 2}])
-    harness.write_jsonl(path, [{"figure": 3}])
+    harness.save(path, [{"figure": 1}, {"figure": 2}])
+    harness.save(path, [{"figure": 3}])
+    harness.save(None, [{"figure": 4}])
     assert [row["figure"] for row in harness.read_jsonl(path)] == [1, 2, 3]
 
 
@@ -247,19 +217,27 @@ def test_rate_is_free_of_fixed_costs_and_prompts_are_never_repeated() -> None:
 
     workload = Workload(batch=3, prompt_tokens=8, new_tokens=5, vocab_size=1000)
     engines = {"slow start": engine("slow start", 9.0, 0.01), "slow steps": engine("slow steps", 0.1, 0.02)}
-    rates = decode.measure(engines, workload, 2)
+    measures = {name: decode.rate_measure("decode", generate, workload) for name, generate in engines.items()}
+    rates = harness.interleave(measures, 2)
     assert rates["slow start"] == pytest.approx([300, 300])
     assert rates["slow steps"] == pytest.approx([150, 150])
 
     assert seen["slow start"] == seen["slow steps"]
-    assert len({tuple(prompt) for prompt in seen["slow start"]}) == len(seen["slow start"]) == 3 * 2 * 3
+    assert len({tuple(prompt) for prompt in seen["slow start"]}) == len(seen["slow start"]) == 2 * 2 * 3
     assert {len(prompt) for prompt in seen["slow start"]} == {8}
 
-    prefill = decode.rate_measure(decode.prefill_rate, lambda prompts, num_tokens: 0.5 * num_tokens, workload)
+    prefill = decode.rate_measure("prefill", lambda prompts, num_tokens: 0.5 * num_tokens, workload)
     assert prefill() == pytest.approx(3 * 8 / 0.5)
+    with pytest.raises(RuntimeError, match="new tokens"):
+        decode.rate_measure("decode", lambda prompts, num_tokens: 0.1, workload)()
 
 
-def test_more_tokens_must_take_more_time() -> None:
-    workload = Workload(batch=1, prompt_tokens=4, new_tokens=6, vocab_size=10)
-    with pytest.raises(RuntimeError, match="ask for more new tokens"):
-        decode.measure({"instant": lambda prompts, num_tokens: 0.1}, workload, 1)
+def test_percentile_is_a_measured_value() -> None:
+    values = [float(value) for value in range(200, 0, -1)]
+    assert [harness.percentile(values, share) for share in (0.5, 0.99, 1.0)] == [100, 198, 200]
+    assert harness.percentile([7.0], 0.99) == 7
+
+
+def test_call_timer_returns_seconds_of_one_call() -> None:
+    measure = harness.call_timer(lambda _: time.sleep(0.002), 0.01)
+    assert 0.002 <= measure() < 0.2

@@ -1,4 +1,4 @@
-"""Peers: how they are asked, stopped, ended and found. The adapter that runs is that of transformers."""
+"""Peers: requests, stopping between requests, closing, and installation. The adapter is that of transformers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from moeserve.bench.peers.environments import ENVIRONMENTS, STAMP, PeerError, py
 from moeserve.bench.peers.install import install
 from moeserve.bench.peers.peers import RECIPES, PeerProcess, make_gguf, start_peer
 
-RUN = install_module._run
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
@@ -34,7 +32,7 @@ def process(tmp_path):
 
 
 def state_of(pid: int) -> str:
-    """What the kernel says of a process: R, S, T (stopped), ..."""
+    """Return the kernel's state of a process: R, S, T (stopped), ..."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -64,15 +62,15 @@ def test_a_peer_computes_the_model(checkpoint, tmp_path):
 
 def test_a_peer_is_stopped_between_requests_and_woken_by_one(process):
     with pytest.raises(PeerError, match="nonsense"):
-        process.ask("nonsense")
+        process.request("nonsense")
     wait_for_state(process.pid, "T")
     with pytest.raises(PeerError, match="nonsense"):  # it answers again
-        process.ask("nonsense")
+        process.request("nonsense")
 
 
 def test_closing_ends_a_stopped_peer(process):
     with pytest.raises(PeerError):
-        process.ask("nonsense")
+        process.request("nonsense")
     wait_for_state(process.pid, "T")
     process.close()
     with pytest.raises(ProcessLookupError):
@@ -80,26 +78,26 @@ def test_closing_ends_a_stopped_peer(process):
     process.close()  # again does no harm
 
 
-def test_a_peer_that_died_is_an_error_with_its_last_words(process, tmp_path):
+def test_peer_that_died_raises_with_the_end_of_its_log(process, tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
-    (tmp_path / "logs" / "transformers.log").write_text("first\nlast words\n")
-    with pytest.raises(PeerError, match=r"ended with -9.*\n[^$]*last words"):
-        process.ask("load")
+    (tmp_path / "logs" / "transformers.log").write_text("first\nlast line\n")
+    with pytest.raises(PeerError, match=r"ended with -9.*\n[^$]*last line"):
+        process.request("load")
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path, checkpoint):
+def test_missing_checkpoint_is_an_error(tmp_path, checkpoint):
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     with pytest.raises(PeerError, match="cannot load"):
         start_peer("transformers", tmp_path, folder=tmp_path)
 
 
-def test_our_settings_of_openmp_do_not_reach_a_peer(monkeypatch, tmp_path):
+def test_our_openmp_variables_do_not_reach_a_peer(monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     process = PeerProcess("transformers", RECIPES["transformers"], tmp_path)
     try:
         with pytest.raises(PeerError):
-            process.ask("nonsense")
+            process.request("nonsense")
         variables = Path(f"/proc/{process.pid}/environ").read_text()
     finally:
         process.close()
@@ -107,7 +105,7 @@ def test_our_settings_of_openmp_do_not_reach_a_peer(monkeypatch, tmp_path):
     assert "PATH=" in variables
 
 
-def test_what_its_makers_recommend_is_preloaded_where_it_is_there(monkeypatch, tmp_path):
+def test_recommended_libraries_are_preloaded_if_they_exist(monkeypatch, tmp_path):
     monkeypatch.setattr(environments, "tcmalloc", lambda: None)
     home = tmp_path / "transformers"
     python = home / "bin" / "python"
@@ -135,12 +133,12 @@ def test_a_peer_that_may_share_runs_in_its_own_environment_once_that_is_installe
         assert process.settings["environment"] == "its own"
         assert process.settings["preloaded"][-1] == "libiomp5.so"
         with pytest.raises(PeerError, match="nonsense"):
-            process.ask("nonsense")
+            process.request("nonsense")
     finally:
         process.close()
 
 
-def test_what_is_not_installed_says_how_to_install_it(tmp_path, checkpoint):
+def test_missing_environment_names_the_command_that_installs_it(tmp_path, checkpoint):
     with pytest.raises(PeerError, match=r"moeserve\.bench\.peers\.install llama\.cpp"):
         make_gguf(checkpoint, "bf16", tmp_path)
     (tmp_path / "llama.cpp").mkdir()
@@ -172,19 +170,6 @@ def test_an_environment_is_made_once_and_again_after_an_interruption(monkeypatch
     assert not marker.exists()
 
 
-def test_a_failed_import_says_what_to_do_about_torch(monkeypatch, tmp_path):
-    monkeypatch.setattr(install_module, "MIN_PYTHON", (3, 10))
-    monkeypatch.setattr(install_module, "_run", fail_to_import)
-    with pytest.raises(PeerError, match=r"libcudart(.*\n)*.*--pip-option=--extra-index-url"):
-        install("kt-kernel", tmp_path)
-
-
-def fail_to_import(command: list[str], variables, log: Path, output: int, advice: str = "") -> None:
-    if "-c" in command:
-        missing = "raise ImportError('libcudart.so: cannot open shared object file')"
-        RUN([*command[:2], missing], variables, log, output, advice)
-
-
 def test_pip_gets_the_options(monkeypatch, tmp_path):
     monkeypatch.setattr(install_module, "MIN_PYTHON", (3, 10))
     commands = []
@@ -195,7 +180,7 @@ def test_pip_gets_the_options(monkeypatch, tmp_path):
 
 def test_an_older_python_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(install_module, "MIN_PYTHON", (3, 99))
-    with pytest.raises(PeerError, match=r"need Python 3\.99, this is 3\."):
+    with pytest.raises(PeerError, match=r"3\.99"):
         install("kt-kernel", tmp_path)
 
 

@@ -30,8 +30,8 @@ class Loader:
 
 
 def serve(
-    load: Callable[[str, int, int, int], Loader] | None = None,
-    load_experts: Callable[[dict[str, int], int], Loader] | None = None,
+    load: Callable[..., Loader] | None = None,
+    load_experts: Callable[..., Loader] | None = None,
 ) -> None:
     """Answer requests until standard input ends.
 

@@ -68,6 +68,7 @@ def write(checkpoint: Path, target: Path) -> None:
     entries = list(_entries(Tensors(checkpoint, index["weight_map"]), config, architecture))
     for entry in entries:  # all shapes before any data: one tensor is in memory at a time
         size = math.prod(entry.shape)
+        dtype: type[np.generic]
         if entry.is_float32:
             kind, shape, dtype, num_bytes = gguf.GGMLQuantizationType.F32, entry.shape, np.float32, 4 * size
         else:  # numpy has no bf16, so the writer takes the shape in bytes
