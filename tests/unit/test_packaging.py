@@ -97,7 +97,7 @@ def test_the_wheel_works_without_the_checkout(pure_wheel: Path, tmp_path: Path) 
 
 def test_the_metadata_name_the_extras_and_the_versions(metadata: email.message.Message) -> None:
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        *("bench", "cuda", "cuda12", "deepep", "demo", "dev", "metrics", "ray", "server", "viz"),
+        *("cuda", "cuda12", "demo", "dev", "metrics", "ray", "server", "viz"),
     }
     assert metadata["Version"] == moeserve.__version__
     assert metadata["Requires-Python"] == ">=3.10"
