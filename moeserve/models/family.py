@@ -1,4 +1,4 @@
-"""What one family of models adds to all that is common: how its config.json reads, and how it names its experts."""
+"""The differences between one family of models and another: how its config.json reads, and its tensor names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moeserve.models.model_config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MoENames:
-    """What a checkpoint calls the tensors of a mixture-of-experts layer, after `model.layers.3.`.
+    """Tensor names of a mixture-of-experts layer, after `model.layers.3.`.
 
-    Experts come one tensor each (`<experts>.7.<gate>.weight`), or all of a layer in one (`<experts>.gate_up_proj`,
-    [experts, 2 * width, hidden], and `<experts>.down_proj`, [experts, hidden, width]).
+    A checkpoint stores each expert in tensors of its own (`<experts>.7.<gate>.weight`), or all experts of a layer in
+    one (`<experts>.gate_up_proj`, [experts, 2 * width, hidden], and `<experts>.down_proj`, [experts, hidden, width]).
     """
 
     router: str = "mlp.gate"
@@ -24,14 +24,14 @@ class MoENames:
     down: str = "down_proj"
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
-    # Fused experts stand transposed, [experts, inputs, outputs], and gate and up alternate among the outputs.
-    is_interleaved: bool = False
+    is_interleaved: bool = False  # one tensor for all experts, [experts, inputs, outputs], gate and up outputs in turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family. A new one is one of these, in a file of its own, and a line in registry.py."""
+    """One family of models. Each is a file in `moeserve/models/families`."""
 
     name: str
-    read: Callable[[ConfigValues], ModelConfig]
-    names: tuple[MoENames, ...] = (MoENames(),)  # the first whose router a checkpoint holds is the one it follows
+    architecture: str  # the name in config.json under `architectures`
+    read: Callable[[ConfigValues], ModelConfig]  # raises CheckpointError for a config that is not supported
+    names: tuple[MoENames, ...] = (MoENames(),)  # a checkpoint follows the first whose router it holds

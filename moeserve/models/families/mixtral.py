@@ -1,4 +1,4 @@
-"""Mixtral (arXiv 2401.04088): grouped-query attention, and in every layer a mixture of experts after it."""
+"""Mixtral (arXiv 2401.04088): grouped-query attention and a mixture of experts in every layer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def read(config: ConfigValues) -> ModelConfig:
 
 MIXTRAL = Family(
     name="Mixtral",
+    architecture="MixtralForCausalLM",
     read=read,
     names=(
         MoENames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
-        MoENames(),  # as transformers holds it in memory
+        MoENames(),  # as transformers 5 saves it
     ),
 )

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (arXiv 2407.10671): a shared expert behind a gate of its own, and biases in the attention."""
+"""Qwen2-MoE (arXiv 2407.10671): a gated shared expert, and biases in the attention."""
 
 from __future__ import annotations
 
@@ -39,15 +39,20 @@ def read(config: ConfigValues) -> ModelConfig:
 
 
 def _read_windows(config: ConfigValues) -> list[int | None]:
-    """The window of each layer, None where it has none."""
+    """Return the window of each layer, None for full attention."""
     num_layers = read_num_layers(config)
     if not config.flag("use_sliding_window", default=False):
         return [None] * num_layers
     has_window = config.flags_of_layers("layer_types", LAYER_TYPES, num_layers)
     if has_window is None:
-        raise config.wrong("use_sliding_window", "needs layer_types, which says which layers have the window")
+        raise config.wrong("use_sliding_window", "needs layer_types, a list of the layers with a window")
     window = config.integer("sliding_window")
     return [window if has else None for has in has_window]
 
 
-QWEN2_MOE = Family(name="Qwen2-MoE", read=read, names=(MoENames(shared="mlp.shared_expert"),))
+QWEN2_MOE = Family(
+    name="Qwen2-MoE",
+    architecture="Qwen2MoeForCausalLM",
+    read=read,
+    names=(MoENames(shared="mlp.shared_expert"),),
+)

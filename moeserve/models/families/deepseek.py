@@ -1,7 +1,7 @@
 """DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437; R1, V3.1 and Kimi-K2 share its architecture).
 
 Both have multi-head latent attention, leading dense layers, shared experts, and many small routed experts in groups. V2
-routes by softmax; V3 by sigmoid, with a correction that balances the experts' load without a loss.
+routes by softmax, V3 by sigmoid with a learned correction that balances the experts' load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_v2(config: ConfigValues) -> ModelConfig:
     config.require("scoring_func", "softmax")
     config.require("topk_method", "greedy", "group_limited_greedy")
     config.require("norm_topk_prob", False)
-    if config.values.get("topk_method", "greedy") == "greedy":  # groups, if there are any, are not used
+    if config.values.get("topk_method", "greedy") == "greedy":  # ignores the groups
         num_experts, top_k = read_num_experts(config, "n_routed_experts")
         scale = config.number("routed_scaling_factor")
         router = RouterConfig(num_experts=num_experts, top_k=top_k, scale=scale)
@@ -64,5 +64,5 @@ def _read(config: ConfigValues, router: RouterConfig, *, is_interleaved: bool) -
     return read_model(config, layers, rotary)
 
 
-DEEPSEEK_V2 = Family(name="DeepSeek-V2", read=read_v2)
-DEEPSEEK_V3 = Family(name="DeepSeek-V3", read=read_v3)
+DEEPSEEK_V2 = Family(name="DeepSeek-V2", architecture="DeepseekV2ForCausalLM", read=read_v2)
+DEEPSEEK_V3 = Family(name="DeepSeek-V3", architecture="DeepseekV3ForCausalLM", read=read_v3)

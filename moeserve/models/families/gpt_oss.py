@@ -39,4 +39,9 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, layers, config.rotary(full.head_dim))
 
 
-GPT_OSS = Family(name="gpt-oss", read=read, names=(MoENames(router="mlp.router", is_interleaved=True),))
+GPT_OSS = Family(
+    name="gpt-oss",
+    architecture="GptOssForCausalLM",
+    read=read,
+    names=(MoENames(router="mlp.router", is_interleaved=True),),
+)

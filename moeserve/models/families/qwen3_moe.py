@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388): queries and keys are normalised head by head, and no expert is shared."""
+"""Qwen3-MoE (arXiv 2505.09388): queries and keys are normalised head by head; no shared experts."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, layers, config.rotary(attention.head_dim))
 
 
-QWEN3_MOE = Family(name="Qwen3-MoE", read=read)
+QWEN3_MOE = Family(name="Qwen3-MoE", architecture="Qwen3MoeForCausalLM", read=read)

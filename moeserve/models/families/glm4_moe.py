@@ -1,4 +1,4 @@
-"""GLM-4.5 and kin (arXiv 2508.06471): grouped-query attention of which half of each head turns, and V3's routing."""
+"""GLM-4.5 and relatives (arXiv 2508.06471): half of each attention head is rotated; routing is that of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ def read(config: ConfigValues) -> ModelConfig:
     return read_model(config, layers, config.rotary(attention.head_dim, default_fraction=0.5))
 
 
-GLM4_MOE = Family(name="GLM-4 MoE", read=read)
+GLM4_MOE = Family(name="GLM-4 MoE", architecture="Glm4MoeForCausalLM", read=read)
