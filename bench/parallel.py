@@ -56,7 +56,7 @@ from moeserve.bench.ranks import (
     median_seconds,
     repeated,
 )
-from moeserve.distributed.group import TransportName
+from moeserve.distributed.connect import TransportName
 from moeserve.machine import shown_bytes, usable_cores
 from moeserve.models.registry import describe
 

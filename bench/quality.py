@@ -22,7 +22,7 @@ from moeserve.api.default_model import default_model
 from moeserve.bench.harness import environment, make_parser, save, show
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
-from moeserve.distributed.group import single
+from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
 from moeserve.protocol import Chunk, StepPlan
@@ -97,11 +97,15 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
     """Yield for each text the log-probabilities of every next token, [L, V] float32."""
     facts = read_facts(model)
     config = resolve(parse_settings(dict(settings)), facts, MachineFacts(num_cores=usable_cores()))
-    loaded = load_model(config, single(), show_progress=False).model
+    loaded = load_model(config, groups_of_one_rank(), show_progress=False).model
     num_blocks = -(-max(map(len, texts)) // BLOCK_SIZE)
     replay = EagerSteps(loaded, loaded.make_caches(num_blocks, BLOCK_SIZE))
     context = StepContext(
-        mesh=single().mesh, tp_rank=0, block_size=BLOCK_SIZE, max_blocks=num_blocks, device=torch.device("cpu")
+        mesh=groups_of_one_rank().mesh,
+        tp_rank=0,
+        block_size=BLOCK_SIZE,
+        max_blocks=num_blocks,
+        device=torch.device("cpu"),
     )
     runner = ModelRunner(loaded, context, replay)
     for text in texts:

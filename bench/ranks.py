@@ -20,8 +20,11 @@ from moeserve.config.environment import environment_of_rank
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
-from moeserve.distributed.group import GroupCoordinator, Groups, TransportName, connect, start_store
+from moeserve.distributed.connect import Rendezvous, TransportName, connect
+from moeserve.distributed.coordinator import GroupCoordinator
+from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import Mesh
+from moeserve.distributed.store import start_store
 from moeserve.engine.process import gather
 from moeserve.expert_placement.placement import Placement
 from moeserve.machine import usable_cores
@@ -267,12 +270,9 @@ def _connect(start: RankStart, transport: TransportName) -> GroupCoordinator:
     return connect(
         Mesh(tp=start.config.tensor_parallel_size, dp=start.config.data_parallel_size),
         start.rank,
-        store_host=start.store_host,
-        store_port=start.store_port,
-        store_key=f"{start.store_key}{transport}",
-        timeout_s=start.config.collective_timeout,
-        local_rank=start.rank,
-        check_order=False,
+        Rendezvous(
+            start.store_host, start.store_port, start.config.collective_timeout, f"{start.store_key}{transport}"
+        ),
         transport=transport,
     ).world
 

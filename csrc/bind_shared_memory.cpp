@@ -46,12 +46,12 @@ uint64_t begin(SharedMemory& memory, const Begin& begin_operation) {
 
 // The outcome, with the interpreter's lock released. Signals are handled meanwhile, so this may raise what their
 // handlers do; the operation goes on then.
-Outcome wait_patiently(SharedMemory& memory, uint64_t number, double timeout_s) {
+Outcome wait_patiently(SharedMemory& memory, uint64_t number, double timeout_s, bool is_measured) {
   using Clock = std::chrono::steady_clock;
   const auto started = Clock::now();
   double left_s = timeout_s;
   while (true) {
-    const Outcome outcome = memory.wait(number, left_s);
+    const Outcome outcome = memory.wait(number, left_s, is_measured);
     if (outcome != Outcome::kInterrupted) return outcome;
     {
       const nb::gil_scoped_acquire acquired;
@@ -62,15 +62,15 @@ Outcome wait_patiently(SharedMemory& memory, uint64_t number, double timeout_s) 
 }
 
 // The outcome as a number: 0 when all went well.
-int wait(SharedMemory& memory, uint64_t number, double timeout_s) {
+int wait(SharedMemory& memory, uint64_t number, double timeout_s, bool is_measured) {
   Outcome outcome;
   {
     const nb::gil_scoped_release released;
-    outcome = wait_patiently(memory, number, timeout_s);
+    outcome = wait_patiently(memory, number, timeout_s, is_measured);
   }
   if (CpuGraph* graph = capturing_cpu_graph()) {
-    graph->add([&memory, cell = graph->cell(&memory, number), timeout_s] {
-      const Outcome played = wait_patiently(memory, *cell, timeout_s);
+    graph->add([&memory, cell = graph->cell(&memory, number), timeout_s, is_measured] {
+      const Outcome played = wait_patiently(memory, *cell, timeout_s, is_measured);
       if (played != Outcome::kDone) throw ReplayedCallFailed{static_cast<int>(played)};
     });
   }
@@ -133,7 +133,7 @@ void bind_shared_memory(nb::module_& module) {
             });
           },
           "element"_a, "sent"_a, "out"_a, "num_bytes"_a)
-      .def("wait", &wait, "number"_a, "timeout_s"_a)
+      .def("wait", &wait, "number"_a, "timeout_s"_a, "is_measured"_a = true)
       .def("begin_step", &SharedMemory::begin_step)
       .def("seconds_waited", &SharedMemory::seconds_waited)
       .def("absent", &SharedMemory::absent)

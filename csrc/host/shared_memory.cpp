@@ -47,8 +47,8 @@ constexpr int kSpinsPerClockRead = 32;
 constexpr uint64_t kVainSpins = 4;
 constexpr uint64_t kWaitsPerTrial = 16;
 
-// Operations of a step that are told apart when waits are counted.
-constexpr uint64_t kMaxPlaces = 4096;
+// Operations of a step whose waits are measured: those with a smaller index.
+constexpr uint64_t kMaxIndex = 4096;
 
 // Of a bell: wake at whatever happens. The other bits are ranks, modulo kAnything's place.
 constexpr int kRankBits = 63;
@@ -289,8 +289,6 @@ SharedMemory::Operation& SharedMemory::new_operation() {
   operation = Operation{};
   operation.parts = std::move(parts);
   operation.number = next_number_++;
-  const uint64_t place = operation.number - first_of_step_;
-  if (place >= seconds_waited_.size() && place < kMaxPlaces) seconds_waited_.resize(place + 1);
   return operation;
 }
 
@@ -554,9 +552,12 @@ std::vector<double> SharedMemory::seconds_waited() {
   return seconds_waited_;
 }
 
-Outcome SharedMemory::wait(uint64_t number, double timeout_s) {
+Outcome SharedMemory::wait(uint64_t number, double timeout_s, bool is_measured) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Stopwatch stopwatch(seconds_waited_, number - first_of_step_);  // begun before the step: a number too large
+  // An operation begun before the step has too large an index, and is not measured.
+  const uint64_t index = is_measured ? number - first_of_step_ : kMaxIndex;
+  if (index >= seconds_waited_.size() && index < kMaxIndex) seconds_waited_.resize(index + 1);
+  Stopwatch stopwatch(seconds_waited_, index);
   double deadline = 0;
   while (true) {
     if (is_closing_) return Outcome::kClosed;

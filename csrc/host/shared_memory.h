@@ -74,14 +74,15 @@ class SharedMemory {
   // The sum of all that all ranks send. `out` is not `sent`.
   uint64_t begin_sum(Element element, const char* sent, char* out, int64_t num_bytes);
 
-  // Moves what can be moved until the operation is done. kInterrupted comes back at least every 50 ms.
+  // Moves data until the operation is done. Returns kInterrupted at least every 50 ms.
   // After kTimeout, kLost and kDisagree this rank has left: the others fail as well.
-  Outcome wait(uint64_t number, double timeout_s);
+  // is_measured: whether the time counts in `seconds_waited`.
+  Outcome wait(uint64_t number, double timeout_s, bool is_measured);
 
   // Operations begun from now on are the first, the second and so on of a step.
   void begin_step();
 
-  // By place among the operations of a step, all steps together: seconds in `wait` for what was not there yet.
+  // By index of the operation in its step, all steps together: seconds of measured waits for data not there yet.
   std::vector<double> seconds_waited();
 
   // Whom the last failed `wait` was about.

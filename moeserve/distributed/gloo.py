@@ -1,6 +1,6 @@
-"""All that we use of gloo, torch's transport for tensors on the CPU, between hosts as well. Knows no names of groups.
+"""The transport over gloo, torch's library for tensors on the CPU within and between hosts.
 
-gloo takes float16, bfloat16, float32, float64, integers and bool. Its errors are RuntimeErrors, without the rank.
+gloo carries float16, bfloat16, float32, float64, integers and bool. Its errors are RuntimeErrors that name no rank.
 """
 
 from __future__ import annotations
@@ -11,65 +11,79 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
 from moeserve.distributed.transport import (
-    NotCapturable,
     Pending,
+    Transport,
     TransportError,
-    add_shares_and_gather,
-    exchange_and_add,
-    gather_and_add,
+    all_reduce_by_all_gather,
+    all_reduce_by_shares,
+    reduce_scatter_by_all_to_all,
 )
 from moeserve.memory import new_empty
 
-# all_reduce takes one exchange when every rank adds everything, and two when each adds a share. With n ranks the first
-# way receives about n - 2 times the size of x more, so with two ranks nothing more; up to here it is the quicker one.
+# all_reduce takes one exchange if every rank adds everything, and two if each adds a share. With n ranks the first way
+# receives about n - 2 times the size of x more (nothing with two ranks); up to this many bytes it is the faster way.
 MAX_EXTRA_BYTES = 2**20
 
 TIMER_SLACK_NS = 100_000_000
 PR_SET_TIMERSLACK = 29  # of Linux' prctl
 
 
-class GlooTransport(NotCapturable):
-    """Every collective is one exchange of rows: gloo takes any number of rows from each to each, also none."""
+@dataclass
+class GlooConnection:
+    """One rank's connection with a set of ranks. Transports of groups with equal members share it."""
 
-    def __init__(self, group: ProcessGroupGloo, timeout_s: float) -> None:
-        self._group: ProcessGroupGloo | None = group
-        self._timeout_s = timeout_s
-        self._num_ranks = group.size()
-        self._rank = group.rank()
-        self._seconds_waited: list[float] = []
-        self._num_begun = 0  # operations of the step
+    process_group: ProcessGroupGloo | None  # None once it is closed
+    timeout_s: float
+
+
+class GlooTransport(Transport):
+    """One rank's transport of one group. Each collective is one or two all-to-all exchanges."""
+
+    def __init__(self, connection: GlooConnection, *, measures_waits: bool = False) -> None:
+        assert connection.process_group is not None
+        self._connection = connection
+        self._measures_waits = measures_waits
+        self._num_ranks = connection.process_group.size()
+        self._rank = connection.process_group.rank()
+        self._seconds_waited: list[float] = []  # by index of the operation in its step
+        self._num_begun = 0  # operations of this step
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
         copies = x.repeat(self._num_ranks, *[1] * (x.dim() - 1))
         return self.begin_all_to_all(copies, [len(x)] * self._num_ranks, sizes)
 
     def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
-        assert self._group is not None, "it was closed"
+        process_group, timeout_s = self._connection.process_group, self._connection.timeout_s
+        if process_group is None:
+            raise TransportError("this rank has left the group")
         sent = x.contiguous()
         received = new_empty(x, sum(receive_sizes), *x.shape[1:])
         try:
-            work: Work = self._group.alltoall_base(received, sent, list(receive_sizes), list(send_sizes))  # type: ignore[attr-defined]
+            work: Work = process_group.alltoall_base(received, sent, list(receive_sizes), list(send_sizes))  # type: ignore[attr-defined]
         except RuntimeError as error:
-            raise TransportError(cause(error, self._timeout_s)) from error
+            raise TransportError(cause_of(error, timeout_s)) from error
 
-        place = self._num_begun
-        self._num_begun += 1
-        if place == len(self._seconds_waited):
-            self._seconds_waited.append(0.0)
+        index = self._num_begun
+        if self._measures_waits:
+            self._num_begun += 1
+            if index == len(self._seconds_waited):
+                self._seconds_waited.append(0.0)
 
         def wait() -> None:
             began = time.perf_counter()
             try:
                 work.wait()
             except RuntimeError as error:
-                raise TransportError(cause(error, self._timeout_s)) from error
-            self._seconds_waited[place] += time.perf_counter() - began
+                raise TransportError(cause_of(error, timeout_s)) from error
+            if self._measures_waits:
+                self._seconds_waited[index] += time.perf_counter() - began
 
         return received, wait
 
@@ -80,39 +94,42 @@ class GlooTransport(NotCapturable):
         return self._seconds_waited.copy()
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        return exchange_and_add(self, x, sizes, self._rank)
+        return reduce_scatter_by_all_to_all(self, x, sizes, self._rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.nbytes * (self._num_ranks - 2) <= MAX_EXTRA_BYTES:
-            return gather_and_add(self, x, self._num_ranks)
-        return add_shares_and_gather(self, x, self._num_ranks)
+            return all_reduce_by_all_gather(self, x, self._num_ranks)
+        return all_reduce_by_shares(self, x, self._num_ranks)
 
     def close(self) -> None:
-        self._group = None
+        self._connection.process_group = None
 
 
-def process_group(
+def make_process_group(
     store: Store, rank_in_group: int, num_ranks: int, *, address: str, timeout_s: float
 ) -> ProcessGroupGloo:
-    """Connect with the others, listening on `address` alone. timeout_s holds for this and for each collective."""
+    """Connect with the other ranks, listening on `address` only.
+
+    timeout_s limits the connecting and each collective. RuntimeError if a rank does not connect in time.
+    """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_device(address)]
+    options._devices = [_gloo_device(address)]
     options._timeout = timedelta(seconds=timeout_s)
     return ProcessGroupGloo(store, rank_in_group, num_ranks, options)
 
 
 @functools.cache
-def _device(address: str) -> object:
-    """One for all groups of this process: each has a thread of its own that wakes now and then."""
-    with _new_threads_may_wake_late():
+def _gloo_device(address: str) -> object:
+    """Return gloo's device, shared by all groups of this process because each one has a polling thread."""
+    with _long_timer_slack():
         return ProcessGroupGloo.create_device(hostname=address)
 
 
 @contextlib.contextmanager
-def _new_threads_may_wake_late() -> Iterator[None]:
-    """Threads that are started meanwhile may wait TIMER_SLACK_NS longer than they ask to; what arrives wakes them.
+def _long_timer_slack() -> Iterator[None]:
+    """Let threads started in this context sleep up to TIMER_SLACK_NS longer than they request; data still wakes them.
 
-    gloo's asks to wake a hundred times a second, which is most of what an idle rank costs.
+    gloo's thread polls a hundred times a second, which would be most of what an idle rank costs.
     """
     if sys.platform != "linux":
         yield
@@ -126,20 +143,20 @@ def _new_threads_may_wake_late() -> Iterator[None]:
 
 
 def send(group: ProcessGroupGloo, x: Tensor, rank_in_group: int) -> Work:
-    """Begin to send x to one rank. The work must be kept until it is done."""
+    """Begin to send x to one rank. Keep the returned work until it is complete."""
     return group.send([x], rank_in_group, 0)  # type: ignore[attr-defined]
 
 
 def receive(group: ProcessGroupGloo, x: Tensor, rank_in_group: int) -> Work:
-    """Begin to fill x with what one rank sends. The work must be kept until it is done."""
+    """Begin to receive x from one rank. Keep the returned work until it is complete."""
     return group.recv([x], rank_in_group, 0)  # type: ignore[attr-defined]
 
 
-def cause(error: RuntimeError, timeout_s: float) -> str:
-    """What gloo's words mean to a reader."""
-    words = str(error)
-    if "timed out" in words.lower() or "timeout" in words:
-        return f"not all ranks took part within {timeout_s:g} s"
-    if any(closed in words for closed in ("Connection closed", "Connection reset", "Broken pipe")):
+def cause_of(error: RuntimeError, timeout_s: float) -> str:
+    """Translate an error of gloo into a cause that a user understands."""
+    message = str(error)
+    if "timed out" in message.lower() or "timeout" in message:
+        return f"not all ranks joined within {timeout_s:g} s"
+    if any(closed in message for closed in ("Connection closed", "Connection reset", "Broken pipe")):
         return "another rank closed its connection"
-    return words
+    return message

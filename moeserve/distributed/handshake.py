@@ -1,10 +1,9 @@
-"""Hands an open file of each rank to all others, if they can reach each other on this host. Knows not what is in it.
+"""The exchange of open files between the ranks of one host, and the agreement of ranks on whether something worked.
 
-Ranks meet over sockets in Linux' abstract namespace: they have no file, and end with their processes. Their names are
-random, and stand in the store alone; whoever connects must show a secret from there as well. So nothing has to be known
-of hosts, containers or process ids: either all files have arrived everywhere, or all ranks agree that they have not.
-
-The sockets stay open. One that hangs up says that the rank at its other end has died, or has dropped it.
+Ranks connect over sockets in Linux' abstract namespace, which have no file and end with their processes. The names are
+random and published in the store only; whoever connects must run as the same user and send a secret from the store. So
+nothing needs to be known about hosts, containers or process ids: either all files reach all ranks, or all ranks agree
+that they do not. The sockets stay open: one that is hung up shows that the rank at its other end has died or left.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import secrets
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,20 +22,17 @@ from types import TracebackType
 
 from torch.distributed import Store
 
+from moeserve.distributed.transport import TransportUnavailable
+
 SECRET_BYTES = 32
-SECONDS_BETWEEN_LOOKS = 0.05  # for ranks that have given up
-CANNOT = "-"  # instead of an address
-YES = "yes"  # as a verdict; all others are reasons
-FOLLOWS = "another rank has given up"
-
-
-class CannotReach(Exception):
-    """Why these ranks cannot hand files to each other; the same words on none or all of them."""
+POLL_S = 0.05  # between checks whether another rank refused
+NO_ADDRESS = "-"
+OTHER_REFUSED = "another rank refused"
 
 
 @dataclass
-class Contacts:
-    """To each other rank a socket, and the file it gave; of this rank -1 and its own."""
+class PeerConnections:
+    """By rank: a socket to each other rank, and the file that it sent. At this rank's own index: None, and its file."""
 
     sockets: list[socket.socket | None]
     files: list[int]
@@ -54,167 +51,188 @@ class Contacts:
                 each.close()
 
 
-def exchange_files(store: Store, rank: int, num_ranks: int, make_file: Callable[[], int], timeout_s: float) -> Contacts:
-    """Make a file, and give it to all others for theirs.
+def exchange_files(
+    store: Store, rank: int, num_ranks: int, make_file: Callable[[], int], timeout_s: float
+) -> PeerConnections:
+    """Make a file, and exchange it for the files of all other ranks.
 
-    CannotReach, on all ranks, when one of them cannot make its file, or cannot reach another. RuntimeError when a rank
-    does not come in time. `store` is for this alone.
+    Args:
+        store: used by this exchange alone.
+
+    Raises:
+        TransportUnavailable: on all ranks, if one of them cannot make its file or reach another rank.
+        RuntimeError: a rank does not come in time.
     """
-    with _Meeting(store, rank, num_ranks, timeout_s) as meeting:
+    with _Handshake(store, rank, num_ranks, timeout_s) as handshake:
+        refusal = ""
         try:
-            meeting.open(make_file)
-            meeting.gather()
-            verdict = YES
-        except (OSError, CannotReach) as error:
-            verdict = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
-        agree(store, rank, num_ranks, verdict, timeout_s)
-        return meeting.keep()
+            handshake.listen(make_file)
+            handshake.connect_all()
+        except OSError as error:
+            refusal = f"{type(error).__name__}: {error}"
+        except TransportUnavailable as error:
+            refusal = str(error)
+        agree(store, rank, num_ranks, refusal, timeout_s)
+        return handshake.take_connections()
 
 
-def agree(store: Store, rank: int, num_ranks: int, verdict: str, timeout_s: float) -> None:
-    """CannotReach on all ranks unless each says YES. RuntimeError when one says nothing in time."""
-    if verdict != YES:
+def agree(store: Store, rank: int, num_ranks: int, refusal: str, timeout_s: float) -> None:
+    """Publish this rank's reason to refuse ("" to accept), and wait for those of all ranks.
+
+    Raises:
+        TransportUnavailable: on all ranks, if one of them refuses.
+        RuntimeError: a rank does not come in time.
+    """
+    if refusal:
         store.set("refused", "")
-    store.set(f"verdict/{rank}", verdict)
-    keys = [f"verdict/{each}" for each in range(num_ranks)]
+    store.set(f"refusal/{rank}", refusal)
+    keys = [f"refusal/{each}" for each in range(num_ranks)]
     store.wait(keys, timedelta(seconds=timeout_s))
-    reasons = [said for key in keys if (said := store.get(key).decode()) != YES]
+    reasons = [reason for key in keys if (reason := store.get(key).decode())]
     if reasons:
-        raise CannotReach(next((reason for reason in reasons if reason != FOLLOWS), FOLLOWS))
+        raise TransportUnavailable(next((reason for reason in reasons if reason != OTHER_REFUSED), OTHER_REFUSED))
 
 
 @dataclass
-class _Meeting:
-    """One rank's side, until all have come or one has given up. What was opened is closed, unless it is kept."""
+class _Handshake:
+    """One rank's side of `exchange_files`. Leaving its context closes what was opened, unless the caller took it."""
 
     store: Store
     rank: int
     num_ranks: int
     timeout_s: float
-    contacts: Contacts = field(init=False)
-    secrets: list[bytes] = field(default_factory=list)  # by rank: what to show to it
+    connections: PeerConnections = field(init=False)
+    secrets: list[bytes] = field(default_factory=list)  # by rank: what to send to it
     listener: socket.socket | None = None
-    unknown: dict[int, socket.socket] = field(default_factory=dict)  # by descriptor: they have not said who they are
+    unidentified: dict[int, socket.socket] = field(default_factory=dict)  # accepted, by descriptor
 
     def __post_init__(self) -> None:
-        self.contacts = Contacts([None] * self.num_ranks, [-1] * self.num_ranks)
+        self.connections = PeerConnections([None] * self.num_ranks, [-1] * self.num_ranks)
         self.deadline = time.monotonic() + self.timeout_s
 
-    def __enter__(self) -> _Meeting:
+    def __enter__(self) -> _Handshake:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for each in [self.listener, *self.unknown.values()]:
+        for each in [self.listener, *self.unidentified.values()]:
             if each is not None:
                 each.close()
-        self.contacts.files = [fd for fd in self.contacts.files if fd >= 0]
-        self.contacts.close()
+        self.connections.files = [fd for fd in self.connections.files if fd >= 0]
+        self.connections.close()
 
-    def keep(self) -> Contacts:
-        kept, self.contacts = self.contacts, Contacts([], [])
-        return kept
+    def take_connections(self) -> PeerConnections:
+        taken, self.connections = self.connections, PeerConnections([], [])
+        return taken
 
-    def open(self, make_file: Callable[[], int]) -> None:
-        """Make the file, listen, and tell where. Whatever happens, the others are told something."""
-        address = CANNOT
+    def listen(self, make_file: Callable[[], int]) -> None:
+        """Make the file, listen, and publish the address; on failure publish that there is none."""
+        address = NO_ADDRESS
         try:
-            self.contacts.files[self.rank] = make_file()
+            self.connections.files[self.rank] = make_file()
             self.listener = _listen(self.num_ranks)
             address = f"{self.listener.getsockname()[1:].decode()} {secrets.token_hex(SECRET_BYTES // 2)}"
         finally:
             self.store.set(f"address/{self.rank}", address)
 
-    def gather(self) -> None:
-        """Connect to lower ranks, and wait for higher ones."""
+    def connect_all(self) -> None:
+        """Connect to all lower ranks, and accept connections of all higher ranks."""
         names = []
         for rank in range(self.num_ranks):
-            said = self.store.get(f"address/{rank}").decode()
-            if said == CANNOT:
-                raise CannotReach(f"rank {rank} of the group has no file to share")
-            name, secret = said.split()
+            address = self.store.get(f"address/{rank}").decode()
+            if address == NO_ADDRESS:
+                raise TransportUnavailable(f"rank {rank} of the group has no file to share")
+            name, secret = address.split()
             names.append(name)
             self.secrets.append(secret.encode())
         for rank in range(self.rank):
-            self._greet(rank, names[rank])
-        while any(fd < 0 for fd in self.contacts.files):
-            if not self._take_next() and self.store.check(["refused"]):
-                raise CannotReach(FOLLOWS)
+            self._connect(rank, names[rank])
+        while any(fd < 0 for fd in self.connections.files):
+            if not self._handle_events() and self.store.check(["refused"]):
+                raise TransportUnavailable(OTHER_REFUSED)
             if time.monotonic() > self.deadline:
-                absent = [rank for rank, fd in enumerate(self.contacts.files) if fd < 0]
-                raise CannotReach(f"ranks {absent} of the group did not answer on this host")
+                missing = [rank for rank, fd in enumerate(self.connections.files) if fd < 0]
+                raise TransportUnavailable(f"ranks {missing} of the group did not answer on this host")
 
-    def _greet(self, rank: int, name: str) -> None:
+    def _connect(self, rank: int, name: str) -> None:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.contacts.sockets[rank] = peer
+        self.connections.sockets[rank] = peer
         peer.settimeout(max(0.01, self.deadline - time.monotonic()))
         while True:
             try:
                 peer.connect(b"\0" + name.encode())
                 break
-            except BlockingIOError:  # so many wait there that no more fit; the kernel does not wait with a timeout
+            except BlockingIOError:  # the queue of the listener is full, and the kernel does not wait with a timeout
                 if self.store.check(["refused"]):
-                    raise CannotReach(FOLLOWS) from None
+                    raise TransportUnavailable(OTHER_REFUSED) from None
                 if time.monotonic() > self.deadline:
-                    raise CannotReach(f"rank {rank} of the group admitted nobody in time") from None
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-        self._give(peer, rank)
+                    raise TransportUnavailable(f"rank {rank} of the group accepted no connection in time") from None
+                time.sleep(POLL_S)
+        if not _is_same_user(peer):
+            raise TransportUnavailable(f"rank {rank} of the group runs as another user")
+        self._send_file(peer, rank)
 
-    def _give(self, peer: socket.socket, rank: int) -> None:
-        """Say who this is, with the secret of the other, and give the file."""
-        words = self.secrets[rank] + str(self.rank).encode()
-        socket.send_fds(peer, [words], [self.contacts.files[self.rank]])
+    def _send_file(self, peer: socket.socket, rank: int) -> None:
+        message = self.secrets[rank] + str(self.rank).encode()
+        socket.send_fds(peer, [message], [self.connections.files[self.rank]])
 
-    def _take_next(self) -> bool:
-        """What happens next, if anything does soon."""
+    def _handle_events(self) -> bool:
+        """Handle what has arrived, waiting for at most POLL_S. Return False if nothing has."""
         assert self.listener is not None
         poll = select.poll()
-        waiting = {
+        awaited = {
             each.fileno(): rank
-            for rank, each in enumerate(self.contacts.sockets)
-            if each is not None and self.contacts.files[rank] < 0
+            for rank, each in enumerate(self.connections.sockets)
+            if each is not None and self.connections.files[rank] < 0
         }
-        for fd in [self.listener.fileno(), *self.unknown, *waiting]:
+        for fd in [self.listener.fileno(), *self.unidentified, *awaited]:
             poll.register(fd, select.POLLIN)
-        ready = poll.poll(SECONDS_BETWEEN_LOOKS * 1000)
+        ready = poll.poll(POLL_S * 1000)
         for fd, _ in ready:
             if fd == self.listener.fileno():
-                stranger, _ = self.listener.accept()
-                stranger.settimeout(max(0.01, self.deadline - time.monotonic()))
-                self.unknown[stranger.fileno()] = stranger
-            elif fd in waiting:
-                peer = self.contacts.sockets[waiting[fd]]
-                assert peer is not None
-                found = self._take(peer)
-                if found is None:
-                    raise CannotReach(f"rank {waiting[fd]} of the group hung up")
-                self.contacts.files[waiting[fd]] = found[1]
+                peer, _ = self.listener.accept()
+                peer.settimeout(max(0.01, self.deadline - time.monotonic()))
+                self.unidentified[peer.fileno()] = peer
+            elif fd in awaited:
+                connected = self.connections.sockets[awaited[fd]]
+                assert connected is not None
+                received = self._receive_file(connected)
+                if received is None:
+                    raise TransportUnavailable(f"rank {awaited[fd]} of the group hung up")
+                self.connections.files[awaited[fd]] = received[1]
             else:
-                self._admit(self.unknown.pop(fd))
+                self._identify(self.unidentified.pop(fd))
         return bool(ready)
 
-    def _admit(self, stranger: socket.socket) -> None:
-        """One that has connected has spoken. Whoever does not know the secret is no rank of this group."""
-        found = self._take(stranger)
-        if found is None:
-            stranger.close()
+    def _identify(self, peer: socket.socket) -> None:
+        """Read the first message of an accepted connection, and drop it unless it comes from a rank of the group."""
+        received = self._receive_file(peer) if _is_same_user(peer) else None
+        if received is None:
+            peer.close()
             return
-        rank, fd = found
-        if not self.rank < rank < self.num_ranks or self.contacts.sockets[rank] is not None:
+        rank, fd = received
+        if not self.rank < rank < self.num_ranks or self.connections.sockets[rank] is not None:
             os.close(fd)
-            stranger.close()
+            peer.close()
             return
-        self.contacts.sockets[rank], self.contacts.files[rank] = stranger, fd
-        self._give(stranger, rank)
+        self.connections.sockets[rank], self.connections.files[rank] = peer, fd
+        self._send_file(peer, rank)
 
-    def _take(self, peer: socket.socket) -> tuple[int, int] | None:
-        """Who gave a file, and the file; None: it was nobody with the secret."""
+    def _receive_file(self, peer: socket.socket) -> tuple[int, int] | None:
+        """Return the rank of the sender and its file. None if the sender does not have the secret."""
         with contextlib.suppress(OSError, ValueError):
-            words, fds, _, _ = socket.recv_fds(peer, SECRET_BYTES + 16, 1)
-            if len(fds) == 1 and secrets.compare_digest(words[:SECRET_BYTES], self.secrets[self.rank]):
-                return int(words[SECRET_BYTES:]), fds[0]
+            message, fds, _, _ = socket.recv_fds(peer, SECRET_BYTES + 16, 1)
+            if len(fds) == 1 and secrets.compare_digest(message[:SECRET_BYTES], self.secrets[self.rank]):
+                return int(message[SECRET_BYTES:]), fds[0]
             for fd in fds:
                 os.close(fd)
         return None
+
+
+def _is_same_user(peer: socket.socket) -> bool:
+    """True if the process at the other end runs as this process' user, according to the kernel."""
+    credentials = struct.Struct("3i")  # process, user and group
+    _, user, _ = credentials.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return bool(user == os.geteuid())
 
 
 def _listen(num_ranks: int) -> socket.socket:

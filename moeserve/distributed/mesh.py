@@ -1,4 +1,4 @@
-"""Arithmetic of ranks: who shares a group with whom, and who gets which share. Knows numbers alone, no processes."""
+"""Rank arithmetic: the groups of a mesh, and even shares of items."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Axis = Literal["tp", "dp", "pp", "ep"]
 
 
 def share_of(num_items: int, part: int, num_parts: int) -> slice:
-    """The items of one part, when items are divided in order and as evenly as can be."""
+    """Return the items of one part when items are divided in order and as evenly as possible."""
     assert 0 <= part < num_parts
     return slice(num_items * part // num_parts, num_items * (part + 1) // num_parts)
 
 
 def share_sizes(num_items: int, num_parts: int) -> tuple[int, ...]:
-    """How many items each part has; the sizes differ by one at most."""
+    """Return the number of items in each part of `share_of`. Sizes differ by at most one."""
     bounds = [num_items * part // num_parts for part in range(num_parts + 1)]
     return tuple(end - start for start, end in pairwise(bounds))
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands on each axis."""
+    """The index of a rank on each axis."""
 
     dp: int
     pp: int
@@ -37,7 +37,7 @@ class Coordinates:
 class Mesh:
     """All ranks: `dp` replicas of `pp` stages of `tp` ranks. tp varies fastest with the rank, dp slowest.
 
-    SettingsError when a size is less than one.
+    The ep group of a rank is all ranks of its stage. SettingsError if a size is less than one.
     """
 
     tp: int
@@ -47,7 +47,7 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis, size in dict(tp=self.tp, dp=self.dp, pp=self.pp).items():
             if size < 1:
-                raise SettingsError(f"{axis} = {size} ranks cannot be: every axis has at least 1")
+                raise SettingsError(f"{axis} = {size}: each axis needs at least 1 rank")
 
     @property
     def world_size(self) -> int:
@@ -60,19 +60,19 @@ class Mesh:
         return Coordinates(dp=dp, pp=pp, tp=tp)
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The ranks that share the axis' group with `rank`, ascending, itself included."""
-        fixed = self._fixed(axis, rank)
-        return tuple(other for other in range(self.world_size) if self._fixed(axis, other) == fixed)
+        """Return the ranks of the axis' group that contains `rank`, ascending."""
+        key = self._group_key(axis, rank)
+        return tuple(other for other in range(self.world_size) if self._group_key(axis, other) == key)
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """All groups of an axis, by their first ranks. Each rank is in one of them."""
+        """Return all groups of an axis, ordered by first rank. Each rank is in exactly one."""
         members = defaultdict(list)
         for rank in range(self.world_size):
-            members[self._fixed(axis, rank)].append(rank)
+            members[self._group_key(axis, rank)].append(rank)
         return tuple(map(tuple, members.values()))
 
-    def _fixed(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """What the ranks of one group have in common."""
+    def _group_key(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """Return the coordinates that all ranks of a group have in common."""
         at = self.coordinates(rank)
         match axis:
             case "tp":

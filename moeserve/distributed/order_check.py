@@ -1,7 +1,7 @@
-"""Finds ranks that are about to join different collectives, before they wait for each other. Used for debugging.
+"""A debugging check that all ranks of a group call the same collective, before they wait for each other.
 
-Before each collective its ranks tell each other what they are about to do, over connections that serve for nothing else
-and are the same for all groups: so a rank that joins another group's collective is found as well. Knows no payload.
+Before each collective its ranks exchange descriptions of it, over connections that only the check uses. One set of
+connections serves all groups, so a rank that calls a collective of another group is detected as well.
 """
 
 from __future__ import annotations
@@ -28,35 +28,38 @@ NO_STEP = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Announcement:
-    """What a rank is about to join, as it tells one other rank. All but the last two must be equal on both."""
+class CollectiveCall:
+    """A collective that a rank is about to call, as described to one other rank.
+
+    All fields but the last two must be equal on both ranks.
+    """
 
     group: str
     operation: Operation
-    number: int  # counts the collectives of the group
+    number: int  # among the collectives of the group
     step: int = NO_STEP
     dtype: str = "uint8"
-    shape: tuple[int, ...] = ()  # without the first dimension where that may differ
-    sizes: tuple[int, ...] = ()  # rows of each rank, where all ranks must know them; of a broadcast, the source
-    num_sent: int = 0  # rows from the teller to the other
-    num_expected: int = 0  # rows from the other to the teller
+    shape: tuple[int, ...] = ()  # without the first dimension if ranks may differ in it
+    sizes: tuple[int, ...] = ()  # rows of each rank if all ranks must agree on them; of a broadcast, the source
+    num_sent: int = 0  # rows from this rank to the other
+    num_expected: int = 0  # rows from the other rank to this one
 
-    def fits(self, other: Announcement) -> bool:
-        """Whether both can join: the same collective, and what one sends is what the other expects."""
+    def matches(self, other: CollectiveCall) -> bool:
+        """True if both calls join the same collective, and each rank sends as many rows as the other expects."""
         return other == replace(self, num_sent=self.num_expected, num_expected=self.num_sent)
 
     def __str__(self) -> str:
-        parts = [f"number {self.number}", f"{self.dtype} {list(self.shape)}"]
+        parts = [f"collective {self.number}", f"{self.dtype} {list(self.shape)}"]
         if self.step != NO_STEP:
             parts.insert(0, f"step {self.step}")
         if self.sizes:
             parts.append(f"source {self.sizes[0]}" if self.operation == "broadcast" else f"sizes {list(self.sizes)}")
         if self.operation == "all_to_all":
-            parts.append(f"sends the other {self.num_sent} rows and expects {self.num_expected}")
+            parts.append(f"sends {self.num_sent} rows and expects {self.num_expected}")
         return f"{self.operation} of group {self.group!r} ({', '.join(parts)})"
 
     def to_row(self, num_ranks: int) -> Tensor:
-        """As int64 of a size that depends on the number of ranks alone."""
+        """Encode as int64. The length depends on num_ranks alone."""
         head = [GROUPS.index(self.group), OPERATIONS.index(self.operation), DTYPES.index(self.dtype)]
         head += [self.number, self.step, self.num_sent, self.num_expected, len(self.shape), len(self.sizes)]
         shape = [*self.shape, *[0] * (MAX_DIMS - len(self.shape))]
@@ -64,7 +67,7 @@ class Announcement:
         return torch.tensor([*head, *shape, *sizes])
 
     @classmethod
-    def from_row(cls, row: Tensor) -> Announcement:
+    def from_row(cls, row: Tensor) -> CollectiveCall:
         group, operation, dtype, number, step, num_sent, num_expected, num_dims, num_sizes, *rest = row.tolist()
         return cls(
             group=GROUPS[group],
@@ -80,37 +83,41 @@ class Announcement:
 
 
 class OrderCheck:
-    """One rank's side of the check. Ranks are numbered as in the world."""
+    """One rank's side of the check. Ranks are those of the world."""
 
     def __init__(self, rank: int, process_group: ProcessGroupGloo, timeout_s: float) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
         self.num_ranks = process_group.size()
         self.process_group = process_group
-        self._sends: list[object] = []  # kept, so that ranks which come later still hear of a disagreement
+        self._sends: list[object] = []  # kept, so that ranks which come later still receive a disagreement
 
-    def disagreement(self, mine: Mapping[int, Announcement]) -> str | None:
-        """Tell each other rank what it must know, wait for the same from it, and say what does not fit, if anything.
+    def find_mismatch(self, calls: Mapping[int, CollectiveCall]) -> str | None:
+        """Exchange call descriptions with other ranks, and describe the first mismatch, if there is one.
 
-        TransportError when a rank does not answer in time, or has died.
+        Args:
+            calls: by other rank: this rank's call, as described to that rank.
+
+        Raises:
+            TransportError: a rank does not answer in time, or has died.
         """
         try:
-            return self._disagreement(mine)
+            return self._find_mismatch(calls)
         except RuntimeError as error:
-            raise TransportError(gloo.cause(error, self.timeout_s)) from error
+            raise TransportError(gloo.cause_of(error, self.timeout_s)) from error
 
-    def _disagreement(self, mine: Mapping[int, Announcement]) -> str | None:
-        rows = {rank: announcement.to_row(self.num_ranks) for rank, announcement in mine.items()}
+    def _find_mismatch(self, calls: Mapping[int, CollectiveCall]) -> str | None:
+        rows = {rank: call.to_row(self.num_ranks) for rank, call in calls.items()}
         received = {rank: torch.empty_like(row) for rank, row in rows.items()}
         receives = {rank: gloo.receive(self.process_group, row, rank) for rank, row in received.items()}
         sends = {rank: gloo.send(self.process_group, row, rank) for rank, row in rows.items()}
         self._sends = [sends, rows]
         for rank, receive in receives.items():
             receive.wait()
-            theirs = Announcement.from_row(received[rank])
-            if not mine[rank].fits(theirs):
+            theirs = CollectiveCall.from_row(received[rank])
+            if not calls[rank].matches(theirs):
                 sends[rank].wait()
-                return f"rank {self.rank} was about to join {mine[rank]}, but rank {rank} {theirs}"
+                return f"rank {self.rank} calls {calls[rank]}, but rank {rank} calls {theirs}"
         for send in sends.values():
             send.wait()
         return None

@@ -1,13 +1,13 @@
-"""Collectives between ranks of one host through memory that all of them have mapped. Linux alone; else gloo's turn.
+"""The transport between ranks of one host through memory that all of them map. Linux only; elsewhere gloo is used.
 
-Each rank makes a piece of memory without a name (memfd), hands it to the others, and writes into it what it sends; the
-C++ part, csrc/host/shared_memory.h, says how. Nothing is in the file system, so nothing is left when ranks are killed,
-and the size of /dev/shm does not matter.
+Each rank makes a memory without a name (memfd), gives it to the others, and writes what it sends into it; the protocol
+is in csrc/host/shared_memory.h. Nothing is in the file system, so killed ranks leave nothing behind, and the size of
+/dev/shm does not matter.
 
-A rank that waits spins for a moment and then sleeps. A collective that was begun goes on whenever this rank begins or
-waits for another one of the group, and at no other time: up to NUM_SLOTS of them, of up to SLOT_BYTES each, are wholly
-sent when they begin. All ranks wait for their collectives in the same order of the program; within a group any order
-will do.
+A rank that waits spins for a moment and then sleeps. A collective under way proceeds only while this rank begins or
+waits for a collective on the same connection, and data is sent in the order of the beginnings: up to NUM_SLOTS
+collectives of up to SLOT_BYTES each are sent completely when they begin. All ranks wait for their collectives in the
+same order of the program; within a group any order works.
 """
 
 from __future__ import annotations
@@ -19,37 +19,42 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from moeserve.distributed import transport
-from moeserve.distributed.handshake import YES, Contacts, agree, exchange_files
-from moeserve.distributed.store import listed
-from moeserve.distributed.transport import Pending, TransportError
+from moeserve.distributed.handshake import PeerConnections, agree, exchange_files
+from moeserve.distributed.store import format_ranks
+from moeserve.distributed.transport import (
+    Pending,
+    Transport,
+    TransportError,
+    all_reduce_by_all_gather,
+    all_reduce_by_shares,
+    reduce_scatter_by_all_to_all,
+)
 from moeserve.machine import usable_cores
 from moeserve.memory import new_empty
 
 NUM_SLOTS = 8
 SLOT_BYTES = 2**18
 
-# How long a rank that waits looks for news before it sleeps, in seconds: longer than it takes to wake a sleeper where
-# each rank has a core, and next to nothing where the one that is waited for may need this core.
+# Seconds that a waiting rank spins before it sleeps: longer than it takes to wake a sleeper if each rank has a core,
+# and next to nothing if the rank it waits for may need this core.
 SPIN_S = 50e-6
 SPIN_WITHOUT_CORE_S = 1e-6
 
-# all_reduce adds everything on every rank when that reads no more than so much more than adding a share on each.
+# all_reduce adds everything on every rank if that reads at most so many bytes more than adding a share on each.
 MAX_EXTRA_BYTES = 2**17
 
-# The sums that the C++ part does: torch does the others.
+# The dtypes whose sums the C++ part computes. torch adds all others.
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Outcome(IntEnum):
-    """What the C++ part returns of a wait, as far as it matters here."""
+    """The results of a wait in the C++ part that matter here."""
 
     DONE = 0
     TIMEOUT = 2
@@ -58,106 +63,155 @@ class Outcome(IntEnum):
 
 
 def connect(
-    store: Store, ranks: Sequence[int], rank_in_group: int, *, num_ranks_in_all: int, timeout_s: float
-) -> SharedMemoryTransport:
-    """Meet the others of a group.
+    store: Store, ranks: Sequence[int], rank_in_group: int, *, world_size: int, timeout_s: float
+) -> SharedMemoryConnection:
+    """Map the memory of all ranks of a group.
 
-    `store` is for this group alone. CannotReach, on all of them, if they cannot all map each other's memory.
-    TransportError when one of them does not come in time.
+    Args:
+        store: used by this connection alone.
+        world_size: number of ranks that compete for this host's cores.
+
+    Raises:
+        TransportUnavailable: on all ranks, if they cannot all map each other's memory.
+        TransportError: a rank does not come in time.
     """
     native = _native()
     num_ranks = len(ranks)
     sizes = dict(num_slots=NUM_SLOTS, slot_bytes=SLOT_BYTES)
     make_memory = functools.partial(_make_memory, native, num_ranks, sizes)
-    spin_s = SPIN_S if num_ranks_in_all <= usable_cores() else SPIN_WITHOUT_CORE_S
+    spin_s = SPIN_S if world_size <= usable_cores() else SPIN_WITHOUT_CORE_S
     try:
-        contacts = exchange_files(PrefixStore("files", store), rank_in_group, num_ranks, make_memory, timeout_s)
-        memory, verdict = None, YES
+        peers = exchange_files(PrefixStore("files", store), rank_in_group, num_ranks, make_memory, timeout_s)
+        memory, refusal = None, ""
         try:
-            assert native is not None
-            memory = native.SharedMemory(rank_in_group, contacts.files, contacts.socket_fds(), spin_s=spin_s, **sizes)
+            memory = native.SharedMemory(rank_in_group, peers.files, peers.socket_fds(), spin_s=spin_s, **sizes)
         except RuntimeError as error:
-            verdict = str(error)
+            refusal = str(error)
         finally:
-            contacts.close_files()
+            peers.close_files()
         try:
-            agree(PrefixStore("maps", store), rank_in_group, num_ranks, verdict, timeout_s)
+            agree(PrefixStore("maps", store), rank_in_group, num_ranks, refusal, timeout_s)
         except BaseException:
-            contacts.close()
+            peers.close()
             raise
     except RuntimeError as error:  # of the store
-        raise TransportError(f"not all ranks came within {timeout_s:g} s") from error
-    assert native is not None
-    assert memory is not None
-    return SharedMemoryTransport(native, memory, contacts, ranks, rank_in_group, timeout_s)
+        raise TransportError(f"not all ranks connected within {timeout_s:g} s") from error
+    return SharedMemoryConnection(memory, peers, ranks, rank_in_group, timeout_s)
 
 
-class SharedMemoryTransport:
-    """One rank's side. See `Transport` for the contract."""
+class SharedMemoryConnection:
+    """One rank's connection with a set of ranks. Transports of groups with equal members share it."""
 
     def __init__(
-        self,
-        native: ModuleType,
-        memory: Any,
-        contacts: Contacts,
-        ranks: Sequence[int],
-        rank_in_group: int,
-        timeout_s: float,
+        self, memory: Any, peers: PeerConnections, ranks: Sequence[int], rank_in_group: int, timeout_s: float
     ) -> None:
-        self._native = native
-        self._memory = memory
-        self._contacts = contacts
-        self._ranks = ranks
-        self._num_ranks = len(ranks)
-        self._rank = rank_in_group
+        """
+        Args:
+            memory: a SharedMemory of the C++ part.
+        """
+        self.memory = memory
+        self.ranks = ranks
+        self.rank_in_group = rank_in_group
+        self._peers = peers
         self._timeout_s = timeout_s
-        # By number: what operations read and write, until they are waited for.
+        # By operation: the tensors it reads and writes, kept until it is waited for.
         self._in_use: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def waiter(self, operation: int, source: Tensor, target: Tensor, *, is_measured: bool) -> Callable[[], None]:
+        """Return a function that waits for an operation."""
+        self._in_use[operation] = source, target
+
+        def wait() -> None:
+            outcome = self.memory.wait(operation, self._timeout_s)
+            if outcome != Outcome.DONE:
+                raise TransportError(self.cause_of(outcome))
+            self._in_use.pop(operation, None)
+
+        return wait
+
+    def cause_of(self, outcome: int) -> str:
+        """Describe the outcome of a wait that failed, naming the ranks of the world."""
+        absent = [self.ranks[index] for index in self.memory.absent()]
+        match outcome:
+            case Outcome.TIMEOUT:
+                return f"not all ranks joined within {self._timeout_s:g} s, no data from {format_ranks(absent)}"
+            case Outcome.LOST:
+                return f"{format_ranks(absent)} closed {'its' if len(absent) == 1 else 'their'} connection"
+            case Outcome.DISAGREE:
+                return (
+                    f"{format_ranks(absent)} sent data of another collective or of another size; "
+                    "debug_collectives=True shows where the ranks diverge"
+                )
+            case _:
+                return "this rank has left the group"
+
+    def close(self) -> None:
+        """Leave: other ranks that wait for this one fail at once. May be called twice."""
+        self.memory.close()
+        self._peers.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class SharedMemoryTransport(Transport):
+    """One rank's transport of one group."""
+
+    def __init__(self, connection: SharedMemoryConnection, *, measures_waits: bool = False) -> None:
+        self._connection = connection
+        self._memory = connection.memory
+        self._native = _native()
+        self._measures_waits = measures_waits
+        self._num_ranks = len(connection.ranks)
+        self._rank = connection.rank_in_group
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
         x = x.contiguous()
         row_shape = x.shape[1:]
         gathered = new_empty(x, sum(sizes), *row_shape)
-        number = self._memory.begin_gather(x, gathered, sizes, x.element_size() * row_shape.numel())
-        return gathered, self._begun(number, x, gathered)
+        operation = self._memory.begin_gather(x, gathered, sizes, x.element_size() * row_shape.numel())
+        return gathered, self._waiter(operation, x, gathered)
 
     def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         x = x.contiguous()
         row_shape = x.shape[1:]
         received = new_empty(x, sum(receive_sizes), *row_shape)
         row_bytes = x.element_size() * row_shape.numel()
-        number = self._memory.begin_exchange(x, send_sizes, received, receive_sizes, row_bytes)
-        return received, self._begun(number, x, received)
+        operation = self._memory.begin_exchange(x, send_sizes, received, receive_sizes, row_bytes)
+        return received, self._waiter(operation, x, received)
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         element = ELEMENTS.get(x.dtype)
         if element is None:
-            return transport.exchange_and_add(self, x, sizes, self._rank)
+            return reduce_scatter_by_all_to_all(self, x, sizes, self._rank)
         x = x.contiguous()
         row_shape = x.shape[1:]
         out = new_empty(x, sizes[self._rank], *row_shape)
-        number = self._memory.begin_sum_of_parts(element, x, out, sizes, x.element_size() * row_shape.numel())
-        self._begun(number, x, out)()
+        operation = self._memory.begin_sum_of_parts(element, x, out, sizes, x.element_size() * row_shape.numel())
+        self._waiter(operation, x, out)()
         return out
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        is_small = x.nbytes * (self._num_ranks - 2) <= MAX_EXTRA_BYTES
+        if x.nbytes * (self._num_ranks - 2) > MAX_EXTRA_BYTES:
+            return all_reduce_by_shares(self, x, self._num_ranks)
         element = ELEMENTS.get(x.dtype)
-        if not is_small:
-            return transport.add_shares_and_gather(self, x, self._num_ranks)
         if element is None:
-            return transport.gather_and_add(self, x, self._num_ranks)
+            return all_reduce_by_all_gather(self, x, self._num_ranks)
         x = x.contiguous()
         out = new_empty(x, *x.shape)
-        number = self._memory.begin_sum(element, x, out, x.nbytes)
-        self._begun(number, x, out)()
+        operation = self._memory.begin_sum(element, x, out, x.nbytes)
+        self._waiter(operation, x, out)()
         return out
 
     def begin_step(self) -> None:
         self._memory.begin_step()
 
     def seconds_waited(self) -> list[float]:
-        return list(self._memory.seconds_waited())
+        return list(self._memory.seconds_waited()) if self._measures_waits else []
+
+    @property
+    def progresses_in_background(self) -> bool:
+        return False
 
     @property
     def supports_cpu_graphs(self) -> bool:
@@ -168,51 +222,23 @@ class SharedMemoryTransport:
         return bool(self._native.is_capturing())
 
     def on_replay_failure(self, fail: Callable[[str], NoReturn]) -> None:
-        self._native.on_replay_failure(lambda outcome: fail(self._explained(outcome)))
+        self._native.on_replay_failure(lambda outcome: fail(self._connection.cause_of(outcome)))
 
     def close(self) -> None:
-        self._memory.close()
-        self._contacts.close()
+        self._connection.close()
 
-    def __del__(self) -> None:
-        self.close()
-
-    def _begun(self, number: int, source: Tensor, target: Tensor) -> Callable[[], None]:
-        """What waits for an operation."""
-        self._in_use[number] = source, target
-
-        def wait() -> None:
-            outcome = self._memory.wait(number, self._timeout_s)
-            if outcome != Outcome.DONE:
-                raise TransportError(self._explained(outcome))
-            self._in_use.pop(number, None)
-
-        return wait
-
-    def _explained(self, outcome: int) -> str:
-        absent = [self._ranks[index] for index in self._memory.absent()]
-        match outcome:
-            case Outcome.TIMEOUT:
-                return f"not all ranks took part within {self._timeout_s:g} s, nothing came from {listed(absent)}"
-            case Outcome.LOST:
-                return f"{listed(absent)} closed {'its' if len(absent) == 1 else 'their'} connection"
-            case Outcome.DISAGREE:
-                return (
-                    f"{listed(absent)} sent what belongs to another collective, or has another size; "
-                    "debug_collectives finds out where ranks part"
-                )
-            case _:
-                return "this rank has left the group"
+    def _waiter(self, operation: int, source: Tensor, target: Tensor) -> Callable[[], None]:
+        return self._connection.waiter(operation, source, target, is_measured=self._measures_waits)
 
 
-def _make_memory(native: ModuleType | None, num_ranks: int, sizes: dict[str, int]) -> int:
-    """A file in memory without a name. OSError where there can be none."""
+def _make_memory(native: Any, num_ranks: int, sizes: dict[str, int]) -> int:
+    """Return a memory file without a name. OSError where there can be none."""
     if native is None or not hasattr(native, "SharedMemory") or not hasattr(os, "memfd_create"):
         raise OSError("moeserve._cpu is not built, or the system is not Linux")
     fd = os.memfd_create("moeserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, native.SharedMemory.num_bytes(num_ranks, **sizes))
-        # A memory that another rank could make smaller would kill those who read it.
+        # A rank that shrank its memory would kill the ranks that read it.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(fd)
@@ -220,8 +246,9 @@ def _make_memory(native: ModuleType | None, num_ranks: int, sizes: dict[str, int
     return fd
 
 
-def _native() -> ModuleType | None:
-    """The C++ part, where it was built."""
+@functools.cache
+def _native() -> Any:
+    """Return the C++ part. None if it is not built."""
     if importlib.util.find_spec("moeserve._cpu") is None:
         return None
     return importlib.import_module("moeserve._cpu")

@@ -1,7 +1,4 @@
-"""The store that all ranks can reach: where they meet before they are connected, and where each says why it stopped.
-
-Knows no groups and no tensors. Nothing here is on the path of a step.
-"""
+"""The key-value store where ranks meet, and where each rank reports why it failed. Not used on the path of a step."""
 
 from __future__ import annotations
 
@@ -14,23 +11,23 @@ from torch.distributed import Store, TCPStore
 
 from moeserve.errors import DistributedError
 
-# Ranks that fail for the same cause do so within moments; those not heard of by then are the cause.
+# Ranks that fail of the same cause report within moments of each other. Those silent after this time are the cause.
 WAIT_FOR_REPORTS_S = 0.5
 
 
 def start_store(host: str = "127.0.0.1") -> TCPStore:
-    """A store's server on a free port of `host`, and of no other address; see its `port`. It ends with the object.
+    """Start a store server on a free port (see its `port`) of `host` alone. It stops when the object is deleted.
 
-    It serves one launch: each rank connects once.
+    A store serves one launch: each rank connects once.
     """
     listener = socket.create_server((host, 0), backlog=1024)
     port = listener.getsockname()[1]
-    # The server takes the socket over, so the port is never free for others.
+    # The server takes over the listening socket, so no other process can take the port in between.
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def own_address(rank: int, host: str, port: int, timeout_s: float) -> str:
-    """The address of this machine from which the store can be reached, and so the other ranks."""
+    """Return the address of this machine on the network of the store, where other ranks can reach it."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as connection:
             return str(connection.getsockname()[0])
@@ -40,8 +37,8 @@ def own_address(rank: int, host: str, port: int, timeout_s: float) -> str:
         ) from error
 
 
-class Noticeboard:
-    """What one rank writes into the store, and reads of the others."""
+class RankStore:
+    """One rank's access to the store: it registers the rank, and exchanges failure reports with the others."""
 
     def __init__(self, rank: int, store: Store, timeout_s: float) -> None:
         self.rank = rank
@@ -49,55 +46,58 @@ class Noticeboard:
         self.timeout_s = timeout_s
         self._has_reported = False
 
-    def meet(self, ranks: Sequence[int], introduction: str) -> list[str]:
-        """Wait until all of these ranks are here: how each introduced itself.
+    def register(self, ranks: Sequence[int], description: str) -> list[str]:
+        """Publish this rank's description, and return those of `ranks` once all have registered.
 
-        DistributedError names those that are not in time.
+        Raises:
+            DistributedError: this rank registered before, or a rank did not register in time; names the missing ranks.
         """
-        if self.store.add(f"came/{self.rank}", 1) > 1:
-            raise DistributedError(f"rank {self.rank} came twice: every rank connects once to a store")
-        self.store.set(f"here/{self.rank}", introduction)
-        keys = [f"here/{rank}" for rank in ranks]
+        if self.store.add(f"num_registrations/{self.rank}", 1) > 1:
+            raise DistributedError(f"rank {self.rank} registered twice: every rank connects once to a store")
+        self.store.set(f"rank/{self.rank}", description)
+        keys = [f"rank/{rank}" for rank in ranks]
         try:
             self.store.wait(keys, timedelta(seconds=self.timeout_s))
-            return [said.decode() for said in self.store.multi_get(keys)]
+            return [value.decode() for value in self.store.multi_get(keys)]
         except RuntimeError as error:
-            missing = [rank for rank in ranks if not self._holds(f"here/{rank}")]
-            why = f"{listed(missing)} did not come within {self.timeout_s:g} s"
-            self.report(why)
+            missing = [rank for rank in ranks if not self._has_key(f"rank/{rank}")]
+            cause = f"{format_ranks(missing)} did not connect within {self.timeout_s:g} s"
+            self.report_failure(cause)
             raise DistributedError(
-                f"rank {self.rank}: {why}: see what these ranks wrote, or allow more time"
+                f"rank {self.rank}: {cause}: see the output of these ranks, or allow more time"
             ) from error
 
-    def report(self, why: str) -> None:
-        """Leave word of why this rank stops. Only the first report counts: later ones follow from it."""
+    def report_failure(self, cause: str) -> None:
+        """Publish why this rank stops. Only the first report counts: later failures follow from it."""
         if not self._has_reported:
             self._has_reported = True
             try:
-                self.store.set(f"stopped/{self.rank}", why)
-            except RuntimeError:  # the process with the store is gone, and nobody is left to read
+                self.store.set(f"failure/{self.rank}", cause)
+            except RuntimeError:  # the process with the store has ended, and with it all readers
                 return
 
-    def blame(self, ranks: Sequence[int]) -> str:
-        """What is known of others when a collective of these ranks has failed: who said why it stopped, who nothing."""
+    def failure_reports(self, ranks: Sequence[int]) -> str:
+        """Return the failure reports of `ranks` as sentences, silent ranks first. Waits a moment for late reports."""
         deadline = time.monotonic() + WAIT_FOR_REPORTS_S
         others = [rank for rank in ranks if rank != self.rank]
-        while not all(self._holds(f"stopped/{rank}") for rank in others) and time.monotonic() < deadline:
+        while not all(self._has_key(f"failure/{rank}") for rank in others) and time.monotonic() < deadline:
             time.sleep(0.01)
-        heard = [rank for rank in others if self._holds(f"stopped/{rank}")]
-        silent = [rank for rank in others if rank not in heard]
-        sentences = [f"Rank {rank} stopped: {self.store.get(f'stopped/{rank}').decode()}." for rank in heard]
+        silent = [rank for rank in others if not self._has_key(f"failure/{rank}")]
+        sentences = []
         if silent:
-            sentences.insert(0, f"Nothing was heard of {listed(silent)}: dead, stuck, or doing something else.")
+            sentences.append(f"No failure report from {format_ranks(silent)}: dead, stuck, or busy elsewhere.")
+        for rank in others:
+            if rank not in silent:
+                sentences.append(f"Rank {rank} reported: {self.store.get(f'failure/{rank}').decode()}.")
         return " ".join(sentences)
 
-    def _holds(self, key: str) -> bool:
+    def _has_key(self, key: str) -> bool:
         try:
             return self.store.check([key])
-        except RuntimeError:  # the process with the store is gone: nothing is known any more
+        except RuntimeError:  # the process with the store has ended
             return False
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Ranks as a message names them."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks for a message: "rank 3", "ranks 0, 1"."""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moeserve.distributed.group import GroupCoordinator
+from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.engine.base import fit_to_cache, new_scheduler
 from moeserve.engine.protocol import Delivery, EngineStart, Ready
 from moeserve.errors import EngineError

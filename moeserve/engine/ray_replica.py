@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from moeserve.distributed.group import connect
+from moeserve.distributed.connect import Rendezvous, connect
 from moeserve.distributed.mesh import Mesh
 from moeserve.engine.process import drive, ready
 from moeserve.engine.protocol import EngineMessage
@@ -35,12 +35,12 @@ class EngineProcess(RemoteProcess):
             engines = connect(
                 Mesh(tp=1, dp=first.config.data_parallel_size),
                 first.dp_index,
-                store_host=first.store_host,
-                store_port=first.store_port,
-                store_key=f"{first.store_key}/engines",
-                timeout_s=first.config.collective_timeout,
-                local_rank=first.dp_index,
-                check_order=False,
+                Rendezvous(
+                    first.store_host,
+                    first.store_port,
+                    first.config.collective_timeout,
+                    key=f"{first.store_key}/engines",
+                ),
             )
             executor = RayExecutor(starts, ranks, show_progress=show_progress)
             replica, user = ready(channel, first, executor.num_blocks)

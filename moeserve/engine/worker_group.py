@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from moeserve.config.environment import environment_of_rank
 from moeserve.config.settings import EngineConfig
-from moeserve.distributed.group import start_store
+from moeserve.distributed.store import start_store
 from moeserve.engine.protocol import EngineMessage, EngineStart
 from moeserve.machine import usable_cores
 from moeserve.processes.failures import FailureReport

@@ -13,7 +13,7 @@ import msgspec
 
 from moeserve.config.environment import environment_of_rank
 from moeserve.config.settings import EngineConfig
-from moeserve.distributed.group import Groups
+from moeserve.distributed.groups import Groups
 from moeserve.errors import DistributedError
 from moeserve.machine import usable_cores
 from moeserve.processes.channel import frame

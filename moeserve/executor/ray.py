@@ -187,7 +187,7 @@ class RankProcess(RemoteProcess):
     def open_store(self, interface: str | None, address: str) -> bytes:
         """Opens the store where ranks meet, on an address that other nodes can reach. Returns where: (host, port)."""
         with self._heard_out():
-            from moeserve.distributed.group import start_store
+            from moeserve.distributed.store import start_store
 
             host = address_on(interface) if interface else address
             self._store = start_store(host)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeserve.config.settings import EngineConfig
-from moeserve.distributed.group import single
+from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.protocol import StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.worker.protocol import rank_name
@@ -15,7 +15,7 @@ class UniprocExecutor:
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         self.name = rank_name(config, 0)
-        self.worker: Worker | None = Worker(config, single(), show_progress=show_progress)
+        self.worker: Worker | None = Worker(config, groups_of_one_rank(), show_progress=show_progress)
         self.num_blocks = self.worker.num_blocks
 
     def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:

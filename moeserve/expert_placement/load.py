@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.distributed.group import Groups
+from moeserve.distributed.groups import Groups
 from moeserve.expert_placement.placement import Placement
 from moeserve.ops.pairs import choose_pairs
 from moeserve.telemetry.expert_load import LoadWindow

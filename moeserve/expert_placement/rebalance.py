@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moeserve.distributed.group import Groups, PendingTensor
+from moeserve.distributed.coordinator import PendingTensor
+from moeserve.distributed.groups import Groups
 from moeserve.expert_placement.eplb import Move, moves
 from moeserve.expert_placement.gain import Proposal, add_window, excess_rows, is_worth_it, propose
 from moeserve.expert_placement.placement import Placement
@@ -204,6 +205,8 @@ class Rebalancer:
         receive_sizes = [size * sum(move.from_rank == rank for move in self._incoming(change)) for rank in ranks]
         # collective: all ranks
         pending = self._groups.world.all_to_all(sent, send_sizes, receive_sizes)
+        if not self._groups.world.progresses_in_background:
+            pending.wait()  # the collectives of the step would queue behind it
         return Piece(change, self._num_arrived, size, pending, sent, time.perf_counter() - started)
 
     def finish_step(self, piece: Piece | None) -> None:

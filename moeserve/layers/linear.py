@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moeserve.distributed.group import GroupCoordinator
+from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.layers.weights import Weights, parameter
 

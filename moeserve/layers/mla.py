@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeserve.distributed.group import GroupCoordinator
+from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.mesh import share_of
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.config.settings import QuantizationName
-from moeserve.distributed.group import GroupCoordinator, Groups
+from moeserve.distributed.coordinator import GroupCoordinator
+from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_of
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig

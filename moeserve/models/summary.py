@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moeserve.config.settings import DtypeName, QuantizationName
-from moeserve.distributed.group import Groups, single
+from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder
@@ -69,7 +69,7 @@ def summarize(
         placements: of the experts of each sparse layer; none: each expert once, in order.
     """
     config = description.model
-    groups = groups or single()
+    groups = groups or groups_of_one_rank()
     if placements is None:
         placements = config.place_experts(groups.ep.world_size)
     model = _without_memory(description, dtype, groups, placements)

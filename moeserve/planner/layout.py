@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moeserve.config.settings import DtypeName
-from moeserve.distributed.group import unconnected
+from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh, share_of
 from moeserve.errors import SettingsError, shown
 from moeserve.expert_placement.eplb import Topology, eplb, imbalance, place_experts, rank_loads

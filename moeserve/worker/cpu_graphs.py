@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeserve.distributed.group import Groups
+from moeserve.distributed.groups import Groups
 from moeserve.layers.rotary import Rotation
 from moeserve.memory import Arena, without_pool
 from moeserve.models.decoder import Decoder

@@ -11,7 +11,7 @@ import torch
 
 from moeserve.config.environment import cache_folder
 from moeserve.config.settings import EngineConfig
-from moeserve.distributed.group import Groups
+from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
 from moeserve.expert_placement.placement import Placement

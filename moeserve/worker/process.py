@@ -6,7 +6,8 @@ import torch
 
 from moeserve.config.resolve import too_few_gpus
 from moeserve.config.settings import EngineConfig
-from moeserve.distributed.group import Groups, connect
+from moeserve.distributed.connect import Rendezvous, connect
+from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
 from moeserve.processes.child import Parent
@@ -35,11 +36,7 @@ def join(start: RankStart) -> Groups:
     return connect(
         Mesh(tp=config.tensor_parallel_size, dp=config.data_parallel_size),
         start.rank,
-        store_host=start.store_host,
-        store_port=start.store_port,
-        store_key=start.store_key,
-        timeout_s=config.collective_timeout,
-        local_rank=start.rank,
+        Rendezvous(start.store_host, start.store_port, config.collective_timeout, start.store_key),
         check_order=config.debug_collectives,
         device=device,
     )

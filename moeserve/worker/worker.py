@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from moeserve.config.settings import EngineConfig
-from moeserve.distributed.group import Groups
+from moeserve.distributed.groups import Groups
 from moeserve.errors import DistributedError, EngineError
 from moeserve.expert_placement.load import LoadMeter
 from moeserve.expert_placement.rebalance import Rebalancer, spare_bytes

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 import moeserve.engine.process  # noqa: F401  so that the fork server has it loaded
-from moeserve.distributed.group import start_store
+from moeserve.distributed.store import start_store
 from moeserve.processes.child import Parent
 from moeserve.processes.failures import root_cause
 from moeserve.processes.local import start_process

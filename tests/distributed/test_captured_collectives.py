@@ -8,27 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from joining import join
 from ranks import Place, Ranks
 
-from moeserve.distributed.group import Groups, connect
-from moeserve.distributed.mesh import Mesh
+from moeserve.distributed.groups import Groups
 from moeserve.errors import DistributedError
 from moeserve.ops.native import native_kernels
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
 
 SIZES = [2, 1, 3]
-
-
-def connected(place: Place, **options: Any) -> Groups:
-    return connect(
-        Mesh(tp=1, dp=place.num_ranks),
-        place.rank,
-        store_host=place.store_host,
-        store_port=place.store_port,
-        local_rank=place.rank,
-        **(dict(timeout_s=20.0, check_order=False) | options),
-    )
 
 
 def record(groups: Groups, rows: torch.Tensor, parts: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -53,7 +42,7 @@ def test_played_collectives_carry_what_is_there_by_then(ranks: Ranks, num_ranks:
 
 def rounds_that_went_wrong(place: Place) -> list[int]:
     """Ranks play or begin their collectives as they like: to the others it is the same."""
-    groups = connected(place)
+    groups = join(place)
     sizes = SIZES[: place.num_ranks]
     rows, parts = torch.empty(sizes[place.rank], 5), torch.empty(sum(sizes), 7, dtype=torch.bfloat16)
     graph, played_rows, played_sum = record(groups, rows.zero_(), parts.zero_())
@@ -85,13 +74,13 @@ def test_a_rank_that_dies_is_named_by_those_that_play(ranks: Ranks, operation: s
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].error
         told = outcomes[rank].value
-        assert told.startswith(f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2; number "), told
+        assert told.startswith(f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2; collective "), told
         assert "step 7, layer 4" in told
         assert "rank 1" in told.partition("failed: ")[2]
 
 
 def what_the_others_say(place: Place, operation: str) -> str:
-    groups = connected(place)
+    groups = join(place)
     sizes = SIZES[: place.num_ranks]
     groups.set_layer(4)
     kernels = native_kernels()
@@ -122,7 +111,7 @@ def test_gloo_and_checked_collectives_are_not_recorded(ranks: Ranks) -> None:
 def what_supports_cpu_graphs(place: Place) -> list[bool]:
     answers = []
     for index, options in enumerate(({}, dict(transport="gloo"), dict(check_order=True))):
-        groups = connected(place, store_key=str(index), **options)
+        groups = join(place, key=str(index), **options)
         answers.append(groups.supports_cpu_graphs)
         groups.world.barrier()
     return answers

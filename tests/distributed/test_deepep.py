@@ -16,12 +16,12 @@ from typing import Any, cast
 import pytest
 import torch
 from deepep_stand_in import Buffer, ElasticBuffer, FirstBuffer, Refused, quantised, stand_in
+from joining import join
 from ranks import Place, Ranks
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from moeserve.distributed.group import Groups, connect
-from moeserve.distributed.mesh import Mesh
+from moeserve.distributed.groups import Groups
 from moeserve.distributed.nccl import as_torch_group
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
@@ -203,15 +203,7 @@ class Ground:
 
 @contextmanager
 def ground(place: Place) -> Iterator[Ground]:
-    groups = connect(
-        Mesh(tp=1, dp=place.num_ranks),
-        place.rank,
-        store_host=place.store_host,
-        store_port=place.store_port,
-        timeout_s=50.0,
-        local_rank=place.rank,
-        check_order=False,
-    )
+    groups = join(place, timeout_s=50.0)
     store = PrefixStore("stand-in", TCPStore(place.store_host, place.store_port, is_master=False))
     backend = ProcessGroupGloo(store, place.rank, place.num_ranks, timedelta(seconds=50))
     process_group = as_torch_group(PrefixStore("group", store), place.rank, place.num_ranks, backend)

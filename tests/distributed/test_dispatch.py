@@ -14,13 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from joining import join
 from ranks import Place, Ranks
 from thread_ranks import Record, Table, ThreadGroup, run
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moeserve.distributed.group import connect, group_of_one
-from moeserve.distributed.mesh import Mesh
+from moeserve.distributed.groups import group_of_one
 from moeserve.expert_placement.eplb import eplb
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
@@ -479,15 +479,7 @@ def test_on_processes(ranks: Ranks, num_ranks: int) -> None:
 
 
 def mismatches_on_this_rank(place: Place, cases: list[dict[str, Any]]) -> list[str]:
-    groups = connect(
-        Mesh(tp=1, dp=place.num_ranks),
-        place.rank,
-        store_host=place.store_host,
-        store_port=place.store_port,
-        timeout_s=50.0,
-        local_rank=place.rank,
-        check_order=True,
-    )
+    groups = join(place, timeout_s=50.0, check_order=True)
     found = []
     for case in (Case(**fields) for fields in cases):
         for name in DISTRIBUTED:

@@ -11,19 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from joining import join
 from ranks import Place, Ranks
 from torch import Tensor
 
-from moeserve.distributed.group import (
-    GroupCoordinator,
-    Groups,
-    TransportName,
-    connect,
-    group_of_one,
-    single,
-    start_store,
-)
-from moeserve.distributed.mesh import Mesh
+from moeserve.distributed.connect import TransportName
+from moeserve.distributed.coordinator import GroupCoordinator
+from moeserve.distributed.groups import Groups, group_of_one, groups_of_one_rank
+from moeserve.distributed.store import start_store
 from moeserve.errors import DistributedError
 
 DTYPES = ("float32", "bfloat16", "int64")
@@ -32,21 +27,6 @@ TRANSPORTS = ("auto", "gloo")  # the first is shared memory here
 # Rows of each rank: even, ragged, ranks without rows, no rows at all. Cut to the number of ranks.
 RAGGED = ([3, 3, 3, 3], [2, 0, 5, 1], [0, 4, 0, 0], [0, 0, 0, 0], [1, 700, 3, 2])
 SHAPES = ((), (5,), (2, 3))  # of a row
-
-
-def join(
-    place: Place, tp: int = 1, *, timeout_s: float = 20.0, check_order: bool = False, transport: TransportName = "auto"
-) -> Groups:
-    return connect(
-        Mesh(tp=tp, dp=place.num_ranks // tp),
-        place.rank,
-        store_host=place.store_host,
-        store_port=place.store_port,
-        timeout_s=timeout_s,
-        local_rank=place.rank,
-        check_order=check_order,
-        transport=transport,
-    )
 
 
 def values(seed: int, *shape: int, dtype: str) -> Tensor:
@@ -168,7 +148,7 @@ def membership(place: Place) -> list[Any]:
     groups = join(place, tp=2)
     for name in ("world", "tp", "dp", "ep"):
         group = getattr(groups, name)
-        assert (group.name, group.rank, group.local_rank) == (name, place.rank, place.rank)
+        assert (group.name, group.rank) == (name, place.rank)
         assert group.ranks[group.rank_in_group] == place.rank
         assert group.world_size == len(group.ranks)
         # every group is connected to the ranks it names
@@ -347,7 +327,7 @@ def test_a_group_of_one_returns_what_it_is_given() -> None:
     assert group.broadcast(x, 0) is x
     assert group.all_reduce_minimum(-4) == -4
     group.barrier()
-    groups = single()
+    groups = groups_of_one_rank()
     assert groups.mesh.world_size == 1
     assert [groups.world.name, groups.tp.name, groups.dp.name, groups.ep.name] == ["world", "tp", "dp", "ep"]
 
@@ -379,10 +359,11 @@ def test_a_rank_that_dies_is_named_at_once(ranks: Ranks, operation: str, transpo
         seconds, message = outcomes[rank].value
         assert seconds < 2.5
         assert (
-            f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2, 3; number 2, step 41, layer 7) failed" in message
+            f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2, 3; collective 2, step 41, layer 7) failed"
+            in message
         )
         assert "closed its connection" in message
-        assert "Nothing was heard of rank 2:" in message
+        assert "No failure report from rank 2:" in message
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -396,8 +377,8 @@ def test_a_rank_that_is_stuck_is_named_at_the_timeout(ranks: Ranks, transport: s
         seconds, message = outcome.value
         assert 0.9 < seconds < 3
         assert f"rank {rank}: all_to_all of group 'ep'" in message
-        assert "Nothing was heard of rank 1:" in message
-    assert any("not all ranks took part within 1 s" in outcome.value[1] for outcome in others)
+        assert "No failure report from rank 1:" in message
+    assert any("not all ranks joined within 1 s" in outcome.value[1] for outcome in others)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -414,14 +395,14 @@ def test_a_rank_that_leaves_is_quoted(ranks: Ranks, transport: str) -> None:
     for rank in (0, 1, 2):
         seconds, message = values[rank]
         assert seconds < 2.5
-        assert "Rank 3 stopped: ValueError: the expert is missing." in message
-        assert "Nothing was heard" not in message
+        assert "Rank 3 reported: ValueError: the expert is missing." in message
+        assert "No failure report" not in message
 
 
 def test_who_does_not_come_is_named(ranks: Ranks) -> None:
     messages = ranks.run(4, "test_group:come", absent=[1, 3], timeout_s=0.5)
     for rank in (0, 2):
-        assert f"rank {rank}: ranks 1, 3 did not come within 0.5 s" in messages[rank]
+        assert f"rank {rank}: ranks 1, 3 did not connect within 0.5 s" in messages[rank]
 
 
 def test_a_store_that_is_gone_is_named() -> None:
@@ -433,7 +414,7 @@ def test_a_store_that_is_gone_is_named() -> None:
 
 
 def test_a_rank_comes_once_to_a_store(ranks: Ranks) -> None:
-    assert "rank 0 came twice" in ranks.run(1, "test_group:come_twice")[0]
+    assert "rank 0 registered twice" in ranks.run(1, "test_group:come_twice")[0]
 
 
 def test_checked_collectives_pass(ranks: Ranks) -> None:
@@ -452,7 +433,7 @@ def test_checked_collectives_pass(ranks: Ranks) -> None:
         (
             [["tp", "exchange", [[1, 2], [1, 1]]]],
             [["tp", "exchange", [[1, 1], [3, 1]]]],
-            ["sends the other 2 rows and expects 1", "sends the other 1 rows and expects 3"],
+            ["sends 2 rows and expects 1", "sends 1 rows and expects 3"],
         ),
         # the same collectives in another order of groups: two groups of the same ranks
         (
@@ -464,13 +445,13 @@ def test_checked_collectives_pass(ranks: Ranks) -> None:
         (
             [["tp", "barrier", 0], ["ep", "reduce", [3]]],
             [["tp", "barrier", 0], ["tp", "barrier", 0], ["ep", "reduce", [3]]],
-            ["all_reduce of group 'ep'", "barrier of group 'tp' (step 3, number 3"],
+            ["all_reduce of group 'ep'", "barrier of group 'tp' (step 3, collective 3"],
         ),
         # one rank is a step ahead
         (
             [["tp", "step", 4], ["tp", "barrier", 0]],
             [["tp", "barrier", 0]],
-            ["step 4, number 2", "step 3, number 2"],
+            ["step 4, collective 2", "step 3, collective 2"],
         ),
     ],
 )
@@ -479,8 +460,8 @@ def test_ranks_that_disagree_are_named_with_what_they_do(
 ) -> None:
     messages = ranks.run(2, "test_group:disagree", plan=[first, second], tp=2)
     for rank, message in enumerate(messages):
-        assert f"rank {rank} was about to join" in message
-        assert f"but rank {1 - rank} " in message
+        assert f"rank {rank} calls" in message
+        assert f"but rank {1 - rank} calls " in message
         own, other = (words[rank], words[1 - rank])
         assert message.index(own) < message.index(f"but rank {1 - rank}") < message.rindex(other)
 
@@ -489,15 +470,15 @@ def test_a_disagreement_among_many_names_the_one(ranks: Ranks) -> None:
     reduce, barrier = [["ep", "reduce", [4]]], [["ep", "barrier", 0]]
     messages = ranks.run(4, "test_group:disagree", plan=[reduce, reduce, barrier, reduce], tp=2)
     for rank in (0, 1, 3):
-        assert f"rank {rank} was about to join all_reduce" in messages[rank]
-        assert "but rank 2 barrier of group 'ep'" in messages[rank]
-    assert "rank 2 was about to join barrier" in messages[2]
+        assert f"rank {rank} calls all_reduce" in messages[rank]
+        assert "but rank 2 calls barrier of group 'ep'" in messages[rank]
+    assert "rank 2 calls barrier" in messages[2]
 
 
 def test_one_collective_too_many_at_the_end_is_named_at_the_timeout(ranks: Ranks) -> None:
     messages = ranks.run(2, "test_group:disagree", plan=[[["tp", "barrier", 0]], []], tp=2)
-    assert "rank 0: barrier of group 'tp' (ranks 0, 1; number 2, step 3) failed: not all ranks took part" in messages[0]
-    assert "Nothing was heard of rank 1:" in messages[0]
+    assert "barrier of group 'tp' (ranks 0, 1; collective 2, step 3) failed: not all ranks joined" in messages[0]
+    assert "No failure report from rank 1:" in messages[0]
 
 
 def wait_in_turn(place: Place, *, transport: TransportName) -> list[float]:

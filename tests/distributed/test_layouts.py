@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from joining import join
 from ranks import Place, Ranks
 from reference_models import Reference
 from small_steps import MIDDLE, border, bytes_of_tokens, check_ways
 
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
-from moeserve.distributed.group import Groups, connect, single
-from moeserve.distributed.mesh import Mesh
+from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.models.registry import read_facts
 from moeserve.protocol import Chunk, SampleSpec, StepPlan
 from moeserve.sampling_params import SamplingParams
@@ -51,15 +51,7 @@ def generate_here(
 ) -> list[Generated]:
     """`generate` on one of several ranks, with each dispatcher. `max_small_tokens` as in worker_groups.py."""
     torch.set_num_threads(1)
-    groups = connect(
-        Mesh(tp=tp, dp=dp),
-        place.rank,
-        store_host=place.store_host,
-        store_port=place.store_port,
-        timeout_s=30,
-        local_rank=place.rank,
-        check_order=True,
-    )
+    groups = join(place, tp, timeout_s=30, check_order=True)
     max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(folder, max_small_tokens)
     with_each = []
     for dispatcher in DISPATCHERS:
@@ -141,7 +133,7 @@ def assert_same_as_one_rank(
         of_replicas[1] = []  # and one has nothing at all
     what = dict(folder=str(reference.folder), max_small_tokens=max_small_tokens, prompts=of_replicas, **placement)
     given = ranks.run(tp * dp, "test_layouts:generate_here", tp=tp, dp=dp, **what)
-    _, alone, _ = generate(single(), str(reference.folder), "local", [prompts])
+    _, alone, _ = generate(groups_of_one_rank(), str(reference.folder), "local", [prompts])
     for rank, with_each in enumerate(given):
         mine = of_replicas[rank // tp]
         assert len(with_each) == len(DISPATCHERS)

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from joining import join
 from ranks import Place, Ranks
 from test_group import RAGGED, SHAPES, check, strided, sum_in_rank_order, values
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from moeserve.distributed import gloo, group, nccl, symmetric_memory
-from moeserve.distributed.group import Groups, connect
-from moeserve.distributed.mesh import Mesh
+from moeserve.distributed import connect as connect_module
+from moeserve.distributed import gloo, nccl, symmetric_memory
+from moeserve.distributed.groups import Groups
 from moeserve.distributed.nccl import NcclTransport
-from moeserve.distributed.transport import ByDevice, Transport, TransportError
+from moeserve.distributed.transport import HostDeviceTransport, Transport, TransportError
 from moeserve.errors import DistributedError
 
 DTYPES = ("float32", "bfloat16", "int64")
@@ -57,7 +58,7 @@ class InNcclsPlace:
 def process_group(place: Place, timeout_s: float = 20.0) -> InNcclsPlace:
     store = PrefixStore("nccl", TCPStore(place.store_host, place.store_port, is_master=False))
     return InNcclsPlace(
-        gloo.process_group(store, place.rank, place.num_ranks, address="127.0.0.1", timeout_s=timeout_s)
+        gloo.make_process_group(store, place.rank, place.num_ranks, address="127.0.0.1", timeout_s=timeout_s)
     )
 
 
@@ -145,7 +146,7 @@ def try_out(place: Place, wrong: bool) -> str:
     assert transport.supports_cuda_graphs
     assert not transport.supports_cpu_graphs
     try:
-        transport.try_out(torch.device("cpu"))
+        transport.check(torch.device("cpu"))
     except TransportError as error:
         return str(error)
     return ""
@@ -167,14 +168,14 @@ def be_late(place: Place) -> str:
     return "all came"
 
 
-class Carried(ByDevice):
+class Carried(HostDeviceTransport):
     """Integers stay on the host; what else there is, goes as if it were on a GPU."""
 
-    def _way_of(self, x: Tensor) -> Transport:
+    def _transport_of(self, x: Tensor) -> Transport:
         if x.dtype in (torch.int64, torch.uint8):
-            return self._cpu
-        assert self._cuda is not None
-        return self._cuda
+            return self._host
+        assert self._device is not None
+        return self._device
 
 
 made: list[InNcclsPlace] = []
@@ -187,28 +188,19 @@ def joined(place: Place, tp: int) -> Groups:
     def instead(store: Any, rank_in_group: int, num_ranks: int, **where: Any) -> InNcclsPlace:
         assert where["device"] == torch.device("meta")
         address, timeout_s = where["address"], where["timeout_s"]
-        found = gloo.process_group(store, rank_in_group, num_ranks, address=address, timeout_s=timeout_s)
+        found = gloo.make_process_group(store, rank_in_group, num_ranks, address=address, timeout_s=timeout_s)
         made.append(InNcclsPlace(found))
         return made[-1]
 
-    on_cpu, real = NcclTransport.try_out, nccl.process_group
-    nccl.process_group = instead  # type: ignore[assignment]
-    nccl.NcclTransport.try_out = lambda self, device: on_cpu(self, torch.device("cpu"))  # type: ignore[method-assign]
-    group.ByDevice = Carried  # type: ignore[misc]
+    on_cpu, real = NcclTransport.check, nccl.make_process_group
+    nccl.make_process_group = instead  # type: ignore[assignment]
+    nccl.NcclTransport.check = lambda self, device: on_cpu(self, torch.device("cpu"))  # type: ignore[method-assign]
+    connect_module.HostDeviceTransport = Carried  # type: ignore[misc]
     try:
-        return connect(
-            Mesh(tp=tp, dp=place.num_ranks // tp),
-            place.rank,
-            store_host=place.store_host,
-            store_port=place.store_port,
-            timeout_s=20.0,
-            local_rank=place.rank,
-            check_order=False,
-            device=torch.device("meta"),
-        )
+        return join(place, tp, device=torch.device("meta"))
     finally:
-        nccl.NcclTransport.try_out, nccl.process_group = on_cpu, real  # type: ignore[method-assign]
-        group.ByDevice = ByDevice  # type: ignore[misc]
+        nccl.NcclTransport.check, nccl.make_process_group = on_cpu, real  # type: ignore[method-assign]
+        connect_module.HostDeviceTransport = HostDeviceTransport  # type: ignore[misc]
 
 
 def carry_both(place: Place, tp: int) -> list[Any]:
@@ -216,7 +208,7 @@ def carry_both(place: Place, tp: int) -> list[Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("moeserve.distributed.group")
+    logger = logging.getLogger("moeserve.distributed.connect")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     groups = joined(place, tp)
@@ -266,20 +258,20 @@ class AddingLibrary:
         self.calls: list[str] = []
         libraries.append(self)
 
-    def why_not(self, device: torch.device) -> str:
+    def missing(self, device: torch.device) -> str:
         return ""
 
     def open(self, name: str, store: Any, rank: int, num_ranks: int) -> None:
         self.calls.append("open")
 
-    def memory(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+    def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         self.calls.append(f"memory {num_bytes}")
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def map(self, name: str, memory: Tensor) -> None:
         self.calls.append("map")
 
-    def sum(self, name: str, memory: Tensor, x: Tensor) -> Tensor:
+    def all_reduce(self, name: str, memory: Tensor, x: Tensor) -> Tensor:
         self.calls.append(f"sum {tuple(x.shape)}")
         memory.copy_(x)
         self.through.gloo_group.allreduce([memory]).wait()
@@ -294,14 +286,14 @@ libraries: list[AddingLibrary] = []
 
 def add_at_once(place: Place) -> list[list[str]]:
     libraries.clear()
-    torchs = symmetric_memory.TorchLibrary
-    symmetric_memory.TorchLibrary = AddingLibrary  # type: ignore[assignment, misc]
-    trying = symmetric_memory._try_out
-    symmetric_memory._try_out = lambda *arguments: trying(*arguments[:-1], torch.device("cpu"))
+    torchs = symmetric_memory.TorchSymmetricMemory
+    symmetric_memory.TorchSymmetricMemory = AddingLibrary  # type: ignore[assignment, misc]
+    trying = symmetric_memory._check
+    symmetric_memory._check = lambda *arguments: trying(*arguments[:-1], torch.device("cpu"))
     try:
         groups = joined(place, tp=place.num_ranks)
     finally:
-        symmetric_memory._try_out, symmetric_memory.TorchLibrary = trying, torchs  # type: ignore[misc]
+        symmetric_memory._check, symmetric_memory.TorchSymmetricMemory = trying, torchs  # type: ignore[misc]
     calls_before = [len(each.calls) for each in libraries]
     small, large = torch.arange(6.0)[:, None].expand(6, 64), torch.ones(2**16 + 4)
     assert groups.tp.all_reduce(small).tolist() == (small * place.num_ranks).tolist()
@@ -345,7 +337,7 @@ def test_what_does_not_work_is_found_at_once(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_does_not_come_is_a_timeout(ranks: Ranks) -> None:
-    assert ranks.run(2, "test_nccl_logic:be_late")[0] == "not all ranks took part within 1 s"
+    assert ranks.run(2, "test_nccl_logic:be_late")[0] == "not all ranks joined within 1 s"
 
 
 @pytest.mark.parametrize(("num_ranks", "tp", "num_groups"), [(2, 2, 1), (2, 1, 1), (4, 2, 2)])
@@ -357,16 +349,16 @@ def test_groups_carry_tensors_of_both_devices(ranks: Ranks, num_ranks: int, tp: 
     said = [[line for line in each[2] if "symmetric memory" in line] for each in found]
     assert [len(lines) for lines in said] == [int(tp > 1), *[0] * (num_ranks - 1)]  # one log line, of rank 0
     if tp > 1:
-        assert said[0][0].startswith("small sums go over NCCL, not through symmetric memory (")
+        assert said[0][0].startswith("all-reduces of small tensors use NCCL, not symmetric memory (")
 
 
 @pytest.mark.parametrize(
-    ("error", "words"), [("TIMEOUT", "not all ranks took part within 20 s"), ("COMM_ERROR", "NCCL lost the connection")]
+    ("error", "words"), [("TIMEOUT", "not all ranks joined within 20 s"), ("COMM_ERROR", "NCCL lost the connection")]
 )
 def test_failures_on_the_device_are_told_of(ranks: Ranks, error: str, words: str) -> None:
     for messages in ranks.run(2, "test_nccl_logic:fail_on_the_device", error=error):
         for message in messages:
-            assert "a collective of group 'tp' (ranks 0, 1; up to number 2, step 7) failed: " + words in message
+            assert "a collective of group 'tp' (ranks 0, 1; up to collective 2, step 7) failed: " + words in message
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -21,14 +21,13 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from joining import join
 from ranks import Place, Ranks
-from test_group import join
 from torch import Tensor
 
 from moeserve.distributed import handshake, shared_memory
-from moeserve.distributed.group import GroupCoordinator, Groups, PendingTensor, TransportName, connect
-from moeserve.distributed.mesh import Mesh
-from moeserve.distributed.transport import sum_in_order
+from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
+from moeserve.distributed.transport import TransportUnavailable, sum_in_order
 from moeserve.errors import DistributedError
 from moeserve.ops.native import native_kernels
 
@@ -38,21 +37,6 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broad
 # Of Linux' unshare.
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWNET = 0x20000, 0x4000000, 0x8000000, 0x40000000
 FORMATS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def join_as(place: Place, key: str, transport: TransportName = "auto", timeout_s: float = 20.0) -> Groups:
-    """Several times at one store, each time with another key."""
-    return connect(
-        Mesh(tp=1, dp=place.num_ranks),
-        place.rank,
-        store_host=place.store_host,
-        store_port=place.store_port,
-        store_key=key,
-        timeout_s=timeout_s,
-        local_rank=place.rank,
-        check_order=False,
-        transport=transport,
-    )
 
 
 def transport_of(group: GroupCoordinator) -> str:
@@ -103,8 +87,8 @@ def compare_with_gloo(place: Place, seed: int, num_calls: int, largest: int, cha
     assert kernels is not None
     isas = kernels.usable_isas()
     with slots(changed):
-        shared = join_as(place, "shared").ep
-    gloo = join_as(place, "gloo", "gloo").ep
+        shared = join(place, key="shared").ep
+    gloo = join(place, key="gloo", transport="gloo").ep
     dice = random.Random(seed)
     for call in range(num_calls):
         kernels.set_isa(isas[(call // len(OPERATIONS)) % len(isas)])
@@ -144,7 +128,7 @@ def compare_with_gloo(place: Place, seed: int, num_calls: int, largest: int, cha
 def many_with_delays(place: Place, seed: int, num_calls: int, changed: dict[str, int], delay_s: float) -> int:
     """Up to four collectives in flight, waited for in any order, by ranks that dawdle; every byte is foretold."""
     with slots(changed):
-        group = join_as(place, "shared").ep
+        group = join(place, key="shared").ep
     dice, own_dice = random.Random(seed), random.Random(f"{seed} {place.rank}")
     num_ranks, rank = place.num_ranks, place.rank
     under_way: list[tuple[int, PendingTensor, Tensor]] = []
@@ -181,7 +165,7 @@ def many_with_delays(place: Place, seed: int, num_calls: int, changed: dict[str,
 
 def exchange_until_it_fails(place: Place, seed: int, folder: str) -> list[Any]:
     """When it failed, how, and what of the memory is left in this process afterwards."""
-    groups = join_as(place, "shared")
+    groups = join(place, key="shared")
     group = groups.ep
     (Path(folder) / f"{place.rank}").touch()  # it has begun
     own_dice = random.Random(f"{seed} {place.rank}")
@@ -233,14 +217,14 @@ def join_unmapped(place: Place, unlucky: int) -> list[Any]:
     usual = resource.getrlimit(resource.RLIMIT_AS)
     if place.rank == unlucky:
         torch.distributed.TCPStore  # noqa: B018  what has to be loaded is loaded before the limit
-        join_as(place, "before")
+        join(place, key="before")
         used = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, usual[1]))
     else:
-        join_as(place, "before")
+        join(place, key="before")
     try:
         with slots(dict(SLOT_BYTES=2**28)):  # 2 GiB of addresses, and no memory before it is used
-            group = join_as(place, "after").world
+            group = join(place, key="after").world
         return [transport_of(group), group.all_reduce_minimum(place.rank)]
     finally:
         resource.setrlimit(resource.RLIMIT_AS, usual)
@@ -258,7 +242,7 @@ def join_from_elsewhere(place: Place, elsewhere: int) -> list[Any]:
     if place.rank == elsewhere:
         handshake._listen = listen_unseen
     try:
-        group = join_as(place, "shared").world
+        group = join(place, key="shared").world
     finally:
         handshake._listen = usual
     return [transport_of(group), group.all_reduce_minimum(place.rank)]
@@ -273,11 +257,11 @@ def connect_from_namespace(place: Place, folder: str, flag: int) -> str:
     store = torch.distributed.FileStore(str(Path(folder) / "store"), place.num_ranks)
     try:
         made = shared_memory.connect(
-            store, range(place.num_ranks), place.rank, num_ranks_in_all=place.num_ranks, timeout_s=5.0
+            store, range(place.num_ranks), place.rank, world_size=place.num_ranks, timeout_s=5.0
         )
-    except handshake.CannotReach:
+    except TransportUnavailable:
         return "gloo"
-    assert made.all_reduce(torch.ones(3)).tolist() == [place.num_ranks] * 3
+    assert shared_memory.SharedMemoryTransport(made).all_reduce(torch.ones(3)).tolist() == [place.num_ranks] * 3
     return "shared memory"
 
 
@@ -297,7 +281,7 @@ class _Named:
 def join_among_strangers(place: Place) -> list[Any]:
     """Somebody connects before the ranks do, says what it likes, and stays."""
     if place.rank == 0:
-        return [transport_of(join_as(place, "shared").world)]
+        return [transport_of(join(place, key="shared").world)]
     strangers: list[socket.socket] = []
     name = listening_rank(store_of(place))
     for words in (b"", b"hello", b"0" * 32 + b"1"):
@@ -307,7 +291,7 @@ def join_among_strangers(place: Place) -> list[Any]:
             if words:
                 socket.send_fds(stranger, [words], [file.fileno()])
         strangers.append(stranger)
-    found = [transport_of(join_as(place, "shared").world)]
+    found = [transport_of(join(place, key="shared").world)]
     for stranger in strangers:
         stranger.close()
     return found
@@ -317,14 +301,14 @@ def join_past_a_crowd(place: Place) -> list[Any]:
     """So many have connected that no more fit when the other rank comes, and the first admits nobody for a while."""
     store = store_of(place)
     if place.rank == 0:
-        gather = handshake._Meeting.gather
+        gather = handshake._Handshake.connect_all
 
-        def gather_late(meeting: handshake._Meeting) -> None:
+        def gather_late(meeting: handshake._Handshake) -> None:
             store.wait(["begin"])
             gather(meeting)
 
-        with mock.patch.object(handshake._Meeting, "gather", gather_late):
-            return [transport_of(join_as(place, "shared").world)]
+        with mock.patch.object(handshake._Handshake, "connect_all", gather_late):
+            return [transport_of(join(place, key="shared").world)]
     name = listening_rank(store)
     crowd: list[socket.socket] = []
     with contextlib.suppress(BlockingIOError):
@@ -334,7 +318,7 @@ def join_past_a_crowd(place: Place) -> list[Any]:
             crowd[-1].connect(name)
     timer = threading.Timer(0.5, store.set, ("begin", ""))
     timer.start()
-    found = [transport_of(join_as(place, "shared").world)]
+    found = [transport_of(join(place, key="shared").world)]
     timer.join()
     for stranger in crowd:
         stranger.close()
@@ -351,7 +335,7 @@ def listening_rank(store: torch.distributed.Store) -> bytes:
     """The socket at which rank 0 of two listens; it believes that the other has come."""
     known = own_names()
     deadline = time.monotonic() + 10
-    store.set("here/1", "")
+    store.set("rank/1", "")
     while not (names := own_names() - known):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -381,7 +365,7 @@ def sockets_of(pid: int) -> set[str]:
 
 def wait_for_the_late(place: Place, seconds: float) -> list[float]:
     """CPU seconds and seconds that a rank spends waiting for one that comes late."""
-    group = join_as(place, "shared").world
+    group = join(place, key="shared").world
     group.barrier()
     if place.rank == 0:
         time.sleep(seconds)
@@ -394,7 +378,7 @@ def wait_for_the_late(place: Place, seconds: float) -> list[float]:
 
 def wake_sleepers(place: Place, num_calls: int) -> list[float]:
     """Seconds from the last rank's coming to the end of each collective, as those see it who were asleep by then."""
-    group = join_as(place, "shared").world
+    group = join(place, key="shared").world
     dice = random.Random(7)
     seconds = []
     for _ in range(num_calls):
@@ -409,7 +393,7 @@ def wake_sleepers(place: Place, num_calls: int) -> list[float]:
 
 def interrupt_a_wait(place: Place) -> list[float]:
     """Ctrl-C ends the wait, not the collective."""
-    group = join_as(place, "shared").world
+    group = join(place, key="shared").world
     group.barrier()
     if place.rank == 0:
         time.sleep(1.0)
@@ -432,7 +416,7 @@ def interrupt_a_wait(place: Place) -> list[float]:
 
 def differ(place: Place, first: str, second: str) -> str:
     """Ranks that do not do the same, without the check of the order. Who has found out stays for a while."""
-    group = join_as(place, "shared", timeout_s=2.0).world
+    group = join(place, key="shared", timeout_s=2.0).world
     x = torch.ones(8)
     try:
         for operation in (first, second)[place.rank], "sum":
@@ -455,7 +439,7 @@ def differ(place: Place, first: str, second: str) -> str:
 
 def fail_and_stay(place: Place) -> list[Any]:
     """Rank 2 comes late. Rank 0 has given up by then, and keeps what it has."""
-    group = join_as(place, "shared", timeout_s=[2.0, 30.0, 30.0][place.rank]).world
+    group = join(place, key="shared", timeout_s=[2.0, 30.0, 30.0][place.rank]).world
     group.barrier()
     began = time.monotonic()
     if place.rank == 2:
@@ -471,7 +455,7 @@ def fail_and_stay(place: Place) -> list[Any]:
 
 def send_past_a_sleeper(place: Place, num_bytes: int) -> float:
     """Ranks 0 and 1 exchange more than there is room for, while rank 2 has its little and does something else."""
-    group = join_as(place, "shared").world
+    group = join(place, key="shared").world
     group.barrier()
     sizes = {0: [0, num_bytes, 1], 1: [num_bytes, 0, 1], 2: [1, 1, 0]}
     began = time.monotonic()
@@ -486,7 +470,7 @@ def send_past_a_sleeper(place: Place, num_bytes: int) -> float:
 
 def begin_and_forget(place: Place) -> list[int]:
     """What is under way is not freed with the result that nobody wanted."""
-    group = join_as(place, "shared").world
+    group = join(place, key="shared").world
     for _ in range(20):
         group.begin_all_gather(torch.full((100_000,), place.rank), [100_000] * place.num_ranks)
         torch.full((200_000,), 7)
@@ -543,10 +527,10 @@ def test_a_rank_that_is_killed_is_named_at_once_and_nothing_is_left(tmp_path: Pa
         for rank in {0, 1, 2, 3} - {victim}:
             assert outcomes[rank].error is None, outcomes[rank].error
             failed_at, message, left_before, left = outcomes[rank].value
-            assert f"Nothing was heard of rank {victim}:" in message, message
+            assert f"No failure report from rank {victim}:" in message, message
             assert "closed its connection" in message or "closed their connection" in message, message
             assert 0 <= failed_at - killed_at < 2.5
-            assert left_before == [12, 0]  # of four ranks in three groups: mapped, and no longer open
+            assert left_before == [4, 0]  # of four ranks, once for all groups: mapped, and no longer open
             assert left == [0, 0]
         assert set(os.listdir("/dev/shm")) <= before
     finally:
@@ -648,14 +632,14 @@ def test_ctrl_c_ends_a_wait(ranks: Ranks) -> None:
 )
 def test_ranks_that_differ_fail_and_say_so(ranks: Ranks, first: str, second: str) -> None:
     messages = ranks.run(2, "test_shared_memory:differ", first=first, second=second)
-    assert any("sent what belongs to another collective, or has another size" in message for message in messages)
+    assert any("sent data of another collective or of another size" in message for message in messages)
     assert all("failed: rank" in message for message in messages), messages
 
 
 def test_a_rank_that_gave_up_is_not_waited_for(ranks: Ranks) -> None:
     (_, first), (seconds, second), (_, third) = ranks.run(3, "test_shared_memory:fail_and_stay")
-    assert "failed: not all ranks took part within 2 s, nothing came from rank 2" in first
-    assert "number 4) failed: rank 0 closed its connection" in second
+    assert "failed: not all ranks joined within 2 s, no data from rank 2" in first
+    assert "collective 4) failed: rank 0 closed its connection" in second
     assert "failed: rank 0 closed its connection" in third
     assert seconds < 8
 

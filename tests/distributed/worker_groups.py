@@ -33,7 +33,7 @@ from torch import Tensor
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
-from moeserve.distributed.group import Groups
+from moeserve.distributed.groups import Groups
 from moeserve.engine import process
 from moeserve.engine.base import new_scheduler
 from moeserve.engine.process import User, drive

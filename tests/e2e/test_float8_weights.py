@@ -16,7 +16,7 @@ from reference_models import Reference, make_reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moeserve.distributed.group import unconnected
+from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers.weights import Weights
 from moeserve.models import registry, weight_loading

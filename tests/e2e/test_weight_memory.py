@@ -17,7 +17,7 @@ from moeserve import LLM
 from moeserve.api import llm as api
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
-from moeserve.distributed.group import single
+from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models import registry
 from moeserve.models.packing import packed_state
@@ -34,7 +34,7 @@ def counted(folder: Path, dtype: Any, quantization: Any, fills_all_first: bool =
     return loading_memory(
         description,
         dtype,
-        single(),
+        groups_of_one_rank(),
         description.model.place_experts(1),
         device="cpu",
         quantization=quantization,
@@ -46,7 +46,7 @@ def loaded_bytes(folder: Path, **options: Any) -> int:
     settings = parse_settings({"packed_cache": 0, "num_threads": 1, **options})
     config = resolve(settings, registry.read_facts(str(folder)), MachineFacts(num_cores=1))
     with torch.inference_mode():
-        model = loading.load_model(config, single(), show_progress=False).model
+        model = loading.load_model(config, groups_of_one_rank(), show_progress=False).model
     addresses = {weight.untyped_storage().data_ptr(): weight.nbytes for weight in packed_state(model).values()}
     return sum(addresses.values())  # an embedding that is the output head counts once
 
@@ -90,7 +90,7 @@ from pathlib import Path
 import torch
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
-from moeserve.distributed.group import single
+from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.models import registry
 from moeserve.models.packing import Packer
 from moeserve.worker.loading import load_model
@@ -113,7 +113,7 @@ config = resolve(parse_settings(options), registry.read_facts(folder), MachineFa
 torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once
 before = resident()
 with torch.inference_mode():
-    load_model(config, single(), show_progress=False)
+    load_model(config, groups_of_one_rank(), show_progress=False)
 print(max(sizes) - before)
 """
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
-from moeserve.distributed.group import single
+from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.models import registry
 from moeserve.worker.loading import load_model
 
@@ -37,7 +37,7 @@ torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
 with torch.inference_mode():
-    model = load_model(config, single(), show_progress=False).model
+    model = load_model(config, groups_of_one_rank(), show_progress=False).model
 weights = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()])
 print((resident("VmHWM") - before) / weights, weights)
 """

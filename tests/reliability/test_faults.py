@@ -25,8 +25,9 @@ from rank_processes import free_blocks, lives, living_ranks
 from reference_models import Reference
 
 from moeserve import LLM, EngineError, SamplingParams, SettingsError
-from moeserve.distributed.group import connect, start_store
+from moeserve.distributed.connect import Rendezvous, connect
 from moeserve.distributed.mesh import Mesh
+from moeserve.distributed.store import start_store
 from moeserve.engine import replicas
 from moeserve.errors import DistributedError
 from moeserve.protocol import Request
@@ -353,15 +354,7 @@ def test_stores_that_start_at_once_do_not_clash(num_stores: int) -> None:
 
 
 def join_at(port: int, timeout_s: float) -> None:
-    connect(
-        Mesh(tp=1, dp=4),
-        3,
-        store_host="127.0.0.1",
-        store_port=port,
-        timeout_s=timeout_s,
-        local_rank=3,
-        check_order=False,
-    )
+    connect(Mesh(tp=1, dp=4), 3, Rendezvous("127.0.0.1", port, timeout_s))
 
 
 @pytest.mark.parametrize("port", ["closed", "unanswered"])
@@ -428,9 +421,9 @@ def test_a_rank_stopped_inside_a_layer_is_named_at_the_timeout(
         seconds = planted.seconds_since()
     record_property("seconds until the error", seconds)
     error = str(failure.value)
-    assert re.search(rf"Nothing was heard of .*rank.* {rank}\b", error), error
+    assert re.search(rf"No failure report from .*rank.* {rank}\b", error), error
     assert re.search(
-        rf"{operation} of group '\w+' \(.*step \d+, layer \d\) failed: not all ranks took part within 5 s", error
+        rf"{operation} of group '\w+' \(.*step \d+, layer \d\) failed: not all ranks joined within 5 s", error
     ), error
     assert 5 <= seconds < 10, seconds
     traces.assert_none()

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
+from joining import join
 from ranks import Place, Ranks
 from reference_models import Reference
 from small_steps import border, bytes_of_tokens
-
-from moeserve.distributed.group import connect
-from moeserve.distributed.mesh import Mesh
 
 NUM_TOKENS = 4
 
@@ -21,15 +19,7 @@ def generate(place: Place, folder: str, tp: int, prompts: list[list[list[int]]])
 
     from moeserve.ops import backend
 
-    groups = connect(
-        Mesh(tp=tp, dp=place.num_ranks // tp),
-        place.rank,
-        store_host=place.store_host,
-        store_port=place.store_port,
-        timeout_s=100,
-        local_rank=place.rank,
-        check_order=False,
-    )
+    groups = join(place, tp, timeout_s=100)
     on_gpu = mock.patch.object(backend, "of", lambda device: "triton" if device == "cpu" else "torch")
     fewer = mock.patch.object(test_layouts, "NUM_TOKENS", NUM_TOKENS)
     large_from = bytes_of_tokens(folder, 3)  # tokens of all ranks: prompts are large steps, the last ones small

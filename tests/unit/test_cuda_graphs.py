@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.distributed.group import single
+from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import side_stream
@@ -30,7 +30,7 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.embedding = torch.nn.Linear(1, 1)
-        self.groups = single()
+        self.groups = groups_of_one_rank()
         self.dispatchers = TorchDispatchers("local", self.groups.ep, torch.device("cpu"))
         self.steps: list[StepInputs] = []
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from deepep_stand_in import Buffer, Config, ElasticBuffer, FirstBuffer, stand_in
 
-from moeserve.distributed.group import group_of_one
+from moeserve.distributed.groups import group_of_one
 from moeserve.errors import SettingsError
 from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, from_float8, to_float8
 from moeserve.moe.dispatch.deepep.factory import choose_package, open_communicator

@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from moeserve import cli
-from moeserve.distributed.group import single
+from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
 from moeserve.models.registry import describe
@@ -138,7 +138,7 @@ def spelled_out(prefix: str, names: str, num_experts: int) -> set[str]:
 def test_published_names_are_those_that_the_model_fills(model: str, tmp_path: Path) -> None:
     description = describe(folder_of(tmp_path, PUBLISHED[model]))
     placements = description.model.place_experts(1)
-    groups, device = single(), torch.device("meta")
+    groups, device = groups_of_one_rank(), torch.device("meta")
     dispatchers = TorchDispatchers("local", groups.ep, device)
     decoder = Decoder(description.model, groups, dispatchers, placements, dtype=torch.bfloat16, device=device)
     layers = description.model.layers

@@ -13,7 +13,7 @@ import torch
 from thread_ranks import Record, ThreadGroup, run
 
 from moeserve import cli
-from moeserve.distributed.group import unconnected
+from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
 from moeserve.expert_placement.placement import Placement

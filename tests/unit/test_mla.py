@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.distributed.group import group_of_one
+from moeserve.distributed.groups import group_of_one
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers import mla
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig

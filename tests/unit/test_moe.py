@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.distributed.group import group_of_one
+from moeserve.distributed.groups import group_of_one
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens

@@ -17,12 +17,11 @@ from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.distributed import nccl, symmetric_memory
-from moeserve.distributed.group import single, unconnected
-from moeserve.distributed.handshake import CannotReach
+from moeserve.distributed.groups import groups_of_one_rank, unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.nccl import NcclTransport
-from moeserve.distributed.symmetric_memory import ALIGNMENT, MAX_BYTES, OneShotSum, TorchLibrary
-from moeserve.distributed.transport import ByDevice, TransportError
+from moeserve.distributed.symmetric_memory import ALIGNMENT, MAX_BYTES, OneShotAllReduce, TorchSymmetricMemory
+from moeserve.distributed.transport import HostDeviceTransport, TransportError, TransportUnavailable
 from moeserve.errors import SettingsError
 from moeserve.worker.process import take_device
 
@@ -50,32 +49,32 @@ class Way:
     ("operation", "sizes"),
     [("begin_all_gather", [[1]]), ("begin_all_to_all", [[1], [1]]), ("reduce_scatter", [[1]]), ("all_reduce", [])],
 )
-def test_tensors_go_the_way_of_their_device(operation: str, sizes: list[list[int]]) -> None:
+def test_tensors_go_the_transport_of_their_device(operation: str, sizes: list[list[int]]) -> None:
     cpu, cuda = Way("cpu"), Way("cuda")
-    both: Any = ByDevice(cpu, cuda)  # type: ignore[arg-type]
+    both: Any = HostDeviceTransport(cpu, cuda)  # type: ignore[arg-type]
     assert getattr(both, operation)(torch.ones(1), *sizes) == f"{operation} by cpu"
     assert getattr(both, operation)(torch.ones(1, device="meta"), *sizes) == f"{operation} by cuda"
-    of_host: Any = ByDevice(cpu, None)  # type: ignore[arg-type]
+    of_host: Any = HostDeviceTransport(cpu, None)  # type: ignore[arg-type]
     assert getattr(of_host, operation)(torch.ones(1), *sizes) == f"{operation} by cpu"
-    with pytest.raises(AssertionError, match="CPU alone, not on meta"):
+    with pytest.raises(AssertionError, match="CPU only, not on meta"):
         getattr(of_host, operation)(torch.ones(1, device="meta"), *sizes)
 
 
 def test_both_ways_begin_and_end_together() -> None:
     cpu, cuda = Way("cpu"), Way("cuda")
-    both = ByDevice(cpu, cuda)  # type: ignore[arg-type]
+    both = HostDeviceTransport(cpu, cuda)  # type: ignore[arg-type]
     both.begin_step()
     both.close()
-    assert (cpu.calls, cuda.calls) == (["begin_step", "close"], ["begin_step", "close"])
+    assert (cpu.calls, cuda.calls) == (["begin_step", "close"], ["close"])
     both.raise_failure()
     assert cuda.calls[-1] == "raise_failure"
     assert both.seconds_waited() == "seconds_waited by cpu"
     assert (both.supports_cpu_graphs, both.is_capturing, both.supports_cuda_graphs) == (False, False, True)
-    assert not ByDevice(cpu, None).supports_cuda_graphs  # type: ignore[arg-type]
+    assert not HostDeviceTransport(cpu, None).supports_cuda_graphs  # type: ignore[arg-type]
 
 
 def test_a_rank_alone_is_captured_and_cannot_fail() -> None:
-    groups = single()
+    groups = groups_of_one_rank()
     assert groups.supports_cuda_graphs
     groups.raise_failure()
     unconnected(Mesh(tp=2, dp=1), 0).raise_failure()
@@ -127,7 +126,7 @@ class Doubling:
         self.most = most
         self.num_closed = 0
 
-    def takes(self, x: Tensor) -> bool:
+    def supports(self, x: Tensor) -> bool:
         return x.numel() <= self.most
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -164,7 +163,7 @@ def test_what_is_asked_of_nccl(run: Callable[[NcclTransport], object], calls: li
 
 def test_what_a_one_shot_sum_takes_never_meets_nccl() -> None:
     through, one_shot = RecordedGroup(), Doubling(most=12)
-    transport = NcclTransport(through, 5.0, one_shot=one_shot)
+    transport = NcclTransport(through, 5.0, small_all_reduce=one_shot)
     assert transport.all_reduce(ROWS).tolist() == (2 * ROWS).tolist()
     assert transport.reduce_scatter(ROWS, [3, 1]).tolist() == (2 * ROWS[:3]).tolist()
     assert transport.reduce_scatter(ROWS, [0, 4]).shape == (0, 3)
@@ -178,7 +177,7 @@ def test_what_a_one_shot_sum_takes_never_meets_nccl() -> None:
 
 def test_a_group_that_is_shared_is_given_up_by_one() -> None:
     through = RecordedGroup()
-    NcclTransport(through, 5.0, owns_group=False).close()
+    NcclTransport(through, 5.0, owns_process_group=False).close()
     assert not through.calls
 
 
@@ -188,9 +187,9 @@ def test_a_group_that_is_shared_is_given_up_by_one() -> None:
         (
             "NCCL communicator was aborted on rank 1. Original reason for failure was: [Rank 1] Watchdog caught "
             "collective operation timeout: WorkNCCL(SeqNum=4) ran for 5003 milliseconds before timing out.",
-            "not all ranks took part within 5 s",
+            "not all ranks joined within 5 s",
         ),
-        ("[Rank 0] Watchdog caught collective operation timeout", "not all ranks took part within 5 s"),
+        ("[Rank 0] Watchdog caught collective operation timeout", "not all ranks joined within 5 s"),
         ("NCCL communicator was aborted on rank 0.", "NCCL lost the connection with another rank"),
         (
             "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error, NCCL version 2.27.5",
@@ -229,7 +228,7 @@ def test_a_wait_that_fails_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
 def test_without_nccl_a_group_of_gpus_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"was built without NCCL.*install one for CUDA"):
-        nccl.process_group(HashStore(), 0, 2, device=torch.device("cuda", 0), address="127.0.0.1", timeout_s=1)
+        nccl.make_process_group(HashStore(), 0, 2, device=torch.device("cuda", 0), address="127.0.0.1", timeout_s=1)
 
 
 def test_nccl_meets_where_the_store_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +252,13 @@ def test_nccl_meets_where_the_store_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.setenv(name, "")  # so that it is taken back after the test
         monkeypatch.delenv(name)
-    nccl.process_group(HashStore(), 1, 2, device=device, address="10.0.0.7", timeout_s=7)
+    nccl.make_process_group(HashStore(), 1, 2, device=device, address="10.0.0.7", timeout_s=7)
     rank, size, options, environment = made[0]
     assert (rank, size, made[1]) == (1, 2, device)
     assert (options.is_high_priority_stream, options._timeout.total_seconds()) == (True, 7)
     assert environment["NCCL_SOCKET_IFNAME"] == "=eth0"
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
-    nccl.process_group(HashStore(), 1, 2, device=device, address="127.0.0.1", timeout_s=7)
+    nccl.make_process_group(HashStore(), 1, 2, device=device, address="127.0.0.1", timeout_s=7)
     assert made[2][3]["NCCL_SOCKET_IFNAME"] == "=eth0"  # what somebody has said stays
 
 
@@ -288,14 +287,14 @@ class FakeLibrary:
     fails: dict[str, Exception | str] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
 
-    def why_not(self, device: torch.device) -> str:
-        self._note("why_not")
+    def missing(self, device: torch.device) -> str:
+        self._note("missing")
         return str(self.fails.get("missing", ""))
 
     def open(self, name: str, store: Any, rank: int, num_ranks: int) -> None:
         self._note("open")
 
-    def memory(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+    def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         self._note("memory")
         assert num_bytes == MAX_BYTES
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
@@ -303,7 +302,7 @@ class FakeLibrary:
     def map(self, name: str, memory: Tensor) -> None:
         self._note("map")
 
-    def sum(self, name: str, memory: Tensor, x: Tensor) -> Tensor:
+    def all_reduce(self, name: str, memory: Tensor, x: Tensor) -> Tensor:
         self._note("sum")
         assert (memory.shape, memory.dtype, memory.is_contiguous()) == (x.shape, x.dtype, True)
         assert x.data_ptr() % ALIGNMENT == 0
@@ -350,7 +349,7 @@ def connected(
     meeting = Meeting(num_ranks)
     libraries = [FakeLibrary(rank, meeting, of_rank) for rank, of_rank in enumerate(fails)]
 
-    def connect(rank: int) -> OneShotSum:
+    def connect(rank: int) -> OneShotAllReduce:
         return symmetric_memory.connect(
             PrefixStore("test", store),
             rank,
@@ -367,8 +366,8 @@ def connected(
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sums_in_symmetric_memory(num_ranks: int) -> None:
     libraries, one_shots = connected([{}] * num_ranks)
-    assert all(isinstance(each, OneShotSum) for each in one_shots), one_shots
-    start = ["why_not", "open", "memory", "map", "sum", "sum"]
+    assert all(isinstance(each, OneShotAllReduce) for each in one_shots), one_shots
+    start = ["missing", "open", "memory", "map", "sum", "sum"]
     assert [each.calls for each in libraries] == [start] * num_ranks
     parts = torch.randn(num_ranks, 5, 32, 4)
 
@@ -390,7 +389,7 @@ def test_sums_in_symmetric_memory(num_ranks: int) -> None:
 
 
 def test_which_tensors_are_summed_at_once() -> None:
-    one_shot = OneShotSum(FakeLibrary(0, Meeting(1)), "group", torch.empty(MAX_BYTES, dtype=torch.uint8), 2)
+    one_shot = OneShotAllReduce(FakeLibrary(0, Meeting(1)), "group", torch.empty(MAX_BYTES, dtype=torch.uint8))
     for dtype, numel, is_taken in [
         (torch.bfloat16, MAX_BYTES // 2, True),  # 32 tokens of 4096
         (torch.bfloat16, MAX_BYTES // 2 + 8, False),
@@ -402,14 +401,14 @@ def test_which_tensors_are_summed_at_once() -> None:
         (torch.float16, 64, False),
         (torch.int64, 64, False),
     ]:
-        assert one_shot.takes(torch.empty(numel, dtype=dtype)) == is_taken, (dtype, numel)
+        assert one_shot.supports(torch.empty(numel, dtype=dtype)) == is_taken, (dtype, numel)
 
 
 @pytest.mark.parametrize(
     ("failing", "words", "last"),
     [
-        ({"missing": "the GPU has no NVLink"}, "the GPU has no NVLink", "why_not"),
-        ({"why_not": AttributeError("no such name")}, "no such name", "why_not"),
+        ({"missing": "the GPU has no NVLink"}, "the GPU has no NVLink", "missing"),
+        ({"missing": AttributeError("no such name")}, "no such name", "missing"),
         ({"open": TypeError("set_group_info() has other\n  arguments")}, "has other arguments", "close"),
         ({"memory": RuntimeError("out of memory")}, "out of memory", "close"),
         ({"map": RuntimeError("no peer access")}, "no peer access", "close"),
@@ -419,7 +418,7 @@ def test_which_tensors_are_summed_at_once() -> None:
 def test_all_ranks_do_without_where_one_must(failing: dict[str, Exception | str], words: str, last: str) -> None:
     libraries, results = connected([{}, failing, {}])
     for result in results:
-        assert isinstance(result, CannotReach), result
+        assert isinstance(result, TransportUnavailable), result
         assert words in str(result)
     assert [each.calls[-1] for each in libraries] == [last] * 3
 
@@ -434,7 +433,7 @@ def test_one_host_and_few_ranks_are_needed() -> None:
 
 def test_who_does_not_come_is_a_timeout() -> None:
     store = PrefixStore("test", HashStore())
-    with pytest.raises(TransportError, match=r"not all ranks came within 0\.2 s"):
+    with pytest.raises(TransportError, match=r"not all ranks connected within 0\.2 s"):
         symmetric_memory.connect(
             store,
             0,
@@ -452,7 +451,7 @@ def test_torch_finds_a_group_by_its_name_while_it_is_open() -> None:
     options = torch.distributed.ProcessGroupGloo._Options()
     options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     store = HashStore()
-    library = TorchLibrary(torch.distributed.ProcessGroupGloo(PrefixStore("gloo", store), 0, 1, options))
+    library = TorchSymmetricMemory(torch.distributed.ProcessGroupGloo(PrefixStore("gloo", store), 0, 1, options))
     library.open("moeserve/test", PrefixStore("memory", store), 0, 1)
     found = c10d._resolve_process_group("moeserve/test")
     assert (found.group_name, found.rank(), found.size()) == ("moeserve/test", 0, 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.distributed.group import GroupCoordinator, PendingTensor
+from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher, Gathering, Returned, SmallHandle
 from moeserve.moe.dispatch.base import Arrived, PackedTokens

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.distributed.group import GroupCoordinator, PendingTensor
+from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.base import share_of_pairs
 from moeserve.moe.dispatch.expert_copies import ExpertCopies

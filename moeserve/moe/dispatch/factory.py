@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from moeserve.config.settings import EngineConfig
-from moeserve.distributed.group import GroupCoordinator
+from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher

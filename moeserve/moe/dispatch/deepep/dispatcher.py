@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.distributed.group import GroupCoordinator
+from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.base import Pending, PendingOutput
 from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moeserve.distributed.group import GroupCoordinator
+from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.errors import SettingsError
 from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape

@@ -1,0 +1,212 @@
+"""The rendezvous of all ranks of a mesh, and the connections between them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from moeserve.distributed import gloo, nccl, shared_memory, symmetric_memory
+from moeserve.distributed.coordinator import GroupConnection, GroupCoordinator
+from moeserve.distributed.groups import AXES, Groups
+from moeserve.distributed.mesh import Mesh
+from moeserve.distributed.order_check import OrderCheck
+from moeserve.distributed.store import RankStore, format_ranks, own_address
+from moeserve.distributed.transport import HostDeviceTransport, Transport, TransportError, TransportUnavailable
+from moeserve.errors import DistributedError
+from moeserve.machine import host_identity
+
+logger = logging.getLogger(__name__)
+
+# auto: shared memory for groups whose ranks are on one host and can map each other's memory, gloo for all others.
+TransportName = Literal["auto", "gloo"]
+
+CPU = torch.device("cpu")
+GROUPS_OF_LAYERS = ("tp", "ep")  # they carry tensors on the model's device; the other groups carry host tensors only
+MEASURED_GROUPS = ("ep",)  # whose waits show by how much ranks are unevenly loaded
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The store at which the ranks of a launch meet. A rank connects once to a store, or to each key of it.
+
+    The key is a secret of the launch: all entries are under it. timeout_s limits the rendezvous and each collective.
+    """
+
+    host: str
+    port: int
+    timeout_s: float
+    key: str = ""
+
+
+def connect(
+    mesh: Mesh,
+    rank: int,
+    rendezvous: Rendezvous,
+    *,
+    check_order: bool = False,
+    transport: TransportName = "auto",
+    device: torch.device = CPU,
+) -> Groups:
+    """Meet the other ranks of the mesh, and connect with them. collective: all ranks of the mesh.
+
+    gloo and NCCL listen on the address from which the store is reached; shared memory has no address.
+
+    Args:
+        check_order: ranks compare each collective with the others' before they begin it. Slow, for debugging.
+        transport: of tensors on the CPU.
+        device: this rank's GPU, which no other rank has and which is current in this thread; the groups that layers use
+            then carry tensors on it too. Or the CPU.
+
+    Raises:
+        DistributedError: names the ranks that did not connect.
+        SettingsError: the device is a GPU, but torch has no NCCL.
+    """
+    timeout_s = rendezvous.timeout_s
+    address = own_address(rank, rendezvous.host, rendezvous.port, timeout_s)
+    server = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    store: Store = PrefixStore(rendezvous.key, server) if rendezvous.key else server
+    rank_store = RankStore(rank, store, timeout_s)
+    hosts = rank_store.register(range(mesh.world_size), host_identity())
+    connector = _Connector(rank, hosts, rank_store, address, transport, device)
+
+    everyone = tuple(range(mesh.world_size))
+    order_check = None
+    if check_order and len(everyone) > 1:
+        order_check = OrderCheck(rank, connector.gloo_group("order", everyone), timeout_s)
+
+    def coordinator(name: str, ranks: tuple[int, ...]) -> GroupCoordinator:
+        connection = None
+        if len(ranks) > 1:
+            make_torch_group = connector.torch_group_factory(name, ranks)
+            connection = GroupConnection(connector.transport(name, ranks), rank_store, order_check, make_torch_group)
+        nodes = tuple(hosts.index(hosts[member]) for member in ranks)
+        group = GroupCoordinator(name=name, rank=rank, ranks=ranks, node_of_rank=nodes, connection=connection)
+        group.barrier()  # collective: all ranks of the group; a broken connection fails here, not in the first step
+        return group
+
+    world = coordinator("world", everyone)
+    tp, dp, ep = (coordinator(axis, mesh.group(axis, rank)) for axis in AXES)
+    return Groups(mesh=mesh, rank=rank, world=world, tp=tp, dp=dp, ep=ep, store=rank_store)
+
+
+@dataclass
+class _Connector:
+    """Connects one rank with the members of its groups, once for each distinct set of members.
+
+    All ranks of a group call each method for it, and for their groups in the same order.
+    """
+
+    rank: int
+    hosts: list[str]  # by rank
+    rank_store: RankStore
+    address: str
+    host_transport: TransportName
+    device: torch.device
+    host_connections: dict[tuple[int, ...], shared_memory.SharedMemoryConnection | gloo.GlooConnection] = field(
+        default_factory=dict
+    )
+    nccl_groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    @property
+    def timeout_s(self) -> float:
+        return self.rank_store.timeout_s
+
+    def transport(self, name: str, ranks: tuple[int, ...]) -> Transport:
+        """Return the transport of a group, over the connection with its members."""
+        if ranks not in self.host_connections:
+            self.host_connections[ranks] = self._connect_hosts(name, ranks)
+        connection, measures_waits = self.host_connections[ranks], name in MEASURED_GROUPS
+        host: Transport
+        if isinstance(connection, gloo.GlooConnection):
+            host = gloo.GlooTransport(connection, measures_waits=measures_waits)
+        else:
+            host = shared_memory.SharedMemoryTransport(connection, measures_waits=measures_waits)
+        if self.device.type == "cpu":
+            return host
+        return HostDeviceTransport(host, self._nccl_transport(name, ranks) if name in GROUPS_OF_LAYERS else None)
+
+    def gloo_group(self, name: str, ranks: tuple[int, ...]) -> ProcessGroupGloo:
+        store, index = self._store_of(name, ranks), ranks.index(self.rank)
+        try:
+            return gloo.make_process_group(store, index, len(ranks), address=self.address, timeout_s=self.timeout_s)
+        except RuntimeError as error:
+            self._fail(name, ranks, gloo.cause_of(error, self.timeout_s), error)
+
+    def torch_group_factory(self, name: str, ranks: tuple[int, ...]) -> functools.partial[Any] | None:
+        """Return a function that makes the torch.distributed group of the ep ranks' GPUs. None for other groups."""
+        if name != "ep" or self.device.type == "cpu":
+            return None
+        return functools.partial(self._torch_group, ranks)
+
+    def _torch_group(self, ranks: tuple[int, ...]) -> Any:
+        store = PrefixStore("torch/ep", self.rank_store.store)
+        return nccl.as_torch_group(store, ranks.index(self.rank), len(ranks), self.nccl_groups[ranks])
+
+    def _connect_hosts(
+        self, name: str, ranks: tuple[int, ...]
+    ) -> shared_memory.SharedMemoryConnection | gloo.GlooConnection:
+        if self.host_transport == "auto":
+            store = self._store_of(f"memory/{name}", ranks)
+            try:
+                return shared_memory.connect(
+                    store, ranks, ranks.index(self.rank), world_size=len(self.hosts), timeout_s=self.timeout_s
+                )
+            except TransportUnavailable as reason:
+                if self.rank == 0 and name == "world":  # one message is enough
+                    logger.info("ranks cannot all share memory (%s): some use gloo, which is slower", reason)
+            except TransportError as error:
+                self._fail(name, ranks, str(error), error)
+        return gloo.GlooConnection(self.gloo_group(name, ranks), self.timeout_s)
+
+    def _nccl_transport(self, name: str, ranks: tuple[int, ...]) -> nccl.NcclTransport:
+        """Return a transport over the NCCL group of these ranks. Two groups could wait for each other on the device."""
+        store, index = self._store_of(f"{self.device.type}/{name}", ranks), ranks.index(self.rank)
+        is_new = ranks not in self.nccl_groups
+        try:
+            if is_new:
+                self.nccl_groups[ranks] = nccl.make_process_group(
+                    store, index, len(ranks), device=self.device, address=self.address, timeout_s=self.timeout_s
+                )
+            small_all_reduce = None
+            if name == "tp":  # not for ep, whose sums may run beside those of tp, on another stream
+                small_all_reduce = self._one_shot_all_reduce(PrefixStore("symmetric", store), ranks)
+            transport = nccl.NcclTransport(
+                self.nccl_groups[ranks], self.timeout_s, small_all_reduce=small_all_reduce, owns_process_group=is_new
+            )
+            transport.check(self.device)  # collective: all ranks of the group
+            return transport
+        except TransportError as error:
+            self._fail(name, ranks, str(error), error)
+        except RuntimeError as error:
+            self._fail(name, ranks, nccl.cause_of(error, self.timeout_s), error)
+
+    def _one_shot_all_reduce(self, store: Store, ranks: tuple[int, ...]) -> symmetric_memory.OneShotAllReduce | None:
+        try:
+            return symmetric_memory.connect(
+                store,
+                ranks.index(self.rank),
+                len(ranks),
+                is_one_host=len({self.hosts[member] for member in ranks}) == 1,
+                device=self.device,
+                timeout_s=self.timeout_s,
+                library=symmetric_memory.TorchSymmetricMemory(self.nccl_groups[ranks]),
+            )
+        except TransportUnavailable as reason:
+            if self.rank == 0:  # one message is enough
+                logger.info("all-reduces of small tensors use NCCL, not symmetric memory (%s)", reason)
+            return None
+
+    def _store_of(self, name: str, ranks: tuple[int, ...]) -> Store:
+        return PrefixStore(f"{name}/{ranks[0]}", self.rank_store.store)
+
+    def _fail(self, name: str, ranks: tuple[int, ...], cause: str, error: Exception) -> NoReturn:
+        failure = f"group {name!r} ({format_ranks(ranks)}) could not be connected: {cause}"
+        self.rank_store.report_failure(failure)
+        reports = self.rank_store.failure_reports(ranks)
+        raise DistributedError(f"rank {self.rank}: {failure}. {reports}") from error

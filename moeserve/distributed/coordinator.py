@@ -1,0 +1,335 @@
+"""One rank's membership of a group, with all collectives that the engine uses.
+
+How data travels is the transport's concern. This file adds what is common to all transports: counters, the check of the
+order, and errors that name ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from moeserve.distributed.order_check import NO_STEP, CollectiveCall, Operation, OrderCheck
+from moeserve.distributed.store import RankStore, format_ranks
+from moeserve.distributed.transport import Pending, Transport, TransportError
+from moeserve.errors import DistributedError
+
+
+@dataclass(frozen=True)
+class GroupConnection:
+    """The objects through which the coordinator of several ranks reaches the others."""
+
+    transport: Transport
+    store: RankStore
+    order_check: OrderCheck | None
+    make_torch_group: Callable[[], Any] | None = None  # of groups between GPUs, for libraries
+
+
+@dataclass(frozen=True)
+class PendingTensor:
+    """The result of a collective under way."""
+
+    tensor: Tensor
+    finish: Callable[[], None]
+
+    def wait(self) -> Tensor:
+        """Return the tensor once it is complete. May be called twice. Raises DistributedError like the collective."""
+        self.finish()
+        return self.tensor
+
+
+class GroupCoordinator:
+    """One rank's membership of a group, with its collectives.
+
+    Every rank of the group calls the same collectives in the same order. Tensors on the CPU may be of dtype float16,
+    bfloat16, float32, float64, bool or any integer, and need not be contiguous. Rows are entries of the first
+    dimension, and a rank may have none. A group of one rank returns its input, not a copy.
+
+    The tp and ep groups also carry tensors on the ranks' GPUs; see `nccl.py` for dtypes and for the order in which sums
+    are added. There a collective returns, and a wait ends, as soon as the work is queued on the current stream.
+
+    Each collective raises DistributedError if a rank has died or does not join in time. On a GPU the error may come
+    later: see `raise_failure`.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        ranks: tuple[int, ...],
+        node_of_rank: tuple[int, ...],
+        connection: GroupConnection | None,
+    ) -> None:
+        """
+        Args:
+            rank: of this process in the world.
+            ranks: of the group, ascending.
+            node_of_rank: by rank in the group: the index of its host.
+            connection: None if there are no other ranks, or none that is connected.
+        """
+        assert rank in ranks
+        self.name = name
+        self.rank = rank
+        self.ranks = ranks
+        self.node_of_rank = node_of_rank
+        self.world_size = len(ranks)
+        self.rank_in_group = ranks.index(rank)
+        self.step = NO_STEP  # shown in errors, as is the layer
+        self.layer: int | None = None
+        self.num_begun = 0  # collectives, including the one under way
+        self.num_bytes_sent = 0  # to other ranks
+        self._connection = connection
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks, the same bytes on all of them.
+
+        On the CPU it is added in float32 in rank order; on a GPU see `nccl.py`.
+        """
+        if self.world_size == 1:
+            return x
+        self._count_and_check("all_reduce", x.dtype, x.shape)
+        self.num_bytes_sent += x.nbytes * (self.world_size - 1)
+        try:
+            reduced = self._transport.all_reduce(x)
+        except TransportError as error:
+            self._fail("all_reduce", self._position(), error)
+        self._prepare_replay("all_reduce")
+        return reduced
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks in rank order: x [sizes[rank_in_group], ...] -> [sum(sizes), ...]."""
+        return self.begin_all_gather(x, sizes).wait()
+
+    def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> PendingTensor:
+        """Begin `all_gather` and return at once. x must not change before the wait."""
+        assert len(x) == sizes[self.rank_in_group]
+        if self.world_size == 1:
+            return PendingTensor(x, _nothing)
+        self._count_and_check("all_gather", x.dtype, x.shape[1:], sizes)
+        self.num_bytes_sent += x.nbytes * (self.world_size - 1)
+        return self._begin_all_gather(x, sizes, "all_gather")
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum over ranks: x [sum(sizes), ...] -> [sizes[rank_in_group], ...].
+
+        On the CPU it is added in float32 in rank order; on a GPU see `nccl.py`.
+        """
+        assert len(x) == sum(sizes)
+        if self.world_size == 1:
+            return x
+        self._count_and_check("reduce_scatter", x.dtype, x.shape[1:], sizes)
+        self._count_rows_sent(x, sizes)
+        try:
+            reduced = self._transport.reduce_scatter(x, sizes)
+        except TransportError as error:
+            self._fail("reduce_scatter", self._position(), error)
+        self._prepare_replay("reduce_scatter")
+        return reduced
+
+    def all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> PendingTensor:
+        """Begin to send rows to each rank: x [sum(send_sizes), ...] -> [sum(receive_sizes), ...], both in rank order.
+
+        Returns at once. x must not change before the wait.
+        """
+        assert len(x) == sum(send_sizes)
+        if self.world_size == 1:
+            return PendingTensor(x, _nothing)
+        self._count_and_check("all_to_all", x.dtype, x.shape[1:], (), send_sizes, receive_sizes)
+        self._count_rows_sent(x, send_sizes)
+        try:
+            pending = self._transport.begin_all_to_all(x, send_sizes, receive_sizes)
+        except TransportError as error:
+            self._fail("all_to_all", self._position(), error)
+        return self._pending_tensor(pending, "all_to_all")
+
+    def broadcast(self, x: Tensor, source_in_group: int) -> Tensor:
+        """Return x of the source rank. The others pass a tensor of the same shape and dtype with any values."""
+        assert 0 <= source_in_group < self.world_size
+        if self.world_size == 1:
+            return x
+        self._count_and_check("broadcast", x.dtype, x.shape, (source_in_group,))
+        sizes = [0] * self.world_size
+        sizes[source_in_group] = x.numel()
+        sent = x.reshape(-1)[: sizes[self.rank_in_group]]
+        return self._begin_all_gather(sent, sizes, "broadcast").wait().view(x.shape)
+
+    def all_reduce_minimum(self, value: int) -> int:
+        """Return the smallest of all ranks' values, which fit into 64 bits."""
+        if self.world_size == 1:
+            return value
+        self._count_and_check("all_reduce_minimum", torch.int64)
+        return int(self._gather_scalars(torch.tensor([value]), "all_reduce_minimum").min())
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.world_size > 1:
+            self._count_and_check("barrier", torch.uint8)
+            self._gather_scalars(torch.zeros(1, dtype=torch.uint8), "barrier")
+
+    def make_torch_group(self) -> Any:
+        """Return the ep group between GPUs as a torch.distributed ProcessGroup, for libraries that need one."""
+        make = self._connected.make_torch_group
+        assert make is not None
+        return make()
+
+    def begin_step(self, step: int) -> None:
+        """Set the step for errors and the order check, and restart the indices of `seconds_waited`."""
+        self.step = step
+        if self._connection is not None:
+            self._connection.transport.begin_step()
+
+    def seconds_waited(self) -> list[float]:
+        """Return the seconds spent waiting for other ranks by index of the operation in its step, all steps together.
+
+        Measured in the ep group only. Equally long on all ranks; a collective is one or two operations.
+        """
+        return [] if self._connection is None else self._connection.transport.seconds_waited()
+
+    @property
+    def progresses_in_background(self) -> bool:
+        """True if a collective under way proceeds while its rank computes, and lets later collectives pass."""
+        return self._connection is None or self._connection.transport.progresses_in_background
+
+    @property
+    def supports_cpu_graphs(self) -> bool:
+        """True if CPU graphs can capture and replay collectives of this group."""
+        if self.world_size == 1:
+            return True
+        return self._connected.order_check is None and self._transport.supports_cpu_graphs
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        """True if CUDA graphs can capture and replay collectives of this group with tensors on GPUs."""
+        if self.world_size == 1:
+            return True
+        return self._connected.order_check is None and self._transport.supports_cuda_graphs
+
+    def raise_failure(self) -> None:
+        """Raise DistributedError if a collective on a GPU was aborted, whose stream has gone on without a result.
+
+        Call it when the host has waited for the GPU, before results are used. Costs next to nothing.
+        """
+        if self._connection is not None:
+            try:
+                self._connection.transport.raise_failure()
+            except TransportError as error:
+                self._fail("a collective", f"up to {self._position()}", error)
+
+    def close(self) -> None:
+        """Drop the connection, also of other groups with the same members. No collective may be under way.
+
+        Ranks that wait for this one fail at once.
+        """
+        if self._connection is not None:
+            self._connection.transport.close()
+            self._connection = None
+
+    @property
+    def _connected(self) -> GroupConnection:
+        if self._connection is None:
+            raise DistributedError(f"rank {self.rank}: group {self.name!r} is closed")
+        return self._connection
+
+    @property
+    def _transport(self) -> Transport:
+        return self._connected.transport
+
+    def _gather_scalars(self, x: Tensor, operation: Operation) -> Tensor:
+        return self._begin_all_gather(x, [1] * self.world_size, operation).wait()
+
+    def _begin_all_gather(self, x: Tensor, sizes: Sequence[int], operation: Operation) -> PendingTensor:
+        try:
+            pending = self._transport.begin_all_gather(x, sizes)
+        except TransportError as error:
+            self._fail(operation, self._position(), error)
+        return self._pending_tensor(pending, operation)
+
+    def _pending_tensor(self, pending: Pending, operation: Operation) -> PendingTensor:
+        tensor, wait = pending
+        number, step, layer = self.num_begun, self.step, self.layer
+
+        def finish() -> None:
+            try:
+                wait()
+            except TransportError as error:
+                self._fail(operation, _format_position(number, step, layer), error)
+            self._prepare_replay(operation)
+
+        return PendingTensor(tensor, finish)
+
+    def _prepare_replay(self, operation: Operation) -> None:
+        """While a CPU graph is captured, register the error of the last collective for replays."""
+        if not self._transport.is_capturing:
+            return
+        layer = self.layer
+
+        def fail(cause: str) -> NoReturn:
+            self._fail(operation, _format_position(self.num_begun, self.step, layer), TransportError(cause))
+
+        self._transport.on_replay_failure(fail)
+
+    def _count_rows_sent(self, x: Tensor, sizes: Sequence[int]) -> None:
+        if len(x):
+            self.num_bytes_sent += x.nbytes // len(x) * (len(x) - sizes[self.rank_in_group])
+
+    def _count_and_check(
+        self,
+        operation: Operation,
+        dtype: torch.dtype,
+        shape: Sequence[int] = (),
+        sizes: Sequence[int] = (),
+        send_sizes: Sequence[int] = (),
+        receive_sizes: Sequence[int] = (),
+    ) -> None:
+        """Count a collective, and with an order check make sure that all ranks of the group call the same one."""
+        self.num_begun += 1
+        connection = self._connected
+        if connection.order_check is None:
+            return
+        call = CollectiveCall(
+            group=self.name,
+            operation=operation,
+            number=self.num_begun,
+            step=self.step,
+            dtype=str(dtype).removeprefix("torch."),
+            shape=tuple(shape),
+            sizes=tuple(sizes),
+        )
+        calls = {
+            rank: replace(call, num_sent=send_sizes[index], num_expected=receive_sizes[index]) if send_sizes else call
+            for index, rank in enumerate(self.ranks)
+            if rank != self.rank
+        }
+        try:
+            mismatch = connection.order_check.find_mismatch(calls)
+        except TransportError as error:
+            self._fail(operation, self._position(), error)
+        if mismatch is not None:
+            connection.store.report_failure(mismatch)
+            raise DistributedError(f"ranks call different collectives: {mismatch}")
+
+    def _position(self) -> str:
+        return _format_position(self.num_begun, self.step, self.layer)
+
+    def _fail(self, operation: str, position: str, error: Exception) -> NoReturn:
+        """Report the failure in the store, and raise an error with the reports of the other ranks."""
+        connection = self._connected
+        failure = f"{operation} of group {self.name!r} ({format_ranks(self.ranks)}; {position}) failed: {error}"
+        connection.store.report_failure(failure)
+        reports = connection.store.failure_reports(self.ranks)
+        raise DistributedError(f"rank {self.rank}: {failure}. {reports}") from error
+
+
+def _format_position(number: int, step: int, layer: int | None) -> str:
+    shown_step = "" if step == NO_STEP else f", step {step}"
+    shown_layer = "" if layer is None else f", layer {layer}"
+    return f"collective {number}{shown_step}{shown_layer}"
+
+
+def _nothing() -> None:
+    return

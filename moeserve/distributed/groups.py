@@ -1,0 +1,98 @@
+"""All groups that one rank is in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moeserve.distributed.coordinator import GroupCoordinator
+from moeserve.distributed.mesh import Axis, Mesh
+from moeserve.distributed.store import RankStore
+
+AXES: tuple[Axis, ...] = ("tp", "dp", "ep")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that one rank is in. A group of one rank has a coordinator too."""
+
+    mesh: Mesh
+    rank: int
+    world: GroupCoordinator
+    tp: GroupCoordinator
+    dp: GroupCoordinator
+    ep: GroupCoordinator
+    store: RankStore | None = None  # None without other ranks
+
+    @property
+    def all(self) -> tuple[GroupCoordinator, ...]:
+        return self.world, self.tp, self.dp, self.ep
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step in all groups. DistributedError if a collective of an earlier step has failed on a GPU."""
+        self.raise_failure()
+        for group in self.all:
+            group.begin_step(step)
+
+    def set_layer(self, layer: int | None) -> None:
+        """Set the layer of the model that errors name; None outside of all layers."""
+        for group in self.all:
+            group.layer = layer
+
+    def count_collectives(self) -> tuple[int, ...]:
+        """Return the number of collectives begun in each group, then the bytes sent in each."""
+        return *(group.num_begun for group in self.all), *(group.num_bytes_sent for group in self.all)
+
+    def add_replayed(self, counts: Sequence[int]) -> None:
+        """Add the counts (as of `count_collectives`) of collectives that a graph has replayed."""
+        num_groups = len(self.all)
+        for group, count, num_bytes in zip(self.all, counts[:num_groups], counts[num_groups:], strict=True):
+            group.num_begun += count
+            group.num_bytes_sent += num_bytes
+
+    @property
+    def supports_cpu_graphs(self) -> bool:
+        """True if CPU graphs can capture layers that use these groups."""
+        return self.tp.supports_cpu_graphs and self.ep.supports_cpu_graphs
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        """True if CUDA graphs can capture layers that use these groups."""
+        return self.tp.supports_cuda_graphs and self.ep.supports_cuda_graphs
+
+    def raise_failure(self) -> None:
+        """See `GroupCoordinator.raise_failure`."""
+        for group in (self.tp, self.ep):
+            group.raise_failure()
+
+    def leave(self, cause: str) -> None:
+        """Leave all groups because of an error of this rank, which the errors of the other ranks will quote.
+
+        Ranks that wait for this one fail at once; if a collective is under way here, only when this process ends.
+        """
+        if self.store:
+            self.store.report_failure(cause)
+        for group in self.all:
+            group.close()
+
+
+def group_of_one(name: str, rank: int = 0) -> GroupCoordinator:
+    """Return a group of one rank, whose collectives return their input."""
+    return GroupCoordinator(name=name, rank=rank, ranks=(rank,), node_of_rank=(0,), connection=None)
+
+
+def groups_of_one_rank() -> Groups:
+    """Return the groups of an engine of one rank."""
+    return unconnected(Mesh(tp=1, dp=1), 0)
+
+
+def unconnected(mesh: Mesh, rank: int) -> Groups:
+    """Return the groups of one rank without connections, to build its part of a model and inspect it."""
+
+    def coordinator(name: str, ranks: tuple[int, ...]) -> GroupCoordinator:
+        nodes = (0,) * len(ranks)
+        return GroupCoordinator(name=name, rank=rank, ranks=ranks, node_of_rank=nodes, connection=None)
+
+    tp, dp, ep = (coordinator(axis, mesh.group(axis, rank)) for axis in AXES)
+    world = coordinator("world", tuple(range(mesh.world_size)))
+    return Groups(mesh=mesh, rank=rank, world=world, tp=tp, dp=dp, ep=ep)
