@@ -1,1 +1,1 @@
-"""The mixture-of-experts layer: who computes which token, where, and how the pieces come back together."""
+"""The mixture-of-experts layer: router, dispatch, experts, shared experts."""

@@ -1,4 +1,4 @@
-"""The expert networks of this rank and their weights. Knows neither tokens nor routing weights nor ranks."""
+"""The expert networks of this rank and their weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moeserve.ops.activation import GatedActivation
 
 
 class Experts(nn.Module):
-    """Gated feed-forward networks side by side: down(activation(gate(x), up(x))), each on its own rows.
+    """Gated feed-forward networks: down(activation(gate(x), up(x))), each on its own rows.
 
-    `num_experts` are those of this rank, copies included; there may be none.
+    `num_experts` counts the slots of this rank, expert copies included; it may be 0.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Experts(nn.Module):
 
     @property
     def memory_of_each(self) -> list[Tensor]:
-        """[e, bytes] uint8 each, together all that makes an expert; see `Weights`."""
+        """[e, bytes] uint8 each, together all weights of an expert; see `Weights`."""
         return [*self.gate_up.memory_of_each, *self.down.memory_of_each]
 
     def forward(self, tokens: PackedTokens | SlottedTokens) -> Tensor:
-        """Outputs in the layout of the tokens: [R, D], or [e, S, D]."""
+        """Return outputs in the layout of the tokens: [R, D] or [e, S, D]."""
         gate_up, down, counts_e = self.gate_up.product, self.down.product, tokens.counts_e
         match tokens:
             case PackedTokens():

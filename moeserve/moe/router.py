@@ -1,4 +1,4 @@
-"""Chooses the experts of each token. Knows logical experts only, not where they live."""
+"""The choice of logical experts for each token."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from moeserve.ops.routing import RouterConfig, choose_routing
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of each token and what each one's output is multiplied by."""
+    """The logical experts of each token and their weights."""
 
     experts_TK: Tensor  # int64
     weights_TK: Tensor  # float32
 
     def without(self, padding_T: Tensor) -> Routing:
-        """The same with rows that are padding sent nowhere. `padding_T`: bool."""
+        """Return a copy that routes padding rows to no expert. `padding_T`: bool."""
         return Routing(self.experts_TK.masked_fill(padding_T[:, None], -1), self.weights_TK)
 
 
 class Router(nn.Module):
-    """Computes in float32, whatever the model's dtype: choosing experts is the one step where rounding can jump."""
+    """Chooses experts in float32 for any model dtype, because rounding could change the choice."""
 
     def __init__(self, config: RouterConfig, hidden_size: int, *, device: torch.device) -> None:
         super().__init__()

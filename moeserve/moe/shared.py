@@ -1,4 +1,4 @@
-"""Shared experts: the part of a mixture-of-experts layer that every token passes. Every rank has a copy."""
+"""Shared experts, which compute every token. Every rank holds all of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moeserve.ops.gating import choose_gating
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertsConfig:
-    """Several shared experts are one network, as wide as all of them together."""
+    """One network as wide as all shared experts together."""
 
     width: int
-    is_gated: bool = False  # each token decides how much of the output it takes (Qwen2-MoE)
+    is_gated: bool = False  # a gate scales the output of each token (Qwen2-MoE)
 
 
 class SharedExperts(nn.Module):
-    """mlp(x), or sigmoid(gate(x)) * mlp(x)"""
+    """Computes mlp(x), or sigmoid(gate(x)) * mlp(x)."""
 
     def __init__(
         self, config: SharedExpertsConfig, hidden_size: int, *, dtype: torch.dtype, device: torch.device

@@ -405,7 +405,7 @@ def test_what_graphs_know_by_its_address_stays() -> None:
         arrived = dispatcher.dispatch(hidden_TD, routing, step).wait()
         assert isinstance(arrived.tokens, PackedTokens)
         returned = dispatcher.combine(arrived.tokens.rows_RD, arrived.handle)
-        assert isinstance(returned, allgather.Returned)
+        assert isinstance(returned, allgather.SmallOutput)
         assert returned.pairs_p.tolist() == [*range(2 * num_tokens)]
         return returned.pairs_p.data_ptr()
 

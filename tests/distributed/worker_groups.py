@@ -41,7 +41,7 @@ from moeserve.engine.protocol import EngineMessage
 from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import read_facts
-from moeserve.moe.dispatch.base import Arrived, Dispatcher, Pending, PendingOutput
+from moeserve.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, PendingOutput
 from moeserve.moe.layer import MoELayer
 from moeserve.moe.router import Routing
 from moeserve.processes.channel import Channel
@@ -358,9 +358,9 @@ class CountedDispatcher:
 @dataclass(frozen=True)
 class CountedPending:
     dispatcher: CountedDispatcher
-    pending: Pending[Any]
+    pending: PendingDispatch[Any]
 
-    def wait(self) -> Arrived[Any]:
+    def wait(self) -> Dispatched[Any]:
         arrived, dispatcher = self.pending.wait(), self.dispatcher
         counts = torch.zeros(dispatcher.num_experts, dtype=torch.int64)
         counts.index_add_(0, dispatcher.local_experts, arrived.tokens.counts_e)

@@ -1,1 +1,1 @@
-"""Ways to bring tokens to their experts and back."""
+"""Dispatchers, which send tokens to their experts and combine the outputs."""

@@ -1,6 +1,6 @@
-"""Dispatch that sends each token to the ranks that hold its experts, and to no other.
+"""Dispatch by all-to-all: each token is sent to the ranks of its experts only.
 
-All ranks learn all routing first: from it, each knows what it sends and gets, then and on the way back.
+All ranks gather all routing first. From it, each rank computes what it sends and receives, for dispatch and combine.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.expert_placement.placement import Placement
-from moeserve.moe.dispatch.allgather import AllGatherDispatcher, Gathering, Returned, SmallHandle
-from moeserve.moe.dispatch.base import Arrived, PackedTokens
-from moeserve.moe.dispatch.exchange import ExchangeHandle, ReturningOutput
+from moeserve.moe.dispatch.allgather import AllGatherDispatcher, PendingAllGather, SmallHandle, SmallOutput
+from moeserve.moe.dispatch.base import Dispatched, PackedTokens
+from moeserve.moe.dispatch.exchange import ExchangeHandle, PendingExchange
 from moeserve.moe.router import Routing
 from moeserve.ops.pairs import PairKernels
 from moeserve.step_inputs import StepInputs
 
-# T tokens of this rank, D model width, K experts per token, R pairs that this rank computes, U tokens (each once) that
-# this rank's experts need, S tokens that it sends (once to each rank), W ranks of the group
+# T tokens of this rank, D model width, K experts per token, R pairs that this rank computes, U distinct tokens that its
+# experts need, S rows that it sends (a token once to each rank), W ranks of the group
 
 
 @dataclass(frozen=True)
-class Travelling:
-    """A dispatch under way."""
+class PendingAllToAll:
+    """A dispatch in progress."""
 
     pending_UD: PendingTensor
-    token_of_row_R: Tensor  # of packed row r, among the U tokens
+    token_of_row_R: Tensor  # of packed row r, index among the U tokens
     counts_e: Tensor
     handle: ExchangeHandle
     pairs: PairKernels
 
-    def wait(self) -> Arrived[ExchangeHandle]:
+    def wait(self) -> Dispatched[ExchangeHandle]:
         rows_RD = self.pairs.gather(self.pending_UD.wait(), self.token_of_row_R)
-        return Arrived(PackedTokens(rows_RD, self.counts_e), self.handle)
+        return Dispatched(PackedTokens(rows_RD, self.counts_e), self.handle)
 
 
 class AllToAllDispatcher:
-    """Only the rows that a rank needs come to it, in all but small steps. See `Dispatcher` for the contract.
+    """Sends each rank only the rows that it needs. See `Dispatcher` for the contract.
 
-    A token's row travels once to each rank that holds any of its experts, however many; every pair's output travels
-    back once. (DeepEP, https://github.com/deepseek-ai/DeepEP, sends rows once in this way too.) How many rows each pair
-    of ranks exchanges, then and on the way back, ranks read from the routing that all have gathered: see `Exchange`.
+    A token's row is sent once to each rank that holds any of its experts; every pair's output is sent back once. All
+    ranks compute the sizes of these exchanges from the gathered routing: see `Exchange`. Small steps use
+    `AllGatherDispatcher`.
     """
 
     def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class AllToAllDispatcher:
         self.expert_copies = self.exchange.expert_copies
         self.ranks_W = torch.arange(group.world_size, device=device)
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Travelling | Gathering:
+    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingAllToAll | PendingAllGather:
         if self.for_small_steps.is_small(hidden_TD, routing, step):
             return self.for_small_steps.dispatch(hidden_TD, routing, step)
         exchange = self.exchange
@@ -63,7 +63,7 @@ class AllToAllDispatcher:
         experts_NK = self.group.all_gather(own_TK, step.tokens_per_rank)
         assignment = exchange.assign(own_TK, experts_NK, step)
         traffic = assignment.traffic
-        # Token t for rank w is pair t * W + w: by rank, then ascending.
+        # Token t for rank w is pair t * W + w. Sorted by rank, then by token.
         sent_to_TW = torch.where(assignment.num_pairs_TW > 0, self.ranks_W, -1)
         sent_S = exchange.pairs.order(sent_to_TW, exchange.keys_of_ranks)[0][: sum(traffic.tokens_to)]
         # collective: all ep ranks
@@ -72,9 +72,9 @@ class AllToAllDispatcher:
         )
         token_of_row_R = assignment.needed_before_M[assignment.packed_pairs_R // own_TK.shape[1]]
         handle = exchange.handle(assignment, routing.weights_TK, hidden_TD.dtype)
-        return Travelling(pending_UD, token_of_row_R, assignment.counts_e, handle, exchange.pairs)
+        return PendingAllToAll(pending_UD, token_of_row_R, assignment.counts_e, handle, exchange.pairs)
 
-    def combine(self, output: Tensor, handle: ExchangeHandle | SmallHandle) -> ReturningOutput | Returned:
+    def combine(self, output: Tensor, handle: ExchangeHandle | SmallHandle) -> PendingExchange | SmallOutput:
         return self.for_small_steps.combine(output, handle)
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a dispatcher promises, and the two layouts of the tokens that arrive."""
+"""The contract of dispatchers, and the two layouts of dispatched tokens."""
 
 from __future__ import annotations
 
@@ -13,87 +13,87 @@ from moeserve.moe.router import Routing
 from moeserve.ops.products import Gather
 from moeserve.step_inputs import StepInputs
 
-# T tokens, D model width, R rows (one per token and expert chosen), S slots for the rows of one expert, e local experts
+# T tokens of this rank, D model width, R rows (one per token and chosen expert), S slots of an expert, e local experts
 
 Handle = TypeVar("Handle")
 
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Rows sorted by local expert, each expert's rows together."""
+    """Rows sorted by local expert."""
 
-    rows_RD: Tensor  # or, with `gather`, what they are to be fetched from
-    counts_e: Tensor  # int64: how many rows each local expert has
-    has_spare_rows: bool = False  # whether more rows may follow the last expert's, which nobody computes
-    gather: Gather | None = None  # for kernels that fetch rows as they read them
-    expected_rows: int | None = None  # about how many rows count, where most are spare; None: nearly all
+    rows_RD: Tensor  # with `gather`: the source of the rows
+    counts_e: Tensor  # int64: the rows of each local expert
+    has_spare_rows: bool = False  # true if rows may follow the last expert's that are not computed
+    gather: Gather | None = None  # for kernels that gather rows as they read them
+    expected_rows: int | None = None  # approximate number of computed rows if most are spare; None: nearly all
 
 
 @dataclass(frozen=True)
 class SlottedTokens:
-    """As many slots for each local expert, whatever its rows: shapes do not depend on the routing."""
+    """Equally many slots for each local expert, so shapes do not depend on the routing."""
 
-    slots_eSD: Tensor  # each expert's rows first, in its slots; what lies in the others, or comes of it, is not read
-    counts_e: Tensor  # int64: how many rows each local expert has
-    expected_rows: int | None = None  # about how many rows all experts have together; None: nearly every slot
+    slots_eSD: Tensor  # each expert's rows are in its first slots; the others are neither computed nor read
+    counts_e: Tensor  # int64: the rows of each local expert
+    expected_rows: int | None = None  # approximate number of rows of all experts together; None: nearly every slot
 
 
 @dataclass(frozen=True)
-class Arrived(Generic[Handle]):
-    """The tokens that this rank's experts compute, and what is needed to send the results back."""
+class Dispatched(Generic[Handle]):
+    """The tokens that this rank's experts compute, and the metadata to send the results back."""
 
     tokens: PackedTokens | SlottedTokens
     handle: Handle
 
 
 def share_of_pairs(tokens_per_rank: Sequence[int], top_k: int, num_own: int, num_all: int) -> int:
-    """About how many pairs of a step come to `num_own` of `num_all` slots, if as many come to each.
+    """Return the pairs of a step that `num_own` of `num_all` slots get if all get equally many.
 
-    Padding counts: the host knows a step's rows, and only the GPU knows which of them stand for no token.
+    Padding counts, because only the GPU knows which rows are padding.
     """
     return -(-sum(tokens_per_rank) * top_k * num_own // num_all)
 
 
-class Pending(Protocol[Handle]):
-    """A dispatch under way."""
+class PendingDispatch(Protocol[Handle]):
+    """A dispatch in progress."""
 
-    def wait(self) -> Arrived[Handle]: ...
+    def wait(self) -> Dispatched[Handle]: ...
 
 
 class PendingOutput(Protocol):
-    """A combine under way."""
+    """A combine in progress."""
 
-    def wait(self) -> Tensor: ...  # [T, D], the dtype of the hidden states
+    def wait(self) -> Tensor: ...  # [T, D], in the dtype of the hidden states
 
 
 class Dispatcher(Protocol[Handle]):
-    """Carries each token to its experts and brings the outputs back, weighted and summed.
+    """Sends each token to its experts and returns their outputs, weighted and summed.
 
-    Routing names logical experts; the dispatcher knows where they live, and which of several copies a token goes to.
-    Expert -1 is padding: it is sent nowhere, counted nowhere, and adds nothing.
+    The routing names logical experts; the dispatcher chooses among their copies. Expert -1 is padding: it is neither
+    sent nor counted and adds nothing.
 
-    The router's weights ride in the handle: expert kernels never see them. `combine` adds a token's contributions
-    in float32 and in top-k order, so the sum does not depend on who computed them or when they came.
+    The handle keeps the router's weights; expert kernels do not apply them. `combine` adds a token's outputs in float32
+    and in top-k order, so the sum does not depend on the ranks that computed them or on their order of arrival.
 
-    All ranks of the group call `dispatch`, `wait`, `combine` and `wait` in this order, with tokens or without; each
-    rank's tokens are as many as `step.tokens_per_rank` says.
+    All ranks of the group call `dispatch`, `wait`, `combine` and `wait` in this order, also without tokens. The number
+    of each rank's tokens is in `step.tokens_per_rank`.
     """
 
     @property
     def expert_copies(self) -> ExpertCopies:
-        """Where experts live, which may change between steps."""
+        """The copies of each expert, which `place` may change between steps."""
         ...
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Pending[Handle]: ...
+    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingDispatch[Handle]: ...
 
     def combine(self, output: Tensor, handle: Handle) -> PendingOutput:
-        """`output` has the layout of the tokens that arrived."""
+        """Send the outputs back. `output` has the layout of the dispatched tokens."""
         ...
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
-        """Whether a CUDA graph can hold such a step, padded, and is worth it. All ranks answer alike.
+        """True if a CUDA graph can hold such a step, padded, and saves time. The answer is the same on all ranks.
 
         Args:
-            bytes_per_token: of the rows of all of a token's experts.
+            bytes_per_token: of one row for each of a token's experts.
         """
         ...

@@ -1,6 +1,6 @@
-"""Who computes which pairs of a step, once every rank knows all routing; and the way of the outputs back.
+"""The assignment of a step's pairs to ranks, computed from all routing, and the return of their outputs.
 
-Pair p = n * K + k is token n of all ranks' tokens, rank by rank, and its k-th expert. Does not know how tokens travel.
+Pair p = n * K + k is token n, of all ranks' tokens rank by rank, with its k-th expert.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from moeserve.step_inputs import StepInputs
 
 @dataclass(frozen=True)
 class Traffic:
-    """What goes between this rank and each, by rank: all that the host has to know of a step's routing."""
+    """Sizes of the exchanges with each rank, by rank: all that the host needs of a step's routing."""
 
-    tokens_to: list[int]  # of this rank's tokens, those that the other's experts need, each once
+    tokens_to: list[int]  # distinct tokens of this rank that the other's experts need
     tokens_from: list[int]
-    pairs_to: list[int]  # of this rank's tokens' pairs, those that the other computes
+    pairs_to: list[int]  # pairs of this rank's tokens that the other computes
     pairs_from: list[int]
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One step's pairs as one rank sees them."""
+    """One rank's view of the pairs of a step."""
 
     traffic: Traffic
-    packed_pairs_R: Tensor  # the pair of each packed row: by local expert, then ascending
+    packed_pairs_R: Tensor  # the pair of each packed row, sorted by local expert, then by pair
     counts_e: Tensor
-    pair_of_received_O: Tensor  # own pair t * K + k of each output that comes back
-    first_tokens_w: Tensor  # of each rank, its first token among all; then N
-    num_pairs_TW: Tensor  # of each own token, how many a rank computes
-    needed_before_M: Tensor  # of the tokens before each, how many this rank's experts need; then of all
+    pair_of_received_O: Tensor  # own pair t * K + k of each output that is received
+    first_tokens_w: Tensor  # index of each rank's first token among all; then N
+    num_pairs_TW: Tensor  # pairs of each own token that each rank computes
+    needed_before_M: Tensor  # number of earlier tokens that this rank's experts need; then of all
 
 
 @dataclass(frozen=True)
 class ExchangeHandle:
-    """Outputs come back rank by rank, from each by expert: each end finds the order by sorting its own pairs."""
+    """Dispatch metadata. Outputs return rank by rank, sorted by expert: both sides find the order by sorting pairs."""
 
     weights_TK: Tensor
-    row_of_sent_R: Tensor  # the packed row that is sent in each place
-    send_sizes: list[int]  # outputs that go to each rank
-    pair_of_received_O: Tensor  # own pair t * K + k of each output that comes back
-    receive_sizes: list[int]  # outputs that come from each rank
+    row_of_sent_R: Tensor  # the packed row of each sent output
+    send_sizes: list[int]  # outputs for each rank
+    pair_of_received_O: Tensor  # own pair t * K + k of each output that is received
+    receive_sizes: list[int]  # outputs from each rank
     dtype: torch.dtype
 
 
 class Exchange:
-    """The part of a dispatch among ranks that does not depend on how tokens travel.
+    """The part of a dispatch between ranks that does not depend on the collective.
 
-    The host waits for a GPU once in each dispatch of a large step: for the sizes of all that is sent and received, then
-    and on the way back. Once for a step it cannot be: how a layer routes is known when the one before it is computed.
+    In a large step the host waits for the GPU once per layer, for the sizes of all exchanges. Once per step would not
+    be enough: a layer's routing depends on the layer before it.
     """
 
     def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
         """
         Args:
-            placement: for the numbers of slots of each rank, which stay; what they hold, `expert_copies` knows.
+            placement: only its slots per rank are used here; `expert_copies` tracks their experts.
         """
         assert placement.num_ranks == group.world_size, (placement.num_ranks, group.world_size)
         self.group = group
@@ -80,21 +80,21 @@ class Exchange:
         first_physical = placement.first_physical[group.rank_in_group]
         self.own_keys = Keys(placement.num_slots[group.rank_in_group], first_physical, self.all_keys.num_counted)
         ranks = [rank for rank, num_slots in enumerate(placement.num_slots) for _ in range(num_slots)]
-        # Of padding, which is -1, the last is found: a rank further than there are.
+        # Index -1, which is padding, finds the last element: a rank beyond all others.
         self.rank_of_physical = torch.tensor([*ranks, placement.num_ranks], device=device)
 
     def choose(self, routing: Routing, step: StepInputs) -> Tensor:
-        """Physical experts [T, K] of this rank's tokens, int64."""
+        """Return the physical experts [T, K] of this rank's tokens, int64."""
         rank = self.group.rank_in_group
         assert len(routing.experts_TK) == step.tokens_per_rank[rank], (len(routing.experts_TK), step.tokens_per_rank)
         return self.expert_copies.choose(routing.experts_TK, first_token=sum(step.tokens_per_rank[:rank]))
 
     def expected_rows(self, step: StepInputs, top_k: int) -> int:
-        """About how many pairs this rank computes."""
+        """Return the approximate number of pairs that this rank computes."""
         return share_of_pairs(step.tokens_per_rank, top_k, self.own_keys.num_counted, self.all_keys.num_counted)
 
     def assign(self, own_TK: Tensor, experts_NK: Tensor, step: StepInputs) -> Assignment:
-        """Who computes what, from the physical experts of this rank's tokens, and from those of all ranks'."""
+        """Assign pairs to ranks, from the physical experts of this rank's tokens and of all ranks'."""
         num_ranks = self.group.world_size
         first_tokens = torch.tensor([*accumulate(step.tokens_per_rank, initial=0)])
         first_tokens_w = first_tokens.to(own_TK.device, non_blocking=True)
@@ -115,7 +115,7 @@ class Exchange:
                 computed_before_M[first_tokens_w].diff(),
             ]
         )
-        traffic = Traffic(*sizes_4W.tolist())  # the host waits for the device, which has the sorting to do meanwhile
+        traffic = Traffic(*sizes_4W.tolist())  # the host waits for the device
         return Assignment(
             traffic=traffic,
             packed_pairs_R=order_P[: sum(traffic.pairs_from)],
@@ -127,7 +127,7 @@ class Exchange:
         )
 
     def handle(self, assignment: Assignment, weights_TK: Tensor, dtype: torch.dtype) -> ExchangeHandle:
-        """What the way back needs."""
+        """Return the metadata for the combine."""
         first_pairs_W = assignment.first_tokens_w[1:] * weights_TK.shape[1]
         rank_of_row_R = torch.bucketize(assignment.packed_pairs_R, first_pairs_W, right=True)
         row_of_sent_R, _ = self.pairs.order(rank_of_row_R, self.keys_of_ranks)
@@ -140,18 +140,18 @@ class Exchange:
             dtype=dtype,
         )
 
-    def send_back(self, output_RD: Tensor, handle: ExchangeHandle) -> ReturningOutput:
-        """Every pair's output to the rank of its token, which sums up."""
+    def send_back(self, output_RD: Tensor, handle: ExchangeHandle) -> PendingExchange:
+        """Send each pair's output to the rank of its token, which adds them up."""
         sent_RD = self.pairs.gather(output_RD, handle.row_of_sent_R)
         # collective: all ep ranks
-        return ReturningOutput(
+        return PendingExchange(
             self.group.all_to_all(sent_RD, handle.send_sizes, handle.receive_sizes), handle, self.pairs
         )
 
 
 @dataclass(frozen=True)
-class ReturningOutput:
-    """A combine under way."""
+class PendingExchange:
+    """A combine in progress."""
 
     pending_OD: PendingTensor
     handle: ExchangeHandle
@@ -165,5 +165,5 @@ class ReturningOutput:
 
 
 def _sum_before(numbers_N: Tensor) -> Tensor:
-    """[M] int64: the sum of those before each, then of all."""
+    """Return [M] int64: the sum of the numbers before each, then of all."""
     return functional.pad(numbers_N.cumsum(0), (1, 0))

@@ -1,1 +1,1 @@
-"""Token dispatch through DeepEP."""
+"""Dispatch through DeepEP, a library for NVLink and RDMA (https://github.com/deepseek-ai/DeepEP)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
-from moeserve.moe.dispatch.base import Pending, PendingOutput
+from moeserve.moe.dispatch.base import PendingDispatch, PendingOutput
 from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
@@ -40,7 +40,7 @@ class DeepEPDispatcher:
         self.communicator = communicator
         self.expert_copies = ExpertCopies(placement, group.rank_in_group, group.node_of_rank, device)
 
-    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> Pending[Any]:
+    def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingDispatch[Any]:
         rank, shape = self.group.rank_in_group, self.communicator.shape
         assert len(hidden_TD) == step.tokens_per_rank[rank], (len(hidden_TD), step.tokens_per_rank)
         assert max(step.tokens_per_rank) <= max(shape.max_tokens_per_rank, shape.low_latency_tokens)

@@ -1,6 +1,6 @@
-"""DeepEP's second interface, `ElasticBuffer`: the same kernels for all steps, with rows laid out by expert.
+"""DeepEP's second API, `ElasticBuffer`: the same kernels for all steps, with rows laid out by expert.
 
-After https://github.com/deepseek-ai/DeepEP: deep_ep/buffers/elastic.py of 2.x and its README.
+Based on https://github.com/deepseek-ai/DeepEP: deep_ep/buffers/elastic.py of 2.x and its README.
 """
 
 from __future__ import annotations
@@ -14,65 +14,67 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.moe.dispatch.base import Arrived, PackedTokens
-from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, Returning, from_float8, to_float8
+from moeserve.moe.dispatch.base import Dispatched, PackedTokens
+from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, PendingCombine, from_float8, to_float8
 from moeserve.ops.pairs import choose_pairs
 
-# T tokens of this rank, D model width, K experts per token, R rows that arrive, one for each pair that this rank
-# computes, and maybe spare ones, e local experts
+# T tokens of this rank, D model width, K experts per token, R received rows, one for each pair that this rank computes
+# and possibly spare ones, e local experts
 
 
 @dataclass(frozen=True)
 class ElasticHandle:
     handle: Any
-    weights_R: Tensor  # of each row
+    weights_R: Tensor
     num_tokens: int  # T
 
     @property
     def ends_e(self) -> Tensor:
-        """The number of rows up to each expert's last, as there is an alignment of 1. Int32, on the device."""
+        """[e] int32: the end of each expert's rows, since the alignment is 1."""
         ends_e: Tensor = self.handle.psum_num_recv_tokens_per_expert
         return ends_e
 
 
 @dataclass(frozen=True)
-class ElasticTravelling:
-    """A dispatch under way."""
+class PendingElasticDispatch:
+    """A dispatch in progress."""
 
     received: Tensor | tuple[Tensor, Tensor]  # [R, D], or float8 and scales
-    expected_rows: int | None  # of small steps, whose rows are mostly spare; None: there are no spare ones
+    expected_rows: int | None  # of small steps, whose rows are mostly spare; None: no spare rows
     event: Event
     handle: ElasticHandle
     dtype: torch.dtype
 
-    def wait(self) -> Arrived[ElasticHandle]:
+    def wait(self) -> Dispatched[ElasticHandle]:
         self.event.current_stream_wait()
         rows_RD = from_float8(self.received, self.dtype)
         ends_e = self.handle.ends_e
         counts_e = ends_e.to(torch.int64).diff(prepend=ends_e.new_zeros(1, dtype=torch.int64))
         has_spare_rows = self.expected_rows is not None
-        return Arrived(PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=self.expected_rows), self.handle)
+        return Dispatched(
+            PackedTokens(rows_RD, counts_e, has_spare_rows, expected_rows=self.expected_rows), self.handle
+        )
 
 
 @dataclass(frozen=True)
-class ReturningOne:
-    """A combine under way, of the row that was sent in place of no token."""
+class PendingEmptyCombine:
+    """A combine in progress of a rank without tokens, which sent one padding row."""
 
-    returning: Returning
+    pending: PendingCombine
 
     def wait(self) -> Tensor:
-        return self.returning.wait()[:0]
+        return self.pending.wait()[:0]
 
 
 class ElasticCommunicator:
     """See `DeepEPCommunicator`.
 
-    A token's row travels once to each rank that holds any of its experts, and is copied there into one row for each.
-    Outputs are multiplied by their weights and rounded; a token's are added on each rank, rounded, and added again
-    where it came from. So where experts are decides what is rounded, unlike with our own dispatchers.
+    A token's row is sent once to each rank that holds any of its experts, and copied there into one row for each.
+    Outputs are multiplied by their weights and rounded; a token's outputs are added on each rank, rounded, and added
+    again on its own rank. So the placement decides what is rounded, unlike with our other dispatchers.
 
-    Small steps have shapes that do not depend on the routing: rows for every token and expert that could be. In large
-    steps those would be too many, and the host waits for the number of rows.
+    Small steps have shapes that do not depend on the routing: rows for all possible pairs. In large steps those would
+    be too many, and the host waits for the number of rows.
     """
 
     def __init__(
@@ -87,11 +89,11 @@ class ElasticCommunicator:
         """
         Args:
             deep_ep: the package.
-            process_group: of torch.distributed, with NCCL, of the ep ranks in their order.
-            is_deterministic: an expert's rows have the same order each time. That takes a sort after each dispatch,
-                in which 2.1 asks the host, so no graph can hold it. Without, sums come out the same all the same, if
-                what comes of a row does not depend on its place: they are added in the order of k, not of arrival.
-                Published versions refuse it between hosts.
+            process_group: the torch.distributed group of the ep ranks in their order, with NCCL.
+            is_deterministic: give an expert's rows the same order each time. This sorts after each dispatch; in 2.1 the
+                sort waits for the host, so no graph can hold it. Sums are repeatable without it if the output of a
+                row does not depend on its place, since they are added in the order of k. Published versions refuse
+                it between hosts.
         """
         self.shape = shape
         self.is_deterministic = is_deterministic
@@ -99,7 +101,7 @@ class ElasticCommunicator:
         buffer_class = deep_ep.ElasticBuffer
         known = inspect.signature(buffer_class).parameters
         options = {"deterministic": is_deterministic} if "deterministic" in known else {}
-        if "explicitly_destroy" in known:  # otherwise its destructor waits for the other ranks, also after an error
+        if "explicitly_destroy" in known:  # otherwise the destructor waits for other ranks, also after an error
             options["explicitly_destroy"] = True
         self.is_ended_by_us = "explicitly_destroy" in options
         self.buffer = buffer_class(
@@ -116,14 +118,14 @@ class ElasticCommunicator:
         return self.shape.is_low_latency(tokens_per_rank) and not self.is_deterministic
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
-        """Nothing: any step leaves the buffer fit for any other."""
+        """Return at once: any step may follow any other."""
 
     def dispatch(
         self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, tokens_per_rank: Sequence[int]
-    ) -> ElasticTravelling:
+    ) -> PendingElasticDispatch:
         num_tokens, shape = len(hidden_TD), self.shape
         is_small = shape.is_low_latency(tokens_per_rank)
-        if num_tokens == 0:  # nobody has published what kernels make of no row; one for no expert is sent nowhere
+        if num_tokens == 0:  # kernels may not support zero rows; a row without experts is not sent
             hidden_TD = hidden_TD.new_zeros(1, hidden_TD.shape[1])
             experts_TK = experts_TK.new_full((1, experts_TK.shape[1]), -1)
             weights_TK = weights_TK.new_zeros(1, weights_TK.shape[1])
@@ -133,7 +135,7 @@ class ElasticCommunicator:
             topk_idx=experts_TK,
             topk_weights=weights_TK,
             num_experts=shape.num_physical,
-            # the same on all ranks, and one of two: kernels are compiled for each
+            # one of two values, since kernels are compiled for each
             num_max_tokens_per_rank=shape.low_latency_tokens if is_small else shape.max_tokens_per_rank,
             expert_alignment=1,
             async_with_compute_stream=True,
@@ -142,15 +144,14 @@ class ElasticCommunicator:
         )
         handle = ElasticHandle(handle, weights_R, num_tokens)
         expected_rows = shape.expected_rows(tokens_per_rank) if is_small else None
-        return ElasticTravelling(received, expected_rows, event, handle, shape.dtype)
+        return PendingElasticDispatch(received, expected_rows, event, handle, shape.dtype)
 
-    def combine(self, output: Tensor, handle: ElasticHandle) -> Returning | ReturningOne:
-        # Weights could as well be applied where gate and up meet, if experts have no bias.
+    def combine(self, output: Tensor, handle: ElasticHandle) -> PendingCombine | PendingEmptyCombine:
         weighted_RD = self.pairs.weigh(output, handle.weights_R, handle.ends_e[-1:])
         # collective: all ep ranks
         output_TD, _, event = self.buffer.combine(weighted_RD, handle.handle, async_with_compute_stream=True)
-        returning = Returning(output_TD, event)
-        return returning if handle.num_tokens else ReturningOne(returning)
+        pending = PendingCombine(output_TD, event)
+        return pending if handle.num_tokens else PendingEmptyCombine(pending)
 
     def close(self) -> None:
         if self.is_ended_by_us:

@@ -1,8 +1,7 @@
-"""DeepEP's first interface, `Buffer`: normal kernels for large steps, low-latency ones for small steps, in one buffer.
+"""DeepEP's first API, `Buffer`: normal kernels for large steps and low-latency kernels for small ones, in one buffer.
 
-After https://github.com/deepseek-ai/DeepEP: deep_ep/buffer.py of 1.x, deep_ep/buffers/legacy.py of 2.x, and
-docs/legacy.md. The arguments used here are in both. Handles are handed back as they came: they differ in their fields,
-of which those of low latency have 4 or 5.
+Based on https://github.com/deepseek-ai/DeepEP: deep_ep/buffer.py of 1.x, deep_ep/buffers/legacy.py of 2.x, and
+docs/legacy.md. Both versions accept the arguments used here. DeepEP's handles are opaque: their fields differ.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.moe.dispatch.base import Arrived, PackedTokens, Pending, SlottedTokens
-from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, Returning, from_float8, to_float8
+from moeserve.moe.dispatch.base import Dispatched, PackedTokens, PendingDispatch, SlottedTokens
+from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, PendingCombine, from_float8, to_float8
 from moeserve.ops.pairs import Keys, PairKernels, choose_pairs
 
-# T tokens of this rank, D model width, K experts per token, N tokens that this rank received, each once, R pairs of
-# those that it computes, e local experts, S slots of each: low_latency_tokens for every rank
+# T tokens of this rank, D model width, K experts per token, N distinct tokens that this rank received, R pairs of those
+# that it computes, e local experts, S slots of each: low_latency_tokens for every rank
 
-MAX_LOW_LATENCY_RESULTS = 2  # that may be in use at a time: there are two buffers
+MAX_LOW_LATENCY_RESULTS = 2  # in use at a time: DeepEP has two buffers
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,11 @@ class LowLatencyHandle:
 
 
 @dataclass(frozen=True)
-class NormalTravelling:
-    """A dispatch under way by the normal kernels."""
+class PendingNormalDispatch:
+    """A dispatch in progress by the normal kernels."""
 
     received: Tensor | tuple[Tensor, Tensor]  # [N, D], or float8 and scales
-    experts_NK: Tensor  # local ones; -1: of another rank, or none
+    experts_NK: Tensor  # local experts; -1: of another rank, or none
     weights_NK: Tensor
     num_rows: int  # R
     handle: tuple[Any, ...]
@@ -54,40 +53,40 @@ class NormalTravelling:
     pairs: PairKernels
     dtype: torch.dtype
 
-    def wait(self) -> Arrived[NormalHandle]:
+    def wait(self) -> Dispatched[NormalHandle]:
         self.event.current_stream_wait()
         rows_ND, top_k = from_float8(self.received, self.dtype), self.experts_NK.shape[1]
         order_P, counts_e = self.pairs.order(self.experts_NK, self.keys)
-        pair_of_row_R = order_P[: self.num_rows]  # which DeepEP has told the host: no spare rows
+        pair_of_row_R = order_P[: self.num_rows]  # exact, since the host has the number: no spare rows
         rows_RD = self.pairs.gather(rows_ND, pair_of_row_R, top_k)
-        return Arrived(PackedTokens(rows_RD, counts_e), NormalHandle(self.handle, pair_of_row_R, self.weights_NK))
+        return Dispatched(PackedTokens(rows_RD, counts_e), NormalHandle(self.handle, pair_of_row_R, self.weights_NK))
 
 
 @dataclass(frozen=True)
-class LowLatencyTravelling:
-    """A dispatch under way by the low-latency kernels."""
+class PendingLowLatencyDispatch:
+    """A dispatch in progress by the low-latency kernels."""
 
-    received: Tensor | tuple[Tensor, Tensor]  # [e, S, D], or float8 and scales; anything, beyond the counts
+    received: Tensor | tuple[Tensor, Tensor]  # [e, S, D], or float8 and scales; undefined beyond the counts
     counts_e: Tensor  # int32
     expected_rows: int
     event: Event
     handle: LowLatencyHandle
     dtype: torch.dtype
 
-    def wait(self) -> Arrived[LowLatencyHandle]:
+    def wait(self) -> Dispatched[LowLatencyHandle]:
         self.event.current_stream_wait()
         slots_eSD = from_float8(self.received, self.dtype)
-        return Arrived(SlottedTokens(slots_eSD, self.counts_e.to(torch.int64), self.expected_rows), self.handle)
+        return Dispatched(SlottedTokens(slots_eSD, self.counts_e.to(torch.int64), self.expected_rows), self.handle)
 
 
 class LegacyCommunicator:
     """See `DeepEPCommunicator`.
 
-    Normal kernels send a token's row once to each rank that holds any of its experts. There, its outputs are added with
-    their weights, in float32 and in the order of k, and rounded; the ranks' sums are added without weights. So where
-    experts are decides what is rounded, unlike with our own dispatchers. The host waits for the counts of rows.
+    Normal kernels send a token's row once to each rank that holds any of its experts. That rank adds the weighted
+    outputs in float32 and in the order of k, and rounds; the token's rank adds these sums. So the placement decides
+    what is rounded, unlike with our other dispatchers. The host waits for the numbers of rows.
 
-    Low-latency kernels send a row for each pair, and add with weights where the token came from, as our own
+    Low-latency kernels send a row for each pair, and the token's rank adds the weighted outputs, as our other
     dispatchers do. Their shapes do not depend on the routing.
     """
 
@@ -97,24 +96,24 @@ class LegacyCommunicator:
         """
         Args:
             deep_ep: the package.
-            process_group: of torch.distributed, with NCCL, of the ep ranks in their order.
-            rank: of this process among them.
+            process_group: the torch.distributed group of the ep ranks in their order, with NCCL.
+            rank: of this process in the group.
         """
         self.shape = shape
         self.has_streams = device.type == "cuda"
         self.pairs = choose_pairs(device.type)
         self.keys = Keys(shape.num_slots[rank])
         self.num_low_latency_results = 0
-        self.is_dirty = False  # the normal kernels have written where the low-latency ones want zeros
+        self.is_dirty = False  # normal kernels have written where low-latency kernels need zeros
         buffer_class = deep_ep.Buffer
         num_nvl_bytes, num_rdma_bytes = _buffer_sizes(buffer_class, shape)
         self.num_bytes = num_nvl_bytes + num_rdma_bytes
         options: dict[str, Any] = {}
         if shape.low_latency_tokens:
-            # one queue pair for each local expert, and for each multiprocessor that the normal kernels take
+            # one queue pair for each local expert, and for each multiprocessor of the normal kernels
             num_pairs = max(shape.num_slots[rank], buffer_class.num_sms)
             options = dict(low_latency_mode=True, num_qps_per_rank=num_pairs)
-        # 1.0 has no such argument; otherwise an end by an exception may hang in the destructor
+        # 1.0 has no such argument; without it the destructor may hang after an exception
         self.is_ended_by_us = "explicitly_destroy" in inspect.signature(buffer_class).parameters
         if self.is_ended_by_us:
             options["explicitly_destroy"] = True
@@ -127,7 +126,7 @@ class LegacyCommunicator:
         if not self.is_dirty or not self.shape.is_low_latency(tokens_per_rank):
             return
         assert not (self.has_streams and torch.cuda.is_current_stream_capturing()), "replays would clean each time"
-        # collective: all ep ranks, which have used the same kernels
+        # collective: all ep ranks, since all have used the same kernels
         self.buffer.clean_low_latency_buffer(
             self.shape.low_latency_tokens, self.shape.hidden_size, self.shape.num_physical
         )
@@ -135,35 +134,35 @@ class LegacyCommunicator:
 
     def dispatch(
         self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, tokens_per_rank: Sequence[int]
-    ) -> Pending[NormalHandle] | Pending[LowLatencyHandle]:
+    ) -> PendingDispatch[NormalHandle] | PendingDispatch[LowLatencyHandle]:
         self.prepare(tokens_per_rank)
         if self.shape.is_low_latency(tokens_per_rank):
             return self._dispatch_low_latency(hidden_TD, experts_TK, weights_TK, tokens_per_rank)
         return self._dispatch_normal(hidden_TD, experts_TK, weights_TK)
 
-    def combine(self, output: Tensor, handle: NormalHandle | LowLatencyHandle) -> Returning:
+    def combine(self, output: Tensor, handle: NormalHandle | LowLatencyHandle) -> PendingCombine:
         if isinstance(handle, LowLatencyHandle):
             self.num_low_latency_results -= 1
             # collective: all ep ranks
             output_TD, event, _ = self.buffer.low_latency_combine(
                 output, handle.experts_TK, handle.weights_TK, handle.handle, async_finish=True
             )
-            return Returning(output_TD, event)
+            return PendingCombine(output_TD, event)
         sum_ND = self.pairs.weighted_sum(output, handle.pair_of_row_R, handle.weights_NK, self.shape.dtype)
         # collective: all ep ranks
         output_TD, _, event = self.buffer.combine(sum_ND, handle.handle, async_finish=True)
-        return Returning(output_TD, event)
+        return PendingCombine(output_TD, event)
 
     def close(self) -> None:
         if self.is_ended_by_us:
             self.buffer.destroy()
 
-    def _dispatch_normal(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> NormalTravelling:
+    def _dispatch_normal(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> PendingNormalDispatch:
         to_rank, to_rdma_rank, to_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(
             experts_TK, self.shape.num_physical
         )
         self.is_dirty = True
-        # collective: all ep ranks; the host waits for what each sends
+        # collective: all ep ranks; the host waits for the sizes
         received, experts_NK, weights_NK, rows_of_each, handle, event = self.buffer.dispatch(
             to_float8(hidden_TD) if self.shape.is_float8 else hidden_TD,
             num_tokens_per_rank=to_rank,
@@ -174,7 +173,7 @@ class LegacyCommunicator:
             topk_weights=weights_TK,
             async_finish=True,
         )
-        return NormalTravelling(
+        return PendingNormalDispatch(
             received=received,
             experts_NK=experts_NK,
             weights_NK=weights_NK,
@@ -188,7 +187,7 @@ class LegacyCommunicator:
 
     def _dispatch_low_latency(
         self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, tokens_per_rank: Sequence[int]
-    ) -> LowLatencyTravelling:
+    ) -> PendingLowLatencyDispatch:
         assert self.num_low_latency_results < MAX_LOW_LATENCY_RESULTS, "combine what was dispatched before"
         self.num_low_latency_results += 1
         # collective: all ep ranks
@@ -202,11 +201,11 @@ class LegacyCommunicator:
         )
         handle = LowLatencyHandle(handle, experts_TK, weights_TK)
         expected_rows = self.shape.expected_rows(tokens_per_rank)
-        return LowLatencyTravelling(received, counts_e, expected_rows, event, handle, self.shape.dtype)
+        return PendingLowLatencyDispatch(received, counts_e, expected_rows, event, handle, self.shape.dtype)
 
 
 def _buffer_sizes(buffer_class: Any, shape: DeepEPShape) -> tuple[int, int]:
-    """Bytes for NVLink and for RDMA, by the buffer's own hints."""
+    """Return the bytes for NVLink and for RDMA, from the buffer's own hints."""
     hidden_bytes, num_ranks = shape.hidden_size * shape.dtype.itemsize, shape.num_ranks
     configs = buffer_class.get_dispatch_config(num_ranks), buffer_class.get_combine_config(num_ranks)
     num_nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) for config in configs)
