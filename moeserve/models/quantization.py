@@ -1,7 +1,7 @@
-"""How a checkpoint's stored tensors become the tensors that it publishes. Knows names and bytes, no family, no files.
+"""Weight formats: how stored tensors are grouped and decoded to the tensors of the model.
 
-A weight format pairs what belongs together (a weight and its scales) and decodes it to float32, slice by slice. Only
-weights are decoded: a format's rules for activations, which make products cheaper at a loss, are not followed.
+A format groups a weight with its scales and decodes it to float32, slice by slice. Only weights are decoded: rules of a
+format for quantising activations are not applied.
 """
 
 from __future__ import annotations
@@ -24,76 +24,77 @@ from moeserve.models.config_values import ConfigValues
 PLAIN_DTYPES = ("F32", "F16", "BF16")
 FP8_SCALE_SUFFIX = "_scale_inv"
 FP8_BLOCK = [128, 128]
-FP8_NAN = 0x7F  # E4M3 has no infinities, and this one NaN of each sign
+FP8_NAN = 0x7F  # E4M3 has no infinities, and one NaN of each sign
 MXFP4_BLOCKS_SUFFIX, MXFP4_SCALES_SUFFIX = "_blocks", "_scales"
 MXFP4_GROUP = 32  # values that share a scale
 E8M0_NAN = 255
 FP4_MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1, by code; codes 8 to 15 are their negatives
 
 _FP4 = torch.tensor(FP4_MAGNITUDES + [-magnitude for magnitude in FP4_MAGNITUDES])
-# For each byte its two values, low nibble first, held as one int64: one look-up gives both.
+# The two values of each byte, low nibble first, as one int64, so that one look-up returns both.
 _FP4_PAIR_OF_BYTE = torch.stack([_FP4.repeat(16), _FP4.repeat_interleave(16)], dim=1).view(torch.int64)[:, 0]
 _POWER_OF_BYTE = torch.tensor([2.0 ** (byte - 127) for byte in range(E8M0_NAN)])
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of its shard describes it."""
+    """A stored tensor, as the header of its shard describes it."""
 
     name: str
     shard: Path
-    dtype: str  # as safetensors calls it, such as "BF16"
+    dtype: str  # safetensors' name, such as "BF16"
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """As the shard holds it: safetensors' names of dtypes tell how many bits a number has."""
+        """Size in the shard. The number in safetensors' name of a dtype is its width in bits."""
         bits = 8 if self.dtype == "BOOL" else int(re.findall(r"\d+", self.dtype)[0])
         return math.prod(self.shape) * bits // 8
 
     def wrong(self, why: str) -> CheckpointError:
+        """Return an error that names shard and tensor."""
         return CheckpointError(f"{self.shard}: tensor {self.name!r} {why}")
 
 
-ReadRows = Callable[[StoredTensor, int, int], Tensor]  # slices start to stop of a stored tensor's first dimension
+ReadRows = Callable[[StoredTensor, int, int], Tensor]  # (tensor, start, stop) -> slices of the first dimension
 
 
 class CheckpointTensor(Protocol):
-    """A tensor as the model knows it, however it is stored."""
+    """A tensor of the model, in whatever form it is stored."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """After `check` only."""
+        """The decoded shape. Valid after `check`."""
 
     @property
     def shard(self) -> Path:
-        """Where most of it lies."""
+        """The shard that holds most of the tensor."""
 
     def check(self) -> None:
-        """Raises CheckpointError if dtypes or shapes in the headers do not fit together."""
+        """Raise CheckpointError if dtypes or shapes in the headers are not supported."""
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
-        """Slices `start` to `stop` of the first dimension, [stop - start, *shape[1:]]; what is encoded, in float32."""
+        """Return [stop - start, *shape[1:]], slices of the first dimension; encoded tensors in float32."""
 
 
 class WeightFormat(Protocol):
-    """What a checkpoint's config.json says about how its weights are stored."""
+    """The form in which a checkpoint stores its weights."""
 
     @property
     def stored_as(self) -> str | None:
-        """In words; None when weights are stored as they are."""
+        """The encoding in words; None for weights that are not encoded."""
 
     def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
-        """The published tensors by name. Raises CheckpointError when a part of one is missing."""
+        """Return the model's tensors by name. Raise CheckpointError if a part of one is missing."""
 
 
 def read_weight_format(config: ConfigValues) -> WeightFormat:
-    """The format that `quantization_config` names.
+    """Return the format that `quantization_config` names.
 
     Raises:
-        CheckpointError: a format that is not supported.
+        CheckpointError: the format is not supported.
     """
-    config.refuse("compression_config")  # what compressed-tensors wrote before quantization_config
+    config.refuse("compression_config")  # the key of compressed-tensors before quantization_config
     quantization = config.values.get("quantization_config")
     if quantization is None:
         return PlainFormat()
@@ -110,12 +111,12 @@ def read_weight_format(config: ConfigValues) -> WeightFormat:
 
 
 def decode_fp8(codes_OI: Tensor, scale_OB: Tensor, block_width: int) -> Tensor:
-    """Values [O, I] float32 of E4M3 codes (uint8, no NaN): code times the scale of its row's block of columns.
+    """Return values [O, I] float32 of E4M3 codes [O, I] (uint8, no NaN), each times the scale of its block.
 
-    `scale_OB` is float32, B = ceil(I / block_width). Source: OCP 8-bit floating point specification, E4M3.
+    `scale_OB` is float32, with B = ceil(I / block_width). Source: OCP 8-bit floating point specification, E4M3.
     """
-    # E4M3's exponent and mantissa, placed where float16 has its own, read as 2**-8 times the value: the exponents'
-    # biases are 7 and 15. That holds for subnormals too. Three times as fast as torch's own conversion.
+    # E4M3's exponent and mantissa in the place of float16's are 2**-8 times the value, since the exponents' biases are
+    # 7 and 15. That holds for subnormals too, and is three times as fast as torch's conversion.
     halves_OI = codes_OI.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     values_OI = halves_OI.view(torch.float16).float()
     scale_OB = scale_OB * 2.0**8
@@ -127,7 +128,7 @@ def decode_fp8(codes_OI: Tensor, scale_OB: Tensor, block_width: int) -> Tensor:
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Values [..., 32 G] float32 of blocks [..., G, 16] and scales [..., G] (both uint8, no scale of 255).
+    """Return values [..., 32 G] float32 of blocks [..., G, 16] and scales [..., G] (both uint8, no scale of 255).
 
     Source: OCP Microscaling formats specification, MXFP4: E2M1 values with a shared E8M0 scale.
     """
@@ -138,7 +139,7 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """Stored as it is published."""
+    """A tensor that is not encoded."""
 
     stored: StoredTensor
 
@@ -160,11 +161,11 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """A matrix [O, I] of E4M3 codes, and a scale for each block of it."""
+    """A matrix [O, I] of E4M3 codes with a scale for each block."""
 
     weight: StoredTensor
     scale: StoredTensor
-    block: tuple[int, int]  # rows and columns; the last ones may be cut short by the matrix
+    block: tuple[int, int]  # rows and columns; the last blocks may be smaller
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -176,7 +177,7 @@ class Fp8Tensor:
 
     def check(self) -> None:
         if self.weight.dtype != "F8_E4M3":
-            raise self.weight.wrong(f"is {self.weight.dtype}, but {self.scale.name!r} says that it is F8_E4M3")
+            raise self.weight.wrong(f"is {self.weight.dtype}; with the scales {self.scale.name!r} it must be F8_E4M3")
         if self.scale.dtype not in ("F32", "BF16"):
             raise self.scale.wrong(f"is {self.scale.dtype}; supported for scales: F32, BF16")
         if len(self.shape) != 2:
@@ -195,7 +196,7 @@ class Fp8Tensor:
         return decode_fp8(codes_OI, scale_OB, width)
 
     def read_blocks(self, read_rows: ReadRows, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Codes [O, I] uint8 of rows `start` to `stop`, and scales [G, B] float32 of the blocks that they are in."""
+        """Return codes [O, I] uint8 of rows `start` to `stop`, and scales [G, B] float32 of their blocks."""
         height, _ = self.block
         codes_OI = read_rows(self.weight, start, stop).view(torch.uint8)
         if int((codes_OI & FP8_NAN).amax()) == FP8_NAN:
@@ -205,7 +206,7 @@ class Fp8Tensor:
 
 @dataclass(frozen=True)
 class Mxfp4Tensor:
-    """Matrices [e, I, O], stored transposed as E2M1 codes [e, O, G, 16], and a scale for each 32 values along I."""
+    """Matrices [e, I, O], stored transposed as E2M1 codes [e, O, G, 16] with a scale for each 32 values along I."""
 
     blocks: StoredTensor
     scales: StoredTensor
@@ -233,14 +234,14 @@ class Mxfp4Tensor:
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         scales = read_rows(self.scales, start, stop)
         if int(scales.amax()) == E8M0_NAN:
-            # One NaN in a weight makes NaN of every token that meets it: better a sentence now.
+            # A NaN in a weight turns the output of every token into NaN.
             raise self.scales.wrong(f"holds a scale of {E8M0_NAN}, which is NaN; fetch it again")
         return decode_mxfp4(read_rows(self.blocks, start, stop), scales).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class PlainFormat:
-    """Every tensor is stored as it is published."""
+    """Weights that are not encoded."""
 
     stored_as: None = None
 
@@ -250,7 +251,7 @@ class PlainFormat:
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """DeepSeek's: a matrix that has a tensor of scales beside it is in E4M3, all else is plain."""
+    """DeepSeek's format: a matrix with a tensor of scales is in E4M3, other tensors are plain."""
 
     block: tuple[int, int]
 
@@ -259,47 +260,47 @@ class Fp8Format:
         return f"fp8 in blocks of {self.block[0]} x {self.block[1]}"
 
     def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
-        published: dict[str, CheckpointTensor] = {}
+        tensors: dict[str, CheckpointTensor] = {}
         for name, tensor in stored.items():
             scale = stored.get(name + FP8_SCALE_SUFFIX)
             if scale is not None:
-                published[name] = Fp8Tensor(tensor, scale, self.block)
+                tensors[name] = Fp8Tensor(tensor, scale, self.block)
             elif tensor.dtype == "F8_E4M3":
                 raise tensor.wrong(f"is F8_E4M3 but the checkpoint lacks its scales, {name + FP8_SCALE_SUFFIX!r}")
             elif not name.endswith(FP8_SCALE_SUFFIX):
-                published[name] = PlainTensor(tensor)
+                tensors[name] = PlainTensor(tensor)
             elif name.removesuffix(FP8_SCALE_SUFFIX) not in stored:
                 raise tensor.wrong(f"holds scales of {name.removesuffix(FP8_SCALE_SUFFIX)!r}, which is missing")
-        return published
+        return tensors
 
 
 @dataclass(frozen=True)
 class Mxfp4Format:
-    """gpt-oss's: P is stored as P_blocks and P_scales, all else is plain."""
+    """gpt-oss's format: weight P is stored as P_blocks and P_scales, other tensors are plain."""
 
     stored_as: str = "mxfp4"
 
     def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
-        published: dict[str, CheckpointTensor] = {}
+        tensors: dict[str, CheckpointTensor] = {}
         for name, tensor in stored.items():
             if name.endswith(MXFP4_BLOCKS_SUFFIX):
                 base = name.removesuffix(MXFP4_BLOCKS_SUFFIX)
-                published[base] = Mxfp4Tensor(tensor, _partner(tensor, base + MXFP4_SCALES_SUFFIX, stored))
+                tensors[base] = Mxfp4Tensor(tensor, _partner(tensor, base + MXFP4_SCALES_SUFFIX, stored))
             elif name.endswith(MXFP4_SCALES_SUFFIX):
                 _partner(tensor, name.removesuffix(MXFP4_SCALES_SUFFIX) + MXFP4_BLOCKS_SUFFIX, stored)
             else:
-                published[name] = PlainTensor(tensor)
-        return published
+                tensors[name] = PlainTensor(tensor)
+        return tensors
 
 
 def _partner(tensor: StoredTensor, name: str, stored: Mapping[str, StoredTensor]) -> StoredTensor:
     if name not in stored:
-        raise tensor.wrong(f"is of no use without {name!r}, which is missing")
+        raise tensor.wrong(f"needs {name!r}, which is missing; fetch the checkpoint again")
     return stored[name]
 
 
 def _read_fp8(config: ConfigValues, quantization: dict[str, Any]) -> Fp8Format:
-    # Which matrices are in fp8 shows by their scales, so lists of those that are not need no reading.
+    # Matrices in fp8 have scales, so lists of those that are not converted need not be read.
     key = "quantization_config"
     for name, supported in (("activation_scheme", "dynamic"), ("fmt", "e4m3")):
         value = quantization.get(name, supported)

@@ -1,4 +1,4 @@
-"""Weight formats: decoding against torch, transformers and the formats' own definitions, and every refusal."""
+"""Weight formats: decoding against torch, transformers and the formats' definitions, and every refusal."""
 
 from __future__ import annotations
 
@@ -202,14 +202,14 @@ def test_the_log_says_what_dequantising_takes(tmp_path: Path, caplog: pytest.Log
 @pytest.mark.parametrize(
     ("stored", "says"),
     [
-        (lambda w, s: {"a.weight": w}, r"'a.weight' is F8_E4M3 but .* lacks its scales, 'a.weight_scale_inv'"),
-        (lambda w, s: {"a.weight_scale_inv": s}, r"'a.weight_scale_inv' holds scales of 'a.weight', which is missing"),
-        (lambda w, s: {"a.weight": w, "a.weight_scale_inv": s[:1]}, r"has shape \[1, 2\].*128 x 128 needs \[2, 2\]"),
-        (lambda w, s: {"a.weight": w, "a.weight_scale_inv": s.half()}, r"'a.weight_scale_inv' is F16; supported"),
-        (lambda w, s: {"a.weight": w.half(), "a.weight_scale_inv": s}, r"'a.weight' is F16, but 'a.weight_scale_inv'"),
-        (lambda w, s: {"a.weight": w[None], "a.weight_scale_inv": s[None]}, r"\[1, 200, 136\]; .* matrices only"),
-        (lambda w, s: {"a.weight": w.to(torch.float8_e5m2)}, r"'a.weight' is F8_E5M2; supported: F32, F16, BF16"),
-        (lambda w, s: {"a.weight": w[1:], "a.weight_scale_inv": s}, r"'a.weight' has shape \[199, 136\], the model"),
+        (lambda w, s: {"a.weight": w}, r"'a.weight' is F8_E4M3 .*'a.weight_scale_inv'"),
+        (lambda w, s: {"a.weight_scale_inv": s}, r"'a.weight_scale_inv' .*'a.weight'"),
+        (lambda w, s: {"a.weight": w, "a.weight_scale_inv": s[:1]}, r"\[1, 2\].*\[2, 2\]"),
+        (lambda w, s: {"a.weight": w, "a.weight_scale_inv": s.half()}, r"'a.weight_scale_inv' is F16"),
+        (lambda w, s: {"a.weight": w.half(), "a.weight_scale_inv": s}, r"'a.weight' is F16"),
+        (lambda w, s: {"a.weight": w[None], "a.weight_scale_inv": s[None]}, r"\[1, 200, 136\]"),
+        (lambda w, s: {"a.weight": w.to(torch.float8_e5m2)}, r"'a.weight' is F8_E5M2"),
+        (lambda w, s: {"a.weight": w[1:], "a.weight_scale_inv": s}, r"'a.weight' has shape \[199, 136\]"),
         (lambda w, s: {"a.weight": with_nan(w), "a.weight_scale_inv": s}, r"'a.weight' holds NaN"),
     ],
 )
@@ -229,15 +229,15 @@ def with_nan(weight_OI: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("stored", "says"),
     [
-        (lambda b, s: {"p_blocks": b}, r"'p_blocks' is of no use without 'p_scales'"),
-        (lambda b, s: {"p_scales": s}, r"'p_scales' is of no use without 'p_blocks'"),
-        (lambda b, s: {"p_blocks": b, "p_scales": s[:, 1:]}, r"'p_scales' has shape \[2, 9, 2\].*needs \[2, 10, 2\]"),
-        (lambda b, s: {"p_blocks": b[..., 1:], "p_scales": s}, r"has shape \[2, 10, 2, 15\]; mxfp4 needs"),
-        (lambda b, s: {"p_blocks": b[0], "p_scales": s[0]}, r"has shape \[10, 2, 16\]; mxfp4 needs"),
-        (lambda b, s: {"p_blocks": b.to(torch.int8), "p_scales": s}, r"'p_blocks' is I8; mxfp4 is stored as U8"),
-        (lambda b, s: {"p_blocks": b, "p_scales": s.float()}, r"'p_scales' is F32; mxfp4 is stored as U8"),
-        (lambda b, s: {"p_blocks": b, "p_scales": s.index_fill(1, torch.tensor(9), 255)}, r"'p_scales' holds a scale"),
-        (lambda b, s: {"p_blocks": b[:1], "p_scales": s[:1]}, r"'p' has shape \[1, 64, 10\], the model needs \[2, 64"),
+        (lambda b, s: {"p_blocks": b}, r"'p_blocks' .*'p_scales'"),
+        (lambda b, s: {"p_scales": s}, r"'p_scales' .*'p_blocks'"),
+        (lambda b, s: {"p_blocks": b, "p_scales": s[:, 1:]}, r"'p_scales' has shape \[2, 9, 2\].*\[2, 10, 2\]"),
+        (lambda b, s: {"p_blocks": b[..., 1:], "p_scales": s}, r"\[2, 10, 2, 15\]"),
+        (lambda b, s: {"p_blocks": b[0], "p_scales": s[0]}, r"\[10, 2, 16\]"),
+        (lambda b, s: {"p_blocks": b.to(torch.int8), "p_scales": s}, r"'p_blocks' is I8"),
+        (lambda b, s: {"p_blocks": b, "p_scales": s.float()}, r"'p_scales' is F32"),
+        (lambda b, s: {"p_blocks": b, "p_scales": s.index_fill(1, torch.tensor(9), 255)}, r"'p_scales' .*255"),
+        (lambda b, s: {"p_blocks": b[:1], "p_scales": s[:1]}, r"'p' has shape \[1, 64, 10\].*\[2, 64, 10\]"),
     ],
 )
 def test_bad_mxfp4(tmp_path: Path, stored: Callable[[Tensor, Tensor], dict[str, Tensor]], says: str) -> None:
@@ -247,10 +247,10 @@ def test_bad_mxfp4(tmp_path: Path, stored: Callable[[Tensor, Tensor], dict[str, 
         load(tmp_path, Mxfp4Format(), {"p": whole(torch.empty(2, 64, 10))})
 
 
-def test_encoded_tensors_in_a_checkpoint_that_does_not_say_so(tmp_path: Path) -> None:
+def test_encoded_tensors_without_quantization_config_are_refused(tmp_path: Path) -> None:
     weight_OI = random_fp8(200, 136, (128, 128))[0]
     save_file({"a.weight": weight_OI}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'a.weight' is F8_E4M3; supported: F32, F16, BF16"):
+    with pytest.raises(CheckpointError, match=r"'a\.weight' is F8_E4M3"):
         load(tmp_path, PlainFormat(), {"a.weight": whole(torch.empty(200, 136))})
 
 
@@ -272,21 +272,19 @@ def test_formats_by_config(tmp_path: Path, quantization: object, expected: Weigh
 @pytest.mark.parametrize(
     ("quantization", "says"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq', which is not supported; supported: fp8 in blocks, mxfp4, or"),
+        ({"quant_method": "awq"}, "quant_method 'awq'"),
         ({"quant_method": "compressed-tensors"}, "quant_method 'compressed-tensors'"),
         ({"quant_method": "fbgemm_fp8"}, "quant_method 'fbgemm_fp8'"),
         ({"bits": 4}, "quant_method None"),
         ("fp8", "quant_method None"),
-        (FP8_CONFIG | {"activation_scheme": "static"}, "activation_scheme 'static', .*; supported: dynamic"),
-        (FP8_CONFIG | {"fmt": "e5m2"}, "fmt 'e5m2', .*; supported: e4m3"),
-        (FP8_CONFIG | {"weight_block_size": None}, "weight_block_size None; supported: fp8 in blocks"),
+        (FP8_CONFIG | {"activation_scheme": "static"}, "activation_scheme 'static'"),
+        (FP8_CONFIG | {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        (FP8_CONFIG | {"weight_block_size": None}, "weight_block_size None"),
         (FP8_CONFIG | {"weight_block_size": [128]}, r"weight_block_size \[128\]"),
         (FP8_CONFIG | {"weight_block_size": [128, 0]}, r"weight_block_size \[128, 0\]"),
         (FP8_CONFIG | {"weight_block_size": [128, True]}, r"weight_block_size \[128, True\]"),
     ],
 )
-def test_unsupported_formats_are_refused_with_what_is_supported(
-    tmp_path: Path, quantization: object, says: str
-) -> None:
+def test_unsupported_formats_are_refused(tmp_path: Path, quantization: object, says: str) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: quantization_config=.*" + says):
         read_weight_format(config_of(tmp_path, quantization_config=quantization))
