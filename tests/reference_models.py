@@ -1,4 +1,4 @@
-"""Random tiny checkpoints of every family, and what transformers makes of them in float32. Does not know moeserve."""
+"""Tiny random checkpoints of every family, and their results in transformers in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-# What a reference must withstand for its tokens to be well defined: see Reference.is_clear.
+# Disturbances that must not change a reference's tokens: see Reference.is_clear.
 SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by less than 1e-4
 ROUTER_NOISE = 3e-5  # relative to each value that a router sees; float32 results differ by about 1e-6
 
@@ -26,11 +26,6 @@ DEFAULTS: dict[str, Any] = dict(
     eos_token_id=None,
     pad_token_id=None,
 )
-
-
-# Thetas beside "yarn" are small, so that some of the few frequencies lie between its two ends.
-def rotary(rope_type: str = "default", rope_theta: float = 10000.0, **settings: Any) -> dict[str, Any]:
-    return dict(rope_type=rope_type, rope_theta=rope_theta, **settings)
 
 
 @dataclass(frozen=True)
@@ -50,505 +45,294 @@ class Shape:
         return getattr(transformers, f"{self.family}ForCausalLM")(self.config())
 
 
-MIXTRAL = {
-    "mixtral": Shape(
-        "Mixtral",
-        dict(num_local_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2),
-        seed=5,
-    ),
-    # 5 experts top-3, 6 heads with 2 key-value heads, tied embeddings, heads of 20 values where 48 / 6 would be 8
-    "mixtral-odd": Shape(
-        "Mixtral",
-        dict(
-            num_local_experts=5,
-            num_experts_per_tok=3,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=20,
-            hidden_size=48,
-            intermediate_size=37,
-            vocab_size=131,
-            tie_word_embeddings=True,
-        ),
-        seed=5,
-    ),
-    "mixtral-window": Shape(
-        "Mixtral",
-        dict(
-            num_local_experts=3,
-            num_experts_per_tok=1,
-            num_attention_heads=3,
-            num_key_value_heads=3,
-            hidden_size=36,
-            sliding_window=11,
-            num_hidden_layers=3,
-        ),
-    ),
-    "mixtral-llama3-rotary": Shape(
-        "Mixtral",
-        dict(
-            num_local_experts=2,
-            num_experts_per_tok=2,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            rope_parameters=rotary(
-                "llama3",
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=64,
-            ),
-        ),
-    ),
-}
+def shape(family: str, *parts: dict[str, Any], seed: int = 0, **settings: Any) -> Shape:
+    """Return a shape with the settings of all parts."""
+    merged: dict[str, Any] = {}
+    for part in (*parts, settings):
+        assert not merged.keys() & part.keys(), (family, merged.keys() & part.keys())
+        merged |= part
+    return Shape(family, merged, seed)
 
-DEEPSEEK_V2 = {
-    # V2-Lite: queries are not compressed, the best experts of all, whatever group they are in
-    "deepseek-v2-lite": Shape(
+
+def sizes(hidden: int = 32, layers: int = 2, vocab: int = 101) -> dict[str, Any]:
+    return dict(hidden_size=hidden, num_hidden_layers=layers, vocab_size=vocab)
+
+
+def heads(num: int, kv: int, dim: int | None = None) -> dict[str, Any]:
+    """Grouped-query attention."""
+    return dict(num_attention_heads=num, num_key_value_heads=kv) | ({} if dim is None else dict(head_dim=dim))
+
+
+def latent(num: int, *, query: int | None, kv: int, key: int, rotary: int, value: int) -> dict[str, Any]:
+    """Multi-head latent attention: ranks of queries and of keys and values, and values of a head."""
+    return heads(num, num) | dict(
+        q_lora_rank=query, kv_lora_rank=kv, qk_nope_head_dim=key, qk_rope_head_dim=rotary, v_head_dim=value
+    )
+
+
+def grouped_experts(
+    num: int, top_k: int, *, shared: int, width: int, dense: int, groups: tuple[int, int], scale: float
+) -> dict[str, Any]:
+    """Experts of DeepSeek and GLM: the first `dense` layers have none; a token uses some groups of all groups."""
+    return dict(
+        n_routed_experts=num,
+        num_experts_per_tok=top_k,
+        n_shared_experts=shared,
+        moe_intermediate_size=width,
+        first_k_dense_replace=dense,
+        n_group=groups[0],
+        topk_group=groups[1],
+        routed_scaling_factor=scale,
+    )
+
+
+def experts(num: int, top_k: int, width: int | None = None, key: str = "num_experts") -> dict[str, Any]:
+    return {key: num, "num_experts_per_tok": top_k} | ({} if width is None else dict(moe_intermediate_size=width))
+
+
+def local_experts(num: int, top_k: int) -> dict[str, Any]:
+    return experts(num, top_k, key="num_local_experts")
+
+
+def rope(rope_type: str = "default", rope_theta: float = 10000.0, **settings: Any) -> dict[str, Any]:
+    return dict(rope_parameters=dict(rope_type=rope_type, rope_theta=rope_theta, **settings))
+
+
+def yarn(rope_theta: float = 10000.0, **settings: Any) -> dict[str, Any]:
+    """YaRN over a context of 32. Small thetas put some of the few frequencies between its two ends."""
+    return rope("yarn", rope_theta, original_max_position_embeddings=32, **settings)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+DEEPSEEK_YARN: dict[str, Any] = dict(factor=40, beta_fast=32, beta_slow=1)
+
+SHAPES = {
+    "mixtral": shape("Mixtral", local_experts(4, 2), heads(4, 2), seed=5),
+    # 5 experts top-3, 6 heads with 2 key-value heads, tied embeddings, heads of 20 values where 48 / 6 would be 8
+    "mixtral-odd": shape(
+        "Mixtral",
+        sizes(hidden=48, vocab=131),
+        local_experts(5, 3),
+        heads(6, 2, 20),
+        intermediate_size=37,
+        tie_word_embeddings=True,
+        seed=5,
+    ),
+    "mixtral-window": shape("Mixtral", sizes(hidden=36, layers=3), local_experts(3, 1), heads(3, 3), sliding_window=11),
+    "mixtral-llama3-rotary": shape(
+        "Mixtral",
+        local_experts(2, 2),
+        heads(4, 1),
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    # V2-Lite: queries are not compressed; experts are chosen from all groups
+    "deepseek-v2-lite": shape(
         "DeepseekV2",
-        dict(
-            initializer_range=0.2,
-            hidden_size=36,
-            num_hidden_layers=3,
-            num_attention_heads=3,
-            num_key_value_heads=3,
-            q_lora_rank=None,
-            kv_lora_rank=20,
-            qk_nope_head_dim=10,
-            qk_rope_head_dim=6,
-            v_head_dim=14,
-            n_routed_experts=8,
-            num_experts_per_tok=3,
-            n_shared_experts=2,
-            moe_intermediate_size=13,
-            first_k_dense_replace=1,
-            topk_method="greedy",
-            n_group=2,
-            topk_group=1,
-            routed_scaling_factor=1.0,
-            max_position_embeddings=1280,
-            rope_parameters=rotary(
-                "yarn",
-                factor=40,
-                mscale=0.707,
-                mscale_all_dim=0.707,
-                beta_fast=32,
-                beta_slow=1,
-                original_max_position_embeddings=32,
-            ),
-        ),
+        sizes(hidden=36, layers=3),
+        latent(3, query=None, kv=20, key=10, rotary=6, value=14),
+        grouped_experts(8, 3, shared=2, width=13, dense=1, groups=(2, 1), scale=1.0),
+        yarn(mscale=0.707, mscale_all_dim=0.707, **DEEPSEEK_YARN),
+        topk_method="greedy",
+        max_position_embeddings=1280,
+        initializer_range=0.2,
         seed=3,
     ),
     # V2: compressed queries, experts of the best 2 of 3 groups, and cosines and sines that are scaled as well
-    "deepseek-v2": Shape(
+    "deepseek-v2": shape(
         "DeepseekV2",
-        dict(
-            hidden_size=40,
-            num_attention_heads=5,
-            num_key_value_heads=5,
-            q_lora_rank=18,
-            kv_lora_rank=24,
-            qk_nope_head_dim=12,
-            qk_rope_head_dim=8,
-            v_head_dim=9,
-            n_routed_experts=12,
-            num_experts_per_tok=4,
-            n_shared_experts=1,
-            moe_intermediate_size=17,
-            first_k_dense_replace=0,
-            topk_method="group_limited_greedy",
-            n_group=3,
-            topk_group=2,
-            routed_scaling_factor=2.5,
-            max_position_embeddings=1280,
-            rope_parameters=rotary(
-                "yarn",
-                200.0,
-                factor=40,
-                mscale=1.0,
-                mscale_all_dim=0.707,
-                beta_fast=32,
-                beta_slow=1,
-                original_max_position_embeddings=32,
-            ),
-        ),
+        sizes(hidden=40),
+        latent(5, query=18, kv=24, key=12, rotary=8, value=9),
+        grouped_experts(12, 4, shared=1, width=17, dense=0, groups=(3, 2), scale=2.5),
+        yarn(200.0, mscale=1.0, mscale_all_dim=0.707, **DEEPSEEK_YARN),
+        topk_method="group_limited_greedy",
+        max_position_embeddings=1280,
         seed=5,
     ),
-    # norms with an epsilon that shows: those of the compressed queries and latents do not use it
-    "deepseek-v2-plain-rotary": Shape(
+    # an epsilon that shows in norms: those of the compressed queries and latents do not use it
+    "deepseek-v2-plain-rotary": shape(
         "DeepseekV2",
-        dict(
-            hidden_size=33,
-            vocab_size=127,
-            num_attention_heads=3,
-            num_key_value_heads=3,
-            q_lora_rank=16,
-            kv_lora_rank=18,
-            qk_nope_head_dim=6,
-            qk_rope_head_dim=10,
-            v_head_dim=12,
-            n_routed_experts=8,
-            num_experts_per_tok=3,
-            n_shared_experts=2,
-            moe_intermediate_size=16,
-            first_k_dense_replace=1,
-            topk_method="group_limited_greedy",
-            n_group=2,
-            topk_group=1,
-            routed_scaling_factor=1.5,
-            rms_norm_eps=0.01,
-            tie_word_embeddings=True,
-            rope_parameters=rotary(rope_theta=500.0),
-        ),
+        sizes(hidden=33, vocab=127),
+        latent(3, query=16, kv=18, key=6, rotary=10, value=12),
+        grouped_experts(8, 3, shared=2, width=16, dense=1, groups=(2, 1), scale=1.5),
+        rope(rope_theta=500.0),
+        topk_method="group_limited_greedy",
+        rms_norm_eps=0.01,
+        tie_word_embeddings=True,
         seed=3,
     ),
-}
-
-DEEPSEEK_V3 = {
     # V3 and R1: experts of the best 2 of 4 groups, 3 dense layers in front
-    "deepseek-v3": Shape(
+    "deepseek-v3": shape(
         "DeepseekV3",
-        dict(
-            initializer_range=0.2,
-            hidden_size=40,
-            num_hidden_layers=4,
-            num_attention_heads=5,
-            num_key_value_heads=5,
-            q_lora_rank=18,
-            kv_lora_rank=28,
-            qk_nope_head_dim=12,
-            qk_rope_head_dim=8,
-            v_head_dim=10,
-            n_routed_experts=12,
-            num_experts_per_tok=5,
-            n_shared_experts=1,
-            moe_intermediate_size=19,
-            first_k_dense_replace=3,
-            n_group=4,
-            topk_group=2,
-            norm_topk_prob=True,
-            routed_scaling_factor=2.5,
-            max_position_embeddings=1280,
-            rope_parameters=rotary(
-                "yarn",
-                100.0,
-                factor=40,
-                mscale=1.0,
-                mscale_all_dim=1.0,
-                beta_fast=32,
-                beta_slow=1,
-                original_max_position_embeddings=32,
-            ),
-        ),
+        sizes(hidden=40, layers=4),
+        latent(5, query=18, kv=28, key=12, rotary=8, value=10),
+        grouped_experts(12, 5, shared=1, width=19, dense=3, groups=(4, 2), scale=2.5),
+        yarn(100.0, mscale=1.0, mscale_all_dim=1.0, **DEEPSEEK_YARN),
+        norm_topk_prob=True,
+        max_position_embeddings=1280,
+        initializer_range=0.2,
         seed=1,
     ),
     # Kimi and Moonlight: one group, queries that are not compressed, and a ramp of rotary frequencies without a width
-    "kimi": Shape(
+    "kimi": shape(
         "DeepseekV3",
-        dict(
-            initializer_range=0.2,
-            hidden_size=36,
-            num_hidden_layers=3,
-            num_attention_heads=3,
-            num_key_value_heads=3,
-            q_lora_rank=None,
-            kv_lora_rank=21,
-            qk_nope_head_dim=9,
-            qk_rope_head_dim=6,
-            v_head_dim=11,
-            n_routed_experts=12,
-            num_experts_per_tok=5,
-            n_shared_experts=1,
-            moe_intermediate_size=15,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=2.827,
-            max_position_embeddings=1024,
-            rope_parameters=rotary(
-                "yarn",
-                50.0,
-                factor=32.0,
-                mscale=1.0,
-                mscale_all_dim=1.0,
-                beta_fast=1.0,
-                beta_slow=1.0,
-                original_max_position_embeddings=32,
-            ),
-        ),
+        sizes(hidden=36, layers=3),
+        latent(3, query=None, kv=21, key=9, rotary=6, value=11),
+        grouped_experts(12, 5, shared=1, width=15, dense=1, groups=(1, 1), scale=2.827),
+        yarn(50.0, factor=32.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=1.0, beta_slow=1.0),
+        norm_topk_prob=True,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
         seed=8,
     ),
     # half-split rotary embedding, biases, weights that do not sum to one
-    "deepseek-v3-odd": Shape(
+    "deepseek-v3-odd": shape(
         "DeepseekV3",
-        dict(
-            hidden_size=33,
-            vocab_size=127,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            q_lora_rank=16,
-            kv_lora_rank=19,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=10,
-            v_head_dim=13,
-            n_routed_experts=6,
-            num_experts_per_tok=2,
-            n_shared_experts=2,
-            moe_intermediate_size=18,
-            first_k_dense_replace=0,
-            n_group=2,
-            topk_group=1,
-            norm_topk_prob=False,
-            routed_scaling_factor=1.5,
-            rope_interleave=False,
-            attention_bias=True,
-            rms_norm_eps=0.01,
-            tie_word_embeddings=True,
-            rope_parameters=rotary(rope_theta=500.0),
-        ),
+        sizes(hidden=33, vocab=127),
+        latent(4, query=16, kv=19, key=8, rotary=10, value=13),
+        grouped_experts(6, 2, shared=2, width=18, dense=0, groups=(2, 1), scale=1.5),
+        rope(rope_theta=500.0),
+        norm_topk_prob=False,
+        rope_interleave=False,
+        attention_bias=True,
+        rms_norm_eps=0.01,
+        tie_word_embeddings=True,
     ),
-}
-
-QWEN2_MOE = {
-    "qwen2-moe": Shape(
+    "qwen2-moe": shape(
         "Qwen2Moe",
-        dict(
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_experts=6,
-            num_experts_per_tok=2,
-            moe_intermediate_size=21,
-            shared_expert_intermediate_size=40,
-            mlp_only_layers=[1],
-            norm_topk_prob=False,
-            qkv_bias=True,
-            rope_parameters=rotary(rope_theta=1e6),
-        ),
+        sizes(layers=3),
+        heads(4, 2),
+        experts(6, 2, 21),
+        rope(rope_theta=1e6),
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+        norm_topk_prob=False,
+        qkv_bias=True,
         seed=8,
     ),
     # every second layer has experts, and the second and third a window
-    "qwen2-moe-window": Shape(
+    "qwen2-moe-window": shape(
         "Qwen2Moe",
-        dict(
-            hidden_size=36,
-            vocab_size=131,
-            num_hidden_layers=4,
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            num_experts=7,
-            num_experts_per_tok=3,
-            moe_intermediate_size=18,
-            shared_expert_intermediate_size=27,
-            decoder_sparse_step=2,
-            norm_topk_prob=True,
-            qkv_bias=True,
-            use_sliding_window=True,
-            sliding_window=9,
-            layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-            tie_word_embeddings=True,
-            rope_parameters=rotary(),
-        ),
+        sizes(hidden=36, layers=4, vocab=131),
+        heads(6, 3),
+        experts(7, 3, 18),
+        rope(),
+        shared_expert_intermediate_size=27,
+        decoder_sparse_step=2,
+        norm_topk_prob=True,
+        qkv_bias=True,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=[FULL, SLIDING, SLIDING, FULL],
+        tie_word_embeddings=True,
     ),
-}
-
-QWEN3_MOE = {
-    "qwen3-moe": Shape(
+    "qwen3-moe": shape(
         "Qwen3Moe",
-        dict(
-            hidden_size=40,
-            num_hidden_layers=3,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=10,
-            num_experts=9,
-            num_experts_per_tok=4,
-            moe_intermediate_size=17,
-            mlp_only_layers=[1],
-            norm_topk_prob=True,
-            attention_bias=False,
-            rope_parameters=rotary("yarn", 500.0, factor=16.0, original_max_position_embeddings=32),
-        ),
-        seed=0,
+        sizes(hidden=40, layers=3),
+        heads(6, 2, 10),
+        experts(9, 4, 17),
+        yarn(500.0, factor=16.0),
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+        attention_bias=False,
     ),
-    "qwen3-moe-window": Shape(
+    "qwen3-moe-window": shape(
         "Qwen3Moe",
-        dict(
-            rms_norm_eps=0.01,
-            hidden_size=36,
-            vocab_size=127,
-            num_attention_heads=3,
-            num_key_value_heads=1,
-            head_dim=16,
-            num_experts=5,
-            num_experts_per_tok=2,
-            moe_intermediate_size=22,
-            norm_topk_prob=False,
-            attention_bias=True,
-            use_sliding_window=True,
-            sliding_window=9,
-            tie_word_embeddings=True,
-            rope_parameters=rotary(),
-        ),
-        seed=0,
+        sizes(hidden=36, vocab=127),
+        heads(3, 1, 16),
+        experts(5, 2, 22),
+        rope(),
+        rms_norm_eps=0.01,
+        norm_topk_prob=False,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=9,
+        tie_word_embeddings=True,
     ),
-}
-
-OLMOE = {
-    # queries, keys and values beyond 0.8 are cut off
-    "olmoe": Shape(
+    # queries, keys and values beyond 0.8 are clipped
+    "olmoe": shape(
         "Olmoe",
-        dict(
-            intermediate_size=19,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_experts=7,
-            num_experts_per_tok=3,
-            norm_topk_prob=False,
-            clip_qkv=0.8,
-            rope_parameters=rotary(),
-        ),
+        heads(4, 2),
+        experts(7, 3),
+        rope(),
+        intermediate_size=19,
+        norm_topk_prob=False,
+        clip_qkv=0.8,
         seed=6,
     ),
-    "olmoe-odd": Shape(
+    "olmoe-odd": shape(
         "Olmoe",
-        dict(
-            rms_norm_eps=0.01,
-            hidden_size=30,
-            vocab_size=131,
-            intermediate_size=26,
-            num_hidden_layers=3,
-            num_attention_heads=3,
-            num_key_value_heads=3,
-            num_experts=5,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            attention_bias=True,
-            tie_word_embeddings=True,
-            rope_parameters=rotary(rope_theta=500.0),
-        ),
+        sizes(hidden=30, layers=3, vocab=131),
+        heads(3, 3),
+        experts(5, 2),
+        rope(rope_theta=500.0),
+        rms_norm_eps=0.01,
+        intermediate_size=26,
+        norm_topk_prob=True,
+        attention_bias=True,
+        tie_word_embeddings=True,
         seed=1,
     ),
-}
-
-GLM4_MOE = {
-    "glm4-moe": Shape(
+    "glm4-moe": shape(
         "Glm4Moe",
-        dict(
-            hidden_size=40,
-            num_hidden_layers=3,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=12,
-            n_routed_experts=8,
-            num_experts_per_tok=3,
-            n_shared_experts=1,
-            moe_intermediate_size=17,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=2.5,
-            use_qk_norm=True,
-            attention_bias=True,
-            rope_parameters=rotary(rope_theta=1e6, partial_rotary_factor=0.5),
-        ),
+        sizes(hidden=40, layers=3),
+        heads(6, 2, 12),
+        grouped_experts(8, 3, shared=1, width=17, dense=1, groups=(1, 1), scale=2.5),
+        rope(rope_theta=1e6, partial_rotary_factor=0.5),
+        norm_topk_prob=True,
+        use_qk_norm=True,
+        attention_bias=True,
         seed=11,
     ),
-    "glm4-moe-groups": Shape(
+    "glm4-moe-groups": shape(
         "Glm4Moe",
-        dict(
-            rms_norm_eps=0.01,
-            initializer_range=0.2,
-            hidden_size=36,
-            vocab_size=127,
-            num_hidden_layers=4,
-            num_attention_heads=3,
-            num_key_value_heads=1,
-            head_dim=16,
-            n_routed_experts=9,
-            num_experts_per_tok=4,
-            n_shared_experts=2,
-            moe_intermediate_size=14,
-            first_k_dense_replace=2,
-            n_group=3,
-            topk_group=2,
-            norm_topk_prob=False,
-            routed_scaling_factor=1.25,
-            use_qk_norm=False,
-            attention_bias=False,
-            tie_word_embeddings=True,
-            rope_parameters=rotary(partial_rotary_factor=0.25),
-        ),
+        sizes(hidden=36, layers=4, vocab=127),
+        heads(3, 1, 16),
+        grouped_experts(9, 4, shared=2, width=14, dense=2, groups=(3, 2), scale=1.25),
+        rope(partial_rotary_factor=0.25),
+        rms_norm_eps=0.01,
+        initializer_range=0.2,
+        norm_topk_prob=False,
+        use_qk_norm=False,
+        attention_bias=False,
+        tie_word_embeddings=True,
         seed=1,
     ),
-}
-
-GPT_OSS = {
-    "gpt-oss": Shape(
+    "gpt-oss": shape(
         "GptOss",
-        dict(
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=10,
-            intermediate_size=24,
-            num_local_experts=5,
-            num_experts_per_tok=2,
-            sliding_window=7,
-            swiglu_limit=2.0,
-            max_position_embeddings=1024,
-            rope_parameters=rotary(
-                "yarn",
-                150.0,
-                factor=32.0,
-                beta_fast=32.0,
-                beta_slow=1.0,
-                truncate=False,
-                original_max_position_embeddings=32,
-            ),
-        ),
+        sizes(layers=3),
+        heads(4, 2, 10),
+        local_experts(5, 2),
+        yarn(150.0, factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False),
+        intermediate_size=24,
+        sliding_window=7,
+        swiglu_limit=2.0,
+        max_position_embeddings=1024,
         seed=1,
     ),
-    "gpt-oss-odd": Shape(
+    "gpt-oss-odd": shape(
         "GptOss",
-        dict(
-            hidden_size=36,
-            vocab_size=131,
-            num_hidden_layers=3,
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            head_dim=8,
-            intermediate_size=21,
-            num_local_experts=4,
-            num_experts_per_tok=3,
-            sliding_window=7,
-            layer_types=["full_attention", "sliding_attention", "full_attention"],
-            swiglu_limit=1.5,
-            tie_word_embeddings=True,
-            rope_parameters=rotary(),
-        ),
+        sizes(hidden=36, layers=3, vocab=131),
+        heads(6, 3, 8),
+        local_experts(4, 3),
+        rope(),
+        intermediate_size=21,
+        sliding_window=7,
+        layer_types=[FULL, SLIDING, FULL],
+        swiglu_limit=1.5,
+        tie_word_embeddings=True,
         seed=20,
     ),
 }
 
-# Heads that can be divided over 4 tp ranks, where those of their families above cannot.
+# Heads that can be divided over 4 tp ranks, unlike those of their families above.
 DIVISIBLE = {
     "deepseek-v3-four-heads": Shape(
         "DeepseekV3",
-        DEEPSEEK_V3["deepseek-v3"].settings
-        | dict(num_hidden_layers=3, first_k_dense_replace=1, num_attention_heads=4, num_key_value_heads=4),
+        SHAPES["deepseek-v3"].settings | heads(4, 4) | dict(num_hidden_layers=3, first_k_dense_replace=1),
         seed=1,
     ),
-    "qwen3-moe-eight-heads": Shape(
-        "Qwen3Moe",
-        QWEN3_MOE["qwen3-moe"].settings | dict(num_attention_heads=8, num_key_value_heads=2),
-        seed=1,
-    ),
+    "qwen3-moe-eight-heads": Shape("Qwen3Moe", SHAPES["qwen3-moe"].settings | heads(8, 2), seed=1),
 }
-
-SHAPES = MIXTRAL | DEEPSEEK_V2 | DEEPSEEK_V3 | QWEN2_MOE | QWEN3_MOE | OLMOE | GLM4_MOE | GPT_OSS
 
 
 class Reference:
@@ -561,7 +345,7 @@ class Reference:
         self._continuations: dict[tuple[int, ...], list[int]] = {}
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """What transformers' own greedy search appends to a prompt."""
+        """Return the continuation of transformers' greedy search."""
         key = (num_tokens, *prompt)
         if key not in self._continuations:
             self._continuations[key] = self._search(prompt, num_tokens)
@@ -581,18 +365,18 @@ class Reference:
         return out[0, len(prompt) :].tolist()
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """[T, vocab_size] float32"""
+        """Return logits [T, vocab_size] float32."""
         with torch.no_grad():
             return self.model(torch.tensor([token_ids])).logits[0]
 
     def smallest_gap(self, prompt: list[int], continuation: list[int]) -> float:
-        """How far greedy search was from choosing another token than it did: between the two largest logits."""
+        """Return the smallest difference between the two largest logits of a continuation."""
         largest = self.logits(prompt + continuation[:-1])[len(prompt) - 1 :].topk(2, dim=-1)
         assert largest.indices[:, 0].tolist() == continuation
         return float((largest.values[:, 0] - largest.values[:, 1]).min())
 
     def experts(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """[T, K], of each layer that has experts: those that the router chose for each token."""
+        """Return the chosen experts [T, K] of each layer that has experts."""
         chosen: list[torch.Tensor] = []
         hooks = [
             router.register_forward_hook(lambda router, arguments, output: chosen.append(output[2]))
@@ -604,7 +388,7 @@ class Reference:
         return chosen
 
     def expert_counts(self, sequences: Sequence[list[int]]) -> list[list[int]]:
-        """By layer that has experts, by expert: how many tokens of all sequences chose it."""
+        """Return the number of tokens that chose each expert, by layer that has experts."""
         num_experts = len(self._routers()[0].weight)
         layers = zip(*map(self.experts, sequences), strict=True)
         return [sum(chosen.flatten().bincount(minlength=num_experts) for chosen in layer).tolist() for layer in layers]
@@ -615,7 +399,7 @@ class Reference:
         return routers
 
     def num_undecided(self, token_ids: list[int]) -> int:
-        """How many tokens, in all layers, would change experts if what the routers see was off by ROUTER_NOISE."""
+        """Return how many tokens would change experts, in all layers, with router inputs off by ROUTER_NOISE."""
         generator = torch.Generator().manual_seed(0)
         undecided = []
 
@@ -638,7 +422,7 @@ class Reference:
         return [torch.randint(3, self.vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
     def is_clear(self, prompt: list[int], num_tokens: int) -> bool:
-        """Whether neither its greedy tokens nor the choices of experts on the way are a matter of rounding."""
+        """Return True if neither its greedy tokens nor its experts depend on rounding."""
         continuation = self.greedy(prompt, num_tokens)
         is_separated = self.smallest_gap(prompt, continuation) > SMALLEST_GAP
         return is_separated and self.num_undecided(prompt + continuation) == 0
@@ -646,7 +430,7 @@ class Reference:
     def clear_prompts(
         self, lengths: Sequence[int], num_tokens: int, *, beginning: Sequence[int] = ()
     ) -> list[list[int]]:
-        """Clear prompts of these lengths. Those longer than `beginning` begin with it."""
+        """Return clear prompts of these lengths. Those longer than `beginning` begin with it."""
         prompts: list[list[int]] = []
         for seed in range(100 + 20 * len(lengths)):
             if len(prompts) == len(lengths):
@@ -660,7 +444,7 @@ class Reference:
 
 
 def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
-    """Random values for norms, biases and sinks, which begin as ones and zeros and would hide their absence."""
+    """Set norms, biases and sinks to random values: as ones and zeros they would hide their absence."""
     state = dict(model.named_parameters()) | {
         name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()
     }
@@ -675,7 +459,7 @@ def fill_what_transformers_leaves_plain(model: nn.Module) -> None:
 
 
 def make_reference(folder: Path, shape: Shape) -> Reference:
-    """A random checkpoint, in the layout in which its family is published."""
+    """Save a random checkpoint in the layout in which its family is published."""
     torch.manual_seed(shape.seed)
     model = shape.model().eval()
     fill_what_transformers_leaves_plain(model)
@@ -686,7 +470,7 @@ def make_reference(folder: Path, shape: Shape) -> Reference:
 
 
 def save_large_mixtral(folder: Path, *, hidden_size: int, expert_width: int, **saving: Any) -> None:
-    """A bfloat16 checkpoint of 8 layers with 8 experts, for those who measure memory."""
+    """Save a bfloat16 checkpoint of 8 layers with 8 experts, for tests that measure memory."""
     config = transformers.MixtralConfig(
         vocab_size=1000,
         hidden_size=hidden_size,
@@ -705,7 +489,7 @@ def save_large_mixtral(folder: Path, *, hidden_size: int, expert_width: int, **s
 
 
 def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of transformers 5 as those on the hub are written: older names, and keys that only some have."""
+    """Convert a config.json of transformers 5 to the style of the hub: older names, and keys that only some have."""
     values = {key: value for key, value in values.items() if key not in ("qk_head_dim", "transformers_version")}
     family = values["architectures"][0].removesuffix("ForCausalLM")
     scaling = values.pop("rope_parameters")
@@ -722,23 +506,23 @@ def in_the_style_of_the_hub(values: dict[str, Any]) -> dict[str, Any]:
         values["scoring_func"], values["topk_method"] = routing[family]
         values |= dict(moe_layer_freq=1, ep_size=1, aux_loss_alpha=0.001, seq_aux=True)
         values["auto_map"] = {"AutoModelForCausalLM": f"modeling_deepseek.{family}ForCausalLM"}
-        unheard_of = ["head_dim", "mlp_bias"]
+        absent = ["head_dim", "mlp_bias"]
         if values.get("rope_interleave"):
-            unheard_of.append("rope_interleave")
+            absent.append("rope_interleave")
     elif family == "Qwen2Moe":
         values |= dict(max_window_layers=21)
-        unheard_of = ["qkv_bias"]
+        absent = ["qkv_bias"]
         if not values["use_sliding_window"]:
             values["sliding_window"] = 32768
-            unheard_of.append("layer_types")
+            absent.append("layer_types")
     elif family == "Qwen3Moe":
         values |= dict(num_experts=values.pop("num_local_experts"), max_window_layers=48)
-        unheard_of = []
+        absent = []
     elif family == "GptOss":
         values |= dict(experts_per_token=values["num_experts_per_tok"], initial_context_length=32)
-        unheard_of = ["swiglu_alpha"]
+        absent = ["swiglu_alpha"]
         if values["layer_types"] == (["sliding_attention", "full_attention"] * 99)[: values["num_hidden_layers"]]:
-            unheard_of.append("layer_types")  # what transformers takes where nothing is said
+            absent.append("layer_types")  # transformers' default
     else:
-        unheard_of = []
-    return {key: value for key, value in values.items() if key not in unheard_of}
+        absent = []
+    return {key: value for key, value in values.items() if key not in absent}
