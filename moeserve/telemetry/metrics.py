@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-MAX_LAYERS_SHOWN = 128
 MAX_PORT = 65535
 
 _Value = Callable[[Sequence[int], Sequence[int]], float]  # of a layer's tokens by expert and by rank
@@ -59,8 +58,6 @@ class Metrics:
     """Counters over all windows and gauges of the last one, in a registry of their own.
 
     A window covers all ranks, so only one process of an engine may observe it.
-
-    A gauge has one series for each layer. With more than 128 layers it has three, labelled "min", "mean" and "max".
 
     Raises:
         SettingsError: the package prometheus_client is not installed.
@@ -143,8 +140,8 @@ class Metrics:
             epoch.add_metric([], window.placement_epoch)
             for family, (_, _, figure) in zip(of_layer, _LAYER_GAUGES, strict=True):
                 figures = list(map(figure, window.tokens_of_expert, window.tokens_of_rank))
-                for label, value in _labelled(window.layers, figures):
-                    family.add_metric([label], value)
+                for layer, value in zip(window.layers, figures, strict=True):
+                    family.add_metric([str(layer)], value)
         yield from (padding, epoch, *of_layer)
 
 
@@ -169,9 +166,3 @@ class MetricsServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def _labelled(layers: Sequence[int], figures: Sequence[float]) -> list[tuple[str, float]]:
-    if len(layers) <= MAX_LAYERS_SHOWN:
-        return [(str(layer), figure) for layer, figure in zip(layers, figures, strict=True)]
-    return [("min", min(figures)), ("mean", sum(figures) / len(figures)), ("max", max(figures))]

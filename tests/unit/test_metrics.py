@@ -85,23 +85,6 @@ def test_series_depend_on_layers_only(num_experts: int, num_ranks: int) -> None:
     assert len(series(metrics.text())) == 9 + 3 * 20
 
 
-def test_many_layers_are_summarised() -> None:
-    metrics = Metrics()
-    experts = [[8 + layer, 8 - layer % 9] for layer in range(129)]
-    window = of_counts(experts, experts)
-    metrics.observe(window)
-    figures = [2 * max(pair) / sum(pair) for pair in experts]
-    found = series(metrics.text())
-    assert len(found) == 9 + 3 * 3
-    for kind in ("expert", "rank"):
-        name = f"moeserve_{kind}_load_max_over_mean"
-        assert found[f'{name}{{layer="min"}}'] == pytest.approx(min(figures))
-        assert found[f'{name}{{layer="mean"}}'] == pytest.approx(sum(figures) / 129)
-        assert found[f'{name}{{layer="max"}}'] == pytest.approx(max(figures))
-    metrics.observe(of_counts(experts[:128], experts[:128]))
-    assert len(series(metrics.text())) == 9 + 3 * 128
-
-
 def test_registries_are_separate() -> None:
     import prometheus_client
 
