@@ -20,6 +20,7 @@ A sample is the mean of many calls in bf16; torch and C++ alternate, after a rou
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -41,17 +42,13 @@ from moeserve.bench.harness import (
     show,
 )
 from moeserve.bench.limits import measure_limits
-from moeserve.ops.attention import TorchAttention, choose_attention
-from moeserve.ops.dense_attention import attend_causally
-from moeserve.ops.latent_attention import TorchLatentAttention, choose_latent_attention
-from moeserve.ops.native import native_kernels
-from moeserve.ops.norm import add_then_norm, choose_add_rms_norm, choose_rms_norm, torch_rms_norm
-from moeserve.ops.pairs import Keys, TorchPairs, choose_pairs
-from moeserve.ops.rotary import choose_rotary, torch_rotary
-from moeserve.ops.routing import RouterConfig, TorchRouting, choose_routing
+from moeserve.ops.interfaces import AttentionShape, Keys, Rotation, RouterConfig
+from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
+KERNELS = select_kernels(torch.device("cpu"))
 DECODE_BATCHES = (1, 8, 32)
 DECODE_CONTEXT_LENS = (64, 1024, 4096)
 PREFILL_ROWS = (64, 512, 2048)
@@ -83,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("cpu_kernels", "The C++ kernels of the CPU beside torch.", rounds=20)
     parser.add_argument("--only", choices=["attention", "small_ops"], help="default: both")
     options = parser.parse_args(arguments)
-    if native_kernels() is None:
+    if KERNELS is TORCH_KERNELS:
         raise SystemExit("the C++ kernels are not built, so there is nothing to compare with torch")
     set_num_threads(options.threads)
     limits = asdict(measure_limits()) | {"float32_rate": measure_float32_rate()}
@@ -210,12 +207,19 @@ def attention_operation(shape: Shape) -> Operation:
 
     if shape.latent_size is None:
         caches = make_caches(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_size, per_layer=2)
-        kernel = attend(choose_attention("cpu", scale=scale, window=None), caches)
-        reference = attend(TorchAttention(scale=scale, window=None), caches)
+        heads = AttentionShape(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            dtype=torch.bfloat16,
+            scale=scale,
+        )
+        kernel = attend(KERNELS.make_attention(heads), caches)
+        reference = attend(TORCH_KERNELS.make_attention(heads), caches)
     else:
         caches = make_caches(num_blocks, shape.block_size, shape.head_size, per_layer=1)
-        kernel = attend(choose_latent_attention("cpu", scale=scale, latent_size=shape.latent_size), caches)
-        reference = attend(TorchLatentAttention(scale=scale, latent_size=shape.latent_size), caches)
+        kernel = attend(KERNELS.make_latent_attention(scale, shape.latent_size), caches)
+        reference = attend(TORCH_KERNELS.make_latent_attention(scale, shape.latent_size), caches)
         if shape.num_rows > 1:
             reference = _attend_expanded(shape, scale)
     return Operation(
@@ -234,7 +238,7 @@ def _attend_expanded(shape: Shape, scale: float) -> Call:
     query_RNH = torch.randn(shape.num_rows, shape.num_heads, 192).bfloat16()
     key_NCH = torch.randn(shape.num_heads, shape.context_len, 192).bfloat16()
     value_NCV = torch.randn(shape.num_heads, shape.context_len, 128).bfloat16()
-    return lambda _: attend_causally(query_RNH, key_NCH, value_NCV, scale=scale)
+    return lambda _: TORCH_KERNELS.attend_causally(query_RNH, key_NCH, value_NCV, scale=scale)
 
 
 def _make_step(shape: Shape) -> StepInputs:
@@ -270,17 +274,17 @@ def small_operations(num_rows: int) -> Iterator[Operation]:
 
     row_bytes = num_rows * WIDTH * torch.bfloat16.itemsize
     x, update, weight = draw(num_rows, WIDTH), draw(num_rows, WIDTH), draw(WIDTH)
-    norm, add_norm = choose_rms_norm("cpu"), choose_add_rms_norm("cpu")
+    norm, add_norm = KERNELS.rms_norm, KERNELS.add_rms_norm
     yield make(
         "norm",
         lambda: norm(x, weight, EPSILON),
-        lambda: torch_rms_norm(x, weight, EPSILON),
+        lambda: TORCH_KERNELS.rms_norm(x, weight, EPSILON),
         num_bytes=2 * row_bytes,
     )
     yield make(
         "add and norm",
         lambda: add_norm(x, update, weight, EPSILON),
-        lambda: add_then_norm(torch_rms_norm, x, update, weight, EPSILON),
+        lambda: TORCH_KERNELS.add_rms_norm(x, update, weight, EPSILON),
         num_bytes=4 * row_bytes,
     )
 
@@ -289,17 +293,16 @@ def small_operations(num_rows: int) -> Iterator[Operation]:
     yield make(
         "norm of heads",
         lambda: norm(query, head_weight, EPSILON),
-        lambda: torch_rms_norm(query, head_weight, EPSILON),
+        lambda: TORCH_KERNELS.rms_norm(query, head_weight, EPSILON),
         num_bytes=2 * row_bytes,
     )
     angles = torch.randn(num_rows, HEAD_SIZE // 2)
-    cosines, sines = angles.cos(), angles.sin()
-    rotary = choose_rotary("cpu")
     for name, is_interleaved in (("rotary, halves", False), ("rotary, pairs", True)):
+        rotation = Rotation(angles.cos(), angles.sin(), is_interleaved)
         yield make(
             name,
-            lambda flag=is_interleaved: rotary(query, cosines, sines, flag),  # type: ignore[misc]
-            lambda flag=is_interleaved: torch_rotary(query, cosines, sines, flag),  # type: ignore[misc]
+            functools.partial(KERNELS.apply_rope, query, rotation),
+            functools.partial(TORCH_KERNELS.apply_rope, query, rotation),
             num_bytes=2 * row_bytes,
         )
 
@@ -314,7 +317,7 @@ def small_operations(num_rows: int) -> Iterator[Operation]:
         scale=2.5,
         has_correction=True,
     )
-    router, reference = choose_routing("cpu", config), TorchRouting(config)
+    router, reference = KERNELS.make_router(config), TORCH_KERNELS.make_router(config)
     router_weight, correction = torch.randn(NUM_EXPERTS, WIDTH) * WIDTH**-0.5, torch.randn(NUM_EXPERTS) * 0.1
     yield make(
         "routing",
@@ -324,7 +327,7 @@ def small_operations(num_rows: int) -> Iterator[Operation]:
         is_float32=True,
     )
 
-    pairs, torch_pairs = choose_pairs("cpu"), TorchPairs()
+    pairs, torch_pairs = KERNELS.pairs, TORCH_KERNELS.pairs
     experts, weights = reference(x, router_weight, None, correction)
     keys = experts.flatten()
     order, _ = torch_pairs.sort(keys, Keys(NUM_EXPERTS))

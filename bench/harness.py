@@ -261,7 +261,7 @@ def _processor() -> tuple[str, set[str]]:
 
 
 def _kernel_isa() -> str | None:
-    from moeserve.ops.native import native_kernels
+    from moeserve.ops.cpu.native import native_kernels
 
     kernels = native_kernels()
     return None if kernels is None else kernels.isa()

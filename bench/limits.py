@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moeserve.ops.products import OpenWeights, can_pack, native_product, pack
+from moeserve.ops.interfaces import OpenWeights
+from moeserve.ops.select import select_kernels
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class LimitProbe:
         weight = torch.randn(matmul_size, matmul_size).bfloat16()
         self._operations = 2 * rows.numel() * matmul_size
         self._products: list[Callable[[], object]] = [lambda: torch.nn.functional.linear(rows, weight)]
-        if can_pack(open_weights := OpenWeights(weight[None])):
-            product = native_product(pack(open_weights, "bfloat16", in_place=False))
+        packing = select_kernels(torch.device("cpu")).packing
+        if packing is not None:
+            product = packing.product(packing.pack(OpenWeights(weight[None]), "bfloat16", in_place=False))
             self._products.append(lambda: product.multiply(rows))
         self.measure()  # the first pass touches pages and starts threads
 

@@ -43,11 +43,13 @@ from moeserve.bench.peers.adapters.experts import Shape, experts_method
 from moeserve.bench.peers.environments import PeerError
 from moeserve.bench.peers.peers import start_experts_peer
 from moeserve.config.settings import QuantizationName
+from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens
 from moeserve.moe.experts import Experts
-from moeserve.ops.activation import SwiGLU
-from moeserve.ops.pairs import Keys, choose_pairs
+from moeserve.ops.interfaces import Keys, SwiGLU
+from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 
 # E experts, D model width, F expert width, T rows, K experts of a row
@@ -175,15 +177,12 @@ def start_experts(name: ExpertsName, *, shape: Shape, stack: ExitStack) -> Exper
 @torch.inference_mode()
 def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
     """Return moeserve's experts, with the rows and routing that the adapters give to their engines."""
-    device, pairs = torch.device("cpu"), choose_pairs("cpu")
+    device = torch.device("cpu")
+    context = ModelContext(select_kernels(device), groups_of_one_rank(), torch.bfloat16, device)
+    pairs = context.kernels.pairs
 
     def make(gate_up_EFD: Tensor, down_EDF: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        experts = Experts(
-            *(shape.num_experts, shape.hidden, shape.width, SwiGLU()),
-            has_bias=False,
-            dtype=torch.bfloat16,
-            device=device,
-        )
+        experts = Experts(shape.num_experts, shape.hidden, shape.width, SwiGLU(), context, has_bias=False)
         allocate_weights(experts)
         for weights, source in ((experts.gate_up, gate_up_EFD), (experts.down, down_EDF)):
             weights.open.weight_eOI.copy_(source)

@@ -27,6 +27,7 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.store import start_store
 from moeserve.engine.process import gather
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.context import ModelContext
 from moeserve.machine import usable_cores
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import read_facts
@@ -34,6 +35,7 @@ from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens
 from moeserve.moe.router import Routing
+from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.processes.child import Parent
 from moeserve.processes.failures import as_error, root_cause
@@ -238,7 +240,9 @@ def time_dispatch(groups: Groups, order: TimeDispatch) -> Timing:
         "allgather": AllGatherDispatcher,
         "all_to_all": AllToAllDispatcher,
     }
-    dispatcher = kinds[order.dispatcher](groups.ep, placement, torch.device("cpu"))
+    device = torch.device("cpu")
+    context = ModelContext(select_kernels(device), groups, torch.bfloat16, device)
+    dispatcher = kinds[order.dispatcher](groups.ep, placement, context)
     hidden_TD, routing = random_tokens(order, groups.rank)
     step = _step((order.num_tokens,) * groups.ep.world_size)
 

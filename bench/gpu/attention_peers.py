@@ -9,34 +9,36 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu.shapes import AttentionShape
-from moeserve.ops.attention_peers import PEER_NAMES, Peer, PeerUnusable, open_peer
-from moeserve.ops.attention_times import AttentionProblem
+from moeserve.ops import interfaces
+from moeserve.ops.libraries.attention import LIBRARY_NAMES, open_library
+from moeserve.ops.libraries.attention_times import AttentionProblem
+from moeserve.ops.libraries.interface import AttentionLibrary, LibraryUnusable
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 
 @functools.cache
-def installed_peers(device: torch.device) -> tuple[Peer, ...]:
+def installed_peers(device: torch.device) -> tuple[AttentionLibrary, ...]:
     """Those that can be used on a GPU. Why the others cannot is printed."""
     peers = []
-    for name in PEER_NAMES if device.type == "cuda" else ():
+    for name in LIBRARY_NAMES if device.type == "cuda" else ():
         try:
-            peers.append(open_peer(name, device))
-        except PeerUnusable as error:
+            peers.append(open_library(name, device))
+        except LibraryUnusable as error:
             print(f"{name} is left out: {error}", flush=True)
     return tuple(peers)
 
 
 def problem_of(shape: AttentionShape, dtype: torch.dtype, block_size: int) -> AttentionProblem:
-    return AttentionProblem(
+    layer = interfaces.AttentionShape(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         dtype=dtype,
-        block_size=block_size,
         scale=shape.head_size**-0.5,
         window=shape.window,
         has_sinks=shape.has_sinks,
     )
+    return AttentionProblem(layer, block_size)
 
 
 def step_of(chunks: Sequence[tuple[int, int]], block_table: Tensor) -> StepInputs:

@@ -23,7 +23,7 @@ from moeserve.bench.gpu.check import (
     rounding_unit,
 )
 from moeserve.bench.gpu.shapes import ATTENTION_SHAPES, LATENT_SHAPES, VOCAB_SIZES, AttentionShape, LatentShape
-from moeserve.ops.attention_times import StepKind
+from moeserve.ops.libraries.attention_times import StepKind
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
 from moeserve.triton_kernels.paged_attention import paged_attention, write_cache
 from moeserve.triton_kernels.sampling import greedy_rows, row_maximum, sample_rows
@@ -95,7 +95,7 @@ def check_attention(place: Place) -> Iterator[Case]:
 def check_peers(place: Place) -> Iterator[Case]:
     """Attention of the libraries that are installed, in blocks of the sizes that they take.
 
-    Where no row may look there are other numbers, but numbers: see `moeserve.ops.flashinfer_attention`.
+    Where no row may look there are other numbers, but numbers: see `moeserve.ops.libraries.flashinfer`.
     """
     shapes = {"window": AttentionShape(4, 2, 64, window=11)} if place.is_small else ATTENTION_SHAPES
     cases = SMALL_CHUNKS if place.is_small else LARGE_CHUNKS
@@ -105,7 +105,7 @@ def check_peers(place: Place) -> Iterator[Case]:
         chunks = [(rows, context) for rows, context in with_empty if rows]
         problem = problem_of(shape, dtype, block_size)
         kind: StepKind = "decode" if all(rows == 1 for rows, _ in chunks) else "chunks"
-        if peer.refusal(problem, kind):
+        if peer.why_unavailable(problem, kind):
             continue
         query = place.normal(sum(rows for rows, _ in chunks), shape.num_heads, shape.head_size, dtype=dtype)
         block_table, slots = _blocks(place, chunks, block_size)
@@ -115,8 +115,8 @@ def check_peers(place: Place) -> Iterator[Case]:
         for cache, rows in zip(caches, (keys, values), strict=True):
             cache.transpose(1, 2)[slots // block_size, slots % block_size] = rows
         sinks = place.normal(shape.num_heads, scale=2.0) if shape.has_sinks else None
-        attended = peer.attend(problem, kind)(query, caches[0], caches[1], step_of(chunks, block_table), sinks)
-        expected = _attended(query, keys, values, chunks, scale=problem.scale, window=shape.window, sinks_N=sinks)
+        attended = peer.make_attend(problem, kind)(query, caches[0], caches[1], step_of(chunks, block_table), sinks)
+        expected = _attended(query, keys, values, chunks, scale=problem.shape.scale, window=shape.window, sinks_N=sinks)
         yield Case(f"{peer.label} {dtype_name(dtype)} {name}, {steps}, {block_size}", compare(attended, expected))
 
 

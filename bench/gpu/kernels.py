@@ -34,7 +34,7 @@ from moeserve.bench.gpu.shapes import (
     LatentShape,
     MoEShape,
 )
-from moeserve.ops.attention_times import OWN, StepKind
+from moeserve.ops.libraries.attention_times import OWN, StepKind
 from moeserve.triton_kernels.activation import silu_multiply
 from moeserve.triton_kernels.fp8 import quantize_blocks
 from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_fp8
@@ -358,8 +358,8 @@ def attention_calls(
     problem, step = problem_of(shape, query_TNH.dtype, block_size), step_of(chunks, table)
     kind: StepKind = "decode" if most_rows == 1 else "chunks"
     for peer in installed_peers(torch.device(DEVICE)):
-        if not peer.refusal(problem, kind):
-            attend = peer.attend(problem, kind)
+        if not peer.why_unavailable(problem, kind):
+            attend = peer.make_attend(problem, kind)
             calls[peer.label] = functools.partial(attend, query_TNH, keys, values, step, sinks_N)
     return calls
 

@@ -20,7 +20,7 @@ from moeserve.bench.gpu.attention_peers import problem_of
 from moeserve.bench.gpu.kernels import DECODE_BATCHES, attention_calls
 from moeserve.bench.gpu.limits import ColdTimer
 from moeserve.bench.gpu.shapes import AttentionShape
-from moeserve.ops.attention_times import OWN, STEP_KINDS, StepKind, fastest, save_times, times_path
+from moeserve.ops.libraries.attention_times import OWN, STEP_KINDS, StepKind, fastest, save_times, times_path
 
 Chunks = Sequence[tuple[int, int]]  # rows, and length of the context with them
 STEPS: dict[StepKind, tuple[Chunks, ...]] = {

@@ -32,8 +32,8 @@ from moeserve.interrupts import interrupts_deferred
 from moeserve.machine import usable_cores
 from moeserve.models import registry
 from moeserve.models.packed_cache_writer import wait_for_cache_writers
-from moeserve.ops import backend
-from moeserve.ops.native import native_kernels
+from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.select import supports_float8_products
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.expert_load import LoadWindow, summed
@@ -97,7 +97,7 @@ class LLM:
                 num_gpus=torch.cuda.device_count(),
                 has_nccl=torch.distributed.is_nccl_available(),
                 has_kernels=native_kernels() is not None,
-                has_float8=backend.has_float8(),
+                has_float8=supports_float8_products(),
                 cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
             ),
             expert_loads=_read_expert_loads(wanted.parallel.expert_loads, facts),

@@ -745,7 +745,7 @@ def _own_facts(model: str | None) -> NodeFacts:
 
 def _own_kernels() -> str:
     try:
-        from moeserve.ops.native import native_kernels  # brings torch, which may be missing here
+        from moeserve.ops.cpu.native import native_kernels  # brings torch, which may be missing here
     except ImportError:
         return ""
     kernels = native_kernels()

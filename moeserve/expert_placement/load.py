@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeserve.distributed.groups import Groups
 from moeserve.expert_placement.placement import Placement
-from moeserve.ops.pairs import choose_pairs
+from moeserve.layers.context import ModelContext
 from moeserve.telemetry.expert_load import LoadWindow
 
 # e local experts
@@ -27,10 +27,10 @@ NUM_FIXED = 2  # figures of each rank that are always gathered: bytes sent, nano
 class ExpertLoad:
     """The rows that this rank's experts of one layer got since the counts were last gathered."""
 
-    def __init__(self, placement: Placement, rank_in_group: int, device: torch.device) -> None:
+    def __init__(self, placement: Placement, rank_in_group: int, context: ModelContext) -> None:
         self.placement = placement
-        self.rows_e = torch.zeros(placement.num_slots[rank_in_group], dtype=torch.int64, device=device)
-        self._pairs = choose_pairs(device.type)
+        self.rows_e = torch.zeros(placement.num_slots[rank_in_group], dtype=torch.int64, device=context.device)
+        self._pairs = context.kernels.pairs
 
     def count(self, counts_e: Tensor) -> None:
         """Add the rows of one step: [e] int64."""

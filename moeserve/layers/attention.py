@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.mesh import share_of
+from moeserve.layers.context import ModelContext
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
-from moeserve.layers.rotary import Rotation
-from moeserve.layers.weights import parameter
-from moeserve.ops.attention import choose_attention
-from moeserve.ops.attention_peers import AttentionPeers
-from moeserve.ops.attention_times import AttentionProblem
+from moeserve.layers.weights import QuantizationLimits
+from moeserve.ops.interfaces import AttentionShape, Rotation
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N query heads, G key-value heads, H head size
@@ -32,20 +30,20 @@ class AttentionConfig:
     window: int | None = None  # positions that a token attends to at most, its own included
     has_bias: bool = False  # of queries, keys and values
     has_output_bias: bool = False
-    # queries and keys are normalised before they turn: each head by itself, or all of a token's heads together
+    # RMSNorm of queries and keys before rotation: of each head by itself, or of all of a token's heads together
     normalized: Literal["no", "head", "token"] = "no"
     clip: float | None = None  # queries, keys and values are clamped to ± this
     has_sinks: bool = False  # a learned score per head that takes a share of the softmax (gpt-oss)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """Whether so many tp ranks can have the same number of heads, each with the key-value heads that they read."""
+        """True if this many tp ranks can each have equally many heads with the key-value heads that they read."""
         divides = self.num_kv_heads % num_ranks == 0 or num_ranks % self.num_kv_heads == 0
         return self.num_heads % num_ranks == 0 and divides
 
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """Keys and values of one layer, block by block. [num_blocks, G, block_size, H] each."""
+    """Keys and values of one layer in blocks, [num_blocks, G, block_size, H] each."""
 
     keys: Tensor
     values: Tensor
@@ -58,43 +56,24 @@ class KeyValueCache:
 class Attention(nn.Module):
     """Each token attends to the tokens of its own request up to itself, or to the last `window` of them.
 
-    Each tp rank has a share of the heads, and a share of the output's sum.
+    Each tp rank has a share of the heads, and computes a part of the sum that is the output.
     """
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        hidden_size: int,
-        norm_epsilon: float,
-        tp: GroupCoordinator,
-        *,
-        peers: AttentionPeers | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """
-        Args:
-            tp: the ranks that divide the heads among them; see `AttentionConfig.can_divide`.
-            peers: other libraries that may attend on a GPU.
-        """
+    def __init__(self, config: AttentionConfig, hidden_size: int, norm_epsilon: float, context: ModelContext) -> None:
         super().__init__()
+        tp = context.tp
         self.config = config
-        self.dtype, self.device = dtype, device
+        self.context = context
         self.heads = share_of(config.num_heads, tp.rank_in_group, tp.world_size)
         self.kv_heads = _kv_heads_of(self.heads, config)
         num_heads, self.num_kv_heads = _length(self.heads), _length(self.kv_heads)
         query_size, kv_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
         self.projected_sizes = [query_size, kv_size, kv_size]
         first_query, first_key = self.heads.start * config.head_dim, self.kv_heads.start * config.head_dim
-        # Scores are exponents, so what goes into them keeps 8 bits.
+        # Errors in scores grow exponentially in the softmax, so queries and keys keep 8 bits.
+        limits = QuantizationLimits(8, (first_query, first_key, query_size, query_size + kv_size))
         self.query_key_value = Linear(
-            hidden_size,
-            sum(self.projected_sizes),
-            has_bias=config.has_bias,
-            least_bits=8,
-            cuts=[first_query, first_key, query_size, query_size + kv_size],
-            dtype=dtype,
-            device=device,
+            hidden_size, sum(self.projected_sizes), context, has_bias=config.has_bias, limits=limits
         )
         self.query_norm: nn.Identity | RMSNorm | TokenNorm
         self.key_norm: nn.Identity | RMSNorm | TokenNorm
@@ -102,70 +81,65 @@ class Attention(nn.Module):
             case "no":
                 self.query_norm = self.key_norm = nn.Identity()
             case "head":
-                self.query_norm = RMSNorm(config.head_dim, norm_epsilon, dtype=dtype, device=device)
-                self.key_norm = RMSNorm(config.head_dim, norm_epsilon, dtype=dtype, device=device)
+                self.query_norm = RMSNorm(config.head_dim, norm_epsilon, context)
+                self.key_norm = RMSNorm(config.head_dim, norm_epsilon, context)
             case "token":
-                self.query_norm = TokenNorm(query_size, norm_epsilon, tp, dtype=dtype, device=device)
-                self.key_norm = TokenNorm(kv_size, norm_epsilon, tp, dtype=dtype, device=device)
-        # The sinks are scores, which are float32 whatever the weights are.
-        self.sinks = parameter(num_heads, dtype=torch.float32, device=device) if config.has_sinks else None
-        has_bias = config.has_output_bias and tp.rank_in_group == 0  # added once: outputs are summed over the ranks
-        self.output = Linear(query_size, hidden_size, has_bias=has_bias, cuts=[first_query], dtype=dtype, device=device)
-        scale = config.head_dim**-0.5
-        self.backend = choose_attention(device.type, scale=scale, window=config.window)
-        if peers is not None:
-            problem = AttentionProblem(
-                num_heads=num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_size=config.head_dim,
-                dtype=dtype,
-                block_size=peers.block_size,
-                scale=scale,
-                window=config.window,
-                has_sinks=config.has_sinks,
-            )
-            self.backend = peers.beside(self.backend, problem)
+                self.query_norm = TokenNorm(query_size, norm_epsilon, context)
+                self.key_norm = TokenNorm(kv_size, norm_epsilon, context)
+        self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
+        self.output = Linear(
+            query_size,
+            hidden_size,
+            context,
+            has_bias=config.has_output_bias and tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
+            limits=QuantizationLimits(cuts=(first_query,)),
+        )
+        shape = AttentionShape(
+            num_heads=num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=config.head_dim,
+            dtype=context.dtype,
+            scale=config.head_dim**-0.5,
+            window=config.window,
+            has_sinks=config.has_sinks,
+        )
+        self.backend = context.kernels.make_attention(shape)
 
     @property
     def cache_bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.config.head_dim * self.dtype.itemsize
+        return 2 * self.num_kv_heads * self.config.head_dim * self.context.dtype.itemsize
 
     def make_cache(self, num_blocks: int, block_size: int) -> KeyValueCache:
         shape = (num_blocks, self.num_kv_heads, block_size, self.config.head_dim)
-        keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        keys, values = (torch.empty(shape, dtype=self.context.dtype, device=self.context.device) for _ in range(2))
         return KeyValueCache(keys, values)
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, cache: KeyValueCache, step: StepInputs) -> Tensor:
         projected = self.query_key_value(hidden_TD).split(self.projected_sizes, dim=-1)
-        query_TNH, key_TGH, value_TGH = (heads.unflatten(-1, (-1, self.config.head_dim)) for heads in projected)
+        size = self.config.head_dim
+        query_TNH, key_TGH, value_TGH = (rearrange(part, "T (N H) -> T N H", H=size) for part in projected)
         query_TNH, key_TGH = self.query_norm(query_TNH), self.key_norm(key_TGH)
         if self.config.clip is not None:
             limit = self.config.clip
             query_TNH, key_TGH, value_TGH = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGH))
-        query_TNH = self.backend.turn_and_write(query_TNH, key_TGH, value_TGH, rotation, cache.keys, cache.values, step)
+        query_TNH = self.backend.rotate_and_write(
+            query_TNH, key_TGH, value_TGH, rotation, cache.keys, cache.values, step
+        )
         attended_TNH = self.backend.attend(query_TNH, cache.keys, cache.values, step, self.sinks)
-        return self.output(attended_TNH.flatten(1))
+        return self.output(rearrange(attended_TNH, "T N H -> T (N H)"))
 
 
 class TokenNorm(nn.Module):
     """RMSNorm over all heads of a token together (OLMoE), those of other tp ranks included."""
 
-    def __init__(
-        self,
-        size: int,
-        epsilon: float,
-        tp: GroupCoordinator,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, size: int, epsilon: float, context: ModelContext) -> None:
         """
         Args:
-            size: values of this rank's heads, as many as any other rank's.
+            size: values of this rank's heads, as many as of any other rank's.
         """
         super().__init__()
-        self.norm = RMSNorm(size, epsilon, dtype=dtype, device=device)
-        self.tp = tp
+        self.norm = RMSNorm(size, epsilon, context)
+        self.tp = context.tp
 
     @property
     def weight(self) -> nn.Parameter:
@@ -176,13 +150,13 @@ class TokenNorm(nn.Module):
             return self.norm(heads_TNH.flatten(1)).view_as(heads_TNH)
         wide_TS = heads_TNH.flatten(1).float()
         sum_T1 = self.tp.all_reduce(wide_TS.pow(2).sum(-1, keepdim=True))  # collective: all tp ranks
-        mean_T1 = sum_T1 / (wide_TS.shape[1] * self.tp.world_size)  # copies of heads change no mean
+        mean_T1 = sum_T1 / (wide_TS.shape[1] * self.tp.world_size)  # heads that several ranks have change no mean
         normed_TS = (wide_TS * torch.rsqrt(mean_T1 + self.norm.epsilon)).to(heads_TNH.dtype)
         return (self.norm.weight * normed_TS).view_as(heads_TNH)
 
 
 def _kv_heads_of(heads: slice, config: AttentionConfig) -> slice:
-    """The key-value heads that these query heads read."""
+    """Return the key-value heads that these query heads read."""
     group = config.num_heads // config.num_kv_heads
     return slice(heads.start // group, -(-heads.stop // group))
 

@@ -1,44 +1,35 @@
-"""Matrix products with weights that stay put: projections, the token embedding, and the output head."""
+"""Projections, the token embedding, and the output head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.mesh import share_of, share_sizes
-from moeserve.layers.weights import Weights, parameter
+from moeserve.layers.context import ModelContext
+from moeserve.layers.weights import DEFAULT_LIMITS, QuantizationLimits, Weights
 
-# T tokens, I values in, O values out, V vocabulary, D model width
+# T tokens of the replica, t this tp rank's share of them, L rows of logits, I inputs, O outputs, V vocabulary, v this
+# rank's share of it, D model width
 
 
 class Linear(nn.Module):
-    """`output_TO = input_TI @ weight_OI.T + bias_O`"""
+    """output_TO = input_TI @ weight_OI.T + bias_O"""
 
     def __init__(
         self,
         num_inputs: int,
         num_outputs: int,
+        context: ModelContext,
         *,
         has_bias: bool = False,
-        least_bits: Literal[4, 8] = 4,
-        cuts: Sequence[int] = (),
-        dtype: torch.dtype,
-        device: torch.device,
+        limits: QuantizationLimits = DEFAULT_LIMITS,
     ) -> None:
-        """
-        Args:
-            least_bits: of a weight that is quantised.
-            cuts: see `Weights`.
-        """
         super().__init__()
-        self.weights = Weights(
-            1, num_outputs, num_inputs, has_bias=has_bias, least_bits=least_bits, cuts=cuts, dtype=dtype, device=device
-        )
+        self.weights = Weights((1, num_outputs, num_inputs), context, has_bias=has_bias, limits=limits)
 
     @property
     def weight(self) -> Tensor:
@@ -54,19 +45,16 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table, one for each token id. Each tp rank has a share of the vocabulary."""
+    """One row of a table for each token id. Each tp rank has a share of the vocabulary."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, tp: GroupCoordinator, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
-        self.tp = tp
-        self.share = share_of(vocab_size, tp.rank_in_group, tp.world_size)
-        num_rows = self.share.stop - self.share.start
-        self.weight = parameter(num_rows, hidden_size, dtype=dtype, device=device)
+        self.tp = context.tp
+        self.share = share_of(vocab_size, self.tp.rank_in_group, self.tp.world_size)
+        self.weight = context.parameter(self.share.stop - self.share.start, hidden_size)
 
     def forward(self, token_ids_T: Tensor, sizes: Sequence[int]) -> Tensor:
-        """This rank's share [t, D] of the tokens' rows; `sizes` are the shares of all tp ranks."""
+        """Return this rank's share [t, D] of the tokens' rows. `sizes` are the shares of all tp ranks."""
         if self.tp.world_size == 1:
             return functional.embedding(token_ids_T, self.weight)
         is_elsewhere_T = (token_ids_T < self.share.start) | (token_ids_T >= self.share.stop)
@@ -76,48 +64,33 @@ class Embedding(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """Logits of every token of the vocabulary. With tied embeddings its weight is the embedding's own."""
+    """Logits over the vocabulary. With tied embeddings, the weight is that of the embedding."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        tp: GroupCoordinator,
-        *,
-        tied_to: Embedding | None,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, context: ModelContext, *, tied_to: Embedding | None) -> None:
         super().__init__()
-        self.tp = tp
-        self.share_sizes = share_sizes(vocab_size, tp.world_size)
-        self.share = share_of(vocab_size, tp.rank_in_group, tp.world_size)
-        num_rows = self.share_sizes[tp.rank_in_group]
-        # Read once for each token, and what it says is the token: 8 bits are the least, and those of floats too few.
+        self.tp = context.tp
+        self.share_sizes = share_sizes(vocab_size, self.tp.world_size)
+        self.share = share_of(vocab_size, self.tp.rank_in_group, self.tp.world_size)
+        # The head picks the token: never quantise it below int8; fp8 is too coarse.
         self.weights = Weights(
-            1,
-            num_rows,
-            hidden_size,
-            least_bits=8,
-            cuts=None,
+            (1, self.share_sizes[self.tp.rank_in_group], hidden_size),
+            context,
+            limits=QuantizationLimits(min_bits=8, cuts=None),
             borrowed=tied_to.weight[None] if tied_to else None,
-            dtype=dtype,
-            device=device,
         )
 
     @property
     def weight(self) -> Tensor:
-        """[v, D], until it is packed; v is this rank's share of the vocabulary."""
+        """[v, D], until it is packed."""
         return self.weights.open.weight_eOI[0]
 
     def forward(self, hidden_LD: Tensor) -> Tensor:
-        """[L, vocab_size], on every tp rank. Rows are contiguous: what chooses tokens from them may rely on it."""
-        logits_LV = self.weights.product.multiply(hidden_LD)
+        """Return logits [L, V] on every tp rank, with contiguous rows, which the sampler relies on."""
+        logits_Lv = self.weights.product.multiply(hidden_LD)
         if self.tp.world_size == 1:
-            return logits_LV
-        num_rows = len(logits_LV)
+            return logits_Lv
+        num_rows = len(logits_Lv)
         sizes = [num_rows * share for share in self.share_sizes]
         # collective: all tp ranks
-        parts = self.tp.all_gather(logits_LV.flatten(), sizes).split(sizes)
-        shares_LV = [part.view(num_rows, share) for part, share in zip(parts, self.share_sizes, strict=True)]
-        return torch.cat(shares_LV, dim=1)
+        parts = self.tp.all_gather(logits_Lv.flatten(), sizes).split(sizes)
+        return torch.cat([part.view(num_rows, -1) for part in parts], dim=1)

@@ -1,32 +1,30 @@
-"""The feed-forward network that every token passes: of dense layers, and of shared experts."""
+"""The gated feed-forward network of dense layers and of shared experts."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
+from moeserve.layers.context import ModelContext
 from moeserve.layers.linear import Linear
-from moeserve.layers.weights import Weights
-from moeserve.ops.activation import SwiGLU
+from moeserve.layers.weights import QuantizationLimits, Weights
+from moeserve.ops.interfaces import SwiGLU
 
 # T tokens, D model width
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)). With a share of the width, outputs are to be summed over the shares."""
+    """down(silu(gate(x)) * up(x)). With a share of the width, outputs must be summed over the shares."""
 
-    def __init__(self, hidden_size: int, width: slice, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, width: slice, context: ModelContext) -> None:
         """
         Args:
-            width: which of the network's inner values are here.
+            width: this rank's share of the network's inner values.
         """
         super().__init__()
         self.width = width
-        num_inner, cuts = width.stop - width.start, [width.start]
-        self.gate_up = Weights(
-            1, 2 * num_inner, hidden_size, activation=SwiGLU(), cuts=cuts, dtype=dtype, device=device
-        )
-        self.down = Linear(num_inner, hidden_size, cuts=cuts, dtype=dtype, device=device)
+        num_inner, limits = width.stop - width.start, QuantizationLimits(cuts=(width.start,))
+        self.gate_up = Weights((1, 2 * num_inner, hidden_size), context, activation=SwiGLU(), limits=limits)
+        self.down = Linear(num_inner, hidden_size, context, limits=limits)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return self.down(self.gate_up.product.multiply(hidden_TD))

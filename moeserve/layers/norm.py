@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from moeserve.layers.weights import parameter
-from moeserve.ops.norm import choose_add_rms_norm, choose_rms_norm, choose_rms_norm_in_place
+from moeserve.layers.context import ModelContext
+
+# T tokens, D width of a row
 
 
 class RMSNorm(nn.Module):
     """Scales each row to unit mean square, then by a learned weight per column."""
 
-    def __init__(self, hidden_size: int, epsilon: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, epsilon: float, context: ModelContext) -> None:
         super().__init__()
-        self.weight = parameter(hidden_size, dtype=dtype, device=device)
+        self.weight = context.parameter(hidden_size)
         self.epsilon = epsilon
-        self.rms_norm = choose_rms_norm(device.type)
-        self.rms_norm_in_place = choose_rms_norm_in_place(device.type)
-        self.add_rms_norm = choose_add_rms_norm(device.type)
+        self._rms_norm = context.kernels.rms_norm
+        self._rms_norm_in_place = context.kernels.rms_norm_in_place
+        self._add_rms_norm = context.kernels.add_rms_norm
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.rms_norm(hidden_TD, self.weight, self.epsilon)
+        return self._rms_norm(hidden_TD, self.weight, self.epsilon)
 
     def in_place(self, hidden_TD: Tensor) -> None:
-        """Normalises hidden states where they are, which may be a view of something wider."""
-        self.rms_norm_in_place(hidden_TD, self.weight, self.epsilon)
+        """Normalise hidden states in their own memory, which may be a view of something wider."""
+        self._rms_norm_in_place(hidden_TD, self.weight, self.epsilon)
 
     def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states with the update, if there is one; and the same normalised."""
+        """Return the hidden states plus the update, if there is one, and the same normalised."""
         if update_TD is None:
             return hidden_TD, self(hidden_TD)
-        return self.add_rms_norm(hidden_TD, update_TD, self.weight, self.epsilon)
+        return self._add_rms_norm(hidden_TD, update_TD, self.weight, self.epsilon)

@@ -6,25 +6,23 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from moeserve.config.settings import QuantizationName
-from moeserve.distributed.coordinator import GroupCoordinator
-from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import share_of
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig
+from moeserve.layers.context import ModelContext
 from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.mlp import GatedMLP
 from moeserve.layers.norm import RMSNorm
-from moeserve.layers.rotary import Rotary, Rotation
+from moeserve.layers.rotary import Rotary
 from moeserve.layers.weights import allocate_weights
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.layer import MoEConfig, MoELayer
-from moeserve.ops.attention_peers import AttentionPeers
+from moeserve.ops.interfaces import Rotation
 from moeserve.step_inputs import StepInputs
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
@@ -45,34 +43,26 @@ class DecoderLayer(nn.Module):
         config: LayerConfig,
         hidden_size: int,
         norm_epsilon: float,
-        groups: Groups,
-        dispatchers: DispatcherFactory,
         placements: Iterator[Placement],
-        *,
-        peers: AttentionPeers | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        dispatchers: DispatcherFactory,
+        context: ModelContext,
     ) -> None:
         super().__init__()
-        self.tp = groups.tp
-        self.attention_norm = RMSNorm(hidden_size, norm_epsilon, dtype=dtype, device=device)
+        self.tp = context.tp
+        self.attention_norm = RMSNorm(hidden_size, norm_epsilon, context)
         self.attention: Attention | LatentAttention
         match config.attention:
             case AttentionConfig() as attention:
-                self.attention = Attention(
-                    attention, hidden_size, norm_epsilon, groups.tp, peers=peers, dtype=dtype, device=device
-                )
+                self.attention = Attention(attention, hidden_size, norm_epsilon, context)
             case LatentAttentionConfig() as attention:
-                self.attention = LatentAttention(attention, hidden_size, groups.tp, dtype=dtype, device=device)
-        self.feed_forward_norm = RMSNorm(hidden_size, norm_epsilon, dtype=dtype, device=device)
+                self.attention = LatentAttention(attention, hidden_size, context)
+        self.feed_forward_norm = RMSNorm(hidden_size, norm_epsilon, context)
         self.feed_forward: MoELayer | DenseFeedForward
         match config.feed_forward:
             case MoEConfig() as moe:
-                self.feed_forward = MoELayer(
-                    moe, hidden_size, next(placements), dispatchers, dtype=dtype, device=device
-                )
+                self.feed_forward = MoELayer(moe, hidden_size, next(placements), dispatchers, context)
             case MLPConfig(width=width):
-                self.feed_forward = DenseFeedForward(hidden_size, width, groups.tp, dtype=dtype, device=device)
+                self.feed_forward = DenseFeedForward(hidden_size, width, context)
 
     def forward(
         self, hidden_tD: Tensor, update_tD: Tensor | None, rotation: Rotation, cache: Any, step: StepInputs
@@ -88,13 +78,11 @@ class DecoderLayer(nn.Module):
 class DenseFeedForward(nn.Module):
     """The feed-forward network of a layer without experts. Each tp rank has a share of its width."""
 
-    def __init__(
-        self, hidden_size: int, width: int, tp: GroupCoordinator, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, hidden_size: int, width: int, context: ModelContext) -> None:
         super().__init__()
-        self.tp = tp
-        share = share_of(width, tp.rank_in_group, tp.world_size)
-        self.mlp = GatedMLP(hidden_size, share, dtype=dtype, device=device)
+        self.tp = context.tp
+        share = share_of(width, self.tp.rank_in_group, self.tp.world_size)
+        self.mlp = GatedMLP(hidden_size, share, context)
 
     def forward(self, hidden_tD: Tensor, step: StepInputs) -> Tensor:
         hidden_TD = self.tp.all_gather(hidden_tD, step.tp_sizes)  # collective: all tp ranks
@@ -108,49 +96,33 @@ class Decoder(nn.Module):
         placements: of each layer that has experts, in order, over the ranks of the ep group; see `place_experts`.
         dispatchers: carry tokens to the experts of other ranks. The worker closes them.
         quantization: what the weights are to be filled as.
-        peers: other libraries that may attend on a GPU.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        groups: Groups,
-        dispatchers: DispatcherFactory,
         placements: Sequence[Placement],
+        dispatchers: DispatcherFactory,
+        context: ModelContext,
         *,
         quantization: QuantizationName | None = None,
-        peers: AttentionPeers | None = None,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         super().__init__()
         self.config = config
-        self.groups = groups
+        self.context = context
+        self.groups = context.groups
         self.dispatchers = dispatchers
-        self.tp = groups.tp
+        self.tp = context.tp
         size, epsilon = config.hidden_size, config.norm_epsilon
-        self.embedding = Embedding(config.vocab_size, size, groups.tp, dtype=dtype, device=device)
+        self.embedding = Embedding(config.vocab_size, size, context)
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
         unused = iter(placements)
-        self.layers = [
-            DecoderLayer(
-                layer,
-                size,
-                epsilon,
-                groups,
-                dispatchers,
-                unused,
-                peers=peers,
-                dtype=dtype,
-                device=device,
-            )
-            for layer in config.layers
-        ]
+        self.layers = [DecoderLayer(layer, size, epsilon, unused, dispatchers, context) for layer in config.layers]
         self.registered_layers = nn.ModuleList(self.layers)  # so that torch finds their weights
-        self.norm = RMSNorm(size, epsilon, dtype=dtype, device=device)
+        self.norm = RMSNorm(size, epsilon, context)
         tied_to = self.embedding if config.tie_word_embeddings else None
-        self.head = OutputHead(config.vocab_size, size, groups.tp, tied_to=tied_to, dtype=dtype, device=device)
-        self.rotary = Rotary(config.rotary, device)
+        self.head = OutputHead(config.vocab_size, size, context, tied_to=tied_to)
+        self.rotary = Rotary(config.rotary, context.device)
         allocate_weights(self, quantization)
 
     def with_one_layer_of_each_kind(self) -> Decoder:

@@ -11,7 +11,7 @@ from moeserve.models.config_values import ConfigValues
 from moeserve.models.model_config import LayerConfig, MLPConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
-from moeserve.ops.routing import RouterConfig
+from moeserve.ops.interfaces import RouterConfig
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 

@@ -63,7 +63,7 @@ def adopt_state(model: nn.Module, state: Mapping[str, Tensor], quantization: Qua
     for name, parameter in parameters.items():
         parameter.data = state[name][: sizes[name]].view(parameter.dtype).view(parameter.shape)
     for name, weights in panels.items():
-        weights.adopt(state[name][: sizes[name]].view(weights.num_weights, -1), quantization)
+        weights.adopt(state[name][: sizes[name]].view(weights.shape[0], -1), quantization)
     return True
 
 

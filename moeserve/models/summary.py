@@ -5,6 +5,7 @@ The model is built without memory behind its weights (torch's meta device), so w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,12 +15,14 @@ from torch import nn
 from moeserve.config.settings import DtypeName, QuantizationName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import Weights
 from moeserve.models.decoder import Decoder
 from moeserve.models.packing import weights_of
 from moeserve.models.registry import Description
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.layer import MoEConfig, MoELayer
+from moeserve.ops.select import select_kernels
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ def summarize(
     groups = groups or groups_of_one_rank()
     if placements is None:
         placements = config.place_experts(groups.ep.world_size)
-    model = _without_memory(description, dtype, groups, placements)
+    meta = torch.device("meta")
+    context = ModelContext(select_kernels(meta), groups, getattr(torch, dtype), meta)
+    model = _without_memory(description, placements, context)
     counts = _Counts()
     is_whole_used = config.tie_word_embeddings  # by the output head
     counts.add("embedding", model.embedding, share_active=(1, 1 if is_whole_used else config.vocab_size))
@@ -109,11 +114,9 @@ class LoadingMemory:
 
 def loading_memory(
     description: Description,
-    dtype: DtypeName,
-    groups: Groups,
     placements: Sequence[Placement],
+    context: ModelContext,
     *,
-    device: str,
     quantization: QuantizationName | None,
     fills_all_first: bool = False,
 ) -> LoadingMemory:
@@ -122,13 +125,10 @@ def loading_memory(
     Args:
         fills_all_first: all weights are open before the first is packed; otherwise those of about one layer are.
     """
-    model = _without_memory(description, dtype, groups, placements, quantization)
+    model = _without_memory(description, placements, context, quantization)
     every = weights_of(model).values()
     memories = {id(weights.memory) for weights in every}
     others = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in memories)
-    if device == "cpu":
-        for weights in every:
-            _pretend_cpu(weights)
     kept = others + sum(_kept_bytes(weights, quantization) for weights in every)
     replaced = {id(weights) for weights in every if _is_replaced(weights, quantization)}
     if fills_all_first:
@@ -144,28 +144,14 @@ def loading_memory(
 
 def _without_memory(
     description: Description,
-    dtype: DtypeName,
-    groups: Groups,
     placements: Sequence[Placement],
+    context: ModelContext,
     quantization: QuantizationName | None = None,
 ) -> Decoder:
-    device = torch.device("meta")
-    dispatchers = TorchDispatchers("local" if groups.ep.world_size == 1 else "all_to_all", groups.ep, device)
-    return Decoder(
-        description.model,
-        groups,
-        dispatchers,
-        placements,
-        quantization=quantization,
-        dtype=getattr(torch, dtype),
-        device=device,
-    )
-
-
-def _pretend_cpu(weights: Weights) -> None:
-    """One number that stands for all, so that weights without memory say how they would be packed on a CPU."""
-    weight_eOI = weights.open.weight_eOI
-    weights.memory = nn.Parameter(torch.empty(1, dtype=weight_eOI.dtype).expand(weight_eOI.shape), requires_grad=False)
+    """Return the model that the context would build, on the meta device."""
+    context, ep = dataclasses.replace(context, device=torch.device("meta")), context.groups.ep
+    dispatchers = TorchDispatchers("local" if ep.world_size == 1 else "all_to_all", ep, context)
+    return Decoder(description.model, placements, dispatchers, context, quantization=quantization)
 
 
 def _kept_bytes(weights: Weights, quantization: QuantizationName | None) -> int:
@@ -175,12 +161,8 @@ def _kept_bytes(weights: Weights, quantization: QuantizationName | None) -> int:
 
 
 def _is_replaced(weights: Weights, quantization: QuantizationName | None) -> bool:
-    """Whether they are packed into other memory, and their own is given back."""
-    if weights.is_borrowed or not weights.packs:
-        return False
-    weight_eOI = weights.open.weight_eOI
-    is_same_format = weights.format(quantization) == str(weight_eOI.dtype).removeprefix("torch.")
-    return not is_same_format or weights.num_packed_bytes(quantization) != weight_eOI.nbytes
+    """True if the weights are packed into other memory, and their own is released."""
+    return weights.packs and not weights.is_borrowed and not weights.packs_in_place(quantization)
 
 
 class _Counts:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
+from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import Weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
-from moeserve.ops.activation import GatedActivation
+from moeserve.ops.interfaces import GatedActivation
 
 # R rows, S slots of each expert, D model width, e local experts
 
@@ -24,22 +24,15 @@ class Experts(nn.Module):
         hidden_size: int,
         expert_width: int,
         activation: GatedActivation,
+        context: ModelContext,
         *,
         has_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         super().__init__()
         self.gate_up = Weights(
-            num_experts,
-            2 * expert_width,
-            hidden_size,
-            has_bias=has_bias,
-            activation=activation,
-            dtype=dtype,
-            device=device,
+            (num_experts, 2 * expert_width, hidden_size), context, has_bias=has_bias, activation=activation
         )
-        self.down = Weights(num_experts, hidden_size, expert_width, has_bias=has_bias, dtype=dtype, device=device)
+        self.down = Weights((num_experts, hidden_size, expert_width), context, has_bias=has_bias)
 
     @property
     def memory_of_each(self) -> list[Tensor]:

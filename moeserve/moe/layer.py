@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from moeserve.expert_placement.load import ExpertLoad
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.moe.experts import Experts
 from moeserve.moe.router import Router
 from moeserve.moe.shared import SharedExperts, SharedExpertsConfig
-from moeserve.ops.activation import GatedActivation, SwiGLU
-from moeserve.ops.addition import choose_addition
-from moeserve.ops.routing import RouterConfig
-from moeserve.ops.side_stream import choose_aside
+from moeserve.ops.interfaces import GatedActivation, RouterConfig, SwiGLU
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width
@@ -52,31 +49,28 @@ class MoELayer(nn.Module):
         hidden_size: int,
         placement: Placement,
         dispatchers: DispatcherFactory,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        context: ModelContext,
     ) -> None:
         super().__init__()
         assert placement.num_logical == config.router.num_experts
         self.rank_in_group = dispatchers.group.rank_in_group
-        self.router = Router(config.router, hidden_size, device=device)
+        self.router = Router(config.router, hidden_size, context)
         self.experts = Experts(
             placement.num_slots[self.rank_in_group],
             hidden_size,
             config.expert_width,
             config.activation,
+            context,
             has_bias=config.has_expert_bias,
-            dtype=dtype,
-            device=device,
         )
-        self.shared_experts = (
-            None if config.shared is None else SharedExperts(config.shared, hidden_size, dtype=dtype, device=device)
-        )
+        self.shared_experts = None if config.shared is None else SharedExperts(config.shared, hidden_size, context)
         self.dispatcher = dispatchers.make(placement)
-        self.load = ExpertLoad(placement, self.rank_in_group, device)
-        self.bytes_per_token = config.router.top_k * hidden_size * dtype.itemsize  # of one row for each expert chosen
-        self.add = choose_addition(device.type)
-        self.aside = choose_aside(device.type)
+        self.load = ExpertLoad(placement, self.rank_in_group, context)
+        self.bytes_per_token = (
+            config.router.top_k * hidden_size * context.dtype.itemsize
+        )  # of one row for each expert chosen
+        self.add = context.kernels.add
+        self.side_stream = context.kernels.side_stream
 
     @property
     def placement(self) -> Placement:
@@ -103,7 +97,7 @@ class MoELayer(nn.Module):
         if step.padding is not None:
             routing = routing.without(step.padding[step.own_rows])
         pending = self.dispatcher.dispatch(hidden_TD, routing, step)
-        shared = None if self.shared_experts is None else self.aside(self.shared_experts, hidden_TD)
+        shared = None if self.shared_experts is None else self.side_stream.start(self.shared_experts, hidden_TD)
         dispatched = pending.wait()
         self.load.count(dispatched.tokens.counts_e)
         output = self.experts(dispatched.tokens)

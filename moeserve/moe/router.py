@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moeserve.layers.weights import parameter
-from moeserve.ops.routing import RouterConfig, choose_routing
+from moeserve.layers.context import ModelContext
+from moeserve.ops.interfaces import RouterConfig
 
 # T tokens, D model width, K experts per token
 
@@ -28,14 +28,14 @@ class Routing:
 class Router(nn.Module):
     """Chooses experts in float32 for any model dtype, because rounding could change the choice."""
 
-    def __init__(self, config: RouterConfig, hidden_size: int, *, device: torch.device) -> None:
+    def __init__(self, config: RouterConfig, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
         self.config = config
         num_experts, dtype = config.num_experts, torch.float32
-        self.weight = parameter(num_experts, hidden_size, dtype=dtype, device=device)
-        self.bias = parameter(num_experts, dtype=dtype, device=device) if config.has_bias else None
-        self.correction = parameter(num_experts, dtype=dtype, device=device) if config.has_correction else None
-        self.kernel = choose_routing(device.type, config)
+        self.weight = context.parameter(num_experts, hidden_size, dtype=dtype)
+        self.bias = context.parameter(num_experts, dtype=dtype) if config.has_bias else None
+        self.correction = context.parameter(num_experts, dtype=dtype) if config.has_correction else None
+        self.kernel = context.kernels.make_router(config)
 
     def forward(self, hidden_TD: Tensor) -> Routing:
         return Routing(*self.kernel(hidden_TD, self.weight, self.bias, self.correction))

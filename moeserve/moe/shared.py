@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
+from moeserve.layers.context import ModelContext
 from moeserve.layers.linear import Linear
 from moeserve.layers.mlp import GatedMLP
-from moeserve.ops.gating import choose_gating
 
 # T tokens, D model width
 
@@ -25,13 +24,11 @@ class SharedExpertsConfig:
 class SharedExperts(nn.Module):
     """Computes mlp(x), or sigmoid(gate(x)) * mlp(x)."""
 
-    def __init__(
-        self, config: SharedExpertsConfig, hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: SharedExpertsConfig, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
-        self.mlp = GatedMLP(hidden_size, slice(0, config.width), dtype=dtype, device=device)
-        self.gate = Linear(hidden_size, 1, dtype=dtype, device=device) if config.is_gated else None
-        self.scale = choose_gating(device.type)
+        self.mlp = GatedMLP(hidden_size, slice(0, config.width), context)
+        self.gate = Linear(hidden_size, 1, context) if config.is_gated else None
+        self.scale = context.kernels.gate_rows
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         output_TD = self.mlp(hidden_TD)

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Pending(Protocol):
-    """Something that is being computed."""
-
-    def wait(self) -> Tensor:
-        """The result, for whatever comes next in the stream of the caller."""
-        ...
-
-
-class Aside(Protocol):
-    """Starts `compute`, beside whatever the caller does until it waits."""
-
-    def __call__(self, compute: Callable[[Tensor], Tensor], input: Tensor) -> Pending: ...
-
-
 @dataclass(frozen=True)
 class Computed:
+    """A result that is ready."""
+
     result: Tensor
 
     def wait(self) -> Tensor:
         return self.result
 
 
-def at_once(compute: Callable[[Tensor], Tensor], input: Tensor) -> Computed:
-    """Beside nothing."""
-    return Computed(compute(input))
+class InlineStream:
+    """Computes at once, beside nothing."""
+
+    def start(self, compute: Callable[[Tensor], Tensor], input: Tensor) -> Computed:
+        return Computed(compute(input))
 
 
 @dataclass(frozen=True)
 class InStream:
+    """A result that is being computed in another CUDA stream."""
+
     result: Tensor
     stream: torch.cuda.Stream
 
@@ -48,23 +38,17 @@ class InStream:
         return self.result
 
 
-class SideStream:
-    """A second stream of a GPU.
+class CudaSideStream:
+    """A second stream of a GPU, which all layers share.
 
-    Memory is safe without more ado: whoever uses it waits, before freeing what went in; and what comes out is only
-    written again after the next start, for which the stream waits until all is read.
+    No tensor needs `record_stream`. The caller waits before it frees the input, and the stream waits for the caller
+    before it writes to the memory of an earlier result.
     """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, compute: Callable[[Tensor], Tensor], input: Tensor) -> InStream:
+    def start(self, compute: Callable[[Tensor], Tensor], input: Tensor) -> InStream:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             return InStream(compute(input), self._stream)
-
-
-@functools.cache
-def choose_aside(device: str) -> Aside:
-    """How a device type computes beside other work: one stream serves all layers."""
-    return SideStream() if device == "cuda" else at_once

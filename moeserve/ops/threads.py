@@ -1,14 +1,14 @@
-"""How many CPU threads operations use: one number for torch and for the C++ kernels, which have pools of their own."""
+"""The number of CPU threads that operations use: one for torch and for the C++ kernels, which have separate pools."""
 
 from __future__ import annotations
 
 import torch
 
-from moeserve.ops.native import native_kernels
+from moeserve.ops.cpu.native import native_kernels
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Sets the threads that an operation of this process may use, the calling one included.
+    """Set the threads that an operation of this process may use, the calling one included.
 
     Raises:
         ValueError: fewer than 1.

@@ -23,10 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeserve.distributed.groups import Groups
-from moeserve.layers.rotary import Rotation
 from moeserve.memory import Arena, without_pool
 from moeserve.models.decoder import Decoder
-from moeserve.ops.native import native_kernels
+from moeserve.ops.interfaces import Rotation
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import StepInputs
 
@@ -112,9 +111,9 @@ class CpuGraphs:
 
     def _capture(self, sizes: StepSizes, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
         """Run a step while capturing it. Return its hidden states."""
-        kernels = native_kernels()
-        assert kernels is not None
-        graph = kernels.CpuGraph(self.memory.address, self.memory.num_bytes)
+        make_graph = self.model.context.kernels.make_step_graph
+        assert make_graph is not None
+        graph = make_graph(self.memory.address, self.memory.num_bytes)
         captured = CapturedStep(
             replay=graph.replay,
             num_collectives=(),

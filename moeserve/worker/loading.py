@@ -16,6 +16,7 @@ from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import CheckpointError
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.context import ModelContext
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models import registry
 from moeserve.models.checkpoint import Checkpoint, open_checkpoint
@@ -27,8 +28,8 @@ from moeserve.models.summary import LoadingMemory, loading_memory
 from moeserve.models.weight_loading import fill_randomly, load_weights
 from moeserve.models.weight_mapping import destinations
 from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
-from moeserve.ops.attention_peers import PEER_NAMES, AttentionPeers, open_attention_peers
-from moeserve.ops.native import native_kernels
+from moeserve.ops.interfaces import Kernels
+from moeserve.ops.select import select_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -54,32 +55,21 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     placements = tuple(map(Placement.from_json, config.placements)) or description.model.place_experts(
         groups.ep.world_size, loads=config.expert_loads, num_redundant=config.num_redundant_experts
     )
+    context = ModelContext(_select_kernels(config, description, device), groups, dtype, device)
     memory = loading_memory(
         description,
-        config.dtype,
-        groups,
         placements,
-        device=config.device,
+        context,
         quantization=config.quantization,
         fills_all_first=config.load_format == "dummy",
     )
     wait_for_cache_writers(cancelled_only=True)  # they hold the weights of a deleted model
     free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
     if memory.peak > free:
-        raise CheckpointError(_too_large(config, memory, free))
+        raise CheckpointError(_too_large(config, context, memory, free))
     groups.world.barrier()  # collective: all ranks; all measure free memory before any rank fills it
-    dispatchers = _open_dispatchers(config, description, placements, groups, dtype, device)
-    peers = _attention_peers(config, description, device)
-    model = Decoder(
-        description.model,
-        groups,
-        dispatchers,
-        placements,
-        peers=peers,
-        quantization=config.quantization,
-        dtype=dtype,
-        device=device,
-    )
+    dispatchers = _open_dispatchers(config, description, placements, context)
+    model = Decoder(description.model, placements, dispatchers, context, quantization=config.quantization)
     if config.load_format == "dummy":
         packer = Packer(model, config.quantization)
         fill_randomly(model, config.seed)
@@ -94,7 +84,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         and config.device == "cpu"
         and memory.kept >= MIN_CACHED_BYTES
     )
-    key = _cache_key(config, groups, placements, checkpoint) if is_cached else ""
+    key = _cache_key(config, context, placements, checkpoint) if is_cached else ""
     if is_cached and (state := cache.load(key)) is not None:
         if adopt_state(model, state, config.quantization):
             return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
@@ -112,43 +102,43 @@ def _open_dispatchers(
     config: EngineConfig,
     description: registry.Description,
     placements: tuple[Placement, ...],
-    groups: Groups,
-    dtype: torch.dtype,
-    device: torch.device,
+    context: ModelContext,
 ) -> DispatcherFactory:
     """Open the dispatchers for all layers. Collective: all ranks."""
     moe = description.model.first_moe
     if moe is None:
-        return TorchDispatchers("local", groups.ep, device)
+        return TorchDispatchers("local", context.groups.ep, context)
     shape = DispatchShape(
         hidden_size=description.model.hidden_size,
         top_k=moe.router.top_k,
-        dtype=dtype,
+        dtype=context.dtype,
         num_slots=placements[0].num_slots,
-        max_tokens_per_rank=max(share_sizes(config.max_num_batched_tokens, groups.mesh.tp)),
+        max_tokens_per_rank=max(share_sizes(config.max_num_batched_tokens, context.groups.mesh.tp)),
     )
-    return open_dispatchers(config, shape, groups.ep, device)
+    return open_dispatchers(config, shape, context.groups.ep, context)
 
 
-def _attention_peers(
-    config: EngineConfig, description: registry.Description, device: torch.device
-) -> AttentionPeers | None:
-    """Open libraries for grouped-query attention. Latent attention always runs on our own kernels."""
+def _select_kernels(config: EngineConfig, description: registry.Description, device: torch.device) -> Kernels:
+    """Return this rank's kernels. Latent attention always runs on our own.
+
+    Raises:
+        SettingsError: the attention library that the config names cannot be used.
+    """
     if any(isinstance(layer.attention, AttentionConfig) for layer in description.model.layers):
-        return open_attention_peers(config.attention_backend, device, config.block_size)
-    if config.attention_backend in PEER_NAMES:
+        return select_kernels(device, config.attention_backend, config.block_size)
+    if config.attention_backend not in ("measured", "triton"):
         logger.info("latent attention runs on our kernels, not on %s", config.attention_backend)
-    return None
+    return select_kernels(device)
 
 
-def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
+def _too_large(config: EngineConfig, context: ModelContext, memory: LoadingMemory, free: int) -> str:
     """Return an error message for weights that do not fit, with remedies."""
     share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
     form = f"{config.dtype}, quantised to {config.quantization}" if config.quantization else config.dtype
     more = memory.peak - memory.kept
     meanwhile = f" and {shown_bytes(more)} more while they are loaded" if more else ""
     trials = ["a machine with more memory", "a smaller model"]
-    if config.device == "cpu" and config.dtype != "float16" and native_kernels() and config.quantization != "int4":
+    if context.dtype in context.kernels.batch_invariant_dtypes and config.quantization != "int4":
         trials.append('quantization="int4"' if config.quantization else 'quantization="int8" or "int4"')
     if config.device == "cuda" and config.quantization is None:
         trials.append('quantization="fp8"')
@@ -159,16 +149,18 @@ def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
     )
 
 
-def _cache_key(config: EngineConfig, groups: Groups, placements: Sequence[Placement], checkpoint: Checkpoint) -> str:
+def _cache_key(
+    config: EngineConfig, context: ModelContext, placements: Sequence[Placement], checkpoint: Checkpoint
+) -> str:
     """Return the cache key of this rank's weights, packed for this machine."""
     files = {Path(config.model_path) / "config.json", *(tensor.shard for tensor in checkpoint.tensors.values())}
-    kernels = native_kernels()
+    groups = context.groups
     return hash_key(
         PACKED_STATE_VERSION,
         fingerprint(files),
         config.dtype,
         config.quantization,
-        kernels.isa() if kernels else "none",
+        context.kernels.instruction_set,
         [groups.mesh.tp, groups.mesh.dp, groups.rank],
         [placement.logical_of_slot[groups.ep.rank_in_group] for placement in placements],
     )

@@ -46,6 +46,7 @@ class ModelRunner:
             self._join_logits(plan, step, hidden_TD)
             return StepResult(step=plan.step, chunks=[])
 
+        kernels = self.model.context.kernels
         # Computing logits is collective, so all of them are computed before any error is raised.
         specs = [chunk.sample for chunk in plan.chunks if chunk.sample is not None]
         logits_LV = self.model.logits(step.wanted_rows(hidden_TD)) if specs else None
@@ -56,12 +57,12 @@ class ModelRunner:
             for first, targets in _prompt_pieces(chunk):
                 rows_RV = self.model.logits(hidden_TD[span.first_row + first :][: len(targets)])
                 try:
-                    prompts[-1] += prompt_logprobs(rows_RV, targets, chunk.num_prompt_logprobs or 0)
+                    prompts[-1] += prompt_logprobs(rows_RV, targets, chunk.num_prompt_logprobs or 0, kernels)
                 except EngineError as error:
                     failure = failure or error
         if failure is not None:
             raise failure
-        sampled = iter([] if logits_LV is None else sample(logits_LV, specs))
+        sampled = iter([] if logits_LV is None else sample(logits_LV, specs, kernels))
         self.model.groups.raise_failure()  # the tokens are on the host, so the GPU has finished the step
         results = []
         for chunk, prompt in zip(plan.chunks, prompts, strict=True):

@@ -6,8 +6,7 @@ import functools
 
 from moeserve.config.settings import EngineConfig
 from moeserve.models.decoder import Decoder
-from moeserve.ops.dense_attention import MAX_MASK_SIZE
-from moeserve.ops.products import without_rows
+from moeserve.ops.torch.dense_attention import MAX_MASK_SIZE
 from moeserve.protocol import Chunk, SampleSpec, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.kv_cache import count_blocks
@@ -81,5 +80,5 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> StepPla
 
 def _run_without_experts(probe: ModelRunner, plan: StepPlan) -> None:
     """Run a step without the experts' products, which would be most of an engine's start."""
-    with without_rows():
+    with probe.model.context.kernels.skip_expert_products():
         probe.execute(plan, (plan.num_tokens,) * probe.context.mesh.dp)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import EngineError
-from moeserve.ops.row_maximum import choose_row_maximum
-from moeserve.ops.sampling import DrawKernel, choose_draw
+from moeserve.ops.interfaces import DrawTokens, Kernels
 from moeserve.protocol import SampleSpec, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 
@@ -39,7 +38,7 @@ class SampledToken:
     logprobs: TokenLogprobs | None  # None unless params.logprobs is set
 
 
-def sample(logits_LV: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
+def sample(logits_LV: Tensor, specs: list[SampleSpec], kernels: Kernels) -> list[SampledToken]:
     """Sample one token per row as `specs[row]` describes; see `SamplingParams` for the order of operations.
 
     Args:
@@ -49,10 +48,10 @@ def sample(logits_LV: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
         EngineError: a row contains NaN or infinity, or all of its tokens are barred.
     """
     assert logits_LV.shape[0] == len(specs), f"{logits_LV.shape[0]} rows of logits for {len(specs)} specs"
-    chosen = _most_likely_token(logits_LV).tolist()
+    chosen = _most_likely_token(logits_LV, kernels).tolist()
     not_greedy = [row for row, spec in enumerate(specs) if spec.params.temperature > 0 or _changes_scores(spec)]
     for rows in _pieces(not_greedy, logits_LV):
-        tokens = _choose(logits_LV[rows].float(), [specs[row] for row in rows])
+        tokens = _choose(logits_LV[rows].float(), [specs[row] for row in rows], kernels)
         for row, token_id in zip(rows, tokens, strict=True):
             chosen[row] = token_id
 
@@ -65,14 +64,14 @@ def sample(logits_LV: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
     return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
 
 
-def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
+def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int, kernels: Kernels) -> list[TokenLogprobs]:
     """Return the log-probabilities of `targets[row]` and of the `num_top` most likely tokens of each row.
 
     Raises:
         EngineError: a row contains NaN or infinity.
     """
     assert logits_RV.shape[0] == len(targets), f"{logits_RV.shape[0]} rows of logits for {len(targets)} targets"
-    _most_likely_token(logits_RV)
+    _most_likely_token(logits_RV, kernels)
     logprobs: list[TokenLogprobs] = []
     for rows in _pieces(list(range(len(targets))), logits_RV):
         logprobs += _token_logprobs(logits_RV[rows], [targets[row] for row in rows], [num_top] * len(rows))
@@ -84,9 +83,9 @@ def uniform(seed: int, position: int) -> float:
     return int(np.random.Philox(key=seed, counter=position).random_raw() >> 11) * 2.0**-53
 
 
-def _most_likely_token(logits_LV: Tensor) -> Tensor:
+def _most_likely_token(logits_LV: Tensor, kernels: Kernels) -> Tensor:
     """Return the token of the highest logit of each row. Raises EngineError if one is NaN or infinite."""
-    highest_L, most_likely_L = choose_row_maximum(logits_LV.device.type)(logits_LV)
+    highest_L, most_likely_L = kernels.row_maximum(logits_LV)
     for row, highest in enumerate(highest_L.tolist()):
         if not math.isfinite(highest):
             raise EngineError(
@@ -97,18 +96,18 @@ def _most_likely_token(logits_LV: Tensor) -> Tensor:
     return most_likely_L
 
 
-def _choose(scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
+def _choose(scores_RV: Tensor, specs: list[SampleSpec], kernels: Kernels) -> list[int]:
     """Sample one token per row of float32 scores, which are changed in place."""
     for row, spec in enumerate(specs):
         _adjust_scores(scores_RV[row], spec)
-    highest_R, most_likely_R = choose_row_maximum(scores_RV.device.type)(scores_RV)
+    highest_R, most_likely_R = kernels.row_maximum(scores_RV)
     if highest_R.isneginf().any():
         raise EngineError(f"all {scores_RV.shape[1]} tokens are barred, so none can be chosen; bar fewer stop tokens")
 
     chosen = most_likely_R.tolist()
     random = [row for row, spec in enumerate(specs) if spec.params.temperature > 0]
     if random:
-        drawn = _draw(scores_RV[random], highest_R[random], [specs[row] for row in random])
+        drawn = _draw(scores_RV[random], highest_R[random], [specs[row] for row in random], kernels)
         for row, token_id in zip(random, drawn, strict=True):
             chosen[row] = token_id
     return chosen
@@ -143,10 +142,10 @@ def _on(scores_V: Tensor, token_ids: list[int] | np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(token_ids, np.int64)).to(scores_V.device)
 
 
-def _draw(scores_RV: Tensor, highest_R: Tensor, specs: list[SampleSpec]) -> list[int]:
+def _draw(scores_RV: Tensor, highest_R: Tensor, specs: list[SampleSpec], kernels: Kernels) -> list[int]:
     """Draw one random token per row. Only the head of a row is sorted, unless the choice falls outside of it."""
-    if kernel := choose_draw(scores_RV.device.type):
-        return _draw_with_kernel(kernel, scores_RV, specs)
+    if kernels.draw_tokens is not None:
+        return _draw_with_kernel(kernels.draw_tokens, scores_RV, specs)
     temperatures_R = torch.tensor([spec.params.temperature for spec in specs], dtype=torch.float64)
     # Subtracting the highest before dividing avoids infinity / infinity at the smallest temperatures.
     shifted_RV = (scores_RV - highest_R[:, None]).double()
@@ -169,7 +168,7 @@ def _draw(scores_RV: Tensor, highest_R: Tensor, specs: list[SampleSpec]) -> list
     return drawn
 
 
-def _draw_with_kernel(kernel: DrawKernel, scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
+def _draw_with_kernel(kernel: DrawTokens, scores_RV: Tensor, specs: list[SampleSpec]) -> list[int]:
     params, device = [spec.params for spec in specs], scores_RV.device
 
     def of_rows(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:

@@ -18,8 +18,7 @@ from moeserve.expert_placement.load import LoadMeter
 from moeserve.expert_placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
 from moeserve.moe.dispatch.factory import DispatcherFactory
-from moeserve.ops import backend
-from moeserve.ops.native import native_kernels
+from moeserve.ops.interfaces import Kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.protocol import StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement
@@ -45,6 +44,7 @@ class Worker:
         started = time.monotonic()
         loaded = load_model(config, groups, show_progress=show_progress)
         model, layers = loaded.model, loaded.model.moe_layers
+        kernels = model.context.kernels
         self._dispatchers: DispatcherFactory | None = model.dispatchers
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
         groups.world.barrier()  # collective: all ranks; all have loaded, so what is free now is left for caches
@@ -58,7 +58,7 @@ class Worker:
         )
         replay = select_replay(config, model, groups, context)
         probe = make_probe(model, context)
-        if backend.of(config.device) == "triton":
+        if kernels.compiles_on_first_use:
             run_all_sizes(probe, config)
         rebalances = config.rebalance == "auto"
         reserved_bytes = loaded.mapped_bytes + replay.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
@@ -69,12 +69,12 @@ class Worker:
         self.rebalancer = Rebalancer(layers, groups, config.rebalance_horizon) if rebalances else None
         self._load: LoadWindow | None = None  # collected, not yet returned
         caches = model.make_caches(self.num_blocks, config.block_size)
-        if backend.of(config.device) == "triton":  # an external kernel may multiply what lies behind a context by zero
+        if kernels.needs_finite_caches:  # an external kernel may multiply what lies behind a context by zero
             for cache in caches:
                 cache.clear()
         self.runner = ModelRunner(model, context, replay.make(caches))
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
-        if groups.rank == 0 and (reason := why_not_batch_invariant(config)):
+        if groups.rank == 0 and (reason := why_not_batch_invariant(config, kernels)):
             logger.info("the last bits of a request's results may depend on what runs beside it: %s", reason)
 
     @torch.inference_mode()
@@ -137,12 +137,13 @@ class Worker:
 
 def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context: StepContext) -> ReplayFactory:
     """Choose how this rank runs its steps, once for its lifetime. All ranks choose alike."""
-    if config.device == "cpu" and not config.enforce_eager and native_kernels() and groups.supports_cpu_graphs:
+    kernels = model.context.kernels
+    if kernels.make_step_graph is not None and not config.enforce_eager and groups.supports_cpu_graphs:
         return ReplayFactory(
             reserved_bytes=lambda: MEMORY_BYTES,
             make=lambda caches: CpuGraphs(model, caches, groups, context.max_blocks),
         )
-    if backend.of(config.device) == "triton" and not config.enforce_eager and groups.supports_cuda_graphs:
+    if kernels.supports_cuda_graphs and not config.enforce_eager and groups.supports_cuda_graphs:
         sizes = graph_sizes(config.max_num_seqs, groups.mesh, model.is_capturable)
         stream = torch.cuda.Stream()
 
@@ -159,11 +160,11 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
     return ReplayFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
 
 
-def why_not_batch_invariant(config: EngineConfig) -> str | None:
+def why_not_batch_invariant(config: EngineConfig, kernels: Kernels) -> str | None:
     """Return why a request's results may depend on the batch and the layout, or None if they are equal to the bit."""
     if config.device != "cpu":
         return f"device={config.device!r}"
-    if native_kernels() is None:
+    if not kernels.batch_invariant_dtypes:
         return "the C++ kernels are missing"
     if config.dtype == "float16":
         return "dtype='float16', in which the C++ kernels do not compute"

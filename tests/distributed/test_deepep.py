@@ -17,6 +17,7 @@ import pytest
 import torch
 from deepep_stand_in import Buffer, ElasticBuffer, FirstBuffer, Refused, quantised, stand_in
 from joining import join
+from model_context import cpu_context
 from ranks import Place, Ranks
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
@@ -34,7 +35,7 @@ from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
-from moeserve.ops.routing import RouterConfig
+from moeserve.ops.interfaces import RouterConfig
 from moeserve.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
@@ -192,13 +193,13 @@ class Ground:
             shape,
             self.process_group,
             self.groups.ep,
-            CPU,
+            cpu_context(),
             is_required=True,
             is_deterministic=way.is_deterministic,
         )
         assert communicator is not None
         self.communicators.append(communicator)
-        return DeepEPDispatcher(self.groups.ep, case.placement, CPU, communicator=communicator)
+        return DeepEPDispatcher(self.groups.ep, case.placement, cpu_context(), communicator=communicator)
 
 
 @contextmanager
@@ -299,7 +300,7 @@ def faults_of_cases(place: Place, cases: list[dict[str, Any]]) -> list[str]:
     found = []
     with ground(place) as here:
         for case in (Case(**fields) for fields in cases):
-            others_TD, _ = serve(AllToAllDispatcher(here.groups.ep, case.placement, CPU), case, place.rank)
+            others_TD, _ = serve(AllToAllDispatcher(here.groups.ep, case.placement, cpu_context()), case, place.rank)
             for way in WAYS:
                 dispatcher = here.dispatcher(case, way)
                 found += faults(case, way, here, dispatcher, None if way.is_float8 else others_TD)
@@ -330,7 +331,7 @@ def open_on_one_rank(place: Place) -> list[bool]:
     )
     with ground(place) as here:
         communicators = [
-            open_communicator(package, shape, here.process_group, here.groups.ep, CPU, is_required=False)
+            open_communicator(package, shape, here.process_group, here.groups.ep, cpu_context(), is_required=False)
             for package in (broken, stand_in(ElasticBuffer))
         ]
         here.communicators += filter(None, communicators)
@@ -509,8 +510,8 @@ def faults_of_layers(place: Place) -> list[str]:
     case = Case("layer", [list(slots) for slots in placement.logical_of_slot], [[[0, 1, 2]] * 5, [[0, 1, 2]] * 3], 3)
     found = []
     with ground(place) as here, torch.inference_mode():
-        options: dict[str, Any] = dict(dtype=torch.bfloat16, device=CPU)
-        layer = MoELayer(config, WIDTH, placement, TorchDispatchers("all_to_all", here.groups.ep, CPU), **options)
+        context = cpu_context(torch.bfloat16)
+        layer = MoELayer(config, WIDTH, placement, TorchDispatchers("all_to_all", here.groups.ep, context), context)
         allocate_weights(layer)
         for name, weight in layer.named_parameters():
             weight.normal_(0.0, 0.05)

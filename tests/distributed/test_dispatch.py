@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from joining import join
+from model_context import cpu_context
 from ranks import Place, Ranks
 from thread_ranks import Record, Table, ThreadGroup, run
 from torch import Tensor
@@ -33,8 +34,7 @@ from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
-from moeserve.ops.pairs import PairKernels
-from moeserve.ops.routing import RouterConfig
+from moeserve.ops.interfaces import PairKernels, RouterConfig
 from moeserve.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
@@ -91,11 +91,11 @@ def expert_output(rows_RD: Tensor, logical: int) -> Tensor:
 def make_dispatcher(name: str, group: Any, placement: Placement) -> Dispatcher[Any]:
     match name:
         case "local":
-            return LocalDispatcher(placement, CPU)
+            return LocalDispatcher(placement, cpu_context())
         case "allgather":
-            return AllGatherDispatcher(group, placement, CPU)
+            return AllGatherDispatcher(group, placement, cpu_context())
         case _:
-            return AllToAllDispatcher(group, placement, CPU)
+            return AllToAllDispatcher(group, placement, cpu_context())
 
 
 def check_expected_rows(tokens: PackedTokens | SlottedTokens, case: Case, rank: int) -> None:
@@ -282,7 +282,9 @@ def test_copies_take_turns() -> None:
     """Also where each rank has a single token, as in decoding."""
     for tokens in ([[[0]] * 8, [], [], []], [[[0]]] * 4, [[[0]] * 3, [[0]], [[0]] * 4, []]):
         case = Case([[0], [0, 1], [0], [0]], 2, tokens, 1)
-        ranks = run(4, lambda group, case=case: serve(group, case, AllToAllDispatcher(group, case.placement, CPU)))
+        ranks = run(
+            4, lambda group, case=case: serve(group, case, make_dispatcher("all_to_all", group, case.placement))
+        )
         num_each = sum(map(len, tokens)) // 4
         assert [counts for _, counts in ranks] == [[num_each], [num_each, 0], [num_each], [num_each]]
 
@@ -314,7 +316,7 @@ def test_bytes_that_travel() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_which_steps_are_small(dtype: torch.dtype) -> None:
     """All tokens of all ranks count, so ranks agree."""
-    dispatcher = AllToAllDispatcher(cast(Any, ThreadGroup(Table(2), 0)), CASES["one token"].placement, CPU)
+    dispatcher = AllToAllDispatcher(cast(Any, ThreadGroup(Table(2), 0)), CASES["one token"].placement, cpu_context())
     most = allgather.MAX_SMALL_BYTES // (4 * WIDTH * dtype.itemsize)
     routing = Routing(torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, 4))
     for others, is_small in ((0, True), (most - 3, True), (most - 2, False)):
@@ -394,7 +396,7 @@ def test_the_host_asks_once(case_name: str, name: str, is_small: bool) -> None:
 def test_what_graphs_know_by_its_address_stays() -> None:
     """Graphs of small steps are replayed after a larger one has come: what they read may not have been given up."""
     case = CASES["one rank"]
-    dispatcher = AllGatherDispatcher(group_of_one("ep"), case.placement, CPU)
+    dispatcher = AllGatherDispatcher(group_of_one("ep"), case.placement, cpu_context())
 
     def address(num_tokens: int) -> int:
         hidden_TD, routing = (
@@ -420,13 +422,12 @@ def test_which_steps_graphs_hold(name: Any) -> None:
     config = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), expert_width=6)
     placement = CASES["one token"].placement
     group = cast(Any, ThreadGroup(Table(2), 0))
-    options: dict[str, Any] = dict(dtype=torch.bfloat16, device=CPU)
-    layer = MoELayer(config, 64, placement, TorchDispatchers(name, group, CPU), **options)
+    layer = MoELayer(config, 64, placement, TorchDispatchers(name, group, cpu_context()), cpu_context(torch.bfloat16))
     most = allgather.MAX_CAPTURED_BYTES // (2 * 64 * 2)
     assert layer.is_capturable((most // 2, most // 2))
     assert not layer.is_capturable((most // 2, most // 2 + 1))
-    one = TorchDispatchers("local", group_of_one("ep"), CPU)
-    alone = MoELayer(config, 64, Placement.even(4, 1), one, **options)
+    one = TorchDispatchers("local", group_of_one("ep"), cpu_context())
+    alone = MoELayer(config, 64, Placement.even(4, 1), one, cpu_context(torch.bfloat16))
     assert alone.is_capturable((2 * most,))
 
 
@@ -445,9 +446,12 @@ def test_layer(dispatcher: Any, placement: Placement) -> None:
         has_expert_bias=True,
         shared=SharedExpertsConfig(width=7, is_gated=True),
     )
-    options: dict[str, Any] = dict(dtype=torch.float32, device=CPU)
     whole = MoELayer(
-        config, WIDTH, Placement.even(10, 1), TorchDispatchers("local", group_of_one("ep"), CPU), **options
+        config,
+        WIDTH,
+        Placement.even(10, 1),
+        TorchDispatchers("local", group_of_one("ep"), cpu_context()),
+        cpu_context(),
     )
     allocate_weights(whole)
     for weight in whole.parameters():
@@ -456,7 +460,7 @@ def test_layer(dispatcher: Any, placement: Placement) -> None:
     expected = whole(torch.cat(hidden), cast(Any, StepOf((13,)))).split([5, 0, 1, 7])
 
     def life(group: Any) -> Tensor:
-        layer = MoELayer(config, WIDTH, placement, TorchDispatchers(dispatcher, group, CPU), **options)
+        layer = MoELayer(config, WIDTH, placement, TorchDispatchers(dispatcher, group, cpu_context()), cpu_context())
         allocate_weights(layer)
         slots = list(placement.logical_of_slot[group.rank_in_group])
         assert layer.experts.gate_up.open.weight_eOI.shape == (len(slots), 12, WIDTH)

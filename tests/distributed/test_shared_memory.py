@@ -29,7 +29,7 @@ from moeserve.distributed import handshake, shared_memory
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.distributed.transport import TransportUnavailable, sum_in_order
 from moeserve.errors import DistributedError
-from moeserve.ops.native import native_kernels
+from moeserve.ops.cpu.native import native_kernels
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
 SMALL_SLOTS = dict(NUM_SLOTS=2, SLOT_BYTES=512)  # nearly everything is longer than all of them together

@@ -12,7 +12,7 @@ from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
 from moeserve.memory import Arena
-from moeserve.ops.native import native_kernels
+from moeserve.ops.cpu.native import native_kernels
 from moeserve.worker import cpu_graphs
 from moeserve.worker.cpu_graphs import CapturedStep, CpuGraphs, OnlyKernels, StepSizes
 

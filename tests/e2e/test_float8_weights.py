@@ -5,6 +5,8 @@ What is loaded is looked at, and nothing is computed with it: that is in tests/t
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from float8_checkpoints import encoded_and_decoded, large, write
+from model_context import cpu_context
 from reference_models import Reference, make_reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,8 +30,8 @@ from moeserve.models.summary import loading_memory
 from moeserve.models.weight_loading import fill_randomly, load_weights, whole
 from moeserve.models.weight_mapping import destinations
 from moeserve.moe.dispatch.factory import TorchDispatchers
-from moeserve.ops import backend
-from moeserve.ops.products import allocate
+from moeserve.ops import select
+from moeserve.ops.torch.table import TORCH_KERNELS, allocate_weights
 
 FLOAT8 = torch.float8_e4m3fn
 Stored = dict[str, Tensor]
@@ -37,7 +40,7 @@ Stored = dict[str, Tensor]
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There, weights stay open."""
-    monkeypatch.setattr(backend, "of", lambda device: "torch")
+    monkeypatch.setitem(select.TABLES, "cpu", lambda: TORCH_KERNELS)
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +70,10 @@ def deepseek(original: Callable[[str], Reference], tmp_path_factory: pytest.Temp
 def built(folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantization: Any = "fp8") -> Decoder:
     description = registry.describe(folder)
     groups = unconnected(Mesh(tp=tp, dp=dp), rank)
-    return Decoder(
-        description.model,
-        groups,
-        TorchDispatchers("local" if tp * dp == 1 else "all_to_all", groups.ep, torch.device("cpu")),
-        description.model.place_experts(tp * dp),
-        quantization=quantization,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
+    context = cpu_context(torch.bfloat16, groups)
+    dispatchers = TorchDispatchers("local" if tp * dp == 1 else "all_to_all", groups.ep, context)
+    placements = description.model.place_experts(tp * dp)
+    return Decoder(description.model, placements, dispatchers, context, quantization=quantization)
 
 
 @torch.inference_mode()
@@ -155,7 +153,8 @@ def all_bytes(model: Decoder) -> int:
 def counted(folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantization: Any = "fp8") -> int:
     description = registry.describe(folder)
     groups, placements = unconnected(Mesh(tp=tp, dp=dp), rank), description.model.place_experts(tp * dp)
-    memory = loading_memory(description, "bfloat16", groups, placements, device="cuda", quantization=quantization)
+    context = dataclasses.replace(cpu_context(torch.bfloat16, groups), kernels=TORCH_KERNELS)
+    memory = loading_memory(description, placements, context, quantization=quantization)
     assert memory.peak == memory.kept
     return memory.kept
 
@@ -202,12 +201,13 @@ def test_nothing_is_allocated_beside_what_is_kept(
 ) -> None:
     allocated = []
 
-    def recorded(*shape: int, **options: Any) -> Tensor:
-        memory = allocate(*shape, **options)
+    def recorded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        memory = allocate_weights(shape, dtype, device)
         allocated.append(memory.nbytes)
         return memory
 
-    monkeypatch.setattr("moeserve.layers.weights.allocate", recorded)
+    table = dataclasses.replace(TORCH_KERNELS, allocate_weights=recorded)
+    monkeypatch.setitem(select.TABLES, "cpu", lambda: table)
     model = built(original(name).folder)
     assert bytes_in_blocks(model) < sum(allocated) <= all_bytes(model)
 
@@ -260,15 +260,9 @@ def test_other_checkpoints_are_quantised_within_half_a_step(
 @torch.inference_mode()
 def loaded_as_float32(folder: Path) -> Decoder:
     description = registry.describe(folder)
-    groups = unconnected(Mesh(tp=1, dp=1), 0)
-    model = Decoder(
-        description.model,
-        groups,
-        TorchDispatchers("local", groups.ep, torch.device("cpu")),
-        description.model.place_experts(1),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    context = cpu_context()
+    dispatchers = TorchDispatchers("local", context.groups.ep, context)
+    model = Decoder(description.model, description.model.place_experts(1), dispatchers, context)
     checkpoint = open_checkpoint(folder, description.weight_format)
     load_weights(checkpoint, destinations(model, description.family, checkpoint.names), show_progress=False)
     return model
@@ -343,14 +337,14 @@ def test_on_a_gpu_the_log_tells_of_keeping_blocks(
 
 def test_which_gpus_multiply_8_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, family, expected in (
-        ((9, 0), "triton", True),
-        ((8, 9), "triton", True),
-        ((8, 6), "triton", False),
-        ((9, 0), "torch", False),
+    for capability, has_triton, expected in (
+        ((9, 0), True, True),
+        ((8, 9), True, True),
+        ((8, 6), True, False),
+        ((9, 0), False, False),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        monkeypatch.setattr(backend, "of", lambda device, family=family: family)
-        assert backend.has_float8() == expected
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=has_triton: found or None)
+        assert select.supports_float8_products() == expected
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not backend.has_float8()
+    assert not select.supports_float8_products()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_context import cpu_context
 from reference_models import SHAPES, Reference, make_reference, save_large_mixtral
 
 from moeserve import LLM
@@ -22,8 +23,8 @@ from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models import registry
 from moeserve.models.packing import packed_state
 from moeserve.models.summary import LoadingMemory, loading_memory
-from moeserve.ops import backend, products
-from moeserve.ops.native import native_kernels
+from moeserve.ops import select
+from moeserve.ops.cpu.native import native_kernels
 from moeserve.worker import loading
 
 needs_kernels = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
@@ -33,10 +34,8 @@ def counted(folder: Path, dtype: Any, quantization: Any, fills_all_first: bool =
     description = registry.describe(folder)
     return loading_memory(
         description,
-        dtype,
-        groups_of_one_rank(),
         description.model.place_experts(1),
-        device="cpu",
+        cpu_context(getattr(torch, dtype)),
         quantization=quantization,
         fills_all_first=fills_all_first,
     )
@@ -64,8 +63,7 @@ def test_bytes_counted_are_bytes_loaded(reference: Reference, dtype: str, quanti
 def test_without_kernels_weights_take_what_they_have_parameters(
     tmp_path: Path, is_tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "native_kernels", lambda: None)
-    monkeypatch.setattr(backend, "native_kernels", lambda: None)
+    monkeypatch.setattr(select, "native_kernels", lambda: None)
     shape = SHAPES["mixtral"]
     shape = dataclasses.replace(shape, settings=shape.settings | {"tie_word_embeddings": is_tied})
     reference = make_reference(tmp_path, shape)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.native import native_kernels
+from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
@@ -18,6 +19,7 @@ NUM_SPARE_BLOCKS = 3
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "avx512_bf16")
 
 kernels = native_kernels()
+KERNELS = select_kernels(torch.device("cpu"))
 needs_kernels = pytest.mark.skipif(kernels is None, reason="moeserve._cpu is not built")
 
 

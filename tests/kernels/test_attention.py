@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 import random
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 import torch
 from paged_steps import (
     INSTRUCTION_SETS,
+    KERNELS,
     NUM_SPARE_BLOCKS,
     drawn_chunks,
     kernels,
@@ -32,15 +32,11 @@ from paged_steps import (
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from moeserve.ops import attention, backend, dense_attention
-from moeserve.ops.attention import (
-    AttentionBackend,
-    CpuAttention,
-    TorchAttention,
-    choose_attention,
-)
-from moeserve.ops.dense_attention import visible_positions
+from moeserve.ops.interfaces import AttentionBackend, AttentionShape
 from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch import dense_attention
+from moeserve.ops.torch.dense_attention import visible_positions
+from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size; R rows of one chunk, C positions of its context
@@ -73,7 +69,7 @@ def _settings_restored() -> Iterator[None]:
 def choose(request: pytest.FixtureRequest) -> ChooseBackend:
     """Makes a backend: the reference, or C++ with one instruction set."""
     if request.param == "torch":
-        return TorchAttention
+        return make_torch
     return choose_with(request.param)
 
 
@@ -84,7 +80,20 @@ def choose_native(request: pytest.FixtureRequest) -> ChooseBackend:
 
 def choose_with(isa: str) -> ChooseBackend:
     use_instruction_set(isa)
-    return lambda **arguments: choose_attention("cpu", **arguments)
+    return make_native
+
+
+def make_native(*, scale: float, window: int | None) -> AttentionBackend:
+    return KERNELS.make_attention(shape_of(scale, window))
+
+
+def make_torch(*, scale: float, window: int | None) -> AttentionBackend:
+    return TORCH_KERNELS.make_attention(shape_of(scale, window))
+
+
+def shape_of(scale: float, window: int | None) -> AttentionShape:
+    """Return a shape of which a backend on the CPU reads the scale and the window alone."""
+    return AttentionShape(num_heads=0, num_kv_heads=0, head_size=0, dtype=torch.float32, scale=scale, window=window)
 
 
 def make_case(
@@ -228,7 +237,7 @@ def test_rows_divided_to_keep_the_mask_small_give_the_same(
     expected = expected_attention(case)
     for max_mask_size in (300, 1):
         monkeypatch.setattr(dense_attention, "MAX_MASK_SIZE", max_mask_size)
-        torch.testing.assert_close(attend(TorchAttention, case).double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(attend(make_torch, case).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 600])
@@ -572,7 +581,7 @@ def test_wrong_arguments_are_refused(argument: str, wrong: Callable[..., object]
 def test_wrong_slots_are_refused(slot: int) -> None:
     cache = torch.zeros(10, 2, 16, 64)
     step = dataclasses.replace(make_step([], [], 16), cache_slots=torch.tensor([3, slot]))
-    backend = choose_attention("cpu", scale=1.0, window=None)
+    backend = make_native(scale=1.0, window=None)
     with pytest.raises(ValueError, match=f"has slot {slot}"):
         backend.write(torch.ones(2, 2, 64), torch.ones(2, 2, 64), cache, cache, step)
     assert not cache.any()
@@ -598,23 +607,6 @@ def test_unknown_instruction_set_is_refused() -> None:
 def test_fewer_threads_than_one_are_refused(num_threads: int) -> None:
     with pytest.raises(ValueError, match=f"num_threads={num_threads}"):
         set_num_threads(num_threads)
-
-
-# The choice
-
-
-@needs_kernels
-def test_cpu_uses_the_kernels() -> None:
-    assert isinstance(choose_attention("cpu", scale=1.0, window=None), CpuAttention)
-
-
-def test_cpu_without_kernels_uses_torch_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(backend, "native_kernels", lambda: None)
-    with caplog.at_level(logging.INFO, logger=attention.__name__):
-        assert isinstance(choose_attention("cpu", scale=1.0, window=None), TorchAttention)
-    assert "not built" in caplog.text
 
 
 # Threads

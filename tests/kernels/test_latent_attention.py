@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import pytest
 import torch
 from paged_steps import (
     INSTRUCTION_SETS,
+    KERNELS,
     NUM_SPARE_BLOCKS,
     drawn_chunks,
     make_step,
@@ -27,14 +27,10 @@ from paged_steps import (
 )
 from torch import Tensor
 
-from moeserve.ops import backend, dense_attention, latent_attention
-from moeserve.ops.latent_attention import (
-    CpuLatentAttention,
-    LatentAttentionBackend,
-    TorchLatentAttention,
-    choose_latent_attention,
-)
+from moeserve.ops.interfaces import LatentAttentionBackend
 from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch import dense_attention
+from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, L latent size, P size of a cached vector; C positions of one chunk's context
@@ -64,15 +60,23 @@ def _settings_restored() -> Iterator[None]:
 def choose(request: pytest.FixtureRequest) -> ChooseBackend:
     """Makes a backend: the reference, or C++ with one instruction set."""
     if request.param == "torch":
-        return TorchLatentAttention
+        return make_torch
     use_instruction_set(request.param)
-    return functools.partial(choose_latent_attention, "cpu")
+    return make_native
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def choose_native(request: pytest.FixtureRequest) -> ChooseBackend:
     use_instruction_set(request.param)
-    return functools.partial(choose_latent_attention, "cpu")
+    return make_native
+
+
+def make_native(*, scale: float, latent_size: int) -> LatentAttentionBackend:
+    return KERNELS.make_latent_attention(scale, latent_size)
+
+
+def make_torch(*, scale: float, latent_size: int) -> LatentAttentionBackend:
+    return TORCH_KERNELS.make_latent_attention(scale, latent_size)
 
 
 def make_case(
@@ -161,7 +165,7 @@ def test_bfloat16_rounds_only_the_result_and_weights(choose: ChooseBackend, seed
     expected, spread = expected_with_spread(case)
     actual = attend(choose, case)
     assert actual.dtype == torch.bfloat16
-    has_rounded_weights = choose is not TorchLatentAttention and rounds_weights()
+    has_rounded_weights = choose is not make_torch and rounds_weights()
     assert within_bfloat16_rounding(actual, expected, spread if has_rounded_weights else None)
 
 
@@ -191,7 +195,7 @@ def test_the_reference_leaves_chunks_of_more_rows_zero(max_rows: int) -> None:
     for span in case.step.spans:
         if span.num_rows > max_rows:
             expected[span.first_row : span.first_row + span.num_rows] = 0
-    actual = attend(TorchLatentAttention, case, max_rows).double()
+    actual = attend(make_torch, case, max_rows).double()
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(actual == 0, expected == 0)
 
@@ -200,7 +204,7 @@ def test_queries_divided_to_keep_the_scores_small_give_the_same(monkeypatch: pyt
     case = make_case([(20, 90), (11, 11)], num_heads=6, latent_size=32, rotary_size=8)
     for max_mask_size in (1000, 1):
         monkeypatch.setattr(dense_attention, "MAX_MASK_SIZE", max_mask_size)
-        actual = attend(TorchLatentAttention, case)
+        actual = attend(make_torch, case)
         torch.testing.assert_close(actual.double(), expected_attention(case), atol=1e-5, rtol=1e-5)
 
 
@@ -359,7 +363,7 @@ def test_a_slot_outside_the_cache_is_refused() -> None:
     cache = torch.zeros(10, 16, 20)
     step = dataclasses.replace(make_step([], [], 16), cache_slots=torch.tensor([3, 160]))
     with pytest.raises(ValueError, match="has slot 160"):
-        choose_latent_attention("cpu", scale=1.0, latent_size=16).write(torch.ones(2, 20), cache, step)
+        make_native(scale=1.0, latent_size=16).write(torch.ones(2, 20), cache, step)
     assert not cache.any()
 
 
@@ -367,21 +371,4 @@ def test_a_slot_outside_the_cache_is_refused() -> None:
 def test_a_latent_larger_than_the_vectors_is_refused() -> None:
     case = make_case([(1, 20)], num_heads=4, latent_size=24, rotary_size=8)
     with pytest.raises(ValueError, match="value_size=33, but a row of the cache has 32"):
-        attend(functools.partial(choose_latent_attention, "cpu"), dataclasses.replace(case, latent_size=33))
-
-
-# The choice
-
-
-@needs_kernels
-def test_cpu_uses_the_kernels() -> None:
-    assert isinstance(choose_latent_attention("cpu", scale=1.0, latent_size=16), CpuLatentAttention)
-
-
-def test_cpu_without_kernels_uses_torch_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(backend, "native_kernels", lambda: None)
-    with caplog.at_level(logging.INFO, logger=latent_attention.__name__):
-        assert isinstance(choose_latent_attention("cpu", scale=1.0, latent_size=16), TorchLatentAttention)
-    assert "not built" in caplog.text
+        attend(make_native, dataclasses.replace(case, latent_size=33))

@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored, use_instruction_set
+from paged_steps import (
+    INSTRUCTION_SETS,
+    KERNELS,
+    kernels,
+    needs_kernels,
+    same_bytes,
+    settings_restored,
+    use_instruction_set,
+)
 from torch import Tensor
 
-from moeserve.ops import backend
-from moeserve.ops.addition import choose_addition
 from moeserve.ops.threads import set_num_threads
 
 
@@ -27,7 +33,7 @@ def test_sum(shape: tuple[int, int], dtype: torch.dtype) -> None:
     a, b = torch.randn(shape).to(dtype), (torch.randn(shape) * 100).to(dtype)
     before = a.clone(), b.clone()
     set_num_threads(3)
-    assert same_bytes(choose_addition("cpu")(a, b), a + b)
+    assert same_bytes(KERNELS.add(a, b), a + b)
     assert same_bytes(a, before[0])
     assert same_bytes(b, before[1])
 
@@ -36,15 +42,9 @@ def test_nan_and_infinity() -> None:
     a = torch.tensor([[float("nan"), float("inf"), float("inf"), 1.0]])
     b = torch.tensor([[1.0, float("-inf"), 1.0, float("-inf")]])
     for dtype in (torch.float32, torch.bfloat16):
-        total = choose_addition("cpu")(a.to(dtype), b.to(dtype))
+        total = KERNELS.add(a.to(dtype), b.to(dtype))
         assert total.isnan().tolist() == [[True, True, False, False]]
         assert total[0, 2:].tolist() == [float("inf"), float("-inf")]
-
-
-def test_without_kernels_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_addition("meta") is torch.add
-    monkeypatch.setattr(backend, "native_kernels", lambda: None)
-    assert choose_addition("cpu") is torch.add
 
 
 @needs_kernels

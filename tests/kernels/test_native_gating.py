@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored, use_instruction_set
+from paged_steps import (
+    INSTRUCTION_SETS,
+    KERNELS,
+    kernels,
+    needs_kernels,
+    same_bytes,
+    settings_restored,
+    use_instruction_set,
+)
 from torch import Tensor
 
-from moeserve.ops import backend
-from moeserve.ops.gating import choose_gating, torch_gating
 from moeserve.ops.threads import set_num_threads
 
 
@@ -27,14 +33,14 @@ def test_gated_rows(shape: tuple[int, int], dtype: torch.dtype, tolerance: float
     gates, rows = (torch.randn(shape[0], 1) * 20).to(dtype), torch.randn(shape).to(dtype)
     set_num_threads(3)
     expected = gates.double().sigmoid() * rows.double() if tolerance else gates.sigmoid() * rows
-    assert torch.allclose(choose_gating("cpu")(gates, rows).to(expected.dtype), expected, rtol=tolerance, atol=0)
+    assert torch.allclose(KERNELS.gate_rows(gates, rows).to(expected.dtype), expected, rtol=tolerance, atol=0)
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_bytes_that_it_has_alone(dtype: torch.dtype) -> None:
     gates, rows = torch.randn(301, 1).to(dtype), torch.randn(301, 45).to(dtype)
-    scale = choose_gating("cpu")
+    scale = KERNELS.gate_rows
     together = scale(gates, rows)
     for t in range(301):
         assert same_bytes(together[t : t + 1], scale(gates[t : t + 1], rows[t : t + 1]))
@@ -43,18 +49,12 @@ def test_a_row_has_the_bytes_that_it_has_alone(dtype: torch.dtype) -> None:
 def test_far_gates() -> None:
     gates = torch.tensor([[float("nan")], [float("inf")], [float("-inf")], [200.0], [-80.0], [0.0]])
     for dtype in (torch.float32, torch.bfloat16):
-        scaled = choose_gating("cpu")(gates.to(dtype), torch.full((6, 3), 2.0, dtype=dtype)).float()
+        scaled = KERNELS.gate_rows(gates.to(dtype), torch.full((6, 3), 2.0, dtype=dtype)).float()
         assert scaled[0].isnan().all()
         assert scaled[1].tolist() == scaled[3].tolist() == [2.0] * 3
         assert scaled[2].abs().max() < 1e-37
         assert torch.allclose(scaled[4], torch.tensor(2 * 1.8048514e-35), rtol=2**-7)
         assert scaled[5].tolist() == [1.0] * 3
-
-
-def test_without_kernels_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_gating("meta") is torch_gating
-    monkeypatch.setattr(backend, "native_kernels", lambda: None)
-    assert choose_gating("cpu") is torch_gating
 
 
 @needs_kernels

@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored, use_instruction_set
+from paged_steps import (
+    INSTRUCTION_SETS,
+    KERNELS,
+    kernels,
+    needs_kernels,
+    same_bytes,
+    settings_restored,
+    use_instruction_set,
+)
 from torch import Tensor
 
-from moeserve.ops import backend
-from moeserve.ops.norm import (
-    add_then_norm,
-    choose_add_rms_norm,
-    choose_rms_norm,
-    choose_rms_norm_in_place,
-    torch_rms_norm,
-)
 from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch.table import TORCH_KERNELS
 
 # T tokens, N heads, H head size, D width of a row
 
@@ -46,7 +47,7 @@ def assert_is_norm(actual: Tensor, x: Tensor, weight: Tensor) -> None:
         torch.testing.assert_close(actual.double(), exactly(x, weight), atol=1e-6, rtol=1e-6)
     else:
         # Both round at the same two places, so only the order of the sum differs: rarely, a number lands a step away.
-        expected = torch_rms_norm(x, weight, EPSILON)
+        expected = TORCH_KERNELS.rms_norm(x, weight, EPSILON)
         torch.testing.assert_close(actual.double(), expected.double(), atol=1e-6, rtol=2**-7)
         assert actual.numel() == 0 or (actual != expected).float().mean() <= 0.01
 
@@ -68,7 +69,7 @@ def random_rows(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_norm(dtype: torch.dtype, seed: int) -> None:
     x, weight = random_rows(seed, dtype)
     before = x.clone()
-    assert_is_norm(choose_rms_norm("cpu")(x, weight, EPSILON), x, weight)
+    assert_is_norm(KERNELS.rms_norm(x, weight, EPSILON), x, weight)
     assert same_bytes(x, before)
 
 
@@ -78,10 +79,10 @@ def test_norm_after_an_addition(dtype: torch.dtype, seed: int) -> None:
     x, weight = random_rows(seed, dtype)
     update = torch.randn(x.shape).to(dtype) * 3
     before = x.clone(), update.clone()
-    total, normed = choose_add_rms_norm("cpu")(x, update, weight, EPSILON)
+    total, normed = KERNELS.add_rms_norm(x, update, weight, EPSILON)
     assert same_bytes(total, x + update)
     assert_is_norm(normed, x + update, weight)
-    assert same_bytes(normed, choose_rms_norm("cpu")(total, weight, EPSILON))
+    assert same_bytes(normed, KERNELS.rms_norm(total, weight, EPSILON))
     assert same_bytes(x, before[0])
     assert same_bytes(update, before[1])
 
@@ -92,8 +93,8 @@ def test_norm_in_place(dtype: torch.dtype, seed: int) -> None:
     """The rows may be views, of which the rest stays as it is."""
     wide = torch.randn(5, 100).to(dtype)
     before, x, weight = wide.clone(), wide[:, 3 : 60 + seed], torch.randn(57 + seed).to(dtype)
-    expected = choose_rms_norm("cpu")(x, weight, EPSILON)
-    choose_rms_norm_in_place("cpu")(x, weight, EPSILON)
+    expected = KERNELS.rms_norm(x, weight, EPSILON)
+    KERNELS.rms_norm_in_place(x, weight, EPSILON)
     assert same_bytes(x, expected)
     assert same_bytes(wide[:, :3], before[:, :3])
     assert same_bytes(wide[:, 60 + seed :], before[:, 60 + seed :])
@@ -105,47 +106,39 @@ def test_a_row_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(dtype: t
     torch.manual_seed(width)
     x, update, weight = (torch.randn(shape).to(dtype) for shape in ((700, width), (700, width), (width,)))
     set_num_threads(1)
-    totals, normed = choose_add_rms_norm("cpu")(x, update, weight, EPSILON)
+    totals, normed = KERNELS.add_rms_norm(x, update, weight, EPSILON)
     for num_threads in (2, 3, 8):
         set_num_threads(num_threads)
-        again = choose_add_rms_norm("cpu")(x, update, weight, EPSILON)
+        again = KERNELS.add_rms_norm(x, update, weight, EPSILON)
         assert same_bytes(again[0], totals)
         assert same_bytes(again[1], normed)
     for row in (0, 1, 350, 699):
-        alone = choose_add_rms_norm("cpu")(x[row : row + 1], update[row : row + 1], weight, EPSILON)
+        alone = KERNELS.add_rms_norm(x[row : row + 1], update[row : row + 1], weight, EPSILON)
         assert same_bytes(alone[1], normed[row : row + 1])
-    assert same_bytes(choose_add_rms_norm("cpu")(x[3:9], update[3:9], weight, EPSILON)[1], normed[3:9])
+    assert same_bytes(KERNELS.add_rms_norm(x[3:9], update[3:9], weight, EPSILON)[1], normed[3:9])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, 70).to(dtype), torch.ones(70, dtype=dtype)
-    expected = choose_rms_norm("cpu")(x, weight, EPSILON)
+    expected = KERNELS.rms_norm(x, weight, EPSILON)
     x[1, 69], x[3, 0] = float("nan"), float("inf")
-    actual = choose_rms_norm("cpu")(x, weight, EPSILON)
+    actual = KERNELS.rms_norm(x, weight, EPSILON)
     assert actual[1].isnan().all()
     assert actual[3, 0].isnan()
     assert same_bytes(actual[[0, 2, 4]], expected[[0, 2, 4]])
 
 
 def test_zeros_stay_zeros() -> None:
-    assert not choose_rms_norm("cpu")(torch.zeros(2, 33), torch.ones(33), EPSILON).any()
+    assert not KERNELS.rms_norm(torch.zeros(2, 33), torch.ones(33), EPSILON).any()
 
 
 def test_float16_is_the_reference() -> None:
     x, weight = torch.randn(3, 40).half(), torch.randn(40).half()
-    assert same_bytes(choose_rms_norm("cpu")(x, weight, EPSILON), torch_rms_norm(x, weight, EPSILON))
-    total, normed = choose_add_rms_norm("cpu")(x, x, weight, EPSILON)
+    assert same_bytes(KERNELS.rms_norm(x, weight, EPSILON), TORCH_KERNELS.rms_norm(x, weight, EPSILON))
+    total, normed = KERNELS.add_rms_norm(x, x, weight, EPSILON)
     assert same_bytes(total, x + x)
-    assert same_bytes(normed, torch_rms_norm(x + x, weight, EPSILON))
-
-
-def test_without_kernels_it_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "native_kernels", lambda: None)
-    assert choose_rms_norm("cpu") is torch_rms_norm
-    x, weight = torch.randn(3, 40), torch.randn(40)
-    expected = add_then_norm(torch_rms_norm, x, x, weight, EPSILON)
-    assert all(map(same_bytes, choose_add_rms_norm("cpu")(x, x, weight, EPSILON), expected))
+    assert same_bytes(normed, TORCH_KERNELS.rms_norm(x + x, weight, EPSILON))
 
 
 @needs_kernels

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored, use_instruction_set
+from paged_steps import (
+    INSTRUCTION_SETS,
+    KERNELS,
+    kernels,
+    needs_kernels,
+    same_bytes,
+    settings_restored,
+    use_instruction_set,
+)
 from torch import Tensor
 
-from moeserve.ops import backend
-from moeserve.ops.pairs import CpuPairs, Keys, PairKernels, TorchPairs, choose_pairs
+from moeserve.ops.interfaces import Keys, PairKernels
 from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch.pairs import TorchPairs
 
 # T tokens, D model width, K experts per token, P pairs = T * K, R pairs that are not padding
 
@@ -27,7 +35,7 @@ def operations(request: pytest.FixtureRequest) -> Iterator[PairKernels]:
             yield TorchPairs()
         else:
             use_instruction_set(request.param)
-            yield choose_pairs("cpu")
+            yield KERNELS.pairs
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -166,13 +174,6 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
         own_pairs = pairs_R[rows] - token * top_k
         alone_TD = operations.weighted_sum(output_RD[rows], own_pairs, weights_TK[token : token + 1], dtype)
         assert same_bytes(alone_TD[0], expected_TD[token])
-
-
-def test_without_kernels_it_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(choose_pairs("meta"), TorchPairs)
-    assert kernels is None or isinstance(choose_pairs("cpu"), CpuPairs)
-    monkeypatch.setattr(backend, "native_kernels", lambda: None)
-    assert isinstance(choose_pairs("cpu"), TorchPairs)
 
 
 SORT = dict(

@@ -7,12 +7,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored, use_instruction_set
+from paged_steps import (
+    INSTRUCTION_SETS,
+    KERNELS,
+    kernels,
+    needs_kernels,
+    same_bytes,
+    settings_restored,
+    use_instruction_set,
+)
 from torch import Tensor
 
-from moeserve.ops import backend
-from moeserve.ops.rotary import choose_rotary, torch_rotary
+from moeserve.ops.interfaces import Rotation
 from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch.table import TORCH_KERNELS
 
 # T tokens, N heads, H head size, F rotated pairs
 
@@ -58,9 +66,9 @@ def test_heads_of_a_projection_turn_where_they_lie(seed: int, dtype: torch.dtype
     cosines_TF, sines_TF = angles(num_tokens, num_pairs)
     heads_TNH = projected[:, 1 : 1 + num_heads, before:]
     expected = exactly(heads_TNH, cosines_TF, sines_TF, is_interleaved)
-    reference = torch_rotary(heads_TNH, cosines_TF, sines_TF, is_interleaved)
+    reference = TORCH_KERNELS.apply_rope(heads_TNH, Rotation(cosines_TF, sines_TF, is_interleaved))
 
-    turned = choose_rotary("cpu")(heads_TNH, cosines_TF, sines_TF, is_interleaved)
+    turned = KERNELS.apply_rope(heads_TNH, Rotation(cosines_TF, sines_TF, is_interleaved))
     assert turned.dtype == dtype
     if kernels is not None:
         assert turned.data_ptr() == heads_TNH.data_ptr()
@@ -83,7 +91,9 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
     cosines_TF, sines_TF = angles(900, 21)
 
     def turned(tokens: slice) -> Tensor:
-        return choose_rotary("cpu")(heads_TNH[tokens].clone(), cosines_TF[tokens], sines_TF[tokens], is_interleaved)
+        return KERNELS.apply_rope(
+            heads_TNH[tokens].clone(), Rotation(cosines_TF[tokens], sines_TF[tokens], is_interleaved)
+        )
 
     set_num_threads(1)
     expected = turned(slice(None))
@@ -102,10 +112,10 @@ def test_result_in_a_part_of_something_wider(dtype: torch.dtype, is_interleaved:
     heads_TNH, out_TNH = source_TNH[..., 8:], target_TNH[..., 28:]
     before, left, turning = source_TNH.clone(), target_TNH[..., :28].clone(), heads_TNH.clone()
     angle_pairs = angles(5, 32)
-    for kernel in (choose_rotary("cpu"), torch_rotary):
-        result = kernel(heads_TNH, *angle_pairs, is_interleaved, out_TNH)
+    for kernel in (KERNELS.apply_rope, TORCH_KERNELS.apply_rope):
+        result = kernel(heads_TNH, Rotation(*angle_pairs, is_interleaved), out_TNH)
         assert result.data_ptr() == out_TNH.data_ptr()
-        torch.testing.assert_close(out_TNH, torch_rotary(turning, *angle_pairs, is_interleaved))
+        torch.testing.assert_close(out_TNH, TORCH_KERNELS.apply_rope(turning, Rotation(*angle_pairs, is_interleaved)))
         assert same_bytes(source_TNH, before)
         assert same_bytes(target_TNH[..., :28], left)
 
@@ -113,20 +123,14 @@ def test_result_in_a_part_of_something_wider(dtype: torch.dtype, is_interleaved:
 def test_nan_stays_in_its_pair() -> None:
     heads_TNH = torch.randn(2, 3, 64)
     heads_TNH[1, 2, 5] = float("nan")
-    turned = choose_rotary("cpu")(heads_TNH, *angles(2, 32), False)
+    turned = KERNELS.apply_rope(heads_TNH, Rotation(*angles(2, 32), False))
     assert turned.isnan().nonzero().tolist() == [[1, 2, 5], [1, 2, 37]]
 
 
 def test_float16_is_the_reference() -> None:
     heads_TNH, (cosines_TF, sines_TF) = torch.randn(3, 2, 8).half(), angles(3, 4)
-    expected = torch_rotary(heads_TNH, cosines_TF, sines_TF, True)
-    assert same_bytes(choose_rotary("cpu")(heads_TNH, cosines_TF, sines_TF, True), expected)
-
-
-def test_without_kernels_it_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_rotary("meta") is torch_rotary
-    monkeypatch.setattr(backend, "native_kernels", lambda: None)
-    assert choose_rotary("cpu") is torch_rotary
+    expected = TORCH_KERNELS.apply_rope(heads_TNH, Rotation(cosines_TF, sines_TF, True))
+    assert same_bytes(KERNELS.apply_rope(heads_TNH, Rotation(cosines_TF, sines_TF, True)), expected)
 
 
 @needs_kernels

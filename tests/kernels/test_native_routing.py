@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, same_bytes, settings_restored, use_instruction_set
+from paged_steps import (
+    INSTRUCTION_SETS,
+    KERNELS,
+    kernels,
+    needs_kernels,
+    same_bytes,
+    settings_restored,
+    use_instruction_set,
+)
 from torch import Tensor
 
-from moeserve.ops import backend
-from moeserve.ops.routing import CpuRouting, RouterConfig, TorchRouting, choose_routing
+from moeserve.ops.interfaces import RouterConfig
 from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch.table import TORCH_KERNELS
 
 # T tokens, D model width, E experts, K experts per token
 
@@ -82,8 +90,8 @@ def test_choice_and_weights_are_the_references(seed: int, dtype: torch.dtype) ->
     is_clear_T = gaps(config, tensors) > 2e-6  # no rounding can change the order of any two
     tensors[0] = tensors[0][is_clear_T][:num_tokens]
     assert len(tensors[0]) >= 0.5 * num_tokens
-    experts_TK, weights_TK = choose_routing("cpu", config)(*tensors)
-    expected_experts_TK, expected_weights_TK = TorchRouting(config)(*tensors)
+    experts_TK, weights_TK = KERNELS.make_router(config)(*tensors)
+    expected_experts_TK, expected_weights_TK = TORCH_KERNELS.make_router(config)(*tensors)
     assert experts_TK.dtype == torch.int64
     assert weights_TK.dtype == torch.float32
     assert torch.equal(experts_TK, expected_experts_TK)
@@ -112,7 +120,7 @@ def test_of_equal_experts_the_lowest_come_first(
 ) -> None:
     config = RouterConfig(num_experts=len(logits), top_k=top_k, scoring=scoring)
     hidden_TD, weight_ED = logits_as_hidden([logits] * 3)
-    experts_TK, _ = choose_routing("cpu", config)(hidden_TD, weight_ED, None, None)
+    experts_TK, _ = KERNELS.make_router(config)(hidden_TD, weight_ED, None, None)
     assert experts_TK.tolist() == [chosen] * 3
 
 
@@ -128,7 +136,7 @@ def test_of_equal_groups_the_lowest_come_first(experts_rating_group: Any) -> Non
         experts_rating_group=experts_rating_group,
     )
     hidden_TD, weight_ED = logits_as_hidden([[1.0, 2.0] * 10, [0.0, 0.0] * 8 + [5.0, 5.0] * 2])
-    experts_TK, _ = choose_routing("cpu", config)(hidden_TD, weight_ED, None, None)
+    experts_TK, _ = KERNELS.make_router(config)(hidden_TD, weight_ED, None, None)
     assert experts_TK.tolist() == [[1, 3, 0], [16, 17, 18]]
 
 
@@ -144,7 +152,7 @@ def test_a_group_is_rated_by_one_or_by_two() -> None:
             num_chosen_groups=1,
             experts_rating_group=experts_rating_group,
         )
-        experts_TK, _ = choose_routing("cpu", config)(hidden_TD, weight_ED, None, None)
+        experts_TK, _ = KERNELS.make_router(config)(hidden_TD, weight_ED, None, None)
         assert experts_TK.tolist() == [chosen]
 
 
@@ -153,7 +161,7 @@ def test_corrections_below_all_ranks_of_other_groups_stay_behind_them() -> None:
     config = RouterConfig(num_experts=4, top_k=2, num_groups=2, num_chosen_groups=1, has_correction=True)
     hidden_TD, weight_ED = logits_as_hidden([[0.0, 5.0, 1.0, 2.0]])
     correction_E = torch.tensor([-3e38, 10.0, 9.0, 9.0])
-    experts_TK, _ = choose_routing("cpu", config)(hidden_TD, weight_ED, None, correction_E)
+    experts_TK, _ = KERNELS.make_router(config)(hidden_TD, weight_ED, None, correction_E)
     assert experts_TK.tolist() == [[1, 0]]
 
 
@@ -165,16 +173,16 @@ def test_far_apart_logits_keep_their_order(scoring: Any) -> None:
         logits[1] = -1.0
     config = RouterConfig(num_experts=8, top_k=8 if scoring == "softmax" else 3, scoring=scoring)
     hidden_TD, weight_ED = logits_as_hidden([logits])
-    experts_TK, weights_TK = choose_routing("cpu", config)(hidden_TD, weight_ED, None, None)
+    experts_TK, weights_TK = KERNELS.make_router(config)(hidden_TD, weight_ED, None, None)
     assert experts_TK[0].tolist() == [1, 3, 6, 4, 5, 0, 2, 7][: config.top_k]
-    torch.testing.assert_close(weights_TK, TorchRouting(config)(hidden_TD, weight_ED, None, None)[1])
+    torch.testing.assert_close(weights_TK, TORCH_KERNELS.make_router(config)(hidden_TD, weight_ED, None, None)[1])
 
 
 def test_large_logits_give_finite_weights() -> None:
     for scoring in ("softmax", "sigmoid", "softmax_of_chosen"):
         config = RouterConfig(num_experts=4, top_k=4, scoring=scoring, is_normalized=True)
         hidden_TD, weight_ED = logits_as_hidden([[3e38, -3e38, 1e4, -1e4], [-3e38, -1e30, -1e4, -1e4]])
-        _, weights_TK = choose_routing("cpu", config)(hidden_TD, weight_ED, None, None)
+        _, weights_TK = KERNELS.make_router(config)(hidden_TD, weight_ED, None, None)
         assert weights_TK.isfinite().all()
 
 
@@ -184,7 +192,7 @@ def test_nan_shows_in_the_weights_and_stays_in_its_token(scoring: Any, bad: floa
     torch.manual_seed(0)
     config = RouterConfig(num_experts=40, top_k=4, scoring=scoring, num_groups=4, num_chosen_groups=2)
     hidden_TD, weight_ED, _, _ = random_tensors(config, 30, 50, torch.float32)
-    kernel = choose_routing("cpu", config)
+    kernel = KERNELS.make_router(config)
     experts_TK, weights_TK = kernel(hidden_TD, weight_ED, None, None)
     hidden_TD[7, 20], hidden_TD[7, 21] = bad, -bad
     bad_experts_TK, bad_weights_TK = kernel(hidden_TD, weight_ED, None, None)
@@ -204,28 +212,21 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
     torch.manual_seed(0)
     config = RouterConfig(num_experts=num_experts, top_k=6, scoring="sigmoid", is_normalized=True)
     hidden_TD, weight_ED, _, _ = random_tensors(config, 150, width, dtype)
-    kernel = choose_routing("cpu", config)
+    kernel = KERNELS.make_router(config)
     set_num_threads(1)
     expected = kernel(hidden_TD, weight_ED, None, None)
     for num_threads in (1, 2, 3, 8):
         set_num_threads(num_threads)
         for tokens in (slice(None), *(slice(first, first + size) for first in (0, 77) for size in (1, 2, 3, 16, 33))):
             actual = kernel(hidden_TD[tokens], weight_ED, None, None)
-            if isinstance(kernel, CpuRouting):
+            if KERNELS.batch_invariant_dtypes:
                 assert all(map(same_bytes, actual, [part[tokens] for part in expected])), f"{num_threads}, {tokens}"
 
 
 def test_float16_is_the_reference() -> None:
     config = RouterConfig(num_experts=6, top_k=2)
     tensors = random_tensors(config, 5, 20, torch.float16)
-    assert all(map(same_bytes, choose_routing("cpu", config)(*tensors), TorchRouting(config)(*tensors)))
-
-
-def test_without_kernels_it_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RouterConfig(num_experts=6, top_k=2)
-    assert isinstance(choose_routing("meta", config), TorchRouting)
-    monkeypatch.setattr(backend, "native_kernels", lambda: None)
-    assert isinstance(choose_routing("cpu", config), TorchRouting)
+    assert all(map(same_bytes, KERNELS.make_router(config)(*tensors), TORCH_KERNELS.make_router(config)(*tensors)))
 
 
 @needs_kernels
@@ -276,4 +277,4 @@ def test_wrong_arguments_are_refused(argument: str, wrong: Callable[[Any], Any],
 def test_more_experts_than_there_are_cannot_be_chosen() -> None:
     config = RouterConfig(num_experts=3, top_k=4)
     with pytest.raises(ValueError, match="top_k=4, but there are 3 experts"):
-        choose_routing("cpu", config)(*random_tensors(config, 2, 5, torch.float32))
+        KERNELS.make_router(config)(*random_tensors(config, 2, 5, torch.float32))

@@ -5,27 +5,25 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
-from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, settings_restored, use_instruction_set
+from paged_steps import INSTRUCTION_SETS, KERNELS, kernels, needs_kernels, settings_restored, use_instruction_set
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.activation import ClampedSwiGLU, GatedActivation, SwiGLU
-from moeserve.ops.products import (
-    NativeProduct,
+from moeserve.ops.interfaces import (
+    ClampedSwiGLU,
+    GatedActivation,
     OpenWeights,
     PackedFormat,
     PackedWeights,
     Product,
-    TorchProduct,
-    native_product,
-    pack,
-    without_rows,
+    SwiGLU,
 )
 from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch.products import TorchProduct
 
 pytestmark = needs_kernels
 
@@ -72,7 +70,15 @@ def make(
 
 
 def packed_copy(weights: OpenWeights, packed_format: PackedFormat) -> PackedWeights:
-    return pack(OpenWeights(weights.weight_eOI.clone(), weights.bias_eO, weights.activation), packed_format)
+    assert KERNELS.packing is not None
+    return KERNELS.packing.pack(
+        OpenWeights(weights.weight_eOI.clone(), weights.bias_eO, weights.activation), packed_format
+    )
+
+
+def native_product(packed: PackedWeights) -> Product:
+    assert KERNELS.packing is not None
+    return KERNELS.packing.product(packed)
 
 
 def unpacked(packed: PackedWeights) -> Tensor:
@@ -159,7 +165,8 @@ def test_packing_only_moves_values(packed_format: PackedFormat) -> None:
 def test_packing_in_place_takes_no_memory() -> None:
     weights = make(2, 128, 64, torch.bfloat16)
     copy = weights.weight_eOI.clone()
-    packed = pack(weights, "bfloat16")
+    assert KERNELS.packing is not None
+    packed = KERNELS.packing.pack(weights, "bfloat16", in_place=True)
     assert packed.panels.data_ptr() == weights.weight_eOI.data_ptr()
     assert torch.equal(unpacked(packed), copy.double())
 
@@ -252,7 +259,7 @@ def test_rows_can_be_left_out_by_one_thread() -> None:
     rows_RI, counts_e = rows_and_counts([3, 5], 32, torch.float32)
     expected = product.multiply_rows(rows_RI, counts_e)
     of_another: list[Tensor] = []
-    with without_rows():
+    with KERNELS.skip_expert_products():
         left_out = product.multiply_rows(rows_RI, counts_e)
         other = threading.Thread(target=lambda: of_another.append(product.multiply_rows(rows_RI, counts_e)))
         other.start()
@@ -307,7 +314,7 @@ def test_input_may_be_part_of_wider_rows() -> None:
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[str, Tensor], message: str) -> None:
-    native: NativeProduct = native_product(packed_copy(make(1, 64, 32, torch.float32), "float32"))
+    native: Any = native_product(packed_copy(make(1, 64, 32, torch.float32), "float32"))
     arguments = dict(input_=torch.zeros(2, 32), counts=torch.tensor([2]), output=torch.zeros(2, 64)) | change
     with pytest.raises(ValueError, match=message):
         native.weights.multiply_rows(arguments["input_"], arguments["counts"], False, arguments["output"])

@@ -8,26 +8,27 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from paged_steps import INSTRUCTION_SETS, kernels, needs_kernels, settings_restored, use_instruction_set
+from paged_steps import INSTRUCTION_SETS, KERNELS, kernels, needs_kernels, settings_restored, use_instruction_set
 from torch import Tensor
 
-from moeserve.ops.row_maximum import RowMaximumKernel, choose_row_maximum, torch_row_maximum
+from moeserve.ops.interfaces import RowMaximum
 from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch.table import TORCH_KERNELS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(params=["torch", *INSTRUCTION_SETS])
-def row_maximum(request: pytest.FixtureRequest) -> Iterator[RowMaximumKernel]:
+def row_maximum(request: pytest.FixtureRequest) -> Iterator[RowMaximum]:
     with settings_restored():
         if request.param == "torch":
-            yield torch_row_maximum
+            yield TORCH_KERNELS.row_maximum
         else:
             use_instruction_set(request.param)
-            yield choose_row_maximum("cpu")
+            yield KERNELS.row_maximum
 
 
-def assert_found(row_maximum: RowMaximumKernel, rows: Tensor) -> None:
+def assert_found(row_maximum: RowMaximum, rows: Tensor) -> None:
     largest, indices = row_maximum(rows)
     assert indices.dtype == torch.int64
     for row, number, index in zip(rows.tolist(), largest.tolist(), indices.tolist(), strict=True):
@@ -42,7 +43,7 @@ def assert_found(row_maximum: RowMaximumKernel, rows: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 2, 15, 31, 64, 1000, 1024, 1025, 2047, 5000])
-def test_largest_and_first(row_maximum: RowMaximumKernel, width: int, dtype: torch.dtype) -> None:
+def test_largest_and_first(row_maximum: RowMaximum, width: int, dtype: torch.dtype) -> None:
     draw = random.Random(width)
     torch.manual_seed(width)
     rows = torch.randn(30, width + 2).to(dtype)[:, 2:]  # in bfloat16, equal ones are many
@@ -57,30 +58,26 @@ def test_largest_and_first(row_maximum: RowMaximumKernel, width: int, dtype: tor
     assert_found(row_maximum, rows)
 
 
-def test_every_place(row_maximum: RowMaximumKernel) -> None:
+def test_every_place(row_maximum: RowMaximum) -> None:
     width = 1100
     rows = -torch.ones(width, width) - torch.eye(width)  # the largest is anywhere but on the diagonal
     assert_found(row_maximum, rows)
     assert_found(row_maximum, torch.eye(width).bfloat16())
 
 
-def test_threads_find_the_same(row_maximum: RowMaximumKernel) -> None:
+def test_threads_find_the_same(row_maximum: RowMaximum) -> None:
     rows = torch.randn(40, 9000).bfloat16()
     for num_threads in (1, 2, 8):
         set_num_threads(num_threads)
         assert_found(row_maximum, rows)
 
 
-def test_rows_may_be_columns(row_maximum: RowMaximumKernel) -> None:
+def test_rows_may_be_columns(row_maximum: RowMaximum) -> None:
     assert_found(row_maximum, torch.randn(50, 7).t())
 
 
-def test_no_rows(row_maximum: RowMaximumKernel) -> None:
+def test_no_rows(row_maximum: RowMaximum) -> None:
     assert row_maximum(torch.empty(0, 5))[1].shape == (0,)
-
-
-def test_without_kernels_it_is_the_reference() -> None:
-    assert choose_row_maximum("meta") is torch_row_maximum
 
 
 @needs_kernels

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from moeserve import LLM, SamplingParams, config
 from moeserve.models.packing import weights_of
-from moeserve.ops.activation import SwiGLU
 from moeserve.ops.gpu import GpuBlockProduct, GpuProduct
+from moeserve.ops.interfaces import SwiGLU
 from moeserve.ops.products import Gather, OpenWeights
 from moeserve.protocol import Chunk, StepPlan
 

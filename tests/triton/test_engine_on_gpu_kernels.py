@@ -17,9 +17,9 @@ from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.experts import Experts
 from moeserve.ops import attention_peers, attention_times, flashinfer_attention, gpu
-from moeserve.ops.activation import SwiGLU
 from moeserve.ops.attention_peers import PeerAttention
 from moeserve.ops.gpu import GpuAttention, GpuLatentAttention, GpuPairs, GpuProduct
+from moeserve.ops.interfaces import SwiGLU
 from moeserve.triton_kernels import grouped_matmul
 from moeserve.triton_kernels.tuning import Config, Problem, config_by_rule
 from moeserve.worker.cuda_graphs import CudaGraphs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.activation import ClampedSwiGLU, SwiGLU
+from moeserve.ops.interfaces import ClampedSwiGLU, SwiGLU
 from moeserve.triton_kernels.activation import clamped_silu_multiply, silu_multiply
 
 GPT_OSS = dict(alpha=1.702, limit=7.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.activation import ClampedSwiGLU, SwiGLU
+from moeserve.ops.interfaces import ClampedSwiGLU, SwiGLU
 from moeserve.ops.products import OpenWeights, TorchProduct
 from moeserve.triton_kernels import grouped_matmul as module
 from moeserve.triton_kernels.grouped_matmul import (

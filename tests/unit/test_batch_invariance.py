@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from reference_models import Reference
 
 from moeserve import LLM
-from moeserve.ops.native import native_kernels
+from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.select import select_kernels
 from moeserve.worker import worker
 from moeserve.worker.worker import why_not_batch_invariant
 
@@ -26,7 +28,7 @@ from moeserve.worker.worker import why_not_batch_invariant
 )
 def test_reasons(change: dict[str, Any], reason: str | None) -> None:
     config = SimpleNamespace(**dict(device="cpu", dtype="bfloat16", tensor_parallel_size=1) | change)
-    found = why_not_batch_invariant(cast(Any, config))
+    found = why_not_batch_invariant(cast(Any, config), select_kernels(torch.device("cpu")))
     if native_kernels() is None and "device" not in change:
         reason = "C++ kernels"
     assert found is None if reason is None else reason in str(found)

@@ -253,9 +253,8 @@ def test_all_graphs_are_warmed_up_and_captured_in_one_stream(
 
 
 def test_the_side_stream_waits_and_is_waited_for(stream_log: list[str]) -> None:
-    aside = side_stream.SideStream()
-    pending = aside(lambda x: x + 1, torch.zeros(2))
+    side_stream_of_gpu = side_stream.CudaSideStream()
+    pending = side_stream_of_gpu.start(lambda x: x + 1, torch.zeros(2))
     stream_log.append("meanwhile")
     assert pending.wait().tolist() == [1.0, 1.0]
     assert stream_log == ["side waits for main", "into side", "out of side", "meanwhile", "main waits for side"]
-    assert side_stream.choose_aside("cpu")(lambda x: x + 1, torch.zeros(2)).wait().tolist() == [1.0, 1.0]

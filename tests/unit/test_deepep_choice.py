@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from deepep_stand_in import Buffer, Config, ElasticBuffer, FirstBuffer, stand_in
+from model_context import cpu_context
 
 from moeserve.distributed.groups import group_of_one
 from moeserve.errors import SettingsError
@@ -264,7 +265,9 @@ def ep(others: Sequence[int] = (), node_of_rank: Sequence[int] = (0,) * 32) -> A
 
 
 def opened(package: ModuleType, shape: DeepEPShape, group: Any, **options: Any) -> Any:
-    return open_communicator(package, shape, cast(Any, OfGroup()), group, CPU, **(dict(is_required=True) | options))
+    return open_communicator(
+        package, shape, cast(Any, OfGroup()), group, cpu_context(), **(dict(is_required=True) | options)
+    )
 
 
 @pytest.mark.parametrize("buffer", [Buffer, FirstBuffer])

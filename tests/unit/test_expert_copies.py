@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from model_context import cpu_context
 
 from moeserve.expert_placement.placement import Placement, copies_in_turn
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
-from moeserve.ops.copies import choose_copies, torch_choose
+from moeserve.ops.select import select_kernels
+from moeserve.ops.torch.table import TORCH_KERNELS
 
-CPU = torch.device("cpu")
+KERNELS = select_kernels(torch.device("cpu"))
 
 
 def placed(*slots: tuple[int, ...]) -> Placement:
@@ -71,7 +73,7 @@ def test_a_node_with_two_of_three_copies_takes_what_the_other_cannot() -> None:
     assert sorted(turns[3]) == [0, 1, 2]  # its node's copy has one turn left
 
 
-@pytest.mark.parametrize("choose", [choose_copies("cpu"), torch_choose])
+@pytest.mark.parametrize("choose", [KERNELS.choose_expert_copies, TORCH_KERNELS.choose_expert_copies])
 def test_turns_go_on_from_token_to_token_and_padding_stays(choose) -> None:
     copies = torch.tensor([[4, 5, 6], [7, -1, -1]])
     num_turns = torch.tensor([3, 1])
@@ -87,18 +89,18 @@ def test_the_kernel_is_the_reference(data: st.DataObject) -> None:
     copies = torch.arange(num_experts * width).view(num_experts, width)
     experts = torch.randint(-1, num_experts, (data.draw(st.integers(0, 40)), top_k))
     first = data.draw(st.integers(0, 10**6))
-    chosen = choose_copies("cpu")(experts, copies, num_turns, first)
-    assert torch.equal(chosen, torch_choose(experts, copies, num_turns, first))
+    chosen = KERNELS.choose_expert_copies(experts, copies, num_turns, first)
+    assert torch.equal(chosen, TORCH_KERNELS.choose_expert_copies(experts, copies, num_turns, first))
 
 
 def test_an_expert_that_is_not_there_is_refused() -> None:
-    if choose_copies("cpu") is torch_choose:
+    if KERNELS is TORCH_KERNELS:
         pytest.skip("the C++ kernels are missing")
     with pytest.raises(ValueError, match="expert 2 has no copies among those of 2 experts"):
-        choose_copies("cpu")(torch.tensor([[2]]), torch.tensor([[0], [1]]), torch.tensor([1, 1]), 0)
+        KERNELS.choose_expert_copies(torch.tensor([[2]]), torch.tensor([[0], [1]]), torch.tensor([1, 1]), 0)
 
 
 def test_a_placement_in_order_changes_nothing() -> None:
     experts = torch.tensor([[0, 2], [1, -1]])
-    assert ExpertCopies(placed((0, 1), (2,)), 0, (0, 0), CPU).choose(experts, 5) is experts
-    assert ExpertCopies(placed((1, 0), (2,)), 0, (0, 0), CPU).choose(experts, 5).tolist() == [[1, 2], [0, -1]]
+    assert ExpertCopies(placed((0, 1), (2,)), 0, (0, 0), cpu_context()).choose(experts, 5) is experts
+    assert ExpertCopies(placed((1, 0), (2,)), 0, (0, 0), cpu_context()).choose(experts, 5).tolist() == [[1, 2], [0, -1]]

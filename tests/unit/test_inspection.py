@@ -17,12 +17,14 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from moeserve import cli
 from moeserve.distributed.groups import groups_of_one_rank
+from moeserve.layers.context import ModelContext
 from moeserve.models.decoder import Decoder
 from moeserve.models.inspection import inspect
 from moeserve.models.registry import describe
 from moeserve.models.weight_mapping import destinations
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.layer import MoEConfig
+from moeserve.ops.select import select_kernels
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 DEEPSEEK_V3 = PUBLISHED["DeepSeek-V3"]
@@ -138,9 +140,11 @@ def spelled_out(prefix: str, names: str, num_experts: int) -> set[str]:
 def test_published_names_are_those_that_the_model_fills(model: str, tmp_path: Path) -> None:
     description = describe(folder_of(tmp_path, PUBLISHED[model]))
     placements = description.model.place_experts(1)
-    groups, device = groups_of_one_rank(), torch.device("meta")
-    dispatchers = TorchDispatchers("local", groups.ep, device)
-    decoder = Decoder(description.model, groups, dispatchers, placements, dtype=torch.bfloat16, device=device)
+    meta = torch.device("meta")
+    context = ModelContext(select_kernels(meta), groups_of_one_rank(), torch.bfloat16, meta)
+    decoder = Decoder(
+        description.model, placements, TorchDispatchers("local", groups_of_one_rank().ep, context), context
+    )
     layers = description.model.layers
     index, moe = next((i, c.feed_forward) for i, c in enumerate(layers) if isinstance(c.feed_forward, MoEConfig))
     expected = spelled_out(f"model.layers.{index}", NAMES[model], moe.router.num_experts)

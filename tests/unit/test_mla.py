@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+from model_context import cpu_context
 from torch import Tensor
 
-from moeserve.distributed.groups import group_of_one
 from moeserve.distributed.mesh import Mesh
 from moeserve.layers import mla
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import allocate_weights
-from moeserve.ops import backend
-from moeserve.ops.dense_attention import attend_causally
-from moeserve.ops.native import native_kernels
+from moeserve.ops import select
+from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.torch.dense_attention import attend_causally
 from moeserve.protocol import Chunk, StepPlan
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.model_runner import ModelRunner
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 def make_layer(config: LatentAttentionConfig) -> LatentAttention:
-    layer = LatentAttention(config, WIDTH, group_of_one("tp"), dtype=torch.float32, device=CPU)
+    layer = LatentAttention(config, WIDTH, cpu_context())
     allocate_weights(layer)
     for weight in layer.parameters():
         weight.normal_(0.0, 0.4)
@@ -105,7 +105,7 @@ def test_all_ways_give_the_same(shape: str, way: str, monkeypatch: pytest.Monkey
     """Two contexts, computed in chunks of several sizes that ride together, with blocks in no order."""
     torch.manual_seed(0)
     if way != "kernels":
-        monkeypatch.setattr(backend, "native_kernels", lambda: None)
+        monkeypatch.setattr(select, "native_kernels", lambda: None)
     layer = make_layer(SHAPES[shape])
     if way not in ("kernels", "as chosen"):
         limit = 10**6 if way == "absorbed" else 0
@@ -141,7 +141,7 @@ def test_with_kernels_no_chunk_is_expanded(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
     config = dataclasses.replace(SHAPE, latent_size=512, rotary_dim=64)
-    layer = LatentAttention(config, WIDTH, group_of_one("tp"), dtype=torch.bfloat16, device=CPU)
+    layer = LatentAttention(config, WIDTH, cpu_context(torch.bfloat16))
     allocate_weights(layer)
     assert layer.cache_bytes_per_token == 576 * 2
     assert layer.make_cache(5, 16).latents.nbytes == 5 * 16 * 576 * 2
@@ -176,7 +176,7 @@ def test_expanding_never_pays_when_heads_are_as_large_as_the_latent_vector() -> 
 def test_dense_attention(
     num_rows: int, num_positions: int, window: int | None, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moeserve.ops.dense_attention.MAX_MASK_SIZE", 3 * num_positions)  # three rows at a time
+    monkeypatch.setattr("moeserve.ops.torch.dense_attention.MAX_MASK_SIZE", 3 * num_positions)  # three rows at a time
     torch.manual_seed(1)
     query, key = torch.randn(num_rows, 4, sizes[0]), torch.randn(2, num_positions, sizes[0])
     value = torch.randn(2, num_positions, sizes[1])

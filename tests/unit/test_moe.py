@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from model_context import cpu_context
 from torch import Tensor
 
 from moeserve.distributed.groups import group_of_one
@@ -20,8 +21,7 @@ from moeserve.moe.experts import Experts
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
-from moeserve.ops.activation import ClampedSwiGLU
-from moeserve.ops.routing import RouterConfig
+from moeserve.ops.interfaces import ClampedSwiGLU, RouterConfig
 
 NO_STEP = cast(Any, SimpleNamespace(padding=None))  # local dispatch looks at nothing else
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def make_layer(num_experts: int, top_k: int, width: int, expert_width: int, dtyp
 def randomized(config: MoEConfig, width: int, dtype: torch.dtype = torch.float32) -> MoELayer:
     placement = Placement.even(config.router.num_experts, num_ranks=1)
     layer = MoELayer(
-        config, width, placement, TorchDispatchers("local", group_of_one("ep"), CPU), dtype=dtype, device=CPU
+        config, width, placement, TorchDispatchers("local", group_of_one("ep"), cpu_context()), cpu_context(dtype)
     )
     allocate_weights(layer)
     for weight in layer.parameters():
@@ -139,8 +139,7 @@ def test_experts_on_slots(counts: list[int], has_bias: bool, dtype: torch.dtype,
     """The same as packed rows, whatever lies in slots without a row: to the byte where weights are packed."""
     torch.manual_seed(sum(counts))
     activation = ClampedSwiGLU(alpha=1.5, limit=0.7)
-    options: dict[str, Any] = dict(has_bias=has_bias, dtype=dtype, device=CPU)
-    experts = Experts(len(counts), 8, 6, activation, **options)
+    experts = Experts(len(counts), 8, 6, activation, cpu_context(dtype), has_bias=has_bias)
     allocate_weights(experts)
     for weight in experts.parameters():
         weight.normal_(0.0, 0.5)
@@ -169,7 +168,7 @@ def test_dispatch_packs_by_expert_and_combine_puts_back(experts: list[list[int]]
     experts_TK = torch.tensor(experts)
     hidden_TD = torch.arange(1.0, len(experts) + 1)[:, None].repeat(1, 3)
     weights_TK = torch.rand(experts_TK.shape)
-    dispatcher = LocalDispatcher(Placement.even(4, 1), CPU)
+    dispatcher = LocalDispatcher(Placement.even(4, 1), cpu_context())
     arrived = dispatcher.dispatch(hidden_TD, Routing(experts_TK, weights_TK), NO_STEP).wait()
 
     assert isinstance(arrived.tokens, PackedTokens)
@@ -188,7 +187,7 @@ def test_combine_adds_in_float32() -> None:
     """In bf16 the small contributions would vanish beside the large one."""
     experts_TK = torch.tensor([[0, 1, 2]])
     routing = Routing(experts_TK, torch.tensor([[1.0, 1.0, 1.0]]))
-    dispatcher = LocalDispatcher(Placement.even(3, 1), CPU)
+    dispatcher = LocalDispatcher(Placement.even(3, 1), cpu_context())
     arrived = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing, NO_STEP).wait()
     output_RD = torch.tensor([[256.0], [0.9], [0.9]], dtype=torch.bfloat16)
     assert dispatcher.combine(output_RD, arrived.handle).wait().item() == 258.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from model_context import with_tp
 from thread_ranks import ThreadGroup, run
 from torch import Tensor
 
@@ -19,8 +20,7 @@ def test_rows_are_whole_and_contiguous() -> None:
     hidden_LD = torch.randn(4, WIDTH, generator=generator)
 
     def life(group: ThreadGroup) -> list[Tensor]:
-        options = dict(tied_to=None, dtype=torch.float32, device=torch.device("cpu"))
-        head = OutputHead(VOCAB_SIZE, WIDTH, group, **options)  # type: ignore[arg-type]
+        head = OutputHead(VOCAB_SIZE, WIDTH, with_tp(group), tied_to=None)
         allocate_weights(head)
         with torch.inference_mode():
             head.weight.copy_(weight_VD[head.share.start : head.share.stop])

@@ -19,6 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.models.config_values import ConfigValues
+from moeserve.ops.select import select_kernels
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ SCALINGS: list[dict[str, Any]] = [
 
 
 def rotated(config: RotaryConfig, heads_TNH: Tensor, *positions: int) -> Tensor:
-    return Rotary(config, CPU).at(torch.tensor(positions)).apply(heads_TNH.clone())
+    return select_kernels(CPU).apply_rope(heads_TNH.clone(), Rotary(config, CPU).at(torch.tensor(positions)))
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from model_context import cpu_context
 from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from moeserve.moe.router import Router
-from moeserve.ops.routing import RouterConfig
+from moeserve.ops.interfaces import RouterConfig
 
 CPU = torch.device("cpu")
 WIDTH = 9
@@ -38,7 +39,7 @@ CONFIGS = {
 
 
 def make_router(config: RouterConfig) -> Router:
-    router = Router(config, WIDTH, device=CPU)
+    router = Router(config, WIDTH, cpu_context())
     for weight in router.parameters():
         weight.normal_(0.0, 0.5)
     return router

@@ -22,10 +22,11 @@ from transformers.generation.logits_process import (
 )
 
 from moeserve.errors import EngineError
+from moeserve.ops.select import select_kernels
 from moeserve.protocol import SampleSpec, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker import sampler
-from moeserve.worker.sampler import SampledToken, prompt_logprobs, sample, uniform
+from moeserve.worker.sampler import SampledToken, uniform
 
 # L rows, V vocabulary
 
@@ -50,6 +51,14 @@ def spec(
         prompt_token_ids=prompt or [],
         output_token_ids=output or [],
     )
+
+
+def sample(logits_LV: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
+    return sampler.sample(logits_LV, specs, select_kernels(logits_LV.device))
+
+
+def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
+    return sampler.prompt_logprobs(logits_RV, targets, num_top, select_kernels(logits_RV.device))
 
 
 def tokens(logits_LV: Tensor, specs: list[SampleSpec]) -> list[int]:

@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is None:
 
 from moeserve.bench.gpu import tune_attention
 from moeserve.bench.gpu.shapes import AttentionShape
-from moeserve.ops.attention_times import OWN, load_times
+from moeserve.ops.libraries.attention_times import OWN, load_times
 
 SHAPE = AttentionShape(4, 2, 64)
 

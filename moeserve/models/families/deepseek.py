@@ -20,7 +20,7 @@ from moeserve.models.fields import (
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
-from moeserve.ops.routing import RouterConfig
+from moeserve.ops.interfaces import RouterConfig
 
 
 def read_v2(config: ConfigValues) -> ModelConfig:

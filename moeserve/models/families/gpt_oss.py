@@ -16,8 +16,7 @@ from moeserve.models.fields import (
 )
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
-from moeserve.ops.activation import ClampedSwiGLU
-from moeserve.ops.routing import RouterConfig
+from moeserve.ops.interfaces import ClampedSwiGLU, RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:

@@ -7,7 +7,7 @@ from moeserve.models.family import Family, MoENames
 from moeserve.models.fields import read_attention, read_model, read_num_experts, read_num_layers, read_width
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
-from moeserve.ops.routing import RouterConfig
+from moeserve.ops.interfaces import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:

@@ -18,7 +18,7 @@ from moeserve.models.fields import (
 from moeserve.models.model_config import LayerConfig, ModelConfig
 from moeserve.moe.layer import MoEConfig
 from moeserve.moe.shared import SharedExpertsConfig
-from moeserve.ops.routing import RouterConfig
+from moeserve.ops.interfaces import RouterConfig
 
 
 def read(config: ConfigValues) -> ModelConfig:

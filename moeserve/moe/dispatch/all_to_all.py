@@ -13,11 +13,12 @@ from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher, PendingAllGather, SmallHandle, SmallOutput
 from moeserve.moe.dispatch.base import Dispatched, PackedTokens
 from moeserve.moe.dispatch.exchange import ExchangeHandle, PendingExchange
 from moeserve.moe.router import Routing
-from moeserve.ops.pairs import PairKernels
+from moeserve.ops.interfaces import PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, D model width, K experts per token, R pairs that this rank computes, U distinct tokens that its
@@ -47,12 +48,12 @@ class AllToAllDispatcher:
     `AllGatherDispatcher`.
     """
 
-    def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
+    def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
         self.group = group
-        self.for_small_steps = AllGatherDispatcher(group, placement, device)
+        self.for_small_steps = AllGatherDispatcher(group, placement, context)
         self.exchange = self.for_small_steps.exchange
         self.expert_copies = self.exchange.expert_copies
-        self.ranks_W = torch.arange(group.world_size, device=device)
+        self.ranks_W = torch.arange(group.world_size, device=context.device)
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingAllToAll | PendingAllGather:
         if self.for_small_steps.is_small(hidden_TD, routing, step):

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.base import Dispatched, PackedTokens
 from moeserve.moe.dispatch.exchange import Exchange, ExchangeHandle, PendingExchange
 from moeserve.moe.router import Routing
-from moeserve.ops.pairs import PairKernels
+from moeserve.ops.interfaces import PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, N tokens of all ranks, D model width, K experts per token, X values with the bits of K int64,
@@ -92,9 +93,9 @@ class AllGatherDispatcher:
     steps each rank sends a row for every pair.
     """
 
-    def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
+    def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
         self.group = group
-        self.exchange = Exchange(group, placement, device)
+        self.exchange = Exchange(group, placement, context)
         self.expert_copies = self.exchange.expert_copies
 
     def is_small(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
-from moeserve.ops.products import Gather
+from moeserve.ops.interfaces import Gather
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, D model width, R rows (one per token and chosen expert), S slots of an expert, e local experts

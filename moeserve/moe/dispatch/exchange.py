@@ -14,10 +14,11 @@ from torch.nn import functional
 
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.base import share_of_pairs
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
-from moeserve.ops.pairs import Keys, PairKernels, choose_pairs
+from moeserve.ops.interfaces import Keys, PairKernels
 from moeserve.step_inputs import StepInputs
 
 # T tokens of this rank, N tokens of all ranks, M = N + 1, D model width, K experts per token, R pairs that this rank
@@ -66,22 +67,22 @@ class Exchange:
     be enough: a layer's routing depends on the layer before it.
     """
 
-    def __init__(self, group: GroupCoordinator, placement: Placement, device: torch.device) -> None:
+    def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext) -> None:
         """
         Args:
             placement: only its slots per rank are used here; `expert_copies` tracks their experts.
         """
         assert placement.num_ranks == group.world_size, (placement.num_ranks, group.world_size)
         self.group = group
-        self.expert_copies = ExpertCopies(placement, group.rank_in_group, group.node_of_rank, device)
-        self.pairs = choose_pairs(device.type)
+        self.expert_copies = ExpertCopies(placement, group.rank_in_group, group.node_of_rank, context)
+        self.pairs = context.kernels.pairs
         self.keys_of_ranks = Keys(placement.num_ranks)
         self.all_keys = Keys(sum(placement.num_slots))
         first_physical = placement.first_physical[group.rank_in_group]
         self.own_keys = Keys(placement.num_slots[group.rank_in_group], first_physical, self.all_keys.num_counted)
         ranks = [rank for rank, num_slots in enumerate(placement.num_slots) for _ in range(num_slots)]
         # Index -1, which is padding, finds the last element: a rank beyond all others.
-        self.rank_of_physical = torch.tensor([*ranks, placement.num_ranks], device=device)
+        self.rank_of_physical = torch.tensor([*ranks, placement.num_ranks], device=context.device)
 
     def choose(self, routing: Routing, step: StepInputs) -> Tensor:
         """Return the physical experts [T, K] of this rank's tokens, int64."""

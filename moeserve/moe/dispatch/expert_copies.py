@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moeserve.expert_placement.placement import Placement, copies_in_turn
-from moeserve.ops.copies import choose_copies
+from moeserve.layers.context import ModelContext
 
 # T tokens, K experts per token, E logical experts, W turns at most
 
@@ -17,21 +17,21 @@ class ExpertCopies:
     See `copies_in_turn`. Tokens that are spread evenly over the ranks give every copy the same work.
     """
 
-    def __init__(self, placement: Placement, rank_in_group: int, node_of_rank: tuple[int, ...], device: torch.device):
+    def __init__(self, placement: Placement, rank_in_group: int, node_of_rank: tuple[int, ...], context: ModelContext):
         """
         Args:
             placement: the initial one; `place` changes it.
             rank_in_group: the rank whose tokens are sent.
             node_of_rank: by rank of the group, the number of its host.
         """
-        self.device = device
+        self.device = device = context.device
         self._rank = rank_in_group
         self._node_of_rank = node_of_rank
         max_copies = min(placement.num_ranks, 1 + sum(placement.num_slots) - placement.num_logical)
         max_copies = max(max_copies, *map(len, placement.physical_of_logical))  # a rank may hold two copies
         self.physical_EW = torch.empty(placement.num_logical, max_copies, dtype=torch.int64, device=device)
         self.num_turns_E = torch.empty(placement.num_logical, dtype=torch.int64, device=device)
-        self._choose = choose_copies(device.type)
+        self._choose = context.kernels.choose_expert_copies
         self.place(placement)
         self.is_identity = placement.logical_of_physical == tuple(range(placement.num_logical))
 

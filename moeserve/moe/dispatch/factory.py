@@ -11,6 +11,7 @@ import torch
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher
@@ -46,16 +47,16 @@ class TorchDispatchers:
 
     name: Literal["local", "allgather", "all_to_all"]
     group: GroupCoordinator
-    device: torch.device
+    context: ModelContext
 
     def make(self, placement: Placement) -> Dispatcher[Any]:
         match self.name:
             case "local":
-                return LocalDispatcher(placement, self.device)
+                return LocalDispatcher(placement, self.context)
             case "allgather":
-                return AllGatherDispatcher(self.group, placement, self.device)
+                return AllGatherDispatcher(self.group, placement, self.context)
             case "all_to_all":
-                return AllToAllDispatcher(self.group, placement, self.device)
+                return AllToAllDispatcher(self.group, placement, self.context)
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
         """Return at once: any step may follow any other."""
@@ -76,7 +77,7 @@ class DispatchShape:
 
 
 def open_dispatchers(
-    config: EngineConfig, shape: DispatchShape, group: GroupCoordinator, device: torch.device
+    config: EngineConfig, shape: DispatchShape, group: GroupCoordinator, context: ModelContext
 ) -> DispatcherFactory:
     """Open the dispatchers that the config chooses. Collective: all ep ranks.
 
@@ -86,15 +87,15 @@ def open_dispatchers(
         SettingsError: the config requires a library that cannot be used.
     """
     if config.dispatcher != "deepep":
-        return TorchDispatchers(config.dispatcher, group, device)
+        return TorchDispatchers(config.dispatcher, group, context)
     deepep_shape = DeepEPShape(
         **asdict(shape), low_latency_tokens=config.deepep_low_latency_tokens, is_float8=config.deepep_float8
     )
     opened = open_deepep(
         deepep_shape,
         group,
-        device,
+        context,
         is_required=not config.dispatcher_may_change,
         is_deterministic=config.enforce_eager,  # graphs cannot hold the sort that makes results repeatable
     )
-    return opened or TorchDispatchers("all_to_all", group, device)
+    return opened or TorchDispatchers("all_to_all", group, context)

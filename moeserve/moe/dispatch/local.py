@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.base import Dispatched, PackedTokens
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
 from moeserve.moe.router import Routing
-from moeserve.ops import backend
-from moeserve.ops.pairs import Keys, choose_pairs
-from moeserve.ops.products import Gather
+from moeserve.ops.interfaces import Gather, Keys
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, K experts per token, R pairs that are not padding
@@ -50,12 +49,12 @@ class ReadyOutput:
 class LocalDispatcher:
     """The dispatcher of one rank. See `Dispatcher` for the contract."""
 
-    def __init__(self, placement: Placement, device: torch.device) -> None:
+    def __init__(self, placement: Placement, context: ModelContext) -> None:
         assert placement.num_ranks == 1
-        self.expert_copies = ExpertCopies(placement, 0, (0,), device)
-        self.pairs = choose_pairs(device.type)
+        self.expert_copies = ExpertCopies(placement, 0, (0,), context)
+        self.pairs = context.kernels.pairs
         # GPU kernels gather rows themselves, so no shape depends on the routing and the host need not wait for it.
-        self.gathers_late = backend.of(device.type) == "triton"
+        self.gathers_late = context.kernels.products_gather_rows
         (num_experts,) = placement.num_slots
         self.keys = Keys(num_experts)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.base import PendingDispatch, PendingOutput
 from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator
 from moeserve.moe.dispatch.expert_copies import ExpertCopies
@@ -28,7 +29,7 @@ class DeepEPDispatcher:
     """
 
     def __init__(
-        self, group: GroupCoordinator, placement: Placement, device: torch.device, *, communicator: DeepEPCommunicator
+        self, group: GroupCoordinator, placement: Placement, context: ModelContext, *, communicator: DeepEPCommunicator
     ) -> None:
         """
         Args:
@@ -38,7 +39,7 @@ class DeepEPDispatcher:
         assert placement.num_slots == communicator.shape.num_slots, (placement.num_slots, communicator.shape.num_slots)
         self.group = group
         self.communicator = communicator
-        self.expert_copies = ExpertCopies(placement, group.rank_in_group, group.node_of_rank, device)
+        self.expert_copies = ExpertCopies(placement, group.rank_in_group, group.node_of_rank, context)
 
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingDispatch[Any]:
         rank, shape = self.group.rank_in_group, self.communicator.shape

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.base import Dispatched, PackedTokens
 from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, PendingCombine, from_float8, to_float8
-from moeserve.ops.pairs import choose_pairs
 
 # T tokens of this rank, D model width, K experts per token, R received rows, one for each pair that this rank computes
 # and possibly spare ones, e local experts
@@ -82,7 +82,7 @@ class ElasticCommunicator:
         deep_ep: ModuleType,
         shape: DeepEPShape,
         process_group: Any,
-        device: torch.device,
+        context: ModelContext,
         *,
         is_deterministic: bool = True,
     ) -> None:
@@ -97,7 +97,7 @@ class ElasticCommunicator:
         """
         self.shape = shape
         self.is_deterministic = is_deterministic
-        self.pairs = choose_pairs(device.type)
+        self.pairs = context.kernels.pairs
         buffer_class = deep_ep.ElasticBuffer
         known = inspect.signature(buffer_class).parameters
         options = {"deterministic": is_deterministic} if "deterministic" in known else {}

@@ -13,6 +13,7 @@ import torch
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.errors import SettingsError
 from moeserve.expert_placement.placement import Placement
+from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEPShape
 from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
 from moeserve.moe.dispatch.deepep.elastic import ElasticCommunicator
@@ -30,10 +31,10 @@ class DeepEPDispatchers:
 
     communicator: DeepEPCommunicator
     group: GroupCoordinator
-    device: torch.device
+    context: ModelContext
 
     def make(self, placement: Placement) -> DeepEPDispatcher:
-        return DeepEPDispatcher(self.group, placement, self.device, communicator=self.communicator)
+        return DeepEPDispatcher(self.group, placement, self.context, communicator=self.communicator)
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
         self.communicator.prepare(tokens_per_rank)
@@ -43,7 +44,7 @@ class DeepEPDispatchers:
 
 
 def open_deepep(
-    shape: DeepEPShape, group: GroupCoordinator, device: torch.device, *, is_required: bool, is_deterministic: bool
+    shape: DeepEPShape, group: GroupCoordinator, context: ModelContext, *, is_required: bool, is_deterministic: bool
 ) -> DeepEPDispatchers | None:
     """Return the factory; None if another dispatcher must carry the tokens. Collective: all ep ranks.
 
@@ -54,7 +55,7 @@ def open_deepep(
     Raises:
         SettingsError: DeepEP is required and cannot be used.
     """
-    deep_ep = choose_package(shape, group, device, is_required=is_required)
+    deep_ep = choose_package(shape, group, context.device, is_required=is_required)
     if deep_ep is None:
         return None
     communicator = open_communicator(
@@ -62,11 +63,11 @@ def open_deepep(
         shape,
         group.make_torch_group(),
         group,
-        device,
+        context,
         is_required=is_required,
         is_deterministic=is_deterministic,
     )
-    return None if communicator is None else DeepEPDispatchers(communicator, group, device)
+    return None if communicator is None else DeepEPDispatchers(communicator, group, context)
 
 
 def choose_package(
@@ -109,7 +110,7 @@ def open_communicator(
     shape: DeepEPShape,
     process_group: Any,
     group: GroupCoordinator,
-    device: torch.device,
+    context: ModelContext,
     *,
     is_required: bool,
     is_deterministic: bool = True,
@@ -133,9 +134,11 @@ def open_communicator(
     try:
         if _api(deep_ep) == "elastic":
             is_deterministic = is_deterministic and len(set(group.node_of_rank)) == 1
-            communicator = ElasticCommunicator(deep_ep, shape, process_group, device, is_deterministic=is_deterministic)
+            communicator = ElasticCommunicator(
+                deep_ep, shape, process_group, context, is_deterministic=is_deterministic
+            )
         else:
-            communicator = LegacyCommunicator(deep_ep, shape, process_group, group.rank_in_group, device)
+            communicator = LegacyCommunicator(deep_ep, shape, process_group, group.rank_in_group, context)
     except Exception as error:
         reason = f"its buffer cannot be opened: {type(error).__name__}: {' '.join(str(error).split())}"
     if group.all_reduce_minimum(int(communicator is not None)):

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.base import Dispatched, PackedTokens, PendingDispatch, SlottedTokens
 from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, Event, PendingCombine, from_float8, to_float8
-from moeserve.ops.pairs import Keys, PairKernels, choose_pairs
+from moeserve.ops.interfaces import Keys, PairKernels
 
 # T tokens of this rank, D model width, K experts per token, N distinct tokens that this rank received, R pairs of those
 # that it computes, e local experts, S slots of each: low_latency_tokens for every rank
@@ -91,7 +92,7 @@ class LegacyCommunicator:
     """
 
     def __init__(
-        self, deep_ep: ModuleType, shape: DeepEPShape, process_group: Any, rank: int, device: torch.device
+        self, deep_ep: ModuleType, shape: DeepEPShape, process_group: Any, rank: int, context: ModelContext
     ) -> None:
         """
         Args:
@@ -100,8 +101,8 @@ class LegacyCommunicator:
             rank: of this process in the group.
         """
         self.shape = shape
-        self.has_streams = device.type == "cuda"
-        self.pairs = choose_pairs(device.type)
+        self.has_streams = context.device.type == "cuda"
+        self.pairs = context.kernels.pairs
         self.keys = Keys(shape.num_slots[rank])
         self.num_low_latency_results = 0
         self.is_dirty = False  # normal kernels have written where low-latency kernels need zeros

@@ -1,9 +1,9 @@
-"""Attention by torch's own `torch.nn.attention.varlen`, which calls FlashAttention.
+"""Grouped-query attention by torch's `torch.nn.attention.varlen`, which calls FlashAttention.
 
-It reads block tables and lengths on the GPU, as our kernels do: one call for steps of any kind, which CUDA graphs hold
-as it is. Which caches it can read depends on the FlashAttention behind it. The second, which is part of torch, wants
-blocks of a multiple of 256 positions. The third, for Hopper alone, takes blocks of any size; it is used if its package
-is installed, and is then made the one that all of torch calls in this process.
+It reads block tables and lengths on the GPU, so one call serves steps of any kind, also inside a CUDA graph. The caches
+that it can read depend on the version of FlashAttention. Version 2, which is part of torch, needs blocks of a multiple
+of 256 positions. Version 3, for Hopper alone, takes blocks of any size; it is used if its package is installed, and
+then all of torch calls it in this process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moeserve.ops.attention_peers import Attend, PeerUnusable, capability
-from moeserve.ops.attention_times import AttentionProblem, StepKind
+from moeserve.ops.libraries.attention_times import AttentionProblem, StepKind
+from moeserve.ops.libraries.interface import Attend, LibraryUnusable, capability
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size
@@ -27,7 +27,7 @@ MAX_HEAD_SIZE, HEAD_MULTIPLE = 256, 8
 FA2_BLOCK_MULTIPLE = 256
 FA3_PACKAGE = "flash_attn_interface"
 FA3_MAJOR_CAPABILITY = 9
-MIN_MAJOR_CAPABILITY = 8  # of the second
+MIN_MAJOR_CAPABILITY = 8  # of version 2
 
 NEEDS = {
     *("out", "query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"),
@@ -40,22 +40,22 @@ Implementation = Literal["FA2", "FA3"]
 def open_varlen(device: torch.device) -> Varlen:
     """
     Raises:
-        PeerUnusable: see `open_peer`.
+        LibraryUnusable: see `open_library`.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn_out
     except ImportError:
-        raise PeerUnusable(f"torch {torch.__version__} has no varlen attention that writes; 2.13 has it") from None
+        raise LibraryUnusable(f"torch {torch.__version__} has no varlen attention that writes; 2.13 has it") from None
     if lacking := sorted(NEEDS - set(inspect.signature(varlen_attn_out).parameters)):
-        raise PeerUnusable(f"torch {torch.__version__} has varlen attention without {lacking[0]}; 2.13 has it")
+        raise LibraryUnusable(f"torch {torch.__version__} has varlen attention without {lacking[0]}; 2.13 has it")
     found = capability(device)
     if found and found[0] < MIN_MAJOR_CAPABILITY:
-        raise PeerUnusable(f"FlashAttention is not made for GPUs of capability {found[0]}.{found[1]}")
+        raise LibraryUnusable(f"FlashAttention is not made for GPUs of capability {found[0]}.{found[1]}")
     return Varlen(varlen_attn_out, _activated(is_hopper=found is not None and found[0] == FA3_MAJOR_CAPABILITY))
 
 
 def _activated(*, is_hopper: bool) -> Implementation:
-    """Which FlashAttention torch calls from now on."""
+    """Activate FlashAttention 3 if it can be used, and return the version that torch calls."""
     from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
     if current_flash_attention_impl() is None and is_hopper and importlib.util.find_spec(FA3_PACKAGE) is not None:
@@ -66,32 +66,33 @@ def _activated(*, is_hopper: bool) -> Implementation:
         case "FA3":
             return "FA3"
         case other:
-            raise PeerUnusable(f"torch was told to call {other} in this process, and not FlashAttention 2 or 3")
+            raise LibraryUnusable(f"other code made torch call {other} in this process, not FlashAttention 2 or 3")
 
 
 class Varlen:
-    """Torch's function, and which FlashAttention is behind it."""
+    """See `AttentionLibrary`. Calls one version of FlashAttention."""
 
     def __init__(self, varlen_attn_out: Callable[..., Any], implementation: Implementation) -> None:
         self.label = f"varlen {torch.__version__} {implementation}"
         self.implementation = implementation
         self._varlen_attn_out = varlen_attn_out
 
-    def refusal(self, problem: AttentionProblem, kind: StepKind) -> str | None:
-        if problem.dtype not in DTYPES:
-            return f"it computes in 16 bits, not in {problem.dtype}"
-        if problem.has_sinks:
+    def why_unavailable(self, problem: AttentionProblem, kind: StepKind) -> str | None:
+        shape = problem.shape
+        if shape.dtype not in DTYPES:
+            return f"it computes in 16 bits, not in {shape.dtype}"
+        if shape.has_sinks:
             return "it has no sinks"
-        if problem.head_size % HEAD_MULTIPLE or problem.head_size > MAX_HEAD_SIZE:
-            return f"its heads have multiples of {HEAD_MULTIPLE} up to {MAX_HEAD_SIZE}, not {problem.head_size}"
+        if shape.head_size % HEAD_MULTIPLE or shape.head_size > MAX_HEAD_SIZE:
+            return f"its heads have multiples of {HEAD_MULTIPLE} up to {MAX_HEAD_SIZE}, not {shape.head_size}"
         if self.implementation == "FA2" and problem.block_size % FA2_BLOCK_MULTIPLE:
             return (
                 f"FlashAttention 2 reads blocks of multiples of {FA2_BLOCK_MULTIPLE} positions, not "
-                f"{problem.block_size}, and no package {FA3_PACKAGE} with the third is installed"
+                f"{problem.block_size}, and no package {FA3_PACKAGE} with version 3 is installed"
             )
         return None
 
-    def attend(self, problem: AttentionProblem, kind: StepKind) -> Attend:
+    def make_attend(self, problem: AttentionProblem, kind: StepKind) -> Attend:
         return VarlenAttention(self._varlen_attn_out, self.implementation, problem)
 
 
@@ -103,9 +104,10 @@ class VarlenAttention:
     ) -> None:
         self._varlen_attn_out = varlen_attn_out
         self._problem = problem
-        # The second wants row starts of keys too, though block tables and lengths make them void; the third has none.
+        # Version 2 takes row starts of keys too, and ignores them with block tables and lengths; version 3 takes none.
         self._has_key_starts = implementation == "FA2"
-        left = -1 if problem.window is None else problem.window - 1  # positions before a token's own
+        window = problem.shape.window
+        left = -1 if window is None else window - 1  # positions before a token's own
         self._window_size = (left, 0)
 
     def __call__(
@@ -117,7 +119,7 @@ class VarlenAttention:
         sinks_N: Tensor | None = None,
     ) -> Tensor:
         assert sinks_N is None
-        output_TNH = query_TNH.new_empty(query_TNH.shape)  # contiguous, whatever the query is
+        output_TNH = query_TNH.new_empty(query_TNH.shape)  # contiguous, also where the query is a view
         self._varlen_attn_out(
             output_TNH,
             query_TNH,
@@ -127,9 +129,9 @@ class VarlenAttention:
             step.row_starts if self._has_key_starts else None,
             step.max_rows_per_chunk,
             step.block_table.shape[1] * self._problem.block_size,
-            scale=self._problem.scale,
+            scale=self._problem.shape.scale,
             window_size=self._window_size,
-            enable_gqa=self._problem.num_heads != self._problem.num_kv_heads,
+            enable_gqa=self._problem.shape.num_heads != self._problem.shape.num_kv_heads,
             seqused_k=step.context_lens,
             block_table=step.block_table,
         )

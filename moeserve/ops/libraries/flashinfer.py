@@ -1,14 +1,11 @@
-"""Attention by FlashInfer (https://docs.flashinfer.ai), whose package `flashinfer` is imported here and nowhere else.
+"""Grouped-query attention by FlashInfer (https://docs.flashinfer.ai), the only importer of its package `flashinfer`.
 
-Two of its interfaces serve, each for a kind of step:
+- One row per chunk: `decode.trtllm_batch_decode_with_kv_cache` with its kernel "xqa". It reads block tables and lengths
+  on the GPU, so a CUDA graph can hold it. The wrapper for decoding would need all lengths on the host at each replay.
+- Other steps, which are in no graph: `BatchPrefillWithPagedKVCacheWrapper`. It needs a plan of each step, made on the
+  host; the first layer of a step makes it, and the others of the same shape reuse it.
 
-- one row per chunk: `decode.trtllm_batch_decode_with_kv_cache` with its kernel "xqa". It reads block tables and lengths
-  on the GPU, as ours does, so that a CUDA graph holds it as it is. The wrapper for decoding would have to be told all
-  lengths on the host, before every replay.
-- other steps, which are in no graph: `BatchPrefillWithPagedKVCacheWrapper`. It wants a plan of each step, made on the
-  host from what is known there; a step's first layer makes it, and the others of the same shape use it.
-
-Its decoding kernel multiplies what lies behind the end of a context, in its last block, with zero. Caches must hold
+The decoding kernel multiplies what lies behind the end of a context, in its last block, by zero. So caches must hold
 finite numbers there.
 """
 
@@ -23,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.ops.attention_peers import Attend, PeerUnusable, capability
-from moeserve.ops.attention_times import AttentionProblem, StepKind
+from moeserve.ops.libraries.attention_times import AttentionProblem, StepKind
+from moeserve.ops.libraries.interface import Attend, LibraryUnusable, capability
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size, S chunks, B blocks of all chunks
@@ -35,7 +32,7 @@ DECODE_BLOCK_SIZES = (16, 32, 64, 128)  # flashinfer/jit/xqa.py
 MAX_DECODE_HEAD_SIZE, DECODE_HEAD_MULTIPLE = 256, 16  # the same
 CHUNK_HEAD_SIZES = (64, 128, 256)
 DECODE_WORKSPACE = 2**27  # bytes: what its documentation recommends; zeros before their first use
-CHUNK_WORKSPACE = 2**24  # bytes: for what is left of a workspace where no context is split
+CHUNK_WORKSPACE = 2**24  # bytes: little is needed where no context is split
 
 DECODE_NEEDS = {
     *("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale", "bmm2_scale"),
@@ -51,25 +48,25 @@ PLAN_NEEDS = {
 def open_flashinfer(device: torch.device) -> FlashInfer:
     """
     Raises:
-        PeerUnusable: see `open_peer`.
+        LibraryUnusable: see `open_library`.
     """
     try:
         flashinfer = importlib.import_module("flashinfer")
         importlib.import_module("flashinfer.decode")
     except (ImportError, OSError, RuntimeError) as error:
-        told = " ".join(str(error).split())[:300]
-        raise PeerUnusable(f"flashinfer cannot be imported ({told}); pip install flashinfer-python") from None
+        reason = " ".join(str(error).split())[:300]
+        raise LibraryUnusable(f"flashinfer cannot be imported ({reason}); pip install flashinfer-python") from None
     if missing := _missing(flashinfer):
         version = getattr(flashinfer, "__version__", "of no version")
-        raise PeerUnusable(f"this flashinfer ({version}) has no {missing}; install a newer one")
+        raise LibraryUnusable(f"this flashinfer ({version}) has no {missing}; install a newer one")
     found = capability(device)
     if found and found[0] not in MAJOR_CAPABILITIES:
-        raise PeerUnusable(f"its decoding kernel is not made for GPUs of capability {found[0]}.{found[1]}")
+        raise LibraryUnusable(f"its decoding kernel is not made for GPUs of capability {found[0]}.{found[1]}")
     return FlashInfer(flashinfer, device)
 
 
 def _missing(flashinfer: ModuleType) -> str:
-    """What is called here and cannot be called so, in words; nothing, if it is all there."""
+    """Return the function or argument that this version lacks, or an empty string."""
     decode = getattr(getattr(flashinfer, "decode", None), "trtllm_batch_decode_with_kv_cache", None)
     wrapper = getattr(flashinfer, "BatchPrefillWithPagedKVCacheWrapper", None)
     if decode is None or wrapper is None:
@@ -87,7 +84,7 @@ def _missing(flashinfer: ModuleType) -> str:
 
 
 class FlashInfer:
-    """Once for a model: its layers share the workspaces, as they run one after another."""
+    """See `AttentionLibrary`. Layers share the workspaces, as they run one after another."""
 
     def __init__(self, flashinfer: ModuleType, device: torch.device) -> None:
         self.label = f"flashinfer {flashinfer.__version__}"
@@ -95,23 +92,24 @@ class FlashInfer:
         self._device = device
         self._decode_workspace = torch.zeros(DECODE_WORKSPACE, dtype=torch.uint8, device=device)
 
-    def refusal(self, problem: AttentionProblem, kind: StepKind) -> str | None:
-        size = problem.head_size
-        if problem.dtype not in DTYPES:
-            return f"it computes in 16 bits, not in {problem.dtype}"
+    def why_unavailable(self, problem: AttentionProblem, kind: StepKind) -> str | None:
+        shape = problem.shape
+        size = shape.head_size
+        if shape.dtype not in DTYPES:
+            return f"it computes in 16 bits, not in {shape.dtype}"
         if kind == "decode":
             if problem.block_size not in DECODE_BLOCK_SIZES:
                 return f"its blocks have {_listed(DECODE_BLOCK_SIZES)} positions, not {problem.block_size}"
             if size % DECODE_HEAD_MULTIPLE or size > MAX_DECODE_HEAD_SIZE:
                 return f"its heads have multiples of {DECODE_HEAD_MULTIPLE} up to {MAX_DECODE_HEAD_SIZE}, not {size}"
             return None
-        if problem.has_sinks:
+        if shape.has_sinks:
             return "it has no sinks in chunks of several rows"
         if size not in CHUNK_HEAD_SIZES:
             return f"its heads have {_listed(CHUNK_HEAD_SIZES)} values, not {size}"
         return None
 
-    def attend(self, problem: AttentionProblem, kind: StepKind) -> Attend:
+    def make_attend(self, problem: AttentionProblem, kind: StepKind) -> Attend:
         if kind == "decode":
             decode = self._flashinfer.decode.trtllm_batch_decode_with_kv_cache
             return DecodeAttention(decode, problem, self._decode_workspace)
@@ -141,7 +139,7 @@ class DecodeAttention:
         sinks_N: Tensor | None = None,
     ) -> Tensor:
         problem = self._problem
-        # Nothing says what it does without any position: padding attends to one, and nobody reads what comes of it.
+        # Its result for an empty context is undocumented, so padding attends to one position; its result is never read.
         lengths_S = step.context_lens.clamp(min=1)
         output_TNH: Tensor = self._decode(
             query=query_TNH.contiguous(),
@@ -150,7 +148,7 @@ class DecodeAttention:
             block_tables=step.block_table,
             seq_lens=lengths_S.view(torch.uint32),
             max_seq_len=step.block_table.shape[1] * problem.block_size,
-            bmm1_scale=problem.scale,
+            bmm1_scale=problem.shape.scale,
             bmm2_scale=1.0,
             window_left=_window_left(problem),
             sinks=sinks_N,
@@ -161,12 +159,12 @@ class DecodeAttention:
 
 
 class ChunkAttention:
-    """Chunks of any number of rows, each with its position. For layers of one shape, and not inside a graph."""
+    """Chunks of any number of rows. For layers of one shape, and not inside a graph."""
 
     def __init__(self, wrapper: Any, problem: AttentionProblem) -> None:
         self._wrapper = wrapper
         self._problem = problem
-        self._planned: StepInputs | None = None  # the step that the wrapper's plan is of
+        self._planned: StepInputs | None = None  # the step that the wrapper has planned
 
     def __call__(
         self,
@@ -184,13 +182,13 @@ class ChunkAttention:
         return output_TNH
 
     def _plan(self, step: StepInputs) -> None:
-        """From the host's description of the step: what lies on the GPU is not waited for."""
+        """Plan a step from its description on the host, without waiting for the GPU."""
         problem = self._problem
         size, max_blocks = problem.block_size, step.block_table.shape[1]
         counts_S = torch.tensor([-(-span.context_len // size) for span in step.spans])
         block_starts = [0, *counts_S.cumsum(0).tolist()]
         last_rows = [span.first_row + span.num_rows for span in step.spans]
-        # Where each block's number stands in the table, row after row.
+        # The place of each block's id in the flattened block table.
         before_S = torch.arange(len(counts_S)) * max_blocks - torch.tensor(block_starts[:-1])
         places_B = torch.arange(block_starts[-1]) + before_S.repeat_interleave(counts_S)
         self._wrapper.plan(
@@ -200,28 +198,29 @@ class ChunkAttention:
             paged_kv_last_page_len=_numbers(
                 [(span.context_len - 1) % size + 1 if span.context_len else 0 for span in step.spans]
             ),
-            num_qo_heads=problem.num_heads,
-            num_kv_heads=problem.num_kv_heads,
-            head_dim_qk=problem.head_size,
+            num_qo_heads=problem.shape.num_heads,
+            num_kv_heads=problem.shape.num_kv_heads,
+            head_dim_qk=problem.shape.head_size,
             page_size=size,
             causal=True,
-            sm_scale=problem.scale,
+            sm_scale=problem.shape.scale,
             window_left=_window_left(problem),
-            q_data_type=problem.dtype,
-            kv_data_type=problem.dtype,
+            q_data_type=problem.shape.dtype,
+            kv_data_type=problem.shape.dtype,
             non_blocking=True,
-            disable_split_kv=True,  # so a row's sum has one order, whatever else is in the step
+            disable_split_kv=True,  # the order of a row's sum must not depend on the rest of the step
         )
 
 
 def _numbers(values: list[int]) -> Tensor:
-    """[S] or [S + 1] int32, on the host."""
+    """Return [S] or [S + 1] int32, on the host."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def _window_left(problem: AttentionProblem) -> int:
-    """Positions before a token's own that it attends to; -1: all."""
-    return -1 if problem.window is None else problem.window - 1
+    """Return the number of positions before a token's own that it attends to; -1: all."""
+    window = problem.shape.window
+    return -1 if window is None else window - 1
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -1,0 +1,31 @@
+"""Configurations as the keyword arguments that kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeserve.ops.interfaces import ClampedSwiGLU, GatedActivation, RouterConfig, SwiGLU
+
+
+def router_arguments(config: RouterConfig) -> dict[str, Any]:
+    """Return the rule of a router, without the number of experts that it chooses."""
+    return dict(
+        scoring=config.scoring,
+        num_groups=config.num_groups,
+        num_chosen_groups=config.num_chosen_groups,
+        experts_rating_group=config.experts_rating_group,
+        is_normalized=config.is_normalized,
+        scale=config.scale,
+    )
+
+
+def activation_arguments(activation: GatedActivation | None) -> dict[str, Any]:
+    match activation:
+        case None:
+            return {}
+        case SwiGLU():
+            return {"activation": "swiglu"}
+        case ClampedSwiGLU(alpha=alpha, limit=limit):
+            return {"activation": "clamped_swiglu", "alpha": alpha, "limit": limit}
+        case _:
+            raise AssertionError(f"no kernel has the activation {activation}")

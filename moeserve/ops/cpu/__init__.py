@@ -1,0 +1,1 @@
+"""The operations as C++ kernels on a CPU."""

@@ -1,0 +1,88 @@
+"""Attention over a paged cache: of keys and values, and of latent vectors.
+
+A row's result has the same bytes whatever the chunk, the batch, the number of threads and the block size. Dtypes
+outside `NATIVE_DTYPES` run in plain torch.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from moeserve.memory import new_empty
+from moeserve.ops.cpu.elementwise import RowKernels
+from moeserve.ops.cpu.native import NATIVE_DTYPES
+from moeserve.ops.interfaces import AttentionShape, Rotation
+from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
+from moeserve.step_inputs import StepInputs
+
+# T tokens, N query heads, G key-value heads, H head size, L latent size, P elements of a latent vector
+
+
+class CpuAttention:
+    """See `AttentionBackend`."""
+
+    def __init__(self, native: ModuleType, shape: AttentionShape) -> None:
+        self._native = native
+        self._reference = TorchAttention(shape)
+        self._apply_rope = RowKernels(native).apply_rope
+
+    def write(
+        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
+    ) -> None:
+        self._native.write_cache(key_TGH, value_TGH, key_cache, value_cache, step.cache_slots)
+
+    def rotate_and_write(
+        self,
+        query_TNH: Tensor,
+        key_TGH: Tensor,
+        value_TGH: Tensor,
+        rotation: Rotation,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+    ) -> Tensor:
+        self.write(self._apply_rope(key_TGH, rotation), value_TGH, key_cache, value_cache, step)
+        return self._apply_rope(query_TNH, rotation)
+
+    def attend(
+        self,
+        query_TNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        reference = self._reference
+        if query_TNH.dtype not in NATIVE_DTYPES:
+            return reference.attend(query_TNH, key_cache, value_cache, step, sinks_N)
+        out_TNH = query_TNH.new_empty(query_TNH.shape)  # contiguous, also where the query is a view
+        tensors = (query_TNH, key_cache, value_cache, step.block_table, step.row_starts, step.context_lens, out_TNH)
+        self._native.paged_attention(*tensors, scale=reference.scale, window=reference.window, sinks=sinks_N)
+        return out_TNH
+
+
+class CpuLatentAttention:
+    """See `LatentAttentionBackend`. The vectors are the keys of a single head, and its values too."""
+
+    takes_all_rows = True
+
+    def __init__(self, native: ModuleType, scale: float, latent_size: int) -> None:
+        self._native = native
+        self._reference = TorchLatentAttention(scale, latent_size)
+        self.gather = self._reference.gather
+
+    def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
+        self._native.write_cache(latent_TP[:, None], None, cache[:, None], None, step.cache_slots)
+
+    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+        assert max_rows is None, "long chunks run here like all others"
+        if query_TNP.dtype not in NATIVE_DTYPES:
+            return self._reference.attend(query_TNP, cache, step)
+        latent_size = self._reference.latent_size
+        out_TNL = new_empty(query_TNP, *query_TNP.shape[:2], latent_size)
+        vectors = cache[:, None]
+        tensors = (query_TNP, vectors, vectors, step.block_table, step.row_starts, step.context_lens, out_TNL)
+        self._native.paged_attention(*tensors, scale=self._reference.scale, window=None, value_size=latent_size)
+        return out_TNL

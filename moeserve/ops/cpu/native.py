@@ -1,0 +1,24 @@
+"""The extension module with the C++ kernels, where it was built."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # of activations; float16 runs in plain torch
+
+
+@functools.cache
+def native_kernels() -> ModuleType | None:
+    """Return the module `moeserve._cpu`, or None where the package was installed without a compiler.
+
+    Raises:
+        ImportError: the module exists but cannot be loaded. No fallback hides this.
+    """
+    if importlib.util.find_spec("moeserve._cpu") is None:
+        return None
+    return importlib.import_module("moeserve._cpu")

@@ -1,0 +1,125 @@
+"""Products of rows with packed weights, and the packing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moeserve.memory import new_empty
+from moeserve.ops.arguments import activation_arguments
+from moeserve.ops.cpu.native import NATIVE_DTYPES
+from moeserve.ops.interfaces import Gather, OpenWeights, PackedFormat, PackedWeights
+
+# T tokens, R rows sorted by weight, S slots of each weight, e weights side by side, I inputs, O outputs, C columns:
+# the outputs, or half as many after an activation
+
+MIN_LARGE_PAGES_BYTES = 2**22
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def skip_expert_products() -> Iterator[None]:
+    """Make `multiply_rows` return zeros inside, for this thread.
+
+    The profiling run needs the memory of a large step, and not its arithmetic, nearly all of which is here.
+    """
+    _thread.skips_rows = True
+    try:
+        yield
+    finally:
+        _thread.skips_rows = False
+
+
+class CpuProduct:
+    """See `Product`.
+
+    A result's bytes depend on its row, its weight and the instruction set alone: not on the other rows, their number,
+    or the number of threads.
+    """
+
+    def __init__(self, native: ModuleType, packed: PackedWeights) -> None:
+        self.num_columns = packed.num_outputs // packed.num_parts
+        self.weights = native.PackedWeights(
+            packed.format,
+            packed.panels,
+            packed.num_outputs,
+            packed.num_inputs,
+            packed.bias_eO,
+            **activation_arguments(packed.activation),
+        )
+
+    def multiply(self, input_TI: Tensor) -> Tensor:
+        output_TC = new_empty(input_TI, len(input_TI), self.num_columns)
+        self.weights.multiply(input_TI, output_TC)
+        return output_TC
+
+    def multiply_rows(
+        self,
+        rows_RI: Tensor,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
+    ) -> Tensor:
+        assert gather is None, "these kernels take gathered rows"
+        output_RC = new_empty(rows_RI, len(rows_RI), self.num_columns)
+        if getattr(_thread, "skips_rows", False):
+            return output_RC.zero_()
+        self.weights.multiply_rows(rows_RI, counts_e, has_spare_rows, output_RC)
+        return output_RC
+
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
+        is_used_eS = torch.arange(slots_eSI.shape[1]) < counts_e[:, None]
+        output_eSC = slots_eSI.new_zeros(*slots_eSI.shape[:2], self.num_columns)
+        output_eSC[is_used_eS] = self.multiply_rows(slots_eSI[is_used_eS], counts_e)
+        return output_eSC
+
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        if out_TeC is None:
+            out_TeC = new_empty(input_TeI, *input_TeI.shape[:2], self.num_columns)
+        self.weights.multiply_each(input_TeI, out_TeC)
+        return out_TeC
+
+
+class CpuPacking:
+    """See `WeightPacking`. Also allocates weights, in large pages where the system has them."""
+
+    def __init__(self, native: ModuleType) -> None:
+        self._native = native
+
+    def supports(self, weights: OpenWeights) -> bool:
+        return weights.weight_eOI.dtype in NATIVE_DTYPES and weights.weight_eOI.numel() > 0
+
+    def num_bytes(self, weights: OpenWeights, packed_format: PackedFormat) -> int:
+        _, num_outputs, num_inputs = weights.weight_eOI.shape
+        return int(self._native.packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts))
+
+    def fits_in_place(self, weights: OpenWeights, packed_format: PackedFormat) -> bool:
+        is_same_format = packed_format == str(weights.weight_eOI.dtype).removeprefix("torch.")
+        return is_same_format and self.num_bytes(weights, packed_format) == weights.weight_eOI[0].nbytes
+
+    def pack(self, weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool) -> PackedWeights:
+        weight_eOI, size = weights.weight_eOI, self.num_bytes(weights, packed_format)
+        if in_place:
+            assert self.fits_in_place(weights, packed_format)
+            panels = weight_eOI.data.view(torch.uint8).view(len(weight_eOI), size)
+        else:
+            panels = self.allocate_weights((len(weight_eOI), size), torch.uint8, weight_eOI.device)
+        for weight_OI, panel in zip(weight_eOI, panels, strict=True):
+            self._native.pack_weight(packed_format, weight_OI, panel, weights.num_parts)
+        return PackedWeights.from_panels(weights, packed_format, panels)
+
+    def product(self, packed: PackedWeights) -> CpuProduct:
+        return CpuProduct(self._native, packed)
+
+    def allocate_weights(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        memory = torch.empty(shape, dtype=dtype, device=device)
+        if memory.nbytes >= MIN_LARGE_PAGES_BYTES:
+            self._native.advise_large_pages(memory)
+        return memory

@@ -1,0 +1,45 @@
+"""The table of the C++ kernels."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+from moeserve.ops.cpu.attention import CpuAttention, CpuLatentAttention
+from moeserve.ops.cpu.elementwise import CpuRouter, RowKernels
+from moeserve.ops.cpu.native import NATIVE_DTYPES
+from moeserve.ops.cpu.pairs import CpuPairs
+from moeserve.ops.cpu.products import CpuPacking, skip_expert_products
+from moeserve.ops.interfaces import Kernels
+from moeserve.ops.side_stream import InlineStream
+from moeserve.ops.torch.dense_attention import attend_causally
+from moeserve.ops.torch.products import TorchProduct
+
+
+def cpu_kernels(native: ModuleType) -> Kernels:
+    rows, packing = RowKernels(native), CpuPacking(native)
+    return Kernels(
+        name="cpu",
+        add=rows.add,
+        gate_rows=rows.gate_rows,
+        rms_norm=rows.rms_norm,
+        rms_norm_in_place=rows.rms_norm_in_place,
+        add_rms_norm=rows.add_rms_norm,
+        apply_rope=rows.apply_rope,
+        row_maximum=rows.row_maximum,
+        draw_tokens=None,
+        choose_expert_copies=rows.choose_expert_copies,
+        pairs=CpuPairs(native),
+        attend_causally=attend_causally,
+        side_stream=InlineStream(),
+        make_router=functools.partial(CpuRouter, native),
+        make_attention=functools.partial(CpuAttention, native),
+        make_latent_attention=functools.partial(CpuLatentAttention, native),
+        make_product=TorchProduct,
+        make_step_graph=native.CpuGraph,
+        packing=packing,
+        allocate_weights=packing.allocate_weights,
+        skip_expert_products=skip_expert_products,
+        batch_invariant_dtypes=NATIVE_DTYPES,
+        instruction_set=native.isa(),
+    )

@@ -1,0 +1,547 @@
+"""The operations that a rank's model calls, as protocols, and the plain data that they take.
+
+`Kernels` is the table of all of them for one device. Each of the packages `torch`, `cpu` and `triton` fills one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeserve.step_inputs import StepInputs
+
+# T tokens, D model width, E experts, K experts per token, P pairs = T * K, R rows, N query heads, G key-value heads,
+# H head size, F rotated pairs, S rows of a source or slots of a weight, e weights side by side, I inputs, O outputs,
+# C columns: the outputs, or half as many after an activation (gates first, then ups), V vocabulary
+
+GatedActivation = Callable[[Tensor, Tensor], Tensor]  # (gate, up) -> their product, all of one shape
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """silu(gate) * up (arXiv 2002.05202)."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        return functional.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within ± `limit` (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up.clamp(-self.limit, self.limit) + 1)
+
+
+class Add(Protocol):
+    """(a_TD, b_TD) -> their sum [T, D]. Both are contiguous and of one dtype."""
+
+    def __call__(self, a_TD: Tensor, b_TD: Tensor, /) -> Tensor: ...
+
+
+class GateRows(Protocol):
+    """(gates_T1, rows_TD) -> sigmoid(gate) * row [T, D]. Both are contiguous and of one dtype."""
+
+    def __call__(self, gates_T1: Tensor, rows_TD: Tensor, /) -> Tensor: ...
+
+
+class RMSNormKernel(Protocol):
+    """(x_TD, weight_D, epsilon) -> [T, D] in the dtype of x_TD. T may be several dimensions."""
+
+    def __call__(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, /) -> Tensor: ...
+
+
+class RMSNormInPlace(Protocol):
+    """(x_TD, weight_D, epsilon): write the result of `RMSNormKernel` to x_TD."""
+
+    def __call__(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, /) -> None: ...
+
+
+class AddRMSNormKernel(Protocol):
+    """(x_TD, update_TD, weight_D, epsilon) -> their sum, and the sum normalised. Neither input is changed."""
+
+    def __call__(
+        self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotary angles of a step's tokens, shared by all layers."""
+
+    cosines: Tensor  # [T, F] float32
+    sines: Tensor  # [T, F] float32
+    is_interleaved: bool  # a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + F)
+
+
+class ApplyRope(Protocol):
+    """Rotate the first 2 * F values of each head, in float32.
+
+    Args:
+        heads_TNH: may be overwritten; use only the result. May be a view of a projection.
+        out_TNH: memory for the result, which may be the heads themselves; None: the implementation chooses.
+
+    Returns:
+        [T, N, H] in the dtype of the heads.
+    """
+
+    def __call__(self, heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None, /) -> Tensor: ...
+
+
+class RowMaximum(Protocol):
+    """rows_RV -> the largest number of each row [R], and its index [R] int64; ties go to the lowest index.
+
+    NaN is larger than any number. The numbers are of a dtype that holds them exactly.
+    """
+
+    def __call__(self, rows_RV: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+
+class DrawTokens(Protocol):
+    """Draw one token [R] int64 from each row, by its position among the kept tokens' cumulative probabilities.
+
+    Tokens are ordered by probability, ties by id. `min_p`, then `top_k`, then `top_p` each keep a beginning of the row.
+
+    Args:
+        scores_RV: float32; minus infinity is never drawn.
+        temperature_R: float32, above zero.
+        top_k_R: int64; 0 or less keeps all.
+        top_p_R: float32.
+        min_p_R: float32.
+        uniform_R: float64 in [0, 1), the fraction of the kept probability at which the token is found.
+    """
+
+    def __call__(
+        self,
+        scores_RV: Tensor,
+        temperature_R: Tensor,
+        top_k_R: Tensor,
+        top_p_R: Tensor,
+        min_p_R: Tensor,
+        uniform_R: Tensor,
+        /,
+    ) -> Tensor: ...
+
+
+class ChooseExpertCopies(Protocol):
+    """(experts_TK, copies_EW, num_turns_E, first_token) -> the physical expert of each choice [T, K]. All int64.
+
+    Token t gets copy (first_token + t) % num_turns_E[e] of expert e. Expert -1 is padding and stays -1.
+    """
+
+    def __call__(self, experts_TK: Tensor, copies_EW: Tensor, num_turns_E: Tensor, first_token: int, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """The rule by which logits become experts and weights.
+
+    Logits become scores, the best experts are chosen by score plus correction, and their scores are their weights.
+    """
+
+    num_experts: int
+    top_k: int
+    # softmax over all experts, each expert's own sigmoid, or softmax over the chosen experts only
+    scoring: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    # Experts are in groups of equal size, and only experts of the best groups can be chosen (arXiv 2405.04434). The
+    # rating of a group is the sum of its best one or two experts.
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    experts_rating_group: Literal[1, 2] = 1
+    is_normalized: bool = False  # divide the weights by their sum
+    scale: float = 1.0  # multiply the weights by this at the end
+    has_bias: bool = False  # add a bias to the logits
+    has_correction: bool = False  # a learned number per expert that affects the choice alone (arXiv 2412.19437)
+
+
+class RouteTokens(Protocol):
+    """Choose each token's experts, in float32.
+
+    The kernels break ties between experts and between groups by the lowest index; the reference breaks them as
+    torch.topk does, which is unspecified.
+
+    Args:
+        hidden_TD: any floating dtype.
+        weight_ED: float32, like bias_E and correction_E.
+
+    Returns:
+        Experts [T, K] int64, best first, and their weights [T, K] float32.
+    """
+
+    def __call__(
+        self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys by which pairs are sorted: `num_counted` neighbouring ones of all keys from 0 up. Key -1 is padding."""
+
+    num_counted: int
+    first: int = 0
+    num_known: int | None = None  # number of all keys; None: the counted keys are the last ones
+
+    @property
+    def num_all(self) -> int:
+        return self.first + self.num_counted if self.num_known is None else self.num_known
+
+
+class PairKernels(Protocol):
+    """Sort pairs of token and expert, move their rows, and sum outputs. Pair t * K + k is token t's k-th expert."""
+
+    def sort(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+        """Return the pairs [R] ordered by key, ascending within a key, and the number of pairs of each key. Both int64.
+
+        Args:
+            keys_TK: int64 or int32, [T, K] or [P].
+            keys: the keys that count. Pairs with other keys are left out.
+        """
+        ...
+
+    def order(self, keys_TK: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
+        """Return what `sort` returns, with the pairs padded by -1 to [P], so that no shape depends on the keys."""
+        ...
+
+    def count(self, counts: Tensor, totals: Tensor) -> None:
+        """Add the counts of `sort` to the totals."""
+        ...
+
+    def gather(self, source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
+        """Return [R, D]: row r is row indices_R[r] // divisor of the source. Indices may be pairs, with K as divisor.
+
+        A row whose index is -1 is undefined.
+        """
+        ...
+
+    def scatter(self, rows_RD: Tensor, indices_R: Tensor, num_rows: int) -> Tensor:
+        """Return [num_rows, D]: row indices_R[r] is row r, except for indices of -1; all other rows are zeros."""
+        ...
+
+    def join(self, first_TX: Tensor, second_TD: Tensor) -> Tensor:
+        """Return the bytes of both side by side, row by row, as values of the second's dtype."""
+        ...
+
+    def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return each token's outputs times their weights, summed in float32 in the order of k: [T, D] of `dtype`.
+
+        A pair without a row adds nothing. `weights_TK` is float32.
+        """
+        ...
+
+    def weigh(self, rows_RD: Tensor, weights_R: Tensor, num_counted: Tensor) -> Tensor:
+        """Return [R, D]: each row times its weight, computed in float32 and rounded once to the dtype of the rows.
+
+        Args:
+            weights_R: float32.
+            num_counted: [1] int32 or int64: the number of leading rows that count; later rows are undefined.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The rows of a product that are still in their source: row r is row indices_R[r] // divisor of it."""
+
+    indices_R: Tensor
+    divisor: int
+
+
+@dataclass(frozen=True)
+class OpenWeights:
+    """Weights [e, O, I] in plain memory, as a checkpoint fills them."""
+
+    weight_eOI: Tensor
+    bias_eO: Tensor | None = None
+    activation: GatedActivation | None = None
+    scales_eGB: Tensor | None = None  # of weights in 8-bit blocks: see weight_blocks.py
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a weight's outputs: gates and ups before an activation, otherwise one."""
+        return 1 if self.activation is None else 2
+
+
+class Product(Protocol):
+    """activation(input @ weight.T + bias) for e weights of one shape.
+
+    Results have the dtype of the input, and contiguous rows.
+    """
+
+    def multiply(self, input_TI: Tensor) -> Tensor:
+        """Return [T, C], with the only weight."""
+        ...
+
+    def multiply_rows(
+        self,
+        rows_RI: Tensor,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
+    ) -> Tensor:
+        """Return [R, C]: the first counts_e[0] rows with the first weight, and so on.
+
+        Args:
+            rows_RI: the rows, or the source of `gather`.
+            counts_e: int64, R in all; with spare rows R or less, and results of the spare rows are undefined.
+            gather: only where `Kernels.products_gather_rows`.
+            expected_rows: about how many rows count, where most are spare; None: all. Affects speed alone.
+        """
+        ...
+
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
+        """Return [e, S, C]: the first counts_e[i] slots of weight i hold rows; results of the others are undefined.
+
+        Args:
+            expected_rows: about how many rows there are in all; None: as many as slots. Affects speed alone.
+        """
+        ...
+
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        """Return [T, e, C]: each weight with its own input of every token.
+
+        Args:
+            out_TeC: memory for the results, which may be a view of something wider; None: new memory.
+        """
+        ...
+
+
+PackedFormat = Literal["float32", "bfloat16", "int8", "int4"]
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """Weights in the order in which a product's kernels read them (csrc/cpu/packed_weight.h)."""
+
+    format: PackedFormat
+    panels: Tensor  # [e, bytes] uint8
+    num_outputs: int
+    num_inputs: int
+    bias_eO: Tensor | None
+    activation: GatedActivation | None
+
+    @classmethod
+    def from_panels(cls, weights: OpenWeights, packed_format: PackedFormat, panels: Tensor) -> PackedWeights:
+        """Return panels that were packed from weights of this shape, with the bias of these weights."""
+        _, num_outputs, num_inputs = weights.weight_eOI.shape
+        return cls(packed_format, panels, num_outputs, num_inputs, weights.bias_eO, weights.activation)
+
+    @property
+    def num_parts(self) -> int:
+        return 1 if self.activation is None else 2
+
+
+class WeightPacking(Protocol):
+    """Repacks open weights for kernels that read them in an order of their own."""
+
+    def supports(self, weights: OpenWeights) -> bool: ...
+
+    def num_bytes(self, weights: OpenWeights, packed_format: PackedFormat) -> int:
+        """Return the bytes of each packed weight."""
+        ...
+
+    def fits_in_place(self, weights: OpenWeights, packed_format: PackedFormat) -> bool:
+        """Return True if the packed weights have the size and type of the open ones."""
+        ...
+
+    def pack(self, weights: OpenWeights, packed_format: PackedFormat, *, in_place: bool) -> PackedWeights:
+        """Return the weights packed, in new memory or in their own, where they then are open no more."""
+        ...
+
+    def product(self, packed: PackedWeights) -> Product: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """One layer's part of grouped-query attention on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    scale: float  # of the products of queries and keys
+    window: int | None = None  # positions that a token attends to at most, its own included; None: all up to its own
+    has_sinks: bool = False
+
+
+class AttentionBackend(Protocol):
+    """Grouped-query attention of one layer. Query head n reads key-value head n // (N // G).
+
+    Both caches are [num_blocks, G, block_size, H], in the dtype of keys, values and queries.
+    """
+
+    def write(
+        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
+    ) -> None:
+        """Store each token's key and value at `step.cache_slots`; a slot of -1 stores nothing."""
+        ...
+
+    def rotate_and_write(
+        self,
+        query_TNH: Tensor,
+        key_TGH: Tensor,
+        value_TGH: Tensor,
+        rotation: Rotation,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+    ) -> Tensor:
+        """`write` the rotated keys, and return the rotated queries. Queries and keys may be overwritten."""
+        ...
+
+    def attend(
+        self,
+        query_TNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
+
+        With a window, only to those after p - window. Rows of no chunk, or before position 0, get zeros.
+
+        Args:
+            sinks_N: float32, one more score of each query head without a value (gpt-oss, arXiv 2508.10925): each row
+                is scaled by sum(exp(scores)) / (sum(exp(scores)) + exp(sink)).
+
+        Returns:
+            [T, N, H] in the dtype of the queries.
+        """
+        ...
+
+
+class LatentAttentionBackend(Protocol):
+    """Multi-head latent attention (arXiv 2405.04434) of one layer, with the weights of keys and values absorbed.
+
+    All heads read one vector [P] per position. It is the key, and its first L elements are the value. The cache is
+    [num_blocks, block_size, P], in the dtype of vectors and queries.
+    """
+
+    @property
+    def takes_all_rows(self) -> bool:
+        """True if long chunks must also run here, so that a row's bytes do not depend on its chunk.
+
+        Otherwise it is faster to expand the keys and values of chunks with many rows, and to attend to those.
+        """
+        ...
+
+    def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
+        """Store each token's vector at `step.cache_slots`; a slot of -1 stores nothing."""
+        ...
+
+    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+        """Attend from row i of a chunk, at position context_len - num_rows + i, to the positions up to it.
+
+        Args:
+            max_rows: chunks of more rows get zeros. Must be None if `takes_all_rows`.
+
+        Returns:
+            [T, N, L] in the dtype of the queries: the values weighted by the softmax of the scaled scores. Rows of no
+            chunk, or before position 0, get zeros.
+        """
+        ...
+
+    def gather(self, cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
+        """Return the vectors [C, P] of a chunk's C = context_len positions. `block_ids` is its block table row."""
+        ...
+
+
+class DenseAttention(Protocol):
+    """Causal attention of R rows, the last of C positions, to the keys and values of one context.
+
+    Args:
+        query_RNH: the rows of positions C - R to C - 1.
+        key_GCH: the keys; query head n reads key-value head n // (N // G).
+        value_GCV: the values.
+        window: positions that a row attends to at most, its own included; None: all up to its own.
+        sinks_N: float32, one more score of each query head without a value, or None.
+
+    Returns:
+        [R, N, V] in the dtype of the queries.
+    """
+
+    def __call__(
+        self,
+        query_RNH: Tensor,
+        key_GCH: Tensor,
+        value_GCV: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class Pending(Protocol):
+    """A result that may still be being computed."""
+
+    def wait(self) -> Tensor:
+        """Return the result, ready for the caller's stream."""
+        ...
+
+
+class SideStream(Protocol):
+    """Computes beside the caller's own work where the device can."""
+
+    def start(self, compute: Callable[[Tensor], Tensor], input: Tensor) -> Pending:
+        """Start compute(input). It may run until `wait` is called on the result."""
+        ...
+
+
+class StepGraph(Protocol):
+    """A CPU graph: the native kernels called between `begin_capture` and `end_capture`, replayed by one call."""
+
+    def begin_capture(self) -> None: ...
+
+    def end_capture(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The operations for one device, and the facts about them that callers depend on.
+
+    `select_kernels` picks the table once per rank; constructors take from it what they call.
+    """
+
+    name: Literal["cpu", "triton", "torch"]  # for messages
+    add: Add
+    gate_rows: GateRows
+    rms_norm: RMSNormKernel
+    rms_norm_in_place: RMSNormInPlace
+    add_rms_norm: AddRMSNormKernel
+    apply_rope: ApplyRope
+    row_maximum: RowMaximum
+    draw_tokens: DrawTokens | None  # None: the sampler draws by torch's operations
+    choose_expert_copies: ChooseExpertCopies
+    pairs: PairKernels
+    attend_causally: DenseAttention
+    side_stream: SideStream
+
+    make_router: Callable[[RouterConfig], RouteTokens]
+    make_attention: Callable[[AttentionShape], AttentionBackend]
+    make_latent_attention: Callable[[float, int], LatentAttentionBackend]  # (scale, latent size L)
+    make_product: Callable[[OpenWeights], Product]
+    make_step_graph: Callable[[int, int], StepGraph] | None  # (address and bytes of an Arena); None: no CPU graphs
+    packing: WeightPacking | None  # None: products read open weights
+    allocate_weights: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+    skip_expert_products: Callable[[], AbstractContextManager[None]]  # inside, expert outputs may be zeros (profiling)
+
+    products_gather_rows: bool = False  # products take a `Gather`, and nothing needs to know the counts on the host
+    compiles_on_first_use: bool = False  # run every range of sizes once before serving
+    supports_cuda_graphs: bool = False
+    needs_finite_caches: bool = False  # caches must hold finite numbers even where nothing was written
+    batch_invariant_dtypes: tuple[torch.dtype, ...] = ()  # in which a row's bytes do not depend on its batch
+    instruction_set: str = "none"  # decides the bytes of packed weights

@@ -1,0 +1,53 @@
+"""The interface of an attention library."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.libraries.attention_times import AttentionProblem, StepKind
+from moeserve.step_inputs import StepInputs
+
+
+class LibraryUnusable(Exception):
+    """A library cannot be used on this machine. The message is the reason, as a clause."""
+
+
+class Attend(Protocol):
+    """See `AttentionBackend.attend`. There is at least one row."""
+
+    def __call__(
+        self,
+        query_TNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class AttentionLibrary(Protocol):
+    """Another library's attention, opened once for a model. Its functions may share memory: only one runs at a time."""
+
+    @property
+    def label(self) -> str:
+        """The name and version under which times are filed."""
+        ...
+
+    def why_unavailable(self, problem: AttentionProblem, kind: StepKind) -> str | None:
+        """Return the reason why it cannot serve such steps, as a clause; None if it can."""
+        ...
+
+    def make_attend(self, problem: AttentionProblem, kind: StepKind) -> Attend:
+        """Return the function for steps of a kind that it can serve. The one for "decode" works in a CUDA graph too.
+
+        Results of rows without a position are undefined, where those of a backend are zeros: such rows are padding.
+        """
+        ...
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU; None for a device that stands in for one in tests."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

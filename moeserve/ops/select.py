@@ -1,0 +1,76 @@
+"""The choice of a device's kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Callable
+
+import torch
+
+from moeserve.config.settings import AttentionName
+from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.interfaces import Kernels
+from moeserve.ops.side_stream import CudaSideStream
+from moeserve.ops.torch.table import TORCH_KERNELS
+
+logger = logging.getLogger(__name__)
+
+FLOAT8_CAPABILITY = (8, 9)  # the first whose tensor cores multiply E4M3
+
+
+def _for_cpu() -> Kernels:
+    native = native_kernels()
+    if native is None:
+        return TORCH_KERNELS
+    from moeserve.ops.cpu.table import cpu_kernels
+
+    return cpu_kernels(native)
+
+
+def _for_cuda() -> Kernels:
+    if not _has_triton():
+        return dataclasses.replace(TORCH_KERNELS, side_stream=CudaSideStream())
+    from moeserve.ops.triton.table import TRITON_KERNELS
+
+    return dataclasses.replace(
+        TRITON_KERNELS, side_stream=CudaSideStream(), compiles_on_first_use=True, supports_cuda_graphs=True
+    )
+
+
+TABLES: dict[str, Callable[[], Kernels]] = {"cpu": _for_cpu, "cuda": _for_cuda, "meta": lambda: TORCH_KERNELS}
+
+
+def select_kernels(
+    device: torch.device, attention_library: AttentionName = "triton", block_size: int | None = None
+) -> Kernels:
+    """Return the kernels for a device. Called once per rank.
+
+    Args:
+        attention_library: on a GPU, the library that serves grouped-query attention; "measured": for each shape the
+            one that was measured to be fastest; "triton": our own kernels.
+        block_size: positions of a block of the KV cache; needed for any other library than our own.
+
+    Raises:
+        SettingsError: the named library cannot be used here.
+    """
+    table = TABLES[device.type]()
+    if table.name == "torch" and device.type != "meta":
+        logger.info("the kernels for device %s are not built or installed: plain torch runs instead, slower", device)
+    if attention_library == "triton" or (attention_library == "measured" and table.name != "triton"):
+        return table
+    from moeserve.ops.libraries.attention import with_attention_library
+
+    assert block_size is not None
+    return with_attention_library(table, attention_library, device, block_size)
+
+
+def supports_float8_products() -> bool:
+    """True if this host's GPU multiplies 8-bit floats, and the kernels for it are installed."""
+    is_able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
+    return is_able and _has_triton()
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

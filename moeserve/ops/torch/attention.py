@@ -1,0 +1,125 @@
+"""Attention over a paged cache: of keys and values, and of latent vectors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.interfaces import AttentionShape, Rotation
+from moeserve.ops.torch.dense_attention import attend_causally, attend_in_float32
+from moeserve.ops.torch.elementwise import apply_rope
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+# T tokens, N query heads, G key-value heads, H head size; R rows of one chunk, C positions of its context, B blocks,
+# L latent size, P elements of a latent vector, Q queries of one chunk: rows times heads
+
+
+class TorchAttention:
+    """See `AttentionBackend`. Gathers each chunk's keys and values and calls torch's attention."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.scale = shape.scale
+        self.window = shape.window
+
+    def write(
+        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
+    ) -> None:
+        kept = step.cache_slots >= 0
+        slots = step.cache_slots[kept]
+        block_size = key_cache.shape[2]
+        blocks, offsets = slots // block_size, slots % block_size
+        key_cache[blocks, :, offsets] = key_TGH[kept]
+        value_cache[blocks, :, offsets] = value_TGH[kept]
+
+    def rotate_and_write(
+        self,
+        query_TNH: Tensor,
+        key_TGH: Tensor,
+        value_TGH: Tensor,
+        rotation: Rotation,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+    ) -> Tensor:
+        self.write(apply_rope(key_TGH, rotation), value_TGH, key_cache, value_cache, step)
+        return apply_rope(query_TNH, rotation)
+
+    def attend(
+        self,
+        query_TNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        out_TNH = torch.zeros_like(query_TNH)
+        for chunk, span in enumerate(step.spans):
+            if span.num_rows == 0 or span.context_len == 0:
+                continue
+            last_row = span.first_row + span.num_rows
+            rows = slice(last_row - min(span.num_rows, span.context_len), last_row)
+            out_TNH[rows] = self._attend_chunk(
+                query_TNH[rows], key_cache, value_cache, step.block_table[chunk], span, sinks_N
+            )
+        return out_TNH
+
+    def _attend_chunk(
+        self,
+        query_RNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_ids: Tensor,
+        span: ChunkSpan,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        num_rows, block_size = query_RNH.shape[0], key_cache.shape[2]
+        start = span.context_len - num_rows
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        first_block = first // block_size
+        block_ids_B = block_ids[first_block : -(-span.context_len // block_size)]
+        positions = slice(first - first_block * block_size, span.context_len - first_block * block_size)
+        key_GCH, value_GCH = (
+            cache[block_ids_B].transpose(0, 1).flatten(1, 2)[:, positions] for cache in (key_cache, value_cache)
+        )
+
+        return attend_causally(query_RNH, key_GCH, value_GCH, scale=self.scale, window=self.window, sinks_N=sinks_N)
+
+
+class TorchLatentAttention:
+    """See `LatentAttentionBackend`. Gathers each chunk's vectors and multiplies in float32."""
+
+    takes_all_rows = False
+
+    def __init__(self, scale: float, latent_size: int) -> None:
+        self.scale = scale
+        self.latent_size = latent_size
+
+    def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
+        kept = step.cache_slots >= 0
+        cache.flatten(0, 1)[step.cache_slots[kept]] = latent_TP[kept]
+
+    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+        num_heads = query_TNP.shape[1]
+        out_TNL = query_TNP.new_zeros(*query_TNP.shape[:2], self.latent_size)
+        for span, block_ids_B in zip(step.spans, step.block_table, strict=True):
+            num_rows = min(span.num_rows, span.context_len)
+            if num_rows == 0 or (max_rows is not None and num_rows > max_rows):
+                continue
+            last_row = span.first_row + span.num_rows
+            rows = slice(last_row - num_rows, last_row)
+            position_R = torch.arange(span.context_len - num_rows, span.context_len, device=query_TNP.device)
+            latent_CP = self.gather(cache, block_ids_B, span.context_len)
+            attended_QL = attend_in_float32(
+                query_TNP[rows].flatten(0, 1),
+                latent_CP,
+                latent_CP[:, : self.latent_size],
+                position_R.repeat_interleave(num_heads),
+                scale=self.scale,
+                window=None,
+            )
+            out_TNL[rows] = attended_QL.unflatten(0, (num_rows, num_heads)).to(query_TNP.dtype)
+        return out_TNL
+
+    def gather(self, cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
+        num_blocks = -(-context_len // cache.shape[1])
+        return cache[block_ids[:num_blocks]].flatten(0, 1)[:context_len]

@@ -1,0 +1,63 @@
+"""Operations on single rows: norms, rotary embedding, gating, row maximum, and the choice among expert copies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.interfaces import Rotation
+
+# T tokens (any number of leading dimensions), D width of a row, N heads, H head size, F rotated pairs, R rows,
+# V vocabulary, K experts per token, E experts, W turns at most
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """Return x / sqrt(mean(x²) + epsilon), computed in float32 and rounded to the dtype of x_TD, times the weight.
+
+    The order of operations is that of transformers, so that float32 results are equal to the last bit.
+    """
+    wide_TD = x_TD.to(torch.float32)
+    mean_square_T1 = wide_TD.pow(2).mean(-1, keepdim=True)
+    return weight_D * (wide_TD * torch.rsqrt(mean_square_T1 + epsilon)).to(x_TD.dtype)
+
+
+def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
+    x_TD.copy_(rms_norm(x_TD, weight_D, epsilon))
+
+
+def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    sum_TD = x_TD + update_TD
+    return sum_TD, rms_norm(sum_TD, weight_D, epsilon)
+
+
+def apply_rope(heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None) -> Tensor:
+    """See `ApplyRope`. Leaves the heads as they are, unless they are `out_TNH`."""
+    num_pairs = rotation.cosines.shape[-1]
+    cosines_T1F, sines_T1F = rotation.cosines[:, None], rotation.sines[:, None]
+    rotated, kept = heads_TNH.split([2 * num_pairs, heads_TNH.shape[-1] - 2 * num_pairs], dim=-1)
+    pair_shape, axis = ((num_pairs, 2), -1) if rotation.is_interleaved else ((2, num_pairs), -2)
+    first_TNF, second_TNF = rotated.float().unflatten(-1, pair_shape).unbind(axis)
+    pairs = (
+        first_TNF * cosines_T1F - second_TNF * sines_T1F,
+        second_TNF * cosines_T1F + first_TNF * sines_T1F,
+    )
+    rotated_TNH = torch.stack(pairs, dim=axis).flatten(-2).to(heads_TNH.dtype)
+    if kept.shape[-1]:
+        rotated_TNH = torch.cat([rotated_TNH, kept], dim=-1)
+    return rotated_TNH if out_TNH is None else out_TNH.copy_(rotated_TNH)
+
+
+def gate_rows(gates_T1: Tensor, rows_TD: Tensor) -> Tensor:
+    """See `GateRows`. On a CPU the last bit of a sigmoid may depend on the number of rows."""
+    return gates_T1.sigmoid() * rows_TD
+
+
+def row_maximum(rows_RV: Tensor) -> tuple[Tensor, Tensor]:
+    largest_R, indices_R = rows_RV.max(dim=-1)
+    return largest_R, indices_R
+
+
+def choose_expert_copies(experts_TK: Tensor, copies_EW: Tensor, num_turns_E: Tensor, first_token: int) -> Tensor:
+    tokens_T1 = torch.arange(first_token, first_token + len(experts_TK), device=experts_TK.device)[:, None]
+    known_TK = experts_TK.clamp(min=0)
+    return copies_EW[known_TK, tokens_T1 % num_turns_E[known_TK]].where(experts_TK >= 0, -1)

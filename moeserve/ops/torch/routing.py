@@ -1,0 +1,52 @@
+"""The choice of each token's experts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moeserve.ops.interfaces import RouterConfig
+
+# T tokens, D model width, E experts, K experts per token, G groups of experts, e experts of a group
+
+TINY = 1e-20  # avoids a division by zero where all weights are zero
+
+
+class TorchRouter:
+    """See `RouteTokens`."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+
+    def __call__(
+        self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        config = self.config
+        scores_TE = functional.linear(hidden_TD.float(), weight_ED, bias_E)
+        match config.scoring:
+            case "softmax":
+                scores_TE = scores_TE.softmax(dim=-1)
+            case "sigmoid":
+                scores_TE = scores_TE.sigmoid()
+        ranked_TE = scores_TE if correction_E is None else scores_TE + correction_E
+        if config.num_groups > 1:
+            ranked_TE = self._keep_best_groups(ranked_TE)
+        experts_TK = ranked_TE.topk(config.top_k, dim=-1).indices
+        weights_TK = scores_TE.gather(-1, experts_TK)
+        if config.scoring == "softmax_of_chosen":
+            weights_TK = weights_TK.softmax(dim=-1)
+        if config.is_normalized:
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + TINY)
+        return experts_TK, weights_TK * config.scale
+
+    def _keep_best_groups(self, ranked_TE: Tensor) -> Tensor:
+        """Return the same ranks, with those of experts outside the best groups at minus infinity."""
+        config = self.config
+        groups_TGe = ranked_TE.unflatten(-1, (config.num_groups, -1))
+        ratings_TG = groups_TGe.topk(config.experts_rating_group, dim=-1).values.sum(dim=-1)
+        best_groups = ratings_TG.topk(config.num_chosen_groups, dim=-1).indices
+        is_out_TG = torch.ones_like(ratings_TG, dtype=torch.bool).scatter(-1, best_groups, False)
+        return groups_TGe.masked_fill(is_out_TG[..., None], -math.inf).flatten(-2)

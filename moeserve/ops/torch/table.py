@@ -1,0 +1,46 @@
+"""The table of plain torch."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.interfaces import Kernels
+from moeserve.ops.side_stream import InlineStream
+from moeserve.ops.torch import elementwise
+from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
+from moeserve.ops.torch.dense_attention import attend_causally
+from moeserve.ops.torch.pairs import TorchPairs
+from moeserve.ops.torch.products import TorchProduct
+from moeserve.ops.torch.routing import TorchRouter
+
+
+def allocate_weights(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+TORCH_KERNELS = Kernels(
+    name="torch",
+    add=torch.add,
+    gate_rows=elementwise.gate_rows,
+    rms_norm=elementwise.rms_norm,
+    rms_norm_in_place=elementwise.rms_norm_in_place,
+    add_rms_norm=elementwise.add_rms_norm,
+    apply_rope=elementwise.apply_rope,
+    row_maximum=elementwise.row_maximum,
+    draw_tokens=None,
+    choose_expert_copies=elementwise.choose_expert_copies,
+    pairs=TorchPairs(),
+    attend_causally=attend_causally,
+    side_stream=InlineStream(),
+    make_router=TorchRouter,
+    make_attention=TorchAttention,
+    make_latent_attention=TorchLatentAttention,
+    make_product=TorchProduct,
+    make_step_graph=None,
+    packing=None,
+    allocate_weights=allocate_weights,
+    skip_expert_products=contextlib.nullcontext,
+)

@@ -1,0 +1,89 @@
+"""Attention over a paged cache: of keys and values, and of latent vectors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeserve.ops.interfaces import AttentionShape, Rotation
+from moeserve.ops.torch.attention import TorchLatentAttention
+from moeserve.step_inputs import StepInputs
+from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
+from moeserve.triton_kernels.paged_attention import paged_attention, write_cache
+from moeserve.triton_kernels.rotary import rotary_with_cache_write
+
+# T tokens, N query heads, G key-value heads, H head size, P elements of a latent vector
+
+
+class TritonAttention:
+    """See `AttentionBackend`. A row's result does not depend on the other chunks of the step."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+
+    def write(
+        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
+    ) -> None:
+        write_cache(key_TGH, value_TGH, key_cache, value_cache, step.cache_slots)
+
+    def rotate_and_write(
+        self,
+        query_TNH: Tensor,
+        key_TGH: Tensor,
+        value_TGH: Tensor,
+        rotation: Rotation,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+    ) -> Tensor:
+        angles = rotation.cosines, rotation.sines, rotation.is_interleaved
+        caches = key_cache, value_cache, step.cache_slots
+        return rotary_with_cache_write(query_TNH, key_TGH, value_TGH, *angles, *caches)
+
+    def attend(
+        self,
+        query_TNH: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: StepInputs,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        return paged_attention(
+            query_TNH,
+            key_cache,
+            value_cache,
+            step.block_table,
+            step.row_starts,
+            step.context_lens,
+            scale=self._shape.scale,
+            window=self._shape.window,
+            sinks_N=sinks_N,
+            max_rows_per_chunk=step.max_rows_per_chunk,
+            max_context=step.block_table.shape[1] * key_cache.shape[2],
+        )
+
+
+class TritonLatentAttention:
+    """See `LatentAttentionBackend`."""
+
+    takes_all_rows = False
+
+    def __init__(self, scale: float, latent_size: int) -> None:
+        self._reference = TorchLatentAttention(scale, latent_size)
+        self.gather = self._reference.gather
+
+    def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
+        write_latents(latent_TP, cache, step.cache_slots)
+
+    def attend(self, query_TNP: Tensor, cache: Tensor, step: StepInputs, max_rows: int | None = None) -> Tensor:
+        return latent_attention(
+            query_TNP,
+            cache,
+            step.block_table,
+            step.row_starts,
+            step.context_lens,
+            scale=self._reference.scale,
+            latent_size=self._reference.latent_size,
+            max_rows_per_chunk=step.max_rows_per_chunk,
+            max_context=step.block_table.shape[1] * cache.shape[1],
+            max_rows=max_rows,
+        )

@@ -1,0 +1,58 @@
+"""The table of the Triton kernels. Importing it needs triton."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+from torch.nn import functional
+
+from moeserve.ops.arguments import router_arguments
+from moeserve.ops.interfaces import Rotation, RouterConfig
+from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
+from moeserve.ops.triton.pairs import TritonPairs
+from moeserve.ops.triton.products import make_product
+from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_in_place
+from moeserve.triton_kernels.rotary import rotary
+from moeserve.triton_kernels.routing import route
+from moeserve.triton_kernels.sampling import row_maximum, sample_rows
+
+# T tokens, D model width, E experts, N heads, H head size
+
+
+def apply_rope(heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None) -> Tensor:
+    return rotary(heads_TNH, rotation.cosines, rotation.sines, rotation.is_interleaved, out_TNH)
+
+
+class TritonRouter:
+    """See `RouteTokens`. Torch computes the logits, and one kernel the rest."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._top_k = config.top_k
+        self._rules = router_arguments(config)
+
+    def __call__(
+        self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logits_TE = functional.linear(hidden_TD.float(), weight_ED, bias_E)
+        return route(logits_TE, correction_E, top_k=self._top_k, **self._rules)
+
+
+TRITON_KERNELS = dataclasses.replace(
+    TORCH_KERNELS,
+    name="triton",
+    rms_norm=rms_norm,
+    rms_norm_in_place=rms_norm_in_place,
+    add_rms_norm=add_rms_norm,
+    apply_rope=apply_rope,
+    row_maximum=row_maximum,
+    draw_tokens=sample_rows,
+    pairs=TritonPairs(),
+    make_router=TritonRouter,
+    make_attention=TritonAttention,
+    make_latent_attention=TritonLatentAttention,
+    make_product=make_product,
+    products_gather_rows=True,
+    needs_finite_caches=True,
+)

@@ -1,0 +1,60 @@
+"""The choice of kernels for a device, and that plain torch is the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+
+from moeserve.ops import select
+from moeserve.ops.select import select_kernels
+from moeserve.ops.torch.table import TORCH_KERNELS
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def test_without_kernels_plain_torch_serves_and_the_log_mentions_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(select, "native_kernels", lambda: None)
+    with caplog.at_level(logging.INFO, logger=select.__name__):
+        assert select_kernels(CPU) is TORCH_KERNELS
+    assert "device cpu" in caplog.text
+
+
+def test_the_meta_device_uses_plain_torch_silently(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=select.__name__):
+        assert select_kernels(META) is TORCH_KERNELS
+    assert not caplog.text
+
+
+def test_a_gpu_without_triton_uses_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    kernels = select_kernels(torch.device("cuda"))
+    assert kernels.rms_norm is TORCH_KERNELS.rms_norm
+    assert not kernels.supports_cuda_graphs
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_gpu_uses_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moeserve.triton_kernels.rms_norm import rms_norm
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    kernels = select_kernels(torch.device("cuda"))
+    assert kernels.rms_norm is rms_norm
+    assert kernels.supports_cuda_graphs
+    assert kernels.compiles_on_first_use
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_norm_of_plain_torch_equals_that_of_transformers_bit_for_bit(dtype: torch.dtype) -> None:
+    from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+
+    generator = torch.Generator().manual_seed(1)
+    norm = MixtralRMSNorm(300, eps=1e-5).to(dtype)
+    norm.weight.data.copy_(torch.randn(300, generator=generator))
+    x_TD = torch.randn(9, 300, generator=generator).to(dtype)
+    assert torch.equal(TORCH_KERNELS.rms_norm(x_TD, norm.weight, 1e-5), norm(x_TD))
