@@ -93,4 +93,5 @@ class OutputHead(nn.Module):
         sizes = [num_rows * share for share in self.share_sizes]
         # collective: all tp ranks
         parts = self.tp.all_gather(logits_Lv.flatten(), sizes).split(sizes)
-        return torch.cat([part.view(num_rows, -1) for part in parts], dim=1)
+        shares_LV = [part.view(num_rows, share) for part, share in zip(parts, self.share_sizes, strict=True)]
+        return torch.cat(shares_LV, dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,9 @@ from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
 from moeserve.memory import Arena
+from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.select import select_kernels
 from moeserve.worker import cpu_graphs
 from moeserve.worker.cpu_graphs import CapturedStep, CpuGraphs, OnlyKernels, StepSizes
 
@@ -77,7 +80,8 @@ def test_a_step_with_other_operations_is_not_captured(
     """Here torch adds the output of the shared experts."""
     reference = reference_named("deepseek-v3")
     prompts = reference.prompts(*LENGTHS)
-    monkeypatch.setattr("moeserve.moe.layer.choose_addition", lambda device: torch.add)
+    kernels = dataclasses.replace(select_kernels(torch.device("cpu")), add=torch.add)
+    monkeypatch.setitem(select.TABLES, "cpu", lambda: kernels)
     with started(reference, enforce_eager=True) as llm:
         expected = generate_twice(llm, prompts)
     with started(reference) as llm:

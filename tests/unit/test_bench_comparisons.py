@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from moeserve.bench.harness import read_jsonl
 from moeserve.bench.limits import LimitProbe
 from moeserve.bench.peers.adapters.experts import Shape
 from moeserve.bench.peers.environments import PeerError
+from moeserve.ops import select
+from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 
 SMALL_PROBE = functools.partial(LimitProbe, buffer_bytes=1 << 22, matmul_size=128, num_passes=1)
@@ -121,7 +124,8 @@ def test_peers_are_optional_without_a_selection(tiny: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_own_experts_are_checked_against_float32(quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(moe.own_experts(SHAPE, quantization)(5, 3)) == 3
-    right = moe.choose_pairs("cpu")
+    kernels = select_kernels(torch.device("cpu"))
+    right = kernels.pairs
 
     class Unweighted:
         sort, gather = right.sort, right.gather
@@ -129,7 +133,8 @@ def test_own_experts_are_checked_against_float32(quantization: Any, monkeypatch:
         def weighted_sum(self, output: Any, pairs: Any, weights: Any, dtype: Any) -> Any:
             return right.weighted_sum(output, pairs, torch.ones_like(weights), dtype)
 
-    monkeypatch.setattr(moe, "choose_pairs", lambda device: Unweighted())
+    wrong = dataclasses.replace(kernels, pairs=cast(Any, Unweighted()))
+    monkeypatch.setitem(select.TABLES, "cpu", lambda: wrong)
     with pytest.raises(PeerError, match="float32"):
         moe.own_experts(SHAPE, quantization)(5, 1)
 

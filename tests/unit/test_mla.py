@@ -18,6 +18,7 @@ from moeserve.layers.rotary import Rotary, RotaryConfig
 from moeserve.layers.weights import allocate_weights
 from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.dense_attention import attend_causally
 from moeserve.protocol import Chunk, StepPlan
 from moeserve.step_inputs import StepInputs
@@ -80,8 +81,8 @@ def by_hand(layer: LatentAttention, hidden_CD: Tensor) -> Tensor:
     keys = torch.einsum("cl,nlk->cnk", latent, maps.keys.open.weight_eOI.double())
     values = torch.einsum("cl,nvl->cnv", latent, maps.values.open.weight_eOI.double())
     rotation = rotary(config).at(torch.arange(len(hidden)))
-    turning_queries = rotation.apply(queries[..., config.key_dim :].float()).double()
-    turning = rotation.apply(turning[:, None].float())[:, 0].double()
+    turning_queries = select_kernels(CPU).apply_rope(queries[..., config.key_dim :].float(), rotation).double()
+    turning = select_kernels(CPU).apply_rope(turning[:, None].float(), rotation)[:, 0].double()
 
     rows = []
     for position in range(len(hidden)):
