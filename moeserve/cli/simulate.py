@@ -31,8 +31,7 @@ def add_arguments(command: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from moeserve.planner import hardware, traffic
-    from moeserve.planner import simulate as simulation
+    from moeserve.planner import hardware, simulate, simulation_report, traffic
 
     num_ranks, ranks_per_node = cluster_of(options)
     assumptions = Assumptions(**given(options, Assumptions))
@@ -42,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
             "--exchange node_limited needs whole groups of experts on each node, which --rebalance auto and "
             "--placement loads do not keep; use --exchange by_node"
         )
-    found = simulation.simulate(
+    found = simulate.simulate(
         options.model,
         hardware.read_hardware(options.hardware),
         traffic.choose_traffic(options.traffic),
@@ -55,4 +54,4 @@ def run(options: argparse.Namespace) -> None:
         settings=SimulationSettings(**given(options, SimulationSettings)),
         experts=experts,
     )
-    print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else simulation.as_text(found))
+    print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else simulation_report.as_text(found))

@@ -1,20 +1,20 @@
-"""How long a step takes on accelerators: a model of costs, each of whose terms can show its formula with its numbers.
+"""A cost model of steps on accelerators, whose terms can show their formulas with their numbers.
 
-Knows numbers alone: no model's names, no files, no clock. It is arithmetic, not measurement: each part of a layer takes
-as long as the slower of reading its weights or cache and computing its products, at the shares of the hardware's peaks
-that `Assumptions` says; parts follow each other. All ranks wait for each other in every layer, so the replica with the
-most tokens tells how long attention takes, and the rank with the most rows how long its experts and the exchange take.
-How rows spread over ranks is told by expert_rows.py.
+This is arithmetic, not measurement. Each part of a layer takes as long as the slower of reading its weights or cache
+and computing its products, at the shares of the hardware's peaks that `Assumptions` gives; parts follow each other. All
+ranks wait for each other in every layer, so the replica with the most tokens determines the time of attention, and the
+rank with the most rows the time of experts and of the exchange (see expert_rows.py).
 
-Not counted: norms, rotary positions, the embedding, sampling, launches of kernels, agreement between replicas, the
-reading of a prompt's cache while it is computed, scales of fp8 rows, and rows that a kernel adds to fill its tiles.
+Not counted: norms, rotary positions, the embedding, sampling, kernel launches, agreement between replicas, reading a
+prompt's cache while it is computed, scales of fp8 rows, and padding of tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -40,210 +40,152 @@ class Assumptions:
     memory_share: _Share = setting(0.9, "share of the memory that weights and KV cache may take together")
     weights: WeightsName = setting(
         "auto",
-        "format of the weights of attention, experts and dense networks, and of their products; auto: fp8 where the "
-        "checkpoint holds them so, else --dtype",
+        "format of the weights of attention, experts and dense networks, and of their products; auto: fp8 if the "
+        "checkpoint stores them so, else --dtype",
     )
     exchange: ExchangeName = setting(
         "direct",
         "how rows travel; direct: one for each expert on another rank; by_node: one for each other node that has an "
-        "expert of the token, handed on inside; node_limited: the same, where the router's groups keep to few nodes",
+        "expert of the token, forwarded inside; node_limited: the same, if the router's groups keep to few nodes",
     )
     overlap: bool = setting(False, "each step runs as two halves, one of which exchanges while the other computes")
+
+
+class Work(Protocol):
+    """One kind of work of a rank. Numbers in `template` are fields of the class and arguments of `seconds`."""
+
+    template: ClassVar[str]
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def seconds(self) -> Callable[..., float]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixWork:
     """Products of rows with weights that are all read once."""
 
+    template: ClassVar = "max({parameters} x {bytes} / {memory_bandwidth}, 2 x {parameters} x {tokens} / {rate})"
+
     name: str
     parameters: float
-    bytes_per_parameter: float
+    bytes: float  # of a parameter
     memory_bandwidth: float
     rate: float
 
-    def seconds(self, rows: float) -> float:
-        return max(
-            self.parameters * self.bytes_per_parameter / self.memory_bandwidth, 2 * self.parameters * rows / self.rate
-        )
-
-    def formula(self, rows: float) -> Formula:
-        template = "max({parameters} x {bytes} / {memory_bandwidth}, 2 x {parameters} x {tokens} / {rate})"
-        numbers = {
-            "parameters": self.parameters,
-            "bytes": self.bytes_per_parameter,
-            "memory_bandwidth": self.memory_bandwidth,
-            "tokens": rows,
-            "rate": self.rate,
-        }
-        return Formula(self.name, template, numbers, self.seconds(rows))
+    def seconds(self, *, tokens: float) -> float:
+        return max(self.parameters * self.bytes / self.memory_bandwidth, 2 * self.parameters * tokens / self.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWork:
-    """Attention itself in one layer, on one rank. A pair is a token and a position that it attends to.
+    """Attention in one layer, on one rank. A pair is a token and a position that it attends to.
 
-    Decoding reads the cache of every pair. Prompts have many pairs for each position they read, so they compute only.
+    Decoding reads the cache of every pair. A prompt has many pairs for each position it reads, so it only computes.
     """
 
+    template: ClassVar = (
+        "max({decode_pairs} x {cache_bytes} / {memory_bandwidth}, "
+        "{decode_pairs} x {operations_of_a_decode_pair} / {rate}) "
+        "+ {prompt_pairs} x {operations_of_a_prompt_pair} / {rate}"
+    )
+
     name: str
-    window: int | None  # a token attends to at most so many positions
     cache_bytes: float  # of one position
-    decode_operations: float  # of a pair, on this rank's heads
-    prefill_operations: float
+    operations_of_a_decode_pair: float  # on this rank's heads
+    operations_of_a_prompt_pair: float
     memory_bandwidth: float
     rate: float
 
-    def seconds(self, load: StepLoad) -> float:
-        decode, prefill = self._pairs(load)
-        reading, computing = decode * self.cache_bytes / self.memory_bandwidth, decode * self.decode_operations
-        return max(reading, computing / self.rate) + prefill * self.prefill_operations / self.rate
-
-    def formula(self, load: StepLoad) -> Formula:
-        template = (
-            "max({decode_pairs} x {cache_bytes} / {memory_bandwidth}, "
-            "{decode_pairs} x {operations_of_a_decode_pair} / {rate}) "
-            "+ {prompt_pairs} x {operations_of_a_prompt_pair} / {rate}"
-        )
-        decode, prefill = self._pairs(load)
-        numbers = {
-            "decode_pairs": decode,
-            "cache_bytes": self.cache_bytes,
-            "memory_bandwidth": self.memory_bandwidth,
-            "operations_of_a_decode_pair": self.decode_operations,
-            "prompt_pairs": prefill,
-            "operations_of_a_prompt_pair": self.prefill_operations,
-            "rate": self.rate,
-        }
-        return Formula(self.name, template, numbers, self.seconds(load))
-
-    def _pairs(self, load: StepLoad) -> tuple[float, float]:
-        if self.window is None:
-            return load.decode_pairs, load.prefill_pairs
-        return (
-            min(load.decode_pairs, load.num_decoding * self.window),
-            min(load.prefill_pairs, load.num_prefill * self.window),
-        )
+    def seconds(self, *, decode_pairs: float, prompt_pairs: float) -> float:
+        reading = decode_pairs * self.cache_bytes / self.memory_bandwidth
+        computing = decode_pairs * self.operations_of_a_decode_pair / self.rate
+        return max(reading, computing) + prompt_pairs * self.operations_of_a_prompt_pair / self.rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWork:
-    """The routed experts of one layer, on the rank that has most rows. Weights are read of the experts that are hit.
+    """The routed experts of one layer, on the rank with the most rows. Only weights of chosen experts are read.
 
-    All slots are taken to be hit alike: a token misses a slot with the chance 1 - chosen / all slots.
+    All slots are chosen equally often: a token misses a slot with probability 1 - chosen / all slots.
     """
+
+    template: ClassVar = (
+        "max({slots} x (1 - (1 - {chosen} / {all_slots}) ^ {tokens}) x {parameters} x {bytes} / {memory_bandwidth}"
+        ", 2 x {parameters} x {tokens} x {chosen} / {ranks} x {imbalance} / {rate})"
+    )
+    name: ClassVar[str] = "routed experts"
 
     slots: int  # of the rank
     all_slots: int  # of all ranks
     chosen: int  # experts of a token
-    num_ranks: int
+    ranks: int
     parameters: float  # of one expert
-    bytes_per_parameter: float
+    bytes: float  # of a parameter
     memory_bandwidth: float
     rate: float
 
-    def seconds(self, num_tokens: float, imbalance: float) -> float:
-        hit = self.slots * (1 - (1 - self.chosen / self.all_slots) ** num_tokens)
-        rows = num_tokens * self.chosen / self.num_ranks * imbalance
-        return max(
-            hit * self.parameters * self.bytes_per_parameter / self.memory_bandwidth,
-            2 * self.parameters * rows / self.rate,
-        )
-
-    def formula(self, num_tokens: float, imbalance: float) -> Formula:
-        template = (
-            "max({slots} x (1 - (1 - {chosen} / {all_slots}) ^ {tokens}) x {parameters} x {bytes} / {memory_bandwidth}"
-            ", 2 x {parameters} x {tokens} x {chosen} / {ranks} x {imbalance} / {rate})"
-        )
-        numbers = {
-            "slots": self.slots,
-            "chosen": self.chosen,
-            "all_slots": self.all_slots,
-            "tokens": num_tokens,
-            "parameters": self.parameters,
-            "bytes": self.bytes_per_parameter,
-            "memory_bandwidth": self.memory_bandwidth,
-            "ranks": self.num_ranks,
-            "imbalance": imbalance,
-            "rate": self.rate,
-        }
-        return Formula("routed experts", template, numbers, self.seconds(num_tokens, imbalance))
+    def seconds(self, *, tokens: float, imbalance: float) -> float:
+        hit = self.slots * (1 - (1 - self.chosen / self.all_slots) ** tokens)
+        rows = tokens * self.chosen / self.ranks * imbalance
+        return max(hit * self.parameters * self.bytes / self.memory_bandwidth, 2 * self.parameters * rows / self.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeWork:
-    """Dispatch and combine of one layer, on the rank that has most rows. Both kinds of links work at the same time."""
+    """Dispatch and combine of one layer, on the rank with the most rows. Both kinds of links work at the same time."""
 
-    node_rows: float  # for each token of the rank: to others of its node
-    network_rows: float  # and over the network
+    template: ClassVar = (
+        "{tokens} x max({node_rows} x {width} x {bytes} / {node_bandwidth}, "
+        "{network_rows} x {width} x {bytes} / {network_bandwidth}) x {imbalance} + 2 x {latency}"
+    )
+    name: ClassVar[str] = "dispatch and combine"
+
+    node_rows: float  # for each token of the rank: to other ranks of its node
+    network_rows: float  # and to other nodes
     width: int  # values of a row
-    bytes_per_value: float  # there and back together
+    bytes: float  # of a value, in both directions together
     node_bandwidth: float
     network_bandwidth: float
     latency: float  # of each of the two exchanges
 
     @property
     def node_bytes(self) -> float:
-        """For each token of the rank."""
-        return self.node_rows * self.width * self.bytes_per_value
+        """Bytes for each token of the rank."""
+        return self.node_rows * self.width * self.bytes
 
     @property
     def network_bytes(self) -> float:
-        """For each token of the rank."""
-        return self.network_rows * self.width * self.bytes_per_value
+        """Bytes for each token of the rank."""
+        return self.network_rows * self.width * self.bytes
 
-    def seconds(self, num_tokens: float, imbalance: float) -> float:
+    def seconds(self, *, tokens: float, imbalance: float) -> float:
         slower = max(self.node_bytes / self.node_bandwidth, self.network_bytes / self.network_bandwidth)
-        return num_tokens * slower * imbalance + 2 * self.latency
-
-    def formula(self, num_tokens: float, imbalance: float) -> Formula:
-        template = (
-            "{tokens} x max({rows_inside} x {width} x {bytes} / {node_bandwidth}, "
-            "{rows_outside} x {width} x {bytes} / {network_bandwidth}) x {imbalance} + 2 x {latency}"
-        )
-        numbers = {
-            "tokens": num_tokens,
-            "rows_inside": self.node_rows,
-            "rows_outside": self.network_rows,
-            "width": self.width,
-            "bytes": self.bytes_per_value,
-            "node_bandwidth": self.node_bandwidth,
-            "network_bandwidth": self.network_bandwidth,
-            "imbalance": imbalance,
-            "latency": self.latency,
-        }
-        return Formula("dispatch and combine", template, numbers, self.seconds(num_tokens, imbalance))
+        return tokens * slower * imbalance + 2 * self.latency
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatherWork:
-    """A replica's rows gathered by its tp ranks before a part of a layer, and its sums scattered after it."""
+    """The all-gather of a replica's rows over its tp ranks before a part of a layer, and the reduce-scatter after."""
+
+    template: ClassVar = "2 x ({tokens} x (1 - 1 / {tp}) x {width} x {bytes} / {bandwidth} + {latency})"
+    name: ClassVar[str] = "gather and scatter of tp ranks"
 
     tp: int
     width: int
-    bytes_per_value: float
+    bytes: float  # of a value
     bandwidth: float
     latency: float
 
-    def seconds(self, rows: float) -> float:
-        row_bytes = self.width * self.bytes_per_value
-        return 2 * (rows * (1 - 1 / self.tp) * row_bytes / self.bandwidth + self.latency)
-
-    def formula(self, rows: float) -> Formula:
-        template = "2 x ({tokens} x (1 - 1 / {tp}) x {width} x {bytes} / {bandwidth} + {latency})"
-        numbers = {
-            "tokens": rows,
-            "tp": self.tp,
-            "width": self.width,
-            "bytes": self.bytes_per_value,
-            "bandwidth": self.bandwidth,
-            "latency": self.latency,
-        }
-        return Formula("gather and scatter of tp ranks", template, numbers, self.seconds(rows))
+    def seconds(self, *, tokens: float) -> float:
+        return 2 * (tokens * (1 - 1 / self.tp) * self.width * self.bytes / self.bandwidth + self.latency)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShape:
-    """What a rank of a layout holds and does, as numbers: those of the rank that holds most."""
+    """The contents and the work of a rank in numbers; those of the rank that holds most."""
 
     tp: int
     dp: int
@@ -258,7 +200,7 @@ class RankShape:
     # Parameters:
     attention_parameters: float  # of one layer
     dense_parameters: float  # of the network of one layer without experts
-    router_parameters: float  # of one layer with experts, as the next ones
+    router_parameters: float  # of one layer with experts, as the next two
     shared_parameters: float
     expert_parameters: float  # of one expert
     head_parameters: float
@@ -268,7 +210,7 @@ class RankShape:
     # Bytes of a value:
     weight_bytes: float
     is_fp8: bool
-    plain_bytes: float  # of what is never fp8: rows, cache, head
+    plain_bytes: float  # of rows, cache and head, which are never fp8
     leaving: LeavingRows
     balance: Balance
 
@@ -279,25 +221,24 @@ class RankShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLoad:
-    """What one replica runs in a step."""
+    """The work of one replica in a step."""
 
     num_decoding: int = 0  # requests
-    decode_pairs: float = 0  # positions that they attend to, of all of them together
+    decode_pairs: float = 0  # positions that they attend to, all of them together
     num_prefill: int = 0  # tokens of prompts
-    prefill_pairs: float = 0  # positions that these attend to, of all of them together
+    prefill_pairs: float = 0  # positions that these attend to, all of them together
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepLoad:
-    """What all replicas run in a step, as far as it matters to its time."""
+class StepLoad(NamedTuple):
+    """The work of all replicas in a step, as far as it affects its time."""
 
-    num_tokens: float  # of all replicas
+    num_tokens: float = 0.0  # of all replicas
     # Of the replica that has most of it:
-    most_tokens: float
-    num_decoding: float
-    decode_pairs: float
-    num_prefill: float
-    prefill_pairs: float
+    most_tokens: float = 0.0
+    num_decoding: float = 0.0
+    decode_pairs: float = 0.0
+    num_prefill: float = 0.0
+    prefill_pairs: float = 0.0
 
     @classmethod
     def of(cls, replicas: Sequence[ReplicaLoad]) -> StepLoad:
@@ -311,20 +252,16 @@ class StepLoad:
             prefill_pairs=max(replica.prefill_pairs for replica in replicas),
         )
 
+    def plus(self, other: StepLoad) -> StepLoad:
+        return StepLoad(*map(operator.add, self, other))
+
     def divided(self, parts: int) -> StepLoad:
-        return StepLoad(
-            num_tokens=self.num_tokens / parts,
-            most_tokens=self.most_tokens / parts,
-            num_decoding=self.num_decoding / parts,
-            decode_pairs=self.decode_pairs / parts,
-            num_prefill=self.num_prefill / parts,
-            prefill_pairs=self.prefill_pairs / parts,
-        )
+        return StepLoad(*(number / parts for number in self))
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. They add up; with overlap, the exchange is hidden behind the layers, or they behind it."""
+    """Seconds of a step. With overlap, the shorter of layers and exchange is hidden behind the longer."""
 
     layers: float  # computing and reading in all layers
     exchange: float  # in all layers
@@ -337,13 +274,31 @@ class StepTime:
         return in_layers + self.head
 
 
+@dataclass(frozen=True)
+class Term:
+    """Work of a step, and how often it occurs in it."""
+
+    work: Work
+    quantities: Mapping[str, float]
+    count: int
+
+    @property
+    def seconds(self) -> float:
+        return self.work.seconds(**self.quantities) * self.count
+
+    @property
+    def formula(self) -> Formula:
+        numbers = {**vars(self.work), **self.quantities}
+        return Formula(self.work.name, self.work.template, numbers, self.work.seconds(**self.quantities))
+
+
 class LayoutCosts:
-    """Times of the steps of one layout on one kind of hardware. What does not change from step to step is kept."""
+    """Times of the steps of one layout on one kind of hardware."""
 
     def __init__(self, shape: RankShape, hardware: Hardware, assumptions: Assumptions) -> None:
         self.shape = shape
         self.assumptions = assumptions
-        self._num_parts = 2 if assumptions.overlap else 1
+        self.num_parts = 2 if assumptions.overlap else 1  # of a step
         bandwidth = hardware.memory_bandwidth * assumptions.memory_efficiency
         plain_rate = hardware.bf16_rate * assumptions.compute_efficiency
         rate = hardware.fp8_rate * assumptions.compute_efficiency if shape.is_fp8 else plain_rate
@@ -354,47 +309,37 @@ class LayoutCosts:
             return MatrixWork(
                 name=name,
                 parameters=parameters,
-                bytes_per_parameter=shape.weight_bytes if is_weights else shape.plain_bytes,
+                bytes=shape.weight_bytes if is_weights else shape.plain_bytes,
                 memory_bandwidth=bandwidth,
                 rate=rate if is_weights else plain_rate,
             )
 
-        # Work of a replica's tokens, and how many layers have it:
-        self._of_replica = [(matrices("projections of attention", shape.attention_parameters), shape.num_layers)]
-        num_dense = shape.num_layers - shape.num_sparse_layers
-        if num_dense:
-            self._of_replica.append((matrices("dense networks", shape.dense_parameters), num_dense))
-        # Of the rank's own share of them:
-        self._of_rank = [
-            (matrices(name, parameters, is_weights), shape.num_sparse_layers)
-            for name, parameters, is_weights in (
-                ("router", shape.router_parameters, False),
-                ("shared experts", shape.shared_parameters, True),
-            )
-            if parameters and shape.num_sparse_layers
+        self._projections = matrices("projections of attention", shape.attention_parameters)
+        self._dense = matrices("dense networks", shape.dense_parameters)
+        self._num_dense = shape.num_layers - shape.num_sparse_layers
+        self._of_own_rows = [
+            matrices("router", shape.router_parameters, is_weights=False),
+            matrices("shared experts", shape.shared_parameters),
         ]
-        self._attention = [
-            (
-                AttentionWork(
-                    name="attention" if window is None else f"attention to {window} positions",
-                    window=window,
-                    cache_bytes=shape.cache_bytes,
-                    decode_operations=shape.decode_operations,
-                    prefill_operations=shape.prefill_operations,
-                    memory_bandwidth=bandwidth,
-                    rate=plain_rate,
-                ),
-                num_layers,
+        self._head = matrices("output head", shape.head_parameters, is_weights=False)
+        self._attention = {
+            window: AttentionWork(
+                name="attention" if window is None else f"attention to {window} positions",
+                cache_bytes=shape.cache_bytes,
+                operations_of_a_decode_pair=shape.decode_operations,
+                operations_of_a_prompt_pair=shape.prefill_operations,
+                memory_bandwidth=bandwidth,
+                rate=plain_rate,
             )
-            for window, num_layers in shape.num_layers_of_window.items()
-        ]
+            for window in shape.num_layers_of_window
+        }
         self._experts = ExpertWork(
             slots=shape.slots,
             all_slots=max(1, shape.all_slots),
             chosen=shape.chosen,
-            num_ranks=shape.num_ranks,
+            ranks=shape.num_ranks,
             parameters=shape.expert_parameters,
-            bytes_per_parameter=shape.weight_bytes,
+            bytes=shape.weight_bytes,
             memory_bandwidth=bandwidth,
             rate=rate,
         )
@@ -402,78 +347,61 @@ class LayoutCosts:
             node_rows=shape.leaving.inside.value,
             network_rows=shape.leaving.outside.value,
             width=shape.hidden_size,
-            bytes_per_value=(1 if shape.is_fp8 else shape.plain_bytes) + shape.plain_bytes,
+            bytes=(1 if shape.is_fp8 else shape.plain_bytes) + shape.plain_bytes,
             node_bandwidth=node_bandwidth,
             network_bandwidth=network_bandwidth,
             latency=assumptions.exchange_latency,
         )
-        self._num_exchanges = shape.num_sparse_layers if shape.num_ranks > 1 else 0
+        self.has_exchange = shape.num_ranks > 1 and shape.num_sparse_layers > 0
         self._gather = GatherWork(
             tp=shape.tp,
             width=shape.hidden_size,
-            bytes_per_value=shape.plain_bytes,
+            bytes=shape.plain_bytes,
             bandwidth=node_bandwidth if shape.tp <= shape.ranks_per_node else min(node_bandwidth, network_bandwidth),
             latency=assumptions.exchange_latency,
         )
-        self._num_gathers = shape.num_layers + num_dense if shape.tp > 1 else 0
-        self._head = matrices("output head", shape.head_parameters, is_weights=False)
 
     def step_seconds(self, load: StepLoad, imbalance: float | None = None) -> StepTime:
-        """
+        """Return the time of a step.
+
         Args:
-            imbalance: rows of the fullest rank over the mean; None: what is to be expected of so many tokens.
+            imbalance: rows of the fullest rank over the mean; None: the expected one for this number of tokens.
         """
-        if not load.num_tokens:
-            return StepTime(0.0, 0.0, 0.0, self.assumptions.overlap)
-        part, parts = (load, 1) if self._num_parts == 1 else (load.divided(self._num_parts), self._num_parts)
+        seconds = {"layers": 0.0, "exchange": 0.0, "head": 0.0}
+        if load.num_tokens:
+            for term in self.terms(load, imbalance):
+                is_exchange = isinstance(term.work, (ExchangeWork, GatherWork))
+                kind = "head" if term.work is self._head else "exchange" if is_exchange else "layers"
+                seconds[kind] += term.seconds
+        return StepTime(**seconds, has_overlap=self.assumptions.overlap)
+
+    def terms(self, load: StepLoad, imbalance: float | None = None) -> Iterator[Term]:
+        """Yield the terms of a step with tokens. See `step_seconds`."""
+        shape, parts = self.shape, self.num_parts
+        part = load.divided(parts) if parts > 1 else load
         if imbalance is None:
-            imbalance = self.shape.balance.imbalance(part.num_tokens)
-        rows = part.most_tokens
-        own = rows / self.shape.tp
-        layers = 0.0
-        for work, count in self._of_replica:
-            layers += work.seconds(rows) * count
-        for work, count in self._of_rank:
-            layers += work.seconds(own) * count
-        for attention, count in self._attention:
-            layers += attention.seconds(part) * count
-        if self.shape.num_sparse_layers:
-            layers += self._experts.seconds(part.num_tokens, imbalance) * self.shape.num_sparse_layers
-        exchange = 0.0
-        if self._num_exchanges:
-            exchange += self.exchange.seconds(self._exchanged(part, imbalance), imbalance) * self._num_exchanges
-        if self._num_gathers:
-            exchange += self._gather.seconds(rows) * self._num_gathers
-        head = self._head.seconds(max(1, load.num_decoding))
-        return StepTime(layers * parts, exchange * parts, head, self.assumptions.overlap)
-
-    def _exchanged(self, part: StepLoad, imbalance: float) -> float:
-        """Tokens of the rank with most to exchange, over the imbalance.
-
-        Its own rows go out, however uneven experts are; the fullest rank's come in, however uneven replicas are.
-        """
-        return max(part.most_tokens / self.shape.tp / imbalance, part.num_tokens / self.shape.num_ranks)
-
-    def formulas(self, load: StepLoad) -> tuple[tuple[Formula, int], ...]:
-        """The terms of `step_seconds`, each with how often it stands in a step; then, with 0, what they were given."""
-        assert load.num_tokens
-        parts = self._num_parts
-        part = load.divided(parts)
-        balance = self.shape.balance
-        imbalance = balance.imbalance(part.num_tokens)
-        own = part.most_tokens / self.shape.tp
-        terms = [(work.formula(part.most_tokens), count * parts) for work, count in self._of_replica]
-        terms += [(attention.formula(part), count * parts) for attention, count in self._attention]
-        terms += [(work.formula(own), count * parts) for work, count in self._of_rank]
-        if self.shape.num_sparse_layers:
-            terms.append((self._experts.formula(part.num_tokens, imbalance), self.shape.num_sparse_layers * parts))
-        if self._num_exchanges:
-            exchanged = self._exchanged(part, imbalance)
-            terms.append((self.exchange.formula(exchanged, imbalance), self._num_exchanges * parts))
-        if self._num_gathers:
-            terms.append((self._gather.formula(part.most_tokens), self._num_gathers * parts))
-        terms.append((self._head.formula(max(1, load.num_decoding)), 1))
-        if self._num_exchanges:
-            leaving = self.shape.leaving
-            terms += [(leaving.inside, 0), (leaving.outside, 0), (balance.formula(part.num_tokens), 0)]
-        return tuple(terms)
+            imbalance = shape.balance.imbalance(part.num_tokens)
+        tokens, num_sparse = part.most_tokens, shape.num_sparse_layers
+        yield Term(self._projections, {"tokens": tokens}, shape.num_layers * parts)
+        if self._num_dense:
+            yield Term(self._dense, {"tokens": tokens}, self._num_dense * parts)
+        for window, num_layers in shape.num_layers_of_window.items():
+            pairs = {"decode_pairs": part.decode_pairs, "prompt_pairs": part.prefill_pairs}
+            if window is not None:
+                pairs["decode_pairs"] = min(part.decode_pairs, part.num_decoding * window)
+                pairs["prompt_pairs"] = min(part.prefill_pairs, part.num_prefill * window)
+            yield Term(self._attention[window], pairs, num_layers * parts)
+        for work in self._of_own_rows:
+            if work.parameters and num_sparse:
+                yield Term(work, {"tokens": tokens / shape.tp}, num_sparse * parts)
+        if num_sparse:
+            of_experts = {"tokens": part.num_tokens, "imbalance": imbalance}
+            yield Term(self._experts, of_experts, num_sparse * parts)
+        if self.has_exchange:
+            # The rank sends its own rows, however uneven experts are; the fullest rank receives as many as it has,
+            # however uneven replicas are.
+            exchanged = max(tokens / shape.tp / imbalance, part.num_tokens / shape.num_ranks)
+            yield Term(self.exchange, {"tokens": exchanged, "imbalance": imbalance}, num_sparse * parts)
+        if shape.tp > 1:  # around attention, and around dense networks
+            yield Term(self._gather, {"tokens": tokens}, (shape.num_layers + self._num_dense) * parts)
+        yield Term(self._head, {"tokens": max(1, load.num_decoding)}, 1)

@@ -1,13 +1,12 @@
-"""What the layouts of a model would hold and do on accelerators: cache, exchange, balance, and tokens per second.
+"""Estimates for the layouts of a model on accelerators: cache, exchange, balance, and tokens per second.
 
-Puts together what others know: the layout (layout.py), the traffic, the hardware, and the model of costs (costs.py).
-The figures are of the hardware and of an engine that uses it as `Assumptions` says, not of moeserve as it is.
+The figures are of the hardware and of an engine that uses it as `Assumptions` says. They are not measurements.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moeserve.errors import SettingsError
@@ -15,13 +14,7 @@ from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.machine import shown_bytes
 from moeserve.models.registry import Description, describe
-from moeserve.planner.costs import (
-    Assumptions,
-    LayoutCosts,
-    RankShape,
-    ReplicaLoad,
-    StepLoad,
-)
+from moeserve.planner.costs import Assumptions, LayoutCosts, RankShape, ReplicaLoad, StepLoad
 from moeserve.planner.expert_rows import Balance, rows_that_leave
 from moeserve.planner.formula import Formula, shown_seconds
 from moeserve.planner.hardware import Hardware
@@ -30,20 +23,20 @@ from moeserve.planner.traffic import Lengths, Traffic
 
 DECODE_REQUESTS = 128
 PREFILL_TOKENS = 4096
-# What can be fp8: all but what is little, or wants precision.
+# The other parts are small or need precision.
 FP8_PARTS = ("attention", "dense networks", "routed experts", "shared experts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseEstimate:
-    """Steps of one kind: decoding only, or prompts only. All replicas have equally many tokens."""
+    """Steps that only decode, or only compute prompts. All replicas have equally many tokens."""
 
     tokens_per_replica: int
     step_s: float
     exchange_s: float  # dispatch and combine, in one layer that has experts
-    node_bytes: float  # that a rank sends in one such layer: to others of its node
+    node_bytes: float  # sent by a rank in one such layer: to others of its node
     network_bytes: float  # and to other nodes
-    fullest_rank: float  # its rows for experts, where the mean is 1
+    fullest_rank: float  # its rows for experts, over the mean
     tokens_per_s: float  # of all replicas
     formulas: tuple[str, ...]
 
@@ -55,8 +48,8 @@ class Estimate:
     tp: int
     dp: int
     weight_bytes: int  # of the rank that has most
-    cache_tokens: int  # that a replica's cache holds
-    cache_requests: int  # the same in requests as they are on average while they decode
+    cache_tokens: int  # capacity of a replica's cache
+    cache_requests: int  # the same in requests of average length while they decode
     refusal: str | None  # why no request fits into the memory
     memory_formulas: tuple[str, ...]
     decode: PhaseEstimate | None  # None: the cache does not hold a request
@@ -65,12 +58,12 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """The layouts that can be, in their order."""
+    """The possible layouts, in their order."""
 
     hardware: str
     num_nodes: int
     ranks_per_node: int
-    weights: str  # format of those of attention, experts and dense networks: fp8, or the name of a dtype
+    weights: str  # format of attention, experts and dense networks: fp8, or the name of a dtype
     assumptions: Assumptions
     lengths: Lengths
     traffic_note: str  # see `Traffic`
@@ -87,11 +80,12 @@ def estimate_layouts(
     decode_requests: int = DECODE_REQUESTS,
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> Estimates:
-    """
+    """Estimate every possible layout.
+
     Args:
         found: layouts over whole nodes.
-        decode_requests: that each replica decodes at once; fewer where its cache holds fewer.
-        prefill_tokens: of prompts, that each replica computes in a step.
+        decode_requests: requests that each replica decodes at once, if its cache holds them.
+        prefill_tokens: prompt tokens that each replica computes in a step.
 
     Raises:
         SettingsError: a number of requests or tokens below one, or an exchange that does not fit the model.
@@ -141,10 +135,10 @@ def estimate_layouts(
 def rank_shape(
     description: Description, found: Layouts, layout: Layout, assumptions: Assumptions, ranks_per_node: int
 ) -> RankShape:
-    """What the model of costs must know of a layout.
+    """Return the numbers of a layout that the cost model needs.
 
     Raises:
-        SettingsError: an exchange that does not fit the model, or where its experts are.
+        SettingsError: an exchange that does not fit the model or the placement of its experts.
     """
     config = description.model
     moe = config.first_moe
@@ -201,7 +195,7 @@ def rank_shape(
 
 
 def as_text(found: Estimates) -> str:
-    """Two tables for people; then the formulas, if one layout was asked for."""
+    """Return two tables, followed by the formulas if there is one layout."""
     lengths = found.lengths
     note = f"{found.traffic_note}; " if found.traffic_note else ""
     lines = [
@@ -261,51 +255,43 @@ def _assumed(assumptions: Assumptions) -> str:
 
 
 def _phase(costs: LayoutCosts, of_replica: ReplicaLoad) -> PhaseEstimate:
-    shape = costs.shape
+    shape, parts = costs.shape, costs.num_parts
     load = StepLoad.of((of_replica,) * shape.dp)
-    time = costs.step_seconds(load)
-    terms = costs.formulas(load)
+    seconds = costs.step_seconds(load).seconds
     own_tokens = load.most_tokens / shape.tp
-    has_exchange = shape.num_ranks > 1 and shape.num_sparse_layers
-    parts = 2 if costs.assumptions.overlap else 1
     imbalance = shape.balance.imbalance(load.num_tokens / parts)
+    exchange_s = costs.exchange.seconds(tokens=own_tokens / parts, imbalance=imbalance)
     return PhaseEstimate(
         tokens_per_replica=round(load.most_tokens),
-        step_s=time.seconds,
-        exchange_s=parts * costs.exchange.seconds(own_tokens / parts, imbalance) if has_exchange else 0.0,
+        step_s=seconds,
+        exchange_s=parts * exchange_s if costs.has_exchange else 0.0,
         node_bytes=costs.exchange.node_bytes * own_tokens,
         network_bytes=costs.exchange.network_bytes * own_tokens,
         fullest_rank=imbalance,
-        tokens_per_s=load.num_tokens / time.seconds,
-        formulas=(*(_term_text(*term) for term in terms), *_totals(load, time.seconds, terms, time.has_overlap)),
+        tokens_per_s=load.num_tokens / seconds,
+        formulas=tuple(_formulas(costs, load)),
     )
 
 
-def _term_text(formula: Formula, count: int) -> str:
-    return formula.as_text() + (f"\n    x {count} = {shown_seconds(formula.value * count)}" if count else "")
-
-
-def _totals(load: StepLoad, seconds: float, terms: Sequence[tuple[Formula, int]], has_overlap: bool) -> tuple[str, str]:
-    exchanges = ("dispatch and combine", "gather and scatter of tp ranks")
-    head = _total(terms, ("output head",))
-    exchange = _total(terms, exchanges)
-    layers = _total(terms) - exchange - head
-    template = "max({layers}, {exchange}) + {head}" if has_overlap else "{layers} + {exchange} + {head}"
-    step = Formula("step", template, {"layers": layers, "exchange": exchange, "head": head}, seconds)
-    numbers = {"tokens_of_all_replicas": load.num_tokens, "step": seconds}
-    rate = Formula(
-        "tokens per second", "{tokens_of_all_replicas} / {step}", numbers, load.num_tokens / seconds, unit=""
-    )
-    return step.as_text(), rate.as_text()
-
-
-def _total(terms: Sequence[tuple[Formula, int]], names: Sequence[str] | None = None) -> float:
-    """Seconds of a step that the terms of these names take, or all."""
-    return sum(formula.value * count for formula, count in terms if names is None or formula.name in names)
+def _formulas(costs: LayoutCosts, load: StepLoad) -> Iterator[str]:
+    """Yield the terms of a step, the numbers that they were given, and their sum."""
+    for term in costs.terms(load):
+        yield f"{term.formula.as_text()}\n    x {term.count} = {shown_seconds(term.seconds)}"
+    if costs.has_exchange:
+        balance = costs.shape.balance.formula(load.num_tokens / costs.num_parts)
+        for formula in (costs.shape.leaving.inside, costs.shape.leaving.outside, balance):
+            yield formula.as_text()
+    time = costs.step_seconds(load)
+    template = "max({layers}, {exchange}) + {head}" if time.has_overlap else "{layers} + {exchange} + {head}"
+    numbers = {"layers": time.layers, "exchange": time.exchange, "head": time.head}
+    yield Formula("step", template, numbers, time.seconds).as_text()
+    numbers = {"tokens_of_all_replicas": load.num_tokens, "step": time.seconds}
+    rate = load.num_tokens / time.seconds
+    yield Formula("tokens per second", "{tokens_of_all_replicas} / {step}", numbers, rate, unit="").as_text()
 
 
 def _operations(attention: AttentionConfig | LatentAttentionConfig, tp: int) -> tuple[float, float]:
-    """Of a pair of a token and a position, on one of tp ranks: decoding, and in a prompt. See layers/mla.py."""
+    """Return the operations of a pair of token and position on one tp rank, in decoding and in a prompt."""
     heads = attention.num_heads / tp
     match attention:
         case AttentionConfig():

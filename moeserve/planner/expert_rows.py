@@ -1,7 +1,4 @@
-"""How the rows of tokens spread over the ranks that have their experts: how many leave, and how many the fullest gets.
-
-Knows numbers alone, and takes experts to be chosen as often as each other: what a placement makes of loads is told.
-"""
+"""Distribution of rows over the ranks of their experts: how many leave a rank, and how many the fullest rank gets."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ ExchangeName: TypeAlias = Literal["direct", "by_node", "node_limited"]
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """How many rows the fullest rank has, where the mean is 1: from the placement, and from chance.
+    """Rows of the fullest rank over the mean of the ranks, from the placement and from chance.
 
-    Tokens choose independently, and each of them different experts. The rows of a rank are then about normal, and the
-    largest of n independent normal values lies about z deviations above their mean (Blom, 1958). Where one rank has
-    more, others have less: that makes the largest as much larger as leaving out "not this rank" from the variance. That
-    the distribution is skewed moves it further (Cornish and Fisher, 1938). As many ranks are taken to compete as could
-    have the fullest one's expected rows.
+    Tokens choose independently, each of them different experts. The rows of a rank are then about normal, and the
+    largest of n independent normal values lies about z deviations above their mean (Blom, 1958). Ranks are negatively
+    correlated, which raises the largest as much as leaving out "not this rank" from the variance does. The skewness of
+    the distribution raises it further (Cornish and Fisher, 1938). The number of competing ranks is the number that
+    could have the fullest one's expected rows.
     """
 
     placement: float  # the fullest rank's expected rows, where the mean is 1
@@ -32,7 +29,7 @@ class Balance:
     chosen: int  # of them, by each token
 
     def imbalance(self, num_tokens: float) -> float:
-        """The fullest rank's rows over the mean, for so many tokens of all ranks; 1 where there are none."""
+        """Return the fullest rank's rows over the mean, for these tokens of all ranks; 1 without any."""
         if self.num_ranks == 1 or not self.chosen or not num_tokens:
             return 1.0
         z = self._quantile
@@ -56,7 +53,7 @@ class Balance:
 
     @property
     def _highest(self) -> float:
-        """Chosen experts differ, so a rank has at most the tokens times its experts."""
+        """Upper bound: the chosen experts of a token differ, so a rank has at most tokens times its experts."""
         return min(self.chosen, math.ceil(self.num_experts / self.num_ranks)) * self.num_ranks / self.chosen
 
     @property
@@ -65,7 +62,7 @@ class Balance:
         return NormalDist().inv_cdf((competing - 0.375) / (competing + 0.25))
 
     def _deviation(self, num_tokens: float) -> tuple[float, float]:
-        """Of the fullest rank's rows, and their third moment over their second; both over the mean of the ranks."""
+        """Return the standard deviation and third over second moment of the fullest rank's rows, over the mean."""
         share = min(1.0, self.placement / self.num_ranks)
         mean = num_tokens * self.chosen / self.num_ranks
         without_repeats = (self.num_experts - self.chosen) / max(1, self.num_experts - 1)
@@ -75,14 +72,14 @@ class Balance:
 
 @dataclass(frozen=True)
 class LeavingRows:
-    """Rows that leave a rank for each of its tokens: to others of its node, and to other nodes."""
+    """Rows that leave a rank for each of its tokens: to other ranks of its node, and to other nodes."""
 
     inside: Formula
     outside: Formula
 
 
 def rows_that_leave(
-    how: ExchangeName,
+    exchange: ExchangeName,
     *,
     num_ranks: int,
     ranks_per_node: int,
@@ -91,18 +88,17 @@ def rows_that_leave(
     num_groups: int = 1,
     num_chosen_groups: int = 1,
 ) -> LeavingRows:
-    """What dispatch sends, and combine brings back, if all experts are chosen equally often.
+    """Return the rows that dispatch sends and combine returns, if all experts are chosen equally often.
 
-    By node, a row enters a node at one rank and is handed on from there, once for each expert that is elsewhere in it.
+    With "by_node", a row enters a node at one rank, which forwards it once for each expert on another of its ranks.
 
     Args:
-        num_groups: of experts, as the router groups them; used by "node_limited" only, where each node must hold whole
-            groups or each group whole nodes.
-        num_chosen_groups: that a token's experts can be in.
+        num_groups: of the router's experts. With "node_limited", nodes must hold whole groups, or groups whole nodes.
+        num_chosen_groups: groups among which a token chooses its experts.
     """
     in_node = min(num_ranks, ranks_per_node)
     numbers: dict[str, float] = {"chosen": chosen, "ranks_of_a_node": in_node, "ranks": num_ranks}
-    if how == "direct":
+    if exchange == "direct":
         inside = "{chosen} x ({ranks_of_a_node} - 1) / {ranks}"
         outside = "{chosen} x ({ranks} - {ranks_of_a_node}) / {ranks}"
         return LeavingRows(
@@ -110,7 +106,7 @@ def rows_that_leave(
             Formula(_ROWS_OUTSIDE, outside, numbers, chosen * (num_ranks - in_node) / num_ranks, unit="rows"),
         )
     num_nodes = num_ranks / in_node
-    if how == "by_node":
+    if exchange == "by_node":
         chance_of_none = 1.0
         for draw in range(chosen):
             chance_of_none *= max(0.0, num_experts * (1 - 1 / num_nodes) - draw) / (num_experts - draw)
@@ -130,9 +126,9 @@ _ROWS_INSIDE, _ROWS_OUTSIDE = "rows inside the node, per token", "rows to other 
 
 
 def _chance_with_groups(num_nodes: float, chosen: int, num_groups: int, num_chosen_groups: int) -> float:
-    """That a token needs a given node, when its experts are drawn (with repeats) from a few groups of experts."""
+    """Return the probability that a token needs a given node, if it draws experts (with repeats) from few groups."""
     if num_nodes > num_groups:
-        share = num_groups / (num_nodes * num_chosen_groups)  # of the experts of the chosen groups, if it is among them
+        share = num_groups / (num_nodes * num_chosen_groups)  # of the chosen groups' experts, if its group is chosen
         return num_chosen_groups / num_groups * (1 - (1 - share) ** chosen)
     groups_of_node = round(num_groups / num_nodes)
     chance = 0.0

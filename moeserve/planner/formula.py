@@ -1,4 +1,4 @@
-"""Figures that can show where they come from. Knows nothing of what they are about."""
+"""Figures that can show the formula they come from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Formula:
-    """A figure and where it comes from."""
+    """A figure and its formula."""
 
     name: str
     template: str  # arithmetic; names in braces stand for the numbers
@@ -31,7 +31,7 @@ class Formula:
 
 
 def shown_seconds(seconds: float) -> str:
-    """A time as people read it: "120.96 us", "14.76 ms", "2.00 s"."""
+    """Return a time such as "120.96 us", "14.76 ms" or "2.00 s"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.2f} {unit}"
