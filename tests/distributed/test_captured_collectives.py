@@ -1,10 +1,9 @@
-"""Collectives on graphs: played, they carry what is there by then, and say what is wrong as they do when begun."""
+"""Collectives in CPU graphs: a replay carries the current values, and fails with the error of an eager collective."""
 
 from __future__ import annotations
 
 import os
 import signal
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from joining import join
 from ranks import Place, Ranks
 
 from moeserve.distributed.groups import Groups
+from moeserve.distributed.transport import sum_in_order
 from moeserve.errors import DistributedError
 from moeserve.ops.cpu.native import native_kernels
 
@@ -20,71 +20,71 @@ pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernel
 SIZES = [2, 1, 3]
 
 
-def record(groups: Groups, rows: torch.Tensor, parts: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A graph that gathers rows and adds parts, and where both end up."""
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_replays_carry_current_values(ranks: Ranks, num_ranks: int) -> None:
+    assert ranks.run(num_ranks, "test_captured_collectives:failed_rounds") == [[]] * num_ranks
+
+
+def failed_rounds(place: Place) -> list[int]:
+    """Replay in some rounds and run eagerly in others, differently on each rank. Return the rounds of wrong results.
+
+    The groups have equal members, so all of their collectives use one connection.
+    """
     kernels = native_kernels()
     assert kernels is not None
-    sizes = SIZES[: groups.ep.world_size]
+    groups = join(place)
+    sizes = SIZES[: place.num_ranks]
+    rows, parts = torch.zeros(sizes[place.rank], 5), torch.zeros(sum(sizes), 7, dtype=torch.bfloat16)
     graph = kernels.CpuGraph()
     graph.begin_capture()
     try:
-        gathered = groups.ep.all_gather(rows, sizes)
-        summed = groups.ep.reduce_scatter(parts, sizes)
+        captured = collectives(groups, rows, parts)
     finally:
         graph.end_capture()
-    return graph, gathered, summed
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_played_collectives_carry_what_is_there_by_then(ranks: Ranks, num_ranks: int) -> None:
-    assert ranks.run(num_ranks, "test_captured_collectives:rounds_that_went_wrong") == [[]] * num_ranks
-
-
-def rounds_that_went_wrong(place: Place) -> list[int]:
-    """Ranks play or begin their collectives as they like: to the others it is the same."""
-    groups = join(place)
-    sizes = SIZES[: place.num_ranks]
-    rows, parts = torch.empty(sizes[place.rank], 5), torch.empty(sum(sizes), 7, dtype=torch.bfloat16)
-    graph, played_rows, played_sum = record(groups, rows.zero_(), parts.zero_())
-    wrong = []
-    for turn in range(20):
-        torch.manual_seed(turn)
-        all_rows, all_parts = torch.randn(sum(sizes), 5), torch.randn(place.num_ranks, sum(sizes), 7).bfloat16()
+    failed = []
+    for round_ in range(20):
+        generator = torch.Generator().manual_seed(round_)
+        all_rows = torch.randn(sum(sizes), 5, generator=generator)
+        all_parts = torch.randn(place.num_ranks, sum(sizes), 7, generator=generator).bfloat16()
         rows.copy_(all_rows.split(sizes)[place.rank])
         parts.copy_(all_parts[place.rank])
-        if (turn + place.rank) % 3:
+        if (round_ + place.rank) % 3:
             graph.replay()
-            gathered, summed = played_rows, played_sum
+            gathered, summed = captured
         else:
-            gathered = groups.ep.all_gather(rows, sizes)
-            summed = groups.ep.reduce_scatter(parts, sizes)
-        total = all_parts[0].float()
-        for part in all_parts[1:]:
-            total += part.float()
-        expected = total.bfloat16().split(sizes)[place.rank]
-        if not torch.equal(gathered, all_rows) or not torch.equal(summed, expected):
-            wrong.append(turn)
+            gathered, summed = collectives(groups, rows, parts)
+        if not torch.equal(gathered, all_rows) or not torch.equal(
+            summed, sum_in_order(all_parts).split(sizes)[place.rank]
+        ):
+            failed.append(round_)
+        counts = groups.dp.all_gather(torch.tensor([round_]), [1] * place.num_ranks)
+        assert counts.tolist() == [round_] * place.num_ranks
     groups.world.barrier()
-    return wrong
+    return failed
+
+
+def collectives(groups: Groups, rows: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = SIZES[: groups.ep.world_size]
+    return groups.ep.all_gather(rows, sizes), groups.ep.reduce_scatter(parts, sizes)
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_a_rank_that_dies_is_named_by_those_that_play(ranks: Ranks, operation: str) -> None:
-    outcomes = ranks.start(3, "test_captured_collectives:what_the_others_say", operation=operation).outcomes(60.0)
+def test_a_replay_names_a_rank_that_dies(ranks: Ranks, operation: str) -> None:
+    outcomes = ranks.start(3, "test_captured_collectives:error_of_replay", operation=operation).outcomes(60.0)
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].error
-        told = outcomes[rank].value
-        assert told.startswith(f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2; collective "), told
-        assert "step 7, layer 4" in told
-        assert "rank 1" in told.partition("failed: ")[2]
+        where, _, cause = outcomes[rank].value.partition("failed: ")
+        assert where.startswith(f"rank {rank}: {operation} of group 'ep' (ranks 0, 1, 2; ")
+        assert "step 7, layer 4" in where
+        assert "rank 1" in cause
 
 
-def what_the_others_say(place: Place, operation: str) -> str:
+def error_of_replay(place: Place, operation: str) -> str:
+    kernels = native_kernels()
+    assert kernels is not None
     groups = join(place)
     sizes = SIZES[: place.num_ranks]
     groups.set_layer(4)
-    kernels = native_kernels()
-    assert kernels is not None
     graph = kernels.CpuGraph()
     graph.begin_capture()
     match operation:
@@ -104,11 +104,11 @@ def what_the_others_say(place: Place, operation: str) -> str:
     return str(caught.value)
 
 
-def test_gloo_and_checked_collectives_are_not_recorded(ranks: Ranks) -> None:
-    assert ranks.run(2, "test_captured_collectives:what_supports_cpu_graphs") == [[True, False, False]] * 2
+def test_cpu_graphs_need_shared_memory_and_no_order_check(ranks: Ranks) -> None:
+    assert ranks.run(2, "test_captured_collectives:supported") == [[True, False, False]] * 2
 
 
-def what_supports_cpu_graphs(place: Place) -> list[bool]:
+def supported(place: Place) -> list[bool]:
     answers = []
     for index, options in enumerate(({}, dict(transport="gloo"), dict(check_order=True))):
         groups = join(place, key=str(index), **options)

@@ -1,30 +1,34 @@
-"""Collectives as ranks with a GPU do them, over gloo in NCCL's place and on the CPU, against numpy."""
+"""The transport of ranks with a GPU, with gloo's process group in place of NCCL's, and tensors on the CPU."""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from collective_checks import check_collectives, check_rounded
 from joining import join
 from ranks import Place, Ranks
-from test_group import RAGGED, SHAPES, check, strided, sum_in_rank_order, values
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from moeserve.distributed import connect as connect_module
 from moeserve.distributed import gloo, nccl, symmetric_memory
+from moeserve.distributed.coordinator import GroupConnection, GroupCoordinator
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.nccl import NcclTransport
+from moeserve.distributed.store import RankStore
 from moeserve.distributed.transport import HostDeviceTransport, Transport, TransportError
 from moeserve.errors import DistributedError
 
-DTYPES = ("float32", "bfloat16", "int64")
+CPU = torch.device("cpu")
 
 
-class InNcclsPlace:
-    """gloo's process group, with what NCCL's has besides."""
+class NcclStandIn:
+    """gloo's process group with the methods that NCCL's has in addition."""
 
     def __init__(self, gloo_group: ProcessGroupGloo) -> None:
         self.gloo_group = gloo_group
@@ -35,18 +39,18 @@ class InNcclsPlace:
         return getattr(self.gloo_group, name)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> Any:
-        """gloo's own takes no ragged ones."""
+        """Accept tensors of different sizes, which gloo's alltoall does not."""
         received, sent = torch.cat(outputs), torch.cat(inputs)
         sizes = [len(output) for output in outputs], [len(each) for each in inputs]
         work = self.gloo_group.alltoall_base(received, sent, *sizes, options)
 
-        class Copying:
+        class CopyWhenDone:
             def wait(self) -> None:
                 work.wait()
                 for output, part in zip(outputs, received.split(sizes[0]), strict=True):
                     output.copy_(part)
 
-        return Copying()
+        return CopyWhenDone()
 
     def get_error(self) -> Any:
         return type("ErrorType", (), {"name": self.error})
@@ -55,121 +59,81 @@ class InNcclsPlace:
         self.num_aborted += 1
 
 
-def process_group(place: Place, timeout_s: float = 20.0) -> InNcclsPlace:
+def stand_in(place: Place, timeout_s: float = 20.0) -> NcclStandIn:
     store = PrefixStore("nccl", TCPStore(place.store_host, place.store_port, is_master=False))
-    return InNcclsPlace(
+    return NcclStandIn(
         gloo.make_process_group(store, place.rank, place.num_ranks, address="127.0.0.1", timeout_s=timeout_s)
     )
 
 
-def check_sum(got: Tensor, inputs: list[Tensor], expected: Tensor, *, is_exact: bool) -> None:
-    """The same bytes, or as close as the order of adding and its rounding let them be."""
-    if is_exact or not expected.dtype.is_floating_point:
-        check(got, expected)
-        return
-    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-    assert got.is_contiguous()
-    magnitude = sum(each.double().abs() for each in inputs)
-    epsilon = torch.finfo(expected.dtype).eps
-    assert bool(((got.double() - expected.double()).abs() <= 4 * epsilon * magnitude).all())
+# ---- one transport
 
 
-# ---- what runs on the ranks
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_collectives(ranks: Ranks, num_ranks: int) -> None:
+    """All ranks get the same bytes of a sum, in any order of its terms."""
+    sums = ranks.run(num_ranks, "test_nccl_logic:run_collectives")
+    assert sums == [sums[0]] * num_ranks
 
 
-def gather_rows(place: Place, dtype: str) -> None:
-    transport = NcclTransport(process_group(place), 20.0)
-    pending = []
-    for case, sizes in enumerate(RAGGED):
-        sizes = sizes[: place.num_ranks]
-        for shape in SHAPES:
-            parts = [values(100 * case + rank, size, *shape, dtype=dtype) for rank, size in enumerate(sizes)]
-            pending.append((transport.begin_all_gather(strided(parts[place.rank]), sizes), torch.cat(parts)))
-    for (gathered, wait), expected in pending:
-        wait()
-        check(gathered, expected)
+def run_collectives(place: Place) -> list[int]:
+    """Return the bytes of a sum."""
+    everyone = tuple(range(place.num_ranks))
+    store = RankStore(place.rank, TCPStore(place.store_host, place.store_port, is_master=False), 20.0)
+    connection = GroupConnection(NcclTransport(stand_in(place), 20.0), store, None)
+    group = GroupCoordinator(
+        name="tp", rank=place.rank, ranks=everyone, node_of_rank=(0,) * place.num_ranks, connection=connection
+    )
+    check_collectives(group, check_rounded)
+    terms = torch.randn(1000, generator=torch.Generator().manual_seed(place.rank))
+    return list(group.all_reduce(terms).view(torch.uint8).tolist())
 
 
-def exchange_rows(place: Place, dtype: str) -> None:
-    transport = NcclTransport(process_group(place), 20.0)
-    tables = [
-        [[i + j for j in range(4)] for i in range(4)],
-        [[0, 2, 0, 1], [3, 0, 0, 0], [0, 0, 0, 0], [5, 1, 0, 2]],  # rank 2 sends nothing and gets nothing
-        [[0] * 4 for _ in range(4)],
-    ]
-    n = place.num_ranks
-    pending = []
-    for case, table in enumerate(tables):
-        for shape in SHAPES:
-            sent = [values(100 * case + i, sum(table[i][:n]), *shape, dtype=dtype) for i in range(n)]
-            expected = torch.cat([torch.split(sent[i], table[i][:n])[place.rank] for i in range(n)])
-            receive_sizes = [table[i][place.rank] for i in range(n)]
-            arriving = transport.begin_all_to_all(strided(sent[place.rank]), table[place.rank][:n], receive_sizes)
-            pending.append((arriving, expected))
-    for (received, wait), expected in pending:
-        wait()
-        check(received, expected)
+def test_a_connection_that_carries_wrong_values_is_refused(ranks: Ranks) -> None:
+    assert ranks.run(3, "test_nccl_logic:check_connection", adds=True) == [""] * 3
+    for message in ranks.run(3, "test_nccl_logic:check_connection", adds=False):
+        assert "[4.0, 3.0, 3.0, 3.0, 3.0] instead of [4, 3, 3, 3, 9]" in message
 
 
-def reduce_rows(place: Place, dtype: str) -> None:
-    transport = NcclTransport(process_group(place), 20.0)
-    for case, sizes in enumerate(RAGGED):
-        sizes = sizes[: place.num_ranks]
-        own = slice(sum(sizes[: place.rank]), sum(sizes[: place.rank + 1]))
-        is_exact = len(set(sizes)) > 1
-        for shape in SHAPES:
-            inputs = [values(100 * case + rank, sum(sizes), *shape, dtype=dtype) for rank in range(place.num_ranks)]
-            got = transport.reduce_scatter(strided(inputs[place.rank]), sizes)
-            check_sum(got, [each[own] for each in inputs], sum_in_rank_order(inputs)[own], is_exact=is_exact)
-
-
-def reduce_everything(place: Place, dtype: str) -> list[list[int]]:
-    """The bytes of the sums, too."""
-    transport = NcclTransport(process_group(place), 20.0)
-    sums = []
-    for case, shape in enumerate([(), (0,), (1,), (7, 3), (257, 129), (300_003,)]):
-        inputs = [values(100 * case + rank, *shape, dtype=dtype) for rank in range(place.num_ranks)]
-        given = strided(inputs[place.rank])
-        got = transport.all_reduce(given)
-        check_sum(got, inputs, sum_in_rank_order(inputs), is_exact=False)
-        check(given.contiguous(), inputs[place.rank])
-        sums.append(got.flatten()[:50].view(torch.uint8).tolist() if got.dim() else [])
-    return sums
-
-
-def try_out(place: Place, wrong: bool) -> str:
-    through = process_group(place)
-    if wrong:
-        through.allreduce = lambda tensors, options: None
-    transport = NcclTransport(through, 20.0)
-    assert transport.seconds_waited() == []
-    assert transport.supports_cuda_graphs
-    assert not transport.supports_cpu_graphs
+def check_connection(place: Place, adds: bool) -> str:
+    process_group = stand_in(place)
+    if not adds:
+        process_group.allreduce = lambda tensors, options: None
+    transport = NcclTransport(process_group, 20.0)
+    assert (transport.seconds_waited(), transport.supports_cpu_graphs, transport.supports_cuda_graphs) == (
+        [],
+        False,
+        True,
+    )
     try:
-        transport.check(torch.device("cpu"))
+        transport.check(CPU)
     except TransportError as error:
         return str(error)
     return ""
 
 
-kept: list[InNcclsPlace] = []  # connected after a function has returned
+kept: list[NcclStandIn] = []  # connected after a function has returned
 
 
-def be_late(place: Place) -> str:
-    """What a rank says of one that never joins."""
-    kept.append(process_group(place, timeout_s=1.0))
-    if place.rank:
-        return ""
-    transport = NcclTransport(kept[-1], 1.0)
-    try:
-        transport.all_reduce(torch.ones(3))
-    except TransportError as error:
-        return str(error)
-    return "all came"
+def test_an_absent_rank_is_a_timeout(ranks: Ranks) -> None:
+    assert "within 1 s" in ranks.run(2, "test_nccl_logic:reduce_without_the_others")[0]
 
 
-class Carried(HostDeviceTransport):
-    """Integers stay on the host; what else there is, goes as if it were on a GPU."""
+def reduce_without_the_others(place: Place) -> str:
+    kept.append(stand_in(place, timeout_s=1.0))
+    if place.rank == 0:
+        try:
+            NcclTransport(kept[-1], 1.0).all_reduce(torch.ones(3))
+        except TransportError as error:
+            return str(error)
+    return ""
+
+
+# ---- groups with tensors on the host and on a device
+
+
+class ByDtype(HostDeviceTransport):
+    """Sends integers as if they were on the host, and all other tensors as if they were on a GPU."""
 
     def _transport_of(self, x: Tensor) -> Transport:
         if x.dtype in (torch.int64, torch.uint8):
@@ -178,44 +142,46 @@ class Carried(HostDeviceTransport):
         return self._device
 
 
-made: list[InNcclsPlace] = []
+made: list[NcclStandIn] = []
 
 
-def joined(place: Place, tp: int) -> Groups:
-    """With a stand-in of a GPU: everything but NCCL and the device is real."""
+@contextmanager
+def gpu_stand_in() -> Iterator[None]:
+    """Connect with all but NCCL and the device real."""
     made.clear()
+    check = NcclTransport.check
 
-    def instead(store: Any, rank_in_group: int, num_ranks: int, **where: Any) -> InNcclsPlace:
-        assert where["device"] == torch.device("meta")
-        address, timeout_s = where["address"], where["timeout_s"]
-        found = gloo.make_process_group(store, rank_in_group, num_ranks, address=address, timeout_s=timeout_s)
-        made.append(InNcclsPlace(found))
+    def make(store: Any, rank: int, num_ranks: int, *, device: Any, address: str, timeout_s: float) -> NcclStandIn:
+        assert device == torch.device("meta")
+        made.append(NcclStandIn(gloo.make_process_group(store, rank, num_ranks, address=address, timeout_s=timeout_s)))
         return made[-1]
 
-    on_cpu, real = NcclTransport.check, nccl.make_process_group
-    nccl.make_process_group = instead  # type: ignore[assignment]
-    nccl.NcclTransport.check = lambda self, device: on_cpu(self, torch.device("cpu"))  # type: ignore[method-assign]
-    connect_module.HostDeviceTransport = Carried  # type: ignore[misc]
-    try:
+    with (
+        mock.patch.object(nccl, "make_process_group", make),
+        mock.patch.object(NcclTransport, "check", lambda self, device: check(self, CPU)),
+        mock.patch.object(connect_module, "HostDeviceTransport", ByDtype),
+    ):
+        yield
+
+
+def join_with_gpus(place: Place, tp: int) -> Groups:
+    with gpu_stand_in():
         return join(place, tp, device=torch.device("meta"))
-    finally:
-        nccl.NcclTransport.check, nccl.make_process_group = on_cpu, real  # type: ignore[method-assign]
-        connect_module.HostDeviceTransport = HostDeviceTransport  # type: ignore[misc]
 
 
-def carry_both(place: Place, tp: int) -> list[Any]:
-    """Figures of the host and rows of the GPU through the same groups."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("moeserve.distributed.connect")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    groups = joined(place, tp)
-    logger.removeHandler(handler)
+@pytest.mark.parametrize(("num_ranks", "tp", "num_process_groups"), [(2, 2, 1), (2, 1, 1), (4, 2, 2)])
+def test_groups_carry_tensors_of_both_devices(ranks: Ranks, num_ranks: int, tp: int, num_process_groups: int) -> None:
+    """Groups with equal members share a process group, which is aborted once."""
+    found = ranks.run(num_ranks, "test_nccl_logic:use_both_devices", tp=tp)
+    assert found == [[1] * num_process_groups] * num_ranks
+
+
+def use_both_devices(place: Place, tp: int) -> list[int]:
+    """Return how often each process group was aborted."""
+    groups = join_with_gpus(place, tp)
     assert groups.supports_cuda_graphs
     assert not groups.supports_cpu_graphs
-    assert groups.world.supports_cuda_graphs == (groups.world.world_size == 1)
+    assert not groups.world.supports_cuda_graphs
     groups.begin_step(3)
     total = groups.tp.all_reduce(torch.full((4,), float(place.rank)))
     assert total.tolist() == [float(sum(groups.tp.ranks))] * 4
@@ -223,40 +189,46 @@ def carry_both(place: Place, tp: int) -> list[Any]:
     rows = groups.ep.all_gather(torch.full((place.rank + 1, 2), float(place.rank)), sizes)
     assert rows[:, 0].tolist() == [float(rank) for rank, size in enumerate(sizes) for _ in range(size)]
     assert groups.world.all_reduce_minimum(place.rank + 5) == 5
+    counts = groups.dp.all_gather(torch.tensor([[place.rank]]), [1] * groups.dp.world_size)
+    assert counts.flatten().tolist() == list(groups.dp.ranks)
     groups.raise_failure()
-    if groups.dp.world_size > 1:
-        counts = groups.dp.all_gather(torch.tensor([[place.rank]]), [1] * groups.dp.world_size)
-        assert counts.flatten().tolist() == list(groups.dp.ranks)
     groups.world.barrier()
     groups.leave("the test is over")
-    return [len(made), [each.num_aborted for each in made], said]
+    return [each.num_aborted for each in made]
+
+
+@pytest.mark.parametrize(("error", "words"), [("TIMEOUT", "within 20 s"), ("COMM_ERROR", "NCCL lost the connection")])
+def test_a_failure_on_the_device_is_raised_later(ranks: Ranks, error: str, words: str) -> None:
+    """A collective that was aborted after it had returned fails when it is checked, and at the next step."""
+    for messages in ranks.run(2, "test_nccl_logic:fail_on_the_device", error=error):
+        assert len(messages) == 2
+        for message in messages:
+            assert "group 'tp' (ranks 0, 1; up to collective 2, step 7)" in message
+            assert words in message
 
 
 def fail_on_the_device(place: Place, error: str) -> list[str]:
-    """A collective that is given up after it has returned is told of when it is asked for, and at the next step."""
-    groups = joined(place, tp=place.num_ranks)
+    groups = join_with_gpus(place, tp=place.num_ranks)
     groups.begin_step(7)
     groups.tp.all_reduce(torch.ones(3))
     for each in made:
         each.error = error
     messages = []
-    for ask in (groups.raise_failure, lambda: groups.begin_step(8)):
-        try:
-            ask()
-            messages.append("nothing")
-        except DistributedError as failure:
-            messages.append(str(failure))
+    for check in (groups.raise_failure, lambda: groups.begin_step(8)):
+        with pytest.raises(DistributedError) as failure:
+            check()
+        messages.append(str(failure.value))
     groups.world.barrier()
     return messages
 
 
-class AddingLibrary:
+class GlooSymmetricMemory:
     """Symmetric memory in which gloo adds."""
 
-    def __init__(self, through: Any) -> None:
-        self.through = through
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
         self.calls: list[str] = []
-        libraries.append(self)
+        symmetric_memories.append(self)
 
     def missing(self, device: torch.device) -> str:
         return ""
@@ -265,104 +237,50 @@ class AddingLibrary:
         self.calls.append("open")
 
     def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        self.calls.append(f"memory {num_bytes}")
+        self.calls.append("allocate")
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def map(self, name: str, memory: Tensor) -> None:
         self.calls.append("map")
 
     def all_reduce(self, name: str, memory: Tensor, x: Tensor) -> Tensor:
-        self.calls.append(f"sum {tuple(x.shape)}")
+        self.calls.append(f"all_reduce {tuple(x.shape)}")
         memory.copy_(x)
-        self.through.gloo_group.allreduce([memory]).wait()
+        self.process_group.gloo_group.allreduce([memory]).wait()
         return memory.clone()
 
     def close(self, name: str) -> None:
         self.calls.append("close")
 
 
-libraries: list[AddingLibrary] = []
-
-
-def add_at_once(place: Place) -> list[list[str]]:
-    libraries.clear()
-    torchs = symmetric_memory.TorchSymmetricMemory
-    symmetric_memory.TorchSymmetricMemory = AddingLibrary  # type: ignore[assignment, misc]
-    trying = symmetric_memory._check
-    symmetric_memory._check = lambda *arguments: trying(*arguments[:-1], torch.device("cpu"))
-    try:
-        groups = joined(place, tp=place.num_ranks)
-    finally:
-        symmetric_memory._check, symmetric_memory.TorchSymmetricMemory = trying, torchs  # type: ignore[misc]
-    calls_before = [len(each.calls) for each in libraries]
-    small, large = torch.arange(6.0)[:, None].expand(6, 64), torch.ones(2**16 + 4)
-    assert groups.tp.all_reduce(small).tolist() == (small * place.num_ranks).tolist()
-    assert groups.tp.all_reduce(large).tolist() == (large * place.num_ranks).tolist()
-    sizes = [1, 5] if place.num_ranks == 2 else [1, 0, 5]
-    own = groups.tp.reduce_scatter(small, sizes)
-    assert own.tolist() == (small.split(sizes)[place.rank] * place.num_ranks).tolist()
-    groups.ep.reduce_scatter(small, sizes)  # not through memory that tp may be using
-    groups.world.barrier()
-    groups.leave("the test is over")
-    return [each.calls[count:] for each, count in zip(libraries, calls_before, strict=True)]
-
-
-# ---- the tests
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("function", ["gather_rows", "exchange_rows"])
-def test_rows_arrive_as_they_were(ranks: Ranks, function: str, num_ranks: int, dtype: str) -> None:
-    ranks.run(num_ranks, f"test_nccl_logic:{function}", dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_rows_are_summed(ranks: Ranks, num_ranks: int, dtype: str) -> None:
-    ranks.run(num_ranks, "test_nccl_logic:reduce_rows", dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_all_ranks_have_the_same_sums(ranks: Ranks, num_ranks: int, dtype: str) -> None:
-    sums = ranks.run(num_ranks, "test_nccl_logic:reduce_everything", dtype=dtype)
-    assert sums == [sums[0]] * num_ranks
-
-
-def test_what_does_not_work_is_found_at_once(ranks: Ranks) -> None:
-    assert ranks.run(3, "test_nccl_logic:try_out", wrong=False) == [""] * 3
-    for message in ranks.run(3, "test_nccl_logic:try_out", wrong=True):
-        assert "wrong values here: [4.0, 3.0, 3.0, 3.0, 3.0] instead of [4, 3, 3, 3, 9]" in message
-
-
-def test_a_rank_that_does_not_come_is_a_timeout(ranks: Ranks) -> None:
-    assert ranks.run(2, "test_nccl_logic:be_late")[0] == "not all ranks joined within 1 s"
-
-
-@pytest.mark.parametrize(("num_ranks", "tp", "num_groups"), [(2, 2, 1), (2, 1, 1), (4, 2, 2)])
-def test_groups_carry_tensors_of_both_devices(ranks: Ranks, num_ranks: int, tp: int, num_groups: int) -> None:
-    """Groups of the same ranks share a communicator, which is given up once."""
-    found = ranks.run(num_ranks, "test_nccl_logic:carry_both", tp=tp)
-    assert [each[0] for each in found] == [num_groups] * num_ranks
-    assert all(each[1] == [1] * num_groups for each in found)
-    said = [[line for line in each[2] if "symmetric memory" in line] for each in found]
-    assert [len(lines) for lines in said] == [int(tp > 1), *[0] * (num_ranks - 1)]  # one log line, of rank 0
-    if tp > 1:
-        assert said[0][0].startswith("all-reduces of small tensors use NCCL, not symmetric memory (")
-
-
-@pytest.mark.parametrize(
-    ("error", "words"), [("TIMEOUT", "not all ranks joined within 20 s"), ("COMM_ERROR", "NCCL lost the connection")]
-)
-def test_failures_on_the_device_are_told_of(ranks: Ranks, error: str, words: str) -> None:
-    for messages in ranks.run(2, "test_nccl_logic:fail_on_the_device", error=error):
-        for message in messages:
-            assert "a collective of group 'tp' (ranks 0, 1; up to collective 2, step 7) failed: " + words in message
+symmetric_memories: list[GlooSymmetricMemory] = []
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_small_sums_go_through_symmetric_memory(ranks: Ranks, num_ranks: int) -> None:
-    """After the start, nothing but sums: what a graph captures takes no memory and maps none."""
-    calls = ranks.run(num_ranks, "test_nccl_logic:add_at_once")
-    assert calls == [[["sum (6, 64)", "sum (6, 64)", "close"]]] * num_ranks
+def test_small_sums_use_symmetric_memory(ranks: Ranks, num_ranks: int) -> None:
+    """After connecting there are only sums: what a graph captures allocates and maps nothing."""
+    calls = ranks.run(num_ranks, "test_nccl_logic:use_symmetric_memory")
+    assert calls == [["all_reduce (6, 64)", "all_reduce (6, 64)", "close"]] * num_ranks
+
+
+def use_symmetric_memory(place: Place) -> list[str]:
+    """Return the calls after connecting."""
+    symmetric_memories.clear()
+    check = symmetric_memory._check
+    with (
+        mock.patch.object(symmetric_memory, "TorchSymmetricMemory", GlooSymmetricMemory),
+        mock.patch.object(symmetric_memory, "_check", lambda *arguments: check(*arguments[:-1], CPU)),
+    ):
+        groups = join_with_gpus(place, tp=place.num_ranks)
+    (memory,) = symmetric_memories  # of tp, not of ep
+    num_calls = len(memory.calls)
+    small, large = torch.arange(6.0)[:, None].expand(6, 64), torch.ones(2**16 + 4)
+    assert torch.equal(groups.tp.all_reduce(small), small * place.num_ranks)
+    assert torch.equal(groups.tp.all_reduce(large), large * place.num_ranks)
+    sizes = [1, 5] if place.num_ranks == 2 else [1, 0, 5]
+    expected = small.split(sizes)[place.rank] * place.num_ranks
+    assert torch.equal(groups.tp.reduce_scatter(small, sizes), expected)
+    assert torch.equal(groups.ep.reduce_scatter(small, sizes), expected)  # not through memory that tp may be using
+    groups.world.barrier()
+    groups.leave("the test is over")
+    return memory.calls[num_calls:]
