@@ -98,7 +98,7 @@ def launch(wanted: Launch) -> int:
 def _check_here(wanted: Launch, head: str, own: str, is_head: bool) -> None:
     """What can be known before anything is started."""
     try:
-        from moeserve.executor.ray import why_unreadable
+        from moeserve.executor.ray.nodes import why_unreadable
     except ImportError as error:
         raise SettingsError(f"Ray is not installed ({error}): pip install 'moeserve[ray]'") from None
     if wanted.num_nodes > 1 and is_loopback(own):
@@ -173,7 +173,7 @@ def _wait_for_nodes(wanted: Launch, address: str, environment: dict[str, str], r
     """Returns when all have come and were found to be alike, in a process of its own: Ray may end it."""
     options = ["--nodes", str(wanted.num_nodes), "--timeout", str(wanted.timeout_s)]
     options += ["--model", wanted.model] if wanted.model else []
-    command = [sys.executable, "-m", "moeserve.executor", *options]
+    command = [sys.executable, "-m", "moeserve.executor.ray", *options]
     with _running("the check of the nodes", command, environment, is_captured=False) as check:
         while check.is_running:
             if any(not process.is_running for process in running):

@@ -46,8 +46,7 @@ def free_blocks(llm: LLM, expected: int) -> list[int]:
     assert not llm.core.has_work
     deadline = time.monotonic() + 2
     while True:
-        llm.core._received()  # type: ignore[attr-defined]
-        free = [book.num_free_blocks for book in llm.core._chooser._books]  # type: ignore[attr-defined]
+        free: list[int] = llm.core.num_free_blocks  # type: ignore[attr-defined]
         if {*free} == {expected} or time.monotonic() > deadline:
             return free
         time.sleep(0.02)

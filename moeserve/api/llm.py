@@ -24,8 +24,7 @@ from moeserve.config.validation import parse_settings
 from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
 from moeserve.engine.replicas import Replicas
-from moeserve.engine.restarting_replicas import RestartingReplicas
-from moeserve.engine.worker_group import LocalWorkerGroup
+from moeserve.engine.worker_group import start_local_group
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, shown
 from moeserve.expert_placement.placement import Placement, read_loads, read_placements, write_placements
 from moeserve.interrupts import interrupts_deferred
@@ -40,7 +39,7 @@ from moeserve.telemetry.expert_load import LoadWindow, summed
 from moeserve.telemetry.observer import LoadObserver
 
 if TYPE_CHECKING:
-    from moeserve.executor.ray import Cluster
+    from moeserve.executor.ray.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -368,7 +367,7 @@ def find_cluster(parallel: ParallelSettings) -> Cluster | None:
         return None
     is_asked_for = parallel.executor == "ray"
     try:
-        from moeserve.executor.ray import Cluster  # brings ray, which is not always installed
+        from moeserve.executor.ray.cluster import Cluster  # brings ray, which is not always installed
     except ImportError as error:
         if not is_asked_for:
             logger.warning("ranks are run on this host, since Ray is not installed: %s", error)
@@ -389,10 +388,12 @@ def start_engine(config: EngineConfig, cluster: Cluster | None = None, *, show_p
         case "uniproc":
             return EngineCore(config, show_progress=show_progress)
         case "mp":
-            return Replicas(config, lambda: LocalWorkerGroup(config, show_progress=show_progress))
+            return Replicas(config, lambda: start_local_group(config, show_progress=show_progress))
         case "ray":
             assert cluster is not None
-            return RestartingReplicas.over(config, cluster, show_progress=show_progress)
+            from moeserve.engine.ray_engine import ray_replicas
+
+            return ray_replicas(config, cluster, show_progress=show_progress)
 
 
 def _read_expert_loads(path: str | None, facts: CheckpointFacts) -> tuple[tuple[float, ...], ...]:

@@ -1,1 +1,1 @@
-"""The engine core: the loop that turns requests into steps and steps into tokens."""
+"""Engines: they turn requests into steps, and steps into tokens, on one rank or many."""

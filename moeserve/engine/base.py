@@ -1,8 +1,9 @@
-"""What an engine promises to the API, and what every engine does with its config. Knows no text."""
+"""The interface of engines, and what every engine does with its config."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 from typing import Protocol
 
@@ -11,19 +12,21 @@ from moeserve.protocol import Request, RequestUpdate
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from moeserve.telemetry.expert_load import LoadWindow
 
+logger = logging.getLogger(__name__)
+
 
 class Engine(Protocol):
-    """Requests go in by `add`; each `step` returns the news of those that moved. One thread at a time may use it."""
+    """Requests are added, and each `step` returns updates of some of them. One thread at a time may use it."""
 
     config: EngineConfig  # with the max_model_len that the KV cache allows
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a request whose end was not returned."""
+        """True if there is a request whose end was not returned."""
         ...
 
     def add(self, request: Request) -> None:
-        """Queues a request. Its id is no other's.
+        """Queue a request. Its id must be unique among those that have not ended.
 
         Raises:
             RequestError: it can never run. Nothing has changed.
@@ -32,21 +35,21 @@ class Engine(Protocol):
         ...
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, if there is such a request. A later step tells of it."""
+        """End a request if it is still running. A later step returns its end."""
         ...
 
     def step(self) -> list[RequestUpdate]:
-        """New tokens, and ends, of requests. Waits for some while there are requests.
+        """Return new tokens and ends of requests, after waiting for some while there are requests.
 
         A request that fails ends with an update that carries an error.
 
         Raises:
-            EngineError: a step failed, or the engine was shut down or has failed for good and told of all ends.
+            EngineError: a step failed; or the engine was shut down or has failed for good, and all ends were returned.
         """
         ...
 
     def collect_load(self) -> None:
-        """Has all ranks tell what their experts were given since they last did. `take_loads` has it soon.
+        """Start to collect expert loads from all ranks, since the last time. `take_loads` returns them.
 
         Raises:
             EngineError: the engine was shut down, or has failed for good.
@@ -54,23 +57,23 @@ class Engine(Protocol):
         ...
 
     def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
-        """What the experts were given, in windows that no earlier call returned.
+        """Return the windows of expert loads that no earlier call returned.
 
         Args:
-            wait: until the one is there that was asked for.
+            wait: until the window that `collect_load` requested is there.
 
         Raises:
-            EngineError: it fails meanwhile.
+            EngineError: the engine fails meanwhile.
         """
         ...
 
     def shutdown(self) -> None:
-        """Ends all requests, and whatever runs them. May be called twice."""
+        """End all requests and all processes. May be called twice."""
         ...
 
 
 def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
-    """A scheduler without requests, with a secret of its own."""
+    """Return a scheduler without requests, with a random salt of its own for the prefix cache."""
     return Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks,
@@ -85,7 +88,7 @@ def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
 
 
 def fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:
-    """Lowers max_model_len to what the cache holds, where the user left it open."""
+    """Return the config with max_model_len lowered to what the KV cache holds, if the user did not set it."""
     capacity = num_blocks * config.block_size
     if config.max_model_len <= capacity:
         return config
@@ -93,11 +96,11 @@ def fit_to_cache(config: EngineConfig, num_blocks: int) -> EngineConfig:
     return dataclasses.replace(config, max_model_len=capacity)
 
 
-def shrinkage(before: EngineConfig, after: EngineConfig) -> str:
-    """What to tell the user of `fit_to_cache`. Empty: nothing."""
-    if before.max_model_len == after.max_model_len:
-        return ""
-    return (
-        f"max_model_len lowered from {before.max_model_len} to {after.max_model_len}, what the KV cache holds; "
-        "raise kv_cache_memory for more"
-    )
+def log_lowered_length(before: EngineConfig, after: EngineConfig) -> None:
+    """Log a warning if `fit_to_cache` has lowered max_model_len."""
+    if before.max_model_len != after.max_model_len:
+        logger.warning(
+            "max_model_len lowered from %d to %d, what the KV cache holds; raise kv_cache_memory for more",
+            before.max_model_len,
+            after.max_model_len,
+        )

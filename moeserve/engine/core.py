@@ -1,19 +1,15 @@
-"""The engine of one rank, in the process that uses it: schedule, execute, commit. Knows no text."""
+"""The engine of one rank, in the process that uses it: schedule, execute, commit."""
 
 from __future__ import annotations
 
-import logging
-
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import fit_to_cache, new_scheduler, shrinkage
+from moeserve.engine.base import fit_to_cache, log_lowered_length, new_scheduler
 from moeserve.errors import EngineError
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed
 from moeserve.protocol import Request, RequestUpdate
 from moeserve.scheduling.lockstep import alone
 from moeserve.telemetry.expert_load import LoadWindow
-
-logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -22,32 +18,28 @@ class EngineCore:
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         self.executor = UniprocExecutor(config, show_progress=show_progress)
         self.config = fit_to_cache(config, self.executor.num_blocks)
-        if told := shrinkage(config, self.config):
-            logger.warning(told)
+        log_lowered_length(config, self.config)
         self.scheduler = new_scheduler(self.config, self.executor.num_blocks)
-        self._undelivered: list[RequestUpdate] = []  # ends that came outside a step: the next one returns them
+        self._undelivered: list[RequestUpdate] = []  # ended outside a step: the next one returns them
         self._loads: list[LoadWindow] = []  # that nobody has taken
         self._steps_since_load = 0
         self._is_open = True
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended."""
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises RequestError, and changes nothing, if it can never run."""
         self._require_open()
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at once and frees its blocks, if there is such a request. The next step tells of it."""
         update = self.scheduler.abort(request_id)
         if update is not None:
             self._undelivered.append(update)
 
     def step(self) -> list[RequestUpdate]:
-        """Runs one step. Returns the new tokens, and the ends, of the requests that were in it.
+        """Run one step. Return new tokens and ends of its requests.
 
         Raises:
             EngineError: the step failed. All requests have ended and their blocks are free; new ones may be added.
@@ -70,7 +62,7 @@ class EngineCore:
             self._loads += [] if result.load is None else [result.load]
             return updates + self.scheduler.commit(plan, result)
         except BaseException as error:
-            # What the step did to the books and the cache is unknown, so new ones are begun.
+            # The state of the scheduler and its cache is unknown after a failed step, so a new one replaces it.
             request_ids = self.scheduler.live_request_ids
             self.scheduler = new_scheduler(self.config, self.executor.num_blocks)
             ended = [RequestUpdate(request_id=name, finish_reason="abort") for name in request_ids]
@@ -93,7 +85,6 @@ class EngineCore:
         return loads
 
     def shutdown(self) -> None:
-        """Ends all requests and the executor. May be called twice."""
         self._undelivered += self.scheduler.abort_all()
         self._is_open = False
         self.executor.shutdown()

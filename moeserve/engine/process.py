@@ -1,7 +1,7 @@
-"""The process of one replica: does what the replica's loop says is to be done.
+"""The process of one replica. It performs the effects that the loop in `scheduling/replica.py` yields:
 
-The loop itself is `scheduling/replica.py`, which the simulator drives as well. Here its effects are real: messages from
-the user's process, an all-gather over the replicas, a step on this replica's ranks.
+receive messages from the user's process, gather rows from all replicas, execute a step on the replica's ranks, deliver
+updates. A simulator in tests drives the same loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receiv
 from moeserve.worker.process import join
 from moeserve.worker.protocol import RankStart
 
-# How long an idle replica sleeps at most before it agrees again with the others. Seconds.
+# The longest sleep of an idle replica between agreements with the others. Seconds.
 HEARTBEAT_S = 1.0
 
 
@@ -43,11 +43,11 @@ def run(parent: Parent) -> None:
 
 
 def ready(channel: Channel[ReplicaMessage], start: RankStart, num_blocks: int) -> tuple[Replica, User]:
-    """What is to be driven, once the model is loaded and the user was told so.
+    """Report that the model is loaded, and return what `drive` needs.
 
     Args:
         start: of the replica's first rank.
-        num_blocks: of KV cache that each rank has.
+        num_blocks: KV cache blocks of each rank.
     """
     user = User(channel)
     config = fit_to_cache(start.config, num_blocks)
@@ -56,12 +56,12 @@ def ready(channel: Channel[ReplicaMessage], start: RankStart, num_blocks: int) -
         lockstep=Lockstep(rank=start.dp_index, num_replicas=config.data_parallel_size),
         load_window=config.expert_load_window,
     )
-    user.say(Ready(num_blocks))
+    user.send(Ready(num_blocks))
     return replica, user
 
 
 def drive(replica: Replica, user: User, replicas: GroupCoordinator, executor: Executor) -> None:
-    """Does what the replica's loop asks for, until it ends. An error of an effect ends it as well: see `replica.py`."""
+    """Perform the effects of the replica's loop until it ends. An error of an effect also ends it."""
     loop = replica.run()
     answer: Any = None
     effect: Effect | None
@@ -69,10 +69,10 @@ def drive(replica: Replica, user: User, replicas: GroupCoordinator, executor: Ex
         try:
             effect = loop.send(answer)
             if isinstance(effect, Deliver):
-                # What it delivers last, when it ends with an error, is a guess at the cause: whoever hears of all the
-                # deaths knows it. So it is told only once the loop has gone on.
+                # A last delivery before an error only guesses its cause; whoever sees all failures knows it. So a
+                # delivery is sent once the loop has gone on.
                 delivery, effect = effect, next(loop, None)
-                user.tell(delivery)
+                user.deliver(delivery)
         except StopIteration:
             return
         match effect:
@@ -83,16 +83,16 @@ def drive(replica: Replica, user: User, replicas: GroupCoordinator, executor: Ex
             case Execute(plan=plan, agreement=agreement):
                 try:
                     answer = executor.execute(plan, agreement)
-                except EngineError as error:  # found after every rank had done its part of the step
+                except EngineError as error:  # raised after every rank has done its part of the step
                     answer = StepFailed(f"{executor.name}: {error}")
             case Deliver():
                 raise AssertionError("two deliveries in a row")
-            case None:  # after a delivery that was the last, and no guess
+            case None:  # the loop has ended after an orderly last delivery
                 return
 
 
 def gather(replicas: GroupCoordinator, row: list[int]) -> list[list[int]]:
-    """The rows of all replicas, by rank."""
+    """Return the rows of all replicas, by rank."""
     if replicas.world_size == 1:
         return [row]
     # collective: the first ranks of all replicas
@@ -106,34 +106,34 @@ class User:
     def __init__(self, channel: Channel[ReplicaMessage]) -> None:
         self._channel = channel
         self._may_sleep = True
-        self._is_leaving = False
-        self._told: tuple[int, int, int] | None = None
+        self._is_ending = False
+        self._last_load: tuple[int, int, int] | None = None  # as it was delivered last
 
     def receive(self, *, block: bool, heartbeat: bool) -> list[ReplicaMessage]:
-        """Answers `Receive`.
+        """Perform `Receive`.
 
-        A replica that is woken may find the one with the work inside an agreement that began before the work came. That
-        agreement ends in idleness, and only the next one tells of the work: so a wake-up is good for two. Whoever is to
-        leave does not sleep again: the others are told so in this moment.
+        A replica that is woken may find the one with the request inside an agreement that began before the request
+        came. That agreement ends idle and the next one has the request, so a replica skips sleeping for two rounds
+        after a wake-up. After `Shutdown` it does not sleep at all: the others are about to receive it too.
         """
         timeout_s = 0.0 if not block or not self._may_sleep else HEARTBEAT_S if heartbeat else None
         messages = self._channel.receive(timeout_s)
         if self._channel.is_closed:
-            raise EngineError("the user's process has gone")
-        self._is_leaving |= any(isinstance(message, Shutdown) for message in messages)
-        self._may_sleep = not self._is_leaving and not any(isinstance(message, Wake) for message in messages)
+            raise EngineError("the user's process has ended")
+        self._is_ending |= any(isinstance(message, Shutdown) for message in messages)
+        self._may_sleep = not self._is_ending and not any(isinstance(message, Wake) for message in messages)
         return messages
 
-    def say(self, message: Ready | Delivery) -> None:
+    def send(self, message: Ready | Delivery) -> None:
         self._channel.send(message)
 
-    def tell(self, delivery: Deliver) -> None:
-        """Passes on what is news. Where nobody listens for long, nothing piles up but the tokens of live requests."""
-        busy = _busy(delivery.stats)
-        if delivery.updates or delivery.load or busy != self._told:
-            self.say(Delivery(delivery.updates, delivery.stats, delivery.load, delivery.answers))
-            self._told = busy
+    def deliver(self, delivery: Deliver) -> None:
+        """Send a delivery that changes anything. Idle replicas send none, so none pile up while nobody receives."""
+        load = _load_of(delivery.stats)
+        if delivery.updates or delivery.load or load != self._last_load:
+            self.send(Delivery(delivery.updates, delivery.stats, delivery.load, delivery.answers))
+            self._last_load = load
 
 
-def _busy(stats: ReplicaStats) -> tuple[int, int, int]:
+def _load_of(stats: ReplicaStats) -> tuple[int, int, int]:
     return stats.num_free_blocks, stats.num_waiting, stats.num_running

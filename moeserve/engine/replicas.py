@@ -1,94 +1,103 @@
-"""Several replicas as one engine: chooses one for each request, watches their processes, ends them.
-
-Knows messages and deaths. What a replica does between them, `process.py` knows.
-"""
+"""Several replicas as one engine: assigns requests to replicas, receives their results, notices failures, restarts."""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import fit_to_cache, shrinkage
+from moeserve.engine.base import fit_to_cache, log_lowered_length
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
-from moeserve.engine.worker_group import WorkerGroup
 from moeserve.errors import EngineError, RequestError
+from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.failures import as_error, root_cause
 from moeserve.processes.supervision import WatchedProcess, wait_for_messages
+from moeserve.processes.worker_group import WorkerGroup
 from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Shutdown, Wake
 from moeserve.scheduling.dp_router import DPRouter
 from moeserve.telemetry.expert_load import LoadWindow
 
 logger = logging.getLogger(__name__)
 
-# How long the replicas may take to finish their step and agree to leave. Seconds.
-SECONDS_TO_LEAVE = 5.0
+# Time for the replicas to finish their step and agree to end. Seconds.
+SECONDS_TO_END = 5.0
+# Time that a request waits until the resources of a failed worker group are back. Seconds.
+SECONDS_TO_RESTART = 110.0
+SECONDS_BETWEEN_STARTS = 1.0
 
 
 class Replicas:
     """See `Engine`.
 
-    When one of the processes dies, or fails, all requests end with an error that names it, all processes are ended,
-    and nothing is admitted any more.
+    When a process fails, all requests end with an error that names it, all processes are ended, and requests are
+    refused. An engine that restarts starts new processes with the next request instead, and tries for a while: a node
+    that has failed is replaced by whoever runs the cluster.
     """
 
-    def __init__(self, config: EngineConfig, start_worker_group: Callable[[], WorkerGroup]) -> None:
-        """Returns when all replicas have loaded the model.
+    def __init__(
+        self,
+        config: EngineConfig,
+        start_group: Callable[[], WorkerGroup],
+        *,
+        restarts: bool = False,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Return when all replicas have loaded the model.
+
+        Args:
+            start_group: starts the processes of all replicas.
+            close: frees what all worker groups have used, after the last one.
 
         Raises:
-            CheckpointError, SettingsError: as the ranks found.
-            EngineError: a process died, or could not be started.
+            CheckpointError, SettingsError: found by a rank.
+            EngineError: a process failed, or could not be started.
         """
+        self.config = config
+        self._start_group = start_group
+        self._restarts = restarts
+        self._close = close
         self._owner = os.getpid()
-        self._in_flight: dict[str, WatchedProcess[EngineMessage]] = {}  # by request: the replica that serves it
-        self._undelivered: list[RequestUpdate] = []  # what came outside a step: the next one returns it
+        self._undelivered: list[RequestUpdate] = []  # received outside a step: the next one returns them
         self._loads: list[LoadWindow] = []  # that nobody has taken
-        self._awaits_load = False  # one was asked for, and has not come
-        self._closed_because = ""
-        self._worker_group = start_worker_group()
-        self._end_worker_group = weakref.finalize(self, self._worker_group.end)  # also where nobody calls shutdown
+        self._in_flight: dict[str, WatchedProcess[EngineMessage]] = {}  # by request: its replica
+        self._awaits_load = False  # a window was requested and has not been received
+        self._refusal = ""  # why no requests are accepted
+        self._is_shut_down = False
         try:
-            num_blocks = self._wait_until_ready()
+            num_blocks = self._start()
         except BaseException:
-            self._end_worker_group()
+            close()
             raise
-        self._chooser = DPRouter(
-            len(self._worker_group.engines),
-            num_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            salt=secrets.token_bytes(32),
-        )
         self.config = fit_to_cache(config, num_blocks)
-        if told := shrinkage(config, self.config):
-            logger.warning(told)
+        log_lowered_length(config, self.config)
 
     @property
     def has_work(self) -> bool:
         return bool(self._in_flight or self._undelivered)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether a process has died. Looks for deaths; what there is to tell of them, the next step returns."""
-        if not self._closed_because:
-            self._undelivered = self._news()
-        return bool(self._closed_because)
+    def num_free_blocks(self) -> list[int]:
+        """KV cache blocks that each replica has free, as it reported last."""
+        self._undelivered = self._receive()
+        return list(self._num_free_blocks)
 
     def add(self, request: Request) -> None:
         self._require_owner()
-        self._undelivered = self._news()  # which holds what was undelivered before
+        self._undelivered = self._receive()  # which returns what was undelivered before
+        if self._refusal and self._restarts and not self._is_shut_down:
+            self._restart()
         self._require_open()
         if request.request_id in self._in_flight:
             raise RequestError(f"request {request.request_id!r} is still being served; give each request its own id")
-        chosen = self._worker_group.engines[self._chooser.choose(request)]
+        chosen = self._group.engines[self._router.choose(request)]
         self._in_flight[request.request_id] = chosen
         chosen.channel.send(AddRequest(request))
-        for engine in self._worker_group.engines:
-            if engine is not chosen:  # it may be asleep, and no step begins without it
-                engine.channel.send(Wake())
+        self._wake_all_but(chosen)
 
     def abort(self, request_id: str) -> None:
         self._require_owner()
@@ -98,91 +107,139 @@ class Replicas:
 
     def step(self) -> list[RequestUpdate]:
         self._require_owner()
-        updates = self._news()
+        updates = self._receive()
         while not updates and self._in_flight:
-            wait_for_messages(self._worker_group.members, None)
-            updates = self._news()
+            wait_for_messages(self._group.members, None)
+            updates = self._receive()
         if not updates:
             self._require_open()
         return updates
 
     def collect_load(self) -> None:
         self._require_owner()
-        self._undelivered = self._news()
+        self._undelivered = self._receive()
         self._require_open()
-        first, *others = self._worker_group.engines
         self._awaits_load = True
+        first = self._group.engines[0]
         first.channel.send(CollectLoad())
-        for engine in others:
-            engine.channel.send(Wake())
+        self._wake_all_but(first)
 
     def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
         self._require_owner()
-        while wait and self._awaits_load:  # one that was not asked for may come first
+        while wait and self._awaits_load:  # a periodic window may arrive before the requested one
             self._require_open()
-            wait_for_messages(self._worker_group.members, None)
-            self._undelivered = self._news()
+            wait_for_messages(self._group.members, None)
+            self._undelivered = self._receive()
         loads, self._loads = self._loads, []
         return loads
 
     def shutdown(self) -> None:
-        if self._closed_because or os.getpid() != self._owner:  # a fork of its owner leaves it alone
+        if self._is_shut_down or os.getpid() != self._owner:  # a fork of the owner must leave the engine alone
             return
-        self._closed_because = "the engine was shut down; make a new one"
-        self._undelivered += self._end_requests(error=None)
-        for engine in self._worker_group.engines:
-            engine.channel.send(Shutdown())
-        self._worker_group.end(SECONDS_TO_LEAVE)
-        self._end_worker_group.detach()
+        self._is_shut_down = True
+        if not self._refusal:
+            self._refusal = "the engine was shut down; make a new one"
+            self._undelivered += self._end_requests(error=None)
+            for engine in self._group.engines:
+                engine.channel.send(Shutdown())
+            self._group.end(SECONDS_TO_END)
+            self._end_group.detach()
+        self._close()
 
-    def _wait_until_ready(self) -> int:
-        """Blocks of KV cache of each rank, when all are ready."""
-        waiting = {engine.name for engine in self._worker_group.engines}
-        num_blocks = 0
-        while waiting:
-            wait_for_messages(self._worker_group.members, None)
-            for engine in self._worker_group.engines:
-                for message in engine.receive():
-                    if isinstance(message, Ready):  # the first deliveries of those that are ready tell nothing
-                        num_blocks = message.num_blocks
-                        waiting.remove(engine.name)
-            if any(member.failures() for member in self._worker_group.members):
-                raise as_error(root_cause(self._worker_group.collect_failures()), "while the model was loaded")
+    def _start(self) -> int:
+        """Start the processes. Return the KV cache blocks of each rank once all replicas have loaded the model."""
+        self._group = self._start_group()
+        self._end_group = weakref.finalize(self, self._group.end)  # also if nobody calls shutdown
+        try:
+            num_blocks = self._wait_until_ready()
+        except BaseException:
+            self._end_group()
+            raise
+        self._num_free_blocks = [num_blocks] * len(self._group.engines)
+        self._router = DPRouter(
+            len(self._group.engines),
+            num_blocks,
+            self.config.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            salt=secrets.token_bytes(32),
+        )
         return num_blocks
 
-    def _news(self) -> list[RequestUpdate]:
-        """What has come, without waiting. A death is the end of all requests."""
+    def _restart(self) -> None:
+        """Start new processes, and try again until the resources for them are there.
+
+        Raises:
+            EngineError: they are not there in time. The next request tries again.
+        """
+        deadline = time.monotonic() + SECONDS_TO_RESTART
+        while True:
+            logger.warning("the engine has failed and is restarted")
+            try:
+                with interrupts_allowed():
+                    self._start()
+                self._refusal, self._awaits_load = "", False
+                return
+            except (EngineError, ValueError) as error:  # a node that comes back may be incomplete for a while
+                if time.monotonic() > deadline:
+                    raise EngineError(f"the engine has failed and could not be restarted: {error}") from error
+                logger.warning("restarting failed, trying again: %s", error)
+                with interrupts_allowed():
+                    time.sleep(SECONDS_BETWEEN_STARTS)
+
+    def _wait_until_ready(self) -> int:
+        waiting = {engine.name for engine in self._group.engines}
+        num_blocks = 0
+        while waiting:
+            wait_for_messages(self._group.members, None)
+            for engine in self._group.engines:
+                for message in engine.receive():
+                    if isinstance(message, Ready):  # a replica that is ready may send an empty delivery
+                        num_blocks = message.num_blocks
+                        waiting.remove(engine.name)
+            if self._group.has_failed:
+                raise as_error(root_cause(self._group.collect_failures()), "while the model was loaded")
+        return num_blocks
+
+    def _wake_all_but(self, engine: WatchedProcess[Any]) -> None:
+        """Wake replicas that may be asleep: no step begins without them."""
+        for other in self._group.engines:
+            if other is not engine:
+                other.channel.send(Wake())
+
+    def _receive(self) -> list[RequestUpdate]:
+        """Return all updates that have arrived, without waiting. A failure ends all requests."""
         updates, self._undelivered = self._undelivered, []
-        if self._closed_because:
+        if self._refusal:
             return updates
         updates += self._received()
-        if any(member.failures() for member in self._worker_group.members):
-            cause = root_cause(self._worker_group.collect_failures())
+        if self._group.has_failed:
+            cause = root_cause(self._group.collect_failures())
             error = str(as_error(cause, f"the engine failed while it served {len(self._in_flight)} requests"))
-            self._closed_because = f"the engine has failed and takes no requests; make a new one. It failed so: {error}"
+            self._refusal = f"the engine has failed and takes no requests; make a new one. The failure: {error}"
             updates += self._received()
             updates += self._end_requests(error=error)
-            self._end_worker_group()
+            self._end_group()
         return updates
 
     def _received(self) -> list[RequestUpdate]:
         updates: list[RequestUpdate] = []
-        for index, engine in enumerate(self._worker_group.engines):
+        for index, engine in enumerate(self._group.engines):
             for message in engine.receive():
                 assert isinstance(message, Delivery), message
-                self._chooser.note_free_blocks(index, message.stats.num_free_blocks)
+                self._num_free_blocks[index] = message.stats.num_free_blocks
+                self._router.note_free_blocks(index, message.stats.num_free_blocks)
                 self._loads += [] if message.load is None else [message.load]
                 self._awaits_load &= not message.answers
-                updates += self._known(message.updates)
+                updates += self._of_live_requests(message.updates)
         return updates
 
-    def _known(self, updates: Iterable[RequestUpdate]) -> Iterable[RequestUpdate]:
-        """The updates of requests that have not ended; strikes off those that end."""
+    def _of_live_requests(self, updates: Iterable[RequestUpdate]) -> Iterable[RequestUpdate]:
+        """Yield the updates of requests that have not ended, and forget requests that end."""
         for update in updates:
             if update.request_id not in self._in_flight:
                 continue
             has_ended = update.finish_reason is not None
-            self._chooser.note_update(update.request_id, has_ended=has_ended)
+            self._router.note_update(update.request_id, has_ended=has_ended)
             if has_ended:
                 del self._in_flight[update.request_id]
             yield update
@@ -194,10 +251,10 @@ class Replicas:
     def _require_owner(self) -> None:
         if os.getpid() != self._owner:
             raise EngineError(
-                f"this engine belongs to process {self._owner}, of which this one ({os.getpid()}) is a fork; make an "
-                "LLM of its own here, or use it there"
+                f"this engine belongs to process {self._owner}, of which this process ({os.getpid()}) is a fork; make "
+                "an LLM here, or use that one there"
             )
 
     def _require_open(self) -> None:
-        if self._closed_because:
-            raise EngineError(self._closed_because)
+        if self._refusal:
+            raise EngineError(self._refusal)

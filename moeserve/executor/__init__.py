@@ -1,1 +1,1 @@
-"""Ways to run the ranks of one replica."""
+"""Executors: how the ranks of one replica are run."""

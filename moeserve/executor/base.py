@@ -1,4 +1,4 @@
-"""What an executor promises to the engine core."""
+"""The interface of executors."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from moeserve.scheduling.lockstep import Agreement
 
 
 class Executor(Protocol):
-    """Runs every rank of one replica. Built ready: weights loaded, KV cache sized."""
+    """Runs every rank of one replica. Its constructor returns when weights are loaded and the KV cache is sized."""
 
-    name: str  # of the rank that samples, for errors
-    num_blocks: int  # blocks of KV cache that every rank has
+    name: str  # of the rank that samples, for messages
+    num_blocks: int  # KV cache blocks of each rank
 
     def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
-        """Runs one step on all ranks, of no tokens where there is no plan, and returns what the first one sampled.
+        """Run one step on all ranks and return the tokens that the first one sampled. No plan: a step of no tokens.
 
         Raises:
-            EngineError: the model gave no numbers to choose from. Every rank has done its part of the step.
-            DistributedError: a rank did not take the step, or a collective failed.
+            EngineError: the model gave no numbers to sample from. Every rank has done its part of the step.
+            DistributedError: a rank did not receive the step, or a collective failed.
         """
         ...
 
     def shutdown(self) -> None:
-        """Ends the ranks and frees what they hold, once all replicas have agreed to end. May be called twice."""
+        """End the ranks and free their memory, once all replicas have agreed to end. May be called twice."""
         ...

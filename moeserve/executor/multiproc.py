@@ -1,7 +1,7 @@
-"""The ranks of one replica: the first in this process, each other one in a process of its own.
+"""Runs the ranks of one replica on this host: the first in this process, each other in a process of its own.
 
-Steps go to the workers over the socket pairs that watch them: one message of some hundred bytes to each, encoded once,
-and no answer, since a worker that did not execute a step is missed in the step's first collective.
+A step is one message of some hundred bytes to each worker. Workers do not answer: one that did not execute a step is
+missing in the step's first collective.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def start_workers(driver: RankStart) -> list[WatchedProcess[Any]]:
 
 
 class MultiprocExecutor:
-    """See `Executor`. Runs rank tp = 0 itself."""
+    """See `Executor`. This process runs rank tp = 0."""
 
     def __init__(
         self, config: EngineConfig, groups: Groups, workers: Sequence[WatchedProcess[Any]], *, show_progress: bool
@@ -51,7 +51,7 @@ class MultiprocExecutor:
         Args:
             workers: the processes of the other ranks, from `start_workers`.
         """
-        self.name = rank_name(config, groups.rank)  # of the rank that is run here
+        self.name = rank_name(config, groups.rank)
         self._workers = workers
         self._timeout_s = config.collective_timeout
         self.worker = Worker(config, groups, show_progress=show_progress)
@@ -59,13 +59,13 @@ class MultiprocExecutor:
 
     def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
         if self._workers:
-            order = frame(Step(plan=plan, agreement=agreement))
+            step = frame(Step(plan=plan, agreement=agreement))
             for worker in self._workers:
-                worker.channel.send_frame(order)
+                worker.channel.send_frame(step)
             for worker in self._workers:
                 if not worker.channel.flush(self._timeout_s):
                     raise DistributedError(
-                        f"{worker.name} did not take step {agreement.step} within {self._timeout_s} seconds"
+                        f"{worker.name} did not receive step {agreement.step} within {self._timeout_s} seconds"
                     )
         return self.worker.execute(plan, agreement)
 

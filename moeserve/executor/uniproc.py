@@ -1,4 +1,4 @@
-"""One rank, in this very process."""
+"""Runs one rank in this process."""
 
 from __future__ import annotations
 

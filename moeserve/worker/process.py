@@ -1,4 +1,4 @@
-"""The process of one worker rank: joins the others, builds the worker, executes the steps it is sent."""
+"""The process of one worker rank: joins the others, builds the worker, executes the steps that it receives."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def run(parent: Parent) -> None:
     groups = join(start)
     worker = Worker(start.config, groups, show_progress=False)
     while True:
-        for order in channel.receive(None):
-            if isinstance(order, Leave):
+        for message in channel.receive(None):
+            if isinstance(message, Leave):
                 worker.close()  # collective: all ranks
                 return
-            worker.execute(order.plan, order.agreement)
+            worker.execute(message.plan, message.agreement)
 
 
 def join(start: RankStart) -> Groups:
-    """The groups of this rank, once all ranks have come. Its GPU, if it has one, is this thread's from now on."""
+    """Return the groups of this rank once all ranks have joined. Its GPU, if any, becomes this thread's current one."""
     config = start.config
     device = take_device(config, start.rank)
     return connect(
@@ -43,10 +43,10 @@ def join(start: RankStart) -> Groups:
 
 
 def take_device(config: EngineConfig, rank: int) -> torch.device:
-    """Where a rank's tensors live. A GPU becomes this thread's current one, which is what "cuda" means to torch.
+    """Return the device of a rank's tensors. A GPU becomes this thread's current one, which torch uses for "cuda".
 
-    GPUs are counted as torch sees them, so CUDA_VISIBLE_DEVICES chooses. Of several ranks on one host each has its own;
-    Ray shows an actor its own one and no other.
+    GPUs are numbered as torch sees them, after CUDA_VISIBLE_DEVICES. Each rank on a host has its own; Ray shows an
+    actor only its own.
 
     Raises:
         SettingsError: there are fewer GPUs than ranks.

@@ -254,11 +254,11 @@ class Client(User):
         self.round_began = time.monotonic()
         return messages
 
-    def tell(self, delivery: Deliver) -> None:
+    def deliver(self, delivery: Deliver) -> None:
         self.round += 1
         step = delivery.stats.step
         assert step == self.round, f"I6: round {self.round} has number {step}"
-        super().tell(delivery)
+        super().deliver(delivery)
         for message in self.far_end.receive():
             for update in message.updates:
                 self.story.news.append(update)

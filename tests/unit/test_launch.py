@@ -165,7 +165,7 @@ def test_what_is_no_remote_shell_is_refused(shell: str) -> None:
 
 
 def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "moeserve.executor.ray", None)
+    monkeypatch.setitem(sys.modules, "moeserve.executor.ray.nodes", None)
     assert refusal().endswith("pip install 'moeserve[ray]'")
 
 

@@ -37,7 +37,7 @@ READS_ENVIRONMENT = {
 # Module: who may name it, in an import or as a string.
 ONLY_IMPORTERS = {
     "moeserve._cpu": ("moeserve/ops/", "moeserve/distributed/"),
-    "ray": ("moeserve/executor/ray.py",),
+    "ray": ("moeserve/executor/ray/",),
     "triton": ("moeserve/triton_kernels/",),
 }
 
@@ -205,7 +205,7 @@ def test_a_violation_is_found_where_it_stands(source: str, line: int) -> None:
         ("import subprocess\nsubprocess.run(x, shell=False)", "moeserve/cli/generate.py"),
         ("from multiprocessing.shared_memory import SharedMemory", "moeserve/distributed/shared_memory.py"),
         ("import importlib\nimportlib.import_module('moeserve._cpu')", "moeserve/ops/native.py"),
-        ("import ray", "moeserve/executor/ray.py"),
+        ("import ray", "moeserve/executor/ray/actors.py"),
         ("import triton", "moeserve/triton_kernels/rms_norm.py"),
         ("import importlib.util\nimportlib.util.find_spec('triton')", "moeserve/ops/norm.py"),
         ("executor = 'ray'", "moeserve/config/environment.py"),

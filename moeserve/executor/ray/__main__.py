@@ -1,4 +1,4 @@
-"""`python -m moeserve.executor`: waits until the nodes of a Ray cluster have come, and looks whether they are alike."""
+"""`python -m moeserve.executor.ray`: waits for the nodes of a Ray cluster, and checks that they can run one engine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 import sys
 
 from moeserve.errors import MoeserveError
-from moeserve.executor.ray import Cluster
+from moeserve.executor.ray.cluster import Cluster
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m moeserve.executor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m moeserve.executor.ray", description=__doc__)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("--model")
@@ -20,11 +20,11 @@ def main() -> int:
         cluster.wait_for_nodes(options.nodes, options.timeout)
         facts = {each.node_id: each for each in cluster.check(options.model)}
         for node in cluster.nodes():
-            of_node = facts[node.node_id]
-            versions = ", ".join(f"{package} {version}" for package, version in of_node.versions.items())
+            found = facts[node.node_id]
+            versions = ", ".join(f"{package} {version}" for package, version in found.versions.items())
             print(
-                f"{of_node.name}: {node.cores} CPUs ({of_node.kernels or 'no C++ kernels'}), {node.gpus} GPUs, "
-                f"Python {of_node.python}, {versions}",
+                f"{found.name}: {node.cores} CPUs ({found.kernels or 'no C++ kernels'}), {node.gpus} GPUs, "
+                f"Python {found.python}, {versions}",
                 file=sys.stderr,
                 flush=True,
             )

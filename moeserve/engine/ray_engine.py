@@ -1,4 +1,4 @@
-"""The engine of one replica whose ranks are actors: agrees with the other engines, and gives its ranks their steps."""
+"""The engine of one replica whose ranks are actors, and the engine over all of them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from typing import Any
 
 import msgspec
 
+from moeserve.config.settings import EngineConfig
 from moeserve.distributed.connect import Rendezvous, connect
 from moeserve.distributed.mesh import Mesh
 from moeserve.engine.process import drive, ready
 from moeserve.engine.protocol import EngineMessage
-from moeserve.executor.ray import RayExecutor, RemoteProcess
+from moeserve.engine.replicas import Replicas
+from moeserve.executor.ray.actors import ActorProcess
+from moeserve.executor.ray.cluster import Cluster
+from moeserve.executor.ray.executor import RayExecutor
+from moeserve.executor.ray.worker_group import start_ray_group
 from moeserve.protocol import ReplicaMessage
 from moeserve.worker.protocol import RankStart
 
 
-class EngineProcess(RemoteProcess):
-    """In an actor beside the replica's first rank. Computes nothing, so it needs no core and no GPU."""
+class EngineActor(ActorProcess):
+    """The engine of one replica. It computes nothing, so it needs no core and no GPU."""
 
-    SAYS = EngineMessage
+    OUTGOING = EngineMessage
 
     def serve(self, encoded: Sequence[bytes], ranks: Sequence[Any], show_progress: bool) -> None:
-        """Returns when all replicas have agreed to shut down.
+        """Serve until all replicas have agreed to shut down.
 
         Args:
             encoded: a `RankStart` for each rank of the replica.
             ranks: their actors.
         """
-        channel = self._channel_of(ReplicaMessage)
-        with self._heard_out():
+        channel = self._open_channel(ReplicaMessage)
+        with self._reporting_failures():
             starts = [msgspec.msgpack.decode(data, type=RankStart) for data in encoded]
             first = starts[0]
             engines = connect(
@@ -46,4 +51,14 @@ class EngineProcess(RemoteProcess):
             replica, user = ready(channel, first, executor.num_blocks)
             drive(replica, user, engines.dp, executor)
             executor.shutdown()
-        self._leave()
+        self._exit()
+
+
+def ray_replicas(config: EngineConfig, cluster: Cluster, *, show_progress: bool) -> Replicas:
+    """Return an engine on the nodes of a Ray cluster, which restarts after a failure and closes the cluster."""
+    return Replicas(
+        config,
+        lambda: start_ray_group(config, cluster, EngineActor, show_progress=show_progress),
+        restarts=True,
+        close=cluster.close,
+    )

@@ -1,0 +1,1 @@
+"""Ranks as actors of a Ray cluster: the only package that imports ray. It carries bytes that msgspec has encoded."""

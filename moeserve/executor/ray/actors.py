@@ -1,0 +1,265 @@
+"""Processes in Ray actors: one rank each, and what is common to all.
+
+The process that creates an actor exchanges messages with it over a channel, as with a process on its own host: on each
+side is a socket pair, and two threads carry its bytes in calls of the actor. As long as these calls are answered, the
+actor, its node and the network between work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from moeserve.addresses import address_on
+from moeserve.errors import DistributedError, EngineError
+from moeserve.executor.ray.errors import exit_cause, first_line
+from moeserve.executor.ray.nodes import encoded_facts
+from moeserve.executor.ray.placement import Place
+from moeserve.processes.channel import Channel
+from moeserve.processes.failures import report_of
+from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, send_failures
+from moeserve.protocol import StepResult
+from moeserve.worker.protocol import RankStart, Step
+
+# An actor that has not answered for so long has failed. Imports can hold up Python in an actor.
+SECONDS_OF_SILENCE = 7.0
+# An actor that was not called for so long ends itself.
+SECONDS_UNTIL_ORPHANED = 30.0
+SECONDS_OF_A_READ = 1.0
+SECONDS_TO_START = 60.0  # for the process of an actor
+PIECE_BYTES = 2**20
+
+
+class StepOutcome(msgspec.Struct, frozen=True):
+    """The answer of a rank to a step."""
+
+    result: StepResult | None
+    error: str = ""  # of a step that ran to its end without a result
+
+
+class ActorProcess:
+    """The process of an actor: its channel to the process that created it, and its end when nobody calls it."""
+
+    OUTGOING: ClassVar[Any] = None  # type of the messages that it sends, failure reports excepted
+
+    def __init__(self, name: str, log_level: int) -> None:
+        self.name = name
+        logging.basicConfig(level=log_level, format=f"%(levelname)s {name.replace('%', '%%')}: %(message)s")
+        logging.getLogger("ray").setLevel(max(log_level, logging.WARNING))
+        self._socket, self._tunnel = socket.socketpair()
+        self._channel: Channel[Any] | None = None
+        self._last_call = time.monotonic()
+        threading.Thread(target=self._end_as_orphan, name="watch-creator", daemon=True).start()
+
+    @ray.method(concurrency_group="tunnel")
+    def write(self, data: bytes) -> None:
+        """Take bytes for this side of the channel. One call at a time."""
+        self._tunnel.sendall(data)
+
+    @ray.method(concurrency_group="tunnel")
+    def read(self) -> bytes:
+        """Return bytes of this side of the channel, after waiting a moment for some. One call at a time."""
+        self._last_call = time.monotonic()
+        poll = select.poll()
+        poll.register(self._tunnel, select.POLLIN)
+        return self._tunnel.recv(PIECE_BYTES) if poll.poll(SECONDS_OF_A_READ * 1000) else b""
+
+    def _open_channel(self, incoming: Any) -> Channel[Any]:
+        """Return the channel. May be called once."""
+        self._channel = Channel(self._socket, incoming)
+        return self._channel
+
+    @contextlib.contextmanager
+    def _reporting_failures(self) -> Iterator[None]:
+        """Report an error over the channel, and raise one without its content to Ray."""
+        try:
+            yield
+        except BaseException as error:
+            send_failures(self._channel or self._open_channel(None), [report_of(error, self.name)])
+            raise RuntimeError(f"{self.name} has failed") from None
+
+    def _exit(self) -> None:
+        """End the actor once all that it sent was read."""
+        poll = select.poll()
+        poll.register(self._tunnel, select.POLLIN)
+        deadline = time.monotonic() + SECONDS_TO_EXIT
+        while poll.poll(0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ray.actor.exit_actor()
+
+    def _end_as_orphan(self) -> None:
+        while time.monotonic() - self._last_call < SECONDS_UNTIL_ORPHANED:
+            time.sleep(SECONDS_OF_A_READ)
+        os._exit(1)
+
+
+class RankActor(ActorProcess):
+    """One rank. Does nothing until it is started."""
+
+    def __init__(self, name: str, log_level: int) -> None:
+        super().__init__(name, log_level)
+        self._store: Any = None
+        self._worker: Any = None
+        self._thread = threading.local()
+        self._num_threads = 1
+
+    def facts(self, model: str) -> bytes:
+        """Return the `NodeFacts` of the actor's node."""
+        with self._reporting_failures():
+            return encoded_facts(model)
+
+    def open_store(self, interface: str | None, address: str) -> bytes:
+        """Open the store where ranks meet, on an address that other nodes can reach. Return its host and port."""
+        with self._reporting_failures():
+            from moeserve.distributed.store import start_store
+
+            host = address_on(interface) if interface else address
+            self._store = start_store(host)
+            return msgspec.msgpack.encode((host, self._store.port))
+
+    def start(self, data: bytes, *, show_progress: bool) -> int:
+        """Meet the other ranks and load the model. Return the KV cache blocks of each rank."""
+        with self._reporting_failures():
+            from moeserve.worker.process import join  # imports torch: only now, when this process is watched
+            from moeserve.worker.worker import Worker
+
+            start = msgspec.msgpack.decode(data, type=RankStart)
+            self._num_threads = start.config.num_threads
+            self._worker = Worker(start.config, join(start), show_progress=show_progress)
+            return int(self._worker.num_blocks)
+
+    def execute(self, data: bytes) -> bytes:
+        """Run one step. The answer of the rank that samples holds the result."""
+        with self._reporting_failures():
+            from moeserve.ops.threads import set_num_threads
+
+            if not hasattr(self._thread, "is_set"):  # torch has a number of threads for each thread that calls it
+                set_num_threads(self._num_threads)
+                self._thread.is_set = True
+            step = msgspec.msgpack.decode(data, type=Step)
+            try:
+                outcome = StepOutcome(self._worker.execute(step.plan, step.agreement))
+            except DistributedError:
+                raise
+            except EngineError as error:  # raised after every rank has done its part of the step
+                outcome = StepOutcome(None, str(error))
+            return msgspec.msgpack.encode(outcome)
+
+
+class ActorHandle:
+    """An actor and two threads that carry its channel. See `ProcessHandle`."""
+
+    def __init__(self, actor: Any, name: str, tunnel: socket.socket) -> None:
+        """
+        Args:
+            tunnel: the other end of the channel.
+        """
+        self.actor = actor
+        self._tunnel = tunnel
+        self._cause = ""
+        self._ended = threading.Event()
+        self._ended_fd = os.eventfd(0)
+        self._lock = threading.Lock()  # guards what `close` closes
+        self._is_closed = False
+        for work in (self._carry_from_actor, self._carry_to_actor):
+            threading.Thread(target=work, name=f"{work.__name__} {name}", daemon=True).start()
+
+    @property
+    def watched_fds(self) -> list[int]:
+        return [self._ended_fd]
+
+    def exit_cause(self) -> str | None:
+        return self._cause if self._ended.is_set() else None
+
+    def kill(self) -> None:
+        if ray.is_initialized():  # else Ray would start another cluster
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(self.actor)
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._ended.wait(max(0.0, timeout_s))
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._ended_fd)
+                self._tunnel.shutdown(socket.SHUT_RDWR)
+
+    def _carry_from_actor(self) -> None:
+        timeout_s = SECONDS_TO_START
+        unread = bytearray()  # kept here while our side does not take it: an actor that is not read ends itself
+        try:
+            while not self._is_closed:
+                answer = self.actor.read.remote()
+                try:
+                    unread += ray.get(answer, timeout=timeout_s)
+                except GetTimeoutError:  # this process itself may have been stopped for a while
+                    unread += ray.get(answer, timeout=SECONDS_OF_A_READ)
+                timeout_s = SECONDS_OF_SILENCE
+                with contextlib.suppress(BlockingIOError):
+                    while unread:
+                        del unread[: self._tunnel.send(memoryview(unread)[:PIECE_BYTES], socket.MSG_DONTWAIT)]
+        except GetTimeoutError:
+            self._cause = f"no answer for {timeout_s:g} s: the process hangs, or its node or the network has failed"
+        except RayActorError as error:
+            self._cause = exit_cause(error)
+        except OSError as error:  # closed here
+            self._cause = str(error)
+        except Exception as error:  # of any kind: the actor cannot be reached
+            self._cause = f"it cannot be reached through Ray any more ({type(error).__name__}: {first_line(error)})"
+        finally:
+            with self._lock:
+                self._ended.set()
+                if not self._is_closed:
+                    os.eventfd_write(self._ended_fd, 1)
+
+    def _carry_to_actor(self) -> None:
+        with contextlib.suppress(Exception):  # `_carry_from_actor` fails as well, and keeps the cause
+            while data := self._tunnel.recv(PIECE_BYTES):
+                ray.get(self.actor.write.remote(data))
+
+
+def start_actor(kind: type[ActorProcess], name: str, place: Place, resources: dict[str, Any]) -> WatchedProcess[Any]:
+    """Start an actor at a place, with options of Ray for its resources."""
+    actor_class: Any = ray.remote(concurrency_groups={"tunnel": 3}, max_restarts=0, max_task_retries=0)(kind)
+    actor = actor_class.options(
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement_group=place.group, placement_group_bundle_index=place.bundle
+        ),
+        **resources,
+    ).remote(name, logging.getLogger("moeserve").getEffectiveLevel())
+    ours, tunnel = socket.socketpair()
+    return WatchedProcess(name, ours, kind.OUTGOING, ActorHandle(actor, name, tunnel))
+
+
+def actor_of(process: WatchedProcess[Any]) -> Any:
+    """Return the actor in which a process runs."""
+    assert isinstance(process.handle, ActorHandle)
+    return process.handle.actor
+
+
+def answer_of(process: WatchedProcess[Any], reference: Any) -> Any:
+    """Return the answer to a call of an actor that may still be starting.
+
+    Raises:
+        EngineError: the actor does not start.
+    """
+    try:
+        return ray.get(reference, timeout=SECONDS_TO_START)
+    except RayError as error:
+        failures = process.failures()
+        why = failures[0] if failures else first_line(error)
+        raise EngineError(f"{process.name} did not start within {SECONDS_TO_START:g} s: {why}") from None

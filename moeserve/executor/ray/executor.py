@@ -1,0 +1,110 @@
+"""Runs the steps of one replica whose ranks are actors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+
+from moeserve.errors import DistributedError, EngineError
+from moeserve.executor.ray.actors import SECONDS_OF_SILENCE, StepOutcome
+from moeserve.executor.ray.errors import first_line
+from moeserve.protocol import StepPlan, StepResult
+from moeserve.scheduling.lockstep import Agreement
+from moeserve.worker.protocol import RankStart, Step, rank_name
+
+logger = logging.getLogger(__name__)
+
+
+class PendingStep:
+    """A step that was sent to the ranks."""
+
+    def __init__(self, answers: Sequence[Any], name: str, step: int, timeout_s: float) -> None:
+        self._answers = answers
+        self._name = name
+        self._step = step
+        self._timeout_s = timeout_s
+
+    def result(self) -> StepResult:
+        """Return the result once all ranks have done the step.
+
+        Raises:
+            EngineError: the model gave no numbers to sample from. Every rank has done its part of the step.
+            DistributedError: a rank has failed or did not answer in time.
+        """
+        try:
+            answers = ray.get(list(self._answers), timeout=self._timeout_s)
+        except Exception as error:  # Ray raises many kinds
+            raise DistributedError(
+                f"{self._name}: step {self._step} was not done by all ranks of the replica ({first_line(error)})"
+            ) from None
+        outcome = msgspec.msgpack.decode(answers[0], type=StepOutcome)
+        if outcome.result is None:
+            raise EngineError(outcome.error)
+        return outcome.result
+
+
+class RayExecutor:
+    """See `Executor`. Its process computes nothing."""
+
+    def __init__(self, starts: Sequence[RankStart], ranks: Sequence[Any], *, show_progress: bool) -> None:
+        """
+        Args:
+            starts: of the replica's ranks, by tp.
+            ranks: their actors.
+        """
+        config = starts[0].config
+        self.name = rank_name(config, starts[0].rank)
+        self._ranks = ranks
+        self._timeout_s = config.collective_timeout + SECONDS_OF_SILENCE  # longer than ranks wait for each other
+        loading = [
+            rank.start.remote(msgspec.msgpack.encode(start), show_progress=show_progress and start.rank == 0)
+            for rank, start in zip(ranks, starts, strict=True)
+        ]
+        try:
+            self.num_blocks = int(ray.get(loading)[0])
+        except RayError as error:
+            raise DistributedError(f"{self.name}: a rank of the replica did not start ({first_line(error)})") from None
+        self._graph = _compiled(ranks, self._timeout_s) if config.ray_compiled_graph else None
+
+    def submit(self, plan: StepPlan | None, agreement: Agreement) -> PendingStep:
+        """Send a step to all ranks and return at once. Ranks run steps in the order in which they were sent."""
+        data = msgspec.msgpack.encode(Step(plan=plan, agreement=agreement))
+        if self._graph is not None:
+            try:
+                answers = self._graph.execute(data)
+            except Exception as error:  # Ray raises many kinds
+                raise DistributedError(
+                    f"{self.name}: step {agreement.step} could not be sent ({first_line(error)})"
+                ) from None
+        else:
+            answers = [rank.execute.remote(data) for rank in self._ranks]
+        return PendingStep(answers, self.name, agreement.step, self._timeout_s)
+
+    def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
+        return self.submit(plan, agreement).result()
+
+    def shutdown(self) -> None:
+        if self._graph is not None:
+            self._graph.teardown()
+            self._graph = None
+
+
+def _compiled(ranks: Sequence[Any], timeout_s: float) -> Any:
+    """Return a compiled graph of one step: its plan to all ranks, and their answers. None: Ray cannot compile one."""
+    try:
+        from ray.dag import InputNode, MultiOutputNode
+        from ray.dag.context import DAGContext
+
+        context = DAGContext.get_current()
+        context.submit_timeout = context.get_timeout = int(timeout_s)
+        with InputNode() as step:
+            outputs = MultiOutputNode([rank.execute.bind(step) for rank in ranks])
+        return outputs.experimental_compile()
+    except Exception as error:  # of any kind: plain calls do the same
+        logger.warning("Ray cannot compile a graph here (%s), so steps are sent by plain calls", first_line(error))
+        return None

@@ -1,0 +1,126 @@
+"""Facts of the nodes of a cluster, and which differences between nodes are refused."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import ray
+
+from moeserve.errors import SettingsError
+from moeserve.machine import installed_version
+
+logger = logging.getLogger(__name__)
+
+SECONDS_OF_SKEW = 10.0  # by which clocks of nodes may differ
+PACKAGES = ("moeserve", "torch", "ray")  # must have the same version on all nodes
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node of the cluster."""
+
+    node_id: str
+    address: str
+    cores: int
+    gpus: int
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank finds on a node."""
+
+    node_id: str
+    address: str  # in the cluster
+    hostname: str
+    python: str
+    versions: dict[str, str]  # by package; "" where it is missing
+    kernels: str  # instruction set of the C++ kernels; "" if there are none
+    time: float  # seconds since the epoch
+    unreadable: str  # why the model cannot be read there; "" if it can
+
+    @property
+    def name(self) -> str:
+        return f"node {self.address} ({self.hostname})"
+
+
+def own_facts(model: str | None) -> NodeFacts:
+    """Return the facts of this node.
+
+    Args:
+        model: folder of the checkpoint that its ranks will read.
+    """
+    return NodeFacts(
+        node_id=ray.get_runtime_context().get_node_id(),
+        address=ray.util.get_node_ip_address(),
+        hostname=socket.gethostname(),
+        python=platform.python_version(),
+        versions={package: installed_version(package) for package in PACKAGES},
+        kernels=_own_kernels(),
+        time=time.time(),
+        unreadable=why_unreadable(Path(model)) if model else "",
+    )
+
+
+def encoded_facts(model: str | None) -> bytes:
+    """Return `own_facts`, encoded: as a task of Ray returns them."""
+    return msgspec.msgpack.encode(own_facts(model))
+
+
+def why_unreadable(model: Path) -> str:
+    """Return why a checkpoint's files cannot be read on this node; "" if they can."""
+    try:
+        (model / "config.json").open("rb").close()
+        for shard in model.glob("*.safetensors"):
+            shard.open("rb").close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def check_alike(found: Sequence[NodeFacts], own: NodeFacts, asked_at: float) -> None:
+    """Check that ranks on these nodes can form one engine; warn of differences that change only last bits.
+
+    Args:
+        own: facts of this node, made after all the others have answered.
+        asked_at: time at which the others were asked, by this node's clock.
+
+    Raises:
+        SettingsError: nodes differ, or cannot read the model. Names all of them.
+    """
+    faults = []
+    for node in found:
+        for what, theirs, ours in [
+            ("Python", node.python, own.python),
+            *((package, node.versions[package], own.versions[package]) for package in PACKAGES),
+        ]:
+            if theirs != ours:
+                faults.append(
+                    f"{node.name} has {what} {theirs or '(missing)'}, but {own.name} has {ours or '(missing)'}"
+                )
+        if node.unreadable:
+            faults.append(f"{node.name} cannot read the model: {node.unreadable}")
+        skew = min(0.0, node.time - asked_at) + max(0.0, node.time - own.time)
+        if abs(skew) > SECONDS_OF_SKEW:
+            faults.append(f"the clock of {node.name} differs from that of {own.name} by {skew:+.0f} s or more")
+    if faults:
+        raise SettingsError("the nodes of the Ray cluster cannot run one engine: " + "; ".join(faults))
+    if len({node.kernels for node in found}) > 1:
+        logger.warning(
+            "the kernels of the nodes differ (%s), so the last bits of results may depend on the node",
+            ", ".join(f"{node.name}: {node.kernels or 'no C++ kernels'}" for node in found),
+        )
+
+
+def _own_kernels() -> str:
+    try:
+        from moeserve.ops.cpu.native import native_kernels  # imports torch, which may be missing here
+    except ImportError:
+        return ""
+    kernels = native_kernels()
+    return kernels.isa() if kernels else ""

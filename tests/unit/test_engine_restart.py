@@ -1,0 +1,200 @@
+"""An engine that restarts its processes after a failure: when, how often it tries, and the ends of requests."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+from test_config import FACTS
+
+from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.validation import parse_settings
+from moeserve.engine import replicas
+from moeserve.engine.protocol import EngineMessage, Ready
+from moeserve.engine.replicas import Replicas
+from moeserve.errors import CheckpointError, EngineError, SettingsError
+from moeserve.processes.channel import Channel
+from moeserve.processes.supervision import WatchedProcess
+from moeserve.processes.worker_group import WorkerGroup
+from moeserve.protocol import AddRequest, ReplicaMessage, Request, Shutdown
+from moeserve.sampling_params import RequestParams
+
+CONFIG = resolve(parse_settings({"data_parallel_size": 2}), FACTS, MachineFacts(num_cores=2))
+
+
+class Engine:
+    """An engine process that only receives, and ends when the test lets it. See `ProcessHandle`."""
+
+    watched_fds: list[int] = []
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.process: WatchedProcess[Any] = WatchedProcess("rank 0", ours, EngineMessage, self)
+        self._channel: Channel[Any] = Channel(theirs, ReplicaMessage)
+        self._channel.send(Ready(num_blocks=10**4))
+        self._received: list[Any] = []
+        self.cause: str | None = None
+
+    @property
+    def received(self) -> list[Any]:
+        """All messages but wake-ups: the id of a request that was added, or the message."""
+        self._received += self._channel.receive()
+        shown = [each.request.request_id if isinstance(each, AddRequest) else each for each in self._received]
+        return [each for each in shown if isinstance(each, str | Shutdown)]
+
+    def exit_cause(self) -> str | None:
+        return self.cause
+
+    def kill(self) -> None:
+        self.cause = self.cause or "killed by SIGKILL"
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.cause is not None
+
+    def close(self) -> None:
+        pass
+
+
+class Machine:
+    """Starts worker groups of one engine process, or cannot."""
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+        self.num_starts = 0
+        self.num_closed = 0
+        self.faults: list[Exception] = []  # of the next starts
+        self.lasting_fault: Exception | None = None  # of all starts after these
+
+    def start(self) -> WorkerGroup:
+        self.num_starts += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        if self.lasting_fault:
+            raise self.lasting_fault
+        self.engines.append(Engine())
+        group = WorkerGroup()
+        group.engines.append(self.engines[-1].process)
+        return group
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "SECONDS_TO_RESTART", 0.05)
+    monkeypatch.setattr(replicas, "SECONDS_BETWEEN_STARTS", 0.005)
+    monkeypatch.setattr(replicas, "SECONDS_TO_END", 0.0)
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+@pytest.fixture
+def engine(machine: Machine) -> Replicas:
+    return Replicas(CONFIG, machine.start, restarts=True, close=machine.close)
+
+
+def request(name: str) -> Request:
+    return Request(request_id=name, prompt_token_ids=[1], params=RequestParams(), seed=0)
+
+
+def test_the_next_request_after_a_failure_starts_new_processes(engine: Replicas, machine: Machine) -> None:
+    engine.add(request("one"))
+    machine.engines[0].kill()
+    assert [(update.request_id, update.finish_reason) for update in engine.step()] == [("one", "abort")]
+    assert machine.num_starts == 1  # no request has come
+    engine.add(request("two"))
+    engine.add(request("three"))
+    assert [each.received for each in machine.engines] == [["one"], ["two", "three"]]
+
+
+def test_requests_of_failed_processes_end_with_the_cause_and_none_is_lost(engine: Replicas, machine: Machine) -> None:
+    for number in range(3):
+        engine.add(request(str(number)))
+        machine.engines[number].cause = f"cause {number}"
+    engine.add(request("last"))
+    updates = engine.step()
+    assert [update.request_id for update in updates] == ["0", "1", "2"]
+    assert all(f"rank 0: cause {number}" in str(update.error) for number, update in enumerate(updates))
+
+
+def test_ends_are_not_lost_where_no_new_processes_can_be_started(engine: Replicas, machine: Machine) -> None:
+    engine.add(request("one"))
+    machine.engines[0].kill()
+    machine.lasting_fault = EngineError("no node")
+    with pytest.raises(EngineError):
+        engine.add(request("two"))
+    assert engine.has_work
+    assert [update.request_id for update in engine.step()] == ["one"]
+    machine.lasting_fault = None
+    engine.add(request("three"))  # tries again
+    assert machine.engines[1].received == ["three"]
+
+
+def test_a_start_that_fails_is_tried_again(engine: Replicas, machine: Machine) -> None:
+    machine.engines[0].kill()
+    machine.faults = [EngineError("no node"), SettingsError("no room"), CheckpointError("half there")]
+    engine.add(request("one"))
+    assert machine.num_starts == 5
+    assert machine.engines[1].received == ["one"]
+
+
+def test_after_the_deadline_the_last_fault_is_raised(engine: Replicas, machine: Machine) -> None:
+    machine.engines[0].kill()
+    machine.faults = [EngineError("not this one")]
+    machine.lasting_fault = SettingsError("the nodes have no room")
+    with pytest.raises(EngineError, match="the nodes have no room") as refusal:
+        engine.add(request("one"))
+    assert refusal.value.__cause__ is machine.lasting_fault
+    assert machine.num_starts > 3
+
+
+def test_a_fault_of_our_own_is_not_tried_again(engine: Replicas, machine: Machine) -> None:
+    machine.engines[0].kill()
+    machine.lasting_fault = KeyError("slip")
+    with pytest.raises(KeyError):
+        engine.add(request("one"))
+    assert machine.num_starts == 2
+
+
+def test_the_first_start_is_tried_once_and_closes_what_it_used(machine: Machine) -> None:
+    machine.lasting_fault = CheckpointError("no such model")
+    with pytest.raises(CheckpointError):
+        Replicas(CONFIG, machine.start, restarts=True, close=machine.close)
+    assert (machine.num_starts, machine.num_closed) == (1, 1)
+
+
+def test_shutdown_ends_the_processes_and_closes_once(engine: Replicas, machine: Machine) -> None:
+    machine.engines[0].kill()
+    engine.add(request("one"))
+    assert machine.num_closed == 0
+    engine.shutdown()
+    engine.shutdown()
+    assert machine.num_closed == 1
+    assert isinstance(machine.engines[1].received[-1], Shutdown)
+    with pytest.raises(EngineError):
+        engine.add(request("two"))
+    assert machine.num_starts == 2
+
+
+def test_an_engine_that_does_not_restart_refuses_requests_after_a_failure(machine: Machine) -> None:
+    engine = Replicas(CONFIG, machine.start)
+    machine.engines[0].kill()
+    with pytest.raises(EngineError, match="killed by SIGKILL"):
+        engine.add(request("one"))
+    assert machine.num_starts == 1
+
+
+def test_a_fork_starts_and_closes_nothing(engine: Replicas, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.engines[0].kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(EngineError):
+            engine.add(request("one"))
+        engine.shutdown()
+    assert (machine.num_starts, machine.num_closed) == (1, 0)
