@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from test_config import FACTS
@@ -27,7 +27,7 @@ CONFIG = resolve(parse_settings({"data_parallel_size": 2}), FACTS, MachineFacts(
 class Engine:
     """An engine process that only receives, and ends when the test lets it. See `ProcessHandle`."""
 
-    watched_fds: list[int] = []
+    watched_fds: ClassVar[list[int]] = []
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
