@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,14 +52,9 @@ def conversions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Operations are chosen as on a GPU, for tensors of the CPU, which the interpreter takes."""
-    from moeserve.ops import backend, row_maximum, sampling
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernels serve the CPU, whose tensors the interpreter takes."""
+    from moeserve.ops import select
+    from moeserve.ops.triton.table import TRITON_KERNELS
 
-    monkeypatch.setattr(backend, "of", lambda device: "triton" if device == "cpu" else "torch")
-    caches = (row_maximum.choose_row_maximum, sampling.choose_draw)
-    for choose in caches:
-        choose.cache_clear()
-    yield
-    for choose in caches:
-        choose.cache_clear()
+    monkeypatch.setitem(select.TABLES, "cpu", lambda: TRITON_KERNELS)

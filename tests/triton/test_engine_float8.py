@@ -21,9 +21,8 @@ from torch.nn import functional
 
 from moeserve import LLM, SamplingParams, config
 from moeserve.models.packing import weights_of
-from moeserve.ops.gpu import GpuBlockProduct, GpuProduct
-from moeserve.ops.interfaces import SwiGLU
-from moeserve.ops.products import Gather, OpenWeights
+from moeserve.ops.interfaces import Gather, OpenWeights, SwiGLU
+from moeserve.ops.triton.products import TritonBlockProduct, TritonProduct
 from moeserve.protocol import Chunk, StepPlan
 
 pytestmark = pytest.mark.usefixtures("conversions_of_torch", "gpu_kernels")
@@ -117,7 +116,7 @@ def test_logits_are_those_of_rounded_weights_and_inputs(name: str, tmp_path: Pat
         outputs = llm.generate(prompts, params, use_tqdm=False)
         own = logits_of(llm, prompts)
     in_blocks = [weights for weights in held.values() if weights.scales is not None]
-    assert all(isinstance(weights.product, GpuBlockProduct) for weights in in_blocks)
+    assert all(isinstance(weights.product, TritonBlockProduct) for weights in in_blocks)
     stored = [name for name in encoded if f"{name}_scale_inv" in encoded and "kv_b_proj" not in name]
     assert sum(weights.open.weight_eOI.nbytes for weights in in_blocks) == sum(encoded[name].numel() for name in stored)
 
@@ -147,7 +146,7 @@ def test_products(activation: Any) -> None:
     )
     values_eOI = codes_eOI.float() * scale_of_row_eOB.repeat_interleave(128, 2)[..., :num_inputs]
     bias_eO = torch.randn(num_weights, num_outputs)
-    product = GpuBlockProduct(OpenWeights(codes_eOI, bias_eO, activation, scales_eGB))
+    product = TritonBlockProduct(OpenWeights(codes_eOI, bias_eO, activation, scales_eGB))
 
     def expected(rows: Tensor, weight: int) -> Tensor:
         output = (rounded(rows).double() @ values_eOI[weight].double().T + bias_eO[weight]).float()
@@ -169,7 +168,7 @@ def test_products(activation: Any) -> None:
     given_eSC = product.multiply_slots(slots_eSI, counts_e)
     torch.testing.assert_close(torch.cat([given_eSC[0], given_eSC[2, :2]]), reference, atol=1e-3, rtol=1e-4)
 
-    alone = GpuBlockProduct(OpenWeights(codes_eOI[1:2], bias_eO[1:2], activation, scales_eGB[1:2]))
+    alone = TritonBlockProduct(OpenWeights(codes_eOI[1:2], bias_eO[1:2], activation, scales_eGB[1:2]))
     torch.testing.assert_close(alone.multiply(source), expected(source, 1), atol=1e-3, rtol=1e-4)
     assert alone.multiply(source[:0]).shape == (0, num_outputs // parts)
     assert alone.multiply(source.half()).dtype == torch.float16
@@ -182,7 +181,7 @@ def test_weights_without_blocks_are_multiplied_as_before(
     reference = reference_named("mixtral")
     with LLM(reference.folder, quantization="fp8", dtype="float32", kv_cache_memory="4MiB", enforce_eager=True) as llm:
         layer = llm.core.executor.worker.runner.model.layers[0]  # type: ignore[attr-defined]
-        assert isinstance(layer.attention.query_key_value.weights.product, GpuProduct)
+        assert isinstance(layer.attention.query_key_value.weights.product, TritonProduct)
         assert layer.attention.query_key_value.weight.dtype == torch.float32
-        assert isinstance(layer.feed_forward.experts.down.product, GpuBlockProduct)
+        assert isinstance(layer.feed_forward.experts.down.product, TritonBlockProduct)
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)

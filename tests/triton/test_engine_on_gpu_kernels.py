@@ -8,6 +8,7 @@ from typing import Any, cast
 import attention_stand_ins
 import pytest
 import torch
+from model_context import cpu_context
 from reference_models import Reference
 from torch import Tensor
 
@@ -16,10 +17,15 @@ from moeserve.layers.attention import Attention, KeyValueCache
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.experts import Experts
-from moeserve.ops import attention_peers, attention_times, flashinfer_attention, gpu
-from moeserve.ops.attention_peers import PeerAttention
-from moeserve.ops.gpu import GpuAttention, GpuLatentAttention, GpuPairs, GpuProduct
 from moeserve.ops.interfaces import SwiGLU
+from moeserve.ops.libraries import attention as libraries
+from moeserve.ops.libraries import attention_times
+from moeserve.ops.libraries import flashinfer as flashinfer_attention
+from moeserve.ops.libraries.attention import LibraryAttention
+from moeserve.ops.triton import pairs as triton_pairs
+from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
+from moeserve.ops.triton.pairs import TritonPairs
+from moeserve.ops.triton.products import TritonProduct
 from moeserve.triton_kernels import grouped_matmul
 from moeserve.triton_kernels.tuning import Config, Problem, config_by_rule
 from moeserve.worker.cuda_graphs import CudaGraphs
@@ -51,10 +57,10 @@ def test_tokens_are_those_of_transformers(
     with started(reference) as llm:
         model = model_of(llm)
         attention = model.layers[0].attention.backend
-        assert isinstance(attention, (GpuAttention, GpuLatentAttention))
+        assert isinstance(attention, (TritonAttention, TritonLatentAttention))
         moe = next(iter(model.moe_layers.values()))
-        assert isinstance(moe.experts.gate_up.product, GpuProduct)
-        assert isinstance(moe.dispatcher.pairs, GpuPairs)
+        assert isinstance(moe.experts.gate_up.product, TritonProduct)
+        assert isinstance(moe.dispatcher.pairs, TritonPairs)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [
         reference.greedy(prompt, number) for prompt, number in zip(prompts, NUM_TOKENS, strict=True)
@@ -106,7 +112,7 @@ def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_
 
     monkeypatch.setattr(Attention, "make_cache", make_cache)
     faster = {attention_times.OWN: 2.0, f"flashinfer {attention_stand_ins.VERSION}": 1.0}
-    monkeypatch.setattr(attention_peers, "load_times", lambda path: Everything({"decode": faster, "chunks": faster}))
+    monkeypatch.setattr(libraries, "load_times", lambda path: Everything({"decode": faster, "chunks": faster}))
     return package
 
 
@@ -134,8 +140,8 @@ def test_tokens_are_those_of_transformers_by_another_library(
     params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in NUM_TOKENS]
     with started(reference) as llm:
         attention = model_of(llm).layers[0].attention.backend
-        assert isinstance(attention, PeerAttention)
-        assert isinstance(attention.own, GpuAttention)
+        assert isinstance(attention, LibraryAttention)
+        assert isinstance(attention.own, TritonAttention)
         if is_recorded:
             record(llm, Replayed())
         flashinfer.num_decodes = flashinfer.num_runs = 0
@@ -205,7 +211,7 @@ def test_rows_that_are_expected_decide_how_experts_are_cut(gpu_kernels: None, mo
         return config_by_rule(problem)
 
     monkeypatch.setattr(grouped_matmul, "choose_config", choose)
-    experts = Experts(2, 16, 8, SwiGLU(), has_bias=False, dtype=torch.float32, device=torch.device("cpu"))
+    experts = Experts(2, 16, 8, SwiGLU(), cpu_context(), has_bias=False)
     allocate_weights(experts)
     for weight in experts.parameters():
         weight.normal_()
@@ -228,8 +234,8 @@ def test_steps_of_all_sizes_run_before_serving(
             sizes.add(len(weights_TK))
             return original(output_RD, pair_of_row_R, weights_TK, dtype)
 
-        original = gpu.weighted_sum
-        monkeypatch.setattr(gpu, "weighted_sum", sum_up)
+        original = triton_pairs.weighted_sum
+        monkeypatch.setattr(triton_pairs, "weighted_sum", sum_up)
         with torch.inference_mode():
             for cache in cast(Any, runner.replay).caches:
                 cache.clear()

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.attention import TorchAttention
+from moeserve.ops.interfaces import AttentionShape
+from moeserve.ops.torch.attention import TorchAttention
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels import paged_attention as gpu
 from moeserve.triton_kernels import paged_kernels
@@ -89,7 +90,10 @@ def attend(case: Case, max_rows_per_chunk: int | None = None, max_context: int |
 
 
 def expected(case: Case) -> Tensor:
-    reference = TorchAttention(scale=case.scale, window=case.window)
+    shape = AttentionShape(
+        num_heads=0, num_kv_heads=0, head_size=0, dtype=torch.float32, scale=case.scale, window=case.window
+    )
+    reference = TorchAttention(shape)
     tensors = (case.query_TNH.float(), case.key_cache.float(), case.value_cache.float())
     return reference.attend(*tensors, case.step, case.sinks_N)
 

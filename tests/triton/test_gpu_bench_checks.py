@@ -28,8 +28,8 @@ from moeserve.bench.gpu.checks import CHECKS, covered, run_check
 from moeserve.bench.gpu.costs import GpuLimits, Work
 from moeserve.bench.gpu.report import row_text
 from moeserve.bench.gpu.shapes import AttentionShape, LatentShape, MoEShape
-from moeserve.ops.attention_peers import open_peer
-from moeserve.ops.varlen_attention import Varlen
+from moeserve.ops.libraries.attention import open_library
+from moeserve.ops.libraries.varlen import Varlen
 from moeserve.triton_kernels.activation import silu_multiply
 
 TORCH_TYPES = {
@@ -140,7 +140,7 @@ def test_a_kernel_that_is_a_little_off_is_found(check: Check, kernel: str, monke
 def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for other libraries, as if they were installed."""
     attention_stand_ins.install(monkeypatch, attention_stand_ins.strict())
-    found = [open_peer("flashinfer", torch.device("cpu"))]
+    found = [open_library("flashinfer", torch.device("cpu"))]
     for name in ("FA2", "FA3"):
         found.append(Varlen(attention_stand_ins.Varlen(name).varlen_attn_out, name))  # type: ignore[arg-type]
     for module in (check_attention, kernels):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.latent_attention import TorchLatentAttention
+from moeserve.ops.torch.attention import TorchLatentAttention
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels import latent_attention as gpu
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
@@ -81,7 +81,7 @@ def attend(case: Case, max_rows: int | None = None, max_rows_per_chunk: int | No
 def check(case: Case, actual: Tensor, max_rows: int | None = None) -> None:
     assert actual.dtype == case.query_TNP.dtype
     assert actual.is_contiguous()
-    reference = TorchLatentAttention(scale=case.scale, latent_size=case.latent_size)
+    reference = TorchLatentAttention(case.scale, case.latent_size)
     expected = reference.attend(case.query_TNP.float(), case.cache.float(), case.step, max_rows)
     atol, rtol = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual.float(), expected, atol=atol, rtol=rtol)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.rotary import torch_rotary
+from moeserve.ops.interfaces import Rotation
+from moeserve.ops.torch.elementwise import apply_rope
 from moeserve.triton_kernels.rotary import rotary, rotary_with_cache_write
 
 # T tokens, N query heads, G key-value heads, H head size, F rotated pairs
@@ -39,7 +40,7 @@ def test_turns_in_place_and_elsewhere(shape: tuple[int, ...], is_interleaved: bo
     wide_TNH = torch.randn(num_tokens, num_heads + 2, head_size + 3, generator=generator).to(dtype)
     heads_TNH = wide_TNH[:, 1:-1, 3:]
     cosines_TF, sines_TF = angles(num_tokens, num_pairs, generator)
-    expected_TNH = torch_rotary(heads_TNH, cosines_TF, sines_TF, is_interleaved)
+    expected_TNH = apply_rope(heads_TNH, Rotation(cosines_TF, sines_TF, is_interleaved))
     before = wide_TNH.clone()
 
     wide_out = torch.full((num_tokens, num_heads, head_size + 5), 7.0, dtype=dtype)
@@ -59,7 +60,7 @@ def test_turns_in_place_and_elsewhere(shape: tuple[int, ...], is_interleaved: bo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(8))
-def test_writes_turned_keys_and_values_into_the_cache(seed: int, dtype: torch.dtype) -> None:
+def test_writes_rotated_keys_and_values_into_the_cache(seed: int, dtype: torch.dtype) -> None:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     num_tokens, num_kv_heads = draw.choice([1, 3, 6]), draw.choice([1, 2, 5])
     num_heads = num_kv_heads * draw.choice([1, 3, 8])
@@ -77,13 +78,13 @@ def test_writes_turned_keys_and_values_into_the_cache(seed: int, dtype: torch.dt
     shape = (2, num_blocks, num_kv_heads, block_size, head_size)
     key_cache, value_cache = torch.randn(shape, generator=generator).to(dtype)
     expected_keys, expected_values = key_cache.clone(), value_cache.clone()
-    expected_query = torch_rotary(query, cosines_TF, sines_TF, is_interleaved)
-    turned_key = torch_rotary(key, cosines_TF, sines_TF, is_interleaved)
+    expected_query = apply_rope(query, Rotation(cosines_TF, sines_TF, is_interleaved))
+    rotated_key = apply_rope(key, Rotation(cosines_TF, sines_TF, is_interleaved))
     if len(set(slots_T.tolist())) < num_tokens:
         slots_T[:] = torch.arange(num_tokens)
     for token, slot in enumerate(slots_T.tolist()):
         if slot >= 0:
-            expected_keys[slot // block_size, :, slot % block_size] = turned_key[token]
+            expected_keys[slot // block_size, :, slot % block_size] = rotated_key[token]
             expected_values[slot // block_size, :, slot % block_size] = value[token]
     before = fused.clone()
     actual = rotary_with_cache_write(
@@ -105,5 +106,5 @@ def test_nothing_is_kept_at_slot_minus_one_and_no_tokens_are_fine() -> None:
         rotary_with_cache_write(query, key, key, cosines_TF, sines_TF, False, key_cache, value_cache, slots_T)
         assert not key_cache.any()
         assert not value_cache.any()
-        expected = torch_rotary(torch.ones(num_tokens, 4, 8), cosines_TF, sines_TF, False)
+        expected = apply_rope(torch.ones(num_tokens, 4, 8), Rotation(cosines_TF, sines_TF, False))
         torch.testing.assert_close(query, expected)

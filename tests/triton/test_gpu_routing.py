@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.routing import RouterConfig, TorchRouting
+from moeserve.ops.interfaces import RouterConfig
+from moeserve.ops.torch.routing import TorchRouter
 from moeserve.triton_kernels.routing import route
 
 # T tokens, E experts, K experts per token
@@ -28,7 +29,7 @@ def routed(logits_TE: Tensor, correction_E: Tensor | None, config: RouterConfig)
 
 def reference(logits_TE: Tensor, correction_E: Tensor | None, config: RouterConfig) -> tuple[Tensor, Tensor]:
     """The reference with these logits, to the last bit."""
-    return TorchRouting(config)(logits_TE, torch.eye(logits_TE.shape[1]), None, correction_E)
+    return TorchRouter(config)(logits_TE, torch.eye(logits_TE.shape[1]), None, correction_E)
 
 
 def random_config(draw: random.Random) -> RouterConfig:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.row_maximum import torch_row_maximum
+from moeserve.ops.torch import elementwise
 from moeserve.protocol import SampleSpec
 from moeserve.sampling_params import RequestParams
 from moeserve.triton_kernels import sampling
@@ -203,10 +203,12 @@ def test_the_largest_of_each_row(dtype: torch.dtype, width: int, small_blocks: N
     rows_RV[7, width - 1] = 0.0
     rows_RV[8].sub_(100)
     largest_R, indices_R = row_maximum(rows_RV)
-    for row, (values, expected) in enumerate(zip(rows_RV, torch_row_maximum(rows_RV)[0], strict=True)):
+    for row, (values, expected) in enumerate(zip(rows_RV, elementwise.row_maximum(rows_RV)[0], strict=True)):
         is_largest = values.isnan() if expected.isnan() else values == expected
         assert indices_R[row] == int(is_largest.nonzero()[0])
         assert largest_R[row] == expected or (largest_R[row].isnan() and expected.isnan())
     tokens_R, is_finite_R = greedy_rows(rows_RV)
     assert torch.equal(tokens_R, indices_R)
-    assert is_finite_R.tolist() == largest_R.isfinite().tolist() == torch_row_maximum(rows_RV)[0].isfinite().tolist()
+    assert (
+        is_finite_R.tolist() == largest_R.isfinite().tolist() == elementwise.row_maximum(rows_RV)[0].isfinite().tolist()
+    )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve.ops.interfaces import ClampedSwiGLU, SwiGLU
-from moeserve.ops.products import OpenWeights, TorchProduct
+from moeserve.ops.interfaces import ClampedSwiGLU, OpenWeights, SwiGLU
+from moeserve.ops.torch.products import TorchProduct
 from moeserve.triton_kernels import grouped_matmul as module
 from moeserve.triton_kernels.grouped_matmul import (
     ACTIVATIONS,

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from moeserve.ops.pairs import Keys, TorchPairs
+from moeserve.ops.interfaces import Keys
+from moeserve.ops.torch.pairs import TorchPairs
 from moeserve.triton_kernels import pairs
 from moeserve.triton_kernels.pairs import (
     gather_rows,

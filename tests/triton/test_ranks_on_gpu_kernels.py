@@ -17,10 +17,11 @@ def generate(place: Place, folder: str, tp: int, prompts: list[list[list[int]]])
     """`generate` of test_layouts.py on one of several ranks, with operations chosen as on a GPU."""
     import test_layouts
 
-    from moeserve.ops import backend
+    from moeserve.ops import select
+    from moeserve.ops.triton.table import TRITON_KERNELS
 
     groups = join(place, tp, timeout_s=100)
-    on_gpu = mock.patch.object(backend, "of", lambda device: "triton" if device == "cpu" else "torch")
+    on_gpu = mock.patch.dict(select.TABLES, cpu=lambda: TRITON_KERNELS)
     fewer = mock.patch.object(test_layouts, "NUM_TOKENS", NUM_TOKENS)
     large_from = bytes_of_tokens(folder, 3)  # tokens of all ranks: prompts are large steps, the last ones small
     with on_gpu, fewer, border(large_from, lambda is_small: None):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.norm import add_then_norm, torch_rms_norm
+from moeserve.ops.torch import elementwise
 from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_in_place
 
 CASES = [
@@ -65,7 +65,7 @@ def test_alone(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
     before = x.clone()
     actual = rms_norm(x, weight, 1e-5)
     assert actual.is_contiguous()
-    assert_close(actual, torch_rms_norm(x, weight, 1e-5))
+    assert_close(actual, elementwise.rms_norm(x, weight, 1e-5))
     assert torch.equal(x, before)
 
 
@@ -76,7 +76,7 @@ def test_after_an_addition(shape: tuple[int, ...], layout: str, dtype: torch.dty
     weight = drawn(shape[-1:], "contiguous", dtype, 2)
     before = x.clone(), update.clone()
     total, normed = add_rms_norm(x, update, weight, 1e-5)
-    expected_total, expected = add_then_norm(torch_rms_norm, x, update, weight, 1e-5)
+    expected_total, expected = elementwise.add_rms_norm(x, update, weight, 1e-5)
     assert total.is_contiguous()
     assert torch.equal(total, expected_total)
     assert_close(normed, expected)
@@ -90,7 +90,7 @@ def test_in_place(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> No
     x, weight = drawn(shape, layout, dtype, 0), drawn(shape[-1:], "contiguous", dtype, 1)
     whole = x if x._base is None else x._base  # with what lies beside a view
     before = whole.clone()
-    expected = torch_rms_norm(x, weight, 1e-5)
+    expected = elementwise.rms_norm(x, weight, 1e-5)
     rms_norm_in_place(x, weight, 1e-5)
     assert_close(x, expected)
     x.zero_()

@@ -1,0 +1,579 @@
+"""Attention by other libraries, on stand-ins for them: results, limits, and the choice among libraries."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import attention_stand_ins
+import pytest
+import torch
+from attention_stand_ins import VERSION, Refused
+from torch import Tensor
+
+from moeserve.config.settings import AttentionName
+from moeserve.errors import SettingsError
+from moeserve.ops import select
+from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels
+from moeserve.ops.libraries import attention_times
+from moeserve.ops.libraries import flashinfer as flashinfer_attention
+from moeserve.ops.libraries import varlen as varlen_attention
+from moeserve.ops.libraries.attention import LibraryAttention, LibraryChoice, open_library
+from moeserve.ops.libraries.attention_times import (
+    OWN,
+    AttentionProblem,
+    StepKind,
+    Times,
+    fastest,
+    load_times,
+    save_times,
+    times_path,
+)
+from moeserve.ops.libraries.flashinfer import ChunkAttention, open_flashinfer
+from moeserve.ops.libraries.interface import AttentionLibrary, LibraryUnusable
+from moeserve.ops.libraries.varlen import Varlen
+from moeserve.ops.select import select_kernels
+from moeserve.ops.torch.attention import TorchAttention
+from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.step_inputs import StepInputs
+
+sys.path.append(str(Path(__file__).parent.parent / "kernels"))
+from paged_steps import NUM_SPARE_BLOCKS, make_step, same_bytes, scatter_blocks
+
+# T tokens, N query heads, G key-value heads, H head size
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, scale=0.125)
+PROBLEM = AttentionProblem(SHAPE, block_size=16)
+LABEL = f"flashinfer {VERSION}"
+Chunks = list[tuple[int, int]]  # rows, and length of the context with them
+
+
+def changed(*, block_size: int = 16, **facts: Any) -> AttentionProblem:
+    return AttentionProblem(dataclasses.replace(SHAPE, **facts), block_size)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> attention_stand_ins.FlashInfer:
+    package = attention_stand_ins.strict()
+    attention_stand_ins.install(monkeypatch, package)
+    monkeypatch.setattr(flashinfer_attention, "DECODE_WORKSPACE", attention_stand_ins.SEMAPHORES + 8192)
+    return package
+
+
+def varlen(implementation: Any) -> Varlen:
+    return Varlen(attention_stand_ins.Varlen(implementation).varlen_attn_out, implementation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step over caches with large numbers at all positions that no row attends to."""
+
+    step: StepInputs
+    query_TNH: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    sinks_N: Tensor | None
+
+    def attended_by(self, attend: Callable[..., Tensor]) -> Tensor:
+        return attend(self.query_TNH, self.key_cache, self.value_cache, self.step, self.sinks_N)
+
+    def expected(self, problem: AttentionProblem) -> Tensor:
+        reference = TorchAttention(problem.shape)
+        tensors = (self.query_TNH.float(), self.key_cache.float(), self.value_cache.float())
+        return reference.attend(*tensors, self.step, self.sinks_N)
+
+
+def make_case(problem: AttentionProblem, chunks: Chunks, seed: int = 0) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    heads, size, dtype = problem.shape, problem.block_size, problem.shape.dtype
+    block_ids = scatter_blocks(chunks, size, seed)
+    step = make_step(chunks, block_ids, size)
+    shape = (sum(map(len, block_ids)) + NUM_SPARE_BLOCKS, heads.num_kv_heads, size, heads.head_size)
+    caches = torch.full((2, *shape), 100.0, dtype=dtype)
+    for ids, (_, context_len) in zip(block_ids, chunks, strict=True):
+        places = torch.arange(context_len)
+        blocks = torch.tensor(ids, dtype=torch.int64)[places // size]
+        for cache in caches:
+            drawn = torch.randn(context_len, heads.num_kv_heads, heads.head_size, generator=generator)
+            cache[blocks, :, places % size] = drawn.to(dtype)
+    query = torch.randn(len(step.token_ids), heads.num_heads, heads.head_size, generator=generator).to(dtype)
+    sinks = torch.randn(heads.num_heads, generator=generator) * 2 if heads.has_sinks else None
+    return Case(step, query, caches[0], caches[1], sinks)
+
+
+def check(case: Case, problem: AttentionProblem, attend: Callable[..., Tensor]) -> None:
+    attended = case.attended_by(attend)
+    assert attended.dtype == problem.shape.dtype
+    assert attended.is_contiguous()
+    torch.testing.assert_close(attended.float(), case.expected(problem), atol=TOLERANCE[problem.shape.dtype], rtol=1e-2)
+
+
+def drawn_problem(
+    draw: random.Random, *, block_sizes: list[int], head_sizes: list[int], has_sinks: bool = False
+) -> AttentionProblem:
+    num_kv_heads, head_size = draw.choice([1, 2, 3]), draw.choice(head_sizes)
+    shape = AttentionShape(
+        num_heads=num_kv_heads * draw.choice([1, 2, 7]),
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=draw.choice([torch.float16, torch.bfloat16]),
+        scale=head_size**-0.5 * draw.choice([1.0, 0.7]),
+        window=draw.choice([None, None, 1, 5, 100]),
+        has_sinks=has_sinks and draw.random() < 0.5,
+    )
+    return AttentionProblem(shape, draw.choice(block_sizes))
+
+
+def drawn_chunks(draw: random.Random, *, is_decode: bool) -> Chunks:
+    rows = [1 if is_decode else draw.choice([0, 1, 1, 2, 5, 40]) for _ in range(draw.randint(1, 5))]
+    return [(each, each + draw.choice([0, 1, 15, 16, 100, 255])) for each in rows]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_row_per_chunk_by_flashinfer(seed: int, flashinfer: attention_stand_ins.FlashInfer) -> None:
+    draw = random.Random(seed)
+    problem = drawn_problem(draw, block_sizes=[16, 32, 64, 128], head_sizes=[16, 64, 80, 256], has_sinks=True)
+    library = open_flashinfer(CPU)
+    assert library.why_unavailable(problem, "decode") is None
+    attend = library.make_attend(problem, "decode")
+    for again in range(2):
+        check(make_case(problem, drawn_chunks(draw, is_decode=True), seed + again), problem, attend)
+    assert flashinfer.num_decodes == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_chunks_by_flashinfer(seed: int, flashinfer: attention_stand_ins.FlashInfer) -> None:
+    draw = random.Random(seed)
+    problem = drawn_problem(draw, block_sizes=[1, 7, 16, 256], head_sizes=[64, 128])
+    library = open_flashinfer(CPU)
+    assert library.why_unavailable(problem, "chunks") is None
+    attend = library.make_attend(problem, "chunks")
+    for again in range(2):
+        check(make_case(problem, drawn_chunks(draw, is_decode=False), seed + again), problem, attend)
+
+
+@pytest.mark.parametrize("implementation", ["FA2", "FA3"])
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_of_any_kind_by_varlen(seed: int, implementation: str) -> None:
+    draw = random.Random(seed)
+    block_sizes = [256, 512] if implementation == "FA2" else [1, 7, 16, 256]
+    problem = drawn_problem(draw, block_sizes=block_sizes, head_sizes=[8, 64, 136])
+    library = varlen(implementation)
+    kinds: list[tuple[StepKind, bool]] = [("decode", True), ("chunks", False)]
+    for kind, is_decode in kinds:
+        assert library.why_unavailable(problem, kind) is None
+        check(
+            make_case(problem, drawn_chunks(draw, is_decode=is_decode), seed),
+            problem,
+            library.make_attend(problem, kind),
+        )
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "FA3"])
+def test_queries_may_be_views_of_wider_rows(name: str, flashinfer: attention_stand_ins.FlashInfer) -> None:
+    library: AttentionLibrary = open_flashinfer(CPU) if name == "flashinfer" else varlen(name)
+    kinds: list[tuple[StepKind, Chunks]] = [("decode", [(1, 20), (1, 5)]), ("chunks", [(1, 20), (5, 5)])]
+    for kind, chunks in kinds:
+        case = make_case(PROBLEM, chunks)
+        wide = torch.randn(len(case.query_TNH), 10, 64).to(SHAPE.dtype)
+        wide[:, 3:7] = case.query_TNH
+        attend = library.make_attend(PROBLEM, kind)
+        expected = case.attended_by(attend)
+        assert same_bytes(dataclasses.replace(case, query_TNH=wide[:, 3:7]).attended_by(attend), expected)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "FA3"])
+def test_padding_changes_no_other_row(name: str, flashinfer: attention_stand_ins.FlashInfer) -> None:
+    """Graphs are padded with rows in chunks of their own, whose contexts are empty."""
+    library: AttentionLibrary = open_flashinfer(CPU) if name == "flashinfer" else varlen(name)
+    attend = library.make_attend(PROBLEM, "decode")
+    case = make_case(PROBLEM, [(1, 20), (1, 300), (1, 5)])
+    expected = case.attended_by(attend)
+    step = case.step
+    padded = dataclasses.replace(
+        step,
+        row_starts=torch.arange(6, dtype=torch.int32),
+        context_lens=torch.cat([step.context_lens, torch.zeros(2, dtype=torch.int32)]),
+        block_table=torch.cat([step.block_table, torch.zeros(2, step.block_table.shape[1], dtype=torch.int32)]),
+        spans=step.spans + tuple(dataclasses.replace(step.spans[0], first_row=row, context_len=0) for row in (3, 4)),
+    )
+    query = torch.cat([case.query_TNH, case.query_TNH[:2]])
+    attended = dataclasses.replace(case, step=padded, query_TNH=query).attended_by(attend)
+    assert same_bytes(attended[:3], expected)
+
+
+def test_a_step_is_planned_once_for_all_layers_of_a_shape(flashinfer: attention_stand_ins.FlashInfer) -> None:
+    choice = LibraryChoice(TORCH_KERNELS, [open_flashinfer(CPU)], None, 16)
+    problems = [PROBLEM, PROBLEM, changed(window=4), changed(window=4)]
+    layers = [choice.make_attention(problem.shape) for problem in problems]
+    for seed, chunks in enumerate(([(3, 20), (2, 2)], [(3, 20), (2, 2)], [(40, 40)])):
+        case = make_case(PROBLEM, chunks, seed)
+        for layer, problem in zip(layers, problems, strict=True):
+            check(case, problem, layer.attend)
+    assert (flashinfer.num_plans, flashinfer.num_runs) == (2 * 3, 4 * 3)
+
+
+def test_the_stand_in_refuses_what_the_package_refuses(flashinfer: attention_stand_ins.FlashInfer) -> None:
+    """Otherwise the tests above would show little."""
+    case = make_case(PROBLEM, [(3, 20)])
+    wrapper = flashinfer.as_module().BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(64, dtype=torch.uint8), kv_layout="HND"
+    )
+    with pytest.raises(Refused, match="not initialized"):
+        wrapper.run(case.query_TNH, (case.key_cache, case.value_cache))
+    attend = ChunkAttention(wrapper, PROBLEM)
+    case.attended_by(attend)
+    with pytest.raises(Refused, match="planned for"):
+        wrapper.run(case.query_TNH.half(), (case.key_cache.half(), case.value_cache.half()))
+    with pytest.raises(Refused, match="does not match"):
+        wrapper.run(case.query_TNH[1:], (case.key_cache, case.value_cache))
+    library = open_flashinfer(CPU)
+    decode = library.make_attend(changed(block_size=17), "decode")
+    with pytest.raises(Refused, match="Invalid page_size: 17"):
+        make_case(changed(block_size=17), [(1, 20)]).attended_by(decode)
+
+
+def test_the_varlen_stand_in_has_the_signature_of_torch() -> None:
+    varlen_attn_out = getattr(pytest.importorskip("torch.nn.attention.varlen"), "varlen_attn_out", None)
+    if varlen_attn_out is None:
+        pytest.skip("this torch has no varlen_attn_out")
+    real = inspect.signature(varlen_attn_out).parameters
+    stand_in = inspect.signature(attention_stand_ins.Varlen("FA2").varlen_attn_out).parameters
+    assert [(each.name, each.kind, each.default) for each in real.values()] == [
+        (each.name, each.kind, each.default) for each in stand_in.values()
+    ]
+
+
+@pytest.mark.parametrize("implementation", ["FA2", "FA3"])
+def test_torch_accepts_the_arguments_of_varlen(implementation: Any) -> None:
+    """Torch's own function on the meta device checks arguments, types and shapes."""
+    try:
+        real = open_library("varlen", CPU)
+    except LibraryUnusable as error:
+        pytest.skip(str(error))
+    assert isinstance(real, Varlen)
+    library = Varlen(real._varlen_attn_out, implementation)
+    for kind, chunks in (("decode", [(1, 20), (1, 5)]), ("chunks", [(3, 20), (5, 5)])):
+        case = make_case(PROBLEM, chunks)
+        step = dataclasses.replace(
+            case.step,
+            row_starts=case.step.row_starts.to("meta"),
+            context_lens=case.step.context_lens.to("meta"),
+            block_table=case.step.block_table.to("meta"),
+        )
+        query, keys, values = (each.to("meta") for each in (case.query_TNH, case.key_cache, case.value_cache))
+        attended = library.make_attend(PROBLEM, cast(StepKind, kind))(query, keys, values, step)
+        assert attended.shape == query.shape
+        assert attended.dtype == query.dtype
+
+
+@pytest.mark.parametrize(
+    ("facts", "kinds", "words"),
+    [
+        (dict(dtype=torch.float32), ("decode", "chunks"), "computes in 16 bits, not in torch.float32"),
+        (dict(block_size=8), ("decode",), "16, 32, 64 or 128 positions, not 8"),
+        (dict(head_size=72), ("decode",), "multiples of 16 up to 256, not 72"),
+        (dict(head_size=272), ("decode",), "multiples of 16 up to 256, not 272"),
+        (dict(head_size=80), ("chunks",), "64, 128 or 256 values, not 80"),
+        (dict(has_sinks=True), ("chunks",), "no sinks in chunks"),
+    ],
+)
+def test_limits_of_flashinfer(
+    facts: dict[str, Any], kinds: tuple[StepKind, ...], words: str, flashinfer: attention_stand_ins.FlashInfer
+) -> None:
+    library, problem = open_flashinfer(CPU), changed(**facts)
+    for kind in kinds:
+        assert words in str(library.why_unavailable(problem, kind))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "facts", "words"),
+    [
+        ("FA3", dict(dtype=torch.float32), "computes in 16 bits, not in torch.float32"),
+        ("FA3", dict(has_sinks=True), "no sinks"),
+        ("FA3", dict(head_size=20), "multiples of 8 up to 256, not 20"),
+        ("FA2", dict(block_size=16), "blocks of multiples of 256 positions, not 16"),
+    ],
+)
+def test_limits_of_varlen(implementation: str, facts: dict[str, Any], words: str) -> None:
+    assert words in str(varlen(implementation).why_unavailable(changed(**facts), "decode"))
+    assert varlen("FA3").why_unavailable(PROBLEM, "decode") is None
+
+
+def without(**lacking: str) -> ModuleType:
+    module = attention_stand_ins.strict().as_module()
+    for where, name in lacking.items():
+        delattr(module if where == "top" else module.decode, name)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (without(inner="trtllm_batch_decode_with_kv_cache"), r"\(1.2.3\) has no trtllm_batch_decode_with_kv_cache"),
+        (without(top="BatchPrefillWithPagedKVCacheWrapper"), "has no BatchPrefillWithPagedKVCacheWrapper"),
+    ],
+)
+def test_a_package_that_lacks_something(module: ModuleType, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", module.decode)
+    with pytest.raises(LibraryUnusable, match=words):
+        open_library("flashinfer", CPU)
+
+
+def test_an_older_package(flashinfer: attention_stand_ins.FlashInfer) -> None:
+    """Its functions exist, with other arguments."""
+    module = sys.modules["flashinfer"]
+
+    def plan(self: Any, qo_indptr: Tensor, paged_kv_indptr: Tensor) -> None:
+        raise AssertionError("never called")
+
+    module.BatchPrefillWithPagedKVCacheWrapper.plan = plan  # type: ignore[attr-defined]
+    with pytest.raises(LibraryUnusable, match=r"has no BatchPrefillWithPagedKVCacheWrapper.plan\(causal=\)"):
+        open_library("flashinfer", CPU)
+
+
+def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(LibraryUnusable, match=r"flashinfer cannot be imported .*pip install flashinfer-python"):
+        open_library("flashinfer", CPU)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_an_unsupported_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, flashinfer: attention_stand_ins.FlashInfer
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(LibraryUnusable, match=r"not made for GPUs of capability 7.5"):
+        open_library(name, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_installed", "active", "implementation", "activated"),
+    [
+        ((9, 0), True, None, "FA3", ["FA3"]),
+        ((9, 0), True, "FA3", "FA3", []),
+        ((9, 0), False, None, "FA2", []),
+        ((8, 0), True, None, "FA2", []),
+    ],
+)
+def test_flash_attention_3_is_used_where_possible(
+    capability: tuple[int, int],
+    is_installed: bool,
+    active: str | None,
+    implementation: str,
+    activated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch.nn.attention.varlen")
+    now = [active]
+    calls: list[str] = []
+
+    def activate(name: str) -> None:
+        calls.append(name)
+        now.append(name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: now[-1])
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    found = SimpleNamespace(find_spec=lambda name: object() if is_installed else None)
+    monkeypatch.setattr(varlen_attention, "importlib", SimpleNamespace(util=found))
+    library = open_library("varlen", torch.device("cuda", 0))
+    assert isinstance(library, Varlen)
+    assert library.implementation == implementation
+    assert library.label == f"varlen {torch.__version__} {implementation}"
+    assert calls == activated
+
+
+# The choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A library whose results are all one number."""
+
+    label: str
+    number: float
+    refused: tuple[StepKind, ...] = ()
+
+    def why_unavailable(self, problem: AttentionProblem, kind: StepKind) -> str | None:
+        return f"no {kind}" if kind in self.refused else None
+
+    def make_attend(self, problem: AttentionProblem, kind: StepKind) -> Any:
+        return lambda query_TNH, *others: torch.full_like(query_TNH, self.number)
+
+
+def zeros(shape: AttentionShape) -> AttentionBackend:
+    attend = Constant(OWN, 0.0).make_attend(PROBLEM, "decode")
+    return cast(Any, SimpleNamespace(attend=attend, write=None, rotate_and_write=None))
+
+
+OWN_KERNELS = dataclasses.replace(TORCH_KERNELS, name="triton", make_attention=zeros)
+A, B = Constant("a 1", 1.0), Constant("b 1", 2.0)
+
+
+def answers(libraries: Sequence[Constant], times: Times | None, shape: AttentionShape = SHAPE) -> tuple[float, float]:
+    """Return the number that a decode step gets, and the one that chunks get; ours is 0."""
+    layer = LibraryChoice(OWN_KERNELS, libraries, times, 16).make_attention(shape)
+    cases = [make_case(PROBLEM, chunks) for chunks in ([(1, 20), (1, 3)], [(2, 20), (1, 3)])]
+    decode, chunks = (float(case.attended_by(layer.attend).mean()) for case in cases)
+    return decode, chunks
+
+
+def test_a_named_library_serves_where_it_can(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert answers([A], None) == (1.0, 1.0)
+    assert answers([dataclasses.replace(A, refused=("chunks",))], None) == (1.0, 0.0)
+    assert "no chunks" in caplog.text
+    assert answers([dataclasses.replace(A, refused=("chunks", "decode"))], None) == (0.0, 0.0)
+
+
+def test_the_choice_is_logged_once_for_all_layers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    choice = LibraryChoice(OWN_KERNELS, [A], None, 16)
+    for _ in range(3):
+        assert isinstance(choice.make_attention(SHAPE), LibraryAttention)
+    assert len(caplog.records) == 2
+
+
+def test_the_fastest_measured_library_serves() -> None:
+    times = {
+        PROBLEM.key: {"decode": {OWN: 3.0, "a 1": 2.0, "b 1": 1.0}, "chunks": {OWN: 1.0, "a 1": 2.0, "b 1": 3.0}},
+    }
+    assert answers([A, B], times) == (2.0, 0.0)
+    assert answers([A], times) == (1.0, 0.0)
+    assert answers([dataclasses.replace(A, refused=("decode",)), B], times) == (2.0, 0.0)
+    assert answers([A, dataclasses.replace(B, label="b 2")], times) == (1.0, 0.0), "another version was not measured"
+    assert answers([A, B], times, dataclasses.replace(SHAPE, window=7)) == (0.0, 0.0), "another shape was not measured"
+
+
+def test_a_step_without_tokens_runs_on_our_kernels() -> None:
+    own = TorchAttention(SHAPE)
+    layer = LibraryAttention(own, lambda *args: pytest.fail("decode"), lambda *args: pytest.fail("chunks"))
+    assert make_case(PROBLEM, []).attended_by(layer.attend).shape == (0, 4, 64)
+
+
+def test_a_step_with_an_empty_chunk_is_no_decode_step() -> None:
+    layer = LibraryAttention(TorchAttention(SHAPE), lambda *args: pytest.fail("decode"), TorchAttention(SHAPE).attend)
+    check(make_case(PROBLEM, [(1, 20), (0, 5)]), PROBLEM, layer.attend)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "usable", "expected"),
+    [
+        ({}, ["a"], OWN),
+        ({OWN: 1.0}, ["a"], OWN),
+        ({"a": 1.0}, ["a"], OWN),  # ours was not measured
+        ({OWN: 1.0, "a": 0.5}, ["a"], "a"),
+        ({OWN: 1.0, "a": 0.5}, [], OWN),
+        ({OWN: 1.0, "a": 0.96}, ["a"], OWN),  # noise
+        ({OWN: 1.0, "a": 0.5, "b": 0.4}, ["a", "b"], "b"),
+        ({OWN: 1.0, "a": 0.5, "b": 0.4}, ["a"], "a"),
+        ({OWN: 1.0, "b": 0.5, "a": 0.5}, ["b", "a"], "a"),
+    ],
+)
+def test_fastest(seconds: dict[str, float], usable: list[str], expected: str) -> None:
+    assert fastest(seconds, usable) == expected
+
+
+def test_a_file_of_times_keeps_other_problems(tmp_path: Path) -> None:
+    path = tmp_path / "deeper" / "times.json"
+    assert load_times(path) == {}
+    other = changed(window=128, has_sinks=True)
+    save_times(path, PROBLEM, {"decode": {"b 1": 2.0, OWN: 1.0}})
+    save_times(path, other, {"decode": {OWN: 3.0}, "chunks": {OWN: 4.0}})
+    save_times(path, PROBLEM, {"decode": {OWN: 5.0}})
+    assert load_times(path) == {
+        PROBLEM.key: {"decode": {OWN: 5.0}},
+        other.key: {"decode": {OWN: 3.0}, "chunks": {OWN: 4.0}},
+    }
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_every_part_of_a_problem_but_the_scale_has_times_of_its_own() -> None:
+    changes: list[dict[str, Any]] = [
+        dict(num_heads=8),
+        dict(num_kv_heads=4),
+        dict(head_size=128),
+        dict(dtype=torch.float16),
+        dict(block_size=32),
+        dict(window=7),
+        dict(has_sinks=True),
+    ]
+    assert len({PROBLEM.key, *(changed(**facts).key for facts in changes)}) == 8
+    assert changed(scale=1.0).key == PROBLEM.key
+
+
+@pytest.fixture
+def times_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The CPU has the kernels of a GPU, and a file of times."""
+    monkeypatch.setitem(select.TABLES, "cpu", lambda: OWN_KERNELS)
+    monkeypatch.setattr(attention_times, "TIMES_FOLDER", tmp_path)
+    return times_path(CPU)
+
+
+def selected(name: AttentionName) -> Kernels:
+    return select_kernels(CPU, name, 16)
+
+
+def test_no_library_is_imported_that_is_not_faster(times_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeserve.ops.libraries.attention.open_library", lambda *args: pytest.fail(f"{args} opened"))
+    assert selected("measured") is OWN_KERNELS
+    save_times(times_file, PROBLEM, {"decode": {OWN: 1.0, LABEL: 2.0}})
+    assert selected("measured") is OWN_KERNELS
+    save_times(times_file, PROBLEM, {"decode": {OWN: 2.0, LABEL: 1.0}})
+    assert selected("triton") is OWN_KERNELS
+
+
+def test_a_faster_library_is_opened(times_file: Path, flashinfer: attention_stand_ins.FlashInfer) -> None:
+    """Also where an even faster one is not installed any more."""
+    times = {"decode": {OWN: 3.0, LABEL: 2.0, "gone 1": 1.0}, "chunks": {OWN: 1.0, LABEL: 2.0}}
+    save_times(times_file, PROBLEM, cast(Any, times))
+    layer = selected("measured").make_attention(SHAPE)
+    check(make_case(PROBLEM, [(1, 20), (1, 3)]), PROBLEM, layer.attend)
+    assert not make_case(PROBLEM, [(4, 20), (1, 3)]).attended_by(layer.attend).any()
+    assert (flashinfer.num_decodes, flashinfer.num_runs) == (1, 0)
+
+
+def test_a_faster_library_that_is_gone_is_logged(
+    times_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    save_times(times_file, PROBLEM, {"decode": {OWN: 2.0, LABEL: 1.0, "gone 1": 0.5}})
+    assert selected("measured") is OWN_KERNELS
+    assert "though flashinfer" in caplog.text
+    assert "though gone" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_a_named_library_must_be_installed(
+    name: AttentionName, times_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    with pytest.raises(SettingsError, match=f"attention_backend='{name}'.*'triton'"):
+        selected(name)
+
+
+def test_libraries_need_triton(monkeypatch: pytest.MonkeyPatch, flashinfer: attention_stand_ins.FlashInfer) -> None:
+    monkeypatch.setitem(select.TABLES, "cpu", lambda: TORCH_KERNELS)
+    assert selected("measured") is TORCH_KERNELS
+    with pytest.raises(SettingsError, match="triton is not installed"):
+        selected("flashinfer")
+
+
+def test_another_flash_attention_in_the_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    with pytest.raises(LibraryUnusable, match="FA4"):
+        open_library("varlen", CPU)
