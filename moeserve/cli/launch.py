@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from moeserve import launch
 from moeserve.cli.parser import Parser
 from moeserve.errors import SettingsError
-from moeserve.launch import DEFAULT_PORT
+from moeserve.launch import cluster
+from moeserve.launch.checks import Launch
+from moeserve.launch.cluster import DEFAULT_PORT
 
 
 def add_arguments(command: Parser) -> None:
@@ -47,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
         raise SettingsError(f"--nodes {num_nodes} and --num-cpus {options.num_cpus}: both must be at least 1")
     if options.hosts and num_nodes != 1 + len(options.hosts):
         raise SettingsError(f"--nodes {num_nodes} contradicts {len(options.hosts)} other hosts; leave it out")
-    return launch.launch(
-        launch.Launch(
+    return cluster.launch(
+        Launch(
             head=options.head,
             port=options.port,
             num_nodes=num_nodes,

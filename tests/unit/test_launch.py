@@ -6,7 +6,6 @@ import dataclasses
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 import pytest
 
 from moeserve import addresses, cli
-from moeserve import launch as room
 from moeserve.errors import EngineError, MoeserveError, SettingsError
+from moeserve.launch import checks, cluster, commands
+from moeserve.launch.checks import Launch
 
 pytest.importorskip("ray", reason="install it with: pip install -e '.[ray]'")
 
@@ -31,7 +31,7 @@ def plain_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for module in (addresses, room):
+    for module in (addresses, checks):
         monkeypatch.setattr(module, "own_addresses", lambda: {"lo": HERE, "eth1": "10.1.2.3"})
 
 
@@ -50,28 +50,26 @@ def used_port() -> Iterator[int]:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """127.0.1.1, which is reached from 127.0.0.1, is as if it were the address of another host."""
-    monkeypatch.setattr(room, "own_addresses", lambda: {"eth1": "10.1.2.3"})
-    monkeypatch.setattr(room, "is_own", lambda address: address == "10.1.2.3")
-    monkeypatch.setattr(room, "is_loopback", lambda address: False)
+    monkeypatch.setattr(checks, "own_addresses", lambda: {"eth1": "10.1.2.3"})
+    monkeypatch.setattr(checks, "is_own", lambda address: address == "10.1.2.3")
+    monkeypatch.setattr(checks, "is_loopback", lambda address: False)
 
 
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head for other hosts, and a process that listens as Ray would."""
 
-    def listener(
-        role: list[str], own: str, wanted: room.Launch, environment: dict[str, str]
-    ) -> AbstractContextManager[Any]:
-        return room._running("Ray", [sys.executable, "-c", LISTEN, own, str(wanted.port)], environment)
+    def listener(role: list[str], own: str, wanted: Launch, environment: dict[str, str]) -> AbstractContextManager[Any]:
+        return commands.running_in_background("Ray", [sys.executable, "-c", LISTEN, own, str(wanted.port)], environment)
 
-    monkeypatch.setattr(room, "_ray_node", listener)
-    monkeypatch.setattr(room, "is_loopback", lambda address: False)
+    monkeypatch.setattr(cluster, "_ray_node", listener)
+    monkeypatch.setattr(checks, "is_loopback", lambda address: False)
 
 
-def wanted(**changes: Any) -> room.Launch:
-    plain = room.Launch(
+def wanted(**changes: Any) -> Launch:
+    plain = Launch(
         head=HERE,
-        port=room.DEFAULT_PORT,
+        port=cluster.DEFAULT_PORT,
         num_nodes=1,
         hosts=[],
         remote_shell="false",
@@ -87,10 +85,10 @@ def wanted(**changes: Any) -> room.Launch:
 def refusal(error: type[MoeserveError] = SettingsError, **changes: Any) -> str:
     """What is said beside the name of this host."""
     with pytest.raises(error) as refused:
-        room.launch(wanted(**changes))
-    said = str(refused.value)
-    assert said.startswith(f"on {socket.gethostname()}: ")
-    return said.partition(": ")[2]
+        cluster.launch(wanted(**changes))
+    message = str(refused.value)
+    assert message.startswith(f"on {socket.gethostname()}: ")
+    return message.partition(": ")[2]
 
 
 def remote_shell(folder: Path, *lines: str) -> str:
@@ -101,130 +99,103 @@ def remote_shell(folder: Path, *lines: str) -> str:
     return str(program)
 
 
-def test_the_address_of_the_first_node_is_needed() -> None:
-    assert refusal(head=None).startswith("--head is missing")
-
-
-def test_a_head_that_nobody_knows_is_waited_for_and_refused() -> None:
-    host = "no-such-host.invalid"
-    assert refusal(head=host, timeout_s=0.5).startswith(f"--head {host}: no such host within 0.5 s (")
-
-
-@pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".org"])
-def test_what_is_no_name_of_a_host_is_refused_at_once(host: str) -> None:
-    assert refusal(head=host, timeout_s=100).startswith(f"--head {host} cannot be the name of a host (")
-
-
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "é" * 80])
-def test_another_host_that_nobody_knows_is_refused(host: str) -> None:
-    assert refusal(head=None, hosts=[host], num_nodes=2).startswith(f"there is no way from here to {host}: ")
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(head=None), ["--head"]),
+        (dict(head="no-such-host.invalid", timeout_s=0.5), ["no-such-host.invalid", "0.5 s"]),
+        (dict(head="a..b", timeout_s=100), ["a..b"]),  # at once
+        (dict(head="a" * 70 + ".org", timeout_s=100), ["a" * 70 + ".org"]),
+        *(
+            (dict(head=None, hosts=[host], num_nodes=2), [host])
+            for host in ("no-such-host.invalid", "a..b", "\u00e9" * 80)
+        ),
+        # Several nodes cannot meet at an address of one.
+        (dict(head=HERE, num_nodes=2), [HERE, "10.1.2.3"]),
+        (dict(head="127.0.1.1", num_nodes=2), ["127.0.1.1", "10.1.2.3"]),
+        (dict(interface="eth99"), ["eth99", "lo (127.0.0.1)", "eth1 (10.1.2.3)"]),
+        (dict(interface="10.1.0.0/99"), ["10.1.0.0/99"]),
+        (dict(interface="eth1"), ["--head 127.0.0.1", "eth1", "10.1.2.3"]),
+        (dict(model="/no/model"), ["/no/model/config.json"]),
+        *((dict(port=port), [f"--port {port}"]) for port in (-1, 0, 65536)),
+        *(
+            (dict(hosts=["10.1.2.4"], remote_shell=shell), [f"--remote-shell {shell!r}"])
+            for shell in ("", " ", "ssh -o 'ProxyCommand")
+        ),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_anything_is_started(
+    options: dict[str, Any], named: list[str]
+) -> None:
+    message = refusal(**options)
+    assert all(text in message for text in named), message
 
 
 @pytest.mark.parametrize("head", [HERE, "127.0.1.1"])
-def test_several_nodes_cannot_meet_at_an_address_of_one(head: str) -> None:
-    said = refusal(head=head, num_nodes=2)
-    assert "can be reached from this host alone" in said
-    assert said.endswith("give --head an address that the other nodes can reach: 10.1.2.3")
-
-
-def test_an_interface_that_is_not_there_is_refused() -> None:
-    assert refusal(interface="eth99").endswith("has no such; it has lo (127.0.0.1), eth1 (10.1.2.3)")
-    assert "'10.1.0.0/99' is no subnet" in refusal(interface="10.1.0.0/99")
-
-
-def test_an_interface_that_is_not_that_of_the_head_is_refused() -> None:
-    assert refusal(interface="eth1") == "--head 127.0.0.1 is not on eth1, which is 10.1.2.3"
-
-
-def test_a_model_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    said = refusal(model=str(tmp_path))
-    assert said.startswith("the model cannot be read: ")
-    assert f"'{tmp_path / 'config.json'}'; every node needs it under the same path" in said
-
-
-def test_a_port_that_is_in_use_is_refused(used_port: int) -> None:
-    said = refusal(port=used_port)
-    assert said.startswith(f"port {used_port} cannot be opened on 127.0.0.1 (Address already in use)")
-    assert "choose another with --port" in said
-
-
-def test_any_loopback_address_is_this_host(used_port: int) -> None:
-    """Some systems give their own name such a one."""
+def test_a_port_that_is_in_use_is_refused(used_port: int, head: str) -> None:
+    """Any loopback address is this host: some systems give their own name such a one."""
     with socket.create_server(("127.0.1.1", used_port)):
-        assert "cannot be opened on 127.0.1.1" in refusal(head="127.0.1.1", port=used_port)
-
-
-@pytest.mark.parametrize("port", [-1, 0, 65536])
-def test_what_is_no_port_is_refused(port: int) -> None:
-    assert refusal(port=port).startswith(f"--port {port}: ")
-
-
-@pytest.mark.parametrize("shell", ["", " ", "ssh -o 'ProxyCommand"])
-def test_what_is_no_remote_shell_is_refused(shell: str) -> None:
-    assert refusal(hosts=["10.1.2.4"], remote_shell=shell).startswith(f"--remote-shell {shell!r}: ")
+        message = refusal(head=head, port=used_port)
+    assert all(text in message for text in (f"port {used_port}", head, "Address already in use", "--port"))
 
 
 def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "moeserve.executor.ray.nodes", None)
-    assert refusal().endswith("pip install 'moeserve[ray]'")
+    assert "pip install 'moeserve[ray]'" in refusal()
 
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("interface", [None, "lo"])
-def test_a_head_that_does_not_come_is_told_with_the_address_it_was_looked_for_from(
+def test_a_head_that_does_not_start_is_named_with_the_address_that_cannot_reach_it(
     free_port: int, interface: str | None
 ) -> None:
-    began = time.monotonic()
-    said = refusal(EngineError, head="127.0.1.1", port=free_port, num_nodes=2, interface=interface, timeout_s=1.0)
-    assert 1.0 <= time.monotonic() - began < 1.0 + room.SECONDS_TO_CONNECT + 2.0
-    assert said == (
-        f"the head at 127.0.1.1:{free_port} cannot be reached from 127.0.0.1 within 1 s: Connection refused"
-    )
+    message = refusal(EngineError, head="127.0.1.1", port=free_port, num_nodes=2, interface=interface, timeout_s=1.0)
+    assert all(text in message for text in (f"127.0.1.1:{free_port}", "127.0.0.1 ", "1 s", "Connection refused"))
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_a_host_that_fails_is_told_with_what_it_said_last(free_port: int, tmp_path: Path) -> None:
-    said_there = [f"echo line {number} of $1 >&2" for number in range(50)]
-    shell = remote_shell(tmp_path, *said_there, "exit 3")
-    said = refusal(EngineError, port=free_port, hosts=["node7"], num_nodes=2, remote_shell=shell)
-    first, *lines = said.splitlines()
+def test_a_host_that_fails_is_named_with_its_last_output(free_port: int, tmp_path: Path) -> None:
+    its_lines = [f"echo line {number} of $1 >&2" for number in range(50)]
+    shell = remote_shell(tmp_path, *its_lines, "exit 3")
+    message = refusal(EngineError, port=free_port, hosts=["node7"], num_nodes=2, remote_shell=shell)
+    first, *lines = message.splitlines()
     assert first == "host node7 ended with status 3:"
-    assert lines == [f"line {number} of node7" for number in range(50 - room.LINES_SHOWN, 50)]
+    assert lines == [f"line {number} of node7" for number in range(50 - commands.NUM_LINES_SHOWN, 50)]
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_the_host_that_failed_is_told_among_others(free_port: int, tmp_path: Path) -> None:
+def test_the_host_that_failed_is_named_among_others(free_port: int, tmp_path: Path) -> None:
     shell = remote_shell(tmp_path, '[ "$1" = node7 ] && exit 3', "exec sleep 60")
-    said = refusal(EngineError, port=free_port, hosts=["node6", "node7", "node8"], num_nodes=4, remote_shell=shell)
-    assert said.startswith("host node7 ended with status 3")
+    message = refusal(EngineError, port=free_port, hosts=["node6", "node7", "node8"], num_nodes=4, remote_shell=shell)
+    assert message.startswith("host node7 ended with status 3")
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_a_remote_shell_that_is_not_there_is_told(free_port: int) -> None:
-    said = refusal(port=free_port, hosts=["node7"], num_nodes=2, remote_shell="no-such-shell -v")
-    assert said.startswith("host node7 cannot be started: ")
-    assert "no-such-shell" in said
+def test_a_remote_shell_that_is_missing_is_named(free_port: int) -> None:
+    message = refusal(port=free_port, hosts=["node7"], num_nodes=2, remote_shell="no-such-shell -v")
+    assert message.startswith("host node7 cannot be started: ")
+    assert "no-such-shell" in message
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_hosts_get_the_token_where_nobody_can_see_it(
+def test_hosts_get_the_token_where_no_user_can_see_it(
     free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     shell = remote_shell(tmp_path, f"head -n 1 > {tmp_path}/input", f'echo "$@" > {tmp_path}/command', "exit 3")
     refusal(EngineError, port=free_port, hosts=["node7"], num_nodes=2, remote_shell=shell, model=None)
     assert (tmp_path / "input").read_text() == f"{TOKEN}\n"
-    told = (tmp_path / "command").read_text()
-    assert TOKEN not in told
-    assert told.startswith(f"node7 {sys.executable} -m moeserve launch --head {HERE} --port {free_port} ")
-    assert "--token-from-stdin --nodes 2 --timeout 20.0 --num-cpus 1" in told
+    given = (tmp_path / "command").read_text()
+    assert TOKEN not in given
+    assert given.startswith(f"node7 {sys.executable} -m moeserve launch --head {HERE} --port {free_port} ")
+    assert "--token-from-stdin --nodes 2 --timeout 20.0 --num-cpus 1" in given
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_another_token_than_that_of_the_head_is_told_as_such(free_port: int, tmp_path: Path) -> None:
+def test_another_token_than_that_of_the_head_is_named(free_port: int, tmp_path: Path) -> None:
     shell = remote_shell(tmp_path, "echo 'RaySystemError: InvalidAuthToken'", "exit 1")
-    said = refusal(port=free_port, hosts=["node7"], num_nodes=2, remote_shell=shell)
-    assert said.startswith("the head has another token than this node")
+    message = refusal(port=free_port, hosts=["node7"], num_nodes=2, remote_shell=shell)
+    assert message.startswith("the head has another token than this node")
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -234,9 +205,7 @@ def test_nothing_that_was_started_is_left(free_port: int, tmp_path: Path) -> Non
         tmp_path, f'[ "$1" = node7 ] && {{ while [ ! -s {note} ]; do sleep 0.05; done; exit 3; }}',
         f"echo $$ > {note}", "exec sleep 60",
     )  # fmt: skip
-    began = time.monotonic()
     refusal(EngineError, port=free_port, hosts=["node6", "node7"], num_nodes=3, remote_shell=shell)
-    assert time.monotonic() - began < room.SECONDS_TO_END  # asked to end, not killed
     assert not Path(f"/proc/{note.read_text().strip()}").exists()
     socket.create_server((HERE, free_port)).close()
 
@@ -248,7 +217,7 @@ def test_a_number_of_nodes_that_does_not_go_with_the_hosts_is_refused(capsys: py
 
 def test_a_refusal_is_one_sentence_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--", "true"]) == 1
-    assert capsys.readouterr().err.startswith(f"moeserve: on {socket.gethostname()}: --head is missing")
+    assert capsys.readouterr().err.startswith(f"moeserve: on {socket.gethostname()}: ")
 
 
 @pytest.mark.parametrize(
@@ -259,16 +228,16 @@ def test_a_refusal_is_one_sentence_on_the_command_line(capsys: pytest.CaptureFix
         (["--hosts", "a", "b", "--", "prog", "--nodes", "9"], 3, ["prog", "--nodes", "9"]),
     ],
 )
-def test_flags_become_what_is_wanted(
+def test_flags_become_options(
     arguments: list[str], num_nodes: int, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[room.Launch] = []
-    monkeypatch.setattr(room, "launch", lambda wanted: asked.append(wanted) or 7)  # type: ignore[func-returns-value]
+    asked: list[Launch] = []
+    monkeypatch.setattr(cluster, "launch", lambda wanted: asked.append(wanted) or 7)  # type: ignore[func-returns-value]
     assert cli.main(["launch", *arguments]) == 7
-    assert (asked[0].num_nodes, asked[0].command, asked[0].port) == (num_nodes, command, room.DEFAULT_PORT)
+    assert (asked[0].num_nodes, asked[0].command, asked[0].port) == (num_nodes, command, cluster.DEFAULT_PORT)
 
 
-def test_a_status_is_what_a_shell_makes_of_it() -> None:
+def test_a_status_is_the_one_a_shell_gives() -> None:
     for order, status in [("exit 5", 5), ("kill -9 $$", 137)]:
-        with room._running("it", ["sh", "-c", order], None) as process:
+        with commands.running("it", ["sh", "-c", order], None) as process:
             assert process.status == status

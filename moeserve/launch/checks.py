@@ -1,0 +1,128 @@
+"""What is checked on a node before Ray is started there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moeserve.addresses import address_on, address_towards, is_loopback, is_own, own_addresses
+from moeserve.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+MAX_PORT = 65535
+POLL_INTERVAL_S = 0.2
+SECONDS_TO_CONNECT = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The options of `moeserve launch`."""
+
+    head: str | None  # address or name of the first node; None: this host, with `hosts`
+    port: int
+    num_nodes: int
+    hosts: Sequence[str]  # the other nodes, for the remote shell; empty: this command is run on them by others
+    remote_shell: str  # command line, without the host's name
+    interface: str | None  # name or subnet
+    num_cpus: int | None  # of this node, for Ray; None: those that this process may use
+    model: str | None  # folder that each node must be able to read
+    timeout_s: float  # for nodes to join
+    command: Sequence[str]  # empty: the cluster runs until it is interrupted
+    reads_token: bool = False  # from standard input
+
+
+def find_addresses(options: Launch) -> tuple[str, str]:
+    """Return the addresses of the head and of this node; they are equal on the head.
+
+    Raises:
+        SettingsError: there are no such addresses.
+    """
+    if options.hosts and options.head is None:
+        head = address_on(options.interface) if options.interface else _address_towards(options.hosts[0])
+    elif options.head is None:
+        raise SettingsError("--head is missing: the address of the first node, the same on all nodes")
+    else:
+        head = _resolved(options.head, options.timeout_s)
+    if options.interface and is_loopback(head) and options.num_nodes > 1:
+        head = address_on(options.interface)  # this host's own name, as /etc/hosts often has it
+    if is_own(head):
+        return head, head
+    return head, address_on(options.interface) if options.interface else _address_towards(head)
+
+
+def check_node(options: Launch, head: str, own: str) -> None:
+    """Check all that can be known before anything is started.
+
+    Raises:
+        SettingsError: this node cannot be part of the cluster.
+    """
+    try:
+        from moeserve.executor.ray.nodes import why_unreadable
+    except ImportError as error:
+        raise SettingsError(f"Ray is not installed ({error}): pip install 'moeserve[ray]'") from None
+    is_head = head == own
+    if options.num_nodes > 1 and is_loopback(own):
+        others = [address for address in own_addresses().values() if not is_loopback(address)]
+        raise SettingsError(
+            f"the address {own} can be reached from this host alone; give --head an address that the other nodes can "
+            f"reach: {', '.join(others)}"
+        )
+    if options.interface is not None and is_head and address_on(options.interface) != head:
+        raise SettingsError(f"--head {head} is not on {options.interface}, which is {address_on(options.interface)}")
+    try:
+        if not shlex.split(options.remote_shell):
+            raise ValueError("it names no program")
+    except ValueError as error:
+        raise SettingsError(f"--remote-shell {options.remote_shell!r}: {error}") from None
+    if not 1 <= options.port <= MAX_PORT:
+        raise SettingsError(f"--port {options.port}: ports are from 1 to {MAX_PORT}")
+    if options.model is not None and (why := why_unreadable(Path(options.model))):
+        message = f"the model cannot be read: {why}; every node needs it under the same path"
+        if is_head:
+            raise SettingsError(message)
+        logger.warning(message)  # the head checks all nodes, and ends the launch with the name of this one
+    if is_head:
+        try:
+            socket.create_server((head, options.port)).close()
+        except OSError as error:
+            raise SettingsError(
+                f"port {options.port} cannot be opened on {head} ({os.strerror(error.errno or 0)}): another Ray "
+                "cluster may use it; choose another with --port, on all nodes"
+            ) from None
+
+
+def why_unreachable(host: str, port: int, own: str) -> str:
+    """Return why this address cannot connect to a port; "" if it can."""
+    try:
+        socket.create_connection((host, port), timeout=SECONDS_TO_CONNECT, source_address=(own, 0)).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _address_towards(host: str) -> str:
+    try:
+        return address_towards(host)
+    except (OSError, TypeError) as error:  # TypeError: it cannot be a name
+        raise SettingsError(f"there is no way from here to {host}: {error}") from None
+
+
+def _resolved(host: str, timeout_s: float) -> str:
+    """Return the address of a name, which a scheduler may publish only when that host has started."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.gethostbyname(host)
+        except UnicodeError as error:
+            raise SettingsError(f"--head {host} cannot be the name of a host ({error})") from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise SettingsError(f"--head {host}: no such host within {timeout_s:g} s ({error})") from None
+        time.sleep(POLL_INTERVAL_S)
