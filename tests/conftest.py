@@ -8,8 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from ranks import Ranks
 from reference_models import DIVISIBLE, SHAPES, Reference, make_reference
+
+# The same examples in every run, on machines of any speed.
+settings.register_profile(
+    "seeded", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("seeded")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Accelerators as numbers: what planning must know of one, and of the links between them. Knows no model."""
+"""Accelerators in numbers: memory, rates, and the links between them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _Amount = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accelerator and its share of the links, at the vendor's peak. Bytes, and per second; a link in one direction.
+    """One accelerator and its share of the links, at the vendor's peak, in bytes and per second, one direction.
 
-    What of a peak can be had is for `Assumptions` to say.
+    `Assumptions` has the shares of the peaks that are reached.
     """
 
     name: str
     memory: _Amount
     memory_bandwidth: _Amount
     bf16_rate: _Amount  # dense matrix products; a multiply-add counts two
-    fp8_rate: _Amount  # the same as bf16_rate where there is none
-    node_bandwidth: _Amount  # to the other accelerators of its node, all together
+    fp8_rate: _Amount  # the same as bf16_rate without fp8 units
+    node_bandwidth: _Amount  # to all other accelerators of its node together
     network_bandwidth: _Amount  # to other nodes
 
 
-# Vendors count twice the dense rates ("with sparsity"), and links in both directions together; here is half of that.
-# A GB of memory counts 1e9 bytes, of which a driver shows a little more. The network is not the accelerator's: one
-# adapter of 400 Gb/s for each is assumed, as where DeepEP was measured (https://github.com/deepseek-ai/DeepEP,
+# Vendors give twice the dense rates ("with sparsity"), and links in both directions together; these are halves.
+# A GB of memory is 1e9 bytes; a driver shows a little more. The network does not belong to the accelerator: one adapter
+# of 400 Gb/s for each is assumed, as where DeepEP was measured (https://github.com/deepseek-ai/DeepEP,
 # docs/legacy.md: H800) and in servers of B200 (https://inferencex.semianalysis.com, "GB200 NVL72 vs B200").
 TABLE = {
     hardware.name: hardware
@@ -101,10 +101,10 @@ TABLE = {
 
 
 def read_hardware(name: str) -> Hardware:
-    """An entry of the table, or the content of a JSON file with the fields of `Hardware`.
+    """Return an entry of the table, or the content of a JSON file with the fields of `Hardware`.
 
     Raises:
-        SettingsError: neither known nor a file, or a file with something else.
+        SettingsError: the name is neither known nor a file, or the file has other content.
     """
     if name.lower() in TABLE:
         return TABLE[name.lower()]

@@ -1,11 +1,9 @@
-"""The ways to lay out a model over a number of ranks: who holds what, what it takes, and what travels.
+"""The layouts of a model over a number of ranks: contents of each rank, memory, and bytes exchanged.
 
-How long it would take on accelerators is told by estimate.py.
-
-Weights are counted on a model without memory (see models/summary.py), built as the rank would build it. What travels
-has one unit everywhere: bytes that all ranks together send for one token in one layer with experts. It is counted under
-the assumptions that all ranks have equally many tokens, and that a router chooses all experts equally often. Dispatch
-is that of large steps: those of few tokens go another way, the same with both dispatchers (moe/dispatch/allgather.py).
+Weights are counted on a model without memory (see models/summary.py), built as the rank would build it. Exchanged bytes
+are those that all ranks together send for one token in one layer with experts, if all ranks have equally many tokens
+and a router chooses all experts equally often. Dispatch is that of large steps; in small ones both dispatchers use
+all-gather (moe/dispatch/allgather.py).
 """
 
 from __future__ import annotations
@@ -27,19 +25,19 @@ from moeserve.models.summary import Part, summarize
 from moeserve.moe.layer import MoEConfig
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
-BYTES_OF_CHOICE = 8  # experts travel as int64
+BYTES_OF_CHOICE = 8  # expert ids travel as int64
 MAX_RANKS = 4096
-MAX_RANKS_LISTED = 16  # with more, a person is shown the ranks of a layout only when it is the one asked for
+MAX_RANKS_LISTED = 16  # with more, the text lists ranks only if a single layout is shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """What one rank of a layout has for itself."""
+    """The heads and experts of one rank."""
 
     rank: int
     replica: int
     heads: tuple[int, int]  # first and last
-    experts: tuple[int, ...]  # of the first layer that has experts; without loads, of each; none: empty
+    experts: tuple[int, ...]  # of the first layer with experts; without loads, of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,30 +46,30 @@ class Layout:
 
     tp: int
     dp: int
-    refusal: str | None  # why it cannot be; the figures below are then zero
-    heads_per_rank: int
-    experts_per_rank: tuple[int, int]  # fewest and most
-    fullest_rank: float  # rows that the fullest rank's experts are to expect, where the mean is 1; mean of the layers
-    weight_bytes: int  # of the rank that has most
-    parts: tuple[Part, ...]  # the same, kind by kind
-    cache_bytes_per_token: int  # of one rank, for each token of its replica
+    refusal: str | None = None  # why the layout is impossible; all other fields are then zero or empty
+    heads_per_rank: int = 0
+    experts_per_rank: tuple[int, int] = (0, 0)  # fewest and most
+    fullest_rank: float = 0.0  # expected rows of the fullest rank over the mean; mean of the layers
+    weight_bytes: int = 0  # of the rank that has most
+    parts: tuple[Part, ...] = ()  # the same by kind
+    cache_bytes_per_token: int = 0  # of one rank, for each token of its replica
     # Sent by all ranks together, per token and layer, in large steps:
-    attention_bytes: int  # gathered before attention, scattered after
-    dispatch_bytes: float  # choices to all ranks, rows to those that need them, outputs back
-    allgather_bytes: float  # the same if rows go to all ranks instead
-    holders: tuple[Holder, ...]  # by rank; none if the layout cannot be
+    attention_bytes: int = 0  # gathered before attention, scattered after it
+    dispatch_bytes: float = 0.0  # expert ids to all ranks, rows to those that need them, outputs back
+    allgather_bytes: float = 0.0  # the same if rows go to all ranks instead
+    holders: tuple[Holder, ...] = ()  # by rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """The layouts of a model over so many ranks: all of them, or the one asked for."""
+    """The layouts of a model over a number of ranks: all of them, or one."""
 
     model: str
     num_ranks: int
     dtype: DtypeName
     num_experts: int
-    num_shared: int  # further experts that every token chooses; the last ones. 0: shared experts are on every rank
-    num_group_parts: int  # of the ranks, in order and equal: each has whole groups of the router's experts; 1: anywhere
+    num_shared: int  # further experts that every token chooses; 0: shared experts are on every rank
+    num_group_parts: int  # equal parts of the ranks that hold whole groups of experts each; 1: experts are anywhere
     layouts: tuple[Layout, ...]
 
 
@@ -87,20 +85,20 @@ def find_layouts(
     num_nodes: int = 1,
     keeps_groups: bool = False,
 ) -> Layouts:
-    """Every pair of sizes whose product is `num_ranks`, from most replicas to fewest; or only that with this tp.
+    """Return all layouts of `num_ranks` ranks, from most replicas to fewest, or only the one with this tp.
 
     Args:
-        loads: file of how many tokens each routed expert gets; see `read_loads`.
+        loads: file of the tokens of each routed expert; see `read_loads`.
         num_redundant: slots beyond one for each expert, over all ranks together.
-        shared_as_routed: place shared experts as routed ones that every token chooses, with copies as they are needed;
-            otherwise each rank has them (DeepSeek-V3 serves with 320 ranks that way: arXiv 2412.19437, section 3.4.2).
-        num_nodes: equal ones, that the ranks are in.
-        keeps_groups: nodes have whole groups of the router's experts, or groups whole nodes, as "node_limited" exchange
-            takes it (see costs.py); otherwise an expert may be anywhere.
+        shared_as_routed: place shared experts as routed ones that every token chooses, with copies as needed, as
+            DeepSeek-V3 does on 320 ranks (arXiv 2412.19437, section 3.4.2); otherwise each rank has them.
+        num_nodes: equal ones, in which the ranks are.
+        keeps_groups: nodes hold whole groups of the router's experts, or groups whole nodes, as the "node_limited"
+            exchange assumes; otherwise an expert may be anywhere.
 
     Raises:
-        SettingsError: too few or too many ranks, a tp that cannot be, loads of another model, slots that cannot be,
-            shared experts that cannot stand beside the routed ones, or groups that cannot be kept.
+        SettingsError: an impossible number of ranks, tp or number of slots, loads of another model, shared experts of
+            another width than the routed ones, or groups that cannot be kept.
         CheckpointError: see `describe`.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
@@ -127,7 +125,7 @@ def find_layouts(
 
 
 def as_text(found: Layouts) -> str:
-    """A table for people; then who holds what, if the ranks are few or one layout was asked for."""
+    """Return a table, followed by the contents of each rank if the ranks are few or there is one layout."""
     lines = [
         f"{found.num_ranks} ranks, {found.num_experts} experts in a layer{_shared_text(found)}, {found.dtype}",
         *_groups_text(found),
@@ -149,7 +147,7 @@ def as_text(found: Layouts) -> str:
             f"{layout.cache_bytes_per_token:>13}{layout.attention_bytes:>12}{layout.dispatch_bytes:>12.0f}"
             f"{layout.allgather_bytes:>12.0f}"
         )
-    is_one = len(found.layouts) == 1  # of several ranks there are several layouts, unless one was asked for
+    is_one = len(found.layouts) == 1
     for layout in found.layouts:
         if layout.holders and (is_one or found.num_ranks <= MAX_RANKS_LISTED):
             lines += ["", f"tp {layout.tp}, dp {layout.dp}", *map(_holder_line, layout.holders)]
@@ -162,7 +160,6 @@ def _shared_text(found: Layouts) -> str:
 
 
 def _groups_text(found: Layouts) -> list[str]:
-    """Ranks from 0 to 7, from 8 to 15, and so on."""
     if found.num_group_parts == 1:
         return []
     return [f"each {found.num_ranks // found.num_group_parts} ranks in order hold whole groups of the router's experts"]
@@ -175,7 +172,7 @@ def _holder_line(holder: Holder) -> str:
 
 
 def _refuse_tp(description: Description, tp: int, num_ranks: int, sizes: list[int]) -> None:
-    """Raises SettingsError for a tp that no layout of so many ranks has, or that the heads refuse."""
+    """Raise SettingsError for a tp that does not divide the ranks or the heads."""
     refusal_to_divide = description.model.refusal_to_divide
     usable = ", ".join(str(size) for size in sizes if refusal_to_divide(size) is None)
     if tp not in sizes:
@@ -187,16 +184,16 @@ def _refuse_tp(description: Description, tp: int, num_ranks: int, sizes: list[in
 
 @dataclass(frozen=True)
 class _Placed:
-    """The experts of all layers on the ranks of every layout: they depend on the number of ranks alone."""
+    """The placement of experts, which depends on the number of ranks alone and is the same for all layouts."""
 
-    slots: tuple[tuple[int, ...], ...]  # by rank: of the first layer that has experts
-    expected: tuple[float, ...]  # by rank: how many of them one token can be expected to choose
+    slots: tuple[tuple[int, ...], ...]  # by rank: of the first layer with experts
+    expected: tuple[float, ...]  # by rank: expected number of its experts that a token chooses
     fullest_rank: float
     num_shared: int
 
 
 def _num_shared(moe: MoEConfig | None) -> int:
-    """Into how many routed experts the shared ones can be divided: together they are one network."""
+    """Return the number of routed experts that equal the shared ones, which form one network."""
     if moe is None or moe.shared is None:
         raise SettingsError("shared_as_routed: the model has no shared experts")
     if moe.shared.width % moe.expert_width:
@@ -208,10 +205,10 @@ def _num_shared(moe: MoEConfig | None) -> int:
 
 
 def group_topology(moe: MoEConfig | None, num_shared: int, num_nodes: int) -> Topology:
-    """The parts of the ranks that are to have whole groups of experts: nodes, or where these are more, several of them.
+    """Return the parts of the ranks that must hold whole groups: nodes, or several nodes if they outnumber groups.
 
     Raises:
-        SettingsError: there are no groups, they cannot be divided over nodes, or experts belong to none.
+        SettingsError: there are no groups, they cannot be divided over nodes, or some experts belong to none.
     """
     num_groups = moe.router.num_groups if moe else 1
     if num_groups == 1:
@@ -230,7 +227,7 @@ def group_topology(moe: MoEConfig | None, num_shared: int, num_nodes: int) -> To
 
 
 def check_groups(slots: Sequence[Sequence[int]], num_experts: int, topology: Topology) -> None:
-    """Whether each part of the ranks has whole groups of experts.
+    """Check that each part of the ranks has whole groups of experts.
 
     Args:
         slots: by rank, its experts.
@@ -252,7 +249,7 @@ def check_groups(slots: Sequence[Sequence[int]], num_experts: int, topology: Top
 
 
 def with_shared(loads: Sequence[float], top_k: int, num_shared: int) -> list[float]:
-    """A layer's loads of routed experts, and after them those of shared ones, which every token chooses."""
+    """Return a layer's loads of routed experts, followed by those of shared ones, which every token chooses."""
     return [*loads, *[sum(loads) / top_k] * num_shared]
 
 
@@ -277,9 +274,9 @@ def _place(
     alike = (1.0,) * num_experts
     if num_shared:
         loads = tuple(tuple(with_shared(of_layer, top_k, num_shared)) for of_layer in loads or (alike,) * num_layers)
-    layers_of_loads = Counter(loads)  # many layers may be alike, and placing takes time
+    layers_of_loads = Counter(loads)  # many layers may be equal, and placing takes time
     placements: Sequence[Placement]
-    if topology.num_nodes > 1:  # balanced even without loads: in order, copies would be away from their groups
+    if topology.num_nodes > 1:  # in order, copies would be away from their groups
         layers_of_loads = layers_of_loads or Counter([alike])
         num_slots = num_experts + num_redundant
         placements = [eplb(of_layer, num_ranks, num_slots, topology) for of_layer in layers_of_loads]
@@ -311,21 +308,7 @@ def _layout(description: Description, mesh: Mesh, dtype: DtypeName, placed: _Pla
     config = description.model
     refusal = config.refusal_to_divide(mesh.tp)
     if refusal is not None:
-        return Layout(
-            tp=mesh.tp,
-            dp=mesh.dp,
-            refusal=refusal,
-            heads_per_rank=0,
-            experts_per_rank=(0, 0),
-            fullest_rank=0,
-            weight_bytes=0,
-            parts=(),
-            cache_bytes_per_token=0,
-            attention_bytes=0,
-            dispatch_bytes=0,
-            allgather_bytes=0,
-            holders=(),
-        )
+        return Layout(tp=mesh.tp, dp=mesh.dp, refusal=refusal)
     counts = [len(experts) for experts in placed.slots]
     parts, cache_bytes_per_token = _parts(description, mesh, dtype, max(counts), placed.num_shared)
     num_heads = config.layers[0].attention.num_heads
@@ -334,14 +317,13 @@ def _layout(description: Description, mesh: Mesh, dtype: DtypeName, placed: _Pla
     return Layout(
         tp=mesh.tp,
         dp=mesh.dp,
-        refusal=None,
         heads_per_rank=num_heads // mesh.tp,
         experts_per_rank=(min(counts), max(counts)),
         fullest_rank=placed.fullest_rank,
         weight_bytes=sum(part.num_bytes for part in parts),
         parts=parts,
         cache_bytes_per_token=cache_bytes_per_token,
-        # From the token's rank a row to each other one of its replica, and from each of them one to be added up.
+        # A row from the token's rank to each other one of its replica, and a partial sum back from each.
         attention_bytes=2 * (mesh.tp - 1) * row_bytes,
         dispatch_bytes=dispatched,
         allgather_bytes=gathered,
@@ -352,9 +334,9 @@ def _layout(description: Description, mesh: Mesh, dtype: DtypeName, placed: _Pla
 def _parts(
     description: Description, mesh: Mesh, dtype: DtypeName, num_slots: int, num_shared: int
 ) -> tuple[tuple[Part, ...], int]:
-    """The weights of a rank with so many slots for experts, and the bytes of its cache for a token."""
-    # Counted with each expert once: copies, and shared experts in slots, are as large as the others. Ranks differ in
-    # their experts, and by a row or two in what does not divide: the fullest stands for all.
+    """Return the weights of a rank with this many slots for experts, and the bytes of its cache for a token."""
+    # Each expert is counted once, then scaled to the slots, which are equally large. Ranks differ in their experts, and
+    # by a row or two in weights that do not divide evenly: the fullest rank stands for all.
     placements = description.model.place_experts(mesh.world_size)
     counted = [len(experts) for experts in placements[0].logical_of_slot] if placements else [0]
     rank = counted.index(max(counted))
@@ -379,12 +361,11 @@ def _holder(rank: int, mesh: Mesh, num_heads: int, experts: tuple[int, ...]) -> 
 
 
 def _exchange(moe: MoEConfig | None, placed: _Placed, row_bytes: int) -> tuple[float, float]:
-    """Bytes that all ranks send for a token in a large step, there and back: with all-to-all, and with all-gather.
+    """Return the bytes that all ranks send for a token in a large step, with all-to-all and with all-gather.
 
-    Its choices go to every other rank in both. With all-to-all its row goes once to each other rank that has one of its
-    experts. With experts chosen alike, the chance that a rank with c of E experts is needed by a token of k experts is
-    1 - C(E - c, k) / C(E, k); of an expert with n copies a rank has a share of 1 / n. What comes back is one row per
-    expert elsewhere.
+    In both, the expert ids go to every other rank, and one output row comes back per expert elsewhere. With all-to-all
+    the token's row goes once to each other rank that has one of its experts. A rank with c of E experts is needed by a
+    token of k experts with probability 1 - C(E - c, k) / C(E, k); a copy of an expert with n copies counts 1 / n.
     """
     num_ranks = len(placed.slots)
     if moe is None or num_ranks == 1:
@@ -397,21 +378,21 @@ def _exchange(moe: MoEConfig | None, placed: _Placed, row_bytes: int) -> tuple[f
         for chosen in range(top_k):
             chance_of_none *= max(0.0, num_experts - count - chosen) / (num_experts - chosen)
         needed += 1 - chance_of_none
-    elsewhere = 1 - 1 / num_ranks  # of the ranks, on average over the tokens' own
+    elsewhere = 1 - 1 / num_ranks  # share of ranks other than the token's own
     num_others = num_ranks - 1
-    both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # choices there, outputs back
+    both_ways = num_others * top_k * BYTES_OF_CHOICE + top_k * elsewhere * row_bytes  # expert ids there, outputs back
     return both_ways + needed * elsewhere * row_bytes, both_ways + num_others * row_bytes
 
 
 def _named(kind: str, numbers: Sequence[int]) -> str:
-    """Such as "no heads", "head 3" or "heads 3-5, 9"."""
+    """Return text such as "no heads", "head 3" or "heads 3-5, 9"."""
     if not numbers:
         return f"no {kind}s"
     return f"{kind} {numbers[0]}" if len(numbers) == 1 else f"{kind}s {_ranges(numbers)}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """3, 4, 5, 9 as "3-5, 9"."""
+    """Return 3, 4, 5, 9 as "3-5, 9"."""
     parts, first = [], numbers[0]
     for number, following in zip(numbers, [*numbers[1:], None], strict=True):
         if following != number + 1:

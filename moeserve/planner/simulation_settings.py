@@ -1,4 +1,4 @@
-"""What a simulation is asked for. Defaults are those of the engine on a GPU, where it has them."""
+"""Settings of a simulation. Defaults are those of the engine on a GPU, as far as it has them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ _Factor = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 class SimulationSettings:
     """Traffic and scheduling"""
 
-    rate: _Factor = setting(1.0, "requests come so many times as densely as in the traffic")
-    length: _Factor = setting(1.0, "prompts and outputs are so many times as long")
-    seconds: _Factor | None = setting(
-        None, "only the requests that come in the first so many seconds, until the last of them ends; none: all"
-    )
+    rate: _Factor = setting(1.0, "factor on the request rate of the traffic")
+    length: _Factor = setting(1.0, "factor on the lengths of prompts and outputs")
+    seconds: _Factor | None = setting(None, "simulate only the requests that arrive in the first seconds; none: all")
     max_num_seqs: PositiveInt = setting(256, "most requests that a replica runs in one step")
     max_num_batched_tokens: PositiveInt = setting(8192, "most tokens that a replica computes in one step")
     block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = setting(16, "tokens per block of the KV cache")
     enable_prefix_caching: bool = setting(
-        True, "keep the blocks of finished requests for prompts that begin alike, if the traffic tells which do"
+        True, "keep the blocks of finished requests for prompts with the same prefix, if the traffic records prefixes"
     )
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = setting(0, "of loads, drift and counts")
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = setting(0, "seed of loads, drift and counts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +33,28 @@ class ExpertSettings:
     """Load and placement of experts"""
 
     skew: Annotated[float, msgspec.Meta(ge=0, le=5)] = setting(
-        0.0, "without --loads: standard deviation of the logarithm of experts' loads; 0: all are alike"
+        0.0, "without --loads: standard deviation of the logarithm of experts' loads; 0: equal loads"
     )
     drift: Annotated[float, msgspec.Meta(ge=0, le=1000)] = setting(
-        0.0, "share of a layer's experts that exchange their loads with others in an hour"
+        0.0, "share of a layer's experts that exchange their loads with others per hour"
     )
     num_redundant_experts: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = setting(
         0, "slots beyond one for each expert, over all ranks together"
     )
     shared_as_routed: bool = setting(
-        False, "shared experts lie in slots, with copies, as experts that every token chooses; otherwise on every rank"
+        False, "shared experts are placed as experts that every token chooses, with copies; otherwise on every rank"
     )
     placement: Literal["even", "loads"] = setting(
         "even",
-        "of experts at the start; even: in their order (with --shared-as-routed: as if routed ones were alike), loads: "
-        "balanced, by the loads of the start",
+        "placement at the start; even: in order (with --shared-as-routed: balanced for equal routed loads); "
+        "loads: balanced for the loads at the start",
     )
     rebalance: Literal["off", "auto"] = setting(
         "off",
-        "auto: after each window, experts move by what they were given in it, where the forecast gain is worth it",
+        "auto: after each window, experts move by its counts if the forecast gain exceeds the cost",
     )
     rebalance_window: _Factor = setting(60.0, "seconds of virtual time in which loads are counted")
-    rebalance_horizon: _Factor = setting(600.0, "seconds for which loads are forecast to stay as they were counted")
+    rebalance_horizon: _Factor = setting(600.0, "seconds for which counted loads are assumed to last")
     rebalance_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = setting(
-        0.1, "most that moving may add to the time of a step, as a share of it"
+        0.1, "maximum that moves add to the time of a step, as a share of it"
     )

@@ -1,12 +1,12 @@
-"""Recorded traffic: when requests came, how long they were, and which of them began alike. Knows no text, no model.
+"""Recorded traffic: arrival times, lengths and common prefixes of requests.
 
 Two published formats are read:
 
 - Mooncake's (https://github.com/kvcache-ai/Mooncake, FAST25-release), a JSON object in each line: `timestamp` in
   milliseconds, `input_length` and `output_length` in tokens, `hash_ids` with one id for each block of 512 tokens of the
-  prompt. Equal ids are equal blocks after equal beginnings.
+  prompt. Equal ids stand for equal blocks after equal prefixes.
 - Azure's of 2023 (https://github.com/Azure/AzurePublicDataset), CSV with `TIMESTAMP`, `ContextTokens` and
-  `GeneratedTokens`. It does not tell what began alike.
+  `GeneratedTokens`. It does not record common prefixes.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ SAMPLE = "sample_traffic.jsonl"
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """A request of which everything is known but its words."""
+    """The time and lengths of a request, without its text."""
 
     arrival_s: float  # after the first request of the file
     prompt_tokens: int
     output_tokens: int
-    prefix_blocks: tuple[int, ...]  # ids of the prompt's blocks, the last of which may not be full; none: unknown
+    prefix_blocks: tuple[int, ...]  # ids of the prompt's blocks, the last of which may not be full; empty: not recorded
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests in the order in which they came; at least one."""
+    """Requests in order of arrival; at least one."""
 
     requests: tuple[RecordedRequest, ...]
     tokens_per_block: int  # of their prefix_blocks
-    note: str = field(default="", compare=False)  # which traffic it is, where the user has not named any
+    note: str = field(default="", compare=False)  # its origin, if the user has not named a file
 
     @property
     def lengths(self) -> Lengths:
         return Lengths.of(self.requests)
 
     def scaled(self, *, rate: float = 1.0, length: float = 1.0) -> Traffic:
-        """The same traffic, so many times as dense in time, of prompts and outputs so many times as long.
+        """Return the same traffic at `rate` times the request rate and `length` times the lengths.
 
-        Blocks shrink with the prompts, so what began alike still does. Each request keeps a token of each kind.
+        Blocks are scaled with the prompts, so common prefixes remain. Each request keeps at least a token of each kind.
 
         Raises:
             SettingsError: a factor that is not a positive number, or that makes requests too long.
@@ -87,7 +87,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Lengths:
-    """What the lengths of requests come to, for one who computes or caches them."""
+    """Mean lengths of requests, and the attention work they cause."""
 
     prompt_tokens: float  # mean of requests
     output_tokens: float
@@ -96,7 +96,7 @@ class Lengths:
 
     @classmethod
     def of(cls, requests: tuple[RecordedRequest, ...]) -> Lengths:
-        """Without prefix caching: every prompt is computed and kept in full."""
+        """Return the means without prefix caching: every prompt is computed and cached in full."""
         prompts, outputs = [each.prompt_tokens for each in requests], [each.output_tokens for each in requests]
         positions = sum(output * (prompt + output / 2) for prompt, output in zip(prompts, outputs, strict=True))
         return cls(
@@ -108,7 +108,7 @@ class Lengths:
 
 
 def choose_traffic(text: str | None) -> Traffic:
-    """What a user means by a file's name, by "4096:512" (tokens of prompt and output), or by nothing: the sample.
+    """Return the traffic for a file name, "4096:512" (tokens of prompt and output), or None (the sample).
 
     Raises:
         SettingsError: see `read_traffic` and `fixed_traffic`.
@@ -121,10 +121,10 @@ def choose_traffic(text: str | None) -> Traffic:
 
 
 def read_traffic(path: Path) -> Traffic:
-    """Traffic from a `.jsonl` or `.csv` file in one of the formats above.
+    """Read a `.jsonl` or `.csv` file in one of the formats above.
 
     Raises:
-        SettingsError: no such file, another format, or a line that is not a request; it names the line.
+        SettingsError: no such file, another format, or an invalid line, which it names.
     """
     readers: dict[str, tuple[Callable[[Path], Iterator[RecordedRequest]], int]] = {
         ".jsonl": (_read_mooncake, TOKENS_PER_BLOCK),
@@ -151,7 +151,7 @@ def read_traffic(path: Path) -> Traffic:
 
 
 def sample_traffic() -> Traffic:
-    """The first 200 requests of Mooncake's conversation trace, shipped with the package.
+    """Return the first 200 requests of Mooncake's conversation trace, shipped with the package.
 
     They are under Apache-2.0, as moeserve is (see sample_traffic.LICENSE.md): Qin et al., "Mooncake: Trading More
     Storage for Less Computation", FAST 2025.
@@ -162,7 +162,7 @@ def sample_traffic() -> Traffic:
 
 
 def fixed_traffic(prompt_tokens: int, output_tokens: int) -> Traffic:
-    """A request that stands for all.
+    """Return a single request of these lengths.
 
     Raises:
         SettingsError: a length out of range.
@@ -218,7 +218,7 @@ def _read_azure(path: Path) -> Iterator[RecordedRequest]:
 
 
 def _seconds(timestamp: str) -> float:
-    """Since an instant long ago. Fractions have more digits than Python's dates do."""
+    """Return seconds since a fixed date. Fractions may have more digits than Python's dates have."""
     match = _TIMESTAMP.fullmatch(timestamp)
     if match is None:
         raise ValueError(f"{shown(timestamp)} is not a time such as '2023-11-16 18:15:46.6805900'")

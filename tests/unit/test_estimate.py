@@ -1,4 +1,4 @@
-"""`moeserve plan --hardware`: memory, cache, exchange and times of layouts, against recounts from config.json."""
+"""`moeserve plan --hardware`: memory, cache, exchange and times of layouts, recomputed from config.json."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_mixtral_by_hand(tmp_path: Path) -> None:
     assert decode is not None
     assert decode.tokens_per_replica == 16
     assert decode.tokens_per_s == pytest.approx(8 * 16 / decode.step_s)
-    # All is slower to read than to compute. An expert is hit by nearly every step of 128 tokens.
+    # Reading takes longer than computing everywhere. Nearly every step of 128 tokens uses each expert.
     reading = 32 * (attention + expert) * 2 + 16 * 4097 * cache_bytes + 32 * 4096 * 8 * 2 + vocabulary * 2
     sent = 16 * 2 * (7 / 8) * 4096 * (2 + 2)
     assert decode.node_bytes == pytest.approx(sent)
@@ -112,7 +112,7 @@ def test_latent_attention_in_fp8(tmp_path: Path) -> None:
     assert estimate(folder, 32, tp=2).weight_bytes < found.weight_bytes
 
 
-def test_windows_bound_what_is_read(tmp_path: Path) -> None:
+def test_windows_limit_the_positions_read(tmp_path: Path) -> None:
     """Half of gpt-oss's layers attend to 128 positions."""
     folder = folder_of(tmp_path, "gpt-oss-20b")
     with_windows = estimate(folder, 1, ranks_per_node=1).decode
@@ -133,7 +133,7 @@ def test_320_ranks_with_one_expert_each(tmp_path: Path) -> None:
     (layout,) = found.layouts
     assert (found.num_experts, found.num_shared, layout.experts_per_rank) == (256, 1, (1, 1))
     copies = Counter(expert for holder in layout.holders for expert in holder.experts)
-    # A copy of the shared one then gets as much as an expert of 8 in 256: the rest is for redundant ones.
+    # A copy of the shared expert then has the load of an expert of 8 in 256; the rest are redundant experts.
     assert copies[256] == 32
     assert sorted(copies[expert] for expert in range(256)) == [1] * 224 + [2] * 32
     assert layout.fullest_rank == pytest.approx((1 / 32) / (9 / 320))
@@ -147,8 +147,8 @@ def test_320_ranks_with_one_expert_each(tmp_path: Path) -> None:
     assert not any(text.startswith("shared experts") for text in decode.formulas)
 
 
-def test_a_hot_expert_gets_copies_and_the_shared_one_keeps_its_share(tmp_path: Path) -> None:
-    """With 64 slots to spare, and one expert that every other token chooses."""
+def test_a_hot_expert_and_the_shared_one_get_copies(tmp_path: Path) -> None:
+    """There are 64 spare slots, and one expert that every other token chooses."""
     folder = folder_of(tmp_path, "DeepSeek-V3")
     loads = tmp_path / "loads.json"
     loads.write_text(json.dumps({"loads": [[128.0] + [7.5 * 256 / 255] * 255]}))
@@ -158,8 +158,8 @@ def test_a_hot_expert_gets_copies_and_the_shared_one_keeps_its_share(tmp_path: P
     assert copies[256] == pytest.approx(2 * copies[0], abs=2)
 
 
-def test_loads_tell_the_balance(tmp_path: Path) -> None:
-    """Without loads, hot experts are not known and not placed apart; with equal ones, copies are spread."""
+def test_loads_determine_the_balance(tmp_path: Path) -> None:
+    """Known hot experts are placed apart; without loads, experts are placed in order."""
     folder = folder_of(tmp_path, "Mixtral-8x7B")
     loads = tmp_path / "loads.json"
     loads.write_text(json.dumps({"loads": [[9, 9, 1, 1, 1, 1, 1, 1]]}))
@@ -175,8 +175,8 @@ def test_loads_tell_the_balance(tmp_path: Path) -> None:
     assert routed.num_parameters == 32 * 3 * 3 * 4096 * 14336
 
 
-def test_layers_with_other_loads_count_each(tmp_path: Path) -> None:
-    """Three layers whose fullest of two ranks has all, one where both have the same."""
+def test_the_balance_is_the_mean_of_the_layers(tmp_path: Path) -> None:
+    """In three layers one of two ranks has all tokens, in one both have the same."""
     folder = folder_of(tmp_path, "Mixtral-8x7B", num_hidden_layers=4)
     loads = tmp_path / "loads.json"
     hot, cold = [5, 0, 0, 0, 0, 0, 0, 0], [1] * 8
@@ -184,7 +184,7 @@ def test_layers_with_other_loads_count_each(tmp_path: Path) -> None:
     assert find_layouts(folder, 2, None, 1, loads=loads).layouts[0].fullest_rank == pytest.approx((3 * 2 + 1) / 4)
 
 
-def test_shared_experts_wider_than_one_are_several(tmp_path: Path) -> None:
+def test_a_wide_shared_network_is_several_experts(tmp_path: Path) -> None:
     """DeepSeek-V2-Lite has two shared experts in one network of double width."""
     found = find_layouts(folder_of(tmp_path, "DeepSeek-V2-Lite"), 2, None, 1, shared_as_routed=True)
     assert found.num_shared == 2
@@ -192,52 +192,43 @@ def test_shared_experts_wider_than_one_are_several(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "changes", "options", "message"),
+    ("model", "changes", "options", "mentioned"),
     [
-        ("Mixtral-8x7B", {}, {"shared_as_routed": True}, "shared_as_routed: the model has no shared experts"),
-        (
-            "Qwen1.5-MoE-A2.7B",
-            {"shared_expert_intermediate_size": 5000},
-            {"shared_as_routed": True},
-            "shared experts of width 5000 cannot be divided into experts of width 1408",
-        ),
-        ("Mixtral-8x7B", {}, {"num_redundant": 99}, "8 experts on 4 ranks need from 8 slots (one copy each) to 32"),
-        ("Mixtral-8x7B", {}, {"loads": Path("none.json")}, "cannot read the expert loads in none.json"),
+        ("Mixtral-8x7B", {}, {"shared_as_routed": True}, "no shared experts"),
+        ("Qwen1.5-MoE-A2.7B", {"shared_expert_intermediate_size": 5000}, {"shared_as_routed": True}, "5000.*1408"),
+        ("Mixtral-8x7B", {}, {"num_redundant": 99}, "8 experts on 4 ranks"),
+        ("Mixtral-8x7B", {}, {"loads": Path("none.json")}, "none.json"),
     ],
 )
-def test_placements_that_cannot_be(
-    model: str, changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+def test_impossible_placements(
+    model: str, changes: dict[str, Any], options: dict[str, Any], mentioned: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(SettingsError, match=mentioned):
         find_layouts(folder_of(tmp_path, model, **changes), 4, None, 1, **options)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "model", "exchange", "message"),
-    [
-        (24, "DeepSeek-V3", "node_limited", "8 groups of experts and 3 nodes: one number must divide the other"),
-        (16, "Mixtral-8x7B", "node_limited", "the model's router does not choose groups of experts; use by_node"),
-    ],
+    ("num_ranks", "model", "mentioned"),
+    [(24, "DeepSeek-V3", "8 groups of experts and 3 nodes"), (16, "Mixtral-8x7B", "does not choose groups")],
 )
-def test_exchanges_that_do_not_fit(num_ranks: int, model: str, exchange: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=message):
-        estimate(folder_of(tmp_path, model), num_ranks, assumptions=Assumptions(exchange=exchange))
+def test_an_exchange_that_does_not_fit(num_ranks: int, model: str, mentioned: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=mentioned):
+        estimate(folder_of(tmp_path, model), num_ranks, assumptions=Assumptions(exchange="node_limited"))
 
 
-def test_an_exchange_that_counts_on_groups_wants_them_kept(tmp_path: Path) -> None:
+def test_node_limited_exchange_requires_whole_groups(tmp_path: Path) -> None:
     """In their order, 288 slots put some groups on two nodes."""
     folder = folder_of(tmp_path, "DeepSeek-V3")
     limited = Assumptions(exchange="node_limited")
     assert estimate(folder, 32, assumptions=limited).decode is not None  # without copies, the order keeps them
-    with pytest.raises(SettingsError, match="288 slots on 32 ranks divide group 2 of the router's 8; use by_node"):
+    with pytest.raises(SettingsError, match="288 slots on 32 ranks"):
         estimate(folder, 32, assumptions=limited, num_redundant=32)
     assert (
         estimate(folder, 32, assumptions=limited, num_redundant=32, num_nodes=4, keeps_groups=True).decode is not None
     )
 
 
-def test_rows_by_node_are_fewer_and_limited_ones_fewer_still(tmp_path: Path) -> None:
+def test_rows_to_other_nodes_by_exchange(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "DeepSeek-V3")
     sent = []
     for exchange in ("direct", "by_node", "node_limited"):
@@ -252,40 +243,36 @@ def test_rows_by_node_are_fewer_and_limited_ones_fewer_still(tmp_path: Path) -> 
     ]
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, "DeepSeek-V3")
-    found = find_layouts(folder, 8, None, 8)
+def test_layouts_that_do_not_fit_show_the_reason(tmp_path: Path) -> None:
+    found = find_layouts(folder_of(tmp_path, "DeepSeek-V3"), 8, None, 8)
     traffic, memory = fixed_traffic(4096, 512), Assumptions(memory_share=0.5)
     estimates = estimate_layouts(found, H800, traffic, memory, ranks_per_node=8)
     (layout,) = estimates.layouts
     assert layout.decode is None
-    assert layout.refusal == (
-        f"the weights of a rank take {layout.weight_bytes / 2**30:.1f} GiB, and weights and KV cache may take "
-        f"{40e9 / 2**30:.1f} GiB of its memory"
-    )
+    assert layout.refusal is not None
+    assert f"{layout.weight_bytes / 2**30:.1f} GiB" in layout.refusal
     text = as_text(estimates)
     assert f"does not fit: {layout.refusal}" in text
-    assert "tokens of prompts" not in text  # no heading of a table without lines
-    # A few bytes more than the weights.
+    assert "tokens of prompts" not in text  # no header of an empty table
+    # With a few bytes more than the weights there is no room for a request.
     share = (layout.weight_bytes + 1000) / 200e9
     large = msgspec.structs.replace(H800, memory=200e9)
-    estimates = estimate_layouts(found, large, traffic, Assumptions(memory_share=share), ranks_per_node=8)
-    assert estimates.layouts[0].refusal == "no room for the KV cache of a request"
-    assert "does not fit: no room for the KV cache of a request" in as_text(estimates)
+    (layout,) = estimate_layouts(found, large, traffic, Assumptions(memory_share=share), ranks_per_node=8).layouts
+    assert "KV cache" in (layout.refusal or "")
     assert estimate_layouts(found, large, traffic, PERFECT, ranks_per_node=8).layouts[0].refusal is None
 
 
-def test_a_cache_that_is_small_limits_the_requests(tmp_path: Path) -> None:
+def test_a_small_cache_limits_the_requests(tmp_path: Path) -> None:
     found = estimate(folder_of(tmp_path, "DeepSeek-V3"), 32, traffic=(60_000, 2))
     assert found.decode is not None
     assert found.decode.tokens_per_replica == found.cache_requests < 128
 
 
-def test_steps_without_work(tmp_path: Path) -> None:
+def test_steps_have_at_least_one_request_or_token(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "Mixtral-8x7B")
-    with pytest.raises(SettingsError, match="decode_requests=0: a step has at least 1"):
+    with pytest.raises(SettingsError, match="decode_requests=0"):
         estimate(folder, 8, decode_requests=0)
-    with pytest.raises(SettingsError, match="prefill_tokens=0: a step has at least 1"):
+    with pytest.raises(SettingsError, match="prefill_tokens=0"):
         estimate(folder, 8, prefill_tokens=0)
 
 
@@ -293,10 +280,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     folder = str(folder_of(tmp_path, "DeepSeek-V3"))
     assert cli.main(["plan", folder, "--nodes", "4", "--hardware", "h200"]) == 0
     text = capsys.readouterr().out
-    assert (
-        "Estimates for 4 x 8 h200, weights in fp8, and requests of 13911 + 357 tokens (the 200 requests that come with "
-        "moeserve; "
-    ) in text
+    assert "4 x 8 h200" in text
+    assert "13911 + 357 tokens (the 200 requests that come with moeserve" in text
     assert "tokens of prompts" in text
     assert max(map(len, text.splitlines())) < 180
     assert "A step of" not in text
@@ -329,10 +314,10 @@ def test_the_heading_names_the_format_of_the_weights(
 def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(folder_of(tmp_path, "Mixtral-8x7B")), "--ranks", "8", "--hardware", "h100", "--json"]
     assert cli.main([*command, "--overlap", "--compute-efficiency", "0.5", "--decode-requests", "4"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    estimates = told["estimates"]
+    found = json.loads(capsys.readouterr().out)
+    estimates = found["estimates"]
     assert [(each["tp"], each["dp"]) for each in estimates["layouts"]] == [(1, 8), (2, 4), (4, 2), (8, 1)]
-    assert len(told["layouts"]) == 4
+    assert len(found["layouts"]) == 4
     assert (estimates["num_nodes"], estimates["ranks_per_node"], estimates["hardware"]) == (1, 8, "h100")
     assert estimates["assumptions"]["overlap"] is True
     assert estimates["assumptions"]["compute_efficiency"] == 0.5
@@ -346,15 +331,15 @@ def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--ranks", "8", "--nodes", "1"], "--nodes"),
         (["--ranks", "8", "--gpus-per-node", "2"], "--gpus-per-node 2"),
         (["--ranks", "8", "--gpus-per-node", "8"], "--gpus-per-node 8"),
-        (["--nodes", "2", "--gpus-per-node", "0"], "--nodes 2 and --gpus-per-node 0: both must be at least 1"),
-        (["--nodes", "0"], "--nodes 0 and --gpus-per-node 8: both must be at least 1"),
-        (["--ranks", "8", "--traffic", "1:1"], "--traffic is for estimates; give --hardware"),
-        (["--ranks", "8", "--overlap"], "--overlap is for estimates; give --hardware"),
-        (["--ranks", "8", "--hardware", "h99"], "hardware='h99' is not in the table"),
-        (["--ranks", "0", "--hardware", "h100"], "ranks=0 cannot be laid out"),
+        (["--nodes", "2", "--gpus-per-node", "0"], "--gpus-per-node 0"),
+        (["--nodes", "0"], "--nodes 0"),
+        (["--ranks", "8", "--traffic", "1:1"], "--traffic"),
+        (["--ranks", "8", "--overlap"], "--overlap"),
+        (["--ranks", "8", "--hardware", "h99"], "h99"),
+        (["--ranks", "0", "--hardware", "h100"], "ranks=0"),
     ],
 )
-def test_commands_that_cannot_be(
+def test_impossible_commands(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["plan", str(folder_of(tmp_path, "Mixtral-8x7B")), *arguments]) == 1

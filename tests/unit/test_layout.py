@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from model_context import cpu_context
 from thread_ranks import Record, ThreadGroup, run
 
 from moeserve import cli
@@ -36,8 +37,8 @@ def folder_of(tmp_path: Path, model: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 3), (2, 2), (4, 1)])
 @pytest.mark.parametrize("model", ["Mixtral-8x7B", "DeepSeek-V2-Lite", "gpt-oss-20b"])
-def test_the_ranks_hold_the_whole_model_between_them(model: str, tp: int, dp: int, tmp_path: Path) -> None:
-    """Experts once, what tp divides once per replica, and the rest on every rank."""
+def test_ranks_together_hold_the_whole_model(model: str, tp: int, dp: int, tmp_path: Path) -> None:
+    """Experts are held once, what tp divides once per replica, and the rest on every rank."""
     description = describe(folder_of(tmp_path, model))
     whole = {part.name: part.num_parameters for part in summarize(description, "bfloat16").parts}
     mesh = Mesh(tp=tp, dp=dp)
@@ -50,12 +51,12 @@ def test_the_ranks_hold_the_whole_model_between_them(model: str, tp: int, dp: in
         assert held.get(name, 0) == mesh.world_size * whole.get(name, 0)
     for name in ("embedding", "output head", "dense networks"):
         assert held.get(name, 0) == dp * whole.get(name, 0)
-    # Attention is divided but for what all heads share: compressing projections, norms, and biases of the output.
+    # Attention is divided except for compressing projections, norms, and biases of the output.
     assert dp * whole["attention"] <= held["attention"] < 1.4 * dp * whole["attention"]
 
 
-def test_bytes_that_travel_are_those_of_every_choice_counted(tmp_path: Path) -> None:
-    """8 experts on 4 ranks, 2 per token: all 28 pairs, seen from all 4 ranks."""
+def test_exchanged_bytes_equal_an_enumeration(tmp_path: Path) -> None:
+    """Enumerate 8 experts on 4 ranks, 2 per token: all 28 pairs, seen from all 4 ranks."""
     found = find_layouts(folder_of(tmp_path, "Mixtral-8x7B"), 4, None)
     row_bytes, sent, received = 4096 * 2, [], []
     for own, pair in itertools.product(range(4), itertools.combinations(range(8), 2)):
@@ -77,8 +78,8 @@ def test_bytes_that_travel_are_those_of_every_choice_counted(tmp_path: Path) -> 
     [("Mixtral-8x7B", {}), ("DeepSeek-V2-Lite", {}), ("DeepSeek-V2-Lite", {"n_routed_experts": 10})],
     ids=["2 of 8", "6 of 64", "6 of 10, uneven"],
 )
-def test_bytes_that_travel_are_those_that_dispatchers_send(model: str, changes: dict[str, int], tmp_path: Path) -> None:
-    """Random tokens of 4 ranks, each collective counted. Rows are narrow, so that choices count beside them."""
+def test_exchanged_bytes_equal_those_of_the_dispatchers(model: str, changes: dict[str, int], tmp_path: Path) -> None:
+    """Count the bytes of each collective for random tokens of 4 ranks. Narrow rows make expert ids significant."""
     width, num_tokens = 64, 2000  # of each rank
     folder = folder_of(tmp_path, model, hidden_size=width, **changes)
     moe = describe(folder).model.first_moe
@@ -93,7 +94,7 @@ def test_bytes_that_travel_are_those_that_dispatchers_send(model: str, changes: 
             chances_TE = torch.ones(num_tokens, num_experts)
             experts_TK = torch.multinomial(chances_TE, top_k, generator=generator)  # without replacement
             hidden_TD = torch.zeros(num_tokens, width, dtype=torch.bfloat16)
-            dispatcher: Any = kind(cast(Any, group), placement, torch.device("cpu"))
+            dispatcher: Any = kind(cast(Any, group), placement, cpu_context())
             arrived = dispatcher.dispatch(hidden_TD, Routing(experts_TK, torch.ones(num_tokens, top_k)), step).wait()
             assert isinstance(arrived.tokens, PackedTokens)
             dispatcher.combine(arrived.tokens.rows_RD, arrived.handle).wait()
@@ -124,10 +125,10 @@ GROUPED: list[tuple[int, int, int, bool]] = [
 
 
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node", "num_redundant", "has_loads"), GROUPED)
-def test_groups_of_the_router_stay_whole(
+def test_router_groups_stay_whole(
     num_nodes: int, ranks_per_node: int, num_redundant: int, has_loads: bool, tmp_path: Path
 ) -> None:
-    """DeepSeek-V3 has 8 groups of 32 experts: nodes have whole groups, or where nodes are more, groups whole nodes."""
+    """DeepSeek-V3 has 8 groups of 32 experts: nodes hold whole groups, or groups whole nodes if there are more."""
     folder = folder_of(tmp_path, "DeepSeek-V3")
     loads = tmp_path / "loads.json"
     hot = [[float((expert * layer) % 97 + 1) for expert in range(256)] for layer in range(1, 59)]
@@ -152,49 +153,41 @@ def test_groups_of_the_router_stay_whole(
     assert max(slots) - min(slots) <= 1
 
 
-def test_groups_that_are_kept_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kept_groups_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(folder_of(tmp_path, "DeepSeek-V3")), "--num-redundant-experts", "32", "--hardware", "h800"]
-    assert cli.main([*command, "--nodes", "4", "--exchange", "node_limited"]) == 0
-    assert "each 8 ranks in order hold whole groups of the router's experts\n" in capsys.readouterr().out
-    assert cli.main([*command, "--nodes", "16", "--exchange", "node_limited"]) == 0
-    assert "each 16 ranks in order hold whole groups of the router's experts\n" in capsys.readouterr().out
-    assert cli.main([*command, "--nodes", "4", "--exchange", "by_node"]) == 0
-    assert "groups" not in capsys.readouterr().out
+    for nodes, exchange, shown in ((4, "node_limited", 8), (16, "node_limited", 16), (4, "by_node", None)):
+        assert cli.main([*command, "--nodes", str(nodes), "--exchange", exchange]) == 0
+        text = capsys.readouterr().out
+        assert ("whole groups" in text) == (shown is not None)
+        assert shown is None or f"each {shown} ranks" in text
 
 
 @pytest.mark.parametrize(
-    ("model", "num_ranks", "options", "message"),
+    ("model", "num_ranks", "options", "mentioned"),
     [
-        ("DeepSeek-V3", 24, {"num_nodes": 3}, "8 groups of experts and 3 nodes: one number must divide the other"),
-        ("DeepSeek-V3", 32, {"num_nodes": 4, "shared_as_routed": True}, "also choose experts that are in no group"),
-        # A node of two ranks holds two copies of each of its 64 experts, and would have 129 slots.
-        (
-            "DeepSeek-V3",
-            8,
-            {"num_nodes": 4, "num_redundant": 257},
-            "each 2 ranks in order must hold whole groups of experts, but 513 slots on 8 ranks divide group 0 of the "
-            "router's 8; use by_node, or other numbers of redundant experts and ranks",
-        ),
-        ("Mixtral-8x7B", 16, {"num_nodes": 2}, "the model's router does not choose groups of experts; use by_node"),
+        ("DeepSeek-V3", 24, {"num_nodes": 3}, "8 groups of experts and 3 nodes"),
+        ("DeepSeek-V3", 32, {"num_nodes": 4, "shared_as_routed": True}, "shared_as_routed"),
+        # A node of two ranks has two copies of each of its 64 experts, and would need 129 slots.
+        ("DeepSeek-V3", 8, {"num_nodes": 4, "num_redundant": 257}, "513 slots on 8 ranks"),
+        ("Mixtral-8x7B", 16, {"num_nodes": 2}, "does not choose groups"),
     ],
 )
 def test_groups_that_cannot_be_kept(
-    model: str, num_ranks: int, options: dict[str, Any], message: str, tmp_path: Path
+    model: str, num_ranks: int, options: dict[str, Any], mentioned: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(SettingsError, match=f"exchange=node_limited.*{mentioned}"):
         find_layouts(folder_of(tmp_path, model), num_ranks, None, 1, keeps_groups=True, **options)
-    assert message in str(error.value)
-    assert str(error.value).startswith("exchange=node_limited: ")
 
 
-def test_layouts_that_cannot_be_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_impossible_layouts_show_the_reason(tmp_path: Path) -> None:
     found = find_layouts(folder_of(tmp_path, "Qwen3-30B-A3B"), 12, None)
     refused = {layout.tp: layout.refusal for layout in found.layouts if layout.refusal}
     assert all((layout.holders == ()) == (layout.refusal is not None) for layout in found.layouts)
-    assert refused == {tp: f"32 attention heads cannot be divided evenly over {tp} ranks" for tp in (3, 6, 12)}
+    assert refused.keys() == {3, 6, 12}
+    assert all(f"{tp} ranks" in reason for tp, reason in refused.items())
 
 
-def test_who_holds_what(tmp_path: Path) -> None:
+def test_contents_of_ranks(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "Mixtral-8x7B")
     (layout,) = find_layouts(folder, 6, None, tp=2).layouts
     assert (layout.tp, layout.dp) == (2, 3)
@@ -207,8 +200,8 @@ def test_who_holds_what(tmp_path: Path) -> None:
     assert lines[-1] == "rank 31: replica 0, head 31, expert 7"
 
 
-def test_the_holders_of_every_layout_hold_everything(tmp_path: Path) -> None:
-    """Experts once in all, heads once in each replica, as many as the table says."""
+def test_holders_of_every_layout_hold_everything(tmp_path: Path) -> None:
+    """Experts are held once in all, heads once in each replica, in the numbers of the table."""
     for layout in find_layouts(folder_of(tmp_path, "Mixtral-8x7B"), 32, None).layouts:
         assert [holder.rank for holder in layout.holders] == [*range(32)]
         assert [expert for holder in layout.holders for expert in holder.experts] == [*range(8)]
@@ -220,7 +213,7 @@ def test_the_holders_of_every_layout_hold_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "is_listed"), [(16, True), (32, False)])
-def test_every_layout_of_few_ranks_is_told_rank_by_rank(num_ranks: int, is_listed: bool, tmp_path: Path) -> None:
+def test_ranks_are_listed_if_they_are_few(num_ranks: int, is_listed: bool, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "Mixtral-8x7B")
     blocks = as_text(find_layouts(folder, num_ranks, None)).split("\n\n")[2:]
     sizes = [1, 2, 4, 8, 16] if is_listed else []
@@ -232,28 +225,24 @@ def test_every_layout_of_few_ranks_is_told_rank_by_rank(num_ranks: int, is_liste
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "tp", "message"),
+    ("num_ranks", "tp", "mentioned"),
     [
-        (0, None, "ranks=0 cannot be laid out; choose from 1 to 4096 ranks"),
-        (-4, 2, "ranks=-4 cannot be laid out; choose from 1 to 4096 ranks"),
-        (4097, None, "ranks=4097 cannot be laid out; choose from 1 to 4096 ranks"),
-        (2**31 - 1, None, "ranks=2147483647 cannot be laid out; choose from 1 to 4096 ranks"),
-        (12, 5, "tp=5 does not divide ranks=12; use one of 1, 2, 4"),
-        (12, 0, "tp=0 does not divide ranks=12; use one of 1, 2, 4"),
-        (12, 24, "tp=24 does not divide ranks=12; use one of 1, 2, 4"),
-        (12, 6, "tp=6: 32 attention heads cannot be divided evenly over 6 ranks; use one of 1, 2, 4"),
+        (0, None, "ranks=0"),
+        (4097, None, "ranks=4097"),
+        (12, 5, "tp=5.*1, 2, 4"),
+        (12, 0, "tp=0.*1, 2, 4"),
+        (12, 6, "32 attention heads.*1, 2, 4"),
     ],
 )
-def test_what_cannot_be_asked_for(
-    num_ranks: int, tp: int | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_impossible_arguments(
+    num_ranks: int, tp: int | None, mentioned: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = folder_of(tmp_path, "Qwen3-30B-A3B")
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(SettingsError, match=mentioned) as error:
         find_layouts(folder, num_ranks, None, tp)
-    assert str(error.value) == message
     arguments = ["plan", str(folder), f"--ranks={num_ranks}", *([] if tp is None else [f"--tp={tp}"])]
     assert cli.main(arguments) == 1
-    assert capsys.readouterr() == ("", f"moeserve: {message}\n")
+    assert str(error.value) in capsys.readouterr().err
 
 
 def test_most_ranks(tmp_path: Path) -> None:
@@ -263,14 +252,8 @@ def test_most_ranks(tmp_path: Path) -> None:
     assert as_text(found).endswith("rank 4095: replica 31, head 127, expert 255")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(folder_of(tmp_path, "DeepSeek-V3"))
-    assert cli.main(["plan", folder, "--ranks", "320"]) == 0
-    assert "128 attention heads cannot be divided evenly over 5 ranks" in capsys.readouterr().out
-
-
 def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All layouts, or the one asked for, with their holders whatever their number."""
+    """The holders are complete, however many there are."""
     folder = str(folder_of(tmp_path, "Mixtral-8x7B"))
     assert cli.main(["plan", folder, "--ranks", "32", "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]

@@ -510,7 +510,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(given[1:])
 
 
-BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, derandomize=True)
+BlockPoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
 test_block_pool_histories = BlockPoolMachine.TestCase
 test_scheduler_histories = SchedulerMachine.TestCase

@@ -109,7 +109,7 @@ def test_scaling() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 1e9])
-def test_factors_that_scale_nothing(factor: float) -> None:
+def test_impossible_factors(factor: float) -> None:
     with pytest.raises(SettingsError, match="length="):
         fixed_traffic(100, 10).scaled(length=factor)
     if not 0 < factor < float("inf"):
@@ -118,8 +118,8 @@ def test_factors_that_scale_nothing(factor: float) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=8))
-def test_lengths_are_those_of_every_token_counted(sizes: list[tuple[int, int]]) -> None:
-    """Decoding token i of n attends to the prompt and, about, to i of the outputs: to n / 2 on average."""
+def test_lengths_equal_an_enumeration(sizes: list[tuple[int, int]]) -> None:
+    """Token i of n outputs attends to the prompt and to about i outputs, n / 2 on average."""
     lengths = Lengths.of(tuple(RecordedRequest(0.0, prompt, output, ()) for prompt, output in sizes))
     assert lengths.prompt_tokens == pytest.approx(mean(prompt for prompt, _ in sizes))
     assert lengths.output_tokens == pytest.approx(mean(output for _, output in sizes))
@@ -129,18 +129,18 @@ def test_lengths_are_those_of_every_token_counted(sizes: list[tuple[int, int]]) 
     assert lengths.pairs_per_prompt_token == pytest.approx(mean(prefilling))
 
 
-def test_what_a_user_may_mean(tmp_path: Path) -> None:
+def test_choose_traffic(tmp_path: Path) -> None:
     assert choose_traffic(None) == sample_traffic()
     assert choose_traffic("4096:512").requests == (RecordedRequest(0.0, 4096, 512, ()),)
     assert len(choose_traffic(str(written(tmp_path, "a.csv", AZURE))).requests) == 2
     for wrong in ("0:5", f"{MAX_TOKENS + 1}:5", "5:0"):
-        with pytest.raises(SettingsError, match="lengths are from 1 to"):
+        with pytest.raises(SettingsError, match="from 1 to"):
             choose_traffic(wrong)
-    with pytest.raises(SettingsError, match=r"^traffic='4096' must be a \.jsonl file .*, or PROMPT:OUTPUT in tokens"):
+    with pytest.raises(SettingsError, match=r"traffic='4096'.*PROMPT:OUTPUT"):
         choose_traffic("4096")
 
 
-def test_one_line_of_each_kind_that_json_knows(tmp_path: Path) -> None:
-    """A float as time, and no ids: what other traces in the format have."""
+def test_block_ids_are_optional(tmp_path: Path) -> None:
+    """Other traces in this format have fractional times and no ids."""
     line = json.dumps({"timestamp": 2.5, "input_length": 3, "output_length": 4})
     assert read_traffic(written(tmp_path, "a.jsonl", line)).requests == (RecordedRequest(0.0, 3, 4, ()),)
