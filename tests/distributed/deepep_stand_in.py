@@ -1,10 +1,10 @@
-"""The package deep_ep as far as its contract is published, on tensors of the CPU and gloo. It knows no moeserve.
+"""A stand-in for the package deep_ep, after its published contract, on CPU tensors and gloo.
 
-Signatures, shapes, dtypes and refusals are those of https://github.com/deepseek-ai/DeepEP (deep_ep/buffer.py of 1.x;
-deep_ep/buffers/legacy.py, deep_ep/buffers/elastic.py, csrc/elastic/buffer.hpp and docs/legacy.md of 2.x). What is not
-promised is made as bad as can be: what nobody wrote holds NaN, rows of an expert come in any order, results are there
-only after the wait, and what a kernel reads may not be changed before that. Ranks that call different kernels, which
-would wait for each other forever, are told so.
+Signatures, shapes, dtypes and errors follow https://github.com/deepseek-ai/DeepEP (deep_ep/buffer.py of 1.x;
+deep_ep/buffers/legacy.py, deep_ep/buffers/elastic.py, csrc/elastic/buffer.hpp and docs/legacy.md of 2.x). Whatever is
+not promised is made as bad as possible: unwritten memory holds NaN, rows of an expert have any order, results arrive
+only at the wait, and inputs must not change before it. Ranks that call different kernels, which would deadlock, get an
+error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rows = Tensor | tuple[Tensor, Tensor]  # bfloat16, or float8 with scales
 
 
 class Refused(RuntimeError):
-    """What the package's assertions are, in Python and in C++."""
+    """A failed assertion of the package."""
 
 
 def need(condition: Any, what: str) -> None:
@@ -40,7 +40,7 @@ def need(condition: Any, what: str) -> None:
 
 @dataclass
 class Route:
-    """What a handle holds: where the rows of one dispatch came from, and went to."""
+    """The sources and destinations of the rows of one dispatch."""
 
     num_tokens: int
     top_k: int
@@ -53,7 +53,7 @@ class Route:
 
 
 class EventOverlap:
-    """Results arrive as it is waited for. Nothing that is read may have changed until then."""
+    """An event whose wait delivers the results, and checks that no input has changed."""
 
     def __init__(self, timeline: list[str], name: str, read: Sequence[Tensor], arrive: Callable[[], None]) -> None:
         self.timeline = timeline
@@ -63,7 +63,7 @@ class EventOverlap:
         timeline.append(f"{name} issued")
 
     def current_stream_wait(self) -> None:
-        need(all(same(tensor, copy) for tensor, copy in self.read), f"{self.name}: changed while it was read")
+        need(all(same(tensor, copy) for tensor, copy in self.read), f"{self.name}: an input changed before the wait")
         if self.arrive is not None:
             self.arrive()
             self.arrive = None
@@ -71,7 +71,7 @@ class EventOverlap:
 
 
 class Config:
-    """Sizes of buffers, each another number so that mistaking one for another shows."""
+    """Buffer sizes, all different so that a mix-up shows."""
 
     def __init__(self, scale: int) -> None:
         self.scale = scale
@@ -84,7 +84,7 @@ class Config:
 
 
 class Kernels:
-    """What both kinds of buffers share: the group, and kernels that all ranks launch together."""
+    """The common part of both buffers: the group, and kernels that all ranks launch together."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -96,23 +96,23 @@ class Kernels:
         group.barrier()  # on a device of the group's own choice
 
     def launch(self, kernel: str, sizes: tuple[Any, ...], value: Any) -> list[Any]:
-        """What every rank brings to a kernel that all must launch with the same sizes."""
+        """Exchange values in a kernel that all ranks must launch with the same sizes."""
         need(not self.is_destroyed, "the buffer was destroyed")
-        told = exchange(self.group, (kernel, sizes, value))
-        for other, (its_kernel, its_sizes, _) in enumerate(told):
+        values = exchange(self.group, (kernel, sizes, value))
+        for other, (its_kernel, its_sizes, _) in enumerate(values):
             need(
                 (its_kernel, its_sizes) == (kernel, sizes),
-                f"{kernel}{sizes} on rank {self.rank} waits forever for {its_kernel}{its_sizes} on rank {other}",
+                f"{kernel}{sizes} on rank {self.rank} deadlocks with {its_kernel}{its_sizes} on rank {other}",
             )
-        return [its_value for _, _, its_value in told]
+        return [its_value for _, _, its_value in values]
 
     def check_rows(self, x: Rows, num_tokens: int) -> int:
-        """Their width."""
+        """Check rows and return their width."""
         values = x[0] if isinstance(x, tuple) else x
         need(values.dim() == 2 and values.is_contiguous(), "x must be [num_tokens, hidden] and contiguous")
         need(len(values) == num_tokens, f"{len(values)} rows of x and {num_tokens} of topk_idx")
         hidden = values.shape[1]
-        need(hidden * values.element_size() % 16 == 0, "rows are no whole number of 16 bytes")
+        need(hidden * values.element_size() % 16 == 0, "the row size is not a multiple of 16 bytes")
         if isinstance(x, tuple):
             need(values.dtype == FLOAT8, f"x is {values.dtype}, not {FLOAT8}")
             need(x[1].dtype == torch.float32, f"scales are {x[1].dtype}, not torch.float32")
@@ -145,7 +145,7 @@ class Kernels:
 
 
 class Buffer(Kernels):
-    """The first interface as of 2.x."""
+    """The first API, as of 2.x."""
 
     num_sms = 20
     num_handle_fields = 5  # of low-latency handles
@@ -239,17 +239,17 @@ class Buffer(Kernels):
         self.check_topk(topk_idx, topk_weights, num_experts)
         hidden = self.check_rows(x, len(topk_idx))
         given = (num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank)
-        for got, wanted in zip(given, self.layout(topk_idx, num_experts), strict=True):
-            need(got is wanted is None or same(got, wanted), "the layout is not that of topk_idx")
+        for got, expected in zip(given, self.layout(topk_idx, num_experts), strict=True):
+            need(got is expected is None or same(got, expected), "the layout is not that of topk_idx")
         need(self.num_nvl_bytes >= 3 * hidden * 2 * self.num_ranks, "the NVLink buffer is too small for dispatch")
         self.cleaned_for, self.is_fresh = None, False
-        told = self.launch(
+        values = self.launch(
             "dispatch", (num_experts, top_k, hidden, isinstance(x, tuple)), (copied(x), topk_idx, topk_weights)
         )
         own = self.own_experts(num_experts)
         route = Route(len(topk_idx), top_k, num_experts, topk_idx)
         rows, ids, weights = [], [], []
-        for source, (its_rows, its_ids, its_weights) in enumerate(told):
+        for source, (its_rows, its_ids, its_weights) in enumerate(values):
             for token, chosen in enumerate(its_ids.tolist()):
                 if any(expert in own for expert in chosen):
                     route.sources.append((source, token))
@@ -292,12 +292,12 @@ class Buffer(Kernels):
         check_route(route)
         need(self.num_nvl_bytes >= 5 * hidden * 2 * self.num_ranks, "the NVLink buffer is too small for combine")
         self.cleaned_for, self.is_fresh = None, False
-        told = self.launch("combine", (route.num_experts, route.top_k, hidden), (x.clone(), route.sources))
+        values = self.launch("combine", (route.num_experts, route.top_k, hidden), (x.clone(), route.sources))
         combined = torch.full((route.num_tokens, hidden), torch.nan, dtype=torch.bfloat16)
 
         def arrive() -> None:
             total = torch.zeros(route.num_tokens, hidden)
-            for rows, sources in told:
+            for rows, sources in values:
                 for row, (source, token) in zip(rows, sources, strict=True):
                     if source == self.rank:
                         total[token] += row.float()
@@ -331,8 +331,10 @@ class Buffer(Kernels):
         hidden = self.check_rows(x, len(topk_idx))
         limit, top_k = num_max_dispatch_tokens_per_rank, topk_idx.shape[1]
         self.check_low_latency(limit, hidden, num_experts, top_k)
-        need(len(x) <= limit, f"{len(x)} tokens, and at most {limit} were agreed on")
-        told = self.launch("low_latency_dispatch", (limit, num_experts, top_k, hidden, use_fp8), (x.clone(), topk_idx))
+        need(len(x) <= limit, f"{len(x)} tokens, and the limit is {limit}")
+        values = self.launch(
+            "low_latency_dispatch", (limit, num_experts, top_k, hidden, use_fp8), (x.clone(), topk_idx)
+        )
         own = self.own_experts(num_experts)
         route = Route(len(topk_idx), top_k, num_experts, topk_idx)
         rows: dict[tuple[int, int], Tensor] = {}
@@ -340,7 +342,7 @@ class Buffer(Kernels):
         for local, expert in enumerate(own):
             pairs = [
                 (source, token, chosen.index(expert))
-                for source, (_, its_ids) in enumerate(told)
+                for source, (_, its_ids) in enumerate(values)
                 for token, chosen in enumerate(its_ids.tolist())
                 if expert in chosen
             ]
@@ -348,7 +350,7 @@ class Buffer(Kernels):
             counts.append(len(pairs))
             for slot, (source, token, k) in enumerate(pairs):
                 route.places.append((source, token, k, local * limit * self.num_ranks + slot))
-                rows[local, slot] = told[source][0][token]
+                rows[local, slot] = values[source][0][token]
         slots = torch.full((len(own), limit * self.num_ranks, hidden), torch.nan, dtype=torch.bfloat16)
         received: Rows = slots
         if use_fp8:
@@ -395,13 +397,13 @@ class Buffer(Kernels):
         need(same(topk_idx, route.topk_idx), "these are not the experts that were dispatched to")
         check_route(route)
         sent = x.flatten(0, 1)[[place for *_, place in route.places]], [pair for *pair, _ in route.places]
-        told = self.launch("low_latency_combine", (limit, num_experts, route.top_k, hidden), sent)
+        values = self.launch("low_latency_combine", (limit, num_experts, route.top_k, hidden), sent)
         combined = torch.full((route.num_tokens, hidden), torch.nan, dtype=torch.bfloat16)
 
         def arrive() -> None:
             outputs = {
                 (token, k): row
-                for rows, pairs in told
+                for rows, pairs in values
                 for row, (source, token, k) in zip(rows, pairs, strict=True)
                 if source == self.rank
             }
@@ -431,7 +433,7 @@ class Buffer(Kernels):
 
 
 class FirstBuffer(Buffer):
-    """As of 1.0: fewer arguments, and one field less in a handle."""
+    """The first API as of 1.0, with fewer arguments and a handle with one field less."""
 
     num_handle_fields = 4
 
@@ -461,7 +463,7 @@ class FirstBuffer(Buffer):
 
 @dataclass
 class EPHandle:
-    """The fields of the published one that a caller may read; the rest is in the route."""
+    """The published fields that a caller may read; the rest is in the route."""
 
     do_expand: bool
     num_experts: int
@@ -475,7 +477,7 @@ class EPHandle:
 
 
 class ElasticBuffer(Kernels):
-    """The second interface, with expanded rows."""
+    """The second API, with expanded rows."""
 
     def __init__(
         self,
@@ -537,14 +539,14 @@ class ElasticBuffer(Kernels):
         self.check_topk(topk_idx, topk_weights, num_experts)
         hidden = self.check_rows(x, len(topk_idx))
         top_k, is_float8 = topk_idx.shape[1], isinstance(x, tuple)
-        need(hidden % (32 if is_float8 else 16) == 0, "rows are no whole number of 32 bytes")
-        need(len(topk_idx) >= 1, "nothing is published about no tokens")
-        need(len(topk_idx) <= limit, f"{len(topk_idx)} tokens, and at most {limit} were agreed on")
+        need(hidden % (32 if is_float8 else 16) == 0, "the row size is not a multiple of 32 bytes")
+        need(len(topk_idx) >= 1, "no tokens are not supported")
+        need(len(topk_idx) <= limit, f"{len(topk_idx)} tokens, and the limit is {limit}")
         needed, made_for = (limit, hidden, top_k, not is_float8), (*self.made_for[:3], not self.made_for[3])
         need(all(a <= b for a, b in zip(needed, made_for, strict=True)), f"{needed} is more than {made_for}")
         need(self.num_ranks <= 1024 and num_experts <= 2048 and top_k <= 32, "too many ranks, experts or choices")
         is_exact = do_cpu_sync is None or do_cpu_sync
-        told = self.launch(
+        values = self.launch(
             "dispatch", (num_experts, top_k, hidden, limit, is_exact), (copied(x), topk_idx, topk_weights)
         )
         own = self.own_experts(num_experts)
@@ -553,7 +555,7 @@ class ElasticBuffer(Kernels):
         for expert in own:
             pairs = [
                 (source, token, chosen.index(expert))
-                for source, (_, its_ids, _) in enumerate(told)
+                for source, (_, its_ids, _) in enumerate(values)
                 for token, chosen in enumerate(its_ids.tolist())
                 if expert in chosen
             ]
@@ -562,8 +564,8 @@ class ElasticBuffer(Kernels):
             counts.append(len(pairs))
             for source, token, k in pairs:
                 route.places.append((source, token, k, len(rows)))
-                rows.append(tuple(part[token] for part in told[source][0]))
-                weights.append(float(told[source][2][token, k]))
+                rows.append(tuple(part[token] for part in values[source][0]))
+                weights.append(float(values[source][2][token, k]))
         if is_exact:
             self.timeline.append("host waited")  # for the counts
         num_rows = len(rows) if is_exact else self.num_ranks * limit * min(top_k, len(own))
@@ -615,14 +617,14 @@ class ElasticBuffer(Kernels):
             on_rank.setdefault((source, token), []).append((k, x[place]))
         of_token = [[row for _, row in sorted(rows, key=lambda pair: pair[0])] for rows in on_rank.values()]
         sent = [*map(added, of_token)], [*on_rank]
-        told = self.launch("combine", (route.num_experts, route.top_k, hidden), sent)
+        values = self.launch("combine", (route.num_experts, route.top_k, hidden), sent)
         combined = torch.full((route.num_tokens, hidden), torch.nan, dtype=torch.bfloat16)
 
         def arrive() -> None:
             for token in range(route.num_tokens):
                 parts = [
                     row
-                    for rows, tokens in told
+                    for rows, tokens in values
                     for row, of_token in zip(rows, tokens, strict=True)
                     if of_token == (self.rank, token)
                 ]
@@ -633,7 +635,7 @@ class ElasticBuffer(Kernels):
 
 
 def stand_in(*offers: type) -> ModuleType:
-    """The package, with some of `Buffer`, `FirstBuffer` and `ElasticBuffer`."""
+    """Return the package with these classes: `Buffer`, `FirstBuffer`, `ElasticBuffer`."""
     module = ModuleType("deep_ep")
     module.topk_idx_t = torch.int64  # type: ignore[attr-defined]
     for offered in offers:
@@ -642,14 +644,14 @@ def stand_in(*offers: type) -> ModuleType:
 
 
 def check_route(route: Route) -> None:
-    """A dispatch is combined once, after it has arrived."""
+    """Check that a dispatch is combined once, after its wait."""
     need(route.is_waited, "combine of a dispatch that was not waited for")
     need(not route.is_combined, "combined twice")
     route.is_combined = True
 
 
 def added(rows: list[Tensor]) -> Tensor:
-    """In float32, rounded once."""
+    """Add rows in float32 and round once."""
     total = torch.zeros(rows[0].shape)
     for row in rows:
         total += row.float()
@@ -657,7 +659,7 @@ def added(rows: list[Tensor]) -> Tensor:
 
 
 def quantised(row: Tensor) -> tuple[Tensor, Tensor]:
-    """A row in float8, and the scales of its blocks."""
+    """Return a row in float8 and the scales of its blocks."""
     blocks = row.float().view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1).clamp(1e-4) / 448
     return (blocks / scales[:, None]).to(FLOAT8).flatten(), scales
@@ -672,7 +674,7 @@ def copied(x: Rows) -> tuple[Tensor, ...]:
 
 
 def garbage(like: Rows, num_rows: int) -> Rows:
-    """Rows that nobody has written."""
+    """Return unwritten rows."""
 
     def of_one(x: Tensor) -> Tensor:
         return torch.full((num_rows, x.shape[1]), torch.nan).to(x.dtype)
@@ -687,7 +689,7 @@ def fill(x: Rows, places: Sequence[int], rows: list[tuple[Tensor, ...]]) -> None
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Bit by bit."""
+    """Return true if two tensors are equal bit by bit."""
     if one is None or other is None:
         return one is other
     if one.dtype != other.dtype or one.shape != other.shape:
@@ -696,7 +698,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def exchange(group: Any, value: Any) -> list[Any]:
-    """The values of all ranks."""
+    """Return the values of all ranks."""
     written = io.BytesIO()
     torch.save(value, written)
     own = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)

@@ -1,8 +1,7 @@
-"""Moves the border between small and large steps of dispatch, here or in the ranks of an engine.
+"""Changes the limit of small dispatch steps, in this process or in the ranks of an engine.
 
-The models of the tests are so narrow that all their steps would be small. With a border of MIDDLE tokens the steps of
-all but the shortest prompts are large and decode steps of a few requests small, so both ways are taken, and requests
-change from one to the other.
+Test models are so narrow that all their steps would be small. With a limit of MIDDLE tokens most prefill steps are
+large and decode steps of a few requests are small, so both paths run.
 
 In the ranks of an engine tests/sitecustomize.py calls `plant`. This file is imported by tests and by ranks.
 """
@@ -19,7 +18,7 @@ MIDDLE = 8  # tokens of all ranks
 
 
 def bytes_of_tokens(folder: str | Path, num_tokens: int, dtype: str = "float32") -> int:
-    """What so many tokens of a model take in dispatch, as dispatchers count."""
+    """Return the bytes of this many tokens in dispatch, as dispatchers count them."""
     from moeserve.models.registry import describe
     from moeserve.planner.layout import BYTES_OF_DTYPE
 
@@ -29,10 +28,10 @@ def bytes_of_tokens(folder: str | Path, num_tokens: int, dtype: str = "float32")
 
 
 def border(max_small_bytes: int | None, note: Callable[[bool], None]) -> ExitStack:
-    """Moves the border in this process until the end of the context. None: leaves it where it is.
+    """Change the limit in this process until the end of the context. None: keep it.
 
     Args:
-        note: told whenever a layer of several ranks has computed a step, whether that was a small one.
+        note: called after each layer of several ranks, with true if the step was small.
     """
     from unittest import mock
 
@@ -52,11 +51,11 @@ def border(max_small_bytes: int | None, note: Callable[[bool], None]) -> ExitSta
 
 
 def check_ways(num_tokens: Sequence[int], ways: Sequence[bool], max_small_tokens: int | None) -> None:
-    """Each layer took the small way where a step had so few tokens, and if the border is between them, both were taken.
+    """Check that exactly the steps with few tokens were small, and that both kinds occurred at the limit MIDDLE.
 
     Args:
         num_tokens: of all ranks, by step.
-        ways: what one rank noted: by step and layer, whether it was small.
+        ways: by step and layer, true if it was small.
     """
     num_layers = len(ways) // len(num_tokens)
     expected = [
@@ -69,7 +68,7 @@ def check_ways(num_tokens: Sequence[int], ways: Sequence[bool], max_small_tokens
 
 
 class PlantedBorder:
-    """The border in the ranks that are started from now on, and the ways that they took, as the test sees it."""
+    """A limit for all ranks that are started from now on, and a record of their steps."""
 
     def __init__(self, folder: Path, max_small_bytes: int | None) -> None:
         """
@@ -81,12 +80,12 @@ class PlantedBorder:
         self.environment = {"MOESERVE_TEST_PLANT": f"small_steps:{folder}"}
 
     def ways(self) -> set[bool]:
-        """Those that any rank took until now."""
+        """Return the kinds of steps that any rank has run."""
         return {is_small for is_small in (False, True) if (self.folder / _file_name(is_small)).exists()}
 
 
 def plant(name: str, folder: str) -> None:
-    """Plant the border in a rank, for its whole life."""
+    """Set the limit in a rank, for its whole life."""
     max_small_bytes = json.loads(Path(folder, "border.json").read_text())
     border(max_small_bytes, lambda is_small: Path(folder, _file_name(is_small)).touch())
 

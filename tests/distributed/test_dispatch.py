@@ -1,4 +1,4 @@
-"""Dispatch among ranks, byte for byte against a loop over pairs, whatever the routing; and what travels for it."""
+"""Dispatch between ranks, byte for byte against a loop over pairs, and the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch import allgather
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
-from moeserve.moe.dispatch.base import Dispatcher, PackedTokens, SlottedTokens
+from moeserve.moe.dispatch.base import Dispatcher, PackedTokens
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.moe.dispatch.local import LocalDispatcher
 from moeserve.moe.layer import MoEConfig, MoELayer
@@ -44,7 +44,7 @@ DISTRIBUTED = ["allgather", "all_to_all"]
 
 @dataclass(frozen=True)
 class Case:
-    """A step: where the experts are, and the experts of each token of each rank."""
+    """A step: the placement, and the experts of each token of each rank."""
 
     logical_of_slot: list[list[int]]
     num_logical: int
@@ -68,7 +68,7 @@ class Case:
         return torch.tensor(self.experts[rank], dtype=torch.int64).reshape(-1, self.top_k)
 
     def tokens(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Hidden states and weights of a rank's tokens."""
+        """Return the hidden states and router weights of a rank's tokens."""
         generator = torch.Generator().manual_seed(rank)
         num_tokens = len(self.experts[rank])
         hidden_TD = torch.randn(num_tokens, WIDTH, generator=generator).to(getattr(torch, self.dtype))
@@ -77,14 +77,14 @@ class Case:
 
 @dataclass(frozen=True)
 class StepOf:
-    """All that dispatch, or a layer of experts, reads of a step."""
+    """The fields of a step that dispatch and a layer of experts read."""
 
     tokens_per_rank: tuple[int, ...]
     padding: None = None
 
 
 def expert_output(rows_RD: Tensor, logical: int) -> Tensor:
-    """A network whose bytes do not depend on how many rows it gets at once, unlike those of torch's products."""
+    """An expert network whose result for a row does not depend on the number of rows, unlike torch's products."""
     return rows_RD * (1.0 + 0.37 * logical) - 0.11 * (logical + 1) * rows_RD.abs()
 
 
@@ -98,43 +98,38 @@ def make_dispatcher(name: str, group: Any, placement: Placement) -> Dispatcher[A
             return AllToAllDispatcher(group, placement, cpu_context())
 
 
-def check_expected_rows(tokens: PackedTokens | SlottedTokens, case: Case, rank: int) -> None:
-    """What the work of experts is cut by: all rows, or where most are spare, the slots' share of the step's pairs."""
-    match tokens:
-        case PackedTokens(has_spare_rows=False):
-            assert tokens.expected_rows is None
-        case PackedTokens():
-            num_slots = [*map(len, case.logical_of_slot)]
-            num_pairs = sum(map(len, case.experts)) * case.top_k
-            assert tokens.expected_rows == math.ceil(Fraction(num_pairs * num_slots[rank], sum(num_slots)))
-        case SlottedTokens():
-            assert tokens.expected_rows == int(tokens.counts_e.sum())
+def check_expected_rows(tokens: PackedTokens, case: Case, rank: int) -> None:
+    """Check the estimate: none if all rows count, else the slots' share of the step's pairs."""
+    num_slots = [*map(len, case.logical_of_slot)]
+    num_pairs = sum(map(len, case.experts)) * case.top_k
+    share = math.ceil(Fraction(num_pairs * num_slots[rank], sum(num_slots)))
+    assert tokens.expected_rows == (share if tokens.has_spare_rows else None)
 
 
 def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, list[int]]:
-    """One rank's part of a step: its outputs, and how many rows each of its physical experts had."""
+    """Run one rank's part of a step. Return its outputs and the rows of each of its physical experts."""
     hidden_TD, weights_TK = case.tokens(group.rank_in_group)
     routing = Routing(case.experts_TK(group.rank_in_group), weights_TK)
-    arrived = dispatcher.dispatch(hidden_TD, routing, case.step).wait()
-    counts = arrived.tokens.counts_e.tolist()
-    logical = case.logical_of_slot[group.rank_in_group]
-    check_expected_rows(arrived.tokens, case, group.rank_in_group)
-    match arrived.tokens:
-        case PackedTokens(rows_RD=rows_RD):
-            output = torch.full_like(rows_RD, torch.nan)  # where nobody computes
-            output[: sum(counts)] = rows_RD[: sum(counts)]
-            for expert, rows in zip(logical, output[: sum(counts)].split(counts), strict=True):
-                rows.copy_(expert_output(rows, expert))
-        case SlottedTokens(slots_eSD=slots_eSD):
-            output = torch.full_like(slots_eSD, torch.nan)
-            for slot, (expert, count) in enumerate(zip(logical, counts, strict=True)):
-                assert not slots_eSD[slot, count:].any()
-                output[slot, :count] = expert_output(slots_eSD[slot, :count], expert)
-    return dispatcher.combine(output, arrived.handle).wait(), counts
+    dispatched = dispatcher.dispatch(hidden_TD, routing, case.step).wait()
+    tokens = dispatched.tokens
+    assert isinstance(tokens, PackedTokens)
+    check_expected_rows(tokens, case, group.rank_in_group)
+    counts = tokens.counts_e.tolist()
+    output = compute(tokens.rows_RD, counts, case.logical_of_slot[group.rank_in_group])
+    return dispatcher.combine(output, dispatched.handle).wait(), counts
+
+
+def compute(rows_RD: Tensor, counts: list[int], experts: list[int]) -> Tensor:
+    """Return the experts' outputs, with NaN in the spare rows."""
+    output = torch.full_like(rows_RD, torch.nan)
+    output[: sum(counts)] = rows_RD[: sum(counts)]
+    for expert, rows in zip(experts, output[: sum(counts)].split(counts), strict=True):
+        rows.copy_(expert_output(rows, expert))
+    return output
 
 
 def expected(case: Case, rank: int) -> Tensor:
-    """Token by token, pair by pair: outputs times weights, added in float32 in the order of k. Padding gives 0."""
+    """Return weighted outputs, token by token, added in float32 in the order of k. Padding adds 0."""
     hidden_TD, weights_TK = case.tokens(rank)
     total_TD = torch.zeros_like(hidden_TD)
     for token, experts in enumerate(case.experts[rank]):
@@ -151,7 +146,7 @@ def bytes_of(x: Tensor) -> tuple[str, torch.Size, list[int]]:
 
 
 def check_counts(case: Case, counts: list[list[int]]) -> None:
-    """Every pair was computed once, by an expert that it was for; copies took turns."""
+    """Check that each pair was computed once, by a copy of its expert."""
     chosen = [expert for tokens in case.experts for experts in tokens for expert in experts]
     for logical, copies in enumerate(case.placement.physical_of_logical):
         flat = [count for of_rank in counts for count in of_rank]
@@ -161,7 +156,7 @@ def check_counts(case: Case, counts: list[list[int]]) -> None:
 ONE_RANK = [[0, 1, 2, 3]]
 TWO_RANKS = [[0, 1], [2, 3]]
 UNEVEN = [[2], [], [0, 3, 1]]
-REPLICAS = [[0, 1], [0, 2], [3, 0]]
+COPIES = [[0, 1], [0, 2], [3, 0]]
 CASES = {
     "one rank": Case(ONE_RANK, 4, [[[0, 3], [1, 0]]], 2),
     "all tokens to one expert": Case(TWO_RANKS, 4, [[[2]] * 7, [[2]] * 5], 1),
@@ -174,7 +169,7 @@ CASES = {
     "padding": Case(TWO_RANKS, 4, [[[-1, -1], [0, 3], [-1, -1]], [[-1, -1]]], 2, "bfloat16"),
     "padding in a pair": Case(TWO_RANKS, 4, [[[-1, 2], [0, -1]], [[1, 0]]], 2),
     "a rank without experts": Case(UNEVEN, 4, [[[0, 1]], [[2, 3], [3, 0]], [[1, 2]]], 2),
-    "copies": Case(REPLICAS, 4, [[[0, 1], [0, 3]], [[0, 2]], [[3, 0], [0, 1], [2, 0]]], 2, "bfloat16"),
+    "copies": Case(COPIES, 4, [[[0, 1], [0, 3]], [[0, 2]], [[3, 0], [0, 1], [2, 0]]], 2, "bfloat16"),
     "eight of eight": Case([[0, 5, 6], [1], [2, 3, 4, 7]], 8, [[[*range(8)]], [], [[*range(7, -1, -1)]] * 3], 8),
 }
 
@@ -188,7 +183,7 @@ def test_cases(case: Case, dispatcher: str, is_small: bool) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any number of experts, with copies, on any ranks; any tokens, some of them padding."""
+    """Draw experts with copies on any ranks, and tokens of which some are padding."""
     num_ranks, num_logical = draw(st.integers(1, 5)), draw(st.integers(1, 10))
     chance = random.Random(draw(st.integers(0, 2**32)))
     slots = [*range(num_logical), *chance.choices(range(num_logical), k=draw(st.integers(0, 6)))]
@@ -196,7 +191,7 @@ def cases(draw: st.DrawFn) -> Case:
     for logical in chance.sample(slots, len(slots)):
         logical_of_slot[chance.randrange(num_ranks)].append(logical)
     top_k = draw(st.integers(1, min(8, num_logical)))
-    favoured = draw(st.integers(top_k, num_logical))  # experts beyond these get nothing
+    favoured = draw(st.integers(top_k, num_logical))  # the other experts get no tokens
     padding = draw(st.sampled_from([0.0, 0.3]))
     experts = []
     for _ in range(num_ranks):
@@ -206,24 +201,24 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases(), st.sampled_from(DISTRIBUTED), st.booleans())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 def test_any_case(case: Case, dispatcher: str, is_small: bool) -> None:
     check(case, dispatcher, is_small)
 
 
 def of_size(is_small: bool) -> Any:
-    """Makes every step a small one, or none."""
+    """Make every step small, or none."""
     return mock.patch.object(allgather, "MAX_SMALL_BYTES", 2**19 if is_small else -1)
 
 
 def check(case: Case, name: str, is_small: bool) -> None:
-    def life(group: ThreadGroup) -> tuple[Tensor, list[int], list[Record]]:
+    def serve_rank(group: ThreadGroup) -> tuple[Tensor, list[int], list[Record]]:
         dispatcher = make_dispatcher(name, group, case.placement)
         output_TD, counts = serve(group, case, dispatcher)
         return output_TD, counts, group.records
 
     with of_size(is_small):
-        ranks = run(case.num_ranks, life)
+        ranks = run(case.num_ranks, serve_rank)
     for rank, (output_TD, _, records) in enumerate(ranks):
         assert bytes_of(output_TD) == bytes_of(expected(case, rank))
         assert [(r.operation, r.dtype) for r in records] == [(r.operation, r.dtype) for r in ranks[0][2]]
@@ -237,13 +232,13 @@ def check(case: Case, name: str, is_small: bool) -> None:
 
 
 def check_that_each_pair_has_one_term(by_rank: list[list[Record]]) -> None:
-    """What comes back is a sum over the ranks, and may not be rounded."""
+    """Check that the reduce-scatter adds only one non-zero term, so that nothing is rounded."""
     terms = torch.stack([torch.cat(records[-1].sent).ne(0).any(dim=1) for records in by_rank])
     assert terms.sum(0).le(1).all()
 
 
 def check_traffic(case: Case, name: str, by_rank: list[list[Record]]) -> None:
-    """Of hidden states, one row for each rank that needs it, or every row; of outputs, one row for each pair."""
+    """Check the rows sent: hidden states once to each rank that needs them or to all, outputs once for each pair."""
     operations = [record.operation for record in by_rank[0]]
     num_pairs = sum(expert >= 0 for tokens in case.experts for experts in tokens for expert in experts)
     assert sum(len(sent) for records in by_rank for sent in records[-1].sent) == num_pairs
@@ -263,7 +258,7 @@ def check_traffic(case: Case, name: str, by_rank: list[list[Record]]) -> None:
 
 @pytest.mark.parametrize("name", ["local", *DISTRIBUTED])
 @pytest.mark.parametrize("case", [c for c in CASES.values() if c.num_ranks == 1], ids=["one rank"])
-def test_a_group_of_one(case: Case, name: str) -> None:
+def test_group_of_one(case: Case, name: str) -> None:
     group = group_of_one("ep")
     output_TD, counts = serve(group, case, make_dispatcher(name, group, case.placement))
     assert bytes_of(output_TD) == bytes_of(expected(case, 0))
@@ -274,12 +269,12 @@ def test_local_with_copies_and_padding() -> None:
     case = Case([[0, 1, 0, 2]], 3, [[[0, 1], [-1, -1], [0, 2], [1, -1]]], 2, "bfloat16")
     output_TD, counts = serve(group_of_one("ep"), case, make_dispatcher("local", None, case.placement))
     assert bytes_of(output_TD) == bytes_of(expected(case, 0))
-    assert counts == [2, 2, 0, 1]  # tokens 0 and 2 take the first copy, token 1, which is padding, would the second
+    assert counts == [2, 2, 0, 1]  # tokens 0 and 2 use the first copy; token 1 is padding
     assert not output_TD[1].any()
 
 
 def test_copies_take_turns() -> None:
-    """Also where each rank has a single token, as in decoding."""
+    """Copies take turns over all ranks, also if each rank has a single token, as in decode steps."""
     for tokens in ([[[0]] * 8, [], [], []], [[[0]]] * 4, [[[0]] * 3, [[0]], [[0]] * 4, []]):
         case = Case([[0], [0, 1], [0], [0]], 2, tokens, 1)
         ranks = run(
@@ -289,17 +284,17 @@ def test_copies_take_turns() -> None:
         assert [counts for _, counts in ranks] == [[num_each], [num_each, 0], [num_each], [num_each]]
 
 
-def test_bytes_that_travel() -> None:
-    """Four ranks, one expert each, 8 tokens each for experts 0 and 1: rows go to ranks 0 and 1 alone."""
+def test_bytes_sent() -> None:
+    """Four ranks with one expert each send 8 tokens each to experts 0 and 1: rows go to ranks 0 and 1 only."""
     case = Case([[0], [1], [2], [3]], 4, [[[0, 1]] * 8] * 4, 2, "bfloat16")
 
     def traffic(name: str, is_small: bool = False) -> list[int]:
-        def life(group: ThreadGroup) -> list[Record]:
+        def serve_rank(group: ThreadGroup) -> list[Record]:
             serve(group, case, make_dispatcher(name, group, case.placement))
             return group.records
 
         with of_size(is_small):
-            by_rank = run(4, life)
+            by_rank = run(4, serve_rank)
         num_bytes = [0] * len(by_rank[0])
         for source, records in enumerate(by_rank):
             for index, record in enumerate(records):
@@ -315,7 +310,7 @@ def test_bytes_that_travel() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_which_steps_are_small(dtype: torch.dtype) -> None:
-    """All tokens of all ranks count, so ranks agree."""
+    """The tokens of all ranks count, so that ranks agree."""
     dispatcher = AllToAllDispatcher(cast(Any, ThreadGroup(Table(2), 0)), CASES["one token"].placement, cpu_context())
     most = allgather.MAX_SMALL_BYTES // (4 * WIDTH * dtype.itemsize)
     routing = Routing(torch.zeros(3, 4, dtype=torch.int64), torch.ones(3, 4))
@@ -324,8 +319,8 @@ def test_which_steps_are_small(dtype: torch.dtype) -> None:
         assert dispatcher.for_small_steps.is_small(torch.zeros(3, WIDTH, dtype=dtype), routing, step) == is_small
 
 
-class Asking(TorchFunctionMode):
-    """Notes what makes the host wait for a GPU: numbers that it reads, and results as large as the numbers say."""
+class HostWaits(TorchFunctionMode):
+    """Records operations that would make the host wait for a GPU."""
 
     WAITING = frozenset(
         {"tolist", "item", "numpy", "cpu", "__int__", "__bool__", "__index__"}
@@ -334,18 +329,18 @@ class Asking(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.names: list[str] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         is_mask = name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool
         if name in self.WAITING or is_mask:
-            self.asked.append(name)
+            self.names.append(name)
         return function(*args, **(kwargs or {}))
 
 
 class PairsOfGpu:
-    """As on a GPU: each is a kernel, and only `sort` waits for it."""
+    """Pair kernels as on a GPU, where only `sort` makes the host wait."""
 
     def __init__(self, pairs: PairKernels) -> None:
         self.pairs = pairs
@@ -364,37 +359,31 @@ class PairsOfGpu:
 @pytest.mark.parametrize("is_small", [False, True])
 @pytest.mark.parametrize("name", DISTRIBUTED)
 @pytest.mark.parametrize("case_name", ["copies", "padding", "a rank without tokens"])
-def test_the_host_asks_once(case_name: str, name: str, is_small: bool) -> None:
-    """In a large step for all sizes at once, on the way there; in a small one, never."""
+def test_host_waits_once(case_name: str, name: str, is_small: bool) -> None:
+    """The host waits once in the dispatch of a large step, and never in a small one."""
     case = CASES[case_name]
 
-    def life(group: ThreadGroup) -> tuple[list[str], Tensor]:
+    def serve_rank(group: ThreadGroup) -> tuple[list[str], Tensor]:
         dispatcher = cast(Any, make_dispatcher(name, group, case.placement))
         dispatcher.exchange.pairs = PairsOfGpu(dispatcher.exchange.pairs)
         hidden_TD, weights_TK = case.tokens(group.rank_in_group)
         routing = Routing(case.experts_TK(group.rank_in_group), weights_TK)
-        with Asking() as mode:
-            arrived = dispatcher.dispatch(hidden_TD, routing, case.step).wait()
-        counts = arrived.tokens.counts_e.tolist()
-        output = torch.full_like(arrived.tokens.rows_RD, torch.nan)
-        rows = arrived.tokens.rows_RD[: sum(counts)].split(counts)
-        parts = [
-            expert_output(part, expert)
-            for expert, part in zip(case.logical_of_slot[group.rank_in_group], rows, strict=True)
-        ]
-        output[: sum(counts)] = torch.cat([*parts, output[:0]])
+        with HostWaits() as mode:
+            dispatched = dispatcher.dispatch(hidden_TD, routing, case.step).wait()
+        counts = dispatched.tokens.counts_e.tolist()
+        output = compute(dispatched.tokens.rows_RD, counts, case.logical_of_slot[group.rank_in_group])
         with mode:
-            output_TD = dispatcher.combine(output, arrived.handle).wait()
-        return mode.asked, output_TD
+            output_TD = dispatcher.combine(output, dispatched.handle).wait()
+        return mode.names, output_TD
 
     with of_size(is_small):
-        for rank, (asked, output_TD) in enumerate(run(case.num_ranks, life)):
-            assert asked == ([] if is_small else ["tolist"])
+        for rank, (names, output_TD) in enumerate(run(case.num_ranks, serve_rank)):
+            assert names == ([] if is_small else ["tolist"])
             assert bytes_of(output_TD) == bytes_of(expected(case, rank))
 
 
-def test_what_graphs_know_by_its_address_stays() -> None:
-    """Graphs of small steps are replayed after a larger one has come: what they read may not have been given up."""
+def test_tensors_of_captured_steps_stay_alive() -> None:
+    """Graphs of small steps are replayed after larger steps, so the memory that they read must not be freed."""
     case = CASES["one rank"]
     dispatcher = AllGatherDispatcher(group_of_one("ep"), case.placement, cpu_context())
 
@@ -404,9 +393,9 @@ def test_what_graphs_know_by_its_address_stays() -> None:
             Routing(torch.zeros(num_tokens, 2, dtype=torch.int64) + torch.arange(2), torch.ones(num_tokens, 2)),
         )
         step = cast(StepInputs, StepOf((num_tokens,)))
-        arrived = dispatcher.dispatch(hidden_TD, routing, step).wait()
-        assert isinstance(arrived.tokens, PackedTokens)
-        returned = dispatcher.combine(arrived.tokens.rows_RD, arrived.handle)
+        dispatched = dispatcher.dispatch(hidden_TD, routing, step).wait()
+        assert isinstance(dispatched.tokens, PackedTokens)
+        returned = dispatcher.combine(dispatched.tokens.rows_RD, dispatched.handle)
         assert isinstance(returned, allgather.SmallOutput)
         assert returned.pairs_p.tolist() == [*range(2 * num_tokens)]
         return returned.pairs_p.data_ptr()
@@ -417,17 +406,18 @@ def test_what_graphs_know_by_its_address_stays() -> None:
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_which_steps_graphs_hold(name: Any) -> None:
-    """Those in which the rows of all pairs, as padded steps send them, are not more than a graph is worth."""
+def test_capturable_steps(name: Any) -> None:
+    """A step is captured if the rows of all pairs, which padded steps send, are few enough."""
     config = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), expert_width=6)
     placement = CASES["one token"].placement
     group = cast(Any, ThreadGroup(Table(2), 0))
-    layer = MoELayer(config, 64, placement, TorchDispatchers(name, group, cpu_context()), cpu_context(torch.bfloat16))
+    context = cpu_context(torch.bfloat16)
+    layer = MoELayer(config, 64, placement, TorchDispatchers(name, group, context), context)
     most = allgather.MAX_CAPTURED_BYTES // (2 * 64 * 2)
     assert layer.is_capturable((most // 2, most // 2))
     assert not layer.is_capturable((most // 2, most // 2 + 1))
-    one = TorchDispatchers("local", group_of_one("ep"), cpu_context())
-    alone = MoELayer(config, 64, Placement.even(4, 1), one, cpu_context(torch.bfloat16))
+    one = TorchDispatchers("local", group_of_one("ep"), context)
+    alone = MoELayer(config, 64, Placement.even(4, 1), one, context)
     assert alone.is_capturable((2 * most,))
 
 
@@ -438,7 +428,7 @@ def test_which_steps_graphs_hold(name: Any) -> None:
     ids=["uneven", "redundant", "by load"],
 )
 def test_layer(dispatcher: Any, placement: Placement) -> None:
-    """The whole layer, with real experts and shared ones, equals that of one rank to within rounding."""
+    """The whole layer, with experts and shared experts, equals that of one rank within rounding."""
     torch.manual_seed(0)
     config = MoEConfig(
         router=RouterConfig(num_experts=10, top_k=3, is_normalized=True),
@@ -446,12 +436,9 @@ def test_layer(dispatcher: Any, placement: Placement) -> None:
         has_expert_bias=True,
         shared=SharedExpertsConfig(width=7, is_gated=True),
     )
+    context = cpu_context()
     whole = MoELayer(
-        config,
-        WIDTH,
-        Placement.even(10, 1),
-        TorchDispatchers("local", group_of_one("ep"), cpu_context()),
-        cpu_context(),
+        config, WIDTH, Placement.even(10, 1), TorchDispatchers("local", group_of_one("ep"), context), context
     )
     allocate_weights(whole)
     for weight in whole.parameters():
@@ -459,8 +446,8 @@ def test_layer(dispatcher: Any, placement: Placement) -> None:
     hidden = torch.randn(13, WIDTH).split([5, 0, 1, 7])
     expected = whole(torch.cat(hidden), cast(Any, StepOf((13,)))).split([5, 0, 1, 7])
 
-    def life(group: Any) -> Tensor:
-        layer = MoELayer(config, WIDTH, placement, TorchDispatchers(dispatcher, group, cpu_context()), cpu_context())
+    def serve_rank(group: Any) -> Tensor:
+        layer = MoELayer(config, WIDTH, placement, TorchDispatchers(dispatcher, group, context), context)
         allocate_weights(layer)
         slots = list(placement.logical_of_slot[group.rank_in_group])
         assert layer.experts.gate_up.open.weight_eOI.shape == (len(slots), 12, WIDTH)
@@ -469,13 +456,13 @@ def test_layer(dispatcher: Any, placement: Placement) -> None:
         with torch.inference_mode():
             return layer(hidden[group.rank_in_group], cast(Any, StepOf((5, 0, 1, 7))))
 
-    for one, other in zip(run(4, life), expected, strict=True):
+    for one, other in zip(run(4, serve_rank), expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_on_processes(ranks: Ranks, num_ranks: int) -> None:
-    """The groups that serve, with the order of their collectives checked."""
+    """Dispatch in processes, over the groups that serve, with the order of collectives checked."""
     chosen = [asdict(case) for case in CASES.values() if case.num_ranks == num_ranks]
     assert chosen
     for mismatches in ranks.run(num_ranks, "test_dispatch:mismatches_on_this_rank", cases=chosen):

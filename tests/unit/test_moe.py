@@ -23,7 +23,7 @@ from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
 from moeserve.ops.interfaces import ClampedSwiGLU, RouterConfig
 
-NO_STEP = cast(Any, SimpleNamespace(padding=None))  # local dispatch looks at nothing else
+NO_STEP = cast(Any, SimpleNamespace(padding=None))  # the only field that local dispatch reads
 CPU = torch.device("cpu")
 
 
@@ -74,7 +74,7 @@ def test_layer(num_tokens: int, num_experts: int, top_k: int, width: int, expert
     )
 
 
-def test_bf16_is_as_close_as_rounding_allows() -> None:
+def test_bf16_is_within_rounding() -> None:
     torch.manual_seed(0)
     layer = make_layer(6, 2, 64, 48, torch.bfloat16)
     hidden_TD = torch.randn(30, 64, dtype=torch.bfloat16)
@@ -136,7 +136,7 @@ def test_experts_with_biases_and_a_clamped_activation() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_experts_on_slots(counts: list[int], has_bias: bool, dtype: torch.dtype, is_packed: bool) -> None:
-    """The same as packed rows, whatever lies in slots without a row: to the byte where weights are packed."""
+    """Slots give the same results as packed rows, whatever unused slots hold; the same bytes with packed weights."""
     torch.manual_seed(sum(counts))
     activation = ClampedSwiGLU(alpha=1.5, limit=0.7)
     experts = Experts(len(counts), 8, 6, activation, cpu_context(dtype), has_bias=has_bias)
@@ -163,31 +163,31 @@ def test_experts_on_slots(counts: list[int], has_bias: bool, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("experts", [[[2]] * 9, [[0], [3], [0], [1]], [[3, 0]], [[1, 2], [2, 1], [0, 3]]])
-def test_dispatch_packs_by_expert_and_combine_puts_back(experts: list[list[int]]) -> None:
-    """All tokens to one expert, experts without tokens, one token, a full batch."""
+def test_dispatch_sorts_by_expert_and_combine_restores(experts: list[list[int]]) -> None:
+    """Cases: all tokens to one expert, experts without tokens, one token, a full batch."""
     experts_TK = torch.tensor(experts)
     hidden_TD = torch.arange(1.0, len(experts) + 1)[:, None].repeat(1, 3)
-    weights_TK = torch.rand(experts_TK.shape)
+    weights_TK = torch.rand(experts_TK.shape, generator=torch.Generator().manual_seed(0))
     dispatcher = LocalDispatcher(Placement.even(4, 1), cpu_context())
-    arrived = dispatcher.dispatch(hidden_TD, Routing(experts_TK, weights_TK), NO_STEP).wait()
+    dispatched = dispatcher.dispatch(hidden_TD, Routing(experts_TK, weights_TK), NO_STEP).wait()
 
-    assert isinstance(arrived.tokens, PackedTokens)
-    assert arrived.tokens.counts_e.tolist() == [sum(row.count(e) for row in experts) for e in range(4)]
+    assert isinstance(dispatched.tokens, PackedTokens)
+    assert dispatched.tokens.counts_e.tolist() == [sum(row.count(e) for row in experts) for e in range(4)]
     sent = sorted((e, t) for t, row in enumerate(experts) for e in row)
-    assert arrived.tokens.rows_RD[:, 0].tolist() == [t + 1.0 for _, t in sent]
+    assert dispatched.tokens.rows_RD[:, 0].tolist() == [t + 1.0 for _, t in sent]
 
     scale_of_expert = torch.tensor([10.0, 100.0, 1000.0, 10000.0])
     expert_of_row = torch.tensor([e for e, _ in sent])
-    output_RD = arrived.tokens.rows_RD * scale_of_expert[expert_of_row][:, None]
-    total_TD = dispatcher.combine(output_RD, arrived.handle).wait()
+    output_RD = dispatched.tokens.rows_RD * scale_of_expert[expert_of_row][:, None]
+    total_TD = dispatcher.combine(output_RD, dispatched.handle).wait()
     torch.testing.assert_close(total_TD, hidden_TD * (scale_of_expert[experts_TK] * weights_TK).sum(1, keepdim=True))
 
 
 def test_combine_adds_in_float32() -> None:
-    """In bf16 the small contributions would vanish beside the large one."""
+    """Adding in bf16 would lose the small terms."""
     experts_TK = torch.tensor([[0, 1, 2]])
     routing = Routing(experts_TK, torch.tensor([[1.0, 1.0, 1.0]]))
     dispatcher = LocalDispatcher(Placement.even(3, 1), cpu_context())
-    arrived = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing, NO_STEP).wait()
+    dispatched = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), routing, NO_STEP).wait()
     output_RD = torch.tensor([[256.0], [0.9], [0.9]], dtype=torch.bfloat16)
-    assert dispatcher.combine(output_RD, arrived.handle).wait().item() == 258.0
+    assert dispatcher.combine(output_RD, dispatched.handle).wait().item() == 258.0

@@ -1,4 +1,4 @@
-"""The router against rules spelled out expert by expert, and against transformers' routers."""
+"""The router against its rules written out for each expert, and against transformers' routers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_router(config: RouterConfig) -> Router:
 
 
 def by_hand(router: Router, token: Tensor) -> dict[int, float]:
-    """Weights of one token by expert."""
+    """Return the weights of one token by expert."""
     config = router.config
     bias = [0.0] * config.num_experts if router.bias is None else router.bias.tolist()
     correction = [0.0] * config.num_experts if router.correction is None else router.correction.tolist()
@@ -89,8 +89,8 @@ def test_routing(name: str, dtype: torch.dtype) -> None:
         assert len(given) == router.config.top_k
 
 
-def test_the_best_experts_come_first() -> None:
-    """`combine` adds in this order, so it must follow from the scores alone."""
+def test_experts_are_in_descending_order() -> None:
+    """`combine` adds in this order, so it must depend on the scores only."""
     torch.manual_seed(0)
     weights_TK = make_router(CONFIGS["qwen"])(torch.randn(20, WIDTH)).weights_TK
     assert weights_TK.equal(weights_TK.sort(dim=-1, descending=True).values)
@@ -132,7 +132,7 @@ def test_against_transformers(name: str, reference_class: type, method: str) -> 
     torch.testing.assert_close(given_TE, expected_TE, atol=1e-5, rtol=1e-5)
 
 
-def test_scores_that_are_all_zero_give_no_nan() -> None:
+def test_zero_scores_give_finite_weights() -> None:
     router = make_router(CONFIGS["kimi"])
     router.weight.fill_(-1e4)
     assert router(torch.full((1, WIDTH), 1.0)).weights_TK.isfinite().all()

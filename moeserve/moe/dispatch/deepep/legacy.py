@@ -1,7 +1,7 @@
 """DeepEP's first API, `Buffer`: normal kernels for large steps and low-latency kernels for small ones, in one buffer.
 
-Based on https://github.com/deepseek-ai/DeepEP: deep_ep/buffer.py of 1.x, deep_ep/buffers/legacy.py of 2.x, and
-docs/legacy.md. Both versions accept the arguments used here. DeepEP's handles are opaque: their fields differ.
+Based on https://github.com/deepseek-ai/DeepEP: deep_ep/buffer.py of 1.x, and deep_ep/buffers/legacy.py of 2.x with its
+document. Both versions accept the arguments used here. DeepEP's handles are opaque: their fields differ.
 """
 
 from __future__ import annotations
