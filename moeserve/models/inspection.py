@@ -1,4 +1,4 @@
-"""What `moeserve inspect` tells of a checkpoint: from its config.json, and the headers of its shards if it has any."""
+"""The report of `moeserve inspect`: a checkpoint's config.json and the headers of its shards, if it has any."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from moeserve.models.summary import Part, summarize
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The shards of a checkpoint."""
+    """The size of a checkpoint's shards."""
 
     num_shards: int
     num_bytes: int
-    bytes_of_dtype: dict[str, int]  # by safetensors' name, such as BF16 or F8_E4M3
+    bytes_of_dtype: dict[str, int]  # keys are safetensors' names, such as BF16 or F8_E4M3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A checkpoint before it is loaded. Bytes are those of the memory that it will take, but for `stored`."""
+    """A checkpoint before it is loaded. Sizes are those in memory, except in `stored`."""
 
     model: str
     architecture: str
@@ -36,7 +36,7 @@ class Inspection:
     num_skipped_layers: int  # multi-token prediction
     num_experts: int  # in each layer that has any
     num_experts_per_token: int
-    shared_expert_width: int  # 0: there are none
+    shared_expert_width: int  # 0: no shared experts
     num_parameters: int
     num_active_parameters: int
     max_position_embeddings: int
@@ -44,20 +44,20 @@ class Inspection:
     dtype: DtypeName
     parts: tuple[Part, ...]
     weight_bytes: int
-    stored_as: str | None  # in words, where the weights are quantised
-    stored: Stored | None  # None: the folder holds no weights, or not all
-    stored_problem: str | None  # why the weights in the folder could not be loaded
-    free_bytes: int  # of this machine's memory
+    stored_as: str | None  # the encoding of quantised weights, in words
+    stored: Stored | None  # None: the folder holds no weights, or they are damaged
+    stored_problem: str | None  # the damage, if any
+    free_bytes: int  # free memory of this machine
 
 
 def inspect(folder: Path, dtype: DtypeName | None) -> Inspection:
-    """Reads config.json, and the headers of the shards.
+    """Read config.json and the headers of the shards.
 
     Args:
-        dtype: what the weights are to be loaded as; None: what the checkpoint says.
+        dtype: the dtype in which weights would be loaded; None: that of the checkpoint.
 
     Raises:
-        CheckpointError: a config that is wrong or not supported, or damaged shards.
+        CheckpointError: the config is wrong or not supported.
     """
     description = describe(folder)
     stored, problem = _stored(folder)
@@ -89,25 +89,25 @@ def inspect(folder: Path, dtype: DtypeName | None) -> Inspection:
 
 
 def as_text(found: Inspection) -> str:
-    """A page for people."""
+    """Return the report as text."""
     num_dense = found.num_layers - found.num_sparse_layers
     layers = f"{found.num_layers}" + (f", {num_dense} of them dense" if num_dense else ", all with experts")
     if found.num_skipped_layers:
-        layers += "; those for multi-token prediction, if there are any, are not loaded"
+        layers += "; layers for multi-token prediction are not loaded"
     shared = f"; shared experts of width {found.shared_expert_width}" if found.shared_expert_width else ""
     context = found.max_position_embeddings
     facts = {
         "family": f"{found.family} ({found.architecture})",
         "layers": layers,
         "experts": f"{found.num_experts} in a layer, {found.num_experts_per_token} per token{shared}",
-        "parameters": f"{_count(found.num_parameters)}, of which a token uses {_count(found.num_active_parameters)} "
-        "(of the embedding one row)",
+        "parameters": f"{_count(found.num_parameters)}, {_count(found.num_active_parameters)} active per token "
+        "(counting one row of the embedding)",
         "KV cache": f"{shown_bytes(found.cache_bytes_per_token)} per token ({found.cache_bytes_per_token} bytes), "
         f"{shown_bytes(found.cache_bytes_per_token * context)} for the longest context of {context} tokens",
         "on disk": _stored_text(found),
         "in memory": f"{shown_bytes(found.weight_bytes)} as {found.dtype}; "
-        f"{shown_bytes(found.free_bytes)} are free on this machine, so it "
-        f"{'fits' if found.weight_bytes <= found.free_bytes else 'does not fit'}",
+        f"{'fits' if found.weight_bytes <= found.free_bytes else 'does not fit'} in this machine's free memory of "
+        f"{shown_bytes(found.free_bytes)}",
     }
     lines = [f"{name:<12}{text}" for name, text in facts.items()]
     lines += ["", f"{'part':<16}{'dtype':<10}{'parameters':>12}{'per token':>12}{'memory':>12}"]
@@ -120,7 +120,7 @@ def as_text(found: Inspection) -> str:
 
 
 def _stored(folder: Path) -> tuple[Stored | None, str | None]:
-    """What the headers say, or what is wrong with the shards."""
+    """Return the size of the shards, or the reason why they cannot be loaded."""
     if not any(folder.glob("*.safetensors*")):
         return None, None
     try:
@@ -140,9 +140,9 @@ def _stored(folder: Path) -> tuple[Stored | None, str | None]:
 
 
 def _stored_text(found: Inspection) -> str:
-    encoding = f"{found.stored_as}, to be dequantised" if found.stored_as else "not quantised"
+    encoding = f"{found.stored_as}, dequantised when loaded" if found.stored_as else "not quantised"
     if found.stored_problem is not None:
-        return f"not to be loaded: {found.stored_problem}; {encoding}"
+        return f"cannot be loaded: {found.stored_problem}; {encoding}"
     if found.stored is None:
         return f"no weights in this folder; {encoding}"
     dtypes = ", ".join(f"{name} {shown_bytes(size)}" for name, size in found.stored.bytes_of_dtype.items())
@@ -156,7 +156,7 @@ def _plural(number: int, word: str) -> str:
 
 
 def _count(number: int) -> str:
-    """12.3 B, 45.6 M, 789 K"""
+    """Return a count as text, such as "12.30 B", "45.60 M" or "789.00 K"."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""`moeserve inspect`: published figures of real models, recounts of checkpoints on disk, and its speed."""
+"""`moeserve inspect`: published figures of real models, sizes of checkpoints on disk, and its speed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the authors of a model publish about it, in billions of parameters, and the values that a token caches."""
+    """Published figures: billions of parameters, and the values that a token caches."""
 
     total: float
     active: float
@@ -137,7 +137,7 @@ def spelled_out(prefix: str, names: str, num_experts: int) -> set[str]:
 
 
 @pytest.mark.parametrize("model", NAMES)
-def test_published_names_are_those_that_the_model_fills(model: str, tmp_path: Path) -> None:
+def test_the_weight_mapping_has_the_published_names(model: str, tmp_path: Path) -> None:
     description = describe(folder_of(tmp_path, PUBLISHED[model]))
     placements = description.model.place_experts(1)
     meta = torch.device("meta")
@@ -171,11 +171,12 @@ def test_a_model_of_256_experts_and_61_layers_in_2_seconds(tmp_path: Path) -> No
     runs = [(timed("-m", "moeserve", "inspect", folder), timed("-c", "import torch")) for _ in range(3)]
     assert min(own[0] for own, _ in runs) < 2.0 or min(own[1] / torch_alone[1] for own, torch_alone in runs) < 2.0
     output = runs[0][0][2]
-    assert "671.03 B, of which a token uses 36.63 B" in output
-    assert "no weights in this folder; fp8 in blocks of 128 x 128, to be dequantised" in output
+    assert "671.03 B" in output
+    assert "36.63 B" in output
+    assert "fp8 in blocks of 128 x 128" in output
 
 
-def test_a_recount_of_what_is_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_equal_those_of_a_checkpoint_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = Qwen2MoeConfig(
         vocab_size=101,
         hidden_size=24,
@@ -202,19 +203,21 @@ def test_a_recount_of_what_is_on_disk(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (found.num_layers, found.num_sparse_layers, found.shared_expert_width) == (3, 2, 23)
 
     assert cli.main(["inspect", str(tmp_path), "--json", "--dtype", "bfloat16"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     routers = 2 * 5 * 24  # these stay in float32
-    assert told["weight_bytes"] == 2 * num_parameters + 2 * routers
-    assert told["family"] == "Qwen2-MoE"
+    assert report["weight_bytes"] == 2 * num_parameters + 2 * routers
+    assert report["family"] == "Qwen2-MoE"
 
 
-def test_what_is_wrong_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_config_is_reported_with_key_and_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path, DEEPSEEK_V3 | {"num_experts_per_tok": 300})
     assert cli.main(["inspect", str(folder)]) == 1
-    assert "num_experts_per_tok=300 is more than n_routed_experts=256" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "num_experts_per_tok=300" in message
+    assert "n_routed_experts=256" in message
 
 
-def test_shards_that_cannot_be_read_do_not_hide_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_shards_do_not_hide_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder_of(tmp_path, DEEPSEEK_V3)
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00163.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -222,6 +225,6 @@ def test_shards_that_cannot_be_read_do_not_hide_the_rest(tmp_path: Path, capsys:
         if content is not None:
             (tmp_path / "model-00001-of-00163.safetensors").write_bytes(content)
         assert cli.main(["inspect", str(tmp_path)]) == 0
-        told = capsys.readouterr().out
-        assert says in told
-        assert "671.03 B" in told
+        report = capsys.readouterr().out
+        assert says in report
+        assert "671.03 B" in report
