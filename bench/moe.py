@@ -178,7 +178,7 @@ def start_experts(name: ExpertsName, *, shape: Shape, stack: ExitStack) -> Exper
 def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
     """Return moeserve's experts, with the rows and routing that the adapters give to their engines."""
     device = torch.device("cpu")
-    context = ModelContext(select_kernels(device), groups_of_one_rank(), torch.bfloat16, device)
+    context = ModelContext(select_kernels(device), groups_of_one_rank(), torch.bfloat16, device, quantization)
     pairs = context.kernels.pairs
 
     def make(gate_up_EFD: Tensor, down_EDF: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -186,7 +186,7 @@ def own_experts(shape: Shape, quantization: QuantizationName | None) -> Seconds:
         allocate_weights(experts)
         for weights, source in ((experts.gate_up, gate_up_EFD), (experts.down, down_EDF)):
             weights.open.weight_eOI.copy_(source)
-            weights.pack(quantization)
+            weights.pack()
 
         @torch.inference_mode()
         def run(rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:

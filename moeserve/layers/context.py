@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from moeserve.config.settings import QuantizationName
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.groups import Groups
 from moeserve.ops.interfaces import Kernels
@@ -20,6 +22,8 @@ class ModelContext:
     groups: Groups
     dtype: torch.dtype
     device: torch.device
+    quantization: QuantizationName | None = None
+    has_memory: bool = True  # False: parameters have shapes and dtypes only; see `allocate_parameters`
 
     @property
     def tp(self) -> GroupCoordinator:
@@ -28,5 +32,13 @@ class ModelContext:
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return memory for a weight that a checkpoint will fill, in the model's dtype unless another is given."""
-        memory = self.kernels.allocate_weights(shape, dtype or self.dtype, self.device)
+        dtype = dtype or self.dtype
+        if self.has_memory:
+            memory = self.kernels.allocate_weights(shape, dtype, self.device)
+        else:
+            memory = torch.empty(shape, dtype=dtype, device="meta")
         return nn.Parameter(memory, requires_grad=False)
+
+    def without_memory(self) -> ModelContext:
+        """Return a context for a model whose parameters have no memory yet."""
+        return dataclasses.replace(self, has_memory=False)

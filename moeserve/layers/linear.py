@@ -76,7 +76,7 @@ class OutputHead(nn.Module):
             (1, self.share_sizes[self.tp.rank_in_group], hidden_size),
             context,
             limits=QuantizationLimits(min_bits=8, cuts=None),
-            borrowed=tied_to.weight[None] if tied_to else None,
+            borrow=(lambda: tied_to.weight[None]) if tied_to else None,
         )
 
     @property

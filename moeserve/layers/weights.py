@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from moeserve.config.settings import QuantizationName
 from moeserve.layers.context import ModelContext
 from moeserve.ops.interfaces import GatedActivation, OpenWeights, PackedFormat, PackedWeights, Product
 from moeserve.ops.weight_blocks import BLOCK, CODES, num_blocks
@@ -41,7 +41,7 @@ class Weights(nn.Module):
 
     Args:
         shape: e, O and I.
-        borrowed: memory [e, O, I] of another module to use; it is left as it is.
+        borrow: returns memory [e, O, I] of another module to use; it is left as it is.
     """
 
     memory: nn.Parameter | None  # [e, O, I]
@@ -57,31 +57,42 @@ class Weights(nn.Module):
         has_bias: bool = False,
         activation: GatedActivation | None = None,
         limits: QuantizationLimits = DEFAULT_LIMITS,
-        borrowed: Tensor | None = None,
+        borrow: Callable[[], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape
         self.context = context
         self.activation = activation
         self.limits = limits
-        self.is_borrowed = borrowed is not None
+        self.borrow = borrow
         num_weights, num_outputs, _ = shape
-        self.register_parameter("memory", None if borrowed is None else nn.Parameter(borrowed, requires_grad=False))
+        self.register_parameter("memory", None)
         self.register_parameter("scales", None)
         self.bias = context.parameter(num_weights, num_outputs) if has_bias else None
         self.register_buffer("panels", None)
 
-    def allocate(self, quantization: QuantizationName | None = None) -> None:
+    def allocate(self) -> None:
         """Allocate the memory that a checkpoint fills. Called once."""
         num_weights, num_outputs, num_inputs = self.shape
-        if quantization == "fp8" and self.fits_blocks:
+        if self.context.quantization == "fp8" and self.fits_blocks:
             num_parts = 1 if self.activation is None else 2
             groups = num_parts * num_blocks(num_outputs // num_parts)
             self.memory = self.context.parameter(*self.shape, dtype=CODES)
             self.scales = self.context.parameter(num_weights, groups, num_blocks(num_inputs), dtype=torch.float32)
         elif not self.is_borrowed:
             self.memory = self.context.parameter(*self.shape)
+        self.use_memory()
+
+    def use_memory(self) -> None:
+        """Take products from the open memory, which is there or borrowed now."""
+        if self.borrow is not None:
+            self.memory = nn.Parameter(self.borrow(), requires_grad=False)
         self.product = self.context.kernels.make_product(self.open)
+
+    @property
+    def is_borrowed(self) -> bool:
+        """True if the memory belongs to another module."""
+        return self.borrow is not None
 
     @property
     def fits_blocks(self) -> bool:
@@ -110,9 +121,10 @@ class Weights(nn.Module):
         packing = self.context.kernels.packing
         return self.memory is None or (packing is not None and packing.supports(self.open))
 
-    def format(self, quantization: QuantizationName | None) -> PackedFormat | None:
-        """Return the format in which they are packed; None if they stay open."""
-        weights = self.open
+    @property
+    def packed_format(self) -> PackedFormat | None:
+        """The format in which the weights are packed; None if they stay open."""
+        weights, quantization = self.open, self.context.quantization
         if not self.packs:
             return None
         if quantization is None or self.shape[1] < MIN_QUANTIZED_OUTPUTS:
@@ -120,32 +132,30 @@ class Weights(nn.Module):
         assert quantization != "fp8", "8-bit floats are not packed"
         return "int8" if self.limits.min_bits == 8 else quantization
 
-    def pack(self, quantization: QuantizationName | None) -> None:
+    def pack(self) -> None:
         """Pack the filled weights, in their own memory or with it released. Called once."""
-        packed_format, packing = self.format(quantization), self.context.kernels.packing
+        packed_format, packing = self.packed_format, self.context.kernels.packing
         if packed_format is None or packing is None:
             return
-        weights, in_place = self.open, self.packs_in_place(quantization)
-        self._use(packing.pack(weights, packed_format, in_place=in_place))
-        if not in_place and not self.is_borrowed:
-            # Dropping the parameter is not enough: the loader has views of it until all weights are loaded.
-            weights.weight_eOI.untyped_storage().resize_(0)
+        self._use(packing.pack(self.open, packed_format, in_place=self.packs_in_place))
 
-    def adopt(self, panels: Tensor, quantization: QuantizationName | None) -> None:
+    def adopt(self, panels: Tensor) -> None:
         """Use panels that an earlier start packed from the same weights, instead of `pack`."""
-        packed_format = self.format(quantization)
+        packed_format = self.packed_format
         assert packed_format is not None
         self._use(PackedWeights.from_panels(self.open, packed_format, panels))
 
-    def packs_in_place(self, quantization: QuantizationName | None) -> bool:
+    @property
+    def packs_in_place(self) -> bool:
         """True if packing needs no other memory than that of the open weights."""
-        packed_format, packing = self.format(quantization), self.context.kernels.packing
+        packed_format, packing = self.packed_format, self.context.kernels.packing
         fits = packed_format is not None and packing is not None and packing.fits_in_place(self.open, packed_format)
         return fits and not self.is_borrowed
 
-    def num_packed_bytes(self, quantization: QuantizationName | None) -> int:
-        """Return the bytes of the weights once they are packed; of the open ones if they stay open."""
-        packed_format, packing = self.format(quantization), self.context.kernels.packing
+    @property
+    def num_packed_bytes(self) -> int:
+        """The bytes of the weights once they are packed; of the open ones if they stay open."""
+        packed_format, packing = self.packed_format, self.context.kernels.packing
         if packed_format is None or packing is None:
             return self.open.weight_eOI.nbytes
         return self.shape[0] * packing.num_bytes(self.open, packed_format)
@@ -157,8 +167,20 @@ class Weights(nn.Module):
         self.product = packing.product(packed)
 
 
-def allocate_weights(module: nn.Module, quantization: QuantizationName | None = None) -> None:
+def allocate_weights(module: nn.Module) -> None:
     """Allocate all weights of a module, in the form in which they will be filled."""
     for weights in module.modules():
         if isinstance(weights, Weights):
-            weights.allocate(quantization)
+            weights.allocate()
+
+
+def allocate_parameters(module: nn.Module, context: ModelContext) -> None:
+    """Allocate memory for all parameters of a module that was built from a context without memory."""
+    for part in module.modules():
+        if isinstance(part, Weights) and part.is_borrowed:
+            part.memory = None
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, context.parameter(*parameter.shape, dtype=parameter.dtype))
+    for part in module.modules():
+        if isinstance(part, Weights):
+            part.use_memory()

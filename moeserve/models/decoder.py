@@ -1,4 +1,4 @@
-"""The model that every family is: layers of attention and feed-forward networks between an embedding and a head."""
+"""The decoder of all families: layers of attention and feed-forward networks between an embedding and a head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moeserve.config.settings import QuantizationName
 from moeserve.distributed.mesh import share_of
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig
@@ -31,11 +30,11 @@ from moeserve.step_inputs import StepInputs
 class DecoderLayer(nn.Module):
     """Attention and a feed-forward network, each on the normalised residual stream and added back to it.
 
-    Adding is left to the next norm, which reads the stream anyway. So a layer takes the stream with the update that the
-    layer before it has made, if there is one, and passes the stream on with an update of its own.
+    The next norm does the addition, since it reads the stream anyway. So a layer takes the stream and the update of the
+    layer before it, and returns the stream with its own update.
 
-    Between layers each tp rank has a share of the step's tokens. Attention needs all of them: they are gathered before
-    it, and its sums are divided again after it.
+    Between layers, each tp rank has a share of the step's tokens. They are gathered before attention, and its sums are
+    scattered after it.
     """
 
     def __init__(
@@ -90,12 +89,11 @@ class DenseFeedForward(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One rank's part of the model: tokens in, hidden states out, and logits of the rows that want them.
+    """One rank's part of the model: from token ids to hidden states, and from hidden states to logits.
 
     Args:
-        placements: of each layer that has experts, in order, over the ranks of the ep group; see `place_experts`.
-        dispatchers: carry tokens to the experts of other ranks. The worker closes them.
-        quantization: what the weights are to be filled as.
+        placements: the placement over the ep group of each layer that has experts, in order; see `place_experts`.
+        dispatchers: make the dispatchers that carry tokens to experts of other ranks. The worker closes them.
     """
 
     def __init__(
@@ -104,8 +102,6 @@ class Decoder(nn.Module):
         placements: Sequence[Placement],
         dispatchers: DispatcherFactory,
         context: ModelContext,
-        *,
-        quantization: QuantizationName | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -123,10 +119,10 @@ class Decoder(nn.Module):
         tied_to = self.embedding if config.tie_word_embeddings else None
         self.head = OutputHead(config.vocab_size, size, context, tied_to=tied_to)
         self.rotary = Rotary(config.rotary, context.device)
-        allocate_weights(self, quantization)
+        allocate_weights(self)
 
     def with_one_layer_of_each_kind(self) -> Decoder:
-        """The same model, less deep. A step takes as much memory in it, as layers take theirs one after the other."""
+        """Return the model with fewer layers. A step needs as much memory in it, since layers run one after another."""
         layer_of_config = dict(zip(self.config.layers, self.layers, strict=True))
         shallow = copy.copy(self)
         shallow.layers = list(layer_of_config.values())
@@ -134,7 +130,7 @@ class Decoder(nn.Module):
 
     @property
     def moe_layers(self) -> dict[int, MoELayer]:
-        """Those with experts, by the number of the layer that they are part of."""
+        """The mixture-of-experts layers, by layer number."""
         return {
             index: layer.feed_forward
             for index, layer in enumerate(self.layers)
@@ -142,7 +138,7 @@ class Decoder(nn.Module):
         }
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
-        """Whether a CUDA graph is to hold such a step, padded. All ranks answer alike."""
+        """Return True if a CUDA graph should hold such a step, padded. The answer is the same on all ranks."""
         return all(layer.is_capturable(tokens_per_rank) for layer in self.moe_layers.values())
 
     @property
@@ -150,19 +146,19 @@ class Decoder(nn.Module):
         return sum(layer.attention.cache_bytes_per_token for layer in self.layers)
 
     def make_caches(self, num_blocks: int, block_size: int) -> list[Any]:
-        """One cache per layer, of the kind that its attention writes and reads."""
+        """Return one cache for each layer, of its attention's kind."""
         return [layer.attention.make_cache(num_blocks, block_size) for layer in self.layers]
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
-        """Hidden states [T, D] after the last norm, of all the replica's tokens."""
+        """Return hidden states [T, D] after the last norm, of all tokens of the replica."""
         return self.run_layers(*self.embed(step), caches, step)
 
     def embed(self, step: StepInputs) -> tuple[Tensor, Rotation]:
-        """What the first layer gets."""
+        """Return the inputs of the first layer."""
         return self.embedding(step.token_ids, step.tp_sizes), self.rotary.at(step.positions)
 
     def run_layers(self, hidden_tD: Tensor, rotation: Rotation, caches: list[Any], step: StepInputs) -> Tensor:
-        """From what `embed` gives to what `forward` returns."""
+        """Return the result of `forward` from that of `embed`."""
         update_tD: Tensor | None = None
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             self.groups.set_layer(index)
@@ -172,5 +168,5 @@ class Decoder(nn.Module):
         return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, vocab_size] of hidden states. All tp ranks must ask for the same rows."""
+        """Return logits [T, vocab_size] of hidden states. All tp ranks must pass the same rows."""
         return self.head(hidden_TD)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from moeserve.config.settings import QuantizationName
 from moeserve.layers.weights import Weights
 from moeserve.models.weight_loading import Destination
 
@@ -16,8 +15,7 @@ PACKED_STATE_VERSION = 1  # of the layout of packed weights and of the names in 
 class Packer:
     """Packs each weight as soon as it is fully loaded, so the model is never held twice."""
 
-    def __init__(self, model: nn.Module, quantization: QuantizationName | None) -> None:
-        self._quantization = quantization
+    def __init__(self, model: nn.Module) -> None:
         self._num_missing = {weights: weights.open.weight_eOI.numel() for weights in weights_of(model).values()}
 
     def on_filled(self, place: Destination) -> None:
@@ -29,12 +27,12 @@ class Packer:
         assert self._num_missing[owner] >= 0
         if self._num_missing[owner] == 0:
             del self._num_missing[owner]
-            owner.pack(self._quantization)
+            owner.pack()
 
     def finish(self) -> None:
         """Pack what is not packed yet, when everything is filled."""
         for weights in sorted(self._num_missing, key=lambda weights: weights.is_borrowed):  # those that lend come first
-            weights.pack(self._quantization)
+            weights.pack()
         self._num_missing.clear()
 
 
@@ -46,7 +44,7 @@ def packed_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def adopt_state(model: nn.Module, state: Mapping[str, Tensor], quantization: QuantizationName | None) -> bool:
+def adopt_state(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     """Use the tensors of a packed model instead of filling and packing. Each may have padding at its end.
 
     Return False, and leave the model as it is, if the tensors are not those of this model.
@@ -55,7 +53,7 @@ def adopt_state(model: nn.Module, state: Mapping[str, Tensor], quantization: Qua
     panels = {f"{name}.panels": weights for name, weights in weights_by_name.items() if weights.packs}
     memories = {f"{name}.memory" for name, weights in weights_by_name.items() if weights.packs}
     parameters = {name: weight for name, weight in model.named_parameters() if name not in memories}
-    sizes = {name: weights.num_packed_bytes(quantization) for name, weights in panels.items()}
+    sizes = {name: weights.num_packed_bytes for name, weights in panels.items()}
     sizes |= {name: parameter.nbytes for name, parameter in parameters.items()}
     if state.keys() != sizes.keys() or any(state[name].nbytes < size for name, size in sizes.items()):
         return False
@@ -63,7 +61,7 @@ def adopt_state(model: nn.Module, state: Mapping[str, Tensor], quantization: Qua
     for name, parameter in parameters.items():
         parameter.data = state[name][: sizes[name]].view(parameter.dtype).view(parameter.shape)
     for name, weights in panels.items():
-        weights.adopt(state[name][: sizes[name]].view(weights.shape[0], -1), quantization)
+        weights.adopt(state[name][: sizes[name]].view(weights.shape[0], -1))
     return True
 
 

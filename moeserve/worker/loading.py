@@ -17,6 +17,7 @@ from moeserve.errors import CheckpointError
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.context import ModelContext
+from moeserve.layers.weights import allocate_parameters
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models import registry
 from moeserve.models.checkpoint import Checkpoint, open_checkpoint
@@ -55,23 +56,20 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     placements = tuple(map(Placement.from_json, config.placements)) or description.model.place_experts(
         groups.ep.world_size, loads=config.expert_loads, num_redundant=config.num_redundant_experts
     )
-    context = ModelContext(_select_kernels(config, description, device), groups, dtype, device)
-    memory = loading_memory(
-        description,
-        placements,
-        context,
-        quantization=config.quantization,
-        fills_all_first=config.load_format == "dummy",
+    context = ModelContext(
+        _select_kernels(config, description, device), groups, dtype, device, quantization=config.quantization
     )
+    dispatchers = _open_dispatchers(config, description, placements, context)
+    model = Decoder(description.model, placements, dispatchers, context.without_memory())
+    memory = loading_memory(model, fills_all_first=config.load_format == "dummy")
     wait_for_cache_writers(cancelled_only=True)  # they hold the weights of a deleted model
     free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
     if memory.peak > free:
         raise CheckpointError(_too_large(config, context, memory, free))
     groups.world.barrier()  # collective: all ranks; all measure free memory before any rank fills it
-    dispatchers = _open_dispatchers(config, description, placements, context)
-    model = Decoder(description.model, placements, dispatchers, context, quantization=config.quantization)
+    allocate_parameters(model, context)
     if config.load_format == "dummy":
-        packer = Packer(model, config.quantization)
+        packer = Packer(model)
         fill_randomly(model, config.seed)
         packer.finish()
         return LoadedModel(model.eval())
@@ -86,10 +84,10 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     )
     key = _cache_key(config, context, placements, checkpoint) if is_cached else ""
     if is_cached and (state := cache.load(key)) is not None:
-        if adopt_state(model, state, config.quantization):
+        if adopt_state(model, state):
             return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
         cache.remove(key)
-    packer = Packer(model, config.quantization)
+    packer = Packer(model)
     places = destinations(model, description.family, checkpoint.names)
     load_weights(checkpoint, places, on_filled=packer.on_filled, show_progress=show_progress)
     packer.finish()

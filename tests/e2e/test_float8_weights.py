@@ -67,13 +67,15 @@ def deepseek(original: Callable[[str], Reference], tmp_path_factory: pytest.Temp
     return folder, encoded
 
 
-def built(folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantization: Any = "fp8") -> Decoder:
+def built(
+    folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantization: Any = "fp8", **changes: Any
+) -> Decoder:
     description = registry.describe(folder)
     groups = unconnected(Mesh(tp=tp, dp=dp), rank)
-    context = cpu_context(torch.bfloat16, groups)
+    context = dataclasses.replace(cpu_context(torch.bfloat16, groups), quantization=quantization, **changes)
     dispatchers = TorchDispatchers("local" if tp * dp == 1 else "all_to_all", groups.ep, context)
     placements = description.model.place_experts(tp * dp)
-    return Decoder(description.model, placements, dispatchers, context, quantization=quantization)
+    return Decoder(description.model, placements, dispatchers, context)
 
 
 @torch.inference_mode()
@@ -81,7 +83,7 @@ def loaded(folder: Path, **options: Any) -> Any:
     model = built(folder, **options)
     description = registry.describe(folder)
     checkpoint = open_checkpoint(folder, description.weight_format)
-    packer = Packer(model, options.get("quantization", "fp8"))
+    packer = Packer(model)
     places = destinations(model, description.family, checkpoint.names)
     load_weights(checkpoint, places, on_filled=packer.on_filled, show_progress=False)
     packer.finish()
@@ -151,10 +153,8 @@ def all_bytes(model: Decoder) -> int:
 
 
 def counted(folder: Path, *, tp: int = 1, dp: int = 1, rank: int = 0, quantization: Any = "fp8") -> int:
-    description = registry.describe(folder)
-    groups, placements = unconnected(Mesh(tp=tp, dp=dp), rank), description.model.place_experts(tp * dp)
-    context = dataclasses.replace(cpu_context(torch.bfloat16, groups), kernels=TORCH_KERNELS)
-    memory = loading_memory(description, placements, context, quantization=quantization)
+    model = built(folder, tp=tp, dp=dp, rank=rank, quantization=quantization, has_memory=False, kernels=TORCH_KERNELS)
+    memory = loading_memory(model)
     assert memory.peak == memory.kept
     return memory.kept
 
@@ -310,7 +310,7 @@ def test_dummy_weights_are_as_large_as_others(original: Callable[[str], Referenc
     for weights, others in zip(*(weights_of(model).values() for model in models), strict=True):
         assert torch.equal(bits(weights.open.weight_eOI.data), bits(others.open.weight_eOI.data))
         if weights.scales is not None:
-            size = weights.scales.repeat_interleave(128, 2)[:, :1, : weights.num_inputs]
+            size = weights.scales.repeat_interleave(128, 2)[:, :1, : weights.shape[2]]
             values = weights.open.weight_eOI[:, :128].float() * size
             assert 0.018 < values.std() < 0.022
             assert abs(values.mean()) < 0.001

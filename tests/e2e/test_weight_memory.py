@@ -21,8 +21,10 @@ from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models import registry
+from moeserve.models.decoder import Decoder
 from moeserve.models.packing import packed_state
 from moeserve.models.summary import LoadingMemory, loading_memory
+from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.worker import loading
@@ -32,13 +34,10 @@ needs_kernels = pytest.mark.skipif(native_kernels() is None, reason="the C++ ker
 
 def counted(folder: Path, dtype: Any, quantization: Any, fills_all_first: bool = False) -> LoadingMemory:
     description = registry.describe(folder)
-    return loading_memory(
-        description,
-        description.model.place_experts(1),
-        cpu_context(getattr(torch, dtype)),
-        quantization=quantization,
-        fills_all_first=fills_all_first,
-    )
+    context = dataclasses.replace(cpu_context(getattr(torch, dtype)), quantization=quantization, has_memory=False)
+    dispatchers = TorchDispatchers("local", context.groups.ep, context)
+    model = Decoder(description.model, description.model.place_experts(1), dispatchers, context)
+    return loading_memory(model, fills_all_first=fills_all_first)
 
 
 def loaded_bytes(folder: Path, **options: Any) -> int:

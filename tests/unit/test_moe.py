@@ -144,8 +144,8 @@ def test_experts_on_slots(counts: list[int], has_bias: bool, dtype: torch.dtype,
     for weight in experts.parameters():
         weight.normal_(0.0, 0.5)
     if is_packed:
-        experts.gate_up.pack(None)
-        experts.down.pack(None)
+        experts.gate_up.pack()
+        experts.down.pack()
     rows_RD = torch.randn(sum(counts), 8).to(dtype)
     slots_eSD = torch.full((len(counts), 5, 8), math.nan, dtype=dtype)
     for slots, rows in zip(slots_eSD, rows_RD.split(counts) if counts else [], strict=True):
