@@ -42,7 +42,7 @@ from moeserve.bench.harness import (
     show,
 )
 from moeserve.bench.limits import measure_limits
-from moeserve.ops.interfaces import AttentionShape, Keys, Rotation, RouterConfig
+from moeserve.ops.interfaces import AttentionShape, Keys, KeyValueCache, Rotation, RouterConfig
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
@@ -206,7 +206,8 @@ def attention_operation(shape: Shape) -> Operation:
         return lambda index: backend.attend(query_TNH, *caches[index % num_caches], step)
 
     if shape.latent_size is None:
-        caches = make_caches(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_size, per_layer=2)
+        pairs = make_caches(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_size, per_layer=2)
+        caches: list[list[Any]] = [[KeyValueCache(*pair)] for pair in pairs]
         heads = AttentionShape(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,

@@ -1,7 +1,7 @@
-"""Memory on the CPU that is used again once nobody holds the tensors in it any more. Knows no operation.
+"""Memory on the CPU that is reused as soon as no tensor in it is alive.
 
-The C library gives large blocks back to the system when they are freed, and every page of a new one costs about a
-microsecond to get: a result of 32 MB is ready sooner than its memory.
+The C library returns large blocks to the system when they are freed, and each page of a new block costs about a
+microsecond. Allocating a result of 32 MB this way takes longer than computing it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 MIN_REUSED_BYTES = 2**22  # smaller blocks are kept by the C library
 PAGE_BYTES = 2**21  # a large page
 ALIGNMENT = 64  # bytes
-REFERENCES_OF_FREE = 2  # to memory: its owner's, and the one that is asked with
+REFERENCES_OF_FREE = 2  # to unused memory: its owner's, and the argument of sys.getrefcount
 
 
 class BufferPool:
-    """Buffers that are handed out as tensors, and again when the tensor and all its views are gone.
+    """Buffers for tensors. A buffer is reused when its tensor and all views of that are gone.
 
-    At most as much memory is kept as was once in use at the same time, and less than a large page for each tensor.
+    It holds at most the memory that was once in use at the same time, plus less than a large page for each tensor.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class BufferPool:
         self._buffers: list[mmap.mmap] = []  # smallest first
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor with any contents."""
+        """Return an uninitialised tensor."""
         num_elements = math.prod(shape)
         num_bytes = num_elements * dtype.itemsize
         with self._lock:
@@ -43,7 +43,7 @@ class BufferPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers, in use or free."""
+        """Size of all buffers, used and free."""
         return sum(len(buffer) for buffer in self._buffers)
 
     def _take_free(self, num_bytes: int) -> mmap.mmap | None:
@@ -53,11 +53,11 @@ class BufferPool:
         return None
 
     def _is_free(self, index: int) -> bool:
-        # Without a variable: whether one counts depends on the version of Python.
+        # A local variable may count as a reference, depending on the version of Python.
         return sys.getrefcount(self._buffers[index]) == REFERENCES_OF_FREE
 
     def _add(self, num_bytes: int) -> mmap.mmap:
-        """A new buffer instead of those that are free, all of which were too small."""
+        """Return a new buffer, and drop the free ones, which are all too small."""
         in_use = [self._buffers[i] for i in range(len(self._buffers)) if not self._is_free(i)]
         buffer = mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -68,26 +68,28 @@ class BufferPool:
 
 @dataclass(frozen=True)
 class Piece:
+    """A range of an arena that is in use."""
+
     start: int
     end: int
     memory: memoryview
 
 
 class Arena:
-    """One range of addresses, from which tensors are taken, and again when they and all their views are gone.
+    """One range of addresses for tensors. A part is reused when its tensor and all views of that are gone.
 
-    What has never been used takes no memory. Not for several threads.
+    Parts that were never used take no memory. Not thread-safe.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory = memoryview(self._block)
-        self._pieces: list[Piece] = []  # in use, in their order
+        self._pieces: list[Piece] = []  # by address
         self.address = torch.frombuffer(self._block, dtype=torch.uint8).data_ptr()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """A tensor with any contents, as far in front as it fits. None where it fits nowhere."""
+        """Return an uninitialised tensor in the first gap that is large enough, or None if there is none."""
         num_bytes = max(1, math.prod(shape)) * dtype.itemsize
         self._pieces = [self._pieces[i] for i in range(len(self._pieces)) if not self._is_free(i)]
         starts = [0, *(-(-piece.end // ALIGNMENT) * ALIGNMENT for piece in self._pieces)]
@@ -100,7 +102,7 @@ class Arena:
         return None
 
     def alias(self, tensor: Tensor) -> Tensor | None:
-        """The same numbers as a tensor that does not keep others off their memory. None if they are not from here."""
+        """Return a tensor on the same memory that does not keep it in use; None if the memory is not of this arena."""
         offset = tensor.data_ptr() - self.address
         if not 0 <= offset < self.num_bytes or not tensor.is_contiguous():
             return None
@@ -118,7 +120,7 @@ _uses_pool = True
 
 
 def new_empty(like: Tensor, *shape: int) -> Tensor:
-    """`like.new_empty(shape)`, where it is large in memory of this module."""
+    """Return `like.new_empty(shape)`, in reused memory if it is large and on the CPU."""
     if math.prod(shape) * like.dtype.itemsize < MIN_REUSED_BYTES or like.device.type != "cpu" or not _uses_pool:
         return like.new_empty(shape)
     return _pool.empty(*shape, dtype=like.dtype)
@@ -126,7 +128,7 @@ def new_empty(like: Tensor, *shape: int) -> Tensor:
 
 @contextmanager
 def without_pool() -> Iterator[None]:
-    """For who wants to see all memory that is taken: large results come from torch, as small ones do."""
+    """Allocate large results by torch inside, like small ones, so that torch's dispatch shows all allocations."""
     global _uses_pool
     _uses_pool = False
     try:

@@ -23,6 +23,7 @@ from moeserve.bench.gpu.check import (
     rounding_unit,
 )
 from moeserve.bench.gpu.shapes import ATTENTION_SHAPES, LATENT_SHAPES, VOCAB_SIZES, AttentionShape, LatentShape
+from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.libraries.attention_times import StepKind
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
 from moeserve.triton_kernels.paged_attention import paged_attention, write_cache
@@ -115,7 +116,7 @@ def check_peers(place: Place) -> Iterator[Case]:
         for cache, rows in zip(caches, (keys, values), strict=True):
             cache.transpose(1, 2)[slots // block_size, slots % block_size] = rows
         sinks = place.normal(shape.num_heads, scale=2.0) if shape.has_sinks else None
-        attended = peer.make_attend(problem, kind)(query, caches[0], caches[1], step_of(chunks, block_table), sinks)
+        attended = peer.make_attend(problem, kind)(query, KeyValueCache(*caches), step_of(chunks, block_table), sinks)
         expected = _attended(query, keys, values, chunks, scale=problem.shape.scale, window=shape.window, sinks_N=sinks)
         yield Case(f"{peer.label} {dtype_name(dtype)} {name}, {steps}, {block_size}", compare(attended, expected))
 

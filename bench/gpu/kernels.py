@@ -34,6 +34,7 @@ from moeserve.bench.gpu.shapes import (
     LatentShape,
     MoEShape,
 )
+from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.libraries.attention_times import OWN, StepKind
 from moeserve.triton_kernels.activation import silu_multiply
 from moeserve.triton_kernels.fp8 import quantize_blocks
@@ -360,7 +361,7 @@ def attention_calls(
     for peer in installed_peers(torch.device(DEVICE)):
         if not peer.why_unavailable(problem, kind):
             attend = peer.make_attend(problem, kind)
-            calls[peer.label] = functools.partial(attend, query_TNH, keys, values, step, sinks_N)
+            calls[peer.label] = functools.partial(attend, query_TNH, KeyValueCache(keys, values), step, sinks_N)
     return calls
 
 

@@ -14,7 +14,7 @@ from moeserve.layers.context import ModelContext
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import QuantizationLimits
-from moeserve.ops.interfaces import AttentionShape, Rotation
+from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
 from moeserve.step_inputs import StepInputs
 
 # T tokens, D model width, N query heads, G key-value heads, H head size
@@ -39,18 +39,6 @@ class AttentionConfig:
         """True if this many tp ranks can each have equally many heads with the key-value heads that they read."""
         divides = self.num_kv_heads % num_ranks == 0 or num_ranks % self.num_kv_heads == 0
         return self.num_heads % num_ranks == 0 and divides
-
-
-@dataclass(frozen=True)
-class KeyValueCache:
-    """Keys and values of one layer in blocks, [num_blocks, G, block_size, H] each."""
-
-    keys: Tensor
-    values: Tensor
-
-    def clear(self) -> None:
-        self.keys.zero_()
-        self.values.zero_()
 
 
 class Attention(nn.Module):
@@ -122,10 +110,8 @@ class Attention(nn.Module):
         if self.config.clip is not None:
             limit = self.config.clip
             query_TNH, key_TGH, value_TGH = (heads.clamp(-limit, limit) for heads in (query_TNH, key_TGH, value_TGH))
-        query_TNH = self.backend.rotate_and_write(
-            query_TNH, key_TGH, value_TGH, rotation, cache.keys, cache.values, step
-        )
-        attended_TNH = self.backend.attend(query_TNH, cache.keys, cache.values, step, self.sinks)
+        query_TNH = self.backend.rotate_and_write(query_TNH, key_TGH, value_TGH, rotation, cache, step)
+        attended_TNH = self.backend.attend(query_TNH, cache, step, self.sinks)
         return self.output(rearrange(attended_TNH, "T N H -> T (N H)"))
 
 

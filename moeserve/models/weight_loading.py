@@ -217,7 +217,7 @@ def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, pro
             codes_OI, scales_GB = tensor.read_blocks(read_rows, begin, end)
             part_of_scales = slice(None), *(slice(cut.start // BLOCK, num_blocks(cut.stop)) for cut in others)
             (blocks,) = blocks_of(codes_of, piece)
-            blocks.take(codes_OI[part], scales_GB[part_of_scales])
+            blocks.copy_from(codes_OI[part], scales_GB[part_of_scales])
         else:
             quantize(codes_of, piece, tensor.read(read_rows, begin, end)[part].reshape(piece.shape))
         progress.update(piece.nbytes)

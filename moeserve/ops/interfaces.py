@@ -374,15 +374,22 @@ class AttentionShape:
     has_sinks: bool = False
 
 
+@dataclass(frozen=True)
+class KeyValueCache:
+    """Keys and values of one layer in blocks, [num_blocks, G, block_size, H] each, in the model's dtype."""
+
+    keys: Tensor
+    values: Tensor
+
+    def clear(self) -> None:
+        self.keys.zero_()
+        self.values.zero_()
+
+
 class AttentionBackend(Protocol):
-    """Grouped-query attention of one layer. Query head n reads key-value head n // (N // G).
+    """Grouped-query attention of one layer. Query head n reads key-value head n // (N // G)."""
 
-    Both caches are [num_blocks, G, block_size, H], in the dtype of keys, values and queries.
-    """
-
-    def write(
-        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
-    ) -> None:
+    def write(self, key_TGH: Tensor, value_TGH: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
         """Store each token's key and value at `step.cache_slots`; a slot of -1 stores nothing."""
         ...
 
@@ -392,20 +399,14 @@ class AttentionBackend(Protocol):
         key_TGH: Tensor,
         value_TGH: Tensor,
         rotation: Rotation,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        cache: KeyValueCache,
         step: StepInputs,
     ) -> Tensor:
         """`write` the rotated keys, and return the rotated queries. Queries and keys may be overwritten."""
         ...
 
     def attend(
-        self,
-        query_TNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: StepInputs,
-        sinks_N: Tensor | None = None,
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
 

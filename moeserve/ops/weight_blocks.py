@@ -1,7 +1,4 @@
-"""Weights as 8-bit floats (E4M3) with a scale for every 128 x 128: DeepSeek-V3's format (arXiv 2412.19437).
-
-Knows where the scale of a code lies, and how numbers become codes and scales; no checkpoints, and no kernels.
-"""
+"""Weights as 8-bit floats (E4M3) with a scale for each block of 128 x 128: DeepSeek-V3's format (arXiv 2412.19437)."""
 
 from __future__ import annotations
 
@@ -16,32 +13,32 @@ from moeserve.ops.interfaces import OpenWeights
 
 # O rows, I columns, G blocks of rows, R rows of a block, B blocks of columns, C columns of a block
 
-BLOCK = 128  # rows, and columns, that share a scale
+BLOCK = 128  # rows and columns that share a scale
 CODES = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
-SMALLEST_RANGE = 1e-30  # of a block: zeros have a scale that is tiny, not zero
-QUANTIZED_AT_ONCE = 2 * 1024 * 1024  # values, or one row of blocks if that is more: they are in memory several times
+MIN_BLOCK_MAXIMUM = 1e-30  # so that a block of zeros has a scale above zero
+QUANTIZED_AT_ONCE = 2 * 1024 * 1024  # values, or one row of blocks if that is more; bounds the copies in memory
 
 
 def num_blocks(size: int) -> int:
-    """The last one may be cut short."""
+    """Return the number of blocks along a dimension. The last one may be partial."""
     return -(-size // BLOCK)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of one part of a weight, in the model's memory. The first begins a block."""
+    """Rows of one part of a weight in the model's memory, beginning at a block."""
 
     codes_OI: Tensor
     scales_GB: Tensor
 
-    def take(self, codes_OI: Tensor, scales_GB: Tensor) -> None:
-        """As a checkpoint has them."""
+    def copy_from(self, codes_OI: Tensor, scales_GB: Tensor) -> None:
+        """Store the codes and scales of a checkpoint unchanged."""
         self.codes_OI.view(torch.uint8).copy_(codes_OI.view(torch.uint8))
         self.scales_GB.copy_(scales_GB)
 
     def quantize(self, values_OI: Tensor) -> None:
-        """A block's scale is its largest absolute number over 448; a code is the nearest to number / scale."""
+        """Store values: a block's scale is its largest absolute value / 448, a code the nearest to value / scale."""
         num_rows, width = values_OI.shape
         step = max(1, QUANTIZED_AT_ONCE // (BLOCK * width)) * BLOCK
         for start in range(0, num_rows, step):
@@ -49,8 +46,8 @@ class Blocks:
             groups, blocks = num_blocks(len(piece_OI)), num_blocks(width)
             padding = (0, blocks * BLOCK - width, 0, groups * BLOCK - len(piece_OI))
             piece_GRBC = functional.pad(piece_OI, padding).view(groups, BLOCK, blocks, BLOCK)
-            scales_GB = piece_GRBC.abs().amax((1, 3)).clamp(min=SMALLEST_RANGE) / LARGEST_CODE
-            # What rounding brought above the largest code would become NaN.
+            scales_GB = piece_GRBC.abs().amax((1, 3)).clamp(min=MIN_BLOCK_MAXIMUM) / LARGEST_CODE
+            # Values that rounding raised above the largest code would become NaN.
             scaled_GRBC = (piece_GRBC / scales_GB[:, None, :, None]).clamp(-LARGEST_CODE, LARGEST_CODE)
             codes_OI = scaled_GRBC.to(CODES).view(groups * BLOCK, blocks * BLOCK)
             self.codes_OI[start : start + step] = codes_OI[: len(piece_OI), :width]
@@ -58,7 +55,7 @@ class Blocks:
 
 
 def blocks_of(weights: OpenWeights, memory: Tensor) -> Iterator[Blocks]:
-    """What a view of some weights' codes covers: whole rows, in whatever order of dimensions. Part after part."""
+    """Yield the blocks that a view of some weights' codes covers, part by part. The view consists of whole rows."""
     assert weights.scales_eGB is not None
     _, num_outputs, num_inputs = weights.weight_eOI.shape
     rows_of_part = num_outputs // weights.num_parts
@@ -75,10 +72,10 @@ def blocks_of(weights: OpenWeights, memory: Tensor) -> Iterator[Blocks]:
 
 
 def quantize(weights: OpenWeights, memory: Tensor, values: Tensor) -> None:
-    """Numbers into a view of some weights' codes, of the same shape, and into the scales that belong to it."""
+    """Quantise values into a view of some weights' codes, of the same shape, and into its scales."""
     num_inputs = weights.weight_eOI.shape[2]
-    in_its_order = torch.empty_strided(memory.shape, memory.stride(), dtype=values.dtype, device=values.device)
-    rows_OI = in_its_order.copy_(values).as_strided((memory.numel() // num_inputs, num_inputs), (num_inputs, 1))
+    ordered = torch.empty_strided(memory.shape, memory.stride(), dtype=values.dtype, device=values.device)
+    rows_OI = ordered.copy_(values).as_strided((memory.numel() // num_inputs, num_inputs), (num_inputs, 1))
     first = 0
     for blocks in blocks_of(weights, memory):
         last = first + len(blocks.codes_OI)

@@ -49,7 +49,7 @@ class ModelRunner:
         kernels = self.model.context.kernels
         # Computing logits is collective, so all of them are computed before any error is raised.
         specs = [chunk.sample for chunk in plan.chunks if chunk.sample is not None]
-        logits_LV = self.model.logits(step.wanted_rows(hidden_TD)) if specs else None
+        logits_LV = self.model.logits(step.rows_for_logits(hidden_TD)) if specs else None
         failure: EngineError | None = None
         prompts: list[list[TokenLogprobs]] = []
         for chunk, span in zip(plan.chunks, step.spans[: len(plan.chunks)], strict=True):
@@ -138,7 +138,7 @@ class ModelRunner:
     def _join_logits(self, plan: StepPlan, step: StepInputs, hidden_TD: Tensor) -> None:
         """Compute this rank's part of the logits that the sampling rank computes, in the same order."""
         if any(chunk.sample is not None for chunk in plan.chunks):
-            self.model.logits(step.wanted_rows(hidden_TD))
+            self.model.logits(step.rows_for_logits(hidden_TD))
         for chunk, span in zip(plan.chunks, step.spans[: len(plan.chunks)], strict=True):
             for first, targets in _prompt_pieces(chunk):
                 self.model.logits(hidden_TD[span.first_row + first :][: len(targets)])

@@ -32,7 +32,7 @@ from paged_steps import (
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from moeserve.ops.interfaces import AttentionBackend, AttentionShape
+from moeserve.ops.interfaces import AttentionBackend, AttentionShape, KeyValueCache
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch import dense_attention
 from moeserve.ops.torch.dense_attention import visible_positions
@@ -57,6 +57,10 @@ class Case:
     scale: float
     window: int | None
     sinks_N: Tensor | None
+
+    @property
+    def cache(self) -> KeyValueCache:
+        return KeyValueCache(self.key_cache, self.value_cache)
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +190,7 @@ def expected_with_spread(case: Case) -> tuple[Tensor, Tensor]:
 
 def attend(choose: ChooseBackend, case: Case) -> Tensor:
     backend = choose(scale=case.scale, window=case.window)
-    return backend.attend(case.query_TNH, case.key_cache, case.value_cache, case.step, case.sinks_N)
+    return backend.attend(case.query_TNH, case.cache, case.step, case.sinks_N)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -293,9 +297,9 @@ def test_query_may_be_strided(choose: ChooseBackend) -> None:
 def test_no_tokens(choose: ChooseBackend) -> None:
     case = make_case([], num_heads=4, num_kv_heads=2, head_size=64)
     backend = choose(scale=1.0, window=None)
-    assert backend.attend(case.query_TNH, case.key_cache, case.value_cache, case.step).shape == (0, 4, 64)
+    assert backend.attend(case.query_TNH, case.cache, case.step).shape == (0, 4, 64)
     nothing = torch.empty(0, 2, 64)
-    backend.write(nothing, nothing, case.key_cache, case.value_cache, case.step)
+    backend.write(nothing, nothing, case.cache, case.step)
     assert case.key_cache.isnan().all()
 
 
@@ -416,14 +420,14 @@ def attend_chunk_by_chunk(choose: ChooseBackend, case: Case, draw: random.Random
     What comes later is not in the cache yet. Each step has another number of threads.
     """
     backend = choose(scale=case.scale, window=case.window)
-    key_cache, value_cache = torch.full_like(case.key_cache, math.nan), torch.full_like(case.value_cache, math.nan)
+    cache = KeyValueCache(torch.full_like(case.key_cache, math.nan), torch.full_like(case.value_cache, math.nan))
     out_TNH = torch.full_like(case.query_TNH, math.nan)
     for lengths, rows in drawn_chunks(case.step.spans, draw):
         step = make_step(lengths, case.step.block_table.tolist(), case.key_cache.shape[2])
         set_num_threads(draw.choice([1, 2, 3]))
         keys_TGH, values_TGH = torch.cat(case.keys_CGH)[rows], torch.cat(case.values_CGH)[rows]
-        backend.write(keys_TGH, values_TGH, key_cache, value_cache, step)
-        out_TNH[rows] = backend.attend(case.query_TNH[rows], key_cache, value_cache, step, case.sinks_N)
+        backend.write(keys_TGH, values_TGH, cache, step)
+        out_TNH[rows] = backend.attend(case.query_TNH[rows], cache, step, case.sinks_N)
     return out_TNH
 
 
@@ -496,7 +500,7 @@ def test_write_stores_each_token_at_its_slot(choose: ChooseBackend, dtype: torch
                 cache[slot // block_size, :, slot % block_size] = source[token]
 
     step = dataclasses.replace(case.step, cache_slots=slots)
-    choose(scale=1.0, window=None).write(key_TGH, value_TGH, caches[0], caches[1], step)
+    choose(scale=1.0, window=None).write(key_TGH, value_TGH, KeyValueCache(*caches), step)
     assert same_bytes(caches[0], expected[0])
     assert same_bytes(caches[1], expected[1])
 
@@ -583,7 +587,7 @@ def test_wrong_slots_are_refused(slot: int) -> None:
     step = dataclasses.replace(make_step([], [], 16), cache_slots=torch.tensor([3, slot]))
     backend = make_native(scale=1.0, window=None)
     with pytest.raises(ValueError, match=f"has slot {slot}"):
-        backend.write(torch.ones(2, 2, 64), torch.ones(2, 2, 64), cache, cache, step)
+        backend.write(torch.ones(2, 2, 64), torch.ones(2, 2, 64), KeyValueCache(cache, cache), step)
     assert not cache.any()
 
 

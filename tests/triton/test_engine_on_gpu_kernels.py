@@ -13,11 +13,11 @@ from reference_models import Reference
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
-from moeserve.layers.attention import Attention, KeyValueCache
+from moeserve.layers.attention import Attention
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.experts import Experts
-from moeserve.ops.interfaces import SwiGLU
+from moeserve.ops.interfaces import KeyValueCache, SwiGLU
 from moeserve.ops.libraries import attention as libraries
 from moeserve.ops.libraries import attention_times
 from moeserve.ops.libraries import flashinfer as flashinfer_attention

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import AttentionShape
+from moeserve.ops.interfaces import AttentionShape, KeyValueCache
 from moeserve.ops.torch.attention import TorchAttention
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels import paged_attention as gpu
@@ -94,8 +94,8 @@ def expected(case: Case) -> Tensor:
         num_heads=0, num_kv_heads=0, head_size=0, dtype=torch.float32, scale=case.scale, window=case.window
     )
     reference = TorchAttention(shape)
-    tensors = (case.query_TNH.float(), case.key_cache.float(), case.value_cache.float())
-    return reference.attend(*tensors, case.step, case.sinks_N)
+    cache = KeyValueCache(case.key_cache.float(), case.value_cache.float())
+    return reference.attend(case.query_TNH.float(), cache, case.step, case.sinks_N)
 
 
 def check(case: Case, actual: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from moeserve.config.settings import AttentionName
 from moeserve.errors import SettingsError
 from moeserve.ops import select
-from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels
+from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
 from moeserve.ops.libraries import attention_times
 from moeserve.ops.libraries import flashinfer as flashinfer_attention
 from moeserve.ops.libraries import varlen as varlen_attention
@@ -84,12 +84,12 @@ class Case:
     sinks_N: Tensor | None
 
     def attended_by(self, attend: Callable[..., Tensor]) -> Tensor:
-        return attend(self.query_TNH, self.key_cache, self.value_cache, self.step, self.sinks_N)
+        return attend(self.query_TNH, KeyValueCache(self.key_cache, self.value_cache), self.step, self.sinks_N)
 
     def expected(self, problem: AttentionProblem) -> Tensor:
         reference = TorchAttention(problem.shape)
-        tensors = (self.query_TNH.float(), self.key_cache.float(), self.value_cache.float())
-        return reference.attend(*tensors, self.step, self.sinks_N)
+        cache = KeyValueCache(self.key_cache.float(), self.value_cache.float())
+        return reference.attend(self.query_TNH.float(), cache, self.step, self.sinks_N)
 
 
 def make_case(problem: AttentionProblem, chunks: Chunks, seed: int = 0) -> Case:
@@ -271,7 +271,7 @@ def test_torch_accepts_the_arguments_of_varlen(implementation: Any) -> None:
             block_table=case.step.block_table.to("meta"),
         )
         query, keys, values = (each.to("meta") for each in (case.query_TNH, case.key_cache, case.value_cache))
-        attended = library.make_attend(PROBLEM, cast(StepKind, kind))(query, keys, values, step)
+        attended = library.make_attend(PROBLEM, cast(StepKind, kind))(query, KeyValueCache(keys, values), step)
         assert attended.shape == query.shape
         assert attended.dtype == query.dtype
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moeserve.memory import new_empty
 from moeserve.ops.cpu.elementwise import RowKernels
 from moeserve.ops.cpu.native import NATIVE_DTYPES
-from moeserve.ops.interfaces import AttentionShape, Rotation
+from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
 from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
 from moeserve.step_inputs import StepInputs
 
@@ -28,10 +28,8 @@ class CpuAttention:
         self._reference = TorchAttention(shape)
         self._apply_rope = RowKernels(native).apply_rope
 
-    def write(
-        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
-    ) -> None:
-        self._native.write_cache(key_TGH, value_TGH, key_cache, value_cache, step.cache_slots)
+    def write(self, key_TGH: Tensor, value_TGH: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
+        self._native.write_cache(key_TGH, value_TGH, cache.keys, cache.values, step.cache_slots)
 
     def rotate_and_write(
         self,
@@ -39,26 +37,20 @@ class CpuAttention:
         key_TGH: Tensor,
         value_TGH: Tensor,
         rotation: Rotation,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        cache: KeyValueCache,
         step: StepInputs,
     ) -> Tensor:
-        self.write(self._apply_rope(key_TGH, rotation), value_TGH, key_cache, value_cache, step)
+        self.write(self._apply_rope(key_TGH, rotation), value_TGH, cache, step)
         return self._apply_rope(query_TNH, rotation)
 
     def attend(
-        self,
-        query_TNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: StepInputs,
-        sinks_N: Tensor | None = None,
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         reference = self._reference
         if query_TNH.dtype not in NATIVE_DTYPES:
-            return reference.attend(query_TNH, key_cache, value_cache, step, sinks_N)
+            return reference.attend(query_TNH, cache, step, sinks_N)
         out_TNH = query_TNH.new_empty(query_TNH.shape)  # contiguous, also where the query is a view
-        tensors = (query_TNH, key_cache, value_cache, step.block_table, step.row_starts, step.context_lens, out_TNH)
+        tensors = (query_TNH, cache.keys, cache.values, step.block_table, step.row_starts, step.context_lens, out_TNH)
         self._native.paged_attention(*tensors, scale=reference.scale, window=reference.window, sinks=sinks_N)
         return out_TNH
 

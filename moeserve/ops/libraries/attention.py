@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moeserve.config.settings import AttentionName
 from moeserve.errors import SettingsError
-from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels
+from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
 from moeserve.ops.libraries.attention_times import (
     OWN,
     AttentionProblem,
@@ -52,19 +52,14 @@ class LibraryAttention:
         self.rotate_and_write = own.rotate_and_write
 
     def attend(
-        self,
-        query_TNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: StepInputs,
-        sinks_N: Tensor | None = None,
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         num_rows = len(query_TNH)
         attend = self.own.attend
         if num_rows:
             is_decode = num_rows == len(step.spans) and step.max_rows_per_chunk == 1
             attend = self.decode if is_decode else self.chunks
-        return attend(query_TNH, key_cache, value_cache, step, sinks_N)
+        return attend(query_TNH, cache, step, sinks_N)
 
 
 class LibraryChoice:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.libraries.attention_times import AttentionProblem, StepKind
 from moeserve.ops.libraries.interface import Attend, LibraryUnusable, capability
 from moeserve.step_inputs import StepInputs
@@ -131,19 +132,14 @@ class DecodeAttention:
         self._workspace = workspace
 
     def __call__(
-        self,
-        query_TNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: StepInputs,
-        sinks_N: Tensor | None = None,
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         problem = self._problem
         # Its result for an empty context is undocumented, so padding attends to one position; its result is never read.
         lengths_S = step.context_lens.clamp(min=1)
         output_TNH: Tensor = self._decode(
             query=query_TNH.contiguous(),
-            kv_cache=(key_cache, value_cache),
+            kv_cache=(cache.keys, cache.values),
             workspace_buffer=self._workspace,
             block_tables=step.block_table,
             seq_lens=lengths_S.view(torch.uint32),
@@ -167,18 +163,13 @@ class ChunkAttention:
         self._planned: StepInputs | None = None  # the step that the wrapper has planned
 
     def __call__(
-        self,
-        query_TNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: StepInputs,
-        sinks_N: Tensor | None = None,
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         assert sinks_N is None
         if step is not self._planned:
             self._plan(step)
             self._planned = step
-        output_TNH: Tensor = self._wrapper.run(query_TNH.contiguous(), (key_cache, value_cache))
+        output_TNH: Tensor = self._wrapper.run(query_TNH.contiguous(), (cache.keys, cache.values))
         return output_TNH
 
     def _plan(self, step: StepInputs) -> None:

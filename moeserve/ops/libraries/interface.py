@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.libraries.attention_times import AttentionProblem, StepKind
 from moeserve.step_inputs import StepInputs
 
@@ -19,12 +20,7 @@ class Attend(Protocol):
     """See `AttentionBackend.attend`. There is at least one row."""
 
     def __call__(
-        self,
-        query_TNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: StepInputs,
-        sinks_N: Tensor | None = None,
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor: ...
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moeserve.ops.interfaces import KeyValueCache
 from moeserve.ops.libraries.attention_times import AttentionProblem, StepKind
 from moeserve.ops.libraries.interface import Attend, LibraryUnusable, capability
 from moeserve.step_inputs import StepInputs
@@ -111,20 +112,15 @@ class VarlenAttention:
         self._window_size = (left, 0)
 
     def __call__(
-        self,
-        query_TNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: StepInputs,
-        sinks_N: Tensor | None = None,
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         assert sinks_N is None
         output_TNH = query_TNH.new_empty(query_TNH.shape)  # contiguous, also where the query is a view
         self._varlen_attn_out(
             output_TNH,
             query_TNH,
-            key_cache.transpose(1, 2),  # [num_blocks, block_size, G, H]
-            value_cache.transpose(1, 2),
+            cache.keys.transpose(1, 2),  # [num_blocks, block_size, G, H]
+            cache.values.transpose(1, 2),
             step.row_starts,
             step.row_starts if self._has_key_starts else None,
             step.max_rows_per_chunk,

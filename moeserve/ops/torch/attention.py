@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import AttentionShape, Rotation
+from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
 from moeserve.ops.torch.dense_attention import attend_causally, attend_in_float32
 from moeserve.ops.torch.elementwise import apply_rope
 from moeserve.step_inputs import ChunkSpan, StepInputs
@@ -21,15 +21,13 @@ class TorchAttention:
         self.scale = shape.scale
         self.window = shape.window
 
-    def write(
-        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
-    ) -> None:
+    def write(self, key_TGH: Tensor, value_TGH: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
         kept = step.cache_slots >= 0
         slots = step.cache_slots[kept]
-        block_size = key_cache.shape[2]
+        block_size = cache.keys.shape[2]
         blocks, offsets = slots // block_size, slots % block_size
-        key_cache[blocks, :, offsets] = key_TGH[kept]
-        value_cache[blocks, :, offsets] = value_TGH[kept]
+        cache.keys[blocks, :, offsets] = key_TGH[kept]
+        cache.values[blocks, :, offsets] = value_TGH[kept]
 
     def rotate_and_write(
         self,
@@ -37,20 +35,14 @@ class TorchAttention:
         key_TGH: Tensor,
         value_TGH: Tensor,
         rotation: Rotation,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        cache: KeyValueCache,
         step: StepInputs,
     ) -> Tensor:
-        self.write(apply_rope(key_TGH, rotation), value_TGH, key_cache, value_cache, step)
+        self.write(apply_rope(key_TGH, rotation), value_TGH, cache, step)
         return apply_rope(query_TNH, rotation)
 
     def attend(
-        self,
-        query_TNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: StepInputs,
-        sinks_N: Tensor | None = None,
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         out_TNH = torch.zeros_like(query_TNH)
         for chunk, span in enumerate(step.spans):
@@ -58,28 +50,25 @@ class TorchAttention:
                 continue
             last_row = span.first_row + span.num_rows
             rows = slice(last_row - min(span.num_rows, span.context_len), last_row)
-            out_TNH[rows] = self._attend_chunk(
-                query_TNH[rows], key_cache, value_cache, step.block_table[chunk], span, sinks_N
-            )
+            out_TNH[rows] = self._attend_chunk(query_TNH[rows], cache, step.block_table[chunk], span, sinks_N)
         return out_TNH
 
     def _attend_chunk(
         self,
         query_RNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        cache: KeyValueCache,
         block_ids: Tensor,
         span: ChunkSpan,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        num_rows, block_size = query_RNH.shape[0], key_cache.shape[2]
+        num_rows, block_size = query_RNH.shape[0], cache.keys.shape[2]
         start = span.context_len - num_rows
         first = 0 if self.window is None else max(0, start - self.window + 1)
         first_block = first // block_size
         block_ids_B = block_ids[first_block : -(-span.context_len // block_size)]
         positions = slice(first - first_block * block_size, span.context_len - first_block * block_size)
         key_GCH, value_GCH = (
-            cache[block_ids_B].transpose(0, 1).flatten(1, 2)[:, positions] for cache in (key_cache, value_cache)
+            part[block_ids_B].transpose(0, 1).flatten(1, 2)[:, positions] for part in (cache.keys, cache.values)
         )
 
         return attend_causally(query_RNH, key_GCH, value_GCH, scale=self.scale, window=self.window, sinks_N=sinks_N)

@@ -1,4 +1,4 @@
-"""Attention of rows over the keys and values of one context, in one piece. Knows no cache."""
+"""Attention of rows over the keys and values of one context, without a cache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch.nn import functional
 # R rows, the last ones of a context of C positions; N query heads, G key-value heads, H size of a key, V of a value;
 # Q queries that share keys and values
 
-# Elements of the mask that torch is given, rows times positions; or of the scores where they are written out.
-MAX_MASK_SIZE = 2**22
+MAX_MASK_SIZE = 2**22  # elements of a mask or of scores, rows times positions, that are in memory at a time
 
 
 def attend_causally(
@@ -22,29 +21,18 @@ def attend_causally(
     window: int | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Each row attends to the positions up to its own; with a window, to the last `window` of them.
-
-    Query head n reads key-value head n // (N // G).
-
-    Args:
-        query_RNH: the rows of positions C - R to C - 1; R is at most C.
-        sinks_N: float32, one more score of each query head, without a value, or None.
-
-    Returns:
-        [R, N, V] in the dtype of the queries.
-    """
+    """See `DenseAttention`."""
     if sinks_N is not None:
         return _attend_with_sinks(query_RNH, key_GCH, value_GCV, scale, window, sinks_N)
     num_rows, context_len = query_RNH.shape[0], key_GCH.shape[1]
     value_size = value_GCV.shape[-1]
-    # Torch's fast path wants heads of one size. Zeros add nothing to a product, and the added values are cut off.
+    # Torch's fast path needs heads of one size. Zeros add nothing to a product, and the added values are cut off.
     size = max(query_RNH.shape[-1], value_size)
     query_RNH, key_GCH, value_GCV = (_widened(heads, size) for heads in (query_RNH, key_GCH, value_GCV))
 
-    # Torch knows the mask of rows that are their whole context, and then skips what is masked.
+    # For rows that are their whole context torch needs no mask, and skips the masked half.
     if num_rows == context_len and (window is None or window >= context_len):
         return _multiply(query_RNH, key_GCH, value_GCV, scale, visible_RC=None)[..., :value_size]
-    # With a mask, so many rows at a time that a long context does not make it large.
     rows_at_once = max(1, MAX_MASK_SIZE // context_len)
     pieces = []
     for first_row in range(0, num_rows, rows_at_once):
@@ -75,7 +63,7 @@ def _multiply(query_RNH: Tensor, key_GCH: Tensor, value_GCH: Tensor, scale: floa
 def _attend_with_sinks(
     query_RNH: Tensor, key_GCH: Tensor, value_GCV: Tensor, scale: float, window: int | None, sinks_N: Tensor
 ) -> Tensor:
-    """One key-value head at a time, with the rows of all its query heads: torch's attention knows no sinks."""
+    """Attend with one key-value head at a time, because torch's attention has no sinks."""
     num_rows, num_heads, _ = query_RNH.shape
     num_kv_heads, context_len, _ = key_GCH.shape
     group = num_heads // num_kv_heads
@@ -106,10 +94,10 @@ def attend_in_float32(
     window: int | None,
     sinks_Q: Tensor | None = None,
 ) -> Tensor:
-    """Attention written out, so many queries at a time that their scores do not take much memory.
+    """Attend in float32 with explicit scores, few queries at a time to bound their memory.
 
     Args:
-        position_Q: of each query: it attends to the positions up to its own, or to the last `window` of them.
+        position_Q: position of each query, which attends to those up to its own, or to the last `window` of them.
         sinks_Q: float32, each query's score without a value, or None.
 
     Returns:
@@ -130,7 +118,7 @@ def attend_in_float32(
 
 
 def visible_positions(position_Q: Tensor, num_positions: int, window: int | None) -> Tensor:
-    """[Q, num_positions] bool: which positions a query at each `position_Q` attends to."""
+    """Return [Q, num_positions] bool: True where a query at `position_Q` attends to a position."""
     position_Q1 = position_Q[:, None]
     position_C = torch.arange(num_positions, device=position_Q.device)
     visible_QC = position_C <= position_Q1

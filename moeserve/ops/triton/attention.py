@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeserve.ops.interfaces import AttentionShape, Rotation
+from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
 from moeserve.ops.torch.attention import TorchLatentAttention
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
@@ -20,10 +20,8 @@ class TritonAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
-    def write(
-        self, key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, step: StepInputs
-    ) -> None:
-        write_cache(key_TGH, value_TGH, key_cache, value_cache, step.cache_slots)
+    def write(self, key_TGH: Tensor, value_TGH: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
+        write_cache(key_TGH, value_TGH, cache.keys, cache.values, step.cache_slots)
 
     def rotate_and_write(
         self,
@@ -31,26 +29,20 @@ class TritonAttention:
         key_TGH: Tensor,
         value_TGH: Tensor,
         rotation: Rotation,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        cache: KeyValueCache,
         step: StepInputs,
     ) -> Tensor:
         angles = rotation.cosines, rotation.sines, rotation.is_interleaved
-        caches = key_cache, value_cache, step.cache_slots
+        caches = cache.keys, cache.values, step.cache_slots
         return rotary_with_cache_write(query_TNH, key_TGH, value_TGH, *angles, *caches)
 
     def attend(
-        self,
-        query_TNH: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: StepInputs,
-        sinks_N: Tensor | None = None,
+        self, query_TNH: Tensor, cache: KeyValueCache, step: StepInputs, sinks_N: Tensor | None = None
     ) -> Tensor:
         return paged_attention(
             query_TNH,
-            key_cache,
-            value_cache,
+            cache.keys,
+            cache.values,
             step.block_table,
             step.row_starts,
             step.context_lens,
@@ -58,7 +50,7 @@ class TritonAttention:
             window=self._shape.window,
             sinks_N=sinks_N,
             max_rows_per_chunk=step.max_rows_per_chunk,
-            max_context=step.block_table.shape[1] * key_cache.shape[2],
+            max_context=step.block_table.shape[1] * cache.keys.shape[2],
         )
 
 
