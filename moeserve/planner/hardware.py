@@ -31,8 +31,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 # Vendors give twice the dense rates ("with sparsity"), and links in both directions together; these are halves.
 # A GB of memory is 1e9 bytes; a driver shows a little more. The network does not belong to the accelerator: one adapter
-# of 400 Gb/s for each is assumed, as where DeepEP was measured (https://github.com/deepseek-ai/DeepEP,
-# docs/legacy.md: H800) and in servers of B200 (https://inferencex.semianalysis.com, "GB200 NVL72 vs B200").
+# of 400 Gb/s for each is assumed, as where DeepEP was measured (https://github.com/deepseek-ai/DeepEP:
+# H800) and in servers of B200 (https://inferencex.semianalysis.com, "GB200 NVL72 vs B200").
 TABLE = {
     hardware.name: hardware
     for hardware in (

@@ -52,7 +52,7 @@ class Intent:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What all replicas do in this step. All fields are equal on all replicas."""
+    """The actions of all replicas in one step. All fields are equal on all replicas."""
 
     step: int  # counts agreements, idle ones included
     num_tokens: tuple[int, ...]  # by replica
