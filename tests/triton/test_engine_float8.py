@@ -19,7 +19,8 @@ from reference_models import Reference, make_reference
 from torch import Tensor
 from torch.nn import functional
 
-from moeserve import LLM, SamplingParams, config
+from moeserve import LLM, SamplingParams
+from moeserve.config import resolve
 from moeserve.models.packing import weights_of
 from moeserve.ops.interfaces import Gather, OpenWeights, SwiGLU
 from moeserve.ops.triton.products import TritonBlockProduct, TritonProduct
@@ -73,7 +74,7 @@ def rounding_of_inputs(reference: Reference) -> Iterator[set[str]]:
 @pytest.fixture(autouse=True)
 def _without_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for a GPU."""
-    monkeypatch.setattr(config, "_refuse_float8", lambda device, has_float8: None)
+    monkeypatch.setattr(resolve, "_check_device", lambda *arguments: None)
 
 
 def logits_of(llm: LLM, prompts: list[list[int]]) -> list[Tensor]:
