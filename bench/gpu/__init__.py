@@ -1,1 +1,1 @@
-"""Everything that needs a GPU to be checked or measured, in one run: `python -m moeserve.bench.gpu.run`."""
+"""Checks and benchmarks of the GPU path: `python -m moeserve.bench.gpu.run`."""

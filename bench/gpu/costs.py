@@ -1,7 +1,6 @@
-"""Bytes and operations that a kernel's call must take, whoever does it, and the bars that moeserve is measured with.
+"""Shapes of published models, the least bytes and operations of a kernel's call, and the bars for them.
 
-Which bytes count stands in each kernel's docstring. Knows no tensors: counts come from shapes and from how many experts
-have rows.
+The docstring of each kernel says which bytes count.
 """
 
 from __future__ import annotations
@@ -10,24 +9,71 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moeserve.bench.gpu.shapes import AttentionShape, LatentShape, MoEShape
-
 Format = Literal["bf16", "fp8"]
+ExpertActivation = Literal["swiglu", "clamped_swiglu"]
+Chunks = Sequence[tuple[int, int]]  # of each request: rows, and length of the context including them
 ELEMENT_SIZE = {"bf16": 2, "fp8": 1}
-RESULT_SIZE = 2  # bytes: results are bf16, whatever they are computed from
+RESULT_SIZE = 2  # bytes: results are bf16 in both formats
 SCALE_BLOCK = 128  # values of a row, or rows and columns of a weight, that share a scale of 4 bytes
 
 
 @dataclass(frozen=True)
-class GpuLimits:
-    """What this GPU did when it was asked for nothing else, just before."""
+class MoEShape:
+    """One layer's routed experts."""
 
-    copy_bandwidth: float  # bytes/s, read and written ones counted
-    bf16_rate: float  # operations/s of a dense product; a multiply-add counts two
+    num_experts: int
+    hidden: int
+    width: int  # of an expert
+    top_k: int
+    activation: ExpertActivation = "swiglu"
+    has_bias: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One layer's grouped-query attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None = None
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """One layer's latent attention."""
+
+    num_heads: int
+    latent_size: int = 512
+    rotary_size: int = 64
+
+
+MOE_SHAPES = {
+    "Mixtral-8x7B": MoEShape(8, 4096, 14336, 2),
+    "DeepSeek-V2-Lite": MoEShape(64, 2048, 1408, 6),
+    "Qwen3-30B-A3B": MoEShape(128, 2048, 768, 8),
+    "gpt-oss-20b": MoEShape(32, 2880, 2880, 4, "clamped_swiglu", has_bias=True),
+}
+ATTENTION_SHAPES = {
+    "Mixtral-8x7B": AttentionShape(32, 8, 128),
+    "Qwen3-30B-A3B": AttentionShape(32, 4, 128),
+    "gpt-oss-20b": AttentionShape(64, 8, 64, window=128, has_sinks=True),
+}
+LATENT_SHAPES = {"DeepSeek-V2-Lite": LatentShape(16), "DeepSeek-V3": LatentShape(128)}
+VOCAB_SIZES = {"Mixtral-8x7B": 32000, "Qwen3-30B-A3B": 151936}
+
+
+@dataclass(frozen=True)
+class GpuLimits:
+    """The rates that this GPU reached just before, with nothing else to do."""
+
+    copy_bandwidth: float  # bytes/s, reads and writes counted
+    bf16_rate: float  # operations/s of a dense product; a multiply-add counts as two
     fp8_rate: float | None  # None: torch has no such product here
 
     def rate(self, format: Format) -> float:
-        """Operations per second. Without an 8-bit product, twice that of bf16, as the hardware has it."""
+        """Return operations per second. Without an 8-bit product, twice the rate of bf16, as in the hardware."""
         if format == "bf16":
             return self.bf16_rate
         return 2 * self.bf16_rate if self.fp8_rate is None else self.fp8_rate
@@ -35,84 +81,71 @@ class GpuLimits:
 
 @dataclass(frozen=True)
 class Work:
-    """What a call moves between memory and the processors, and multiplies."""
+    """The bytes that a call moves between memory and processors, and its operations."""
 
     num_bytes: float
     operations: float = 0.0
     format: Format = "bf16"
 
     def __add__(self, other: Work) -> Work:
-        assert self.format == other.format, (self, other)
         return Work(self.num_bytes + other.num_bytes, self.operations + other.operations, self.format)
 
     def memory_seconds(self, limits: GpuLimits) -> float:
         return self.num_bytes / limits.copy_bandwidth
 
     def bound_seconds(self, limits: GpuLimits) -> float:
-        """Of one who wastes nothing: moving and computing overlap, and the slower of the two takes all the time."""
+        """Return the least time: moving and computing overlap, and the slower of the two takes all of it."""
         return max(self.memory_seconds(limits), self.operations / limits.rate(self.format))
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure is to reach. A bar that is not met is told, and fails nothing."""
+    """The least value that a figure should reach. A missed bar is reported, and fails nothing."""
 
     figure: Literal["fraction_of_memory_bound", "operations_per_second", "times_transformers"]
     least: float
 
     def verdict(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """With what was reached; None where the figure could not be measured, which does not meet the bar."""
+        """Return the bar with the reached value; None where it was not measured, which misses the bar."""
         reached = figures.get(self.figure)
         is_met = reached is not None and reached >= self.least
         return {"figure": self.figure, "least": self.least, "reached": reached, "is_met": is_met}
 
 
-def product_work(
-    shape: MoEShape, *, num_rows: int, num_hit: int, is_gated: bool, format: Format, num_read: int
-) -> Work:
-    """One grouped product: the weights of experts that have rows, the rows, and the results.
+def products_work(shape: MoEShape, *, num_tokens: int, num_hit: int, format: Format) -> Work:
+    """Return the work of both grouped products of a layer: weights, rows and results.
 
     Args:
-        num_rows: of the product.
-        num_hit: experts that have rows.
-        num_read: different rows that are read: gathered ones may be the same.
+        num_hit: experts that have rows. Each token is read once.
     """
-    num_outputs, num_inputs = (2 * shape.width, shape.hidden) if is_gated else (shape.hidden, shape.width)
-    columns = shape.width if is_gated else shape.hidden
-    size = ELEMENT_SIZE[format]
-    num_bytes = num_hit * num_outputs * num_inputs * size + num_read * num_inputs * size
-    if format == "fp8":
-        num_blocks = -(-num_inputs // SCALE_BLOCK)
-        parts = num_outputs // columns
-        num_bytes += 4 * num_blocks * (num_hit * parts * -(-columns // SCALE_BLOCK) + num_read)
-    elif shape.has_bias:
-        num_bytes += num_hit * num_outputs * size
-    num_bytes += num_rows * columns * RESULT_SIZE
-    return Work(num_bytes, 2.0 * num_rows * num_outputs * num_inputs, format)
-
-
-def products_work(shape: MoEShape, *, num_tokens: int, num_hit: int, format: Format) -> Work:
-    """Both products of all of a layer's tokens, each of which is read once."""
     num_rows = num_tokens * shape.top_k
-    gated = product_work(shape, num_rows=num_rows, num_hit=num_hit, is_gated=True, format=format, num_read=num_tokens)
-    down = product_work(shape, num_rows=num_rows, num_hit=num_hit, is_gated=False, format=format, num_read=num_rows)
-    return gated + down
+    size = ELEMENT_SIZE[format]
+    work = Work(0.0, 0.0, format)
+    for num_outputs, num_inputs, columns, num_read in (
+        (2 * shape.width, shape.hidden, shape.width, num_tokens),
+        (shape.hidden, shape.width, shape.hidden, num_rows),
+    ):
+        num_bytes = num_hit * num_outputs * num_inputs * size + num_read * num_inputs * size
+        if format == "fp8":
+            num_blocks, parts = -(-num_inputs // SCALE_BLOCK), num_outputs // columns
+            num_bytes += 4 * num_blocks * (num_hit * parts * -(-columns // SCALE_BLOCK) + num_read)
+        elif shape.has_bias:
+            num_bytes += num_hit * num_outputs * size
+        num_bytes += num_rows * columns * RESULT_SIZE
+        work += Work(num_bytes, 2.0 * num_rows * num_outputs * num_inputs, format)
+    return work
 
 
 def experts_work(shape: MoEShape, *, num_tokens: int, num_hit: int) -> Work:
-    """The whole layer after routing, in bf16: also the order of pairs, and the weighted sum of the outputs."""
+    """Return the work of a layer after routing, in bf16: order of pairs, products, and weighted sum of outputs."""
     num_pairs = num_tokens * shape.top_k
     order = Work(2 * 8 * num_pairs)
     weighted_sum = Work(RESULT_SIZE * shape.hidden * (num_pairs + num_tokens) + (8 + 4) * num_pairs)
     return order + products_work(shape, num_tokens=num_tokens, num_hit=num_hit, format="bf16") + weighted_sum
 
 
-def attention_work(shape: AttentionShape, chunks: Sequence[tuple[int, int]]) -> Work:
-    """Keys and values of each chunk once, queries and results; operations for each row and position it attends to.
-
-    Args:
-        chunks: rows, and length of the context with them.
-    """
+def attention_work(shape: AttentionShape, chunks: Chunks) -> Work:
+    """Return the work of a step: the visible keys and values of each chunk once, queries and results."""
     per_position = 2 * shape.num_kv_heads * shape.head_size * RESULT_SIZE
     per_row = 2 * shape.num_heads * shape.head_size * RESULT_SIZE
     num_bytes = operations = 0
@@ -123,8 +156,8 @@ def attention_work(shape: AttentionShape, chunks: Sequence[tuple[int, int]]) -> 
     return Work(num_bytes, operations)
 
 
-def latent_work(shape: LatentShape, chunks: Sequence[tuple[int, int]]) -> Work:
-    """The same of latent attention: vectors once for each 64 heads of a chunk of one row, as the docstring says."""
+def latent_work(shape: LatentShape, chunks: Chunks) -> Work:
+    """Return the same for latent attention, where a chunk of one row reads its vectors once for every 64 heads."""
     size = shape.latent_size + shape.rotary_size
     num_bytes = operations = 0
     for num_rows, context in chunks:
@@ -136,48 +169,13 @@ def latent_work(shape: LatentShape, chunks: Sequence[tuple[int, int]]) -> Work:
 
 
 def attended_positions(num_rows: int, context: int, window: int | None) -> int:
-    """Pairs of a row and a position that it attends to."""
+    """Return the number of pairs of a row and a position that it attends to."""
     positions = range(context - num_rows + 1, context + 1)
     return sum(number if window is None else min(number, window) for number in positions)
 
 
-def norm_work(num_rows: int, width: int, *, adds: bool) -> Work:
-    return Work(RESULT_SIZE * ((4 if adds else 2) * num_rows * width + width))
-
-
-def activation_work(num_rows: int, width: int) -> Work:
-    return Work(RESULT_SIZE * 3 * num_rows * width)
-
-
-def rotary_work(shape: AttentionShape, num_tokens: int) -> Work:
-    """With the cache write: whole heads turn."""
-    num_pairs = shape.head_size // 2
-    values = 4 * num_tokens * (shape.num_heads * num_pairs + shape.num_kv_heads * shape.head_size)
-    return Work(values * RESULT_SIZE + 8 * num_tokens * num_pairs)
-
-
-def quantize_work(num_rows: int, width: int) -> Work:
-    return Work(num_rows * width * (RESULT_SIZE + 1) + 4 * num_rows * -(-width // SCALE_BLOCK))
-
-
-def route_work(num_tokens: int, num_experts: int, top_k: int) -> Work:
-    return Work(num_tokens * (4 * num_experts + 12 * top_k))
-
-
-def weigh_work(num_rows: int, width: int) -> Work:
-    return Work(num_rows * (2 * RESULT_SIZE * width + 4))
-
-
-def greedy_work(num_rows: int, width: int) -> Work:
-    return Work(num_rows * width * RESULT_SIZE)
-
-
-def draw_work(num_rows: int, width: int) -> Work:
-    return Work(4 * num_rows * width)
-
-
 def products_bar(num_tokens: int, format: Format) -> Bar | None:
-    """Of a layer's products: a share of the memory bound for few tokens, a rate for many."""
+    """Return the bar of a layer's products: a share of the memory bound for few tokens, a rate for many."""
     if num_tokens <= 16:
         return Bar("fraction_of_memory_bound", 0.70)
     if num_tokens == 128:

@@ -1,23 +1,21 @@
-"""The engine's greedy tokens on this device beside transformers' on the same, for random checkpoints of five families.
+"""The engine's greedy tokens beside those of transformers on the same device, for random checkpoints of five families.
 
-- *float32*: the tokens must be transformers', one by one. Prompts after which a token is a matter of rounding are not
-  used: see `SMALLEST_GAP`.
-- *bf16*: both are told the same tokens and say how likely each is. What transformers says in float32 is the truth; the
-  engine may be `ROOM` times as far from it as transformers is in bf16. The share of tokens that both find likeliest,
-  and the largest difference, are told.
-- Each with CUDA graphs and layer by layer: in float32 both must give transformers' tokens, so the same.
-
-Each comparison is judged by itself, once it has ended: an engine's first start on a machine is mostly compiling.
+- *float32*: the tokens must be equal. Prompts whose tokens depend on rounding are not used (`SMALLEST_GAP`).
+- *bf16*: the log-probabilities of the engine's tokens may be `ROOM` times as far from transformers in float32 as those
+  of transformers in bf16 are.
+- Each runs with CUDA graphs and without. With several GPUs it also runs on two ranks with each dispatcher, which covers
+  NCCL, sums in symmetric memory, graphs with collectives, and DeepEP where it is installed.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,7 +29,7 @@ NUM_TOKENS = 12
 SMALLEST_GAP = 4e-3  # between the two largest logits; float32 results differ by less than 1e-4
 ROOM = 3.0
 ROOM_BEYOND = 1e-3  # of log-probabilities, where transformers happens to be almost exact
-MAX_DRAWS = 60  # of prompts, until there are enough whose tokens are clear
+MAX_DRAWS = 60  # of prompts, to find enough whose tokens are clear
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -59,7 +57,7 @@ LATENT: dict[str, Any] = dict(
     moe_intermediate_size=32,
     first_k_dense_replace=1,
 )
-# transformers' name of a family, and what its smallest interesting model is like
+# transformers' name of a family, and the settings of a small model
 FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": dict(num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
     "DeepseekV2": LATENT
@@ -86,7 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }
 
-# Of a width that all of DeepEP's kernels take.
+# A width that all of DeepEP's kernels support.
 WIDE: dict[str, Any] = dict(
     hidden_size=2048, num_attention_heads=16, num_key_value_heads=2, num_hidden_layers=2, initializer_range=0.03
 )
@@ -94,23 +92,36 @@ WIDE: dict[str, Any] = dict(
 
 @dataclass(frozen=True)
 class Comparison:
-    """One way of running the engine, beside transformers."""
+    """One way of running the engine."""
 
     family: str
     dtype: Dtype
-    way: str  # in words
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the engine
+    variant: str
+    settings: Mapping[str, Any]  # of the engine
     is_wide: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.family}, {self.dtype}, {self.way}"
+        return f"{self.family}, {self.dtype}, {self.variant}"
 
 
-# Those of one checkpoint and dtype use the same kernels. The first of them, which compile most, come first.
+# Comparisons of one checkpoint and dtype share a process and its compiled kernels; the first ones compile most.
 COMPARISONS = tuple(
-    Comparison(family, dtype, way, dict(enforce_eager=way == "layer by layer"))
-    for way, dtype, family in itertools.product(("graphs", "layer by layer"), get_args(Dtype), FAMILIES)
+    Comparison(family, dtype, variant, dict(enforce_eager=variant == "eager"))
+    for variant, dtype, family in itertools.product(("graphs", "eager"), get_args(Dtype), FAMILIES)
+)
+LAYOUTS: dict[str, dict[str, Any]] = {"tp=2": dict(tensor_parallel_size=2), "dp=2": dict(data_parallel_size=2)}
+RANK_COMPARISONS = (
+    *(
+        Comparison(family, "float32", f"{layout}, {dispatcher}", LAYOUTS[layout] | dict(dispatcher=dispatcher))
+        for layout, dispatcher, family in itertools.product(
+            LAYOUTS, ("allgather", "all_to_all"), ("Mixtral", "DeepseekV3")
+        )
+    ),
+    *(
+        Comparison("Mixtral", "bfloat16", f"{layout}, deepep", settings | dict(dispatcher="deepep"), is_wide=True)
+        for layout, settings in LAYOUTS.items()
+    ),
 )
 
 
@@ -124,9 +135,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Truth:
-    """A random checkpoint, prompts, and what transformers appends to each in float32."""
+    """A random checkpoint, prompts, and transformers' tokens after each in float32."""
 
-    folder: tempfile.TemporaryDirectory[str]  # goes when this does
+    folder: tempfile.TemporaryDirectory[str]  # removed with this object
     prompts: list[list[int]]
     tokens: list[list[int]]
 
@@ -136,22 +147,25 @@ class Truth:
 
 
 def compare(comparison: Comparison, device: Device, seed: int) -> dict[str, Any]:
-    """The row of a comparison.
+    """Return the row of a comparison.
 
     Raises:
-        Exception: whatever keeps the engine from running.
+        Exception: whatever prevents the engine from running.
     """
+    row: dict[str, Any] = {"name": comparison.name}
+    if comparison.settings.get("dispatcher") == "deepep" and importlib.util.find_spec("deep_ep") is None:
+        return row | {"status": "left out", "reason": "the package deep_ep is not installed"}
     truth = find_truth(comparison.family, comparison.is_wide, device, seed)
     answers = answers_of(truth.path, device, comparison.dtype, truth.prompts, **comparison.settings)
-    tokens = [answer.tokens for answer in answers]
+    tokens = [token for answer in answers for token in answer.tokens]
+    row["num_tokens"] = len(tokens)
     if comparison.dtype == "float32":
-        figures = {"equal_tokens": _equal_tokens(tokens, truth.tokens)}
-        wrong = [] if figures["equal_tokens"] == 1 else ["tokens are not transformers'"]
+        exact = [token for answer in truth.tokens for token in answer]
+        row["equal_tokens"] = sum(one == other for one, other in zip(tokens, exact, strict=True)) / len(exact)
+        row["wrong"] = [] if row["equal_tokens"] == 1 else ["tokens differ from transformers'"]
     else:
-        figures = _figures_of_bf16(truth, device, answers)
-        wrong = why_wrong(figures)
-    row = {"name": comparison.name, "status": "failed" if wrong else "passed", "wrong": wrong}
-    return row | {"num_tokens": sum(map(len, tokens))} | figures
+        row |= _bf16_row(truth, device, answers)
+    return row | {"status": "failed" if row["wrong"] else "passed"}
 
 
 @functools.cache
@@ -162,7 +176,7 @@ def find_truth(family: str, is_wide: bool, device: Device, seed: int) -> Truth:
 
 
 def write_checkpoint(family: str, folder: Path, seed: int, *, is_wide: bool) -> None:
-    """Random weights, those too that begin as zeros and ones and would hide that they are left out."""
+    """Save a model with random weights, including those that are zeros and ones by default."""
     import transformers
 
     settings = COMMON | FAMILIES[family] | (WIDE if is_wide else {})
@@ -185,7 +199,7 @@ def write_checkpoint(family: str, folder: Path, seed: int, *, is_wide: bool) -> 
 
 @contextmanager
 def reference(folder: Path, device: Device, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """transformers' model, in its plainest form."""
+    """Load transformers' model in its plainest form."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
@@ -196,7 +210,7 @@ def reference(folder: Path, device: Device, dtype: torch.dtype) -> Iterator[nn.M
 
 @torch.inference_mode()
 def clear_prompts(folder: Path, device: Device, seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Random prompts, and what transformers appends to each in float32, by more than rounding could change."""
+    """Return random prompts and transformers' tokens after them in float32, which rounding cannot change."""
     generator = torch.Generator().manual_seed(seed)
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
@@ -216,7 +230,7 @@ def clear_prompts(folder: Path, device: Device, seed: int) -> tuple[list[list[in
                 answers.append(tokens)
             if len(prompts) == len(PROMPT_LENGTHS):
                 return prompts, answers
-    raise RuntimeError(f"of {MAX_DRAWS} prompts, only {len(prompts)} have tokens that are no matter of rounding")
+    raise RuntimeError(f"only {len(prompts)} of {MAX_DRAWS} prompts have tokens that do not depend on rounding")
 
 
 def _logits(model: nn.Module, token_ids: list[int], device: Device) -> Tensor:
@@ -226,7 +240,7 @@ def _logits(model: nn.Module, token_ids: list[int], device: Device) -> Tensor:
 
 
 @torch.inference_mode()
-def _figures_of_bf16(truth: Truth, device: Device, answers: list[Answer]) -> dict[str, float]:
+def _bf16_row(truth: Truth, device: Device, answers: list[Answer]) -> dict[str, Any]:
     tokens = [answer.tokens for answer in answers]
     own = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
     exact, _ = _judged(truth.path, device, torch.float32, truth.prompts, tokens)
@@ -235,27 +249,25 @@ def _figures_of_bf16(truth: Truth, device: Device, answers: list[Answer]) -> dic
     return bf16_figures(own, rounded, exact) | {"equal_tokens": float((likeliest == flat).float().mean())}
 
 
-def bf16_figures(own: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, float]:
-    """Log-probabilities of the same tokens: the engine's, transformers' in bf16, and transformers' in float32."""
+def bf16_figures(own: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, Any]:
+    """Compare log-probabilities of the same tokens: the engine's, and transformers' in bf16 and in float32."""
+    mean_error, reference_error = float((own - exact).abs().mean()), float((rounded - exact).abs().mean())
+    bound = ROOM * reference_error + ROOM_BEYOND
+    wrong = (
+        [] if mean_error <= bound else [f"log-probabilities are off by {mean_error:.3g} on average, over {bound:.3g}"]
+    )
     return {
         "max_logprob_difference": float((own - rounded).abs().max()),
-        "mean_error": float((own - exact).abs().mean()),
-        "mean_error_of_transformers": float((rounded - exact).abs().mean()),
+        "mean_error": mean_error,
+        "mean_error_of_transformers": reference_error,
+        "wrong": wrong,
     }
-
-
-def why_wrong(figures: dict[str, float]) -> list[str]:
-    """Nothing, if the engine is about as near to float32 as transformers is."""
-    bound = ROOM * figures["mean_error_of_transformers"] + ROOM_BEYOND
-    if figures["mean_error"] <= bound:
-        return []
-    return [f"log-probabilities are off by {figures['mean_error']:.3g} on average, and may be by {bound:.3g}"]
 
 
 def _judged(
     folder: Path, device: Device, dtype: torch.dtype, prompts: list[list[int]], tokens: list[list[int]]
 ) -> tuple[Tensor, Tensor]:
-    """What transformers says of given tokens: log-probabilities, and the likeliest tokens in their places."""
+    """Return transformers' log-probabilities of the tokens, and the most likely tokens in their places."""
     logprobs, likeliest = [], []
     with reference(folder, device, dtype) as model:
         for prompt, answer in zip(prompts, tokens, strict=True):
@@ -266,7 +278,7 @@ def _judged(
 
 
 def answers_of(folder: Path, device: Device, dtype: Dtype, prompts: list[list[int]], **more: Any) -> list[Answer]:
-    """All prompts at a time, so that steps have prefills and decodes side by side."""
+    """Run all prompts at once, so that steps mix prefill and decode."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
     settings: dict[str, Any] = dict(dtype=dtype, device=device, show_progress=False) | more
     settings |= dict(kv_cache_memory="16MiB", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=48)
@@ -281,13 +293,3 @@ def answers_of(folder: Path, device: Device, dtype: Dtype, prompts: list[list[in
         ]
         answers.append(Answer(completion.token_ids, logprobs))
     return answers
-
-
-def _equal_tokens(actual: list[list[int]], expected: list[list[int]]) -> float:
-    """The share of tokens that are equal, place by place."""
-    pairs = [
-        (own, other)
-        for tokens, others in zip(actual, expected, strict=True)
-        for own, other in zip(tokens, others, strict=True)
-    ]
-    return sum(own == other for own, other in pairs) / len(pairs)

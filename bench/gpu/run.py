@@ -3,113 +3,109 @@
     python -m moeserve.bench.gpu.run [--json PATH] [--only checks|engine|ranks|kernels|throughput] [--seconds 480]
 
 - *checks*: every kernel against float64 on new random inputs (`checks.py`).
-- *engine*: greedy tokens against transformers' on this GPU (`engine.py`).
-- *ranks*, where there are several GPUs: the same on two ranks, by each dispatcher (`ranks.py`).
-- *kernels*: times under graph replay beside this GPU's measured limits, torch and transformers (`kernels.py`).
+- *engine*: greedy tokens beside those of transformers on this GPU (`engine.py`).
+- *ranks*, with several GPUs: the same on two ranks, with each dispatcher.
+- *kernels*: times under graph replay beside the measured limits of this GPU, torch and transformers (`kernels.py`).
 - *throughput*: tokens per second of whole models with random weights (`throughput.py`).
 
-It needs one GPU, torch, triton and transformers; no network, and no compiler but Triton's. Each part has a share of the
-time, and runs in processes of its own. What was left out for time is said. The exit code is 1 if anything failed; a bar
-that is not met fails nothing.
+Each part has a share of the time and processes of its own (`supervise.py`). What is left out for lack of time is
+reported. The exit code is 1 if anything has failed; a missed bar fails nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from moeserve.bench.gpu.part import PART_NAMES, PartName
-from moeserve.bench.gpu.report import row_text, summary_text
-from moeserve.bench.gpu.supervise import RANKS, Done, budget, parts_for, run_part
-from moeserve.bench.harness import at_least, save
+from moeserve.bench.gpu.supervise import PART_NAMES, RANKS, PartName, PartResult, budget, parts_for, run_part
+from moeserve.bench.harness import at_least, make_parser, save, show
 from moeserve.machine import installed_version
 
 DEFAULT_SECONDS = 480
-START_SECONDS = 15  # of the whole, for what is around the parts
+RESERVED_SECONDS = 15  # for what happens before and after the parts
 LEAST_VERSIONS = {"torch": (2, 11), "triton": (3, 5), "transformers": (5, 0)}
+FIGURE_NAMES = {
+    "fraction_of_memory_bound": "of the memory bound",
+    "operations_per_second": "TFLOP/s",
+    "times_transformers": "x transformers",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m moeserve.bench.gpu.run", description="Checks and measures everything that needs a GPU."
-    )
-    parser.add_argument("--json", type=Path, help="append the result to this file, as one line of JSON")
-    parser.add_argument("--only", choices=PART_NAMES, help="default: all parts")
-    parser.add_argument("--seconds", type=at_least(30), default=DEFAULT_SECONDS, help="for all of it")
-    parser.add_argument("--seed", type=at_least(0), help="of random inputs; default: a new one")
+    parser = make_parser("gpu.run", "Check and measure everything that needs a GPU.", rounds=None, threads=False)
+    parser.add_argument("--only", choices=PART_NAMES, help="run one part (default: all)")
+    parser.add_argument("--seconds", type=at_least(30), default=DEFAULT_SECONDS, help="time for all parts together")
+    parser.add_argument("--seed", type=at_least(0), help="seed of random inputs (default: a new one)")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     if reason := why_not():
         print(f"error: {reason}", file=sys.stderr)
         return 1
-
     num_gpus = count_gpus()
     if options.only == RANKS.name and num_gpus < 2:
-        print(f"error: --only {RANKS.name} compares two GPUs with one, and torch sees {num_gpus}", file=sys.stderr)
+        print(f"error: --only {RANKS.name} needs two GPUs, and torch sees {num_gpus}", file=sys.stderr)
         return 1
 
     from moeserve.bench.gpu.limits import gpu_environment
 
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     environment = gpu_environment()
-    print(f"{environment['gpu']['name']}, driver {environment['gpu']['driver']}, {environment['versions']}")
-    print(f"seed {seed}", flush=True)
-    ends_at = started + options.seconds - min(START_SECONDS, options.seconds / 10)
-    done = run_parts(options.only, num_gpus, ends_at, seed)
-    row = result_row(done, environment, seed, options.seconds, time.monotonic() - started)
-    print(f"\n{summary_text(row)}")
+    show(f"{environment['gpu']['name']}, driver {environment['gpu']['driver']}, {environment['versions']}\nseed {seed}")
+    ends_at = started + options.seconds - min(RESERVED_SECONDS, options.seconds / 10)
+    results = run_parts(options.only, num_gpus, ends_at, seed)
+    row = result_row(results, environment, seed, options.seconds, time.monotonic() - started)
+    show(f"\n{summary_text(row)}")
     save(options.json, [row])
     return 0 if row["passed"] else 1
 
 
-def run_parts(only: PartName | None, num_gpus: int, ends_at: float, seed: int) -> list[Done]:
-    """One part after another; whatever becomes of one, the next one runs."""
+def run_parts(only: PartName | None, num_gpus: int, ends_at: float, seed: int) -> list[PartResult]:
+    """Run one part after another, whatever becomes of each."""
     chosen = [part for part in parts_for(num_gpus) if only in (None, part.name)]
-    done = []
+    results = []
     for index, part in enumerate(chosen):
         seconds = budget(part, chosen[index + 1 :], ends_at - time.monotonic())
-        print(f"\n{part.name}: {seconds:.0f} s at most", flush=True)
-        done.append(run_part(part, seconds, seed, lambda row: print(row_text(row), flush=True)))
-    return done
+        show(f"\n{part.name}: {seconds:.0f} s at most")
+        results.append(run_part(part, seconds, seed, lambda row: show(row_text(row))))
+    return results
 
 
 def result_row(
-    done: Sequence[Done], environment: Mapping[str, Any], seed: int, seconds_allowed: float, seconds: float
+    results: Sequence[PartResult], environment: Mapping[str, Any], seed: int, seconds_allowed: float, seconds: float
 ) -> dict[str, Any]:
-    """The one line of JSON, complete in itself."""
+    """Return the complete result, which becomes one line of JSON."""
+    rows = [row for part in results for row in part.rows]
     return {
         "benchmark": "gpu",
-        "passed": not any(part.failed for part in done),
+        "passed": not any(row["status"] == "failed" for row in rows),
         "seed": seed,
         "seconds_allowed": seconds_allowed,
         "seconds": seconds,
-        "left_out": [row["name"] for part in done for row in part.left_out],
+        "left_out": [row["name"] for row in rows if row["status"] == "left out" or "left_out" in row],
         "parts": [
-            {"part": part.part, "budget": part.budget, "seconds": part.seconds, "rows": part.rows} for part in done
+            {"part": part.part, "budget": part.budget, "seconds": part.seconds, "rows": part.rows} for part in results
         ],
         "environment": dict(environment),
     }
 
 
 def why_not() -> str | None:
-    """Why nothing can be measured here, in one sentence; None if it can."""
+    """Return the reason why nothing can be measured here, in one sentence; None if it can."""
     for name, least in LEAST_VERSIONS.items():
         version = installed_version(name)
-        wanted = ".".join(map(str, least))
+        needed = f"the GPU benchmark needs {name} >= {'.'.join(map(str, least))}"
         if not version:
-            return f"{name} is not installed; the GPU benchmark needs {name} >= {wanted}"
-        if version_numbers(version) < least:
-            return f"{name} {version} is too old; the GPU benchmark needs {name} >= {wanted}"
+            return f"{name} is not installed; {needed}"
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < least:
+            return f"{name} {version} is too old; {needed}"
     import torch
 
     if not torch.cuda.is_available():
-        return "there is no GPU to check or measure: torch sees none (torch.cuda.is_available())"
+        return "torch sees no GPU (torch.cuda.is_available())"
     return None
 
 
@@ -119,10 +115,67 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def version_numbers(version: str) -> tuple[int, ...]:
-    """Of "2.11.0+cu130": (2, 11)."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0,)
+def row_text(row: Mapping[str, Any]) -> str:
+    """Format a row for a terminal, with its bars and comparisons."""
+    lines = [f"  {row['status']:9} {row['name']}: {_figures(row)}"]
+    lines += [bar_text(bar) for bar in row.get("bars", ())]
+    for name, other in row.get("others", {}).items():
+        if "error" in other:
+            lines.append(f"{name}: not measured ({other['error']})")
+        else:
+            lines.append(
+                f"{name}: {other['seconds'] * 1e6:,.1f} us, ours is {other['times_as_fast']:.2f} times as fast"
+            )
+    if other := row.get("transformers"):
+        rate = f"{other['rate']:,.0f} tokens/s" if "rate" in other else other["error"]
+        lines.append(f"transformers: {rate}")
+    lines += [*row.get("notes", ()), *(f"wrong: {each}" for each in row.get("wrong", ()))]
+    lines += [row[key] for key in ("left_out", "reason", "error") if key in row]
+    return f"\n{'':12}".join(lines)
+
+
+def _figures(row: Mapping[str, Any]) -> str:
+    match row:
+        case {"error_ratio": ratio, "num_cases": num_cases, "worst": worst}:
+            return f"{num_cases} cases, worst {ratio:.3g} of the tolerance ({worst})"
+        case {"equal_tokens": share}:
+            difference = row.get("max_logprob_difference")
+            more = "" if difference is None else f", log-probabilities differ by up to {difference:.3g}"
+            return f"{share:.1%} of the tokens equal{more}"
+        case {"limits": limits}:
+            fp8 = "none" if limits["fp8_rate"] is None else f"{limits['fp8_rate'] / 1e12:.0f}"
+            rates = f"{limits['bf16_rate'] / 1e12:.0f} TFLOP/s in bf16, {fp8} in fp8"
+            return f"{limits['copy_bandwidth'] / 1e9:,.0f} GB/s copied, {rates}"
+        case {"rate": rate, "num_layers": num_layers}:
+            layers = f"{num_layers} of {row['layers_of_the_published']} layers"
+            return f"{layers}, {rate:,.0f} tokens/s, {row['fraction_of_bound']:.0%} of the bound"
+        case {"seconds": seconds}:
+            rates = f"{row['bytes_per_second'] / 1e9:,.0f} GB/s, {row['operations_per_second'] / 1e12:,.1f} TFLOP/s"
+            return f"{seconds * 1e6:,.1f} us, {rates}, {row['fraction_of_bound']:.0%} of the bound"
+    return "no figures"
+
+
+def bar_text(bar: Mapping[str, Any]) -> str:
+    def shown(value: float | None) -> str:
+        if value is None:
+            return "nothing"
+        figure = bar["figure"]
+        number = f"{value / 1e12:.0f}" if figure == "operations_per_second" else f"{value:.2f}"
+        return f"{number} {FIGURE_NAMES[figure]}"
+
+    return f"bar: {shown(bar['least'])}, reached {shown(bar['reached'])}: {'met' if bar['is_met'] else 'NOT MET'}"
+
+
+def summary_text(row: Mapping[str, Any]) -> str:
+    """Format the end of a run: failures, bars, and what was left out."""
+    rows = [each for part in row["parts"] for each in part["rows"]]
+    failed = [each["name"] for each in rows if each["status"] == "failed"]
+    bars = [bar for each in rows for bar in each.get("bars", ())]
+    lines = [f"{row['environment']['gpu']['name']}, seed {row['seed']}, {row['seconds']:.0f} s"]
+    lines.append(f"failed: {', '.join(failed) or 'nothing'}")
+    lines.append(f"bars: {sum(bar['is_met'] for bar in bars)} of {len(bars)} met")
+    lines.append(f"left out for lack of time: {', '.join(row['left_out']) or 'nothing'}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,19 @@
-"""Tokens per second of the engine on models of published shapes with random weights, beside transformers on the same.
+"""Tokens per second of the engine on models of published shapes with random weights, beside transformers.
 
-- *decode*: two runs are timed, of N new tokens and of 1, and the difference counts: `decode.py`. The bound is the bytes
-  of the weights that a step of so many tokens reads, with routing at random, and of all contexts' keys and values, at
-  the bandwidth that copies were measured to have.
-- *prefill*: prompt tokens over the time until the first new token; its bound is the multiply-adds of weights at the
-  rate of dense products, of 8-bit floats where weights are, or the bytes.
-- *transformers*: `generate` with a batch of equal prompts and random weights of its own, with the fastest of the
-  implementations of attention and experts that it has here.
-- Layers are left out where all of them do not fit: the row says how many there are.
+- *decode*: `decode.py` describes the rate. The bound is the bytes of the weights that a step reads, with random
+  routing, and of the keys and values of all contexts, at the measured bandwidth of copies.
+- *prefill*: the bound is the multiply-adds of the weights at the rate of dense products, or the bytes.
+- *transformers*: `generate` with a batch of equal length and random weights of its own, with sdpa attention.
+- Models that do not fit have fewer layers; the row says how many.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
+import statistics
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,23 +21,20 @@ from random import Random
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from moeserve import LLM
 from moeserve.bench.costs import FORMATS, WeightFormat, step_work
-from moeserve.bench.decode import Workload, decode_rate, draw_prompts, generate_with, prefill_rate
+from moeserve.bench.decode import Workload, draw_prompts, generate_with, rate_measure
 from moeserve.bench.gpu.costs import Bar, GpuLimits
-from moeserve.bench.gpu.limits import gpu_memory, synchronize
 from moeserve.config.settings import QuantizationName
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
 
-BATCHES = (64, 8, 1)  # the one with the bars first
+BATCHES = (64, 8, 1)  # the first is compared with transformers
 PROMPT_TOKENS = 496
 NEW_TOKENS = 33  # contexts are 512 long in the middle of these
 PREFILL_TOKENS = 4096
-NUM_ROUNDS = 3  # of which the median counts
-COMPARED_BATCH = 64
+NUM_ROUNDS = 3
 DEVICE = "cuda"
 MEMORY_SHARE = 0.6  # of the GPU, for weights
 DECODE_BARS = (Bar("times_transformers", 4.0), Bar("fraction_of_memory_bound", 0.60))
@@ -64,7 +57,7 @@ class Model:
         return FORMATS[self.quantization or "bfloat16"]
 
     def config(self, num_layers: int) -> dict[str, Any]:
-        """With fewer layers, the first ones."""
+        """Return its config.json with the first `num_layers` layers."""
         model_types = {"Mixtral": "mixtral", "DeepseekV2": "deepseek_v2"}
         return self.settings | {
             "architectures": [f"{self.family}ForCausalLM"],
@@ -141,7 +134,7 @@ def write_config(model: Model, num_layers: int, folder: Path) -> None:
 
 
 def layers_that_fit(model: Model, memory_bytes: float) -> int:
-    """As many as there are, or as have place: at least two, so that every kind is there."""
+    """Return the number of layers that fit, at least two: one of each kind."""
     with tempfile.TemporaryDirectory() as folder:
         sizes = []
         for num_layers in (2, 3):
@@ -153,187 +146,130 @@ def layers_that_fit(model: Model, memory_bytes: float) -> int:
 
 
 def decode_bytes(folder: Path, batch: int, context: int, weights: WeightFormat = FORMATS["bfloat16"]) -> float:
-    """Of one step: weights, and keys and values of so many contexts."""
+    """Return the bytes that a step reads: weights, and the keys and values of all contexts."""
     read = step_work(folder, num_tokens=batch, num_logits=batch, weights=weights).num_bytes
     return read + batch * context * summarize(describe(folder), "bfloat16").cache_bytes_per_token
 
 
 def measure(model: Model, limits: GpuLimits, seconds_left: Callable[[], float]) -> Iterator[dict[str, Any]]:
-    """Rows of one model: prefill, and decode of each batch. What does not run fails its row."""
-    num_layers = layers_that_fit(model, MEMORY_SHARE * gpu_memory())
+    """Yield rows of one model: decode with each batch, and prefill.
+
+    Raises:
+        Exception: whatever prevents the engine from running.
+    """
+    num_layers = layers_that_fit(model, MEMORY_SHARE * total_memory())
     facts = {"num_layers": num_layers, "layers_of_the_published": model.num_layers}
+    vocab_size = model.settings["vocab_size"]
+    workloads = {
+        f"{model.name}, decode, batch {batch}": Workload(batch, PROMPT_TOKENS, NEW_TOKENS, vocab_size)
+        for batch in BATCHES
+    }
+    workloads[f"{model.name}, prefill of {PREFILL_TOKENS}"] = Workload(1, PREFILL_TOKENS, 1, vocab_size)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_config(model, num_layers, folder)
-        peer: dict[str, Any] | None = None if model.quantization else {"error": "no time was left"}
-        if peer is not None and seconds_left() > 0:
-            peer = transformers_rate(folder, seconds_left)
-            _free()
-        try:
-            with start(folder, model.quantization) as llm:
-                vocab_size = model.settings["vocab_size"]
-                for batch in BATCHES:
-                    title = f"{model.name}, decode, batch {batch}"
-                    if seconds_left() <= 0:
-                        yield {"name": title, "status": "left out", "reason": "no time was left"} | facts
-                        continue
-                    workload = Workload(batch, PROMPT_TOKENS, NEW_TOKENS, vocab_size)
-                    own_peer = peer if batch == COMPARED_BATCH else None
-                    yield (
-                        {"name": title}
-                        | facts
-                        | _decode_row(folder, llm, workload, limits, model, own_peer, seconds_left)
-                    )
-                title = f"{model.name}, prefill of {PREFILL_TOKENS}"
+        reference = None if model.quantization else transformers_rate(folder, seconds_left)
+        settings: dict[str, Any] = dict(device=DEVICE, dtype="bfloat16", load_format="dummy", show_progress=False)
+        settings |= dict(max_num_seqs=max(BATCHES), max_model_len=2 * PREFILL_TOKENS, enable_prefix_caching=False)
+        with LLM(folder, quantization=model.quantization, **settings) as llm:
+            for title, workload in workloads.items():
+                row: dict[str, Any] = {"name": title, **facts}
                 if seconds_left() <= 0:
-                    yield {"name": title, "status": "left out", "reason": "no time was left"} | facts
-                else:
-                    workload = Workload(1, PREFILL_TOKENS, 1, vocab_size)
-                    yield {"name": title} | facts | _prefill_row(folder, llm, workload, limits, model)
-        except Exception as error:
-            yield {
-                "name": f"{model.name}, engine",
-                "status": "failed",
-                "error": f"{type(error).__name__}: {error}"[:2000],
-                "trace": traceback.format_exc(limit=-4),
-            } | facts
+                    yield row | {"status": "left out", "reason": "no time was left"}
+                    continue
+                kind = "prefill" if workload.new_tokens == 1 else "decode"
+                row |= {"status": "measured"} | rate_row(folder, model, kind, llm, workload, limits, seconds_left)
+                if reference is not None and workload.batch == BATCHES[0]:
+                    row["transformers"] = reference
+                    if "rate" in reference:
+                        row["times_transformers"] = row["rate"] / reference["rate"]
+                    row["bars"] = [bar.verdict(row) for bar in DECODE_BARS]
+                yield row
     _free()
 
 
-def start(folder: Path, quantization: QuantizationName | None) -> LLM:
-    settings: dict[str, Any] = dict(device=DEVICE, dtype="bfloat16", load_format="dummy", show_progress=False)
-    settings |= dict(quantization=quantization)
-    settings |= dict(max_num_seqs=max(BATCHES), max_model_len=2 * PREFILL_TOKENS, enable_prefix_caching=False)
-    return LLM(folder, **settings)
-
-
-def _decode_row(
+def rate_row(
     folder: Path,
+    model: Model,
+    kind: str,
     llm: LLM,
     workload: Workload,
     limits: GpuLimits,
-    model: Model,
-    peer: dict[str, Any] | None,
     seconds_left: Callable[[], float],
 ) -> dict[str, Any]:
+    """Return the median rate of some rounds in tokens per second, beside its bound."""
     generate = generate_with(llm)
-    generate(draw_prompts(workload, Random(1)), workload.new_tokens)  # compiles what is compiled for this batch
-    source = Random(0)
-    rates = [decode_rate(generate, workload, source)]
+    generate(draw_prompts(workload, Random(1)), workload.new_tokens)  # compiles kernels for this batch
+    measure_rate = rate_measure(kind, generate, workload)
+    rates = [measure_rate()]
     while len(rates) < NUM_ROUNDS and seconds_left() > 0:
-        rates.append(decode_rate(generate, workload, source))
-    num_bytes = decode_bytes(folder, workload.batch, workload.prompt_tokens + workload.new_tokens // 2, model.weights)
-    row = decode_figures(rates, workload.batch, num_bytes, limits)
-    if peer is not None:
-        row["transformers"] = peer
-        if "rate" in peer:
-            row["times_transformers"] = row["rate"] / peer["rate"]
-        row["bars"] = [bar.verdict(row) for bar in DECODE_BARS]
-    return {"status": "told"} | row
+        rates.append(measure_rate())
+    if kind == "decode":
+        context = workload.prompt_tokens + workload.new_tokens // 2
+        num_bytes = decode_bytes(folder, workload.batch, context, model.weights)
+        return {"rounds": rates} | decode_figures(rates, workload.batch, num_bytes, limits)
+    work = step_work(folder, num_tokens=workload.prompt_tokens, num_logits=1, weights=model.weights)
+    product_rate = limits.rate("fp8" if model.quantization else "bf16")
+    bound = workload.prompt_tokens / max(work.operations / product_rate, work.num_bytes / limits.copy_bandwidth)
+    rate = statistics.median(rates)
+    return {"rounds": rates, "rate": rate, "bound": bound, "fraction_of_bound": rate / bound}
 
 
 def decode_figures(rates: list[float], batch: int, num_bytes: float, limits: GpuLimits) -> dict[str, Any]:
-    """What tokens per second of all requests together say beside the bandwidth."""
-    rate = sorted(rates)[len(rates) // 2]
-    bound = batch * limits.copy_bandwidth / num_bytes
+    rate, bound = statistics.median(rates), batch * limits.copy_bandwidth / num_bytes
+    fraction = rate / bound
     return {
         "rate": rate,
-        "unit": "tokens/s",
-        "rounds": rates,
         "bytes_per_step": num_bytes,
         "bound": bound,
-        "fraction_of_memory_bound": rate / bound,
-    }
-
-
-def _prefill_row(folder: Path, llm: LLM, workload: Workload, limits: GpuLimits, model: Model) -> dict[str, Any]:
-    generate = generate_with(llm)
-    generate(draw_prompts(workload, Random(1)), 1)
-    source = Random(0)
-    rates = [prefill_rate(generate, workload, source) for _ in range(NUM_ROUNDS)]
-    work = step_work(folder, num_tokens=workload.prompt_tokens, num_logits=1, weights=model.weights)
-    product_rate = limits.rate("fp8" if model.quantization else "bf16")
-    bound_seconds = max(work.operations / product_rate, work.num_bytes / limits.copy_bandwidth)
-    rate = sorted(rates)[len(rates) // 2]
-    return {
-        "status": "told",
-        "rate": rate,
-        "unit": "tokens/s",
-        "rounds": rates,
-        "bound": workload.prompt_tokens / bound_seconds,
-        "fraction_of_bound": rate * bound_seconds / workload.prompt_tokens,
+        "fraction_of_bound": fraction,
+        "fraction_of_memory_bound": fraction,
     }
 
 
 @torch.inference_mode()
 def transformers_rate(folder: Path, seconds_left: Callable[[], float]) -> dict[str, Any]:
-    """Decoded tokens per second of the batch that is compared, in its fastest form here; or why there are none."""
-    rates: dict[str, float] = {}
-    errors: dict[str, str] = {}
-    model: nn.Module | None = None
-    try:
-        model = _random_transformers(folder)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
-    attentions = ["sdpa"]
-    if importlib.util.find_spec("flash_attn") is not None:
-        attentions.append("flash_attention_2")
-    forms = [(attention, experts) for attention in attentions for experts in ("grouped_mm", "eager")]
-    for attention, experts in forms:
-        name = f"{attention}, {experts}"
-        if rates and seconds_left() <= 0:
-            errors[name] = "no time was left"
-            continue
-        try:
-            model.set_attn_implementation(attention)  # type: ignore[operator]
-            model.set_experts_implementation(experts)  # type: ignore[operator]
-            rates[name] = _generated_per_second(model)
-        except Exception as error:  # a form that this version does not have, or that does not fit
-            errors[name] = f"{type(error).__name__}: {error}"[:300]
-            torch.cuda.empty_cache()
-    found: dict[str, Any] = {"rates": rates, "errors": errors}
-    if rates:
-        best = max(rates, key=rates.__getitem__)
-        return found | {"form": best, "rate": rates[best]}
-    return found | {"error": "none of its forms could run"}
-
-
-def _random_transformers(folder: Path) -> nn.Module:
+    """Return the decode rate of transformers with the largest batch, or why there is none."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
-    with torch.device(DEVICE):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    own: nn.Module = model.eval()
-    return own
+    if seconds_left() <= 0:
+        return {"error": "no time was left"}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with torch.device(DEVICE):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+        def generate(prompts: list[list[int]], num_tokens: int) -> float:
+            prompt_ids = torch.tensor(prompts, device=DEVICE)
+            synchronize()
+            start = time.perf_counter()
+            model.generate(
+                prompt_ids,
+                attention_mask=torch.ones_like(prompt_ids),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            synchronize()
+            return time.perf_counter() - start
+
+        workload = Workload(BATCHES[0], PROMPT_TOKENS, NEW_TOKENS, config.vocab_size)
+        generate(draw_prompts(workload, Random(1)), 2)  # initialises libraries
+        return {"rate": rate_measure("decode", generate, workload)()}
+    except Exception as error:  # for example, it does not fit into memory
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    finally:
+        _free()
 
 
-def _generated_per_second(model: Any) -> float:
-    """As `decode_rate` of moeserve: the time of more tokens less that of one."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    vocab_size = model.config.vocab_size
+def total_memory() -> int:
+    """Return the bytes of the GPU's memory."""
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
-    def seconds(num_tokens: int) -> float:
-        shape = (COMPARED_BATCH, PROMPT_TOKENS)
-        prompts = torch.randint(3, vocab_size, shape, generator=generator, device=DEVICE)
-        synchronize()
-        start = time.perf_counter()
-        model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        synchronize()
-        return time.perf_counter() - start
 
-    seconds(2)  # sets libraries up
-    longer, shorter = seconds(NEW_TOKENS), seconds(1)
-    if longer <= shorter:
-        raise RuntimeError(f"{NEW_TOKENS} tokens took {longer:.3g} s, and one {shorter:.3g} s")
-    return COMPARED_BATCH * (NEW_TOKENS - 1) / (longer - shorter)
+def synchronize() -> None:
+    torch.cuda.synchronize()
 
 
 def _free() -> None:
