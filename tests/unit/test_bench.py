@@ -101,8 +101,8 @@ def test_named_checkpoint_is_made_in_the_cache(tmp_path: Path, monkeypatch: pyte
 def test_limits_are_plausible() -> None:
     probe = LimitProbe(buffer_bytes=1 << 22, matmul_size=128, num_passes=2)
     for limits in (probe.measure(), probe.measure(), measure_limits(buffer_bytes=1 << 22, matmul_size=128)):
-        assert 0.1 < limits.read_bandwidth < 100_000
-        assert 0.001 < limits.matmul_rate < 1_000_000
+        assert 0 < limits.read_bandwidth < 100_000
+        assert 0 < limits.matmul_rate < 1_000_000
         assert limits.num_threads == torch.get_num_threads()
 
 
