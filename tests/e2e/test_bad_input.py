@@ -174,10 +174,7 @@ def test_unknown_setting_is_answered_with_the_nearest(plain: Reference) -> None:
 
 
 def test_a_slip_in_rebalance_is_answered_with_the_choices(plain: Reference) -> None:
-    says = (
-        "rebalance='atuo': there is no such file of placements; choose 'off', 'auto', or a file that LLM.save_placement"
-    )
-    with pytest.raises(SettingsError, match=says):
+    with pytest.raises(SettingsError, match=r"rebalance='atuo'.*'off', 'auto'"):
         LLM(plain.folder, rebalance="atuo")
 
 
@@ -239,7 +236,7 @@ def test_parameters_that_do_not_fit_the_vocabulary(llm: LLM, plain: Reference) -
         llm.generate([[5]], SamplingParams(stop_token_ids=[101]))
     with pytest.raises(RequestError, match="logit_bias names token 500"):
         llm.generate([[5]], SamplingParams(logit_bias={500: 1.0}))
-    with pytest.raises(RequestError, match="min_tokens=1 bars the 101 tokens"):
+    with pytest.raises(RequestError, match="min_tokens=1 excludes the 101 tokens"):
         llm.generate([[5]], SamplingParams(stop_token_ids=list(range(101)), min_tokens=1))
     with pytest.raises(RequestError, match="no tokenizer"):
         llm.generate([[5]], SamplingParams(stop="x"))
@@ -259,7 +256,8 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(
         with pytest.raises(EngineError, match="ended 3 requests: RuntimeError") as error:
             llm.generate([[7], [8]], GREEDY)
         assert isinstance(error.value.__cause__, RuntimeError)
-    assert [output.outputs[0].finish_reason for output in stream] == ["abort"]
+    with pytest.raises(EngineError, match="RuntimeError"):  # its request ended in the same step
+        next(stream)
     assert_alive(llm, plain)
 
 

@@ -38,10 +38,46 @@ def test_the_default_model_knows_the_capital_of_france(llm: LLM) -> None:
     assert "<|im_end|>" not in answer.text
 
 
-def test_the_command_line_streams_the_answer(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--prompt", QUESTION[0]["content"], "--temperature", "0", "--max-tokens", "24"]
-    assert cli.main(["generate", llm.config.model_path, "--max-model-len", "512", *arguments]) == 0
-    assert capsys.readouterr().out.strip() == llm.chat(QUESTION, GREEDY)[0].outputs[0].text
+def test_the_command_line_answers_with_the_default_model(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedily, with the chat template, until the end-of-sequence token."""
+    assert cli.main(["generate", "--prompt", QUESTION[0]["content"]]) == 0
+    answer = capsys.readouterr().out.strip()
+    assert "Paris" in answer
+    assert answer == llm.chat(QUESTION, GREEDY)[0].outputs[0].text
+
+
+def test_repr_shows_model_dtype_and_layout(llm: LLM) -> None:
+    shown = repr(llm)
+    for text in (llm.config.model_path, "bfloat16", "tensor_parallel_size=1", "data_parallel_size=1"):
+        assert text in shown
+
+
+def test_the_tokenizer_is_that_of_transformers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    (output,) = llm.generate("Hello, world", GREEDY)
+    assert tokenizer.encode("Hello, world") == output.prompt_token_ids
+    assert tokenizer.decode(output.outputs[0].token_ids) == output.outputs[0].text
+
+
+def test_chat_takes_a_template_and_tools(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "capital_of", "parameters": {"type": "object"}}}]
+    template = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}{{ messages[0]['content'] }}"
+    (output,) = llm.chat(QUESTION, GREEDY, chat_template=template, tools=tools)
+    assert llm.get_tokenizer().decode(output.prompt_token_ids) == "capital_of " + QUESTION[0]["content"]
+    with pytest.raises(RequestError, match="tools="):
+        llm.chat(QUESTION, GREEDY, tools="capital_of")
+
+
+def test_changed_parameters_apply_to_later_requests_only(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    stream = llm.stream("One, two,", params)
+    next(stream)
+    params.max_tokens = 3
+    assert len(list(stream)[-1].outputs[0].token_ids) == 8
+    assert len(llm.generate("One, two,", params)[0].outputs[0].token_ids) == 3
+    params.stop_token_ids.append(-1)
+    with pytest.raises(RequestError, match="stop_token_ids=-1"):
+        llm.generate("One, two,", params)
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:

@@ -14,6 +14,7 @@ from rank_processes import free_blocks
 from reference_models import Reference
 
 import moeserve.api.llm
+import moeserve.api.session
 import moeserve.engine.replicas
 import moeserve.processes.channel
 import moeserve.processes.supervision
@@ -26,6 +27,7 @@ FILES = {
     module.__file__
     for module in (
         moeserve.api.llm,
+        moeserve.api.session,
         moeserve.engine.replicas,
         moeserve.processes.channel,
         moeserve.processes.supervision,

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from moeserve.api.frontend import Frontend, News, normalise
-from moeserve.api.text import TextCodec
+from moeserve.api.frontend import Frontend, PromptProgress
+from moeserve.api.prompts import pair_prompts
+from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
 from moeserve.outputs import Logprob, RequestOutput
 from moeserve.protocol import Request, RequestUpdate, TokenLogprobs
@@ -46,7 +47,7 @@ def requests_of(frontend: Frontend, prompts: Any, params: Any = None) -> list[Re
     return [request for submission in submissions for request in submission.requests]
 
 
-def tell(frontend: Frontend, request_id: str, text: str = "", **fields: Any) -> News | None:
+def tell(frontend: Frontend, request_id: str, text: str = "", **fields: Any) -> PromptProgress | None:
     token_ids = fields.pop("token_ids", None) or (CODEC.encode(text) if text else [])
     return frontend.update(RequestUpdate(request_id=request_id, token_ids=token_ids, **fields))
 
@@ -84,7 +85,7 @@ def test_a_text_and_its_token_ids_make_the_same_request() -> None:
     ],
 )
 def test_one_or_many_prompts_are_told_apart(prompts: Any, count: int) -> None:
-    assert len(normalise(prompts, SamplingParams())) == count
+    assert len(pair_prompts(prompts, SamplingParams())) == count
     assert len(requests_of(new_frontend(), prompts)) == count
 
 
@@ -93,9 +94,9 @@ def test_each_prompt_gets_its_own_sampling_parameters() -> None:
     requests = requests_of(new_frontend(), ["a", "b"], both)
     assert [request.params for request in requests] == [params.for_engine() for params in both]
     with pytest.raises(RequestError, match="3 prompts came with 2 sampling_params"):
-        normalise(["a", "b", "c"], both)
+        pair_prompts(["a", "b", "c"], both)
     with pytest.raises(RequestError, match=r"is a dict; pass SamplingParams"):
-        normalise("a", {"temperature": 0})  # type: ignore[arg-type]
+        pair_prompts("a", {"temperature": 0})  # type: ignore[arg-type]
 
 
 def test_numpy_integers_become_plain_integers() -> None:
@@ -226,9 +227,9 @@ def test_without_a_seed_every_output_differs_and_the_engine_seed_decides() -> No
 def test_an_output_grows_until_it_finishes() -> None:
     frontend = new_frontend()
     requests_of(frontend, "Hi")
-    assert tell(frontend, "0", "ab", num_cached_tokens=1) == News("0", finished=False)
+    assert tell(frontend, "0", "ab", num_cached_tokens=1) == PromptProgress("0", finished=False)
     before = frontend.output("0")
-    assert tell(frontend, "0", "c", finish_reason="length") == News("0", finished=True)
+    assert tell(frontend, "0", "c", finish_reason="length") == PromptProgress("0", finished=True)
     after = frontend.output("0")
 
     assert isinstance(after, RequestOutput)
@@ -258,7 +259,7 @@ def test_the_token_that_ends_an_output_is_an_id_but_not_text(stop_reason: int | 
     params = SamplingParams(include_stop_str_in_output=keep, skip_special_tokens=False)
     requests_of(frontend, "Hi", params)
     news = tell(frontend, "0", token_ids=[*CODEC.encode("ab"), token], finish_reason="stop", stop_reason=stop_reason)
-    assert news == News("0", finished=True)
+    assert news == PromptProgress("0", finished=True)
     ending = CODEC.decode([token], skip_special_tokens=False) if keep else ""
     assert ending in ("", "!", "</s>")
     assert finished_text(frontend, "0") == ("ab" + ending, "stop", stop_reason)
@@ -272,7 +273,7 @@ def test_a_stop_string_ends_the_output_and_the_request() -> None:
     tell(frontend, "0", "abE", logprobs=logprobs)
     assert frontend.output("0").outputs[0].text == "ab"
     # Two more tokens came in the same step: they are dropped.
-    assert tell(frontend, "0", "NDxy", logprobs=[*logprobs, logprobs[0]]) == News("0", True, abort_request_id="0")
+    assert tell(frontend, "0", "NDxy", logprobs=[*logprobs, logprobs[0]]) == PromptProgress("0", True, "0")
     assert finished_text(frontend, "0") == ("ab", "stop", "END")
     (output,) = frontend.output("0").outputs
     assert output.token_ids == CODEC.encode("abEND")
@@ -288,7 +289,7 @@ def test_a_stop_string_ends_the_output_and_the_request() -> None:
 def test_a_stop_string_in_the_last_update_needs_no_abort() -> None:
     frontend = new_frontend()
     requests_of(frontend, "Hi", SamplingParams(stop="b"))
-    assert tell(frontend, "0", "ab", finish_reason="length") == News("0", finished=True)
+    assert tell(frontend, "0", "ab", finish_reason="length") == PromptProgress("0", finished=True)
     assert finished_text(frontend, "0") == ("a", "stop", "b")
 
 
@@ -307,9 +308,11 @@ def test_the_outputs_of_one_prompt_gather_in_order() -> None:
     assert submission.prompt_id == "0"
     assert [request.request_id for request in submission.requests] == ["0-0", "0-1", "0-2"]
     assert [request.params.prompt_logprobs for request in submission.requests] == [1, None, None]
-    assert tell(frontend, "0-2", "c", finish_reason="length", num_cached_tokens=1) == News("0", finished=False)
-    assert tell(frontend, "0-0", "a!", num_cached_tokens=0) == News("0", False, abort_request_id="0-0")
-    assert tell(frontend, "0-1", "b", finish_reason="stop", token_ids=[*CODEC.encode("b"), EOS]) == News("0", True)
+    assert tell(frontend, "0-2", "c", finish_reason="length", num_cached_tokens=1) == PromptProgress("0", False)
+    assert tell(frontend, "0-0", "a!", num_cached_tokens=0) == PromptProgress("0", False, abort_request_id="0-0")
+    assert tell(frontend, "0-1", "b", finish_reason="stop", token_ids=[*CODEC.encode("b"), EOS]) == PromptProgress(
+        "0", True
+    )
     result = frontend.output("0")
     assert [(output.index, output.text) for output in result.outputs] == [(0, "a"), (1, "b"), (2, "c")]
     assert result.finished
@@ -355,7 +358,7 @@ def test_a_discarded_prompt_names_the_requests_to_end() -> None:
     tell(frontend, "0-1", "x", finish_reason="length")
     assert frontend.discard("0") == ["0-0"]
     assert tell(frontend, "0-0", "y") is None
-    assert tell(frontend, "1-0", "y") == News("1", finished=False)
+    assert tell(frontend, "1-0", "y") == PromptProgress("1", finished=False)
     with pytest.raises(KeyError):
         frontend.output("0")
 

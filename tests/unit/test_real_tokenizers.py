@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from moeserve.api.text import OutputText, TextCodec
+from moeserve.api.output_text import OutputText
+from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
 from moeserve.models.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, WORD_BOUNDARY, write_tokenizer
 from moeserve.sampling_params import SamplingParams

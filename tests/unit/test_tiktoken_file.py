@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from moeserve.api import tiktoken_file
-from moeserve.api.text import TextCodec
+from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import CheckpointError
 
 tiktoken = pytest.importorskip("tiktoken", reason="it comes with mistral-common; pip install -e '.[dev]'")

@@ -1,0 +1,118 @@
+"""Detokenizers: the text of one output as its tokens come."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Any, Protocol
+
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+# Decoder steps that turn tokens into text one by one, except for the first token of a text and for runs of byte
+# tokens. Text can then be released as tokens come.
+STEPWISE_DECODERS = frozenset({"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip", "WordPiece"})
+
+_BYTE_TOKEN = re.compile(r"<0x..>")
+
+
+class Vocabulary(Protocol):
+    """The methods of a tokenizer that detokenizers use."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token(self, token_id: int) -> str | None: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+
+class Detokenizer(Protocol):
+    """Returns the text of one output in pieces.
+
+    The pieces so far are always a prefix of the text that `decode` returns for all tokens, and all of it after
+    `finish`.
+    """
+
+    @property
+    def held_text(self) -> str:
+        """Text of the tokens held back if the output ended here; empty while a character is incomplete."""
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that is final with this token."""
+
+    def finish(self) -> str:
+        """Return the text that was held back. No token may follow."""
+
+
+class ByteLevelDetokenizer:
+    """Detokenizer of byte-level BPE. Tokens are bytes; only those of an incomplete character are held back."""
+
+    held_text = ""
+
+    def __init__(self, vocabulary: Vocabulary, hidden_ids: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._hidden_ids = hidden_ids
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id: int) -> str:
+        if token_id in self._hidden_ids:
+            return ""
+        return self._characters.decode(self._vocabulary.token_bytes(token_id))
+
+    def finish(self) -> str:
+        return self._characters.decode(b"", final=True)
+
+
+class StepwiseDetokenizer:
+    """Detokenizer of SentencePiece-like vocabularies.
+
+    A run of byte tokens is held back until it ends, because one invalid byte changes the text of the whole run.
+    Tokens are decoded once, after the tokens of the previous piece, because the first token of a text may lose its
+    leading space.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, hidden_ids: frozenset[int], *, has_byte_tokens: bool) -> None:
+        self._vocabulary = vocabulary
+        self._hidden_ids = hidden_ids
+        self._has_byte_tokens = has_byte_tokens
+        self._context: list[int] = []  # the tokens of the previous piece; the last of them is no byte token
+        self._context_length = 0  # characters of the context when decoded alone
+        self._held: list[int] = []
+
+    @property
+    def held_text(self) -> str:
+        text = self._decode_held()
+        return "" if REPLACEMENT_CHARACTER in text else text
+
+    def feed(self, token_id: int) -> str:
+        token = self._vocabulary.token(token_id)
+        if token is None or token_id in self._hidden_ids:
+            return ""  # invisible to the decoder, so it does not end a run of bytes
+        self._held.append(token_id)
+        if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
+            return ""
+        text = self._decode_held()
+        if text:
+            self._context, self._held = self._held, []
+            self._context_length = len(self._vocabulary.decode(self._context, skip_special_tokens=False))
+        return text
+
+    def finish(self) -> str:
+        return self._decode_held()
+
+    def _decode_held(self) -> str:
+        if not self._held:
+            return ""
+        text = self._vocabulary.decode(self._context + self._held, skip_special_tokens=False)
+        return text[self._context_length :]
+
+
+def is_stepwise(decoder: list[dict[str, Any]]) -> bool:
+    """Return True if `StepwiseDetokenizer` can follow a decoder, given as the steps of its JSON form."""
+    kinds = [step["type"] for step in decoder]
+    if not STEPWISE_DECODERS.issuperset(kinds):
+        return False
+    # From Fuse on, a step sees the whole text. It may strip the leading space, but nothing that later tokens decide.
+    whole_text_steps = decoder[kinds.index("Fuse") + 1 :] if "Fuse" in kinds else []
+    return all(
+        step["type"] == "Fuse" or (step["type"] == "Strip" and step["start"] <= 1 and step["stop"] == 0)
+        for step in whole_text_steps
+    )

@@ -1,0 +1,163 @@
+"""Prompts as users write them: their forms, and the checks before they become requests."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from moeserve.api.tokenizer import TextCodec
+from moeserve.errors import RequestError, nearest, shown
+from moeserve.sampling_params import SamplingParams
+
+# A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may have a "cache_salt".
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt that can be served."""
+
+    text: str | None  # None if it was given as token ids
+    token_ids: list[int]
+    cache_salt: str
+
+
+def pair_prompts(
+    prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Pair one or many prompts with copies of one or many sampling parameters. The prompts are not checked.
+
+    Raises:
+        RequestError: wrong types or values, or another number of one than of the other.
+    """
+    if isinstance(prompts, bytes) or not isinstance(prompts, (str, Mapping, Sequence)):
+        raise RequestError(
+            f"prompts={shown(prompts)} ({type(prompts).__name__}) must be a text, a list of token ids, "
+            'a dict with "prompt" or "prompt_token_ids", or a list of these'
+        )
+    is_one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and _is_integer(prompts[0]))
+    each: Sequence[Any] = [prompts] if is_one else prompts  # type: ignore[assignment]
+    if not isinstance(sampling_params, (list, tuple)):
+        sampling_params = [sampling_params] * len(each)  # type: ignore[list-item]
+    if len(sampling_params) != len(each):
+        raise RequestError(
+            f"{len(each)} prompts came with {len(sampling_params)} sampling_params; "
+            "pass one SamplingParams for all prompts, or one for each"
+        )
+    for params in sampling_params:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params={shown(params)} is a {type(params).__name__}; pass SamplingParams(...)"
+            )
+    return [(prompt, params.copy()) for prompt, params in zip(each, sampling_params, strict=True)]
+
+
+class PromptEncoder:
+    """Checks prompts and sampling parameters against one model, and encodes texts."""
+
+    def __init__(
+        self, codec: TextCodec | None, *, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._codec = codec
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+
+    def encode(self, name: str, prompt: Any) -> EncodedPrompt:
+        """Return a prompt as token ids.
+
+        Args:
+            name: what error messages call the prompt.
+
+        Raises:
+            RequestError: the prompt cannot be served.
+        """
+        fields = _fields(name, prompt)
+        text = fields.get("prompt")
+        if text is None:
+            token_ids = self._checked(name, fields["prompt_token_ids"])
+        elif not isinstance(text, str):
+            raise RequestError(f"{name}={shown(text)} must be a text (or pass token ids as prompt_token_ids)")
+        elif self._codec is None:
+            raise RequestError(
+                f"{name}={shown(text)} is a text, but there is no tokenizer; "
+                "pass token ids, or name the folder of one as tokenizer"
+            )
+        elif not text:
+            raise RequestError(f"{name} is empty; pass at least one character")
+        else:
+            token_ids = self._checked(name, self._codec.encode(text))
+        cache_salt = fields.get("cache_salt", "")
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"{name}: cache_salt={shown(cache_salt)} must be a text")
+        return EncodedPrompt(text, token_ids, cache_salt)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise RequestError for parameters that this model or tokenizer cannot serve."""
+        if params.stop and self._codec is None:
+            raise RequestError(
+                f"stop={shown(params.stop)} needs a text, but there is no tokenizer; "
+                "use stop_token_ids, or name the folder of a tokenizer"
+            )
+        for parameter, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            for token_id in token_ids:
+                if token_id >= self._vocab_size:
+                    raise RequestError(f"{parameter} names token {token_id}, {self._outside_vocabulary()}")
+        stop_ids = {*params.stop_token_ids, *([] if params.ignore_eos else self._eos_token_ids)}
+        if params.min_tokens and len(stop_ids) >= self._vocab_size:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} excludes the {len(stop_ids)} tokens that end an output, which are all "
+                f"{self._vocab_size} of the vocabulary; give fewer stop_token_ids, or min_tokens=0"
+            )
+        for parameter, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if number is not None and number > self._vocab_size:
+                raise RequestError(f"{parameter}={number}, but the vocabulary has only {self._vocab_size} tokens")
+
+    def _checked(self, name: str, token_ids: Any) -> list[int]:
+        if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
+            raise RequestError(f"{name}: prompt_token_ids={shown(token_ids)} must be a list of token ids")
+        if not token_ids:
+            raise RequestError(f"{name} is empty; pass at least one token")
+        if len(token_ids) > self._max_model_len - 1:
+            raise RequestError(
+                f"{name} has {len(token_ids)} tokens, and max_model_len={self._max_model_len} leaves room for "
+                f"{self._max_model_len - 1} and one to generate; shorten it, or raise max_model_len if the model allows"
+            )
+        for place, token_id in enumerate(token_ids):
+            if not _is_integer(token_id):
+                raise RequestError(f"{name}: token {place} is {shown(token_id)}; token ids are integers")
+            if not 0 <= token_id < self._vocab_size:
+                raise RequestError(f"{name}: token {place} is {token_id}, {self._outside_vocabulary()}")
+        return [int(token_id) for token_id in token_ids]
+
+    def _outside_vocabulary(self) -> str:
+        return f"outside the vocabulary of {self._vocab_size}; ids are 0 to {self._vocab_size - 1}"
+
+
+def _fields(name: str, prompt: Any) -> Mapping[str, Any]:
+    """Return a prompt as a dict with exactly one of "prompt" and "prompt_token_ids"."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        return {"prompt_token_ids": prompt}
+    if not isinstance(prompt, Mapping):
+        raise RequestError(
+            f"{name}={shown(prompt)} ({type(prompt).__name__}) must be a text, a list of token ids, "
+            'or a dict with "prompt" or "prompt_token_ids"'
+        )
+    for key in prompt:
+        if key not in _PROMPT_KEYS:
+            raise RequestError(f"{name} has an unknown key {key!r}: {nearest(str(key), _PROMPT_KEYS)}")
+    given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
+    if len(given) != 1:
+        raise RequestError(f'{name} has {" and ".join(given) or "neither key"}: give "prompt" or "prompt_token_ids"')
+    return prompt
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))

@@ -1,0 +1,169 @@
+"""Engine start: collect facts of the checkpoint and the machine, resolve the settings, and load the model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from moeserve.api import default_model
+from moeserve.api.tokenizer import TextCodec
+from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve, wants_ray
+from moeserve.config.settings import EngineConfig, ParallelSettings, Settings
+from moeserve.engine.base import Engine
+from moeserve.engine.core import EngineCore
+from moeserve.engine.replicas import Replicas
+from moeserve.engine.worker_group import start_local_group
+from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, shown
+from moeserve.expert_placement.placement import read_loads, read_placements
+from moeserve.machine import usable_cores
+from moeserve.models import registry
+from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.select import supports_float8_products
+from moeserve.sampling_params import SamplingParams
+from moeserve.telemetry.observer import LoadObserver
+
+if TYPE_CHECKING:
+    from moeserve.executor.ray.cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedEngine:
+    """A running engine, with the parts of the checkpoint that stay outside it."""
+
+    engine: Engine
+    observer: LoadObserver
+    codec: TextCodec | None  # None: the checkpoint has no tokenizer
+    default_params: SamplingParams
+    eos_token_ids: list[int]
+    has_experts: bool
+
+
+def start(settings: Settings, *, show_progress: bool) -> StartedEngine:
+    """Start the engine that settings describe.
+
+    Everything that can be checked without weights is checked first, also before the default model is made.
+
+    Raises:
+        SettingsError, CheckpointError, EngineError: as `LLM`.
+    """
+    folder = settings.model.model
+    facts = default_model.FACTS if folder is None else registry.read_facts(folder)
+    with contextlib.ExitStack() as cleanup:
+        cluster = _find_cluster(settings.parallel)
+        if cluster is not None:
+            cleanup.callback(cluster.close)
+        config = resolve(
+            settings,
+            facts,
+            _machine_facts(cluster),
+            expert_loads=_read_expert_loads(settings.parallel.expert_loads, facts),
+            placements=_read_placements(settings.parallel, facts),
+        )
+        codec = None if settings.model.tokenizer is None else TextCodec.load(config.tokenizer_path)
+        if folder is None:
+            folder = str(default_model.default_model(show_progress))
+            config = dataclasses.replace(config, model_path=folder, tokenizer_path=config.tokenizer_path or folder)
+        codec = codec or TextCodec.load(config.tokenizer_path)
+        defaults = registry.read_generation_defaults(folder)
+        try:
+            default_params = SamplingParams(**defaults.sampling)
+        except RequestError as error:
+            raise CheckpointError(f"{folder}: generation_config.json: {error}") from None
+        load_file = config.expert_load_file
+        observer = LoadObserver(None if load_file is None else Path(load_file), config.metrics_port)
+        cleanup.callback(observer.close)
+        started = StartedEngine(
+            engine=_start_engine(config, cluster, show_progress=show_progress),
+            observer=observer,
+            codec=codec,
+            default_params=default_params,
+            eos_token_ids=sorted({*defaults.eos_token_ids, *(codec.eos_token_ids if codec else [])}),
+            has_experts=facts.num_sparse_layers > 0,
+        )
+        cleanup.pop_all()
+        return started
+
+
+def _machine_facts(cluster: Cluster | None) -> MachineFacts:
+    return MachineFacts(
+        has_cuda=torch.cuda.is_available(),
+        num_cores=usable_cores(),
+        num_gpus=torch.cuda.device_count(),
+        has_nccl=torch.distributed.is_nccl_available(),
+        has_kernels=native_kernels() is not None,
+        has_float8=supports_float8_products(),
+        cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
+    )
+
+
+def _find_cluster(parallel: ParallelSettings) -> Cluster | None:
+    """Return the Ray cluster that runs the ranks; None if Ray should not or cannot run them.
+
+    Raises:
+        SettingsError: executor='ray', and Ray is not installed.
+        EngineError: executor='ray', and the cluster cannot be used.
+    """
+    if not wants_ray(parallel, usable_cores()):
+        return None
+    is_required = parallel.executor == "ray"
+    try:
+        from moeserve.executor.ray.cluster import Cluster  # imports ray, which is not always installed
+    except ImportError as error:
+        if not is_required:
+            logger.warning("ranks run on this host, because Ray is not installed: %s", error)
+            return None
+        raise SettingsError(f"executor='ray' needs Ray ({error}): pip install 'moeserve[ray]'") from None
+    try:
+        return Cluster(may_start=is_required)
+    except EngineError as error:
+        if is_required:
+            raise
+        logger.warning("ranks run on this host: %s", error)
+        return None
+
+
+def _start_engine(config: EngineConfig, cluster: Cluster | None, *, show_progress: bool) -> Engine:
+    match config.executor:
+        case "uniproc":
+            return EngineCore(config, show_progress=show_progress)
+        case "mp":
+            return Replicas(config, lambda: start_local_group(config, show_progress=show_progress))
+        case "ray":
+            assert cluster is not None
+            from moeserve.engine.ray_engine import ray_replicas
+
+            return ray_replicas(config, cluster, show_progress=show_progress)
+
+
+def _read_expert_loads(path: str | None, facts: CheckpointFacts) -> tuple[tuple[float, ...], ...]:
+    """Read the loads once, here, so that all ranks get the same."""
+    if path is None:
+        return ()
+    return read_loads(Path(path), num_layers=facts.num_sparse_layers, num_experts=facts.num_experts)
+
+
+def _read_placements(parallel: ParallelSettings, facts: CheckpointFacts) -> tuple[str, ...]:
+    if parallel.rebalance in ("off", "auto"):
+        return ()
+    path = Path(parallel.rebalance)
+    if not parallel.rebalance or not path.exists():
+        raise SettingsError(
+            f"rebalance={shown(parallel.rebalance)}: there is no such placement file; choose 'off', 'auto', or a "
+            "file that LLM.save_placement wrote"
+        )
+    found = read_placements(
+        path,
+        num_layers=facts.num_sparse_layers,
+        num_experts=facts.num_experts,
+        num_ranks=parallel.tensor_parallel_size * parallel.data_parallel_size,
+        num_redundant=parallel.num_redundant_experts,
+    )
+    return tuple(placement.to_json() for placement in found)

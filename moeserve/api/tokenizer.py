@@ -1,0 +1,270 @@
+"""`TextCodec`: a checkpoint's tokenizer and chat template."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moeserve.api.byte_alphabet import byte_of_character
+from moeserve.api.chat_messages import check_messages, check_template_arguments, check_tools
+from moeserve.api.detokenizer import (
+    REPLACEMENT_CHARACTER,
+    STEPWISE_DECODERS,
+    ByteLevelDetokenizer,
+    Detokenizer,
+    StepwiseDetokenizer,
+    is_stepwise,
+)
+from moeserve.api.tiktoken_file import load_tiktoken
+from moeserve.errors import CheckpointError, RequestError
+
+# Vocabularies that transformers reads wrongly: it omits the space that a SentencePiece model puts before a text, and
+# guesses how text is split before it is looked up in a tiktoken file. tiktoken.model is read if tokenizer_config.json
+# names the split; see tiktoken_file.py.
+UNREAD_VOCABULARY_FILES = {
+    "tokenizer.model": "a SentencePiece or tiktoken vocabulary",
+    "spiece.model": "a SentencePiece vocabulary",
+    "tiktoken.model": "a tiktoken vocabulary",
+}
+# Files that are a tokenizer, the best first, and files that only accompany one.
+VOCABULARY_FILES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", *UNREAD_VOCABULARY_FILES)
+COMPANION_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "merges.txt",
+)
+
+
+class TextCodec:
+    """A checkpoint's tokenizer: text to token ids and back.
+
+    Decoded text is that of the tokenizer's own decoder. The clean-up of spaces before punctuation that some tokenizer
+    configs ask for is left out, because it removes spaces that the model wrote.
+    """
+
+    def __init__(self, tokenizer: Any, *, adds_bos: bool = False) -> None:
+        """
+        Args:
+            tokenizer: a fast tokenizer of transformers. `load` makes one from a folder.
+            adds_bos: begin texts with the beginning-of-sequence token, if the tokenizer does not do so itself.
+
+        Raises:
+            CheckpointError: text of this tokenizer cannot be decoded token by token.
+        """
+        self.tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._special_ids = frozenset(
+            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
+        bos = tokenizer.bos_token_id
+        is_missing = adds_bos and bos is not None and bos not in self._ids("a", add_special_tokens=True)
+        self._first_ids = [bos] if is_missing else []
+        self.num_tokens = 1 + max(tokenizer.get_vocab().values())  # larger ids have no text
+
+        decoder = _decoder_steps(self._backend)
+        kinds = [step["type"] for step in decoder]
+        self.is_byte_level = kinds == ["ByteLevel"]
+        self._has_byte_tokens = "ByteFallback" in kinds
+        if not self.is_byte_level and not is_stepwise(decoder):
+            raise CheckpointError(
+                f"the tokenizer in {tokenizer.name_or_path} has the decoder {' + '.join(kinds)}, which cannot be "
+                f"streamed; supported are ByteLevel alone, and sequences of {', '.join(sorted(STEPWISE_DECODERS))}"
+            )
+        self.token_bytes = functools.cache(self._token_bytes)
+        self.token_text = functools.cache(self._token_text)
+
+    @classmethod
+    def load(cls, folder: str) -> TextCodec | None:
+        """Load the tokenizer of a folder; None if the folder has no tokenizer file at all.
+
+        Raises:
+            CheckpointError: there is no such folder, or a tokenizer file is damaged, missing or of an unknown kind.
+        """
+        root = Path(folder)
+        if not root.is_dir():
+            raise CheckpointError(f"tokenizer {folder!r}: there is no such folder")
+        vocabularies = [name for name in VOCABULARY_FILES if (root / name).is_file()]
+        companions = [name for name in COMPANION_FILES if (root / name).is_file()]
+        if not vocabularies and not companions:
+            return None
+        if not vocabularies:
+            raise CheckpointError(
+                f"{root / companions[0]} belongs to a tokenizer, but the folder has no vocabulary: "
+                f"add tokenizer.json, or remove {', '.join(companions)} to work with token ids only"
+            )
+        tokenizer = load_tiktoken(root) if vocabularies == ["tiktoken.model"] else None
+        if tokenizer is not None:
+            return cls(tokenizer, adds_bos=_adds_bos(root))
+        unread = [name for name in vocabularies if name in UNREAD_VOCABULARY_FILES]
+        if unread and "tokenizer.json" not in vocabularies:
+            raise CheckpointError(
+                f"{root / unread[0]} is {UNREAD_VOCABULARY_FILES[unread[0]]}, which moeserve does not read: "
+                "add the tokenizer.json of the checkpoint, or of another with the same vocabulary; "
+                f"or remove {', '.join([*vocabularies, *companions])} to work with token ids only"
+            )
+
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds to import
+
+        # tokenizer.json is complete. A class named beside it may belong to another family and change its meaning.
+        loader = PreTrainedTokenizerFast if "tokenizer.json" in vocabularies else AutoTokenizer
+        try:
+            tokenizer = loader.from_pretrained(folder, use_fast=True, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # a damaged file raises an error of any type
+            raise CheckpointError(_damage(root, [*vocabularies, *companions], error)) from error
+        if not tokenizer.is_fast:
+            raise CheckpointError(
+                f"{root / vocabularies[0]} gives a tokenizer without a fast version ({type(tokenizer).__name__}); "
+                "add the tokenizer.json of the checkpoint"
+            )
+        return cls(tokenizer, adds_bos=_adds_bos(root))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, with the special tokens that the tokenizer adds.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
+        return self._first_ids + self._ids(text, add_special_tokens=True)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Unknown ids have no text."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """Return a detokenizer for one output."""
+        hidden_ids = self._special_ids if skip_special_tokens else frozenset[int]()
+        if self.is_byte_level:
+            return ByteLevelDetokenizer(self, hidden_ids)
+        return StepwiseDetokenizer(self, hidden_ids, has_byte_tokens=self._has_byte_tokens)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokenizer's end-of-sequence token, if it has one."""
+        eos = self.tokenizer.eos_token_id
+        return [] if eos is None else [eos]
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def chat_prompt(
+        self,
+        messages: Any,
+        *,
+        chat_template: str | None = None,
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation, rendered by a chat template.
+
+        Args:
+            messages: list of {"role": ..., "content": ...}. The content is a text, or a list of
+                {"type": "text", "text": ...}, which are joined by line ends. Other keys reach the template unchanged.
+            chat_template: Jinja template; None: the checkpoint's.
+            tools: JSON schemas of the functions that the model may call.
+            add_generation_prompt: end with the tokens that begin an answer.
+            template_arguments: further variables of the template, such as {"enable_thinking": False}.
+
+        Raises:
+            RequestError: an argument is malformed, there is no chat template, or the template raises an error.
+        """
+        messages = check_messages(messages)
+        tools = check_tools(tools)
+        arguments = check_template_arguments(template_arguments)
+        if not (chat_template or self.has_chat_template):
+            raise RequestError(
+                "the checkpoint's tokenizer has no chat template; pass chat_template, or write the conversation as "
+                "one prompt and pass that to generate"
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=chat_template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **arguments,
+            )
+        except ImportError:
+            raise  # jinja2 is missing
+        except Exception as error:  # raised by the template, or an error of any type in its expressions
+            raise RequestError(f"the chat template refuses the messages: {error}") from error
+        return self._ids(text, add_special_tokens=False)
+
+    def token(self, token_id: int) -> str | None:
+        """Return an entry of the vocabulary; None beyond it (a model may have more rows than its tokenizer)."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text has half a surrogate pair ({text[error.start]!a}) at character {error.start}; "
+                "pass valid Unicode text"
+            ) from None
+        token_ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return token_ids
+
+    def _token_text(self, token_id: int) -> str:
+        """Return the text of a token in the middle of an output, with its leading space; also of special tokens."""
+        if self.is_byte_level:
+            return self.token_bytes(token_id).decode("utf-8", "replace")
+        # The first token of a text may lose its leading space, the second does not.
+        once = self.decode([token_id], skip_special_tokens=False)
+        return self.decode([token_id, token_id], skip_special_tokens=False)[len(once) :]
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token of a byte-level vocabulary."""
+        text = self.decode([token_id], skip_special_tokens=False)
+        if REPLACEMENT_CHARACTER not in text:
+            return text.encode("utf-8")
+        token = self.token(token_id)
+        assert token is not None, f"token {token_id} has a text but is not in the vocabulary"
+        byte_of = byte_of_character()
+        if all(character in byte_of for character in token):
+            return bytes(byte_of[character] for character in token)
+        return token.encode("utf-8")  # an added token, stored as plain text
+
+
+def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
+    """Return the steps of a tokenizer's decoder in their JSON form; none if it has no decoder."""
+    if backend.decoder is None:
+        return []
+    decoder = json.loads(backend.decoder.__getstate__())  # the library's way to write one decoder as JSON
+    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _adds_bos(root: Path) -> bool:
+    """Return add_bos_token of tokenizer_config.json, which transformers 5 ignores and DeepSeek relies on."""
+    path = root / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return isinstance(config, dict) and config.get("add_bos_token") is True
+
+
+def _damage(root: Path, names: list[str], error: Exception) -> str:
+    """Return the error message for a tokenizer that cannot be loaded, with the damaged file if it is known."""
+    for name in [*names, "config.json"]:
+        path = root / name
+        if path.suffix == ".json" and path.is_file():
+            try:
+                json.loads(path.read_text(encoding="utf-8"))
+            except (ValueError, OSError) as cause:
+                return f"{path} is damaged ({cause}); copy the file again from where the checkpoint came from"
+    if "trust_remote_code" in str(error):
+        return (
+            f"the tokenizer in {root} comes as Python code, which moeserve does not run from a checkpoint; "
+            "add a tokenizer.json and name no auto_map in tokenizer_config.json"
+        )
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    remedy = "" if "tokenizer.json" in names else "; add the checkpoint's tokenizer.json"
+    return f"the tokenizer in {root / names[0]} cannot be loaded: {reason:.400}{remedy}"
