@@ -1,17 +1,17 @@
-"""Every interleaving of a few replicas over a few steps, with at most one fault: the real `Replica`, in no time at all.
+"""Every interleaving of a few replicas over a few steps, with at most one fault, without time.
 
-Where the simulator draws one history by dice, this visits all of them. Time does not exist here: whatever could happen
-next, happens, in every order. So a stall, a late start and a slow message are not faults but orders among others.
+The simulator draws one history at random; this search visits all of them. Whatever can happen next happens, in every
+order. So a stall, a late start and a slow message are not faults but orders among others.
 
 How it stays small. A generator cannot be copied, but the same answers always lead to the same state. So the answers so
 far identify the state of a replica (`Local`), and each such history is played once. The state of the worker group is
 one `Local` per replica, the number of messages each has read, and the fault so far. Each state is expanded once.
 
 Faults, at most one: `kill` (any replica, anywhere, having reached the others in its collective or not), `raise` (in a
-forward pass, before or after the others were reached), `local` (a result of no use), `books` (an error outside of
+forward pass, before or after the others were reached), `local` (an unusable result), `internal` (an error outside of
 collectives), `drop` (a wake-up is lost). After a kill or a raise the collectives of all others may fail at any time, as
-the watcher makes them. That it may kill the others as well needs no move of its own: they do nothing more, and what
-they have entered they have entered. The requests of a killed replica are ended by their client.
+the watcher causes. It may also kill the others; this needs no further move, because a killed replica does nothing more.
+The requests of a killed replica are ended by their client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Script = Sequence[Sequence[ReplicaMessage]]  # per replica, the messages on thei
 
 
 class Found(AssertionError):
-    """Something that must never happen can happen."""
+    """An invariant can be violated."""
 
     def __init__(self, invariant: str, what: str) -> None:
         super().__init__(f"{invariant}: {what}")
@@ -39,7 +39,7 @@ class Found(AssertionError):
 
 
 class Thrown(Exception):
-    """What is thrown into a replica. Two of the same place are equal."""
+    """The error that is thrown into a replica. Errors of the same place are equal."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Thrown) and self.args == other.args
@@ -57,7 +57,7 @@ class Local:
     collectives: tuple[Any, ...]  # entered so far, this one too if the effect is one
     num_rounds: int
     num_steps: int
-    untold: frozenset[str]  # requests it took in and whose end it has not told
+    unended: frozenset[str]  # requests it received and whose end it has not delivered
     fell: bool = False
     next: dict[Any, Local] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class Explored:
 def explore(
     script: Script, make_replica: MakeReplica, *, max_steps: int, max_idle_rounds: int, is_reduced: bool
 ) -> Explored:
-    """Visits every state.
+    """Visit every state.
 
     Args:
         max_steps: most steps that are executed; idle rounds are bounded on their own.
@@ -90,7 +90,7 @@ def explore(
             touch no other replica and cannot be taken away, so every end is reached all the same.
 
     Raises:
-        Found: what must never happen, and can.
+        Found: an invariant can be violated.
     """
     return _Search(script, make_replica, max_steps, max_idle_rounds, is_reduced).run()
 
@@ -110,7 +110,7 @@ class _Search:
 
     def run(self) -> Explored:
         ranks = range(self.num_replicas)
-        start = State(tuple(self.play(rank, ()) for rank in ranks), (0,) * self.num_replicas, None)
+        start = State(tuple(self.run_history(rank, ()) for rank in ranks), (0,) * self.num_replicas, None)
         seen, stack = {start}, [start]
         num_transitions = num_ends = 0
         faults: Counter[str] = Counter()
@@ -130,8 +130,8 @@ class _Search:
 
     # One replica
 
-    def play(self, rank: int, history: tuple[Any, ...]) -> Local:
-        """Plays a history from its beginning, and checks what concerns one replica alone."""
+    def run_history(self, rank: int, history: tuple[Any, ...]) -> Local:
+        """Run a history from its beginning, and check the invariants of a single replica."""
         self.num_histories += 1
         scheduler = Scheduler(
             SchedulerConfig(
@@ -153,7 +153,7 @@ class _Search:
         effect, fell, failed_step, is_fatal = None, False, None, False
         try:
             effect = next(generator)
-            for played in range(len(history) + 1):
+            for position in range(len(history) + 1):
                 match effect:
                     case Gather(row):
                         if failed_step == -1:
@@ -178,14 +178,14 @@ class _Search:
                     case Receive(block=block):
                         num_receives += 1
                         if num_receives > 3:
-                            raise Found("livelock", f"replica {rank} listens again and again, and agrees on nothing")
+                            raise Found("livelock", f"replica {rank} receives repeatedly without an agreement")
                         agreed_idle = last_rows and not any(row[3] or row[6] & REQUESTS_LOAD for row in last_rows)
                         if agreed_idle and not block and failed_step is None:
                             raise Found("idle", f"replica {rank} goes on without sleeping, with nothing to do")
                     case Deliver(updates, stats):
                         for update in updates:
                             if update.request_id not in received or update.request_id in ended:
-                                raise Found("I3", f"replica {rank} tells of a request that it does not have: {update}")
+                                raise Found("I3", f"replica {rank} delivers an update of an unknown request: {update}")
                             if update.finish_reason is not None:
                                 ended[update.request_id] = None
                         num_live = len(received) - len(ended)
@@ -195,9 +195,9 @@ class _Search:
                 if is_fatal and not isinstance(effect, Deliver):
                     raise Found("I7", f"replica {rank} goes on with {effect} after an error in a collective")
                 scheduler.check_invariants()
-                if played == len(history):
+                if position == len(history):
                     break
-                answer = history[played]
+                answer = history[position]
                 if isinstance(answer, Thrown):
                     if isinstance(effect, (Gather, Execute)):
                         is_fatal = True
@@ -232,14 +232,14 @@ class _Search:
             collectives=tuple(collectives),
             num_rounds=num_rounds,
             num_steps=num_steps,
-            untold=frozenset(received.keys() - ended.keys()),
+            unended=frozenset(received.keys() - ended.keys()),
             fell=fell,
         )
 
     def after(self, rank: int, local: Local, answer: Any) -> Local:
         child = local.next.get(answer)
         if child is None:
-            child = local.next[answer] = self.play(rank, (*local.history, answer))
+            child = local.next[answer] = self.run_history(rank, (*local.history, answer))
         return child
 
     # The worker group
@@ -256,7 +256,7 @@ class _Search:
                 yield from self.watcher(state, rank, local)
 
     def moves(self, state: State, rank: int, local: Local) -> Iterator[State]:
-        """What one replica may do next without any fault."""
+        """Yield the states after one replica's next move, without a new fault."""
         match local.effect:
             case Deliver():
                 yield self.moved(state, rank, self.after(rank, local, None))
@@ -277,7 +277,7 @@ class _Search:
                     yield self.moved(state, rank, self.after(rank, local, "ran"))
 
     def places(self, state: State, rank: int) -> tuple[int, ...]:
-        """The messages that reach a replica, as places in its script."""
+        """Return the messages that reach a replica, as places in its script."""
         places = tuple(range(len(self.script[rank])))
         if state.fault is not None and state.fault[:2] == ("drop", rank):
             return places[: state.fault[2]] + places[state.fault[2] + 1 :]
@@ -290,7 +290,7 @@ class _Search:
         )
 
     def all_have_entered(self, state: State, number: int) -> bool:
-        """Whether every replica has reached the others in its collective of this number."""
+        """True if every replica has reached the others in its collective of this number."""
         for rank, local in enumerate(state.locals):
             reached = len(local.collectives)
             if state.fault is not None and state.fault[0] in ("kill", "raise") and state.fault[1] == rank:
@@ -308,7 +308,7 @@ class _Search:
         num_read: int | None = None,
         fault: tuple[Any, ...] | None = None,
     ) -> State:
-        """The state after one replica's move. Whatever collective it has entered must be the others'."""
+        """Return the state after one replica's move. A collective that it entered must be that of the others."""
         locals_ = (*state.locals[:rank], local, *state.locals[rank + 1 :])
         num_entered = len(local.collectives)
         if num_entered > len(state.locals[rank].collectives) or local.effect is None:
@@ -321,7 +321,7 @@ class _Search:
         return State(locals_, counts, fault or state.fault)
 
     def check_same(self, rank: int, local: Local, other_rank: int, other: Local) -> None:
-        """What one replica has just entered is what the other enters there, and nobody waits for one that left."""
+        """Check that two replicas enter equal collectives, and that neither waits for one that left."""
         num_entered = len(local.collectives)
         if 0 < num_entered <= len(other.collectives):
             mine, theirs = local.collectives[-1], other.collectives[num_entered - 1]
@@ -332,10 +332,10 @@ class _Search:
                 raise Found("I1", f"replica {one_rank} left, and another goes on")
 
     def killed(self, state: State, rank: int, collectives: tuple[Any, ...]) -> State:
-        """Of a killed replica only the collectives are left in which it reached the others."""
+        """Return the state after a kill. Only the collectives remain in which the replica reached the others."""
         grave = self.graves.get((rank, collectives))
         if grave is None:
-            grave = Local((), None, collectives, num_rounds=0, num_steps=0, untold=frozenset(), fell=True)
+            grave = Local((), None, collectives, num_rounds=0, num_steps=0, unended=frozenset(), fell=True)
             self.graves[rank, collectives] = grave
         locals_ = (*state.locals[:rank], grave, *state.locals[rank + 1 :])
         num_read = (*state.num_read[:rank], 0, *state.num_read[rank + 1 :])
@@ -354,13 +354,15 @@ class _Search:
                 successor = self.after(rank, local, StepFailed("not a number"))
                 yield self.moved(state, rank, successor, fault=("local", rank))
             case Receive() | Deliver():
-                yield self.moved(state, rank, self.after(rank, local, Thrown("in its books")), fault=("books", rank))
+                yield self.moved(
+                    state, rank, self.after(rank, local, Thrown("internal error")), fault=("internal", rank)
+                )
         for place, message in enumerate(self.script[rank]):
             if isinstance(message, Wake) and place >= state.num_read[rank]:
                 yield State(state.locals, state.num_read, ("drop", rank, place))
 
     def watcher(self, state: State, rank: int, local: Local) -> Iterator[State]:
-        """Another replica has died: this one is ended, or its collective fails, or its sleep is cut short."""
+        """Yield the states after the watcher acts on a replica: its collective fails, or its sleep ends."""
         assert state.fault is not None
         match local.effect:
             case Gather() | Execute():
@@ -369,17 +371,17 @@ class _Search:
                 yield self.moved(state, rank, self.after(rank, local, ()))
 
     def check_end(self, state: State) -> bool:
-        """Whether all is over in a state without successors. If not, it must be one at the bounds of the search."""
+        """Return True for a final state, False for one at the bounds of the search. Raise Found for others."""
         waiting = {}
         for rank, local in enumerate(state.locals):
             if local.effect is not None:
                 if not self.is_within_bounds(local):
                     return False
                 waiting[rank] = local.effect
-            elif local.untold:
-                raise Found("I3", f"replica {rank} ended without a word of {sorted(local.untold)}")
+            elif local.unended:
+                raise Found("I3", f"replica {rank} ended without ending {sorted(local.unended)}")
         if waiting:
-            raise Found("deadlock", f"nothing can happen any more, and these wait: {waiting}; fault: {state.fault}")
+            raise Found("deadlock", f"no move is left, and these wait: {waiting}; fault: {state.fault}")
         return True
 
 

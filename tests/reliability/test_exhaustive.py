@@ -1,4 +1,4 @@
-"""R3: three replicas, three steps, at most one fault, in every order."""
+"""Three replicas, three steps, at most one fault, in every order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def explored(script: str, max_steps: int, max_idle_rounds: int, *, is_reduced: b
 def test_three_steps() -> None:
     result = explored("one busy", 3, 1)
     assert result.num_states == 162_657
-    assert set(result.faults) == {"none", "kill", "raise", "local", "books", "drop"}
+    assert set(result.faults) == {"none", "kill", "raise", "local", "internal", "drop"}
 
 
 @pytest.mark.parametrize(("script", "max_steps", "num_states"), [("abort", 2, 81_279), ("shutdown", 1, 46_625)])
