@@ -1,6 +1,6 @@
-"""Faults of real processes, planted from outside: one rank fails at one point of a step, in one way, when told to.
+"""Faults of real processes: one rank fails at one point of a step, in one way, when a test triggers it.
 
-tests/sitecustomize.py calls `plant` in each rank. What to do stands in a folder, and files in it say when.
+`sitecustomize` calls `plant` in each rank. A file in a folder describes the fault, and another triggers it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Where a rank can fail: a function that it calls there, by the module in which it is looked up.
+# Points at which a rank can fail: a function, by the module in which it is looked up.
 POINTS = {
     "loading": ("moeserve.worker.loading", "load_weights"),
-    "step": ("moeserve.worker.worker", "Worker.execute"),  # it has received one
+    "step": ("moeserve.worker.worker", "Worker.execute"),  # a step was received
     "agreement": ("moeserve.engine.process", "gather"),  # first ranks of replicas only
     "attention": ("moeserve.layers.rotary", "Rotation.apply"),  # twice a layer, between projections and cache
     "router": ("moeserve.moe.router", "Router.forward"),
     "dispatch": ("moeserve.moe.dispatch.exchange", "Exchange.choose"),  # routing is known, no token has been sent
-    "wait": ("moeserve.moe.dispatch.allgather", "Gathering.wait"),  # tokens are on their way
+    "wait": ("moeserve.moe.dispatch.allgather", "Gathering.wait"),  # tokens are being sent
     "experts": ("moeserve.moe.experts", "Experts.forward"),
-    "combine": ("moeserve.moe.dispatch.allgather", "AllGatherDispatcher.combine"),  # outputs have not been sent
+    "combine": ("moeserve.moe.dispatch.allgather", "AllGatherDispatcher.combine"),  # no output was sent
     "logits": ("moeserve.layers.linear", "OutputHead.forward"),
-    "moving": (
-        "moeserve.expert_placement.rebalance",
-        "Rebalancer._store",
-    ),  # a part of an expert has come, and is nowhere yet
-    "switch": ("moeserve.expert_placement.rebalance", "Rebalancer.switch"),  # all have agreed to use what has come
-    "played": ("moeserve.worker.cpu_graphs", "CapturedStep.run"),  # the others play their graphs
+    # A part of an expert was received, and is not stored yet.
+    "moving": ("moeserve.expert_placement.rebalance", "Rebalancer._store"),
+    # All ranks have agreed to use the weights that were received.
+    "switch": ("moeserve.expert_placement.rebalance", "Rebalancer.switch"),
+    "replayed": ("moeserve.worker.cpu_graphs", "CapturedStep.run"),  # the others replay their graphs
 }
+
+SECONDS_OF_SLEEP = 3.0
 
 
 def kill() -> None:
@@ -60,7 +61,7 @@ def allocate() -> None:
 
 
 def sleep() -> None:
-    time.sleep(4)
+    time.sleep(SECONDS_OF_SLEEP)
 
 
 ACTIONS: dict[str, Callable[[], None]] = {
@@ -75,11 +76,11 @@ class Fault:
     rank: int
     point: str  # of POINTS
     action: str  # of ACTIONS
-    call: int = 1  # which call of the point in a step: once or twice a layer at some points
+    call: int = 1  # which call of the point in a step: some have several in each layer
 
 
 class Planted:
-    """A fault, or a gate, in the processes that are started from now on, as the test sees it."""
+    """A fault, or a gate before steps, in the processes that are started from now on."""
 
     def __init__(self, folder: Path, fault: Fault | None = None) -> None:
         """
@@ -87,56 +88,56 @@ class Planted:
             folder: an empty one. Without a fault it is a gate for rank 0.
         """
         self.folder = folder
-        told = None if fault is None else asdict(fault)
-        (folder / "fault.json").write_text(json.dumps(told))
+        fault_data = None if fault is None else asdict(fault)
+        (folder / "fault.json").write_text(json.dumps(fault_data))
         self.environment = {"MOESERVE_TEST_PLANT": f"planted:{folder}"}  # of the engine's user
 
     def trigger(self) -> None:
-        """The next time that the rank is there, it does it."""
+        """Let the rank fail when it is at the point next."""
         (self.folder / "go").touch()
 
     def seconds_since(self) -> float:
-        """Since it did it."""
+        """Return the seconds since the fault."""
         return time.monotonic() - float((self.folder / "done").read_text())
 
-    # Of a gate.
+    # For a gate:
 
     def close(self) -> None:
-        """Rank 0 begins no other step, and so no rank ends one."""
+        """Stop rank 0 before its next step, so that no rank ends one."""
         (self.folder / "held").unlink(missing_ok=True)
         _write(self.folder / "allowed", 0)
 
     def pass_steps(self, num_steps: int) -> None:
-        """Waits until rank 0 stands before a step, lets it go on, and waits until it stands again so many further."""
+        """Let rank 0 run so many steps, and wait until it stops again."""
         held = self._held()
         if num_steps:
             _write(self.folder / "allowed", held + num_steps - 1)
             deadline = time.monotonic() + 20
             while self._held() < held + num_steps:
-                assert time.monotonic() < deadline, f"rank 0 stands before step {self._held()}"
+                assert time.monotonic() < deadline, f"rank 0 waits before step {self._held()}"
                 time.sleep(0.001)
 
     def open(self) -> None:
         _write(self.folder / "allowed", sys.maxsize)
 
     def _held(self) -> int:
-        """The step before which rank 0 stands, counted from 1."""
+        """Return the step before which rank 0 waits, counted from 1."""
         file, deadline = self.folder / "held", time.monotonic() + 20
         while not file.exists():
-            assert time.monotonic() < deadline, "rank 0 does not come"
+            assert time.monotonic() < deadline, "rank 0 does not reach the gate"
             time.sleep(0.001)
         return int(file.read_text())
 
 
 def plant(name: str, folder: str) -> None:
-    """Plant in a rank what stands in the folder, if it is meant for this rank."""
-    told = json.loads(Path(folder, "fault.json").read_text())
-    if name.split()[1] != str(0 if told is None else told["rank"]):
+    """Plant the fault that the folder describes, if it is for this rank."""
+    fault_data = json.loads(Path(folder, "fault.json").read_text())
+    if name.split()[1] != str(0 if fault_data is None else fault_data["rank"]):
         return
-    if told is None:
+    if fault_data is None:
         _wrap("step", _gate(Path(folder)))
     else:
-        _plant(Fault(**told), Path(folder))
+        _plant(Fault(**fault_data), Path(folder))
 
 
 def _plant(fault: Fault, folder: Path) -> None:
@@ -174,7 +175,7 @@ def _gate(folder: Path) -> Callable[[], None]:
 
 
 def _wrap(point: str, before: Callable[[], None]) -> None:
-    """Has something done before each call of a function."""
+    """Call a function before each call of another."""
     module, path = POINTS[point]
     owner: Any = sys.modules[module]
     *classes, name = path.split(".")
@@ -190,6 +191,6 @@ def _wrap(point: str, before: Callable[[], None]) -> None:
 
 
 def _write(file: Path, value: float) -> None:
-    """Whoever reads the file at the same time finds it whole."""
+    """Write a file so that a reader at the same time finds all of it."""
     file.with_suffix(".new").write_text(str(value))
     file.with_suffix(".new").replace(file)
