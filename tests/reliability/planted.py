@@ -21,15 +21,15 @@ POINTS = {
     "loading": ("moeserve.worker.loading", "load_weights"),
     "step": ("moeserve.worker.worker", "Worker.execute"),  # a step was received
     "agreement": ("moeserve.engine.process", "gather"),  # first ranks of replicas only
-    "attention": ("moeserve.layers.rotary", "Rotation.apply"),  # twice a layer, between projections and cache
+    "attention": ("moeserve.layers.attention", "Attention.forward"),
     "router": ("moeserve.moe.router", "Router.forward"),
     "dispatch": ("moeserve.moe.dispatch.exchange", "Exchange.choose"),  # routing is known, no token has been sent
-    "wait": ("moeserve.moe.dispatch.allgather", "Gathering.wait"),  # tokens are being sent
+    "wait": ("moeserve.moe.dispatch.allgather", "PendingAllGather.wait"),  # tokens are being sent
     "experts": ("moeserve.moe.experts", "Experts.forward"),
     "combine": ("moeserve.moe.dispatch.allgather", "AllGatherDispatcher.combine"),  # no output was sent
     "logits": ("moeserve.layers.linear", "OutputHead.forward"),
-    # A part of an expert was received, and is not stored yet.
-    "moving": ("moeserve.expert_placement.rebalance", "Rebalancer._store"),
+    # A part of an expert is being received.
+    "moving": ("moeserve.expert_placement.rebalance", "Rebalancer._receive"),
     # All ranks have agreed to use the weights that were received.
     "switch": ("moeserve.expert_placement.rebalance", "Rebalancer.switch"),
     "replayed": ("moeserve.worker.cpu_graphs", "CapturedStep.run"),  # the others replay their graphs

@@ -114,10 +114,12 @@ class Traces:
     def assert_none(self) -> None:
         """A killed process may take a moment until the last of its threads has ended, and its ports with it."""
         deadline = time.monotonic() + 10
-        while left := [*filter(lives, self.processes), *filter(is_open, self.ports)]:
+        while left := [
+            *filter(lives, {*self.processes, *living_ranks()} - {*self._ranks}),
+            *filter(is_open, self.ports),
+        ]:
             assert time.monotonic() < deadline, left
             time.sleep(0.02)
-        assert [process for process in living_ranks() if process not in self._ranks] == []
         assert os.listdir(self.temporary) == []
         assert set(os.listdir("/dev/shm")) <= self._shared_memory
 
@@ -258,7 +260,7 @@ def _is_marked(process: psutil.Process, mark: str) -> bool:
 @pytest.mark.parametrize(
     ("rank", "fault", "cause", "line"),
     [
-        (3, dict(point="attention", call=3, action="divide"), "ZeroDivisionError: planted", "raise ZeroDivisionError"),
+        (3, dict(point="attention", call=2, action="divide"), "ZeroDivisionError: planted", "raise ZeroDivisionError"),
         pytest.param(
             0,
             dict(point="experts", call=2, action="exhaust"),
@@ -288,7 +290,7 @@ def test_the_first_cause_is_in_the_first_screen_of_output(
     planted = plant(rank=rank, **fault)
     status, output, living = run_script(reference, tmp_path, planted, **TWO_BY_TWO)
     first_screen = "\n".join(output.splitlines()[:40])
-    where = {"attention": "layers/attention.py", "experts": "moe/layer.py"}[fault["point"]]
+    where = {"attention": "models/decoder.py", "experts": "moe/layer.py"}[fault["point"]]
     for text in (rf"EngineError: .*{re.escape(NAMES[rank])}: {cause}", re.escape(line), where):
         assert re.search(text, first_screen), output
     # The others, who lost their neighbour, are not named, and print nothing.
@@ -377,13 +379,13 @@ def test_a_rank_stopped_inside_a_layer_is_named_after_the_timeout(
     reference: Reference, plant: Callable[..., Planted], traces: Traces, rank: int, point: str, operation: str
 ) -> None:
     planted = plant(rank=rank, point=point, call=2, action="stop")
-    with LLM(reference.folder, **TWO_BY_TWO, collective_timeout=3, enforce_eager=True, **SETTINGS) as llm:
+    with LLM(reference.folder, **TWO_BY_TWO, collective_timeout=5, enforce_eager=True, **SETTINGS) as llm:
         traces.record()
         streams = started_streams(llm, reference, 4)
         planted.trigger()
         with pytest.raises(EngineError) as failure:
             list(streams[0])
-        assert planted.seconds_since() >= 3
+        assert planted.seconds_since() >= 5
     error = str(failure.value)
     assert re.search(rf"rank.* {rank}\b", error), error
     assert re.search(rf"{operation} of group '\w+' \(.*step \d+, layer \d\)", error), error
@@ -426,30 +428,30 @@ def test_an_abort_in_any_step_leaves_no_block_behind(reference: Reference, plant
                         ends[update.request_id] = update.finish_reason
 
         num_steps, num_tokens_of = 0, []
-        while not num_tokens_of or num_tokens_of[-1] < 12:
+        while not num_tokens_of or num_tokens_of[-1] < 6:
             first, second, prompt = reference.prompts(9, 14, 40, seed=num_steps)
             victim = f"victim {num_steps}"
             gate.close()
-            add(f"first {num_steps}", first, 30)
-            add(f"second {num_steps}", second, 30)
+            add(f"first {num_steps}", first, 12)
+            add(f"second {num_steps}", second, 12)
             gate.pass_steps(1)
-            add(victim, prompt, 12)
+            add(victim, prompt, 6)
             gate.pass_steps(num_steps)  # it is taken in after the step that waits, so it runs in so many
             llm.core.abort(victim)
             gate.open()
             finish()
             num_tokens_of.append(len(found[victim]))
-            whole = reference.greedy(prompt, 12)
+            whole = reference.greedy(prompt, 6)
             assert found[victim] == whole[: num_tokens_of[-1]]
-            assert ends[victim] == ("abort" if num_tokens_of[-1] < 12 else "length")
-            assert found[f"first {num_steps}"] == reference.greedy(first, 30)
-            assert found[f"second {num_steps}"] == reference.greedy(second, 30)
+            assert ends[victim] == ("abort" if num_tokens_of[-1] < 6 else "length")
+            assert found[f"first {num_steps}"] == reference.greedy(first, 12)
+            assert found[f"second {num_steps}"] == reference.greedy(second, 12)
             assert free_blocks(llm, ALL_BLOCKS) == [ALL_BLOCKS] * 2
             # What an aborted prompt left in the prefix cache has been computed.
-            assert tokens(llm.generate([prompt], GREEDY)) == [whole]
+            assert tokens(llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6))) == [whole]
             num_steps += 1
         # Its prompt takes three steps, the last of which gives a token.
-        assert num_tokens_of == [0, 0, 0, *range(1, 13)]
+        assert num_tokens_of == [0, 0, 0, *range(1, 7)]
 
 
 def test_updates_that_arrive_before_another_request_are_returned_once(four: LLM, reference: Reference) -> None:
@@ -469,12 +471,10 @@ def test_updates_that_arrive_before_another_request_are_returned_once(four: LLM,
 
 def test_one_busy_replica_among_four(four: LLM, reference: Reference) -> None:
     """Each of its steps needs the three that have nothing to do."""
-    prompts = reference.prompts(*range(3, 43), seed=11)
-    for number, prompt in enumerate(prompts):
-        num_tokens = 1 + number % 12
+    for num_tokens, prompt in enumerate(reference.prompts(*range(3, 33, 3), seed=11), start=1):
         params = SamplingParams(temperature=0, max_tokens=num_tokens)
         (output,) = four.generate([prompt], params, use_tqdm=False)
-        assert output.outputs[0].token_ids == reference.greedy(prompt, 12)[:num_tokens]
+        assert output.outputs[0].token_ids == reference.greedy(prompt, num_tokens)
         assert output.outputs[0].finish_reason == "length"
     assert free_blocks(four, ALL_BLOCKS) == [ALL_BLOCKS] * 4
 
