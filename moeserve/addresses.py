@@ -1,4 +1,4 @@
-"""The IPv4 addresses of this machine: by interface, by subnet, and towards another machine. Opens no connection."""
+"""IPv4 addresses of this machine: by interface, by subnet, and towards another machine. Opens no connection."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ANY_PORT = 9  # "connecting" a datagram socket only looks up the route
 
 
 def own_addresses() -> dict[str, str]:
-    """Address by name of interface; those without one are left out."""
+    """Return the address of each interface that has one, by its name."""
     addresses = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # no IPv4 address
                 continue
             addresses[name] = socket.inet_ntoa(answer[20:24])
@@ -27,47 +27,51 @@ def own_addresses() -> dict[str, str]:
 
 
 def address_on(interface: str) -> str:
-    """This machine's address on an interface, given by its name ("eth1") or by a subnet ("10.1.0.0/16").
+    """Return this machine's address on an interface, given by its name ("eth1") or a subnet ("10.1.0.0/16").
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: there is no such interface.
     """
     addresses = own_addresses()
     if "/" in interface:
         try:
             subnet = ipaddress.ip_network(interface, strict=False)
         except ValueError as error:
-            raise SettingsError(f"network_interface={interface!r} is no subnet ({error}); write 10.1.0.0/16") from None
+            raise SettingsError(
+                f"network_interface={interface!r} is not a subnet ({error}); an example is 10.1.0.0/16"
+            ) from None
         found = [address for address in addresses.values() if ipaddress.ip_address(address) in subnet]
     else:
         found = [addresses[interface]] if interface in addresses else []
     if not found:
-        there = ", ".join(f"{name} ({address})" for name, address in addresses.items()) or "none with an IPv4 address"
-        raise SettingsError(f"network_interface={interface!r}: {socket.gethostname()} has no such; it has {there}")
+        existing = ", ".join(f"{name} ({address})" for name, address in addresses.items()) or "none with IPv4"
+        raise SettingsError(
+            f"network_interface={interface!r}: {socket.gethostname()} has no such interface; it has {existing}"
+        )
     return found[0]
 
 
 def address_towards(host: str) -> str:
-    """The address from which this machine would speak to a host.
+    """Return the address from which this machine would connect to a host.
 
     Raises:
         OSError: the host's name is not known, or there is no route to it.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect((host, _ANY_PORT))
-        return str(asking.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, _ANY_PORT))
+        return str(probe.getsockname()[0])
 
 
 def is_own(address: str) -> bool:
-    """Whether an address is one of this machine's, second ones of an interface among them."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trying:
+    """Return True for an address of this machine, second addresses of an interface included."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            trying.bind((address, 0))
+            probe.bind((address, 0))
         except OSError:
             return False
     return True
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine itself can reach it."""
+    """Return True for an address that only this machine itself can reach."""
     return ipaddress.ip_address(address).is_loopback

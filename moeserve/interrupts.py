@@ -1,7 +1,7 @@
-"""Ctrl-C at the right moments: never while the books are being changed, always while somebody waits.
+"""Ctrl-C only where it loses nothing: deferred while state is changed, allowed while the process waits or computes.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread. Where news has left a socket and is not
-yet in its place, that would lose it. To other threads the interrupt never comes, and nothing is done for them.
+Python raises KeyboardInterrupt between any two instructions of the main thread. A message that has left a socket and is
+not yet stored would be lost. Other threads are never interrupted, and nothing is done for them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 
 class _Deferral:
-    """SIGINT is written down instead of handled."""
+    """A signal handler that records SIGINT instead of handling it."""
 
     def __init__(self, handler: Any) -> None:
-        self.handler = handler  # whose turn it is afterwards
-        self.came: tuple[int, FrameType | None] | None = None
+        self.handler = handler  # called later
+        self.recorded: tuple[int, FrameType | None] | None = None
 
-    def write_down(self, number: int, frame: FrameType | None) -> None:
-        self.came = number, frame
+    def record(self, number: int, frame: FrameType | None) -> None:
+        self.recorded = number, frame
 
     def handle(self) -> None:
-        if self.came is not None:
-            came, self.came = self.came, None
-            self.handler(*came)
+        if self.recorded is not None:
+            recorded, self.recorded = self.recorded, None
+            self.handler(*recorded)
 
 
 _deferral: _Deferral | None = None  # of the main thread
@@ -35,14 +35,14 @@ _deferral: _Deferral | None = None  # of the main thread
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """A Ctrl-C that comes meanwhile is raised at the end. May be nested."""
+    """Raise a Ctrl-C only when the context is left. May be nested."""
     global _deferral
     handler = signal.getsignal(signal.SIGINT)
     if _deferral is not None or not _is_main_thread() or not callable(handler):
         yield
         return
     deferral = _Deferral(handler)
-    signal.signal(signal.SIGINT, deferral.write_down)
+    signal.signal(signal.SIGINT, deferral.record)
     _deferral = deferral
     try:
         yield
@@ -54,7 +54,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 @contextmanager
 def interrupts_allowed() -> Iterator[None]:
-    """Within `interrupts_deferred`: a stretch in which Ctrl-C is raised at once, for waiting and for long computing."""
+    """Inside `interrupts_deferred`, raise a Ctrl-C at once: for waiting and for long computations."""
     deferral = _deferral
     if deferral is None or not _is_main_thread():
         yield
@@ -64,7 +64,7 @@ def interrupts_allowed() -> Iterator[None]:
         deferral.handle()
         yield
     finally:
-        signal.signal(signal.SIGINT, deferral.write_down)
+        signal.signal(signal.SIGINT, deferral.record)
 
 
 def _is_main_thread() -> bool:

@@ -1,4 +1,4 @@
-"""What the machine, and the container around this process, leave to it: cores, memory, packages. Knows no setting."""
+"""Cores, memory and packages that the machine, and a container around this process, leave to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may keep busy: those it may run on, or a container's share of them if smaller."""
+    """Return the CPU cores that this process may use: its affinity, or a container's share if that is smaller."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroup_folders("cpu"):
         try:
@@ -24,7 +24,7 @@ def usable_cores() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that could be allocated now without pushing anything else out."""
+    """Return the bytes that could be allocated now without evicting anything."""
     try:
         meminfo = Path("/proc/meminfo").read_text()
     except OSError:  # not Linux: assume half of the machine is free
@@ -34,7 +34,7 @@ def free_memory() -> int:
 
 
 def host_identity() -> str:
-    """What is the same for all processes of this host, and no other's."""
+    """Return a string that is equal in all processes of this host, and in those of no other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
@@ -43,7 +43,7 @@ def host_identity() -> str:
 
 
 def installed_version(package: str) -> str:
-    """Of a Python package; "": it is not installed."""
+    """Return the version of a Python package; "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -51,7 +51,7 @@ def installed_version(package: str) -> str:
 
 
 def shown_bytes(num_bytes: int) -> str:
-    """An amount of memory as people read it: "832 bytes", "1.5 GiB"."""
+    """Return an amount of memory as text: "832 bytes", "1.5 GiB"."""
     size, unit = float(num_bytes), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -62,7 +62,7 @@ def shown_bytes(num_bytes: int) -> str:
 
 
 def _memory_left(folder: Path) -> list[int]:
-    """Bytes left under the limit of one cgroup, if it has one. Files cached for reading give way, so they are free."""
+    """Return the bytes left under the limit of one cgroup, if it has one. Cached files are evicted, so they are free."""
     for limit_name, usage_name, cached_name in (
         ("memory.max", "memory.current", "inactive_file"),  # version 2
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
@@ -77,7 +77,7 @@ def _memory_left(folder: Path) -> list[int]:
 
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:
-    """The cgroup of this process and all around it, of version 2 and of version 1."""
+    """Yield the cgroup of this process and all that contain it, of version 2 and of version 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -24,7 +24,7 @@ OWN_FOLDERS = ("/tmp/ray", "/dev/shm")
 
 
 def why_impossible() -> str:
-    """Why hosts cannot be made here; "": they can."""
+    """Return why hosts cannot be made here; "" if they can."""
     missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} missing"
@@ -47,11 +47,11 @@ class Host:
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """What runs a command on this host."""
+        """Return the command line that runs a command on this host."""
         return ["nsenter", "--target", str(self.init_pid), "--net", "--pid", "--mount", "--ipc", "--uts", *command]
 
     def start(self, command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[str]:
-        """Starts a command, whose output goes to a file."""
+        """Start a command with its output in a file."""
         with log.open("a") as output:
             process = subprocess.Popen(
                 self.command(command),
@@ -66,7 +66,7 @@ class Host:
         return process
 
     def processes(self) -> dict[int, str]:
-        """The living processes of this host, its init left out: command line by process id, as outside."""
+        """Return the command line of each process of this host but its init, by its process id outside."""
         found = {}
         namespace = os.readlink(f"/proc/{self.init_pid}/ns/pid")
         for folder in Path("/proc").iterdir():
@@ -78,7 +78,7 @@ class Host:
         return found
 
     def kill(self, part: str) -> int:
-        """Kills the processes whose command line holds `part`. Returns how many there were."""
+        """Kill the processes whose command line contains `part`. Return their number."""
         victims = [pid for pid, command in self.processes().items() if part in command]
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
@@ -86,12 +86,12 @@ class Host:
         return len(victims)
 
     def link(self, state: str) -> None:
-        """Sets the cable "up" or "down"."""
+        """Set the cable "up" or "down"."""
         _ip("-n", self.bridge, "link", "set", f"v{self.name}", state)
 
     @contextlib.contextmanager
     def bad_cable(self, *, delay_ms: float, loss: float, seed: int = 0) -> Iterator[None]:
-        """What passes to and from this host comes later, in another order, and not all of it."""
+        """Delay, reorder and drop packets to and from this host."""
         cable, plug = f"v{self.name}", f"p{self.name}"
         in_bridge = ["-n", self.bridge]
         _ip(*in_bridge, "link", "add", plug, "type", "veth", "peer", "name", f"q{self.name}")
@@ -110,7 +110,7 @@ class Host:
             _ip(*in_bridge, "link", "set", cable, "master", self.bridge.removeprefix("moe-"))
 
     def end(self) -> None:
-        """Its init is process 1: with it all others of the host end."""
+        """Kill the init of this host: all its processes end with process 1."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init_pid, signal.SIGKILL)
         self.init.wait(10)
@@ -120,7 +120,7 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """Hosts that reach each other: 10.77.0.1 and so on, each on its interface eth0."""
+    """Make hosts that reach each other: 10.77.0.1 and so on, each on its interface eth0."""
     tag = secrets.token_hex(2)
     bridge = f"b{tag}"
     with contextlib.ExitStack() as ending:
@@ -165,7 +165,7 @@ def _host(name: str, address: str, bridge: str, in_bridge: list[str]) -> Host:
 
 
 def _sleeping_child(pid: int) -> int:
-    """The process id, as seen here, of a host's init once it has made its mounts."""
+    """Return the process id, as seen here, of a host's init once it has made its mounts."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):

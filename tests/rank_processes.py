@@ -1,4 +1,4 @@
-"""The processes of an engine's ranks, as the process that uses the engine sees them."""
+"""Finds the processes of an engine's ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def living_ranks(of: int | None = None) -> list[psutil.Process]:
-    """The living processes of ranks that descend from a process (none: this one)."""
+    """Return the living processes of ranks that descend from a process (None: from this one)."""
     found = []
     for process in psutil.Process(of).children(recursive=True):
         try:
@@ -42,7 +42,7 @@ def assert_gone(processes: list[psutil.Process], seconds: float = 1.0) -> None:
 
 
 def free_blocks(llm: LLM, expected: int) -> list[int]:
-    """Of each replica, once all have `expected` or two seconds have passed: the last news may be on its way."""
+    """Return the free blocks of each replica, once all have `expected` or two seconds have passed."""
     assert not llm.core.has_work
     deadline = time.monotonic() + 2
     while True:

@@ -68,7 +68,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def host(name: str, address: str, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A host that runs COMMAND once it has its cable. Its network is that of the process that is returned."""
+    """Start a host, which runs COMMAND when its cable is there. The network belongs to the returned process."""
     namespaces = ["unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--mount", "--net", "--ipc", "--uts"]
     process = subprocess.Popen(
         ["setpriv", "--pdeathsig", "KILL", *namespaces, "sh", "-c", BOOT, "sh", name, address, *COMMAND],
@@ -86,7 +86,7 @@ def host(name: str, address: str, environment: dict[str, str]) -> Iterator[subpr
 
 
 def network_of(process: str) -> str:
-    """What tells one network namespace from another."""
+    """Return the identity of a process's network namespace."""
     return os.readlink(f"/proc/{process}/ns/net")
 
 

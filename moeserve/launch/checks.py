@@ -1,4 +1,4 @@
-"""What is checked on a node before Ray is started there."""
+"""Options of `moeserve launch`, and checks of a node before Ray is started there."""
 
 from __future__ import annotations
 

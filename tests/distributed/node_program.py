@@ -1,4 +1,4 @@
-"""What a test has `moeserve launch` run on the first host: an engine that is told over a pipe what to do."""
+"""The program that `moeserve launch` runs on the first host in tests: an engine that obeys commands from a pipe."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def living_groups() -> list[str]:
 
 
 def object_bytes() -> int:
-    """That are kept in the shared memory of all nodes."""
+    """Return the bytes in Ray's shared memory on all nodes."""
     name = "object_store_memory"
     return int(ray.cluster_resources()[name] - ray.available_resources().get(name, 0.0))
 
 
-def generate(llm: LLM, order: dict[str, Any]) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=order["max_tokens"], ignore_eos=True)
-    outputs = llm.generate(order["prompts"], params, use_tqdm=False)
+def generate(llm: LLM, command: dict[str, Any]) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=command["max_tokens"], ignore_eos=True)
+    outputs = llm.generate(command["prompts"], params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def generate_in_group(bundles: list[dict[str, float]], order: dict[str, Any]) -> dict[str, Any]:
-    """In a task that is in a placement group, as an engine may be that others have placed."""
+def generate_in_group(bundles: list[dict[str, float]], command: dict[str, Any]) -> dict[str, Any]:
+    """Generate in a task inside a placement group, as where another program has placed the engine."""
     group = placement_group(bundles, strategy="STRICT_SPREAD", name="adopted")
     ray.get(group.ready())
 
     def task() -> dict[str, Any]:
-        llm = LLM(**order["settings"])
+        llm = LLM(**command["settings"])
         try:
-            return {"tokens": generate(llm, order), "groups": living_groups(), "executor": llm.config.executor}
+            return {"tokens": generate(llm, command), "groups": living_groups(), "executor": llm.config.executor}
         finally:
             llm.shutdown()
 
@@ -49,23 +49,23 @@ def generate_in_group(bundles: list[dict[str, float]], order: dict[str, Any]) ->
 
 
 def main() -> None:
-    """Orders come as lines of JSON, answers go to a file, one line each."""
-    orders, answers = sys.argv[1:]
+    """Read commands as lines of JSON, and write an answer to each as a line of a file."""
+    commands, answers = sys.argv[1:]
     llm: LLM | None = None
-    with open(answers, "w", buffering=1) as said, open(orders) as lines:
+    with open(answers, "w", buffering=1) as output, open(commands) as lines:
         for line in lines:
-            order: dict[str, Any] = json.loads(line)
+            command: dict[str, Any] = json.loads(line)
             started = time.monotonic()
             answer: dict[str, Any] = {}
             try:
-                match order.pop("do"):
+                match command.pop("do"):
                     case "start":
-                        llm = LLM(**order)
+                        llm = LLM(**command)
                     case "generate":
                         assert llm is not None
-                        answer["tokens"] = generate(llm, order)
+                        answer["tokens"] = generate(llm, command)
                     case "generate in group":
-                        answer |= generate_in_group(order.pop("bundles"), order)
+                        answer |= generate_in_group(command.pop("bundles"), command)
                     case "stop":
                         assert llm is not None
                         llm.shutdown()
@@ -78,7 +78,7 @@ def main() -> None:
                             remove_placement_group(get_placement_group(name))
             except MoeserveError as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
-            said.write(json.dumps(answer | {"seconds": time.monotonic() - started}) + "\n")
+            output.write(json.dumps(answer | {"seconds": time.monotonic() - started}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Runs functions on several ranks, each in a process of its own, and returns their results.
 
-    def add(place: Place, amount: int) -> int:  # in tests/distributed/test_mine.py
+    def add(place: Place, amount: int) -> int:  # in a test module
         return place.rank + amount
 
     def test_add(ranks: Ranks) -> None:  # the fixture of conftest.py
-        assert ranks.run(2, "test_mine:add", amount=5) == [5, 6]
+        assert ranks.run(2, "test_module:add", amount=5) == [5, 6]
 
 Arguments and results are what msgpack can hold. The processes are forked by the fork server, as an engine's are, and
 stay for the next function; those that died are replaced, which takes some 20 ms each. Each run has a store of its own,

@@ -1,4 +1,4 @@
-"""Ctrl-C at every line at which several replicas' news is passed on: the call ends, and nobody else loses anything."""
+"""Ctrl-C at every line that handles updates of several replicas: the call ends, and other requests lose nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def llm(reference: Reference) -> Iterator[LLM]:
 
 
 class Tracer:
-    """Notes the lines of FILES that this thread passes, and gets a real SIGINT at one of them."""
+    """Records the lines of FILES that this thread runs, and raises a real SIGINT at one of them."""
 
     def __init__(self, at: Line | None) -> None:
         self.at = at
@@ -79,7 +79,7 @@ class Tracer:
 
 
 def generate_beside_a_stream(llm: LLM, reference: Reference, at: Line | None, seed: int) -> tuple[bool, Tracer]:
-    """Whether the call was interrupted; the stream must not notice."""
+    """Return True if the call was interrupted. The stream must not be affected."""
     streamed, *prompts = reference.prompts(9, 5, 7, seed=seed)
     stream = llm.stream(streamed, STREAMED)
     next(stream)

@@ -114,10 +114,11 @@ class Traces:
     def assert_none(self) -> None:
         """A killed process may take a moment until the last of its threads has ended, and its ports with it."""
         deadline = time.monotonic() + 10
-        while left := [
-            *filter(lives, {*self.processes, *living_ranks()} - {*self._ranks}),
-            *filter(is_open, self.ports),
-        ]:
+        while True:
+            ranks = {*self.processes, *living_ranks()} - {*self._ranks}
+            left = [*filter(lives, ranks), *filter(is_open, self.ports)]
+            if not left:
+                break
             assert time.monotonic() < deadline, left
             time.sleep(0.02)
         assert os.listdir(self.temporary) == []

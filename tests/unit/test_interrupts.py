@@ -1,4 +1,4 @@
-"""When Ctrl-C is raised."""
+"""Deferred interrupts: when Ctrl-C is raised."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def allowed(note: Note) -> None:
         note(2)
 
 
-def came_before(note: Note) -> None:
+def arrived_before(note: Note) -> None:
     with interrupts_deferred():
         press()
         with interrupts_allowed():
@@ -51,9 +51,9 @@ def deferred_again(note: Note) -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "reached"), [(deferred, [1]), (allowed, []), (came_before, []), (deferred_again, [1, 2])]
+    ("work", "reached"), [(deferred, [1]), (allowed, []), (arrived_before, []), (deferred_again, [1, 2])]
 )
-def test_when_it_comes(work: Callable[[Note], None], reached: list[int]) -> None:
+def test_the_moment_of_an_interrupt(work: Callable[[Note], None], reached: list[int]) -> None:
     noted: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         work(noted.append)
@@ -67,13 +67,13 @@ def fail(note: Note) -> None:
         raise ZeroDivisionError
 
 
-def test_an_error_is_not_hidden_by_what_was_deferred() -> None:
+def test_an_error_is_not_hidden_by_a_deferred_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         fail(print)
     assert isinstance(caught.value.__context__, ZeroDivisionError)
 
 
-def test_other_threads_are_left_alone() -> None:
+def test_other_threads_keep_their_handler() -> None:
     handlers = []
 
     def work() -> None:

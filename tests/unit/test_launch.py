@@ -83,7 +83,7 @@ def wanted(**changes: Any) -> Launch:
 
 
 def refusal(error: type[MoeserveError] = SettingsError, **changes: Any) -> str:
-    """What is said beside the name of this host."""
+    """Return the message of a refusal, without the name of this host."""
     with pytest.raises(error) as refused:
         cluster.launch(wanted(**changes))
     message = str(refused.value)

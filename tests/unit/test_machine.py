@@ -12,7 +12,7 @@ from moeserve import machine
 
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cgroup of version 2 inside another, in which this process seems to be."""
+    """A cgroup of version 2 inside another, as if this process were in it."""
     folder = tmp_path / "outer" / "inner"
     folder.mkdir(parents=True)
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
@@ -31,7 +31,7 @@ def limit(folder: Path, maximum: str, current: int, cached: int) -> None:
     (folder / "memory.stat").write_text(f"anon {current - cached}\ninactive_file {cached}\n")
 
 
-def test_without_a_container_it_is_what_the_machine_has() -> None:
+def test_without_a_container_the_limits_are_those_of_the_machine() -> None:
     assert 2**20 < machine.free_memory() < 2**50
     assert 1 <= machine.usable_cores() <= (os.cpu_count() or 1)
 
@@ -49,12 +49,12 @@ def test_the_tightest_of_nested_limits_counts(cgroup: Path) -> None:
     assert machine.free_memory() == 100_000
 
 
-def test_more_used_than_allowed_leaves_nothing(cgroup: Path) -> None:
+def test_a_container_over_its_limit_has_nothing_left(cgroup: Path) -> None:
     limit(cgroup, "1000", current=2000, cached=0)
     assert machine.free_memory() == 0
 
 
-def test_a_share_of_the_cores(cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_limits_the_cores(cgroup: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert machine.usable_cores() == 8
     (cgroup / "cpu.max").write_text("max 100000\n")

@@ -1,4 +1,4 @@
-"""What ranks hold together is given back when all of them end, by all."""
+"""Shared resources of ranks are closed by all ranks when the engine ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moeserve.worker.protocol import Leave
 from moeserve.worker.worker import Worker
 
 
-class Noting:
-    """Dispatchers, a worker, a process or its channel: notes what is done with it."""
+class Recorder:
+    """Stands for dispatchers, a worker, a process or its channel, and records calls."""
 
     def __init__(self, name: str, done: list[str]) -> None:
         self.name = name
@@ -25,13 +25,13 @@ class Noting:
         self.done.append(f"{self.name} closes")
 
     def send(self, message: object) -> None:
-        self.done.append(f"{self.name} is told {message}")
+        self.done.append(f"{self.name} receives {message}")
 
 
 def test_a_worker_closes_its_dispatchers_once() -> None:
     done: list[str] = []
     worker = Worker.__new__(Worker)
-    worker._dispatchers = cast(Any, Noting("dispatchers", done))
+    worker._dispatchers = cast(Any, Recorder("dispatchers", done))
     worker.close()
     worker.close()
     assert done == ["dispatchers closes"]
@@ -41,17 +41,17 @@ def test_all_ranks_of_a_replica_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver does so once it has told the others, which cannot before: closing takes all of them."""
     done: list[str] = []
     executor = MultiprocExecutor.__new__(MultiprocExecutor)
-    executor._workers = cast(Any, [Noting("rank 1", done)])
-    executor.worker = cast(Any, Noting("rank 0", done))
+    executor._workers = cast(Any, [Recorder("rank 1", done)])
+    executor.worker = cast(Any, Recorder("rank 0", done))
     monkeypatch.setattr("moeserve.executor.multiproc.end_all", lambda workers, patience_s: done.append("all end"))
     executor.shutdown()
-    assert done == ["rank 1 is told Leave()", "rank 0 closes", "all end"]
+    assert done == ["rank 1 receives Leave()", "rank 0 closes", "all end"]
 
 
-def test_a_rank_closes_when_it_is_told_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_closes_when_it_receives_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(process, "join", lambda start: None)
-    monkeypatch.setattr(process, "Worker", lambda *arguments, **options: Noting("rank 1", done))
+    monkeypatch.setattr(process, "Worker", lambda *arguments, **options: Recorder("rank 1", done))
     channel = SimpleNamespace(receive=lambda timeout: [Leave()])
     parent = SimpleNamespace(channel=lambda kind: channel, config=lambda kind: SimpleNamespace(config=None))
     process.run(cast(Any, parent))

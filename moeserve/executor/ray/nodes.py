@@ -33,7 +33,7 @@ class Node:
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank finds on a node."""
+    """Facts that a rank finds on a node."""
 
     node_id: str
     address: str  # in the cluster
