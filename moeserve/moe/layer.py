@@ -36,6 +36,13 @@ class MoELayer(nn.Module):
 
     Router and shared experts are whole on every rank. Of the other experts, a rank holds those in its own slots.
 
+    With T tokens of this rank, D model width, and K experts per token:
+
+        router       [T, D] -> K experts and weights of each token
+        dispatch     [T, D] -> rows of this rank's experts    collective: all ep ranks
+        experts      rows -> rows                             meanwhile: shared experts, [T, D] -> [T, D]
+        combine      rows -> [T, D], weighted and added       collective: all ep ranks
+
     Args:
         config: the computation, independent of the layout.
         hidden_size: D.
@@ -66,9 +73,8 @@ class MoELayer(nn.Module):
         self.shared_experts = None if config.shared is None else SharedExperts(config.shared, hidden_size, context)
         self.dispatcher = dispatchers.make(placement)
         self.load = ExpertLoad(placement, self.rank_in_group, context)
-        self.bytes_per_token = (
-            config.router.top_k * hidden_size * context.dtype.itemsize
-        )  # of one row for each expert chosen
+        # One row for each chosen expert.
+        self.bytes_per_token = config.router.top_k * hidden_size * context.dtype.itemsize
         self.add = context.kernels.add
         self.side_stream = context.kernels.side_stream
 

@@ -1,7 +1,7 @@
 """A stand-in for the package deep_ep, after its published contract, on CPU tensors and gloo.
 
 Signatures, shapes, dtypes and errors follow https://github.com/deepseek-ai/DeepEP (deep_ep/buffer.py of 1.x;
-deep_ep/buffers/legacy.py, deep_ep/buffers/elastic.py, csrc/elastic/buffer.hpp and docs/legacy.md of 2.x). Whatever is
+deep_ep/buffers/legacy.py, deep_ep/buffers/elastic.py, csrc/elastic/buffer.hpp of 2.x and its documents). Whatever is
 not promised is made as bad as possible: unwritten memory holds NaN, rows of an expert have any order, results arrive
 only at the wait, and inputs must not change before it. Ranks that call different kernels, which would deadlock, get an
 error.

@@ -1,4 +1,4 @@
-"""Windows of expert load with drawn counts, for tests."""
+"""Load windows with drawn counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeserve.telemetry.expert_load import LoadWindow
 def of_counts(
     tokens_of_expert: Sequence[Sequence[int]], tokens_of_rank: Sequence[Sequence[int]], **others: Any
 ) -> LoadWindow:
-    """The other fields as given, or else something plain."""
+    """Return a window with these counts, and defaults for fields that are not given."""
     plain: dict[str, Any] = dict(
         first_step=0,
         num_steps=10,
@@ -36,7 +36,7 @@ def of_counts(
 def drawn(
     num_windows: int, num_layers: int, num_experts: int, num_ranks: int, seed: int = 0, **others: Any
 ) -> tuple[LoadWindow, ...]:
-    """Windows that follow each other. Experts are dealt to ranks in turn; expert 0 gets nothing."""
+    """Return consecutive windows. Experts are dealt to ranks in turn; expert 0 gets no tokens."""
     dice = random.Random(seed)
     windows = []
     for number in range(num_windows):

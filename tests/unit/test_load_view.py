@@ -36,7 +36,7 @@ def saved(folder: Path, windows: tuple[LoadWindow, ...]) -> Path:
     return path
 
 
-def test_figures_of_the_table_are_those_of_a_recount() -> None:
+def test_table_equals_a_recount() -> None:
     windows = drawn(5, 6, 8, 4, layers=(2, 3, 5, 8, 13, 21))
     planned = tuple(tuple(float(10 + rank * layer) for rank in range(4)) for layer in range(6))
     lines = as_text(windows, planned).splitlines()
@@ -64,7 +64,7 @@ def test_figures_of_the_table_are_those_of_a_recount() -> None:
         assert bars_of_ranks[ranks.index(max(ranks))] == "█"
 
 
-def test_the_summary_of_the_table() -> None:
+def test_summary() -> None:
     window = of_counts(
         [[6, 2], [6, 2]], [[6, 2], [4, 4]], num_tokens=8, num_padding_tokens=2, bytes_dispatched=2048, layers=(5, 9)
     )
@@ -76,7 +76,7 @@ def test_the_summary_of_the_table() -> None:
 
 @pytest.mark.parametrize("with_plan", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (40, 58, 256, 32), (500, 3, 8, 2), (2, 80, 4096, 64)])
-def test_the_table_fits_a_terminal(sizes: tuple[int, int, int, int], with_plan: bool) -> None:
+def test_table_fits_a_terminal(sizes: tuple[int, int, int, int], with_plan: bool) -> None:
     num_windows, num_layers, num_experts, num_ranks = sizes
     windows = drawn(1, num_layers, num_experts, num_ranks) * num_windows
     planned = tuple((1.0,) * num_ranks for _ in range(num_layers)) if with_plan else None
@@ -85,7 +85,7 @@ def test_the_table_fits_a_terminal(sizes: tuple[int, int, int, int], with_plan: 
     assert max(map(len, lines)) <= 120
 
 
-def test_of_many_layers_the_least_even_are_listed() -> None:
+def test_least_even_layers_are_listed() -> None:
     experts = [[50 + layer % 50, 50] for layer in range(100)]
     text = as_text([of_counts(experts, experts)])
     listed = [int(line.split()[0]) for line in text.splitlines() if re.match(r" +\d+ +\d+ ", line)]
@@ -93,7 +93,7 @@ def test_of_many_layers_the_least_even_are_listed() -> None:
     assert "least even 48 of 100 layers" in text
 
 
-def test_time_goes_from_left_to_right() -> None:
+def test_course_over_time() -> None:
     even, uneven = of_counts([[4, 4]], [[4, 4]]), of_counts([[8, 0]], [[8, 0]])
     *_, of_all, of_layer, padding = as_text([even, uneven, even, uneven]).splitlines()
     assert of_all == "all layers      1.00 to 2.00  ▁█▁█"
@@ -106,7 +106,7 @@ def test_sparkline() -> None:
     assert sparkline([5, 5], 5, 5) == "▁▁"
 
 
-def test_counts_of_zero_are_shown_as_such() -> None:
+def test_zero_counts() -> None:
     text = as_text([of_counts([[0, 0]], [[0]], num_tokens=0, seconds=0.0, bytes_dispatched=0)])
     assert "none     1.00     1.00  1.000  ··" in text
     assert "0 tokens, 0.0% padding, 0 bytes dispatched, 0.0% of the time" in text

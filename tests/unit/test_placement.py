@@ -110,7 +110,7 @@ def write(folder: Path, content: object) -> Path:
     return path
 
 
-def test_loads_of_each_layer_or_one_for_all(tmp_path: Path) -> None:
+def test_loads_by_layer_or_for_all_layers(tmp_path: Path) -> None:
     each = write(tmp_path, {"loads": [[5, 1, 0.5], [3, 3, 1]]})
     assert read_loads(each, num_layers=2, num_experts=3) == ((5.0, 1.0, 0.5), (3.0, 3.0, 1.0))
     one = write(tmp_path, {"loads": [[5, 1, 0]]})
@@ -134,25 +134,25 @@ def test_loads_of_each_layer_or_one_for_all(tmp_path: Path) -> None:
         ({"loads": [[1, 2, 3]]}, r"loads\[0\] has 3 experts; the model has 2"),
     ],
 )
-def test_loads_that_are_refused(tmp_path: Path, content: object, message: str) -> None:
+def test_invalid_loads(tmp_path: Path, content: object, message: str) -> None:
     with pytest.raises(SettingsError, match=message) as caught:
         read_loads(write(tmp_path, content), num_layers=3, num_experts=2)
     assert "loads.json" in str(caught.value)
 
 
-def test_loads_of_a_model_without_experts(tmp_path: Path) -> None:
+def test_loads_for_a_model_without_experts(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"loads\.json holds loads of experts, but the model has no experts"):
         read_loads(write(tmp_path, {"loads": [[1]]}), num_layers=0, num_experts=0)
 
 
-def test_loads_that_are_not_there(tmp_path: Path) -> None:
+def test_unreadable_loads(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the expert loads in .*nothing\.json: No such file"):
         read_loads(tmp_path / "nothing.json", num_layers=1, num_experts=1)
     with pytest.raises(SettingsError, match="Is a directory"):
         read_loads(tmp_path, num_layers=1, num_experts=1)
 
 
-def test_loads_from_records_of_a_run(tmp_path: Path) -> None:
+def test_loads_from_windows(tmp_path: Path) -> None:
     path = tmp_path / "loads.jsonl"
     with path.open("wb") as file:
         for first_step, counts in ((0, [[1, 2, 3], [4, 0, 2]]), (10, [[10, 0, 0], [0, 10, 0]])):
