@@ -1,10 +1,11 @@
-"""R19: the whole model on four ranks where routing and load are as uneven as can be: the tokens of transformers."""
+"""The whole model on four ranks with the most uneven routing and load possible: the tokens of transformers."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,25 +40,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss": dict(num_local_experts=8, num_experts_per_tok=2),
 }
 NUM_EXPERTS = {"mixtral": 8, "deepseek-v3": 12, "gpt-oss": 8}
-LOADED_RANK = 3  # where all tokens go, if they all go to one rank
-EMPTY_RANK = 1  # where none go
+LOADED_RANK = 3  # receives all tokens if one rank does
+EMPTY_RANK = 1  # receives none if one rank does not
 ONE_TOKEN_REPLICA = 1
+
+
+ROUTINGS = ("one rank", "empty rank", "every expert")
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int
+    dp: int
+    dispatcher: str
+    max_small_tokens: int | None = MIDDLE  # see small_steps.py
+
+
+LAYOUTS = (
+    Layout(1, 4, "all_to_all", 0),
+    Layout(1, 4, "allgather", MIDDLE),
+    Layout(2, 2, "all_to_all", MIDDLE),
+    Layout(2, 2, "allgather", None),
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint with its routing, and the requests that come to it."""
+    """A checkpoint with its routing, and the requests that it serves."""
 
     name: str
     routing: str
     reference: Reference
     top_k: int
-    even: list[list[int]]  # for all replicas
-    single: list[int]  # one token, for one replica
-    full: list[list[int]]  # together as many tokens as a step may have, for one replica
+    layouts: list[Layout]
+    even: list[list[int]]  # prompts for all replicas
+    single: list[int]  # a prompt of one token, for one replica
+    full: list[list[int]]  # prompts that fill a step of one replica
 
     def timetable(self, num_replicas: int) -> Timetable:
-        """One load after the other has ended: spread over replicas, one token in all, a full batch on the last."""
+        """Return three loads, each after the one before: even, one token in all, and a full batch on one replica."""
         loads = [(0, index % num_replicas, prompt) for index, prompt in enumerate(self.even)]
         loads += [(10, ONE_TOKEN_REPLICA % num_replicas, self.single)]
         loads += [(20, num_replicas - 1, prompt) for prompt in self.full]
@@ -81,14 +102,9 @@ class Case:
         return range(per_rank * rank, per_rank * (rank + 1))
 
 
-@pytest.fixture(scope="module", params=["one rank", "empty rank", "every expert"])
-def routing(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module", params=list(FAMILIES))
-def case(request: pytest.FixtureRequest, routing: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    name = request.param
+@pytest.fixture(scope="module", params=list(product(FAMILIES, ROUTINGS)), ids=" ".join)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name, routing = request.param
     shape = SHAPES[name]
     settings = shape.settings | FAMILIES[name]
     if routing == "every expert":
@@ -105,11 +121,15 @@ def case(request: pytest.FixtureRequest, routing: str, tmp_path_factory: pytest.
     reference.model.save_pretrained(folder)
     prompts = reference.clear_prompts([9, 17, 1, 30, 5, 12, 1, 23, 17, 24], NUM_TOKENS)
     assert sum(map(len, prompts[7:])) == FULL_BATCH
-    return Case(name, routing, reference, settings["num_experts_per_tok"], prompts[:6], prompts[6], prompts[7:])
+    family, kind = list(FAMILIES).index(name), ROUTINGS.index(routing)
+    # Two layouts for each case, so that each occurs with each family and with each routing.
+    layouts = [LAYOUTS[index] for index in {(family + kind) % 4, (family - kind + 3) % 4}]
+    top_k = settings["num_experts_per_tok"]
+    return Case(name, routing, reference, top_k, layouts, prompts[:6], prompts[6], prompts[7:])
 
 
 def lean(model: Any, experts: Sequence[int], sign: float) -> None:
-    """Makes every token prefer experts to all others, or others to them, by more than any token's own preference."""
+    """Change the routers so that every token prefers some experts to all others (or others to them, with -1)."""
     with torch.no_grad():
         for layer in model.model.layers:
             router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
@@ -128,7 +148,7 @@ def lean(model: Any, experts: Sequence[int], sign: float) -> None:
 
 
 def make_first_channel_constant(model: Any) -> None:
-    """One channel of the residual stream that is the same for all tokens: what a router without a bias can lean on."""
+    """Give all tokens the same value in one channel of the residual stream, as the bias of a router without one."""
     model.model.embed_tokens.weight[:, 0] = 2.0
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0.0
@@ -136,19 +156,17 @@ def make_first_channel_constant(model: Any) -> None:
         layer.post_attention_layernorm.weight[0] = 1.0
 
 
-@pytest.fixture(scope="module")
-def of_one_rank(ranks: Ranks, case: Case) -> dict[str, list[RequestUpdate]]:
-    """The same requests on a rank that is alone."""
-    (story,) = play(ranks, case, tp=1, dp=1, dispatcher="local")
-    return updates_of([story])
-
-
-def play(
-    ranks: Ranks, case: Case, *, tp: int, dp: int, dispatcher: str, max_small_tokens: int | None = MIDDLE
-) -> list[Story]:
-    options = OPTIONS | dict(dispatcher=dispatcher, debug_collectives=True, collective_timeout=30)
-    arguments = dict(folder=str(case.reference.folder), tp=tp, options=options, max_small_tokens=max_small_tokens)
-    return worker_groups.run(ranks, tp * dp, case.timetable(dp), **arguments)
+def play(ranks: Ranks, case: Case, layout: Layout) -> list[Story]:
+    options = OPTIONS | dict(dispatcher=layout.dispatcher, debug_collectives=True, collective_timeout=30)
+    return worker_groups.run(
+        ranks,
+        layout.tp * layout.dp,
+        case.timetable(layout.dp),
+        folder=str(case.reference.folder),
+        tp=layout.tp,
+        options=options,
+        max_small_tokens=layout.max_small_tokens,
+    )
 
 
 def updates_of(stories: Sequence[Story]) -> dict[str, list[RequestUpdate]]:
@@ -159,30 +177,22 @@ def updates_of(stories: Sequence[Story]) -> dict[str, list[RequestUpdate]]:
     return updates
 
 
-@pytest.mark.parametrize(
-    ("tp", "dp", "dispatcher", "max_small_tokens"),
-    [(1, 4, "all_to_all", 0), (1, 4, "allgather", MIDDLE), (2, 2, "all_to_all", MIDDLE), (2, 2, "allgather", None)],
-)
-def test_tokens_of_transformers(
-    ranks: Ranks,
-    case: Case,
-    of_one_rank: dict[str, list[RequestUpdate]],
-    tp: int,
-    dp: int,
-    dispatcher: str,
-    max_small_tokens: int | None,
-) -> None:
-    stories = play(ranks, case, tp=tp, dp=dp, dispatcher=dispatcher, max_small_tokens=max_small_tokens)
-    worker_groups.check_counts(stories, tp, case.top_k)
-    check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, max_small_tokens)
-    check_that_it_was_extreme(case, stories)
-    updates = updates_of(stories)
-    for index, prompt in enumerate(case.prompts):
-        mine, alone = updates[str(index)], of_one_rank[str(index)]
-        assert [update.token_ids[0] for update in mine] == case.reference.greedy(prompt, NUM_TOKENS)
-        assert mine[0].logprobs[0].token_ids == alone[0].logprobs[0].token_ids
-        found, expected = (torch.tensor(each[0].logprobs[0].logprobs) for each in (mine, alone))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+def test_tokens_of_transformers(ranks: Ranks, case: Case) -> None:
+    """Log-probabilities are those of one rank."""
+    (story,) = play(ranks, case, Layout(1, 1, "local"))
+    of_one_rank = updates_of([story])
+    for layout in case.layouts:
+        stories = play(ranks, case, layout)
+        worker_groups.check_counts(stories, layout.tp, case.top_k)
+        check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, layout.max_small_tokens)
+        check_that_it_was_extreme(case, stories)
+        updates = updates_of(stories)
+        for index, prompt in enumerate(case.prompts):
+            mine, alone = updates[str(index)], of_one_rank[str(index)]
+            assert [update.token_ids[0] for update in mine] == case.reference.greedy(prompt, NUM_TOKENS), layout
+            assert mine[0].logprobs[0].token_ids == alone[0].logprobs[0].token_ids
+            found, expected = (torch.tensor(each[0].logprobs[0].logprobs) for each in (mine, alone))
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def check_that_it_was_extreme(case: Case, stories: Sequence[Story]) -> None:

@@ -1,12 +1,11 @@
-"""The model divided over ranks: the tokens of one rank, in every layout, with every dispatcher and placement.
+"""The model divided over ranks: the tokens of transformers in all layouts, with all dispatchers and placements.
 
-Where a test does not say otherwise, steps with prompts are large and others small: see `small_steps.py`.
+Pairs of parameters occur together, not all combinations: see `CASES`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,15 +40,26 @@ Generated = tuple[
 ]
 
 DISPATCHERS = ("allgather", "all_to_all")
-LAYOUTS = ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
-MODELS = ("mixtral", "deepseek-v3-four-heads", "qwen3-moe-eight-heads", "gpt-oss")
-OTHER_MODELS = ("qwen2-moe", "olmoe", "glm4-moe", "deepseek-v2-lite")
+LAYOUTS = ((4, 1), (2, 2), (1, 4), (1, 8))  # tp, dp; some of 8 ranks have no experts
+MODELS = ("mixtral", "deepseek-v3-four-heads", "qwen3-moe-eight-heads", "gpt-oss")  # with 4, 12, 9 and 5 experts
+NUM_REDUNDANT = (0, 1, 3, 6)
+# The largest small step in tokens: all steps large, all small (None), or both in turn; see small_steps.py.
+MAX_SMALL_TOKENS = (MIDDLE, 0, None, MIDDLE)
+DOUBLE = (0, 2, 3, 1)  # in the field of four elements, where + is ^
+
+# Each value of a parameter occurs with each value of every other: indices are orthogonal Latin squares.
+CASES = [
+    (MODELS[m], *LAYOUTS[l], NUM_REDUNDANT[m ^ l], MAX_SMALL_TOKENS[DOUBLE[m] ^ l]) for m in range(4) for l in range(4)
+]
+CASES += [("mixtral", 2, 1, 0, MIDDLE), ("gpt-oss", 1, 2, 3, MIDDLE)]
+CASES += [(name, 2, 2, 2, MIDDLE) for name in ("qwen2-moe", "olmoe", "glm4-moe")]
+CASES += [("deepseek-v2-lite", 1, 4, 2, MIDDLE)]  # with an odd number of heads
 
 
 def generate_here(
     place: Place, tp: int, dp: int, folder: str, max_small_tokens: int | None, **what: Any
 ) -> list[Generated]:
-    """`generate` on one of several ranks, with each dispatcher. `max_small_tokens` as in worker_groups.py."""
+    """Run `generate` on one of several ranks, with each dispatcher."""
     torch.set_num_threads(1)
     groups = join(place, tp, timeout_s=30, check_order=True)
     max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(folder, max_small_tokens)
@@ -70,9 +80,9 @@ def generate(
     num_redundant: int = 0,
     loads: list[list[float]] | tuple[()] = (),
 ) -> Generated:
-    """Greedy tokens of the prompts of this rank's replica, one prompt more in every step.
+    """Generate greedily from the prompts of this rank's replica, beginning one more prompt in every step.
 
-    Log-probabilities are those of the first rank of the replica; the others have none.
+    The first rank of the replica returns log-probabilities, the others none.
     """
     options = {"dtype": "float32", "block_size": BLOCK_SIZE, "kv_cache_memory": "8MiB", "num_threads": 1}
     config = resolve(parse_settings(options), read_facts(folder), MachineFacts(num_cores=1))
@@ -108,7 +118,7 @@ def generate(
         for index, given in zip(running, result.chunks, strict=False):
             assert given.logprobs is not None
             logprobs[index].append(given.logprobs.logprobs[0])
-        # The first rank of a replica chooses, and tells the others, as a plan would.
+        # The first rank of a replica samples, and sends the tokens to the others, as a plan would.
         chosen = [given.token_id for given in result.chunks] or [0] * len(running)
         chosen = groups.tp.broadcast(torch.tensor(chosen, dtype=torch.int64), 0).tolist()
         for index, token_id in zip(running, chosen, strict=True):
@@ -116,53 +126,8 @@ def generate(
         num_tokens.append(sum(agreement.num_tokens))
 
 
-@functools.cache
-def prompts_of(reference: Reference) -> list[Prompt]:
-    return reference.clear_prompts(LENGTHS, NUM_TOKENS)
-
-
-def assert_same_as_one_rank(
-    ranks: Ranks, reference: Reference, tp: int, dp: int, max_small_tokens: int | None = MIDDLE, **placement: Any
-) -> None:
-    """With each dispatcher the tokens are those of transformers, the log-probabilities those of one rank."""
-    prompts = prompts_of(reference)
-    of_replicas = [prompts[replica::dp] or prompts[:1] for replica in range(dp)]
-    if dp > 1:
-        of_replicas[-1] = of_replicas[-1][:1]  # one replica is done long before the others
-    if dp > 2:
-        of_replicas[1] = []  # and one has nothing at all
-    what = dict(folder=str(reference.folder), max_small_tokens=max_small_tokens, prompts=of_replicas, **placement)
-    given = ranks.run(tp * dp, "test_layouts:generate_here", tp=tp, dp=dp, **what)
-    _, alone, _ = generate(groups_of_one_rank(), str(reference.folder), "local", [prompts])
-    for rank, with_each in enumerate(given):
-        mine = of_replicas[rank // tp]
-        assert len(with_each) == len(DISPATCHERS)
-        for dispatcher, (tokens, logprobs, _) in zip(DISPATCHERS, with_each, strict=True):
-            assert tokens == [reference.greedy(prompt, NUM_TOKENS) for prompt in mine], dispatcher
-            if rank % tp == 0:
-                assert len(logprobs) == len(mine)
-                for prompt, found in zip(mine, logprobs, strict=True):
-                    assert found == pytest.approx(alone[prompts.index(prompt)], abs=1e-5, rel=0), dispatcher
-
-
-@pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
-def test_same_tokens(ranks: Ranks, reference_named: Callable[[str], Reference], name: str, tp: int, dp: int) -> None:
-    """12, 9 and 5 experts on 4 ranks, and 9 and 5 on 2, are unevenly divided."""
-    assert_same_as_one_rank(ranks, reference_named(name), tp, dp)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_same_tokens_on_eight_ranks(ranks: Ranks, reference_named: Callable[[str], Reference], name: str) -> None:
-    """4 and 5 experts on 8 ranks: some ranks have none."""
-    assert_same_as_one_rank(ranks, reference_named(name), 1, 8)
-
-
-@pytest.mark.parametrize(
-    ("tp", "dp", "num_redundant", "max_small_tokens"), [(1, 2, 3, 0), (2, 2, 6, MIDDLE), (1, 4, 1, None)]
-)
-@pytest.mark.parametrize("name", MODELS)
-def test_same_tokens_with_copies_of_hot_experts(
+@pytest.mark.parametrize(("name", "tp", "dp", "num_redundant", "max_small_tokens"), CASES)
+def test_tokens_of_transformers(
     ranks: Ranks,
     reference_named: Callable[[str], Reference],
     name: str,
@@ -171,18 +136,32 @@ def test_same_tokens_with_copies_of_hot_experts(
     num_redundant: int,
     max_small_tokens: int | None,
 ) -> None:
-    """With all steps large, with steps of both ways, and with all small."""
+    """With each dispatcher. Log-probabilities are those of one rank."""
     reference = reference_named(name)
-    facts = read_facts(reference.folder)
-    loads = [
+    folder = str(reference.folder)
+    prompts = reference.clear_prompts(LENGTHS, NUM_TOKENS)
+    prompts_of_replica = [prompts[replica::dp] or prompts[:1] for replica in range(dp)]
+    if dp > 1:
+        prompts_of_replica[-1] = prompts_of_replica[-1][:1]  # one replica ends long before the others
+    if dp > 2:
+        prompts_of_replica[1] = []  # and one has no prompt at all
+    arguments = dict(folder=folder, max_small_tokens=max_small_tokens, num_redundant=num_redundant)
+    arguments |= dict(loads=uneven_loads(folder) if num_redundant else [])
+    by_rank = ranks.run(tp * dp, "test_layouts:generate_here", tp=tp, dp=dp, prompts=prompts_of_replica, **arguments)
+    _, alone, _ = generate(groups_of_one_rank(), folder, "local", [prompts])
+    for rank, of_dispatchers in enumerate(by_rank):
+        mine = prompts_of_replica[rank // tp]
+        for dispatcher, (tokens, logprobs, _) in zip(DISPATCHERS, of_dispatchers, strict=True):
+            assert tokens == [reference.greedy(prompt, NUM_TOKENS) for prompt in mine], dispatcher
+            if rank % tp == 0:
+                for prompt, found in zip(mine, logprobs, strict=True):
+                    assert found == pytest.approx(alone[prompts.index(prompt)], abs=1e-5, rel=0), dispatcher
+
+
+def uneven_loads(folder: str) -> list[list[float]]:
+    """Return loads with hot experts, different ones in each layer."""
+    facts = read_facts(folder)
+    return [
         [math.exp(-((expert + layer) % facts.num_experts)) for expert in range(facts.num_experts)]
         for layer in range(facts.num_sparse_layers)
     ]
-    assert_same_as_one_rank(ranks, reference, tp, dp, max_small_tokens, num_redundant=num_redundant, loads=loads)
-
-
-@pytest.mark.parametrize("name", OTHER_MODELS)
-def test_same_tokens_of_other_families(ranks: Ranks, reference_named: Callable[[str], Reference], name: str) -> None:
-    reference = reference_named(name)
-    tp = 1 if reference.model.config.num_attention_heads % 2 else 2
-    assert_same_as_one_rank(ranks, reference, tp, 4 // tp, num_redundant=2)
