@@ -22,7 +22,7 @@ from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import Groups, groups_of_one_rank
 from moeserve.models.registry import read_facts
 from moeserve.protocol import Chunk, SampleSpec, StepPlan
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import Intent, Lockstep
 from moeserve.worker.worker import Worker
 
@@ -30,7 +30,7 @@ NUM_TOKENS = 16
 BLOCK_SIZE = 8
 BLOCKS_PER_PROMPT = 8
 LENGTHS = (1, 9, 23, 17)
-GREEDY = SamplingParams(temperature=0, logprobs=0)
+GREEDY = RequestParams(temperature=0, logprobs=0)
 
 Prompt = list[int]
 Generated = tuple[

@@ -1,4 +1,4 @@
-"""Several replicas behind `LLM`, in real processes: the tokens of one, and clean ends."""
+"""`LLM` with several replicas in real processes: the tokens of one rank, and clean ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reference(reference_named: Callable[[str], Reference]) -> Reference:
 
 
 def llm_with_border(reference: Reference, folder: Path, **options: Any) -> tuple[LLM, PlantedBorder]:
-    """Its steps with prompts are large, and those of a few tokens small."""
+    """Return an engine whose steps with prompts are large, and whose steps of a few tokens are small."""
     border = PlantedBorder(folder, bytes_of_tokens(reference.folder, MIDDLE))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in border.environment.items():
@@ -82,7 +82,7 @@ def test_one_busy_replica_and_one_idle(llm_and_border: tuple[LLM, PlantedBorder]
 
 @pytest.mark.parametrize("name", ["deepseek-v3-four-heads", "qwen3-moe-eight-heads", "gpt-oss"])
 def test_two_replicas_of_two_ranks(reference_named: Callable[[str], Reference], name: str, tmp_path: Path) -> None:
-    """Through the scheduler, with long prompts in chunks, copies of experts, and cache hits the second time."""
+    """With long prompts in chunks, copies of experts, and hits of the prefix cache the second time."""
     other = reference_named(name)
     prompts = other.clear_prompts([3, 40, 17, 24, 9, 31], 12)
     settings = SETTINGS | dict(max_num_batched_tokens=16, num_redundant_experts=3)
@@ -95,7 +95,7 @@ def test_two_replicas_of_two_ranks(reference_named: Callable[[str], Reference], 
         assert border.ways() == {False, True}
 
 
-def test_what_was_asked_for_arrives_whole(llm: LLM) -> None:
+def test_all_outputs_arrive(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4, seed=2**64 - 1, logprobs=2, prompt_logprobs=1, logit_bias={5: -1.5}, n=2)
     (output,) = llm.generate([list(range(3, 40))], params)
     assert output.prompt_logprobs is not None
@@ -105,7 +105,7 @@ def test_what_was_asked_for_arrives_whole(llm: LLM) -> None:
     assert [each.token_ids for each in output.outputs] == [each.token_ids for each in again.outputs]
 
 
-def test_a_prompt_goes_where_its_prefix_is(llm: LLM, reference: Reference) -> None:
+def test_a_prompt_is_routed_to_its_prefix(llm: LLM, reference: Reference) -> None:
     prompts = reference.prompts(40, 40, 40, seed=9)
     llm.generate(prompts, GREEDY)
     for prompt in reversed(prompts):
@@ -199,7 +199,7 @@ next(stream)
 def test_a_script_needs_no_main_guard_and_leaves_nothing(
     reference: Reference, tmp_path: Path, how: str, then: str, status: int
 ) -> None:
-    """Killed in the middle of a stream, or at its end without a shutdown. As a file, or typed in as into a notebook."""
+    """Killed during a stream, or ended without a shutdown. As a file, or from standard input as in a notebook."""
     prompts = reference.prompts(7)
     script = SCRIPT.format(settings=json.dumps(SETTINGS), model=str(reference.folder), prompts=prompts, then=then)
     (tmp_path / "script.py").write_text(script)

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, and a group instead of GroupCoordinator that checks and records what it carries."""
+"""Ranks as threads of one process, with a group that checks and records its collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Record:
 
 @dataclass
 class Table:
-    """What the ranks lay down for one another."""
+    """Exchanges objects between the ranks."""
 
     num_ranks: int
     barrier: threading.Barrier = field(init=False)
@@ -55,7 +55,7 @@ class Arriving:
 
 @dataclass
 class ThreadGroup:
-    """The collectives that dispatchers use, as GroupCoordinator promises them."""
+    """The collectives that dispatchers use, with the contracts of GroupCoordinator."""
 
     table: Table
     rank_in_group: int
@@ -70,7 +70,7 @@ class ThreadGroup:
         return (0,) * self.world_size
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        assert len(x) == sizes[self.rank_in_group], "own rows are not those announced"
+        assert len(x) == sizes[self.rank_in_group], "the rows do not match the sizes"
         taken = self._exchange("all_gather", x, tuple(sizes), (x,) * self.world_size)
         assert all(other_sizes == tuple(sizes) for _, other_sizes in taken), "ranks differ in sizes"
         return torch.cat([rows for rows, _ in taken])
@@ -79,15 +79,15 @@ class ThreadGroup:
         return Arriving(self.all_gather(x, sizes))
 
     def all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Arriving:
-        assert len(x) == sum(send_sizes), "rows are not those announced"
+        assert len(x) == sum(send_sizes), "the rows do not match the sizes"
         parts = x.split(list(send_sizes))
         taken = self._exchange("all_to_all", x, None, tuple(parts))
         mine = [parts_of_sender[self.rank_in_group] for parts_of_sender, _ in taken]
-        assert [len(part) for part in mine] == list(receive_sizes), "not as many rows came as expected"
+        assert [len(part) for part in mine] == list(receive_sizes), "the received rows do not match the sizes"
         return Arriving(torch.cat(mine))
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        assert len(x) == sum(sizes), "rows are not those announced"
+        assert len(x) == sum(sizes), "the rows do not match the sizes"
         taken = self._exchange("reduce_scatter", x, tuple(sizes), tuple(x.split(list(sizes))))
         assert all(other_sizes == tuple(sizes) for _, other_sizes in taken), "ranks differ in sizes"
         parts = [rows.split(list(sizes))[self.rank_in_group].float() for rows, _ in taken]
@@ -102,19 +102,19 @@ class ThreadGroup:
 
 
 def run(num_ranks: int, function: Callable[[ThreadGroup], Result]) -> list[Result]:
-    """What the function returns on each rank. The first failure of any rank is raised."""
+    """Return the results of a function on each rank. Raises the first failure."""
     table = Table(num_ranks)
     results: list[Any] = [None] * num_ranks
     failures: list[BaseException] = []
 
-    def life(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
             results[rank] = function(ThreadGroup(table, rank))
         except BaseException as error:
             failures.append(error)
             table.barrier.abort()
 
-    threads = [threading.Thread(target=life, args=(rank,)) for rank in range(num_ranks)]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""What ranks on GPUs need and can be tried without one: ways by device, choices, errors, who takes which GPU."""
+"""Parts of ranks on GPUs that run without one: transports by device, NCCL calls, errors, symmetric memory, devices."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from moeserve.distributed.transport import HostDeviceTransport, TransportError, 
 from moeserve.errors import SettingsError
 from moeserve.worker.process import take_device
 
-# ---- ways by device
+# ---- transports by device
 
 
-class Way:
-    """Says what it was asked for."""
+class RecordingTransport:
+    """Records its calls."""
 
     supports_cuda_graphs = True
 
@@ -49,8 +49,8 @@ class Way:
     ("operation", "sizes"),
     [("begin_all_gather", [[1]]), ("begin_all_to_all", [[1], [1]]), ("reduce_scatter", [[1]]), ("all_reduce", [])],
 )
-def test_tensors_go_the_transport_of_their_device(operation: str, sizes: list[list[int]]) -> None:
-    cpu, cuda = Way("cpu"), Way("cuda")
+def test_tensors_use_the_transport_of_their_device(operation: str, sizes: list[list[int]]) -> None:
+    cpu, cuda = RecordingTransport("cpu"), RecordingTransport("cuda")
     both: Any = HostDeviceTransport(cpu, cuda)  # type: ignore[arg-type]
     assert getattr(both, operation)(torch.ones(1), *sizes) == f"{operation} by cpu"
     assert getattr(both, operation)(torch.ones(1, device="meta"), *sizes) == f"{operation} by cuda"
@@ -60,8 +60,8 @@ def test_tensors_go_the_transport_of_their_device(operation: str, sizes: list[li
         getattr(of_host, operation)(torch.ones(1, device="meta"), *sizes)
 
 
-def test_both_ways_begin_and_end_together() -> None:
-    cpu, cuda = Way("cpu"), Way("cuda")
+def test_both_transports_close_together() -> None:
+    cpu, cuda = RecordingTransport("cpu"), RecordingTransport("cuda")
     both = HostDeviceTransport(cpu, cuda)  # type: ignore[arg-type]
     both.begin_step()
     both.close()
@@ -73,7 +73,7 @@ def test_both_ways_begin_and_end_together() -> None:
     assert not HostDeviceTransport(cpu, None).supports_cuda_graphs  # type: ignore[arg-type]
 
 
-def test_a_rank_alone_is_captured_and_cannot_fail() -> None:
+def test_a_rank_alone_supports_graphs_and_cannot_fail() -> None:
     groups = groups_of_one_rank()
     assert groups.supports_cuda_graphs
     groups.raise_failure()
@@ -85,7 +85,7 @@ def test_a_rank_alone_is_captured_and_cannot_fail() -> None:
 
 @dataclass
 class RecordedGroup:
-    """Does nothing, and remembers what was begun on which stream."""
+    """A process group that records its calls, with " here" for those on the current stream."""
 
     num_ranks: int = 2
     calls: list[str] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Done:
 
 
 class Doubling:
-    """A one-shot sum of two ranks that bring the same."""
+    """An all-reduce of two ranks with equal tensors."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -154,14 +154,14 @@ ROWS = torch.arange(12.0).view(4, 3)
         (lambda t: t.all_reduce(ROWS), ["allreduce here"]),
     ],
 )
-def test_what_is_asked_of_nccl(run: Callable[[NcclTransport], object], calls: list[str]) -> None:
-    """Nothing goes through the host: what follows is ordered by streams."""
+def test_nccl_calls(run: Callable[[NcclTransport], object], calls: list[str]) -> None:
+    """The host waits for nothing: streams order what follows."""
     through = RecordedGroup()
     run(NcclTransport(through, 5.0))
     assert through.calls == calls
 
 
-def test_what_a_one_shot_sum_takes_never_meets_nccl() -> None:
+def test_small_sums_skip_nccl() -> None:
     through, one_shot = RecordedGroup(), Doubling(most=12)
     transport = NcclTransport(through, 5.0, small_all_reduce=one_shot)
     assert transport.all_reduce(ROWS).tolist() == (2 * ROWS).tolist()
@@ -175,14 +175,14 @@ def test_what_a_one_shot_sum_takes_never_meets_nccl() -> None:
     assert (through.calls[1:], one_shot.num_closed) == (["abort"], 1)
 
 
-def test_a_group_that_is_shared_is_given_up_by_one() -> None:
+def test_only_the_owner_aborts_a_shared_process_group() -> None:
     through = RecordedGroup()
     NcclTransport(through, 5.0, owns_process_group=False).close()
     assert not through.calls
 
 
 @pytest.mark.parametrize(
-    ("nccls", "ours"),
+    ("message", "cause"),
     [
         (
             "NCCL communicator was aborted on rank 1. Original reason for failure was: [Rank 1] Watchdog caught "
@@ -201,8 +201,8 @@ def test_a_group_that_is_shared_is_given_up_by_one() -> None:
         ),
     ],
 )
-def test_errors_are_sentences(nccls: str, ours: str) -> None:
-    transport = NcclTransport(RecordedGroup(error=nccls), 5.0)
+def test_errors_are_translated(message: str, cause: str) -> None:
+    transport = NcclTransport(RecordedGroup(error=message), 5.0)
     for begin in (
         lambda: transport.all_reduce(ROWS),
         lambda: transport.reduce_scatter(ROWS, [2, 2]),
@@ -212,10 +212,10 @@ def test_errors_are_sentences(nccls: str, ours: str) -> None:
     ):
         with pytest.raises(TransportError) as failure:
             begin()
-        assert str(failure.value) == ours
+        assert str(failure.value) == cause
 
 
-def test_a_wait_that_fails_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_waits_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Done) -> None:
         raise RuntimeError("Connection closed by peer")
 
@@ -226,12 +226,12 @@ def test_a_wait_that_fails_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
-def test_without_nccl_a_group_of_gpus_is_refused() -> None:
+def test_a_torch_without_nccl_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"was built without NCCL.*install one for CUDA"):
         nccl.make_process_group(HashStore(), 0, 2, device=torch.device("cuda", 0), address="127.0.0.1", timeout_s=1)
 
 
-def test_nccl_meets_where_the_store_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_uses_the_interface_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
     class Recorded:
@@ -250,7 +250,7 @@ def test_nccl_meets_where_the_store_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "own_addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.7"})
     device = torch.device("cuda", 1)
     for name in ("NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
-        monkeypatch.setenv(name, "")  # so that it is taken back after the test
+        monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)
     nccl.make_process_group(HashStore(), 1, 2, device=device, address="10.0.0.7", timeout_s=7)
     rank, size, options, environment = made[0]
@@ -259,64 +259,64 @@ def test_nccl_meets_where_the_store_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment["NCCL_SOCKET_IFNAME"] == "=eth0"
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
     nccl.make_process_group(HashStore(), 1, 2, device=device, address="127.0.0.1", timeout_s=7)
-    assert made[2][3]["NCCL_SOCKET_IFNAME"] == "=eth0"  # what somebody has said stays
+    assert made[2][3]["NCCL_SOCKET_IFNAME"] == "=eth0"  # a value that is set stays
 
 
-# ---- sums in symmetric memory
+# ---- all-reduce in symmetric memory
 
 
 @dataclass
-class Meeting:
-    """Where the ranks of a test, which are threads, lay down what they add."""
+class SharedTensors:
+    """The tensors of all ranks of a test, which are threads."""
 
     num_ranks: int
     barrier: threading.Barrier = field(init=False)
-    laid_down: list[Tensor] = field(init=False)
+    tensors: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.num_ranks, timeout=10)
-        self.laid_down = [torch.empty(0)] * self.num_ranks
+        self.tensors = [torch.empty(0)] * self.num_ranks
 
 
 @dataclass
-class FakeLibrary:
-    """Symmetric memory of threads. `fails` is what one call of this rank does."""
+class ThreadMemory:
+    """Symmetric memory between threads. `fails` has the error of a call, or a wrong result."""
 
     rank: int
-    meeting: Meeting
+    shared: SharedTensors
     fails: dict[str, Exception | str] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
 
     def missing(self, device: torch.device) -> str:
-        self._note("missing")
+        self._record("missing")
         return str(self.fails.get("missing", ""))
 
     def open(self, name: str, store: Any, rank: int, num_ranks: int) -> None:
-        self._note("open")
+        self._record("open")
 
     def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        self._note("memory")
+        self._record("memory")
         assert num_bytes == MAX_BYTES
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
     def map(self, name: str, memory: Tensor) -> None:
-        self._note("map")
+        self._record("map")
 
     def all_reduce(self, name: str, memory: Tensor, x: Tensor) -> Tensor:
-        self._note("sum")
+        self._record("sum")
         assert (memory.shape, memory.dtype, memory.is_contiguous()) == (x.shape, x.dtype, True)
         assert x.data_ptr() % ALIGNMENT == 0
         memory.copy_(x)
-        self.meeting.laid_down[self.rank] = memory
-        self.meeting.barrier.wait()
-        total = sum(self.meeting.laid_down[1:], self.meeting.laid_down[0].clone())
-        self.meeting.barrier.wait()
+        self.shared.tensors[self.rank] = memory
+        self.shared.barrier.wait()
+        total = sum(self.shared.tensors[1:], self.shared.tensors[0].clone())
+        self.shared.barrier.wait()
         return total + 1 if self.fails.get("wrong") else total
 
     def close(self, name: str) -> None:
-        self._note("close")
+        self._record("close")
 
-    def _note(self, call: str) -> None:
+    def _record(self, call: str) -> None:
         self.calls.append(call)
         error = self.fails.get(call)
         if isinstance(error, Exception):
@@ -324,16 +324,16 @@ class FakeLibrary:
 
 
 def on_threads(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
-    """What a function returns on each rank, or the error it raises."""
+    """Return the results of a function on each rank, or the errors that it raises."""
     results: list[Any] = [None] * num_ranks
 
-    def life(rank: int) -> None:
+    def run(rank: int) -> None:
         try:
             results[rank] = function(rank)
         except Exception as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=life, args=(rank,)) for rank in range(num_ranks)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -343,11 +343,11 @@ def on_threads(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
 
 def connected(
     fails: Sequence[dict[str, Exception | str]], *, is_one_host: bool = True
-) -> tuple[list[FakeLibrary], list[Any]]:
-    """The libraries, and what connecting gave."""
+) -> tuple[list[ThreadMemory], list[Any]]:
+    """Return the memories of all ranks, and the result of connecting on each."""
     num_ranks, store = len(fails), HashStore()
-    meeting = Meeting(num_ranks)
-    libraries = [FakeLibrary(rank, meeting, of_rank) for rank, of_rank in enumerate(fails)]
+    shared = SharedTensors(num_ranks)
+    libraries = [ThreadMemory(rank, shared, of_rank) for rank, of_rank in enumerate(fails)]
 
     def connect(rank: int) -> OneShotAllReduce:
         return symmetric_memory.connect(
@@ -364,16 +364,16 @@ def connected(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sums_in_symmetric_memory(num_ranks: int) -> None:
+def test_all_reduce_in_symmetric_memory(num_ranks: int) -> None:
     libraries, one_shots = connected([{}] * num_ranks)
     assert all(isinstance(each, OneShotAllReduce) for each in one_shots), one_shots
     start = ["missing", "open", "memory", "map", "sum", "sum"]
     assert [each.calls for each in libraries] == [start] * num_ranks
-    parts = torch.randn(num_ranks, 5, 32, 4)
+    parts = torch.randn(num_ranks, 5, 32, 4, generator=torch.Generator().manual_seed(0))
 
     def add(rank: int) -> list[Tensor]:
         whole = one_shots[rank].all_reduce(parts[rank])
-        of_view = one_shots[rank].all_reduce(parts[rank].flatten()[1:5])  # does not begin where a kernel can read
+        of_view = one_shots[rank].all_reduce(parts[rank].flatten()[1:5])  # not aligned as the kernel needs
         of_halves = one_shots[rank].all_reduce(parts[rank].bfloat16())
         one_shots[rank].close()
         one_shots[rank].close()
@@ -384,13 +384,13 @@ def test_sums_in_symmetric_memory(num_ranks: int) -> None:
         assert torch.equal(whole, total)
         assert torch.equal(of_view, total.flatten()[1:5])
         assert of_halves.dtype == torch.bfloat16
-    # No memory was taken for any of these: a graph may have captured them.
+    # Nothing was allocated for these: a graph may have captured them.
     assert [each.calls for each in libraries] == [[*start, "sum", "sum", "sum", "close"]] * num_ranks
 
 
-def test_which_tensors_are_summed_at_once() -> None:
-    one_shot = OneShotAllReduce(FakeLibrary(0, Meeting(1)), "group", torch.empty(MAX_BYTES, dtype=torch.uint8))
-    for dtype, numel, is_taken in [
+def test_supported_tensors() -> None:
+    one_shot = OneShotAllReduce(ThreadMemory(0, SharedTensors(1)), "group", torch.empty(MAX_BYTES, dtype=torch.uint8))
+    for dtype, numel, is_supported in [
         (torch.bfloat16, MAX_BYTES // 2, True),  # 32 tokens of 4096
         (torch.bfloat16, MAX_BYTES // 2 + 8, False),
         (torch.float32, MAX_BYTES // 4, True),
@@ -401,7 +401,7 @@ def test_which_tensors_are_summed_at_once() -> None:
         (torch.float16, 64, False),
         (torch.int64, 64, False),
     ]:
-        assert one_shot.supports(torch.empty(numel, dtype=dtype)) == is_taken, (dtype, numel)
+        assert one_shot.supports(torch.empty(numel, dtype=dtype)) == is_supported, (dtype, numel)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,9 @@ def test_which_tensors_are_summed_at_once() -> None:
         ({"wrong": "yes"}, "sums in symmetric memory are wrong here", "close"),
     ],
 )
-def test_all_ranks_do_without_where_one_must(failing: dict[str, Exception | str], words: str, last: str) -> None:
+def test_without_symmetric_memory_all_ranks_use_nccl(
+    failing: dict[str, Exception | str], words: str, last: str
+) -> None:
     libraries, results = connected([{}, failing, {}])
     for result in results:
         assert isinstance(result, TransportUnavailable), result
@@ -423,7 +425,7 @@ def test_all_ranks_do_without_where_one_must(failing: dict[str, Exception | str]
     assert [each.calls[-1] for each in libraries] == [last] * 3
 
 
-def test_one_host_and_few_ranks_are_needed() -> None:
+def test_several_hosts_or_many_ranks_use_nccl() -> None:
     _, results = connected([{}, {}], is_one_host=False)
     assert [str(each) for each in results] == ["the group's ranks are on several hosts"] * 2
     libraries, results = connected([{}] * 9)
@@ -431,7 +433,7 @@ def test_one_host_and_few_ranks_are_needed() -> None:
     assert not any(each.calls for each in libraries)
 
 
-def test_who_does_not_come_is_a_timeout() -> None:
+def test_an_absent_rank_is_a_timeout() -> None:
     store = PrefixStore("test", HashStore())
     with pytest.raises(TransportError, match=r"not all ranks connected within 0\.2 s"):
         symmetric_memory.connect(
@@ -441,12 +443,12 @@ def test_who_does_not_come_is_a_timeout() -> None:
             is_one_host=True,
             device=torch.device("cpu"),
             timeout_s=0.2,
-            library=FakeLibrary(0, Meeting(2)),
+            library=ThreadMemory(0, SharedTensors(2)),
         )
 
 
-def test_torch_finds_a_group_by_its_name_while_it_is_open() -> None:
-    """As torch's operations look it up; with gloo's process group, since the table cares for no kind."""
+def test_an_open_group_is_registered_by_name() -> None:
+    """torch's operations look it up there. Any process group can be registered, so this is one of gloo's."""
     c10d = symmetric_memory._c10d()
     options = torch.distributed.ProcessGroupGloo._Options()
     options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -462,8 +464,8 @@ def test_torch_finds_a_group_by_its_name_while_it_is_open() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_a_group_for_libraries_has_a_default() -> None:
-    """Without one, barriers and objects would go by the CPU, where a group of GPUs has no backend."""
+def test_a_torch_group_has_a_default_backend() -> None:
+    """Without one, barriers and objects would use the CPU, for which a group of GPUs has no backend."""
     options = torch.distributed.ProcessGroupGloo._Options()
     options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     store = HashStore()
@@ -471,13 +473,13 @@ def test_a_group_for_libraries_has_a_default() -> None:
     group = nccl.as_torch_group(PrefixStore("group", store), 0, 1, backend)
     assert group.name() == "gloo"
     group.barrier().wait()
-    told = [None]
-    torch.distributed.all_gather_object(told, {"rank": 0}, group)
-    assert told == [{"rank": 0}]
+    gathered = [None]
+    torch.distributed.all_gather_object(gathered, {"rank": 0}, group)
+    assert gathered == [{"rank": 0}]
     assert not torch.distributed.is_initialized()
 
 
-# ---- who takes which GPU
+# ---- the GPU of each rank
 
 
 def config(**options: Any) -> EngineConfig:
@@ -504,7 +506,7 @@ def test_each_rank_of_a_host_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert len(taken) == 4
 
 
-def test_an_actor_of_ray_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_actor_sees_its_own_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -513,7 +515,7 @@ def test_an_actor_of_ray_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch)
     assert taken == [0]
 
 
-def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SettingsError, match=r"needs 2 ranks.* sees 1 on this host; use at most 1"):
         take_device(config(device="cuda", data_parallel_size=2), 1)
