@@ -62,7 +62,7 @@ def shown_bytes(num_bytes: int) -> str:
 
 
 def _memory_left(folder: Path) -> list[int]:
-    """Return the bytes left under the limit of one cgroup, if it has one. Cached files are evicted, so they are free."""
+    """Return the bytes left under the limit of one cgroup, if it has one. Cached files count as free."""
     for limit_name, usage_name, cached_name in (
         ("memory.max", "memory.current", "inactive_file"),  # version 2
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
