@@ -1,1 +1,1 @@
-"""One signature per operation; the implementation is chosen once. The only importer of the kernels' folders."""
+"""The operations of the layers: one interface, one table of kernels for each device, selected once per rank."""

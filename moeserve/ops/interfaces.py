@@ -1,6 +1,7 @@
 """The operations that a rank's model calls, as protocols, and the plain data that they take.
 
-`Kernels` is the table of all of them for one device. Each of the packages `torch`, `cpu` and `triton` fills one.
+`Kernels` is the table of all of them for one device. Each of the packages `torch`, `cpu` and `triton` fills one. The
+file is long because it is the complete contract between the layers and every implementation.
 """
 
 from __future__ import annotations

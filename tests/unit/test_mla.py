@@ -15,7 +15,7 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.layers import mla
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.rotary import Rotary, RotaryConfig
-from moeserve.layers.weights import allocate_weights
+from moeserve.layers.weights import Weights, allocate_weights
 from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.select import select_kernels
@@ -45,7 +45,7 @@ def make_layer(config: LatentAttentionConfig) -> LatentAttention:
 
 
 def make_step(*chunks: tuple[int, int, list[int]]) -> StepInputs:
-    """A step of chunks given as (start, rows, block ids)."""
+    """Return a step of chunks (start, rows, block ids)."""
     plan = StepPlan(
         step=0, chunks=[Chunk(token_ids=[0] * rows, start=start, block_ids=ids) for start, rows, ids in chunks]
     )
@@ -59,7 +59,7 @@ def rotary(config: LatentAttentionConfig) -> Rotary:
 
 
 def by_hand(layer: LatentAttention, hidden_CD: Tensor) -> Tensor:
-    """Outputs [C, D] of one context, with every head's keys and values written out, in float64."""
+    """Compute the outputs [C, D] of one context in float64, with explicit keys and values of every head."""
     config = layer.config
 
     def linear(part: Any, rows: Tensor) -> Tensor:
@@ -76,13 +76,13 @@ def by_hand(layer: LatentAttention, hidden_CD: Tensor) -> Tensor:
     else:
         queries = linear(query.up, norm(query.norm, linear(query.down, hidden)))
     queries = queries.view(len(hidden), config.num_heads, -1)
-    latent, turning = linear(layer.compress, hidden).split([config.latent_size, config.rotary_dim], dim=-1)
+    latent, rotated = linear(layer.compress, hidden).split([config.latent_size, config.rotary_dim], dim=-1)
     maps, latent = layer.head_maps, norm(layer.latent_norm, latent)
     keys = torch.einsum("cl,nlk->cnk", latent, maps.keys.open.weight_eOI.double())
     values = torch.einsum("cl,nvl->cnv", latent, maps.values.open.weight_eOI.double())
     rotation = rotary(config).at(torch.arange(len(hidden)))
-    turning_queries = select_kernels(CPU).apply_rope(queries[..., config.key_dim :].float(), rotation).double()
-    turning = select_kernels(CPU).apply_rope(turning[:, None].float(), rotation)[:, 0].double()
+    rotated_queries = select_kernels(CPU).apply_rope(queries[..., config.key_dim :].float(), rotation).double()
+    rotated = select_kernels(CPU).apply_rope(rotated[:, None].float(), rotation)[:, 0].double()
 
     rows = []
     for position in range(len(hidden)):
@@ -90,7 +90,7 @@ def by_hand(layer: LatentAttention, hidden_CD: Tensor) -> Tensor:
         for head in range(config.num_heads):
             scores = [
                 queries[position, head, : config.key_dim] @ keys[other, head]
-                + turning_queries[position, head] @ turning[other]
+                + rotated_queries[position, head] @ rotated[other]
                 for other in range(position + 1)
             ]
             scale = config.score_factor / math.sqrt(config.key_dim + config.rotary_dim)
@@ -102,8 +102,8 @@ def by_hand(layer: LatentAttention, hidden_CD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("way", ["kernels", "absorbed", "expanded", "expanded, a head at a time", "as chosen"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_ways_give_the_same(shape: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two contexts, computed in chunks of several sizes that ride together, with blocks in no order."""
+def test_all_ways_give_the_same_results(shape: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two contexts are computed in chunks of several sizes, in the same steps, with blocks in no order."""
     torch.manual_seed(0)
     if way != "kernels":
         monkeypatch.setattr(select, "native_kernels", lambda: None)
@@ -130,14 +130,22 @@ def test_all_ways_give_the_same(shape: str, way: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(native_kernels() is None, reason="moeserve._cpu is not built")
-def test_with_kernels_no_chunk_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LatentAttentionConfig, "max_absorbed_rows", property(lambda config: 0))
-    monkeypatch.setattr(LatentAttention, "_attend_expanded", None)
-    layer = make_layer(SHAPE)
-    step = make_step((0, 30, list(range(8))))
-    hidden = torch.randn(30, WIDTH)
-    output = layer(hidden, rotary(SHAPE).at(step.positions), layer.make_cache(8, BLOCK_SIZE), step)
-    torch.testing.assert_close(output.double(), by_hand(layer, hidden), atol=1e-4, rtol=1e-4)
+def test_with_kernels_the_size_of_chunks_changes_no_byte() -> None:
+    torch.manual_seed(0)
+    layer, hidden, ids = make_layer(SHAPE), torch.randn(30, WIDTH), list(range(8))
+    for module in layer.modules():
+        if isinstance(module, Weights):
+            module.pack(None)
+
+    def outputs(*sizes: int) -> Tensor:
+        cache, rows, start = layer.make_cache(8, BLOCK_SIZE), [], 0
+        for size in sizes:
+            step = make_step((start, size, ids))
+            rows.append(layer(hidden[start : start + size], rotary(SHAPE).at(step.positions), cache, step))
+            start += size
+        return torch.cat(rows)
+
+    assert torch.equal(outputs(30), outputs(1, 20, 9))
 
 
 def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
@@ -149,8 +157,8 @@ def test_the_cache_of_deepseek_v3_holds_576_values() -> None:
 
 
 @pytest.mark.parametrize("num_positions", [500, 5000])
-def test_the_cheaper_way_is_chosen(num_positions: int) -> None:
-    """Multiplications of both ways, counted: a long chunk is expanded, whatever the length of its context."""
+def test_the_way_with_fewer_multiplications_is_chosen(num_positions: int) -> None:
+    """The limit does not depend on the length of the context."""
     config = LatentAttentionConfig(
         num_heads=128, query_rank=1536, latent_size=512, key_dim=128, rotary_dim=64, value_dim=128
     )
@@ -166,7 +174,7 @@ def test_the_cheaper_way_is_chosen(num_positions: int) -> None:
     assert absorbed(limit + 1) > expanded(limit + 1)
 
 
-def test_expanding_never_pays_when_heads_are_as_large_as_the_latent_vector() -> None:
+def test_large_heads_are_never_expanded() -> None:
     config = dataclasses.replace(SHAPE, latent_size=4, key_dim=8, value_dim=8)
     assert config.max_absorbed_rows > 2**30
 

@@ -1,4 +1,4 @@
-"""Rotary embedding: what it must keep, and its frequencies against transformers' for every scaling."""
+"""Rotary embedding: invariants, and pairs and frequencies compared with transformers for every scaling."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def rotated(config: RotaryConfig, heads_TNH: Tensor, *positions: int) -> Tensor:
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("dim", [10, 6])
-def test_lengths_stay_and_products_depend_on_the_distance_only(dim: int, is_interleaved: bool) -> None:
+def test_rotation_keeps_lengths_and_products_depend_on_the_distance(dim: int, is_interleaved: bool) -> None:
     torch.manual_seed(0)
     config = RotaryConfig(dim=dim, theta=10000.0, is_interleaved=is_interleaved)
     query, key = torch.randn(1, 1, 10), torch.randn(1, 1, 10)
 
     def product(query_position: int, key_position: int) -> float:
-        turned_query, turned_key = rotated(config, query, query_position), rotated(config, key, key_position)
-        assert turned_query.norm() == pytest.approx(float(query.norm()), rel=1e-5)
-        assert turned_query[..., dim:].equal(query[..., dim:])
-        return float((turned_query * turned_key).sum())
+        rotated_query, rotated_key = rotated(config, query, query_position), rotated(config, key, key_position)
+        assert rotated_query.norm() == pytest.approx(float(query.norm()), rel=1e-5)
+        assert rotated_query[..., dim:].equal(query[..., dim:])
+        return float((rotated_query * rotated_key).sum())
 
     assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-4)
     assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-2)
@@ -66,8 +66,8 @@ def test_lengths_stay_and_products_depend_on_the_distance_only(dim: int, is_inte
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_pairs_are_those_of_the_reference(is_interleaved: bool) -> None:
-    """Transformers puts the values of interleaved pairs elsewhere, but queries and keys alike: compare products."""
+def test_pairs_equal_those_of_transformers(is_interleaved: bool) -> None:
+    """Transformers moves the values of interleaved pairs, in queries and keys alike, so products are compared."""
     torch.manual_seed(0)
     query_TNH, key_TNH = torch.randn(5, 3, 8), torch.randn(5, 1, 8)
     config = RotaryConfig(dim=8, theta=100.0, is_interleaved=is_interleaved)
@@ -84,7 +84,7 @@ def test_pairs_are_those_of_the_reference(is_interleaved: bool) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 1e6, 60.0, 12.0])  # the blend ends in the middle, or beyond the last pair
-def test_scaled_frequencies_are_those_of_the_reference(scaling: dict[str, Any], theta: float, tmp_path: Path) -> None:
+def test_scaled_frequencies_equal_those_of_transformers(scaling: dict[str, Any], theta: float, tmp_path: Path) -> None:
     parameters = {**scaling, "rope_theta": theta}
     reference = LlamaConfig(
         hidden_size=64, num_attention_heads=4, max_position_embeddings=8192, rope_parameters=dict(parameters)
@@ -98,7 +98,7 @@ def test_scaled_frequencies_are_those_of_the_reference(scaling: dict[str, Any], 
     assert ours.score_factor == pytest.approx(yarn_apply_mscale(parameters, 1.0))
 
 
-def test_published_and_present_spelling_mean_the_same(tmp_path: Path) -> None:
+def test_old_and_new_spelling_are_equivalent(tmp_path: Path) -> None:
     """DeepSeek publishes rope_theta and rope_scaling with `type`; transformers 5 writes rope_parameters."""
     scaling = dict(factor=40, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096)
     config = DeepseekV3Config(rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, **scaling))

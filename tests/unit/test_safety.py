@@ -204,10 +204,10 @@ def test_a_violation_is_found_where_it_stands(source: str, line: int) -> None:
         ("from safetensors.torch import load", "moeserve/models/checkpoint.py"),
         ("import subprocess\nsubprocess.run(x, shell=False)", "moeserve/cli/generate.py"),
         ("from multiprocessing.shared_memory import SharedMemory", "moeserve/distributed/shared_memory.py"),
-        ("import importlib\nimportlib.import_module('moeserve._cpu')", "moeserve/ops/native.py"),
+        ("import importlib\nimportlib.import_module('moeserve._cpu')", "moeserve/ops/cpu/native.py"),
         ("import ray", "moeserve/executor/ray/actors.py"),
         ("import triton", "moeserve/triton_kernels/rms_norm.py"),
-        ("import importlib.util\nimportlib.util.find_spec('triton')", "moeserve/ops/norm.py"),
+        ("import importlib.util\nimportlib.util.find_spec('triton')", "moeserve/ops/select.py"),
         ("executor = 'ray'", "moeserve/config/environment.py"),
     ],
 )
