@@ -135,7 +135,7 @@ def test_with_kernels_the_size_of_chunks_changes_no_byte() -> None:
     layer, hidden, ids = make_layer(SHAPE), torch.randn(30, WIDTH), list(range(8))
     for module in layer.modules():
         if isinstance(module, Weights):
-            module.pack(None)
+            module.pack()
 
     def outputs(*sizes: int) -> Tensor:
         cache, rows, start = layer.make_cache(8, BLOCK_SIZE), [], 0
