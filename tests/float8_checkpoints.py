@@ -1,4 +1,4 @@
-"""Checkpoints in DeepSeek's 8-bit blocks, encoded by definition of the format: that of its README for the weights."""
+"""Checkpoints in DeepSeek's 8-bit blocks, encoded by the definition in DeepSeek's README."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from reference_models import SHAPES, Reference, Shape
 from safetensors.torch import load_file, save_file
 
-# Of sizes that hold several blocks, of which the last are cut short.
+# Sizes of several blocks, the last of which are smaller.
 LARGE: dict[str, dict[str, Any]] = {
     "mixtral": dict(hidden_size=160, intermediate_size=200, head_dim=64, initializer_range=0.1),
     "deepseek-v3": dict(
@@ -43,7 +43,7 @@ def large(name: str) -> Shape:
 
 
 def write(folder: Path, original: Reference, tensors: dict[str, torch.Tensor], quantization: Any) -> None:
-    """The original with other weights, and what its config.json says of them."""
+    """Copy a checkpoint with other weights and their quantization_config."""
     shutil.copytree(original.folder, folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
@@ -53,7 +53,7 @@ def write(folder: Path, original: Reference, tensors: dict[str, torch.Tensor], q
 
 
 def to_fp8_blocks(weight_OI: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, ...]:
-    """Codes, scales and the values that they stand for, block by block: the largest of a block becomes 448."""
+    """Return codes, scales and their values, block by block. The largest value of a block becomes 448."""
     num_rows, num_columns = weight_OI.shape
     codes_OI = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
     values_OI = torch.empty(num_rows, num_columns)
@@ -70,7 +70,7 @@ def to_fp8_blocks(weight_OI: torch.Tensor, height: int, width: int) -> tuple[tor
 def encoded_and_decoded(
     original: Reference, block: tuple[int, int]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """A checkpoint's tensors with projections and experts in blocks, those of its twin, and its quantization_config."""
+    """Return tensors with projections and experts in blocks, the same tensors decoded, and the quantization_config."""
     encoded: dict[str, torch.Tensor] = {}
     decoded: dict[str, torch.Tensor] = {}
     for key, tensor in load_file(original.folder / "model.safetensors").items():

@@ -1,6 +1,6 @@
-"""Weights in 8-bit blocks as they are loaded for a GPU: codes and scales of a checkpoint as it stores them, or made.
+"""Weights in 8-bit blocks as they are loaded for a GPU: copied from a checkpoint, or quantised.
 
-What is loaded is looked at, and nothing is computed with it: that is in tests/triton/test_engine_float8.py.
+These tests compare loaded weights. Products with them are tested in tests/triton/test_engine_float8.py.
 """
 
 from __future__ import annotations

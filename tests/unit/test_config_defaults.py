@@ -1,4 +1,4 @@
-"""What a config.json does not say: taken as transformers takes it, or refused where a guess could give wrong tokens."""
+"""Missing keys of a config.json: transformers' defaults, or an error where a default could give wrong tokens."""
 
 from __future__ import annotations
 

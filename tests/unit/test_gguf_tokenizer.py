@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF facts give the ids that plain re-readings of the algorithms give, and lose no text."""
+"""Tokenizers from GGUF metadata give the ids of plain implementations of the algorithms, and lose no text."""
 
 from __future__ import annotations
 
@@ -88,11 +88,6 @@ def test_no_text_is_lost(smol: PreTrainedTokenizerFast, plain_smol: PlainByteLev
     assert all(0 <= token_id < 49152 for token_id in ids)
 
 
-@pytest.mark.parametrize("text", [*TEXTS, "between 1999 and 20345 things", "<|im_start|>user\nhi 7<|im_end|>\n"])
-def test_texts_come_back_whole(smol: PreTrainedTokenizerFast, text: str) -> None:
-    assert smol.decode(smol(text).input_ids, skip_special_tokens=False) == text
-
-
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_are_those_of_transformers_own_conversion(
     smol: PreTrainedTokenizerFast, transformers_conversion: PreTrainedTokenizerFast, text: str
@@ -105,10 +100,6 @@ def test_ids_are_those_of_transformers_own_conversion(
 @pytest.fixture(scope="module")
 def transformers_conversion(smol_path: Path) -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(smol_path.parent, gguf_file=smol_path.name)
-
-
-def test_digits_stand_alone(smol: PreTrainedTokenizerFast) -> None:
-    assert smol.tokenize("in 2024 x17") == ["in", "Ġ", "2", "0", "2", "4", "Ġx", "1", "7"]
 
 
 def test_special_tokens_stay_whole_and_nothing_is_added(smol: PreTrainedTokenizerFast) -> None:
@@ -356,10 +347,6 @@ def test_no_space_goes_first_where_the_file_says_so(tmp_path: Path) -> None:
     tokenizer = built(sentence_piece_facts(**{"ggml.add_space_prefix": False}), tmp_path)
     assert tokenizer.tokenize("t") == ["t"]
     assert tokenizer.decode(tokenizer(" the").input_ids, skip_special_tokens=True) == " the"
-
-
-def test_user_defined_tokens_of_sentence_piece_stay_whole(sentence_piece: PreTrainedTokenizerFast) -> None:
-    assert "<tool>" in sentence_piece.tokenize("the <tool>")
 
 
 # ---- refusals ----

@@ -147,10 +147,7 @@ def family(request: pytest.FixtureRequest) -> ByteLevelFamily:
 
 
 def is_beginning_of_character(content: bytes) -> bool:
-    """Whether bytes can still become one character; half of a surrogate pair counts as one, as in Python's decoder.
-
-    Bytes of each range that may have to follow are tried.
-    """
+    """Return True if more bytes can complete one character. Half a surrogate pair counts as one, as in Python."""
     if not content:
         return True
     for following in (b"\x80", b"\xa0"):
@@ -198,7 +195,7 @@ def test_byte_level_streams_every_whole_character_at_once(family: ByteLevelFamil
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 def test_byte_level_streams_any_tokens_exactly(family: ByteLevelFamily, data: st.DataObject) -> None:
     any_token = st.integers(0, family.codec.num_tokens + 3)
     added_token = st.integers(family.codec.num_tokens - 30, family.codec.num_tokens - 1)
@@ -367,7 +364,7 @@ def test_mixtral_streams_all_but_a_run_of_bytes(mixtral: Mixtral, text: str) -> 
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 def test_mixtral_streams_any_tokens_exactly(mixtral: Mixtral, data: st.DataObject) -> None:
     tokens = st.integers(0, mixtral.codec.num_tokens + 3) | st.integers(0, 260)  # the first ones are bytes
     token_ids = data.draw(st.lists(tokens, max_size=30))

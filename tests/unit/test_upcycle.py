@@ -436,7 +436,7 @@ def test_a_gguf_file_gives_the_logits_of_its_model(
 
 
 def llama3_divisors(model: LlamaForCausalLM) -> np.ndarray:
-    """What llama.cpp's converter stores: by how much Llama 3's scaling divides each frequency, as transformers does."""
+    """Return the divisors of frequencies that llama.cpp's converter stores for Llama 3's scaling."""
     head_dim, theta = model.config.head_dim, model.config.rope_parameters["rope_theta"]
     plain = theta ** -(torch.arange(0, head_dim, 2) / head_dim)
     return (plain / model.model.rotary_emb.inv_freq).float().numpy()
