@@ -1,4 +1,4 @@
-"""Answers each line of standard input as a conversation, word by word. Run: `python examples/chat.py [MODEL]`."""
+"""Answer each line of standard input as part of a conversation, as text comes: `python examples/chat.py [MODEL]`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Completes a few prompts at once. Run it with `python examples/offline.py [MODEL]`."""
+"""Complete several prompts at once: `python examples/offline.py [MODEL]`."""
 
 import sys
 

@@ -1,12 +1,12 @@
-"""Asks six ranks: two replicas, each over three ranks, experts over all. Run it with `python examples/parallel.py`."""
+"""Run six ranks, two replicas of three ranks with experts spread over all: `python examples/parallel.py`."""
 
 from moeserve import LLM, SamplingParams
 
 question = [{"role": "user", "content": "What is the capital of France?"}]
 
-# The default model has 9 attention heads, 3 for each rank of a replica. Every rank is a process of its own. They do not
-# run this script, so it needs no main guard. In float32 all layouts give the same tokens; in bfloat16 the sums over
-# ranks may round the other way where two tokens are equally likely.
+# The default model has 9 attention heads, 3 for each rank of a replica. Every rank is a separate process that does not
+# run this script, so no main guard is needed. In float32 all layouts give the same tokens; in bfloat16 the order of
+# sums over ranks can change the choice between two equally likely tokens.
 with LLM(tensor_parallel_size=3, data_parallel_size=2, dtype="float32") as llm:
     (answer,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=32))
     print(answer.outputs[0].text)

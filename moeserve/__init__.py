@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # LLM brings torch, which takes a second to import: whoever needs only the control tower does without it.
+    # LLM imports torch, which takes a second. The command line and the control plane do not need it.
     if name == "LLM":
         from moeserve.api.llm import LLM
 

@@ -1,4 +1,4 @@
-"""What `LLM` returns: a prompt, its outputs, and their log-probabilities."""
+"""Results of `LLM`: a prompt, its outputs, and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Logprob:
     """Log-probability (natural logarithm) of one token."""
 
     logprob: float
-    rank: int
+    rank: int  # 1: the most likely token
     decoded_token: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""What a user gets wrong is answered by a named error that says what to do, and the engine lives on."""
+"""Mistakes of users raise a named error that says what to do, and the engine continues."""
 
 from __future__ import annotations
 
@@ -168,12 +168,12 @@ def test_wrong_generation_config(broken: Path) -> None:
     assert "eos_token_id='end'" in refusal(broken)
 
 
-def test_unknown_setting_is_answered_with_the_nearest(plain: Reference) -> None:
-    with pytest.raises(SettingsError, match="unknown setting 'max_model_length': did you mean 'max_model_len'"):
+def test_an_unknown_setting_is_refused_with_the_nearest(plain: Reference) -> None:
+    with pytest.raises(SettingsError, match=r"'max_model_length'.*'max_model_len'"):
         LLM(plain.folder, max_model_length=100)
 
 
-def test_a_slip_in_rebalance_is_answered_with_the_choices(plain: Reference) -> None:
+def test_an_unknown_value_of_rebalance_is_refused_with_the_choices(plain: Reference) -> None:
     with pytest.raises(SettingsError, match=r"rebalance='atuo'.*'off', 'auto'"):
         LLM(plain.folder, rebalance="atuo")
 
@@ -214,7 +214,7 @@ def llm(plain: Reference) -> Iterator[LLM]:
         (7, "7"),
     ],
 )
-def test_bad_prompts_leave_the_engine_as_it_was(llm: LLM, plain: Reference, prompt: Any, says: str) -> None:
+def test_bad_prompts_leave_the_engine_unchanged(llm: LLM, plain: Reference, prompt: Any, says: str) -> None:
     with pytest.raises(RequestError) as error:
         llm.generate(prompt, GREEDY)
     assert says in str(error.value)
@@ -245,7 +245,7 @@ def test_parameters_that_do_not_fit_the_vocabulary(llm: LLM, plain: Reference) -
     assert_alive(llm, plain)
 
 
-def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(
+def test_a_failed_step_ends_its_requests_and_the_engine_continues(
     llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = llm.stream([5, 6], GREEDY)
@@ -261,7 +261,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(
     assert_alive(llm, plain)
 
 
-def test_ctrl_c_ends_the_call_and_the_engine_lives_on(
+def test_ctrl_c_ends_the_call_and_the_engine_continues(
     llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(plan: object, agreement: object) -> None:
@@ -274,7 +274,7 @@ def test_ctrl_c_ends_the_call_and_the_engine_lives_on(
     assert_alive(llm, plain)
 
 
-def test_every_error_is_ours() -> None:
+def test_errors_have_common_bases() -> None:
     for error in (SettingsError, CheckpointError, RequestError, CacheTooSmallError):
         assert issubclass(error, MoeserveError)
         assert issubclass(error, ValueError)

@@ -1,4 +1,4 @@
-"""Every program in examples/ runs and says something sensible."""
+"""Every program in examples/ runs and prints a sensible answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-# program: (what is typed, what its output must hold)
+# program: (standard input, texts that its output must contain)
 EXPECTED = {
     "offline.py": ("", ["Paris", " five", "Wednesday"]),
     "chat.py": ("What is the capital of France?\nAnd of Italy?\n", ["Paris", "Rome"]),

@@ -1,4 +1,4 @@
-"""Settings of ranks on a Ray cluster: when it is wanted, what its nodes have room for, and its environment."""
+"""Settings of ranks on a Ray cluster: when Ray is used, the room of its nodes, and its environment."""
 
 from __future__ import annotations
 
@@ -41,47 +41,30 @@ def decide(cores_of_nodes: Sequence[int] | None, **options: Any) -> EngineConfig
     return resolve(settings, FACTS, MachineFacts(num_cores=NUM_CORES, cores_of_nodes=cores_of_nodes))
 
 
-def test_ray_is_wanted_where_it_is_asked_for() -> None:
+def test_executor_decides_over_ray_if_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_wanted("ray")
     assert is_wanted("ray", tp=2)
-
-
-def test_ray_is_not_wanted_where_another_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
     assert not is_wanted("mp", dp=2)
     assert not is_wanted("mp", dp=MOST_RANKS + 1)
     assert not is_wanted("uniproc")
 
 
-def test_auto_does_without_ray_outside_a_cluster() -> None:
-    assert not is_wanted()
+def test_auto_uses_ray_for_several_ranks_inside_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_wanted(tp=2)
     assert not is_wanted(dp=2)
-
-
-def test_auto_wants_the_cluster_that_it_was_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
-    assert is_wanted(tp=2)
-    assert is_wanted(dp=2)
-
-
-def test_auto_wants_the_cluster_that_it_is_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))  # only imported
+    assert not is_wanted(dp=2)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
     assert is_wanted(dp=2)
-
-
-def test_ray_that_was_only_imported_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
-    assert not is_wanted(dp=2)
-
-
-def test_auto_runs_one_rank_here_also_inside_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray")
     monkeypatch.setenv("RAY_ADDRESS", "10.1.2.3:6379")
+    assert is_wanted(tp=2)
     assert not is_wanted()
 
 
 @pytest.mark.parametrize(("num_cores", "most"), [(1, 8), (2, 8), (3, 12), (8, 32)])
-def test_auto_wants_ray_for_more_ranks_than_this_host_takes(num_cores: int, most: int) -> None:
+def test_auto_uses_ray_for_more_ranks_than_this_host_can_run(num_cores: int, most: int) -> None:
     assert not is_wanted(dp=most, num_cores=num_cores)
     assert is_wanted(dp=most + 1, num_cores=num_cores)
 
@@ -105,7 +88,7 @@ def test_more_ranks_than_this_host_takes_are_refused_without_nodes_alone() -> No
 
 
 def has_room(cores_of_nodes: Sequence[int], num_ranks: int, num_threads: int) -> bool:
-    """Counted by seating rank after rank."""
+    """Place rank after rank on the emptiest node."""
     free = list(cores_of_nodes)
     for _ in range(num_ranks):
         node = max(range(len(free)), key=free.__getitem__)
@@ -148,35 +131,35 @@ def test_every_rank_needs_a_core_where_threads_are_not_given() -> None:
         decide([2, 1], data_parallel_size=4)
 
 
-def test_the_token_is_looked_for_where_ray_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_token_is_read_from_where_ray_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert ray_token() == ""
     (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("of home\n")
-    assert ray_token() == "of home"
-    (tmp_path / "elsewhere").write_text("of a path\n")
+    (tmp_path / ".ray" / "auth_token").write_text("from home\n")
+    assert ray_token() == "from home"
+    (tmp_path / "elsewhere").write_text("from a path\n")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "elsewhere"))
-    assert ray_token() == "of a path"
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "told")
-    assert ray_token() == "told"
+    assert ray_token() == "from a path"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
+    assert ray_token() == "given"
 
 
-def test_there_is_no_token_where_ray_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "told")
+def test_there_is_no_token_if_authentication_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    assert ray_token() == "told"
+    assert ray_token() == "given"
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert ray_token() == ""
 
 
-def test_health_checks_are_quick_where_the_user_does_not_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = environment_of_cluster("10.1.2.3:6379", "secret")
-    assert told["RAY_health_check_period_ms"] == "1000"
+def test_health_checks_are_quick_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = environment_of_cluster("10.1.2.3:6379", "secret")
+    assert default["RAY_health_check_period_ms"] == "1000"
     monkeypatch.setenv("RAY_health_check_period_ms", "77")
     kept = environment_of_cluster("10.1.2.3:6379", "secret")
-    assert kept == told | {"RAY_health_check_period_ms": "77"}
+    assert kept == default | {"RAY_health_check_period_ms": "77"}
 
 
-def test_a_cluster_is_told_its_address_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_gets_its_address_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.9.9.9:1")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
     environment = environment_of_cluster("10.1.2.3:6379", "secret")

@@ -47,12 +47,12 @@ def requests_of(frontend: Frontend, prompts: Any, params: Any = None) -> list[Re
     return [request for submission in submissions for request in submission.requests]
 
 
-def tell(frontend: Frontend, request_id: str, text: str = "", **fields: Any) -> PromptProgress | None:
+def send(frontend: Frontend, request_id: str, text: str = "", **fields: Any) -> PromptProgress | None:
     token_ids = fields.pop("token_ids", None) or (CODEC.encode(text) if text else [])
     return frontend.update(RequestUpdate(request_id=request_id, token_ids=token_ids, **fields))
 
 
-def finished_text(frontend: Frontend, prompt_id: str) -> tuple[str, str | None, int | str | None]:
+def text_and_reasons(frontend: Frontend, prompt_id: str) -> tuple[str, str | None, int | str | None]:
     output = frontend.output(prompt_id).outputs[0]
     return output.text, output.finish_reason, output.stop_reason
 
@@ -84,7 +84,7 @@ def test_a_text_and_its_token_ids_make_the_same_request() -> None:
         ([], 0),
     ],
 )
-def test_one_or_many_prompts_are_told_apart(prompts: Any, count: int) -> None:
+def test_one_and_many_prompts_are_distinguished(prompts: Any, count: int) -> None:
     assert len(pair_prompts(prompts, SamplingParams())) == count
     assert len(requests_of(new_frontend(), prompts)) == count
 
@@ -110,7 +110,7 @@ def test_a_cache_salt_reaches_the_request() -> None:
     assert request.cache_salt == "tenant"
 
 
-def test_ignore_eos_takes_the_end_of_sequence_tokens_away() -> None:
+def test_ignore_eos_removes_the_end_of_sequence_tokens() -> None:
     ending, endless = requests_of(new_frontend(), ["a", "b"], [SamplingParams(), SamplingParams(ignore_eos=True)])
     assert ending.eos_token_ids == [EOS]
     assert endless.eos_token_ids == []
@@ -131,8 +131,8 @@ def test_ignore_eos_takes_the_end_of_sequence_tokens_away() -> None:
         ([1] * 100, "has 100 tokens, and max_model_len=100 leaves room for 99 .* raise max_model_len"),
         ("a" * 100, "has 100 tokens"),
         ({"promt": "a"}, "unknown key 'promt': did you mean 'prompt'"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "has prompt and prompt_token_ids: give"),
-        ({"cache_salt": "a"}, "has neither key: give"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt and prompt_token_ids"),
+        ({"cache_salt": "a"}, "neither key"),
         ({"prompt": [1]}, r"prompt=\[1\] must be a text"),
         ({"prompt_token_ids": "abc"}, "prompt_token_ids='abc' must be a list"),
         ({"prompt_token_ids": 7}, "prompt_token_ids=7 must be a list"),
@@ -182,7 +182,7 @@ def test_without_a_tokenizer_only_token_ids_are_served() -> None:
     with pytest.raises(RequestError, match=r"stop=.*needs a text.*use stop_token_ids"):
         frontend.submit([1], SamplingParams(stop="a"))
     requests_of(frontend, [1], SamplingParams(logprobs=0))
-    tell(frontend, "0", token_ids=[7], logprobs=[TokenLogprobs([7], [-1.0], [1])], finish_reason="length")
+    send(frontend, "0", token_ids=[7], logprobs=[TokenLogprobs([7], [-1.0], [1])], finish_reason="length")
     (output,) = frontend.output("0").outputs
     assert (output.text, output.token_ids) == ("", [7])
     assert output.logprobs == [{7: Logprob(-1.0, 1, None)}]
@@ -195,7 +195,7 @@ def test_a_bad_prompt_in_a_list_leaves_no_request_behind() -> None:
     with pytest.raises(RequestError):
         frontend.submit(["a", "b"], [SamplingParams(), SamplingParams(stop_token_ids=[999])])
     assert [submission.prompt_id for submission in frontend.submit("a", SamplingParams())] == ["0"]
-    assert tell(frontend, "1", "x") is None
+    assert send(frontend, "1", "x") is None
 
 
 # --- seeds
@@ -227,9 +227,9 @@ def test_without_a_seed_every_output_differs_and_the_engine_seed_decides() -> No
 def test_an_output_grows_until_it_finishes() -> None:
     frontend = new_frontend()
     requests_of(frontend, "Hi")
-    assert tell(frontend, "0", "ab", num_cached_tokens=1) == PromptProgress("0", finished=False)
+    assert send(frontend, "0", "ab", num_cached_tokens=1) == PromptProgress("0", finished=False)
     before = frontend.output("0")
-    assert tell(frontend, "0", "c", finish_reason="length") == PromptProgress("0", finished=True)
+    assert send(frontend, "0", "c", finish_reason="length") == PromptProgress("0", finished=True)
     after = frontend.output("0")
 
     assert isinstance(after, RequestOutput)
@@ -246,9 +246,9 @@ def test_an_incomplete_character_is_released_at_the_end() -> None:
     frontend = new_frontend()
     requests_of(frontend, "Hi")
     smile = CODEC.encode("😀")
-    tell(frontend, "0", token_ids=smile[:3])
+    send(frontend, "0", token_ids=smile[:3])
     assert frontend.output("0").outputs[0].text == ""
-    tell(frontend, "0", token_ids=[*smile[3:], smile[0]], finish_reason="length")
+    send(frontend, "0", token_ids=[*smile[3:], smile[0]], finish_reason="length")
     assert frontend.output("0").outputs[0].text == "😀\ufffd"
 
 
@@ -258,11 +258,11 @@ def test_the_token_that_ends_an_output_is_an_id_but_not_text(stop_reason: int | 
     frontend = new_frontend()
     params = SamplingParams(include_stop_str_in_output=keep, skip_special_tokens=False)
     requests_of(frontend, "Hi", params)
-    news = tell(frontend, "0", token_ids=[*CODEC.encode("ab"), token], finish_reason="stop", stop_reason=stop_reason)
+    news = send(frontend, "0", token_ids=[*CODEC.encode("ab"), token], finish_reason="stop", stop_reason=stop_reason)
     assert news == PromptProgress("0", finished=True)
     ending = CODEC.decode([token], skip_special_tokens=False) if keep else ""
     assert ending in ("", "!", "</s>")
-    assert finished_text(frontend, "0") == ("ab" + ending, "stop", stop_reason)
+    assert text_and_reasons(frontend, "0") == ("ab" + ending, "stop", stop_reason)
     assert frontend.output("0").outputs[0].token_ids[-1] == token
 
 
@@ -270,36 +270,36 @@ def test_a_stop_string_ends_the_output_and_the_request() -> None:
     frontend = new_frontend()
     requests_of(frontend, "Hi", SamplingParams(stop=["END", "\n"], logprobs=0))
     logprobs = [TokenLogprobs([1], [-0.5], [1])] * 3
-    tell(frontend, "0", "abE", logprobs=logprobs)
+    send(frontend, "0", "abE", logprobs=logprobs)
     assert frontend.output("0").outputs[0].text == "ab"
     # Two more tokens came in the same step: they are dropped.
-    assert tell(frontend, "0", "NDxy", logprobs=[*logprobs, logprobs[0]]) == PromptProgress("0", True, "0")
-    assert finished_text(frontend, "0") == ("ab", "stop", "END")
+    assert send(frontend, "0", "NDxy", logprobs=[*logprobs, logprobs[0]]) == PromptProgress("0", True, "0")
+    assert text_and_reasons(frontend, "0") == ("ab", "stop", "END")
     (output,) = frontend.output("0").outputs
     assert output.token_ids == CODEC.encode("abEND")
     assert output.logprobs is not None
     assert len(output.logprobs) == 5
     assert output.cumulative_logprob == pytest.approx(-2.5)
     # The engine's answer to the abort, and a token that it had under way, change nothing.
-    assert tell(frontend, "0", "zz") is None
-    assert tell(frontend, "0", finish_reason="abort") is None
-    assert finished_text(frontend, "0") == ("ab", "stop", "END")
+    assert send(frontend, "0", "zz") is None
+    assert send(frontend, "0", finish_reason="abort") is None
+    assert text_and_reasons(frontend, "0") == ("ab", "stop", "END")
 
 
 def test_a_stop_string_in_the_last_update_needs_no_abort() -> None:
     frontend = new_frontend()
     requests_of(frontend, "Hi", SamplingParams(stop="b"))
-    assert tell(frontend, "0", "ab", finish_reason="length") == PromptProgress("0", finished=True)
-    assert finished_text(frontend, "0") == ("a", "stop", "b")
+    assert send(frontend, "0", "ab", finish_reason="length") == PromptProgress("0", finished=True)
+    assert text_and_reasons(frontend, "0") == ("a", "stop", "b")
 
 
 def test_the_beginning_of_a_stop_string_is_text_when_the_output_ends_otherwise() -> None:
     frontend = new_frontend()
     requests_of(frontend, "Hi", SamplingParams(stop="END"))
-    tell(frontend, "0", "abEN")
+    send(frontend, "0", "abEN")
     assert frontend.output("0").outputs[0].text == "ab"
-    tell(frontend, "0", finish_reason="abort")
-    assert finished_text(frontend, "0") == ("abEN", "abort", None)
+    send(frontend, "0", finish_reason="abort")
+    assert text_and_reasons(frontend, "0") == ("abEN", "abort", None)
 
 
 def test_the_outputs_of_one_prompt_gather_in_order() -> None:
@@ -308,9 +308,9 @@ def test_the_outputs_of_one_prompt_gather_in_order() -> None:
     assert submission.prompt_id == "0"
     assert [request.request_id for request in submission.requests] == ["0-0", "0-1", "0-2"]
     assert [request.params.prompt_logprobs for request in submission.requests] == [1, None, None]
-    assert tell(frontend, "0-2", "c", finish_reason="length", num_cached_tokens=1) == PromptProgress("0", False)
-    assert tell(frontend, "0-0", "a!", num_cached_tokens=0) == PromptProgress("0", False, abort_request_id="0-0")
-    assert tell(frontend, "0-1", "b", finish_reason="stop", token_ids=[*CODEC.encode("b"), EOS]) == PromptProgress(
+    assert send(frontend, "0-2", "c", finish_reason="length", num_cached_tokens=1) == PromptProgress("0", False)
+    assert send(frontend, "0-0", "a!", num_cached_tokens=0) == PromptProgress("0", False, abort_request_id="0-0")
+    assert send(frontend, "0-1", "b", finish_reason="stop", token_ids=[*CODEC.encode("b"), EOS]) == PromptProgress(
         "0", True
     )
     result = frontend.output("0")
@@ -327,7 +327,7 @@ def test_logprobs_name_the_chosen_token_first() -> None:
         TokenLogprobs([a, b, a], [-1.5, -0.5, -1.5], [2, 1, 3]),  # a tie: the rank of the chosen token counts
         TokenLogprobs([b, space], [-3.0, -0.25], [9, 1]),
     ]
-    tell(frontend, "0", "ab", logprobs=logprobs)
+    send(frontend, "0", "ab", logprobs=logprobs)
     (output,) = frontend.output("0").outputs
     assert output.logprobs == [
         {a: Logprob(-1.5, 2, "a"), b: Logprob(-0.5, 1, "b")},
@@ -343,10 +343,10 @@ def test_prompt_logprobs_begin_with_none() -> None:
     requests_of(frontend, ["Hi", "H", "Hi"], [SamplingParams(prompt_logprobs=0)] * 2 + [SamplingParams()])
     i = CODEC.encode("i")[0]
     assert frontend.output("0").prompt_logprobs is None  # not known yet
-    tell(frontend, "0", "a", prompt_logprobs=[TokenLogprobs([i], [-2.0], [3])])
-    tell(frontend, "0", "b")
-    tell(frontend, "1", "a")
-    tell(frontend, "2", "a")
+    send(frontend, "0", "a", prompt_logprobs=[TokenLogprobs([i], [-2.0], [3])])
+    send(frontend, "0", "b")
+    send(frontend, "1", "a")
+    send(frontend, "2", "a")
     assert frontend.output("0").prompt_logprobs == [None, {i: Logprob(-2.0, 3, "i")}]
     assert frontend.output("1").prompt_logprobs == [None]
     assert frontend.output("2").prompt_logprobs is None
@@ -355,10 +355,10 @@ def test_prompt_logprobs_begin_with_none() -> None:
 def test_a_discarded_prompt_names_the_requests_to_end() -> None:
     frontend = new_frontend()
     frontend.submit(["a", "b"], SamplingParams(n=2))
-    tell(frontend, "0-1", "x", finish_reason="length")
+    send(frontend, "0-1", "x", finish_reason="length")
     assert frontend.discard("0") == ["0-0"]
-    assert tell(frontend, "0-0", "y") is None
-    assert tell(frontend, "1-0", "y") == PromptProgress("1", finished=False)
+    assert send(frontend, "0-0", "y") is None
+    assert send(frontend, "1-0", "y") == PromptProgress("1", finished=False)
     with pytest.raises(KeyError):
         frontend.output("0")
 
@@ -366,9 +366,9 @@ def test_a_discarded_prompt_names_the_requests_to_end() -> None:
 def test_snapshots_do_not_change_later() -> None:
     frontend = new_frontend()
     requests_of(frontend, "Hi", SamplingParams(logprobs=0))
-    tell(frontend, "0", "a", logprobs=[TokenLogprobs([1], [-1.0], [1])])
+    send(frontend, "0", "a", logprobs=[TokenLogprobs([1], [-1.0], [1])])
     snapshot = frontend.output("0").outputs[0]
-    tell(frontend, "0", "b", logprobs=[TokenLogprobs([1], [-1.0], [1])])
+    send(frontend, "0", "b", logprobs=[TokenLogprobs([1], [-1.0], [1])])
     assert (len(snapshot.token_ids), snapshot.text, len(snapshot.logprobs or [])) == (1, "a", 1)
 
 

@@ -1,4 +1,4 @@
-"""What no file of the package may contain: ways to run code that came as data, and settings that bypass config.py."""
+"""No file of the package may run code that came as data, or read the environment outside `config/environment.py`."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Folder here: its name in the package.
+# Folder in the repository: its path in the package.
 FOLDERS = {"moeserve": "moeserve", "bench": "moeserve/bench", "triton_kernels": "moeserve/triton_kernels"}
 
 # Modules that run what they read (multiprocessing pickles all that passes through it).
@@ -28,13 +28,13 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 READS_ENVIRONMENT = {
     "moeserve/config/environment.py",
     "moeserve/processes/fork_server.py",  # gives a forked process the environment of whoever asked for it
-    # They hand it, less or more some of it, to other engines.
+    # They pass it on to other engines, with changes.
     "moeserve/bench/peers/install.py",
     "moeserve/bench/peers/peers.py",
     "moeserve/bench/peers/adapters/serve_vllm.py",
 }
 
-# Module: who may name it, in an import or as a string.
+# Module: files that may name it, in an import or as a string.
 ONLY_IMPORTERS = {
     "moeserve._cpu": ("moeserve/ops/", "moeserve/distributed/"),
     "ray": ("moeserve/executor/ray/",),
@@ -43,7 +43,7 @@ ONLY_IMPORTERS = {
 
 
 def violations(source: str, name: str) -> list[str]:
-    """Every violation in a source file, as `name:line: what`. The name is its path in the package."""
+    """Return every violation in a source file as `name:line: description`. The name is its path in the package."""
     tree = ast.parse(source, name)
     modules = _names_of_modules(tree)
     found = [*_dangerous(tree, modules), *_environment(tree, modules, name), *_imports(tree, name)]
@@ -51,7 +51,7 @@ def violations(source: str, name: str) -> list[str]:
 
 
 def _names_of_modules(tree: ast.AST) -> dict[str, str]:
-    """What `import a.b as c` and `from a import b as c` call things: name here, full name."""
+    """Return the full names of what `import a.b as c` and `from a import b as c` bind, by local name."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -72,7 +72,7 @@ def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _dotted(node: ast.expr, modules: dict[str, str]) -> str | None:
-    """The full name of a.b.c, with imported names replaced by what they stand for; ?.c where c is of some value."""
+    """Return the full name of a.b.c, with imported names resolved; ?.c for an attribute of an expression."""
     if isinstance(node, ast.Name):
         return modules.get(node.id, node.id)
     if isinstance(node, ast.Attribute):
@@ -100,14 +100,14 @@ def _dangerous(tree: ast.AST, modules: dict[str, str]) -> Iterator[tuple[int, st
         if isinstance(node, ast.keyword) and node.arg in BANNED_KEYWORDS:
             only = BANNED_KEYWORDS[node.arg]
             if not (isinstance(node.value, ast.Constant) and node.value.value is only):
-                yield node.value.lineno, f"passes {node.arg}= something else than {only}"
+                yield node.value.lineno, f"passes {node.arg}= with another value than {only}"
 
 
 def _environment(tree: ast.AST, modules: dict[str, str], name: str) -> Iterator[tuple[int, str]]:
     if name not in READS_ENVIRONMENT:
         for line, dotted in _used_names(tree, modules):
             if dotted in ENVIRONMENT:
-                yield line, f"uses {dotted}, but only config.py may read the environment"
+                yield line, f"uses {dotted}, but only config/environment.py may read the environment"
 
 
 def _imports(tree: ast.AST, name: str) -> Iterator[tuple[int, str]]:
@@ -187,7 +187,7 @@ def test_no_file_of_the_package_breaks_a_rule() -> None:
         ("import triton.language as tl", 1),
     ],
 )
-def test_a_violation_is_found_where_it_stands(source: str, line: int) -> None:
+def test_a_violation_is_found_with_its_line(source: str, line: int) -> None:
     found = violations(source, "moeserve/engine/core.py")
     assert [text.split(":")[:2] for text in found][:1] == [["moeserve/engine/core.py", str(line)]], found
 
@@ -211,5 +211,5 @@ def test_a_violation_is_found_where_it_stands(source: str, line: int) -> None:
         ("executor = 'ray'", "moeserve/config/environment.py"),
     ],
 )
-def test_what_only_looks_like_a_violation_passes(source: str, name: str) -> None:
+def test_similar_code_that_is_safe_passes(source: str, name: str) -> None:
     assert violations(source, name) == []
