@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from moeserve.config.environment import environment_without
+
 PartName = Literal["checks", "engine", "ranks", "kernels", "throughput"]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 POLL_SECONDS = 0.2
@@ -118,11 +120,10 @@ class Worker:
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 self.command,
-                env=environment,
+                env=environment_without("TRITON_INTERPRET"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

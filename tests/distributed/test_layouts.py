@@ -49,7 +49,7 @@ DOUBLE = (0, 2, 3, 1)  # in the field of four elements, where + is ^
 
 # Each value of a parameter occurs with each value of every other: indices are orthogonal Latin squares.
 CASES = [
-    (MODELS[m], *LAYOUTS[l], NUM_REDUNDANT[m ^ l], MAX_SMALL_TOKENS[DOUBLE[m] ^ l]) for m in range(4) for l in range(4)
+    (MODELS[m], *LAYOUTS[k], NUM_REDUNDANT[m ^ k], MAX_SMALL_TOKENS[DOUBLE[m] ^ k]) for m in range(4) for k in range(4)
 ]
 CASES += [("mixtral", 2, 1, 0, MIDDLE), ("gpt-oss", 1, 2, 3, MIDDLE)]
 CASES += [(name, 2, 2, 2, MIDDLE) for name in ("qwen2-moe", "olmoe", "glm4-moe")]
