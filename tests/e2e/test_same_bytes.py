@@ -1,7 +1,6 @@
-"""A request's tokens and log-probabilities are the same bytes, whatever it shares its steps, its rank or its node with.
+"""A request's tokens and log-probabilities have the same bytes in any batch, order, chunking and layout with tp = 1.
 
-Alone or in any batch, in any order, whole or in chunks, found in the cache or computed, with any number of threads, and
-with its experts on any number of ranks (tp = 1).
+They also do not depend on the prefix cache, the number of threads, or the number of ranks that hold the experts.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ FAMILIES = (
     "qwen2-moe", "qwen3-moe",
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=2)
-Told = list[tuple[Any, ...]]  # of each request, what it was told: tokens, and log-probabilities as they are
+Results = list[tuple[Any, ...]]  # tokens and log-probabilities of each request
 
 
 def make_prompts(num_prompts: int = 9) -> list[list[int]]:
-    """Of 1 to 90 tokens, some with the same beginning."""
+    """Return prompts of 1 to 90 tokens, some with a common prefix."""
     source = random.Random(18)
     beginning = [source.randrange(90) for _ in range(40)]
     lengths = [1, 2, 7, 16, 17, 33, 50, 64, 90][:num_prompts]
@@ -36,7 +35,7 @@ def make_prompts(num_prompts: int = 9) -> list[list[int]]:
     ]
 
 
-def told(reference: Reference, prompts: list[list[int]], *, alone: bool = False, **options: Any) -> Told:
+def generate(reference: Reference, prompts: list[list[int]], *, alone: bool = False, **options: Any) -> Results:
     options = {"num_threads": 1, "max_model_len": 128} | options
     llm = LLM(model=str(reference.folder), **options)
     try:
@@ -52,23 +51,23 @@ def told(reference: Reference, prompts: list[list[int]], *, alone: bool = False,
 @pytest.mark.parametrize("name", FAMILIES)
 def test_batches_orders_chunks_and_threads(name: str, dtype: str, reference_named: Callable[[str], Reference]) -> None:
     reference, prompts = reference_named(name), make_prompts()
-    expected = told(reference, prompts, alone=True, enable_prefix_caching=False, dtype=dtype)
+    expected = generate(reference, prompts, alone=True, enable_prefix_caching=False, dtype=dtype)
 
-    assert told(reference, prompts, dtype=dtype) == expected
-    assert told(reference, prompts[::-1], dtype=dtype)[::-1] == expected
+    assert generate(reference, prompts, dtype=dtype) == expected
+    assert generate(reference, prompts[::-1], dtype=dtype)[::-1] == expected
     for num_tokens, num_threads in ((5, 1), (37, 2), (16, 3)):
         options = dict(max_num_batched_tokens=num_tokens, max_num_seqs=4, num_threads=num_threads)
-        assert told(reference, prompts, dtype=dtype, **options) == expected, options
-    assert told(reference, prompts, alone=True, dtype=dtype, block_size=4, num_threads=2) == expected
+        assert generate(reference, prompts, dtype=dtype, **options) == expected, options
+    assert generate(reference, prompts, alone=True, dtype=dtype, block_size=4, num_threads=2) == expected
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantised_weights(quantization: str, reference_named: Callable[[str], Reference]) -> None:
     reference, prompts = reference_named("deepseek-v3"), make_prompts()
-    expected = told(reference, prompts, alone=True, enable_prefix_caching=False, quantization=quantization)
-    assert told(reference, prompts, quantization=quantization) == expected
+    expected = generate(reference, prompts, alone=True, enable_prefix_caching=False, quantization=quantization)
+    assert generate(reference, prompts, quantization=quantization) == expected
     options: dict[str, Any] = dict(max_num_batched_tokens=23, max_num_seqs=5, num_threads=2)
-    assert told(reference, prompts, quantization=quantization, **options) == expected
+    assert generate(reference, prompts, quantization=quantization, **options) == expected
 
 
 @pytest.mark.ranks
@@ -91,13 +90,13 @@ def test_layouts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in large steps and decoding from graphs, in small ones; all steps small; all large."""
+    """The cases: prompts in large steps and decoding in small ones, replayed; all steps small; all large."""
     reference, prompts = reference_named(name), make_prompts(6)
-    expected = told(reference, prompts, dtype=dtype)
+    expected = generate(reference, prompts, dtype=dtype)
     max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(reference.folder, max_small_tokens, dtype)
     planted = PlantedBorder(tmp_path, max_small_bytes)
     for name, value in planted.environment.items():
         monkeypatch.setenv(name, value)
     options = dict(data_parallel_size=data_parallel_size, dispatcher=dispatcher, kv_cache_memory="8MiB", executor="mp")
-    assert told(reference, prompts, dtype=dtype, **options) == expected
+    assert generate(reference, prompts, dtype=dtype, **options) == expected
     assert planted.ways() == {None: {True}, MIDDLE: {False, True}, 0: {False}}[max_small_tokens]

@@ -29,11 +29,11 @@ def written(tmp_path: Path, content: Any) -> str:
 
 
 def test_the_table_has_plausible_entries() -> None:
-    """Dense rates, one direction: what is easily mistaken by a factor of two."""
+    """Rates are dense, and links in one direction. Both are easily wrong by a factor of two."""
     for name, hardware in TABLE.items():
         assert hardware.name == name
         assert hardware.fp8_rate in (hardware.bf16_rate, pytest.approx(2 * hardware.bf16_rate, rel=1e-3))
-        # A value read from memory can take part in some hundred products of bfloat16, in each generation.
+        # In each generation, some hundred bfloat16 operations take as long as reading one byte.
         assert 100 < hardware.bf16_rate / hardware.memory_bandwidth < 350
         assert hardware.network_bandwidth < hardware.node_bandwidth < hardware.memory_bandwidth
     assert TABLE["h100"].node_bandwidth == 450e9
@@ -44,7 +44,7 @@ def test_names_are_known_in_any_case() -> None:
     assert read_hardware("H200") is TABLE["h200"]
 
 
-def test_a_file_describes_what_the_table_has_not(tmp_path: Path) -> None:
+def test_hardware_from_a_file(tmp_path: Path) -> None:
     hardware = read_hardware(written(tmp_path, OWN))
     assert {name: getattr(hardware, name) for name in OWN} == OWN
 
@@ -52,10 +52,10 @@ def test_a_file_describes_what_the_table_has_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("h20", "hardware='h20' is not in the table: did you mean 'h200'? Or give a .json file that describes it"),
-        ("abacus", "not in the table: known are: a100, b200, gb200, h100, h200, h800. Or give a .json file that"),
-        ("cpu", "(a CPU is described in a file, by what was measured on it: see docs/planning.md)"),
-        ("none.json", "cannot read the hardware in none.json: No such file or directory"),
+        ("h20", "'h200'"),
+        ("abacus", "a100, b200, gb200, h100, h200, h800"),
+        ("cpu", "docs/planning.md"),
+        ("none.json", "none.json"),
     ],
 )
 def test_unknown_hardware(name: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""How many blocks a rank gets."""
+"""The number of KV cache blocks of a rank."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def not_called() -> None:
     raise AssertionError("the profiling run was not needed")
 
 
-def test_a_given_amount_is_divided_into_blocks() -> None:
+def test_a_given_size_is_divided_into_blocks() -> None:
     assert count_blocks(config(kv_cache_memory=52_999, max_model_len=80), BYTES_PER_TOKEN, 0, not_called) == 52
 
 
-def test_never_more_than_all_requests_could_use() -> None:
+def test_at_most_the_blocks_that_all_requests_can_use() -> None:
     options = {"kv_cache_memory": "1GB", "max_model_len": 95, "max_num_seqs": 3}
     assert count_blocks(config(**options), BYTES_PER_TOKEN, 0, not_called) == 3 * 10
 
@@ -57,14 +57,14 @@ def test_an_open_length_needs_two_blocks() -> None:
         count_blocks(config(kv_cache_memory=1_999), BYTES_PER_TOKEN, 0, not_called)
 
 
-def test_the_profiling_run_is_taken_off_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_step_is_subtracted_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "free_memory", lambda: 300 * 2**20)
     monkeypatch.setattr(kv_cache, "measure_step_memory", lambda run, device: 100 * 2**20)
     num_blocks = count_blocks(config(max_num_seqs=10_000), BYTES_PER_TOKEN, 0, not_called)
     assert num_blocks == 100 * 2**20 // (10 * BYTES_PER_TOKEN)
 
 
-def test_ranks_share_what_is_free_beside_the_steps_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_memory_beside_their_largest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "free_memory", lambda: 1000 * 2**20)
     monkeypatch.setattr(kv_cache, "measure_step_memory", lambda run, device: 100 * 2**20)
     num_blocks = count_blocks(config(max_num_seqs=10_000, data_parallel_size=4), BYTES_PER_TOKEN, 0, not_called)
@@ -85,8 +85,8 @@ print(measure_step_memory(step, "cpu"))
 """
 
 
-def test_step_memory_is_the_peak_beyond_what_is_held() -> None:
-    """In a process of its own, as an engine starts in: one that ran much else has freed memory to use again."""
+def test_step_memory_is_the_peak_above_the_held_memory() -> None:
+    """This needs a new process, because freed memory of earlier tests would be used again."""
     run = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True, timeout=100)
     assert int(run.stdout) == pytest.approx(60 * 2**20, rel=0.2)
 
@@ -108,13 +108,13 @@ def test_the_largest_step_is_as_large_as_the_limits_allow(max_tokens: int, max_s
 
 
 @pytest.mark.parametrize(("most", "num_tokens", "num_chunks"), [(1, 1, 1), (4, 4, 4), (16, 16, 5), (64, 50, 5)])
-def test_a_smaller_step_has_so_many_tokens(most: int, num_tokens: int, num_chunks: int) -> None:
+def test_a_smaller_step_has_the_given_tokens(most: int, num_tokens: int, num_chunks: int) -> None:
     plan = largest_step(config(max_num_batched_tokens=50, max_num_seqs=5, max_model_len=20, block_size=4), most)
     assert (plan.num_tokens, len(plan.chunks)) == (num_tokens, num_chunks)
 
 
-def test_what_torch_has_cached_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the largest step torch holds its memory still, which is not to be taken off a second time."""
+def test_memory_cached_by_torch_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the largest step torch still caches its memory, which must not be subtracted twice."""
     cached = [0]
 
     def run_largest_step() -> None:
@@ -132,6 +132,6 @@ def test_what_torch_has_cached_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("device", "logprobs"), [("cpu", None), ("cuda", 1)])
-def test_the_largest_step_tells_log_probabilities_where_they_take_memory(device: str, logprobs: int | None) -> None:
+def test_the_largest_step_has_logprobs_on_a_gpu(device: str, logprobs: int | None) -> None:
     plan = largest_step(config(device=device, dtype="bfloat16", max_num_seqs=3))
     assert {chunk.sample.params.logprobs for chunk in plan.chunks if chunk.sample} == {logprobs}
