@@ -1,9 +1,9 @@
-"""The package flashinfer, and torch's varlen attention, as far as their contracts are published, on tensors of the CPU.
+"""Stand-ins on the CPU for the package flashinfer and for torch's varlen attention, by their published contracts.
 
-Knows no moeserve. Signatures, shapes, dtypes and refusals are those of https://github.com/flashinfer-ai/flashinfer
-(flashinfer/decode.py, xqa.py, jit/xqa.py and prefill.py of 0.6 and 0.7), of torch/nn/attention/varlen.py of torch 2.13,
-and of FlashAttention's two interfaces behind that. What is not promised is made as bad as can be: masked positions of a
-block are multiplied with zero, so that NaN there spoils the result, and rows without a position hold NaN.
+Signatures, shapes, dtypes and errors are those of https://github.com/flashinfer-ai/flashinfer (flashinfer/decode.py,
+xqa.py, jit/xqa.py and prefill.py of 0.6 and 0.7), of torch/nn/attention/varlen.py of torch 2.13, and of both versions
+of FlashAttention. Undefined behaviour is made harmful: masked positions of a block are multiplied by zero, so that NaN
+there spoils the result, and rows without a position are NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEMAPHORES = 8 * 2**20  # bytes at the beginning of a workspace that are zero be
 
 
 class Refused(RuntimeError):
-    """What the libraries' own checks are, in Python and in C++."""
+    """An error that a library's own checks raise."""
 
 
 def need(condition: Any, what: str) -> None:
@@ -39,7 +39,7 @@ def attend(
     window_left: int,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """[R, N, H]: the rows are the last of the context."""
+    """Return [R, N, H]. The rows are the last of the context."""
     num_rows, group = len(query_RNH), query_RNH.shape[1] // key_CGH.shape[1]
     keys, values = (each.float().repeat_interleave(group, dim=1) for each in (key_CGH, value_CGH))
     places = torch.arange(context_len - num_rows, context_len)[:, None]
@@ -59,13 +59,13 @@ def attend(
 
 
 def pages(cache: Tensor, ids: Tensor) -> Tensor:
-    """[C, G, H] of a cache [num_pages, G, page_size, H]."""
+    """Return [C, G, H] from a cache [num_pages, G, page_size, H]."""
     need(((ids >= 0) & (ids < len(cache))).all(), "a page that the cache does not have")
     return cache[ids.long()].transpose(1, 2).flatten(0, 1)
 
 
 class FlashInfer:
-    """What the package offers. Its limits may be relaxed, for models that are smaller than it serves."""
+    """The package. Its limits may be relaxed, for models smaller than it supports."""
 
     def __init__(
         self, *, dtypes: tuple[torch.dtype, ...], chunk_head_sizes: tuple[int, ...], head_multiple: int
@@ -113,21 +113,21 @@ class FlashInfer:
     ) -> Tensor:
         self.num_decodes += 1
         need(backend in ("auto", "xqa"), f"Backend {backend} not supported on this GPU")
-        need(kv_layout == "HND", "this stand-in knows HND alone")
+        need(kv_layout == "HND", "this stand-in supports HND only")
         self.check_caches(query, kv_cache)
         keys, values = kv_cache
         page_size, head_dim = keys.shape[2:]
         need(page_size in (16, 32, 64, 128), f"Invalid page_size: {page_size}, only 16, 32, 64, 128 are supported")
         need(head_dim % self.head_multiple == 0 and head_dim <= 256, f"Invalid head_dim: {head_dim}")
-        need(bmm2_scale == 1.0 and q_len_per_req == 1, "this stand-in knows no more")
+        need(bmm2_scale == 1.0 and q_len_per_req == 1, "this stand-in supports nothing else")
         batch = len(query)
-        need(batch > 0, "nothing to do is not promised to work")
+        need(batch > 0, "an empty batch is undefined")
         need(block_tables.dtype == torch.int32 and block_tables.is_contiguous(), "block_tables are int32, contiguous")
         need(block_tables.shape[0] == batch, f"{len(block_tables)} rows of block_tables for {batch} queries")
         need(seq_lens.dtype == torch.uint32 and seq_lens.shape == (batch,), "seq_lens are uint32, one for each request")
-        need(max_seq_len == block_tables.shape[1] * page_size, "max_seq_len is what the block_tables have room for")
+        need(max_seq_len == block_tables.shape[1] * page_size, "max_seq_len is the capacity of the block_tables")
         lengths = seq_lens.to(torch.int64)
-        need(((lengths >= 1) & (lengths <= max_seq_len)).all(), "a length of 0 is not promised to work")
+        need(((lengths >= 1) & (lengths <= max_seq_len)).all(), "a length of 0 is undefined")
         need(workspace_buffer.dtype == torch.uint8, "the workspace is uint8")
         need(len(workspace_buffer) > SEMAPHORES, "the workspace is too small")
         need(not workspace_buffer[:SEMAPHORES].any(), "the workspace must be zero before its first use")
@@ -159,7 +159,7 @@ class FlashInfer:
 
 
 class PrefillWrapper:
-    """Not in a CUDA graph."""
+    """The wrapper for chunks, outside of CUDA graphs."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class PrefillWrapper:
         use_cuda_graph: bool = False,
         backend: str = "auto",
     ) -> None:
-        need(kv_layout == "HND" and not use_cuda_graph, "this stand-in knows HND alone, and no graphs")
+        need(kv_layout == "HND" and not use_cuda_graph, "this stand-in supports HND only, and no graphs")
         need(float_workspace_buffer.dtype == torch.uint8, "the workspace is uint8")
         float_workspace_buffer.fill_(255)
         self.package = package
@@ -255,7 +255,7 @@ class PrefillWrapper:
 
 
 class Varlen:
-    """Torch's function with the second or third FlashAttention behind it."""
+    """Torch's function with version 2 or 3 of FlashAttention."""
 
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
@@ -302,9 +302,9 @@ class Varlen:
         need(block_table.dtype == torch.int32 and block_table.stride(-1) == 1, "block_table is int32")
         need(seqused_k.dtype == torch.int32 and seqused_k.shape == (batch,), "seqused_k is [N] int32")
         need(cu_seq_q.dtype == torch.int32 and cu_seq_q.shape == (batch + 1,), "cu_seq_q is [N + 1] int32")
-        need(max_k == block_table.shape[1] * page_size, "max_k is what the block_table has room for")
+        need(max_k == block_table.shape[1] * page_size, "max_k is the capacity of the block_table")
         need(window_size[1] == 0, "this stand-in is for causal attention")
-        need(scale is not None, "this stand-in is told the scale")
+        need(scale is not None, "this stand-in needs the scale")
         assert scale is not None
         starts = cu_seq_q.tolist()
         out.fill_(torch.nan)
@@ -319,12 +319,12 @@ class Varlen:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, flashinfer: FlashInfer) -> None:
-    """What `import flashinfer` then finds."""
+    """Make `import flashinfer` find the stand-in."""
     module = flashinfer.as_module()
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setitem(sys.modules, "flashinfer.decode", module.decode)
 
 
 def strict() -> FlashInfer:
-    """With the limits that the package has."""
+    """Return the package with its real limits."""
     return FlashInfer(dtypes=(torch.float16, torch.bfloat16), chunk_head_sizes=(64, 128, 256), head_multiple=16)

@@ -14,19 +14,19 @@ VOCAB_SIZE, WIDTH = 11, 6
 
 
 def test_rows_are_whole_and_contiguous() -> None:
-    """As kernels want them that look for a row's largest number."""
+    """The kernel that finds the largest number of each row needs contiguous rows."""
     generator = torch.Generator().manual_seed(0)
     weight_VD = torch.randn(VOCAB_SIZE, WIDTH, generator=generator)
     hidden_LD = torch.randn(4, WIDTH, generator=generator)
 
-    def life(group: ThreadGroup) -> list[Tensor]:
+    def work(group: ThreadGroup) -> list[Tensor]:
         head = OutputHead(VOCAB_SIZE, WIDTH, with_tp(group), tied_to=None)
         allocate_weights(head)
         with torch.inference_mode():
             head.weight.copy_(weight_VD[head.share.start : head.share.stop])
             return [head(hidden_LD[:num_rows]) for num_rows in (0, 1, 4)]
 
-    for given in run(3, life):
+    for given in run(3, work):
         for num_rows, logits_LV in zip((0, 1, 4), given, strict=True):
             assert logits_LV.is_contiguous()
             torch.testing.assert_close(logits_LV, hidden_LD[:num_rows] @ weight_VD.T)
