@@ -1,5 +1,6 @@
 """An inference engine for mixture-of-experts language models."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from moeserve.errors import (
@@ -10,11 +11,11 @@ from moeserve.errors import (
     RequestError,
     SettingsError,
 )
-from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
-from moeserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from moeserve.api.llm import LLM
+    from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
+    from moeserve.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -33,10 +34,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # LLM imports torch, which takes a second. The command line and the control plane do not need it.
-    if name == "LLM":
-        from moeserve.api.llm import LLM
+# Imported when used: LLM imports torch, which takes a second, and kernels are checked on machines without msgspec.
+_MODULES = {
+    "LLM": "moeserve.api.llm",
+    "CompletionOutput": "moeserve.outputs",
+    "Logprob": "moeserve.outputs",
+    "RequestOutput": "moeserve.outputs",
+    "SamplingParams": "moeserve.sampling_params",
+}
 
-        return LLM
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'moeserve' has no attribute {name!r}")

@@ -6,9 +6,12 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moeserve.config.settings import EngineConfig
 from moeserve.errors import SettingsError
+
+if TYPE_CHECKING:
+    from moeserve.config.settings import EngineConfig
 
 
 def ray_address() -> str:

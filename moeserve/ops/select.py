@@ -6,14 +6,17 @@ import dataclasses
 import importlib.util
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from moeserve.config.settings import AttentionName
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import CudaSideStream
 from moeserve.ops.torch.table import TORCH_KERNELS
+
+if TYPE_CHECKING:
+    from moeserve.config.settings import AttentionName
 
 logger = logging.getLogger(__name__)
 

@@ -379,6 +379,13 @@ def test_without_a_gpu_it_ends_with_one_sentence() -> None:
     assert ended.stderr.count("\n") == 1
 
 
+def test_checks_and_kernel_times_need_no_msgspec() -> None:
+    pytest.importorskip("triton")
+    modules = ", ".join(f"moeserve.bench.gpu.{name}" for name in ("run", "parts", "checks", "kernels"))
+    program = f"import sys; sys.modules['msgspec'] = None; import {modules}"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 @pytest.mark.parametrize(
     ("versions", "reason"),
     [

@@ -15,11 +15,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moeserve.config.settings import AttentionName
 from moeserve.errors import SettingsError
 from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
 from moeserve.ops.libraries.attention_times import (
@@ -33,6 +33,9 @@ from moeserve.ops.libraries.attention_times import (
 )
 from moeserve.ops.libraries.interface import Attend, AttentionLibrary, LibraryUnusable
 from moeserve.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from moeserve.config.settings import AttentionName
 
 # T tokens, N query heads, G key-value heads, H head size
 
