@@ -41,7 +41,7 @@ class InStream:
 class CudaSideStream:
     """A second stream of a GPU, which all layers share.
 
-    No tensor needs `record_stream`. The caller waits before it frees the input, and the stream waits for the caller
+    No tensor needs record_stream(). The caller waits before it frees the input, and the stream waits for the caller
     before it writes to the memory of an earlier result.
     """
 
