@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
@@ -20,10 +21,6 @@ from moeserve.distributed.transport import TransportError
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce_minimum", "barrier"
 ]
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-GROUPS = ("world", "tp", "dp", "ep")
-DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
-MAX_DIMS = 6
 NO_STEP = -1
 
 
@@ -59,27 +56,13 @@ class CollectiveCall:
         return f"{self.operation} of group {self.group!r} ({', '.join(parts)})"
 
     def to_row(self, num_ranks: int) -> Tensor:
-        """Encode as int64. The length depends on num_ranks alone."""
-        head = [GROUPS.index(self.group), OPERATIONS.index(self.operation), DTYPES.index(self.dtype)]
-        head += [self.number, self.step, self.num_sent, self.num_expected, len(self.shape), len(self.sizes)]
-        shape = [*self.shape, *[0] * (MAX_DIMS - len(self.shape))]
-        sizes = [*self.sizes, *[0] * (num_ranks - len(self.sizes))]
-        return torch.tensor([*head, *shape, *sizes])
+        """Encode as uint8. The length depends on num_ranks alone."""
+        encoded = msgspec.json.encode(self).ljust(512 + 16 * num_ranks)
+        return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
 
     @classmethod
     def from_row(cls, row: Tensor) -> CollectiveCall:
-        group, operation, dtype, number, step, num_sent, num_expected, num_dims, num_sizes, *rest = row.tolist()
-        return cls(
-            group=GROUPS[group],
-            operation=OPERATIONS[operation],
-            number=number,
-            step=step,
-            dtype=DTYPES[dtype],
-            shape=tuple(rest[:num_dims]),
-            sizes=tuple(rest[MAX_DIMS : MAX_DIMS + num_sizes]),
-            num_sent=num_sent,
-            num_expected=num_expected,
-        )
+        return msgspec.json.decode(row.numpy().tobytes(), type=cls)
 
 
 class OrderCheck:

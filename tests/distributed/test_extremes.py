@@ -17,7 +17,7 @@ from small_steps import MIDDLE, check_ways
 from worker_groups import Arrival, Story, Timetable
 
 from moeserve.protocol import Request, RequestUpdate
-from moeserve.sampling_params import RequestParams
+from moeserve.sampling_params import SamplingParams
 
 NUM_RANKS = 4
 NUM_TOKENS = 6
@@ -25,7 +25,7 @@ FULL_BATCH = 64
 OPTIONS: dict[str, Any] = dict(
     max_model_len=64, block_size=8, max_num_seqs=8, max_num_batched_tokens=FULL_BATCH, kv_cache_memory="1MiB"
 )
-PARAMS = RequestParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=5)
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=5)
 
 # As in reference_models.py, with several experts on each of four ranks, and with heads that two ranks can divide.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -172,7 +172,7 @@ def play(ranks: Ranks, case: Case, layout: Layout) -> list[Story]:
 def updates_of(stories: Sequence[Story]) -> dict[str, list[RequestUpdate]]:
     updates: dict[str, list[RequestUpdate]] = {}
     for story in stories:
-        for update in story.news:
+        for update in story.updates:
             updates.setdefault(update.request_id, []).append(update)
     return updates
 

@@ -49,7 +49,9 @@ DOUBLE = (0, 2, 3, 1)  # in the field of four elements, where + is ^
 
 # Each value of a parameter occurs with each value of every other: indices are orthogonal Latin squares.
 CASES = [
-    (MODELS[m], *LAYOUTS[k], NUM_REDUNDANT[m ^ k], MAX_SMALL_TOKENS[DOUBLE[m] ^ k]) for m in range(4) for k in range(4)
+    (model, tp, dp, NUM_REDUNDANT[row ^ column], MAX_SMALL_TOKENS[DOUBLE[row] ^ column])
+    for row, model in enumerate(MODELS)
+    for column, (tp, dp) in enumerate(LAYOUTS)
 ]
 CASES += [("mixtral", 2, 1, 0, MIDDLE), ("gpt-oss", 1, 2, 3, MIDDLE)]
 CASES += [(name, 2, 2, 2, MIDDLE) for name in ("qwen2-moe", "olmoe", "glm4-moe")]

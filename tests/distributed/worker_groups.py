@@ -1,17 +1,17 @@
-"""Replicas on the processes of `ranks.py`: all that serves is real, and a client follows a timetable that all know.
+"""Real replicas in the processes of `ranks.py`, with a client in each that follows a timetable known to all ranks.
 
-Each replica's first rank runs what an engine process runs, `drive` with its `Replica`, `User` and `MultiprocExecutor`,
-over gloo; further ranks execute the steps that come over a socket. What ends at the user's process ends here at the
-client, in the process of the replica. On the way are only checks, named as in `tests/reliability/replica_simulator.py`:
+The first rank of each replica runs the loop of an engine process: `drive` with its `Replica`, `User` and
+`MultiprocExecutor`. The other ranks execute the steps that they receive over a socket. The client stands in for the
+user's process. Invariants are checked on the way, named as in `tests/reliability/replica_simulator.py`:
 
-- I2: what a layer dispatches it combines, once. That nothing is lost between ranks, `check_counts` sees afterwards.
-- I4: before each round the scheduler's books balance, and it has the requests that the client has not seen end.
-- I5: a replica runs the tokens it announced, and no step is run without a token.
-- I6: each round has the number after the last one's.
+- I1: all ranks execute the same steps (with an order check).
+- I2: each layer combines what it dispatched, once. `check_counts` checks that no row is lost between ranks.
+- I4: before each round the scheduler's invariants hold, and it has the requests whose end the client has not seen.
+- I5: a replica runs the tokens that it announced, and no step runs without a token.
+- I6: rounds are numbered consecutively.
 
-Steps of up to MIDDLE tokens are carried as small ones, unless a test says otherwise: see `small_steps.py`.
-
-I1 is checked where check_order is asked for. I3 and the tokens are for the caller to check, from the news.
+The caller checks I3 and the tokens, from the updates. Steps of up to MIDDLE tokens are small by default: see
+`small_steps.py`.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ from moeserve.worker.process import join
 from moeserve.worker.protocol import Leave, RankStart, WorkerMessage
 from moeserve.worker.worker import Worker
 
-HEARTBEAT_S = 0.01  # of a replica that sleeps: shorter than an engine's, so that pauses take no time
+HEARTBEAT_S = 0.01  # of a sleeping replica: shorter than an engine's, so that pauses are short
 WAKE_LOSS = 0.3
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """One request: when it comes, and to whom."""
+    """A request, with the round and the replica in which it arrives."""
 
     round: int
     replica: int
@@ -78,20 +78,20 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timetable(msgspec.Struct, frozen=True, kw_only=True):
-    """Actions of the clients of all replicas, by round. Without a shutdown they leave after the last request."""
+    """Actions of all clients, by round. Without a shutdown round they shut down after the last request."""
 
     arrivals: list[Arrival]  # in order of rounds
     shutdown_round: int | None = None
 
 
 class Story(msgspec.Struct, kw_only=True):
-    """What one rank saw."""
+    """The record of one rank."""
 
     steps: list[tuple[int, ...]] = []  # tokens of each replica, by executed step
     routed: list[list[list[int]]] = []  # by executed step and layer: how many of this rank's tokens chose each expert
     computed: list[list[list[int]]] = []  # the same: how many rows each expert computed on this rank
-    ways: list[bool] = []  # by executed step and layer, where there are several ranks: whether it was a small one
-    news: list[RequestUpdate] = []  # from here on of first ranks alone
+    ways: list[bool] = []  # by executed step and layer, if there are several ranks: True if it was small
+    updates: list[RequestUpdate] = []  # this and the next fields: of first ranks only
     num_rounds: int = 0
     num_idle_rounds: int = 0
     num_padding_steps: int = 0
@@ -100,10 +100,10 @@ class Story(msgspec.Struct, kw_only=True):
 
 
 def run(ranks: Ranks, num_ranks: int, timetable: Timetable, *, within_s: float = 60.0, **arguments: Any) -> list[Story]:
-    """`play` on each rank: their stories."""
-    told = msgspec.to_builtins(timetable)
+    """Run `play` on each rank, and return their records."""
+    encoded = msgspec.to_builtins(timetable)
     return msgspec.convert(
-        ranks.run(num_ranks, "worker_groups:play", within_s, timetable=told, **arguments), list[Story], strict=False
+        ranks.run(num_ranks, "worker_groups:play", within_s, timetable=encoded, **arguments), list[Story], strict=False
     )
 
 
@@ -118,14 +118,14 @@ def play(
     replica_type: str = "moeserve.scheduling.replica:Replica",
     max_small_tokens: int | None = MIDDLE,
 ) -> dict[str, Any]:
-    """One rank of a worker group of `place.num_ranks / tp` replicas, from its start to the shutdown that all agree to.
+    """Run one rank of a worker group of `place.num_ranks / tp` replicas, from its start to the agreed shutdown.
 
     Args:
         options: settings of the engine.
-        num_blocks: of KV cache, fewer than the worker made.
-        seed: of what a client decides by itself, such as which wake-ups are lost.
+        num_blocks: of KV cache to use, at most as many as the worker has.
+        seed: of the random choices of a client, such as which wake-ups are lost.
         replica_type: as module:name.
-        max_small_tokens: of all ranks, in steps that are carried as small ones. None: as many as in serving.
+        max_small_tokens: the largest small step, in tokens of all ranks. None: as in serving.
     """
     process.HEARTBEAT_S = HEARTBEAT_S
     options = {"dtype": "float32", "num_threads": 1, "tensor_parallel_size": tp, **options}
@@ -141,7 +141,7 @@ def play(
             else:
                 arrivals = msgspec.convert(timetable, Timetable)
                 lead(config, groups, arrivals, num_blocks, seed, named(replica_type), story)
-    except Exception as error:  # a process would die of it; this one stays, so it must say so
+    except Exception as error:  # this process goes on to run other tests, so it must report the failure
         groups.leave(f"{type(error).__name__}: {error}")
         raise
     return msgspec.to_builtins(story)
@@ -156,7 +156,7 @@ def lead(
     replica_type: type[Replica],
     story: Story,
 ) -> None:
-    """The life of a replica's first rank."""
+    """Run a replica's first rank."""
     dp_index, num_replicas = groups.dp.rank_in_group, config.data_parallel_size
     followers = accept_followers(groups)
     executor = MultiprocExecutor(config, groups, followers, show_progress=False)  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def lead(
 
 
 def follow(config: EngineConfig, groups: Groups, story: Story) -> None:
-    """The life of a replica's other ranks, as in `worker/process.py`."""
+    """Run one of a replica's other ranks, as `worker/process.py` does."""
     channel = reach_leader(groups)
     worker = Worker(config, groups, show_progress=False)
     layers = count_dispatches(worker.runner.model)
@@ -191,14 +191,14 @@ def follow(config: EngineConfig, groups: Groups, story: Story) -> None:
 
 @dataclass(frozen=True)
 class Follower:
-    """What an executor needs of a worker's process."""
+    """A worker process, as far as an executor uses it."""
 
     name: str
     channel: Channel[Any]
 
 
 def accept_followers(groups: Groups) -> list[Follower]:
-    """Sockets to the replica's other ranks."""
+    """Return sockets to the replica's other ranks."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         groups.tp.broadcast(torch.tensor(listener.getsockname()[1]), 0)  # collective: all tp ranks
         channels = [Channel(listener.accept()[0], WorkerMessage) for _ in groups.tp.ranks[1:]]
@@ -211,7 +211,7 @@ def reach_leader(groups: Groups) -> Channel[Any]:
 
 
 class Client(User):
-    """The user's end of a replica's socket as well: it sends before each round what the timetable says."""
+    """Both ends of a replica's socket: before each round the far end sends the messages of the timetable."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class Client(User):
         self.story = story
         self.shutdown_round = timetable.shutdown_round
         self.round = -1
-        self.unended: set[str] = set()  # sent, and no end was told
+        self.unended: set[str] = set()  # requests without a finish reason
         self.has_shut_down = False
         self.round_began = time.monotonic()
         self.busy_rounds = {arrival.round for arrival in timetable.arrivals}
@@ -246,8 +246,8 @@ class Client(User):
     def receive(self, *, block: bool, heartbeat: bool) -> list[ReplicaMessage]:
         self.story.slowest_round_s = max(self.story.slowest_round_s, time.monotonic() - self.round_began)
         self.story.num_idle_rounds += block
-        self.check_books()
-        self.send_what_is_due()
+        self.check_invariants()
+        self.send_due_messages()
         if block and not heartbeat:  # a replica that is alone sleeps until a message comes, and here time is rounds
             self.far_end.send(Wake())
         messages = super().receive(block=block, heartbeat=heartbeat)
@@ -261,11 +261,11 @@ class Client(User):
         super().deliver(delivery)
         for message in self.far_end.receive():
             for update in message.updates:
-                self.story.news.append(update)
+                self.story.updates.append(update)
                 if update.finish_reason is not None:
                     self.unended.discard(update.request_id)
 
-    def send_what_is_due(self) -> None:
+    def send_due_messages(self) -> None:
         if self.has_shut_down:
             return
         while self.messages and self.messages[-1][0] <= self.round:
@@ -279,7 +279,7 @@ class Client(User):
             self.has_shut_down = True
             self.far_end.send(Shutdown())
 
-    def check_books(self) -> None:
+    def check_invariants(self) -> None:
         try:
             self.scheduler.check_invariants()
         except AssertionError as error:
@@ -290,14 +290,14 @@ class Client(User):
             assert self.scheduler.num_free_blocks == self.num_blocks, "I4: blocks are in use without requests"
 
     def check_end(self) -> None:
-        """When the replica has left."""
+        """Check the state after the replica has shut down."""
         self.story.num_rounds = self.round
-        assert self.has_shut_down, f"I1: the replica left after round {self.round} without being told to"
-        self.check_books()
+        assert self.has_shut_down, f"I1: the replica left after round {self.round} without a shutdown"
+        self.check_invariants()
 
 
 class CheckedExecutor:
-    """A replica's executor, for `drive`."""
+    """Checks the steps of a replica's executor."""
 
     def __init__(
         self, executor: MultiprocExecutor, dp_index: int, layers: Sequence[CountedDispatcher], story: Story
@@ -326,7 +326,7 @@ def note_step(story: Story, agreement: Agreement, layers: Sequence[CountedDispat
 
 @dataclass
 class CountedDispatcher:
-    """A dispatcher that is counted with."""
+    """Counts the rows of a dispatcher."""
 
     within: Dispatcher[Any]
     local_experts: Tensor
@@ -349,7 +349,7 @@ class CountedDispatcher:
         return self.within.combine(output, handle)
 
     def take(self, counts: list[list[int]]) -> list[int]:
-        """The counts of the one time that the layer ran in a step."""
+        """Return the counts of the layer in a step, in which it ran once."""
         assert self.handle is None, "I2: what was dispatched was not combined"
         assert len(counts) == 1, f"I2: the layer ran {len(counts)} times in a step"
         return counts.pop()
@@ -376,7 +376,7 @@ class CountedPending:
 
 
 def count_dispatches(model: Decoder) -> list[CountedDispatcher]:
-    """Wraps the dispatchers of a model's layers."""
+    """Wrap the dispatchers of a model's layers."""
     counted = []
     for layer in model.layers:
         moe = layer.feed_forward
@@ -389,12 +389,12 @@ def count_dispatches(model: Decoder) -> list[CountedDispatcher]:
 
 
 def check_counts(stories: Sequence[Story], tp: int, top_k: int) -> None:
-    """I2 and I5: each token's pairs go out once and are computed once, and a rank without tokens adds none.
+    """Check I2 and I5: each token's pairs are sent once and computed once, and ranks without tokens add none.
 
-    Also I1: all ranks executed the same steps, in the same ways.
+    And I1: all ranks executed the same steps, small or large.
     """
     assert all(story.steps == stories[0].steps for story in stories), "I1: ranks executed different steps"
-    assert all(story.ways == stories[0].ways for story in stories), "I1: ranks carried steps in different ways"
+    assert all(story.ways == stories[0].ways for story in stories), "I1: steps were small on some ranks only"
     for index, num_tokens in enumerate(stories[0].steps):
         routed = torch.tensor([story.routed[index] for story in stories])  # [ranks, layers, experts]
         computed = torch.tensor([story.computed[index] for story in stories])

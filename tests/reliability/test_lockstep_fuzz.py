@@ -123,7 +123,7 @@ def check_news(timetable: Timetable, stories: Sequence[Story], pool: Pool) -> Co
     """I3, and the tokens: each request has one end, with a reason. Returns how they ended."""
     news: dict[str, list[RequestUpdate]] = defaultdict(list)
     for story in stories:
-        for update in story.news:
+        for update in story.updates:
             news[update.request_id].append(update)
     ends: Counter[str] = Counter()
     for arrival in timetable.arrivals:
