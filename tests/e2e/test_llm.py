@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from moeserve import LLM, RequestError, SamplingParams, cli
+from moeserve.api import default_model
 from moeserve.config.settings import Settings
+from moeserve.models import registry
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -44,6 +46,11 @@ def test_the_command_line_answers_with_the_default_model(llm: LLM, capsys: pytes
     answer = capsys.readouterr().out.strip()
     assert "Paris" in answer
     assert answer == llm.chat(QUESTION, GREEDY)[0].outputs[0].text
+
+
+def test_the_known_facts_of_the_default_model_are_those_of_its_files(llm: LLM) -> None:
+    path = llm.config.model_path
+    assert registry.read_facts(path) == dataclasses.replace(default_model.FACTS, path=path)
 
 
 def test_repr_shows_model_dtype_and_layout(llm: LLM) -> None:
