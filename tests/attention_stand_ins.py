@@ -1,8 +1,9 @@
 """Stand-ins on the CPU for the package flashinfer and for torch's varlen attention, by their published contracts.
 
 Signatures, shapes, dtypes and errors are those of https://github.com/flashinfer-ai/flashinfer (the modules decode, xqa,
-jit.xqa and prefill of 0.6 and 0.7), of torch.nn.attention.varlen of torch 2.13, and of both versions of FlashAttention. Undefined behaviour is made harmful: masked positions of a block are multiplied by zero, so that NaN
-there spoils the result, and rows without a position are NaN.
+jit.xqa and prefill of 0.6 and 0.7), of torch.nn.attention.varlen of torch 2.13, and of both versions of FlashAttention.
+Undefined behaviour is made harmful: masked positions of a block are multiplied by zero, so that NaN there spoils the
+result, and rows without a position are NaN.
 """
 
 from __future__ import annotations
