@@ -27,7 +27,16 @@ COMMAND = re.compile(r"\bmoeserve(?: bench)? +([a-z]+)\b")
 # Names of other programs and packages that documents may use although no code here does.
 EXTERNAL = {
     *("CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT", "OMPProcessManager"),
-    *("n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
+    *(
+        "enable_eplb",
+        "all2all_backend",
+        "n_batch",
+        "n_ubatch",
+        "script.py",
+        "sitecustomize.py",
+        "llama.cpp",
+        "ik_llama.cpp",
+    ),
 }
 EXTERNAL_FLAGS = {"--extra-index-url", "--local-dir", "--min-nodes", "--no-deps"}
 EXTERNAL_FOLDERS = ("deep_ep/", "flashinfer/", "torch/", "FAST25-release/")
