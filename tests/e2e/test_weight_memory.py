@@ -15,7 +15,6 @@ from model_context import cpu_context
 from reference_models import SHAPES, Reference, make_reference, save_large_mixtral
 
 from moeserve import LLM
-from moeserve.api import llm as api
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
@@ -162,6 +161,6 @@ def test_weights_that_do_not_fit_are_refused_with_remedies(deep: Path, monkeypat
 
 
 def test_quantization_without_kernels_is_refused(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "native_kernels", lambda: None)
+    monkeypatch.setattr("moeserve.api.startup.native_kernels", lambda: None)
     with pytest.raises(SettingsError, match=r"quantization='int8' needs the C\+\+ kernels"):
         LLM(deep, quantization="int8")
