@@ -122,7 +122,7 @@ class SharedMemoryConnection:
         self._in_use[operation] = source, target
 
         def wait() -> None:
-            outcome = self.memory.wait(operation, self._timeout_s)
+            outcome = self.memory.wait(operation, self._timeout_s, is_measured)
             if outcome != Outcome.DONE:
                 raise TransportError(self.cause_of(outcome))
             self._in_use.pop(operation, None)
