@@ -331,9 +331,9 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def prompt(folder: Path, **arguments: Any) -> str:
+def prompt(folder: Path, tools: Any = None) -> str:
     codec = loaded(folder)
-    return codec.decode(codec.chat_prompt(CONVERSATION[1:2], template_arguments=arguments), skip_special_tokens=False)
+    return codec.decode(codec.chat_prompt(CONVERSATION[1:2], tools=tools), skip_special_tokens=False)
 
 
 def test_the_template_is_in_its_own_file_or_in_the_config(small: Path) -> None:
