@@ -1,4 +1,4 @@
-// Reads tensors, and words what is wrong with them.
+// Reads tensors from Python objects and reports mismatched arguments.
 
 #include "arguments.h"
 
@@ -15,7 +15,7 @@ namespace moeserve {
 
 namespace {
 
-// Torch by name alone: nothing here is compiled against it. Looked up once, never given back.
+// Torch objects and attribute names, looked up once and never released. The module does not link against torch.
 struct TorchNames {
   PyTypeObject* tensor;
   std::array<std::pair<PyObject*, ElementType>, 7> dtypes;
@@ -38,9 +38,9 @@ struct TorchNames {
   }
 };
 
-// Null where torch has not been imported: then nothing can be one of its tensors.
+// Return null if torch has not been imported.
 const TorchNames* torch_names() {
-  static const TorchNames* names = nullptr;  // guarded by the interpreter's lock
+  static const TorchNames* names = nullptr;  // guarded by the GIL
   if (names == nullptr) {
     PyObject* modules = PySys_GetObject("modules");
     PyObject* torch = modules == nullptr ? nullptr : PyDict_GetItemString(modules, "torch");

@@ -1,6 +1,4 @@
-// What kernels take from Python: the memory of tensors, checked. Knows no kernel.
-//
-// A wrong argument raises ValueError.
+// Tensor arguments of the bindings: a view of their memory, and checks that raise ValueError.
 
 #pragma once
 
@@ -15,7 +13,7 @@
 
 namespace moeserve {
 
-// Memory that belongs to a tensor of Python's, which is alive for as long as the call.
+// A view of a Python tensor, which outlives the call.
 struct Tensor {
   static constexpr int kMaxDims = 5;
 
@@ -33,10 +31,10 @@ struct Tensor {
 std::string shape_text(const Tensor& tensor);
 void check_dims(const char* name, const Tensor& tensor, int num_dims);
 void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> expected);
-// Contiguous from `first_dim` on. A dimension of size 1 may have any stride.
+// Requires contiguity from `first_dim` on. A dimension of size 1 may have any stride.
 void check_contiguous(const char* name, const Tensor& tensor, int first_dim = 0);
 void check_type(const char* name, const Tensor& tensor, ElementType expected, const char* expected_name);
-// bfloat16 or float32
+// Requires bfloat16 or float32.
 void check_float_type(const char* name, const Tensor& tensor);
 
 template <typename Number>
@@ -44,9 +42,9 @@ const Number* numbers(const Tensor& tensor) {
   return static_cast<const Number*>(tensor.data);
 }
 
-// Fills `tensor` from a torch tensor, or from anything else that speaks DLPack; false if it is neither, or not in the
-// memory of the CPU. Torch's attributes are read directly: a DLPack capsule costs ten times as much. While a graph is
-// recorded, it keeps what was read.
+// Fill `tensor` from a torch tensor or any object that supports DLPack. Return false for anything else, and for memory
+// of another device. Torch attributes are read directly because a DLPack capsule costs ten times as much. A CPU graph
+// that is being captured keeps the object alive.
 bool read_tensor(nanobind::handle source, Tensor& tensor);
 
 }  // namespace moeserve

@@ -1,4 +1,4 @@
-// Attention and its cache as Python calls them.
+// Bindings of attention and of KV cache writes.
 
 #include <nanobind/stl/optional.h>
 
@@ -140,9 +140,10 @@ void bind_attention(nb::module_& module) {
   using namespace nb::literals;
   module.def("paged_attention", &attend, "query"_a, "key_cache"_a, "value_cache"_a, "block_table"_a, "row_starts"_a,
              "context_lens"_a, "out"_a, nb::kw_only(), "scale"_a, "window"_a.none(), "value_size"_a.none() = nb::none(),
-             "sinks"_a.none() = nb::none(), "Fills `out`; rows of no chunk, and those before position 0, get zeros.");
+             "sinks"_a.none() = nb::none(),
+             "Write the attention of each row to `out`. Rows outside all chunks and rows before position 0 get zeros.");
   module.def("write_cache", &write, "key"_a, "value"_a.none(), "key_cache"_a, "value_cache"_a.none(), "slots"_a,
-             "Stores each token's key, and value if there is one, at its slot; -1 is skipped.");
+             "Store the key and the optional value of each token at its slot. Slot -1 is skipped.");
 }
 
 }  // namespace moeserve

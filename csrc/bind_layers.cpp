@@ -1,4 +1,4 @@
-// The small operations as Python calls them: norms, rotary embedding, routing, pairs, and the largest of a row.
+// Bindings of element-wise kernels, norms, rotary embedding, routing, pairs and row maxima.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -23,7 +23,7 @@ namespace moeserve {
 
 namespace {
 
-// `tensor` as rows [tokens, heads, width], where it is that or [tokens, width].
+// Return `tensor`, of shape [tokens, width] or [tokens, heads, width], as rows. It must match `like`.
 HeadRows head_rows(const char* name, const Tensor& tensor, const Tensor& like) {
   bool equal = tensor.num_dims == like.num_dims;
   for (int i = 0; equal && i < like.num_dims; ++i) equal = tensor.size(i) == like.size(i);
@@ -63,11 +63,11 @@ void add_norm(const Tensor& x, const Tensor& update, const Tensor& weight, doubl
   RmsNorm step = read_norm(x, weight, out, epsilon);
   step.update = head_rows("update", update, x);
   step.sum = head_rows("sum", sum, x);
-  if (step.num_tokens * step.num_heads * step.width == 0) return;  // such tensors have no memory
+  if (step.num_tokens * step.num_heads * step.width == 0) return;  // empty tensors have no memory
   run_kernel([step] { rms_norm(step); });
 }
 
-void turn(const Tensor& heads, const Tensor& cosines, const Tensor& sines, bool is_interleaved, const Tensor& out) {
+void rotate(const Tensor& heads, const Tensor& cosines, const Tensor& sines, bool is_interleaved, const Tensor& out) {
   check_dims("heads", heads, 3);
   check_float_type("heads", heads);
   check_contiguous("heads", heads, 2);
@@ -83,10 +83,10 @@ void turn(const Tensor& heads, const Tensor& cosines, const Tensor& sines, bool 
   check_contiguous("sines", sines);
   if (2 * cosines.size(1) > heads.size(2)) {
     refuse("heads of shape " + shape_text(heads) + " have less than 2 * " + std::to_string(cosines.size(1)) +
-           " elements to turn");
+           " elements to rotate");
   }
 
-  RotaryTurn step{};
+  RotaryEmbedding step{};
   step.type = heads.type;
   step.source = {heads.data, heads.strides[0], heads.strides[1]};
   step.target = {out.data, out.strides[0], out.strides[1]};
@@ -97,7 +97,7 @@ void turn(const Tensor& heads, const Tensor& cosines, const Tensor& sines, bool 
   step.head_size = heads.size(2);
   step.num_pairs = cosines.size(1);
   step.is_interleaved = is_interleaved;
-  run_kernel([step] { turn_heads(step); });
+  run_kernel([step] { apply_rope(step); });
 }
 
 Scoring scoring_of_name(const std::string& name) {
@@ -210,12 +210,12 @@ int64_t sort(const Tensor& keys, int64_t first_key, int64_t num_known, const Ten
   return run_kernel([step] { return sort_pairs(step); });
 }
 
-void put_in_order(const Tensor& keys, int64_t first_key, int64_t num_known, const Tensor& order, const Tensor& counts) {
+void order_by_key(const Tensor& keys, int64_t first_key, int64_t num_known, const Tensor& order, const Tensor& counts) {
   const PairSort step = read_sort(keys, first_key, num_known, order, counts);
   run_kernel([step] { static_cast<void>(sort_pairs(step)); });
 }
 
-void add_up_counts(const Tensor& counts, const Tensor& totals) {
+void add_to_totals(const Tensor& counts, const Tensor& totals) {
   check_indices("counts", counts);
   check_indices("totals", totals);
   check_shape("totals", totals, {counts.size(0)});
@@ -224,12 +224,12 @@ void add_up_counts(const Tensor& counts, const Tensor& totals) {
   run_kernel([step] { add_counts(step); });
 }
 
-void choose_among_copies(const Tensor& experts, const Tensor& copies, const Tensor& num_turns, int64_t first_token,
-                         const Tensor& chosen) {
+void choose_expert_copies(const Tensor& experts, const Tensor& copies, const Tensor& num_copies, int64_t first_token,
+                          const Tensor& chosen) {
   check_dims("experts", experts, 2);
   check_dims("copies", copies, 2);
-  check_indices("num_turns", num_turns);
-  check_shape("num_turns", num_turns, {copies.size(0)});
+  check_indices("num_copies", num_copies);
+  check_shape("num_copies", num_copies, {copies.size(0)});
   check_shape("chosen", chosen, {experts.size(0), experts.size(1)});
   for (const auto& [name, tensor] : {std::pair{"experts", &experts}, {"copies", &copies}, {"chosen", &chosen}}) {
     check_type(name, *tensor, ElementType::kInt64, "int64");
@@ -240,13 +240,13 @@ void choose_among_copies(const Tensor& experts, const Tensor& copies, const Tens
   CopyChoice step{};
   step.experts = static_cast<const int64_t*>(experts.data);
   step.copies = static_cast<const int64_t*>(copies.data);
-  step.num_turns = static_cast<const int64_t*>(num_turns.data);
+  step.num_copies = static_cast<const int64_t*>(num_copies.data);
   step.chosen = static_cast<int64_t*>(chosen.data);
   step.first_token = first_token;
   step.num_tokens = experts.size(0);
   step.top_k = experts.size(1);
   step.num_experts = copies.size(0);
-  step.max_turns = copies.size(1);
+  step.max_copies = copies.size(1);
   run_kernel([step] { choose_copies(step); });
 }
 
@@ -318,7 +318,7 @@ void join(const Tensor& first, const Tensor& second, const Tensor& out) {
   run_kernel([step] { join_rows(step); });
 }
 
-void sum_up(const Tensor& rows, const Tensor& pair_of_row, const Tensor& weights, const Tensor& out) {
+void sum_rows(const Tensor& rows, const Tensor& pair_of_row, const Tensor& weights, const Tensor& out) {
   check_dims("rows", rows, 2);
   check_float_type("rows", rows);
   check_contiguous("rows", rows);
@@ -355,15 +355,15 @@ void find_maximum(const Tensor& rows, const Tensor& largest, const Tensor& indic
   check_indices("indices", indices);
   check_shape("indices", indices, {rows.size(0)});
 
-  RowMaximum search{};
-  search.type = rows.type;
-  search.rows = rows.data;
-  search.row_stride = rows.strides[0];
-  search.num_rows = rows.size(0);
-  search.width = rows.size(1);
-  search.largest = static_cast<float*>(largest.data);
-  search.indices = static_cast<int64_t*>(indices.data);
-  run_kernel([search] { find_row_maximum(search); });
+  RowMaximum maximum{};
+  maximum.type = rows.type;
+  maximum.rows = rows.data;
+  maximum.row_stride = rows.strides[0];
+  maximum.num_rows = rows.size(0);
+  maximum.width = rows.size(1);
+  maximum.largest = static_cast<float*>(largest.data);
+  maximum.indices = static_cast<int64_t*>(indices.data);
+  run_kernel([maximum] { find_row_maximum(maximum); });
 }
 
 void add(const Tensor& a, const Tensor& b, const Tensor& out) {
@@ -399,33 +399,35 @@ void gate(const Tensor& gates, const Tensor& rows, const Tensor& out) {
 
 void bind_layers(nb::module_& module) {
   using namespace nb::literals;
-  module.def("rms_norm", &norm, "x"_a, "weight"_a, "epsilon"_a, "out"_a, "Normalises each row of `x` into `out`.");
+  module.def("rms_norm", &norm, "x"_a, "weight"_a, "epsilon"_a, "out"_a, "Write RMSNorm of each row of `x` to `out`.");
   module.def("add_rms_norm", &add_norm, "x"_a, "update"_a, "weight"_a, "epsilon"_a, "sum"_a, "out"_a,
-             "Adds the update to `x`, into `sum`, and normalises each row of that into `out`.");
-  module.def("turn_heads", &turn, "heads"_a, "cosines"_a, "sines"_a, "is_interleaved"_a, "out"_a,
-             "Turns pairs of each head's first elements, into `out`, which may be `heads`.");
+             "Write x + update to `sum` and RMSNorm of each of its rows to `out`.");
+  module.def("apply_rope", &rotate, "heads"_a, "cosines"_a, "sines"_a, "is_interleaved"_a, "out"_a,
+             "Apply the rotary embedding to the first 2 * F elements of each head. `out` may be `heads`.");
   module.def("route", &choose, "hidden"_a, "weight"_a, "bias"_a.none(), "correction"_a.none(), "experts"_a, "weights"_a,
              nb::kw_only(), "scoring"_a, "num_groups"_a, "num_chosen_groups"_a, "experts_rating_group"_a,
-             "is_normalized"_a, "scale"_a, "Writes each token's experts, best first, and their weights.");
+             "is_normalized"_a, "scale"_a, "Write the experts of each token, best first, and their weights.");
   module.def("sort_pairs", &sort, "keys"_a, "first_key"_a, "num_known"_a, "order"_a, "counts"_a,
-             "Orders pairs by key, -1 or one of those known, without those that are not counted. Returns how many are "
-             "in order.");
-  module.def("order_pairs", &put_in_order, "keys"_a, "first_key"_a, "num_known"_a, "order"_a, "counts"_a,
-             "The same, for those who do not want to know how many: after them comes -1.");
-  module.def("add_counts", &add_up_counts, "counts"_a, "totals"_a, "Adds to each total a count.");
-  module.def("choose_copies", &choose_among_copies, "experts"_a, "copies"_a, "num_turns"_a, "first_token"_a, "chosen"_a,
-             "Writes which copy of its experts each token gets: they take turns from token to token.");
+             "Write the indices of the pairs with a counted key, sorted by key, and the number of pairs of each key. "
+             "Return the number of indices written. Keys are -1 or in [0, num_known).");
+  module.def("order_pairs", &order_by_key, "keys"_a, "first_key"_a, "num_known"_a, "order"_a, "counts"_a,
+             "Like `sort_pairs`, but without a result: `order` is filled up with -1.");
+  module.def("add_counts", &add_to_totals, "counts"_a, "totals"_a, "Add `counts` to `totals`.");
+  module.def(
+      "choose_copies", &choose_expert_copies, "experts"_a, "copies"_a, "num_copies"_a, "first_token"_a, "chosen"_a,
+      "Write the physical expert of each choice: the copies of an expert are assigned round-robin over the tokens.");
   module.def("gather_rows", &gather, "source"_a, "indices"_a, "divisor"_a, "out"_a,
-             "Row r of `out` becomes row indices[r] // divisor of `source`; with an index of -1 it stays as it is.");
+             "Copy row indices[r] // divisor of `source` to row r of `out`. Rows with index -1 stay unchanged.");
   module.def("scatter_rows", &scatter, "source"_a, "indices"_a, "out"_a,
-             "Row indices[r] of `out` becomes row r of `source`, but for indices of -1; all others become zeros.");
-  module.def("join_rows", &join, "first"_a, "second"_a, "out"_a, "A row of `out` is made of one of each.");
-  module.def("weighted_sum", &sum_up, "rows"_a, "pair_of_row"_a, "weights"_a, "out"_a,
-             "Adds each token's rows, times their weights, in the order of k.");
-  module.def("add", &add, "a"_a, "b"_a, "out"_a, "Writes a + b.");
-  module.def("gate_rows", &gate, "gates"_a, "rows"_a, "out"_a, "Writes sigmoid(gate) * row.");
+             "Copy row r of `source` to row indices[r] of `out`, except for index -1. All other rows become zeros.");
+  module.def("join_rows", &join, "first"_a, "second"_a, "out"_a,
+             "Concatenate the bytes of each row of `first` and of `second`.");
+  module.def("weighted_sum", &sum_rows, "rows"_a, "pair_of_row"_a, "weights"_a, "out"_a,
+             "Write the weighted sum of the rows of each token, added in the order of k.");
+  module.def("add", &add, "a"_a, "b"_a, "out"_a, "Write a + b.");
+  module.def("gate_rows", &gate, "gates"_a, "rows"_a, "out"_a, "Write sigmoid(gate) * row.");
   module.def("row_maximum", &find_maximum, "rows"_a, "largest"_a, "indices"_a,
-             "Writes the largest number of each row, and its index.");
+             "Write the largest number of each row and its first index.");
 }
 
 }  // namespace moeserve

@@ -1,4 +1,4 @@
-// Packed weights and their products as Python sees them.
+// Bindings of packed weights and their products.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -26,17 +26,17 @@ WeightFormat format_of_name(const std::string& name) {
   if (name == "bfloat16") return WeightFormat::kBFloat16;
   if (name == "int8") return WeightFormat::kInt8;
   if (name == "int4") return WeightFormat::kInt4;
-  refuse("'" + name + "' is no format of packed weights; there are float32, bfloat16, int8 and int4");
+  refuse("'" + name + "' is no format of packed weights; expected float32, bfloat16, int8 or int4");
 }
 
 Activation activation_of_name(const std::string& name) {
   if (name == "none") return Activation::kNone;
   if (name == "swiglu") return Activation::kSwiGLU;
   if (name == "clamped_swiglu") return Activation::kClampedSwiGLU;
-  refuse("'" + name + "' is no activation; there are none, swiglu and clamped_swiglu");
+  refuse("'" + name + "' is no activation; expected none, swiglu or clamped_swiglu");
 }
 
-// Bytes of a weight that consists of so many parts, each of which begins with a panel of its own.
+// Return the bytes of a packed weight of `num_parts` parts, each of which begins with its own panel.
 int64_t packed_bytes(const std::string& format, int64_t num_outputs, int64_t num_inputs, int64_t num_parts) {
   const WeightFormat known = format_of_name(format);
   if (num_outputs < 1 || num_inputs < 1 || num_parts < 1 || num_outputs % num_parts != 0) {
@@ -60,7 +60,7 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
     refuse("weight is not of type " + format);
   }
   if (weight.data == panels.data && (!keeps_type || bytes != weight.num_elements() * element_bytes(weight.type))) {
-    refuse("a weight of shape " + shape_text(weight) + " cannot be packed as " + format + " where it lies");
+    refuse("a weight of shape " + shape_text(weight) + " cannot be packed as " + format + " in place");
   }
   const int64_t rows = weight.size(0) / num_parts;
   const int64_t source_bytes = rows * weight.size(1) * element_bytes(weight.type);
@@ -71,19 +71,18 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
   }
 }
 
-// Asks the system for large pages where it can give them, which is before the memory is first used. Fewer pages are
-// faster to get and to find.
+// Request huge pages for memory that has not been used yet: they are faster to allocate and to address.
 void advise_large_pages(const Tensor& memory) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kLargePage = uintptr_t{1} << 21;
   const auto address = reinterpret_cast<uintptr_t>(memory.data);
   const uintptr_t begin = (address + kLargePage - 1) / kLargePage * kLargePage;
   const uintptr_t end = (address + memory.num_elements() * element_bytes(memory.type)) / kLargePage * kLargePage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // no more than a wish
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // best effort
 #endif
 }
 
-// Weights of one shape, packed, and what follows their product. Keeps the tensors that it is made of alive.
+// Packed weights of one shape, with bias and activation. Keeps their tensors alive.
 class PackedWeights {
  public:
   PackedWeights(const std::string& format, nb::object panels, int64_t num_outputs, int64_t num_inputs, nb::object bias,
@@ -109,8 +108,8 @@ class PackedWeights {
     check_contiguous("bias", *bias_);
   }
 
-  // output [R, columns]: the first counts[0] rows of input [R, K] with the first weight, and so on. Where there may be
-  // spare rows after the last weight's, these stay as they are.
+  // Compute output [R, columns]: the first counts[0] rows of input [R, K] with the first weight, and so on. With
+  // `has_spare_rows`, rows after those of the last weight are allowed and stay unchanged.
   void multiply_rows(const Tensor& input, const Tensor& counts, bool has_spare_rows, const Tensor& output) const {
     check_dims("input", input, 2);
     check_shape("input", input, {input.size(0), product_.num_inputs});
@@ -124,7 +123,7 @@ class PackedWeights {
     });
   }
 
-  // output [R, columns] of input [R, K], with the only weight.
+  // Compute output [R, columns] of input [R, K] with the only weight.
   void multiply(const Tensor& input, const Tensor& output) const {
     check_dims("input", input, 2);
     check_shape("input", input, {input.size(0), product_.num_inputs});
@@ -135,7 +134,7 @@ class PackedWeights {
     run([product, groups] { packed_product(product, groups); });
   }
 
-  // output [R, weights, columns]: input[:, i] with weight i.
+  // Compute output [R, weights, columns]: input[:, i] with weight i.
   void multiply_each(const Tensor& input, const Tensor& output) const {
     check_dims("input", input, 3);
     check_shape("input", input, {input.size(0), num_weights(), product_.num_inputs});
@@ -222,17 +221,19 @@ class PackedWeights {
 void bind_products(nb::module_& module) {
   using namespace nb::literals;
   module.def("packed_bytes", &packed_bytes, "format"_a, "num_outputs"_a, "num_inputs"_a, "num_parts"_a = 1,
-             "Bytes of a packed weight [num_outputs, num_inputs].");
+             "Return the bytes of a packed weight [num_outputs, num_inputs].");
   module.def("pack_weight", &pack, "format"_a, "weight"_a, "panels"_a, "num_parts"_a = 1,
-             "Packs a weight [outputs, inputs] into `panels`, which may be the weight's own memory.");
-  module.def("advise_large_pages", &advise_large_pages, "memory"_a, "For memory that has not been used yet.");
-  nb::class_<PackedWeights>(module, "PackedWeights")
+             "Pack a weight [outputs, inputs] into `panels`, which may be the memory of the weight.");
+  module.def("advise_large_pages", &advise_large_pages, "memory"_a,
+             "Request huge pages for memory that has not been used yet.");
+  nb::class_<PackedWeights>(module, "PackedWeights", "Packed weights of one shape, with bias and activation.")
       .def(nb::init<const std::string&, nb::object, int64_t, int64_t, nb::object, const std::string&, double, double>(),
            "format"_a, "panels"_a, "num_outputs"_a, "num_inputs"_a, "bias"_a.none() = nb::none(),
            "activation"_a = "none", "alpha"_a = 0.0, "limit"_a = 0.0)
-      .def("multiply", &PackedWeights::multiply, "input"_a, "output"_a)
-      .def("multiply_rows", &PackedWeights::multiply_rows, "input"_a, "counts"_a, "has_spare_rows"_a, "output"_a)
-      .def("multiply_each", &PackedWeights::multiply_each, "input"_a, "output"_a)
+      .def("multiply", &PackedWeights::multiply, "input"_a, "output"_a, "Multiply all rows with the only weight.")
+      .def("multiply_rows", &PackedWeights::multiply_rows, "input"_a, "counts"_a, "has_spare_rows"_a, "output"_a,
+           "Multiply the first counts[0] rows with the first weight, and so on.")
+      .def("multiply_each", &PackedWeights::multiply_each, "input"_a, "output"_a, "Multiply input[:, i] with weight i.")
       .def_prop_ro("num_weights", &PackedWeights::num_weights)
       .def_prop_ro("num_bytes", &PackedWeights::num_bytes);
 }

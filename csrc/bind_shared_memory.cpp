@@ -1,4 +1,4 @@
-// Python's view of the shared memory between ranks. Called by moeserve.distributed only, which checks sizes.
+// Bindings of the collectives in shared memory. The caller, moeserve.distributed, checks the sizes.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
@@ -21,7 +21,7 @@ namespace moeserve {
 
 namespace {
 
-std::vector<int64_t> times(std::vector<int64_t> sizes, int64_t factor) {
+std::vector<int64_t> scaled(std::vector<int64_t> sizes, int64_t factor) {
   for (int64_t& size : sizes) size *= factor;
   return sizes;
 }
@@ -29,7 +29,7 @@ std::vector<int64_t> times(std::vector<int64_t> sizes, int64_t factor) {
 const char* source_of(const Tensor& tensor) { return static_cast<const char*>(tensor.data); }
 char* target_of(const Tensor& tensor) { return static_cast<char*>(tensor.data); }
 
-// Begins an operation and returns its number. Played, it begins another one, with another number.
+// Begin an operation and return its number. A replayed call begins a new operation with a new number.
 template <typename Begin>
 uint64_t begin(SharedMemory& memory, const Begin& begin_operation) {
   uint64_t number;
@@ -44,34 +44,34 @@ uint64_t begin(SharedMemory& memory, const Begin& begin_operation) {
   return number;
 }
 
-// The outcome, with the interpreter's lock released. Signals are handled meanwhile, so this may raise what their
-// handlers do; the operation goes on then.
-Outcome wait_patiently(SharedMemory& memory, uint64_t number, double timeout_s, bool is_measured) {
+// Wait without the GIL and return the outcome. Signal handlers run meanwhile and may raise; the operation continues in
+// this case.
+Outcome wait_with_signals(SharedMemory& memory, uint64_t number, double timeout_s, bool is_measured) {
   using Clock = std::chrono::steady_clock;
   const auto started = Clock::now();
-  double left_s = timeout_s;
+  double remaining_s = timeout_s;
   while (true) {
-    const Outcome outcome = memory.wait(number, left_s, is_measured);
+    const Outcome outcome = memory.wait(number, remaining_s, is_measured);
     if (outcome != Outcome::kInterrupted) return outcome;
     {
       const nb::gil_scoped_acquire acquired;
       if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }
-    left_s = timeout_s - std::chrono::duration<double>(Clock::now() - started).count();
+    remaining_s = timeout_s - std::chrono::duration<double>(Clock::now() - started).count();
   }
 }
 
-// The outcome as a number: 0 when all went well.
+// Return the outcome as a number: 0 on success.
 int wait(SharedMemory& memory, uint64_t number, double timeout_s, bool is_measured) {
   Outcome outcome;
   {
     const nb::gil_scoped_release released;
-    outcome = wait_patiently(memory, number, timeout_s, is_measured);
+    outcome = wait_with_signals(memory, number, timeout_s, is_measured);
   }
   if (CpuGraph* graph = capturing_cpu_graph()) {
     graph->add([&memory, cell = graph->cell(&memory, number), timeout_s, is_measured] {
-      const Outcome played = wait_patiently(memory, *cell, timeout_s, is_measured);
-      if (played != Outcome::kDone) throw ReplayedCallFailed{static_cast<int>(played)};
+      const Outcome replayed = wait_with_signals(memory, *cell, timeout_s, is_measured);
+      if (replayed != Outcome::kDone) throw ReplayedCallFailed{static_cast<int>(replayed)};
     });
   }
   return static_cast<int>(outcome);
@@ -82,49 +82,52 @@ int wait(SharedMemory& memory, uint64_t number, double timeout_s, bool is_measur
 void bind_shared_memory(nb::module_& module) {
   using namespace nb::literals;
   using Sizes = std::vector<int64_t>;
-  nb::class_<SharedMemory>(module, "SharedMemory", "One rank's membership of a group on one host.")
+  nb::class_<SharedMemory>(module, "SharedMemory", "The membership of one rank in a group of processes on one host.")
       .def(
           "__init__",
           [](SharedMemory* self, int rank, const std::vector<int>& memory_fds, const std::vector<int>& sockets,
              int64_t num_slots, int64_t slot_bytes,
              double spin_s) { new (self) SharedMemory(rank, memory_fds, sockets, {num_slots, slot_bytes}, spin_s); },
           "rank"_a, "memory_fds"_a, "sockets"_a, nb::kw_only(), "num_slots"_a, "slot_bytes"_a, "spin_s"_a,
-          "Maps the memory of each rank. A socket to each other rank says when it has died; own: -1.")
+          "Map the memory of each rank. The socket to each other rank detects its death; the own entry is -1.")
       .def_static(
           "num_bytes",
           [](int num_ranks, int64_t num_slots, int64_t slot_bytes) {
             return SharedMemory::num_bytes(num_ranks, {num_slots, slot_bytes});
           },
-          "num_ranks"_a, nb::kw_only(), "num_slots"_a, "slot_bytes"_a, "Of each rank's memory.")
+          "num_ranks"_a, nb::kw_only(), "num_slots"_a, "slot_bytes"_a, "Return the bytes of the memory of each rank.")
       .def(
           "begin_exchange",
           [](SharedMemory& self, const Tensor& sent, Sizes send_sizes, const Tensor& received, Sizes receive_sizes,
              int64_t row_bytes) {
-            const Sizes send_bytes = times(std::move(send_sizes), row_bytes);
-            const Sizes receive_bytes = times(std::move(receive_sizes), row_bytes);
+            const Sizes send_bytes = scaled(std::move(send_sizes), row_bytes);
+            const Sizes receive_bytes = scaled(std::move(receive_sizes), row_bytes);
             return begin(self, [&self, sent, send_bytes, received, receive_bytes] {
               return self.begin_exchange(source_of(sent), send_bytes, target_of(received), receive_bytes);
             });
           },
-          "sent"_a, "send_sizes"_a, "received"_a, "receive_sizes"_a, "row_bytes"_a)
+          "sent"_a, "send_sizes"_a, "received"_a, "receive_sizes"_a, "row_bytes"_a,
+          "All-to-all: send and receive the given number of rows per rank. Return the number of the operation.")
       .def(
           "begin_gather",
           [](SharedMemory& self, const Tensor& sent, const Tensor& received, Sizes sizes, int64_t row_bytes) {
-            const Sizes bytes = times(std::move(sizes), row_bytes);
+            const Sizes bytes = scaled(std::move(sizes), row_bytes);
             return begin(self, [&self, sent, received, bytes] {
               return self.begin_gather(source_of(sent), target_of(received), bytes);
             });
           },
-          "sent"_a, "received"_a, "sizes"_a, "row_bytes"_a)
+          "sent"_a, "received"_a, "sizes"_a, "row_bytes"_a,
+          "All-gather of the given number of rows per rank. Return the number of the operation.")
       .def(
           "begin_sum_of_parts",
           [](SharedMemory& self, int element, const Tensor& sent, const Tensor& out, Sizes sizes, int64_t row_bytes) {
-            const Sizes bytes = times(std::move(sizes), row_bytes);
+            const Sizes bytes = scaled(std::move(sizes), row_bytes);
             return begin(self, [&self, element, sent, out, bytes] {
               return self.begin_sum_of_parts(static_cast<Element>(element), source_of(sent), target_of(out), bytes);
             });
           },
-          "element"_a, "sent"_a, "out"_a, "sizes"_a, "row_bytes"_a)
+          "element"_a, "sent"_a, "out"_a, "sizes"_a, "row_bytes"_a,
+          "Reduce-scatter of the given number of rows per rank. Return the number of the operation.")
       .def(
           "begin_sum",
           [](SharedMemory& self, int element, const Tensor& sent, const Tensor& out, int64_t num_bytes) {
@@ -132,17 +135,20 @@ void bind_shared_memory(nb::module_& module) {
               return self.begin_sum(static_cast<Element>(element), source_of(sent), target_of(out), num_bytes);
             });
           },
-          "element"_a, "sent"_a, "out"_a, "num_bytes"_a)
-      .def("wait", &wait, "number"_a, "timeout_s"_a, "is_measured"_a = true)
-      .def("begin_step", &SharedMemory::begin_step)
-      .def("seconds_waited", &SharedMemory::seconds_waited)
-      .def("absent", &SharedMemory::absent)
-      .def("close", &SharedMemory::close, nb::call_guard<nb::gil_scoped_release>());
+          "element"_a, "sent"_a, "out"_a, "num_bytes"_a, "All-reduce. Return the number of the operation.")
+      .def("wait", &wait, "number"_a, "timeout_s"_a, "is_measured"_a = true,
+           "Wait for an operation. Return 0 on success, otherwise the outcome.")
+      .def("begin_step", &SharedMemory::begin_step, "Restart the index of operations that `seconds_waited` uses.")
+      .def("seconds_waited", &SharedMemory::seconds_waited,
+           "Return the seconds of measured waits by index of the operation in its step.")
+      .def("absent", &SharedMemory::absent, "Return the ranks that caused the last failure.")
+      .def("close", &SharedMemory::close, nb::call_guard<nb::gil_scoped_release>(),
+           "Leave the group. Ranks that wait for this rank fail.");
 }
 
 #else
 
-void bind_shared_memory(nb::module_&) {}  // futexes and memfds are Linux'
+void bind_shared_memory(nb::module_&) {}  // futexes and memfds exist on Linux only
 
 #endif
 

@@ -1,4 +1,4 @@
-// Each file beside this one that binds kernels adds its functions to the module.
+// Functions that add one group of bindings each to the module.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Which graph records, and graphs as Python sees them.
+// The graph that a thread captures, replay, and the Python class CpuGraph.
 
 #include "cpu_graph.h"
 
@@ -27,13 +27,13 @@ void CpuGraph::end_capture() {
 
 void CpuGraph::replay() const {
   if (cpu_graph_of_this_thread != nullptr) throw std::logic_error("this thread is capturing a graph");
-  size_t num_made = 0;
+  size_t num_started = 0;
   int outcome = 0;
   {
     const nb::gil_scoped_release released;
     try {
       for (const std::function<void()>& call : calls_) {
-        ++num_made;
+        ++num_started;
         call();
       }
       return;
@@ -41,29 +41,31 @@ void CpuGraph::replay() const {
       outcome = failure.outcome;
     }
   }
-  const auto handler = handlers_.find(num_made);
+  const auto handler = handlers_.find(num_started);
   if (handler != handlers_.end()) handler->second(outcome);
-  throw std::runtime_error("recorded call " + std::to_string(num_made) + " failed: " + std::to_string(outcome));
+  throw std::runtime_error("captured call " + std::to_string(num_started) + " failed: " + std::to_string(outcome));
 }
 
 void bind_cpu_graph(nb::module_& module) {
   using namespace nb::literals;
-  nb::class_<CpuGraph>(module, "CpuGraph", "Records the calls of kernels that this thread makes, to make them again.")
+  nb::class_<CpuGraph>(module, "CpuGraph", "Captures the kernel calls of the current thread and replays them.")
       .def(nb::init<uintptr_t, size_t>(), "address"_a = 0, "num_bytes"_a = 0,
-           "Tensors whose memory begins in a range of addresses are not kept alive.")
-      .def("begin_capture", &CpuGraph::begin_capture, "Begins to record. The calls are made as well.")
-      .def("end_capture", &CpuGraph::end_capture)
-      .def("replay", &CpuGraph::replay, "Makes all calls again, in the memory of the tensors that they were made with.")
-      .def_prop_ro("num_calls", &CpuGraph::num_calls);
-  module.def("is_capturing", [] { return capturing_cpu_graph() != nullptr; }, "Whether this thread records.");
+           "Tensors whose memory begins in [address, address + num_bytes) are not kept alive.")
+      .def("begin_capture", &CpuGraph::begin_capture, "Start capturing. The calls are executed as well.")
+      .def("end_capture", &CpuGraph::end_capture, "Stop capturing.")
+      .def("replay", &CpuGraph::replay, "Execute all captured calls again on the same memory.")
+      .def_prop_ro("num_calls", &CpuGraph::num_calls, "Number of captured calls.");
+  module.def(
+      "is_capturing", [] { return capturing_cpu_graph() != nullptr; },
+      "Return True if the current thread is capturing a graph.");
   module.def(
       "on_replay_failure",
       [](nb::object handler) {
         if (CpuGraph* graph = capturing_cpu_graph()) graph->set_handler(std::move(handler));
       },
       "handler"_a,
-      "If this thread records: where the call recorded last fails when it is played, `handler` gets its outcome, and "
-      "raises.");
+      "Call `handler` with the outcome if the last captured call fails during replay. The handler raises the error. "
+      "Without effect outside of capture.");
 }
 
 }  // namespace moeserve

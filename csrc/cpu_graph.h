@@ -1,4 +1,4 @@
-// Calls of kernels that are recorded while Python makes them, to be made again without Python. Knows no kernel.
+// CPU graphs: kernel calls that are captured while Python makes them and replayed without Python.
 
 #pragma once
 
@@ -15,31 +15,32 @@
 
 namespace moeserve {
 
-// What a recorded call throws that could not do its work. The number says why, to who recorded it.
+// Thrown by a replayed call that failed. The outcome is passed to the failure handler of the call.
 struct ReplayedCallFailed {
   int outcome;
 };
 
-// The calls of one thread between `start` and `stop`, with all objects whose memory they use. Played again, they do the
-// same work in the same memory, on whatever numbers are there by then.
+// The kernel calls of one thread during capture, and the objects whose memory they use. A replay repeats the calls in
+// the same memory on its current contents.
 class CpuGraph {
  public:
-  // Objects with memory among the `num_bytes` from `address` on are not kept: who records takes care of that memory.
+  // Objects with memory in the `num_bytes` from `address` on are not kept alive: the caller owns that memory.
   CpuGraph(uintptr_t address, size_t num_bytes) : address_(address), num_bytes_(num_bytes) {}
   CpuGraph(const CpuGraph&) = delete;
   ~CpuGraph() { end_capture(); }
 
-  // Throws std::logic_error while this thread is recording.
+  // Throws std::logic_error if this thread is already capturing.
   void begin_capture();
   void end_capture();
-  // Throws what a call throws; those after it are then not made. After ReplayedCallFailed the call's handler raises.
+  // Rethrows the exception of a call and skips the calls after it. After ReplayedCallFailed the handler of the call
+  // raises the error.
   void replay() const;
 
   void add(std::function<void()> call) { calls_.push_back(std::move(call)); }
-  // Of the call recorded last: raises what is wrong when it is played and fails.
+  // Sets the handler that raises the error if the last captured call fails during replay.
   void set_handler(nanobind::object handler) { handlers_[calls_.size()] = std::move(handler); }
-  // What one call leaves for another: a number that belongs to something of which the calls know the address and the
-  // number that it had while they were recorded.
+  // A number that one call passes to another, such as the number of an operation. It is identified by the address of
+  // its owner and its value during capture.
   std::shared_ptr<uint64_t> cell(const void* address, uint64_t recorded_number) {
     std::shared_ptr<uint64_t>& found = cells_[{address, recorded_number}];
     if (found == nullptr) found = std::make_shared<uint64_t>(recorded_number);
@@ -56,15 +57,15 @@ class CpuGraph {
   size_t num_bytes_;
   std::vector<std::function<void()>> calls_;
   std::vector<nanobind::object> owners_;
-  std::map<size_t, nanobind::object> handlers_;  // by the number of calls up to theirs
+  std::map<size_t, nanobind::object> handlers_;  // key: number of calls up to and including the call
   std::map<std::pair<const void*, uint64_t>, std::shared_ptr<uint64_t>> cells_;
 };
 
-// The graph that this thread is recording, or null.
+// Return the graph that this thread is capturing, or null.
 CpuGraph* capturing_cpu_graph();
 
-// Makes a kernel's call without the interpreter's lock, and records it where that is asked for. What a call returned
-// then, it must return whenever it is played: what Python did with it stays as it was.
+// Run a kernel without the GIL, and add it to the graph being captured, if any. A replayed call must return the same
+// value as during capture, because Python has already acted on it.
 template <typename Call>
 auto run_kernel(const Call& call) {
   const auto run = [&call] {
@@ -79,7 +80,7 @@ auto run_kernel(const Call& call) {
     const auto result = run();
     if (graph != nullptr) {
       graph->add([call, result] {
-        if (call() != result) throw std::runtime_error("a recorded call returned something else than when it was made");
+        if (call() != result) throw std::runtime_error("a replayed call returned another value than during capture");
       });
     }
     return result;

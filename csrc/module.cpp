@@ -1,6 +1,5 @@
-// The Python module moeserve._cpu: kernels that check what they are given, let go of the interpreter, and run.
-//
-// A wrong argument raises ValueError.
+// The Python module moeserve._cpu. Its functions check their arguments, raising ValueError, release the GIL and run a
+// kernel.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -32,7 +31,7 @@ std::vector<std::string> usable_isa_names() {
 
 NB_MODULE(_cpu, module) {
   using namespace nb::literals;
-  module.doc() = "C++ kernels of moeserve for CPUs. Called by moeserve.ops only.";
+  module.doc() = "C++ kernels of moeserve for CPUs, and shared memory between ranks.";
   moeserve::bind_shared_memory(module);
 
   moeserve::bind_attention(module);
@@ -40,13 +39,17 @@ NB_MODULE(_cpu, module) {
   moeserve::bind_products(module);
   moeserve::bind_cpu_graph(module);
 
-  module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a, "Threads that kernels may use.");
-  module.def("num_threads", &moeserve::num_threads);
-  module.def("uses_openmp", &moeserve::uses_openmp, "Whether these are torch's OpenMP threads, or a pool of our own.");
+  module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a,
+             "Set the number of threads that kernels use.");
+  module.def("num_threads", &moeserve::num_threads, "Return the number of threads that kernels use.");
+  module.def("uses_openmp", &moeserve::uses_openmp,
+             "Return True if kernels run on the OpenMP threads of torch, False for the module's own pool.");
   module.def(
-      "isa", [] { return moeserve::isa_name(moeserve::current_isa()); }, "The instruction set that kernels run with.");
-  module.def("usable_isas", &moeserve::usable_isa_names, "Those that this machine can run, best first.");
+      "isa", [] { return moeserve::isa_name(moeserve::current_isa()); },
+      "Return the instruction set that kernels use.");
+  module.def("usable_isas", &moeserve::usable_isa_names,
+             "Return the instruction sets that this machine supports, best first.");
   module.def(
       "set_isa", [](const std::string& name) { moeserve::set_isa(moeserve::isa_of_name(name)); }, "name"_a,
-      "Makes kernels run with one of `usable_isas()`; for tests and benchmarks.");
+      "Select one of `usable_isas()`, for tests and benchmarks.");
 }

@@ -1,10 +1,10 @@
-// For loops that look for news again and again. Knows nothing else.
+// The pause instruction of spin loops.
 
 #pragma once
 
 namespace moeserve {
 
-// Leaves the core to its other thread, or saves power, for some cycles.
+// Yield the core to its sibling thread, or save power, for some cycles.
 inline void pause_briefly() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

@@ -1,4 +1,4 @@
-// Reads two numbers and writes one, some thousands at a time.
+// Addition, divided among threads in parts of some thousand elements.
 
 #include "addition.h"
 
@@ -11,7 +11,7 @@ namespace moeserve {
 
 namespace {
 
-constexpr int64_t kPart = 4096;  // elements that are taken for a row, to be divided among threads
+constexpr int64_t kPart = 4096;  // elements that one thread adds at a time
 
 template <int W, bool kIsWhole, typename Element>
 MOESERVE_INLINE void add_part(const Element* a, const Element* b, Element* out, int64_t count) {
@@ -39,30 +39,12 @@ MOESERVE_INLINE void add_range(const Addition& addition, int64_t first, int64_t 
   }
 }
 
-#if defined(MOESERVE_X86)
-MOESERVE_TARGET_AVX512 void add_range_avx512(const Addition& addition, int64_t first, int64_t last) {
-  add_range<16>(addition, first, last);
-}
-MOESERVE_TARGET_AVX2 void add_range_avx2(const Addition& addition, int64_t first, int64_t last) {
-  add_range<8>(addition, first, last);
-}
-#endif
-void add_range_baseline(const Addition& addition, int64_t first, int64_t last) { add_range<4>(addition, first, last); }
-
-using AddRange = void (*)(const Addition&, int64_t first, int64_t last);
-
-AddRange choose_add_range([[maybe_unused]] Isa isa) {
-#if defined(MOESERVE_X86)
-  return choose_version<AddRange>(isa, add_range_baseline, add_range_avx2, add_range_avx512);
-#else
-  return add_range_baseline;
-#endif
-}
+MOESERVE_DEFINE_VARIANTS(add_range, (const Addition& addition, int64_t first, int64_t last), (addition, first, last))
 
 }  // namespace
 
 void add_elements(const Addition& addition) {
-  const AddRange run = choose_add_range(current_isa());
+  const auto run = choose_add_range(current_isa());
   const int64_t num_parts = (addition.num_elements + kPart - 1) / kPart;
   for_rows(num_parts, 3 * element_bytes(addition.type) * kPart, [&](int64_t first, int64_t last) {
     run(addition, first * kPart, std::min(last * kPart, addition.num_elements));

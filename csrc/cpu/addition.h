@@ -1,4 +1,4 @@
-// The sum of two tensors. Plain arrays in and out; knows no Python.
+// Element-wise addition of two tensors.
 
 #pragma once
 
@@ -12,7 +12,7 @@ struct Addition {
   ElementType type;  // float32 or bfloat16
   const void* a;
   const void* b;
-  void* out;  // gets a + b, rounded once; may be either of them
+  void* out;  // result a + b, rounded once; may be a or b
   int64_t num_elements;
 };
 

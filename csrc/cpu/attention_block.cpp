@@ -1,4 +1,4 @@
-// The kernels, written once for all kinds of products, and compiled for each instruction set.
+// The kernels of attention over a block, as templates that are compiled for each instruction set.
 
 #include "attention_block.h"
 
@@ -15,7 +15,7 @@ namespace {
 
 constexpr float kLog2E = 1.44269504f;
 
-// How operands lie in memory.
+// The layout of the operands in memory.
 template <typename Products_, typename Element_>
 struct Layout {
   using Products = Products_;
@@ -54,8 +54,8 @@ MOESERVE_INLINE void copy_query(const BFloat16* query, int head_size, uint32_t* 
   std::memcpy(words, query, head_size * sizeof(BFloat16));
 }
 
-// `num_bytes` from `first_byte` on, of the rows that are ahead at some positions.
-MOESERVE_INLINE void prefetch(const Ahead& ahead, int position, int num_positions, size_t first_byte,
+// Prefetch `num_bytes` from `first_byte` on of the rows at some positions.
+MOESERVE_INLINE void prefetch(const PrefetchRows& ahead, int position, int num_positions, size_t first_byte,
                               size_t num_bytes) {
   const int end = std::min(position + num_positions, ahead.range.end);
   for (int p = std::max(position, ahead.range.begin); p < end; ++p) {
@@ -64,13 +64,13 @@ MOESERVE_INLINE void prefetch(const Ahead& ahead, int position, int num_position
   }
 }
 
-// The words of packed keys that are made of one load.
+// Split one load of keys into the words of packed keys.
 template <int W>
 MOESERVE_INLINE void split(Float<W> loaded, Float<W> (&words)[1], const float*) {
   words[0] = loaded;
 }
 
-// The element in the low half comes first.
+// The element in the low half is first.
 template <int W>
 MOESERVE_INLINE void split(Float<W> loaded, Float<W> (&words)[2], const BFloat16*) {
   const auto halves = reinterpret_cast<typename Vector<W>::UInt>(loaded);
@@ -83,22 +83,22 @@ MOESERVE_INLINE void split(Float<W> loaded, typename Vector<W>::UInt (&words)[1]
   words[0] = reinterpret_cast<typename Vector<W>::UInt>(loaded);
 }
 
-// W positions and as many loads of their keys, transposed.
+// W positions and W loads of their keys, transposed.
 template <typename L>
 struct KeyTile {
   Float<L::W> columns[L::W];
-  int load;   // the first one in `columns`
-  int begin;  // columns that are there, and are in no other tile
+  int load;   // the load in columns[0]
+  int begin;  // valid columns that are in no other tile: [begin, end)
   int end;
 
-  // The tile in which `first_load` is found.
+  // Loads the tile that contains `first_load`.
   MOESERVE_INLINE KeyTile(const void* const* rows, int first_load, int head_size) {
     using Element = typename L::Element;
     constexpr int W = L::W;
     const int num_loads = L::key_loads(head_size);
     const auto* bytes = reinterpret_cast<const char* const*>(rows);
     if (num_loads >= W && head_size % L::kPerLoad == 0) {
-      load = std::min(first_load, num_loads - W);  // the last tile may begin in the one before
+      load = std::min(first_load, num_loads - W);  // the last tile may overlap the one before
       begin = first_load - load;
       end = W;
       load_transposed<W>(bytes, int64_t{load} * 4, columns);
@@ -119,7 +119,7 @@ struct KeyTile {
 };
 
 template <typename L>
-MOESERVE_INLINE void pack_keys(const void* const* rows, const Ahead& ahead, Range range, int head_size,
+MOESERVE_INLINE void pack_keys(const void* const* rows, const PrefetchRows& ahead, Range range, int head_size,
                                typename L::Word* packed) {
   using Element = typename L::Element;
   constexpr int W = L::W;
@@ -144,13 +144,13 @@ MOESERVE_INLINE void pack_keys(const void* const* rows, const Ahead& ahead, Rang
   }
 }
 
-// A step of values from element h on, in as many vectors as a word has elements. Beyond value_size lie zeros.
+// Load a step of values from element h on as one vector per element of a word. Lanes beyond value_size are zero.
 template <int W, typename Element>
 MOESERVE_INLINE void load_values(const void* const* rows, int h, Float<W> (&words)[1], const Element*) {
   words[0] = load_in_order<W>(elements_of<Element>(rows[0]) + h);
 }
 
-// A word has an element of the first row and the same one of the second.
+// A word holds an element of the first row and the same element of the second.
 template <int W>
 MOESERVE_INLINE void load_values(const void* const* rows, int h, typename Vector<W>::UInt (&words)[2],
                                  const BFloat16*) {
@@ -162,7 +162,7 @@ MOESERVE_INLINE void load_values(const void* const* rows, int h, typename Vector
   words[1] = reinterpret_cast<typename Vector<W>::UInt>(interleave_halves<W, W>(pair[0], pair[1], kHalves));
 }
 
-// The same of the last elements, fewer than there is room for. Beyond them lie zeros.
+// Like `load_values`, for the last elements that do not fill the vectors. Other lanes are zero.
 template <typename L>
 MOESERVE_INLINE void load_last_values(const void* const* rows, int h, int value_size,
                                       typename L::Words (&words)[L::kPerWord]) {
@@ -177,7 +177,7 @@ MOESERVE_INLINE void load_last_values(const void* const* rows, int h, int value_
 }
 
 template <typename L>
-MOESERVE_INLINE void pack_values(const void* const* rows, const Ahead& ahead, Range range, int value_size,
+MOESERVE_INLINE void pack_values(const void* const* rows, const PrefetchRows& ahead, Range range, int value_size,
                                  typename L::Word* packed) {
   using Element = typename L::Element;
   constexpr int W = L::W;
@@ -208,7 +208,7 @@ MOESERVE_INLINE bool all_finite(const void* const* rows, Range range, int value_
   return num_others == 0;
 }
 
-// Products of kRows queries with kVectors vectors of packed keys, from position `at` on.
+// Compute scores of kRows queries with kVectors vectors of packed keys from position `at` on.
 template <typename L, int kRows, int kVectors>
 MOESERVE_INLINE void score_vectors(const Tile& tile, int head_size, int at) {
   constexpr int W = L::W;
@@ -245,7 +245,7 @@ MOESERVE_INLINE void score_packed(const Tile& tile, int head_size) {
   }
 }
 
-// Adds the products of kRows queries with the columns of a tile from `begin` to before `end`.
+// Add the products of kRows queries with columns [begin, end) of a tile.
 template <typename L, int kRows>
 MOESERVE_INLINE void add_columns(const Float<L::W> (&columns)[L::W], int begin, int end,
                                  const typename L::Word* queries, int num_steps, Float<L::W> (&sums)[kRows]) {
@@ -266,7 +266,7 @@ MOESERVE_INLINE void add_columns(const Float<L::W> (&columns)[L::W], int begin, 
   }
 }
 
-// The same sums of keys that are read where they lie.
+// Compute the same sums from keys that are read in place.
 template <typename L, int kRows>
 MOESERVE_INLINE void score_in_place(const Tile& tile, int head_size) {
   constexpr int W = L::W;
@@ -314,7 +314,7 @@ MOESERVE_INLINE float scalar_exp2(float x) {
   return exp2_of_nonpositive<W, 6>(broadcast<W>(x))[0];
 }
 
-// Turns a tile's scores into weights.
+// Convert the scores of a tile to weights.
 template <typename L, int kRows>
 MOESERVE_INLINE void weigh(const Tile& tile) {
   using Products = typename L::Products;
@@ -350,7 +350,7 @@ MOESERVE_INLINE void weigh(const Tile& tile) {
   }
 }
 
-// values[r] = values[r] * factors[r] + sums[r], of which there may be less vectors than sums.
+// Compute values[r] = values[r] * factors[r] + sums[r] for the first `num_vectors` vectors.
 template <int W, int kRows, int kVectors>
 MOESERVE_INLINE void add_sums(const Float<W> (&sums)[kRows][kVectors], int num_vectors, const float* factors,
                               float* values, int64_t values_stride) {
@@ -366,7 +366,7 @@ MOESERVE_INLINE void add_sums(const Float<W> (&sums)[kRows][kVectors], int num_v
   }
 }
 
-// The steps of a range of positions.
+// Return the steps of a range of positions.
 template <typename L>
 MOESERVE_INLINE Range steps_of(Range range) {
   return {range.begin / L::kPerWord, (range.end + L::kPerWord - 1) / L::kPerWord};
@@ -404,7 +404,8 @@ MOESERVE_INLINE void add_packed(const Tile& tile, int strip, int value_size, int
   }
 }
 
-// The same sums of values that are read where they lie, for elements from h on: kVectors vectors, or the last elements.
+// Compute the same sums from values that are read in place, for kVectors vectors from element h on, or for the last
+// elements.
 template <typename L, int kRows, int kVectors, bool kLast>
 MOESERVE_INLINE void add_vectors_in_place(const Tile& tile, int h, int value_size, int64_t values_stride) {
   using Products = typename L::Products;
@@ -465,7 +466,8 @@ MOESERVE_INLINE void merge(const States& merged, const States& next, int num_que
     const float factor = scalar_exp2<W>(merged.largest[q] - largest);
     const float next_factor = scalar_exp2<W>(next.largest[q] - largest);
     merged.largest[q] = largest;
-    // What is added is kept: of two products a compiler may join either with the sum, and here it has no choice.
+    // Storing the second product forces its rounding. The compiler could otherwise fuse either product with the sum,
+    // and the result would depend on its choice.
     const float next_sum = next.weight_sums[q] * next_factor;
     next.weight_sums[q] = next_sum;
     merged.weight_sums[q] = merged.weight_sums[q] * factor + next_sum;
@@ -490,69 +492,70 @@ MOESERVE_INLINE void finish(const States& state, const float* sink, int value_si
     weight_sum = weight_sum * factor + scalar_exp2<W>(score - largest);
   }
   factor /= weight_sum;
-  for (int h = 0; h < value_size; ++h) assign(out + h, state.values[h] * factor + 0.0f);  // no zero is negative
+  for (int h = 0; h < value_size; ++h)
+    assign(out + h, state.values[h] * factor + 0.0f);  // + 0.0f avoids negative zeros
 }
 
-// The kernels of an instruction set: functions of its own, as which instructions they may have stands on them.
-#define MOESERVE_BLOCK_KERNELS(Name, TARGET)                                                                     \
-  template <typename Products, typename Element>                                                                 \
-  struct Name {                                                                                                  \
-    using L = Layout<Products, Element>;                                                                         \
-    using Word = typename Products::Word;                                                                        \
-    TARGET static void copy_query(const void* query, int head_size, void* words) {                               \
-      moeserve::copy_query(elements_of<Element>(query), head_size, static_cast<Word*>(words));                   \
-    }                                                                                                            \
-    TARGET static void pack_keys(const void* const* rows, const Ahead& ahead, Range range, int head_size,        \
-                                 void* packed) {                                                                 \
-      moeserve::pack_keys<L>(rows, ahead, range, head_size, static_cast<Word*>(packed));                         \
-    }                                                                                                            \
-    TARGET static void pack_values(const void* const* rows, const Ahead& ahead, Range range, int value_size,     \
-                                   void* packed) {                                                               \
-      moeserve::pack_values<L>(rows, ahead, range, value_size, static_cast<Word*>(packed));                      \
-    }                                                                                                            \
-    TARGET static bool all_finite(const void* const* rows, Range range, int value_size) {                        \
-      return moeserve::all_finite<Element>(rows, range, value_size);                                             \
-    }                                                                                                            \
-    template <int kRows>                                                                                         \
-    TARGET static void weigh_packed(const Tile& tile, int head_size) {                                           \
-      moeserve::score_packed<L, kRows>(tile, head_size);                                                         \
-      moeserve::weigh<L, kRows>(tile);                                                                           \
-    }                                                                                                            \
-    template <int kRows>                                                                                         \
-    TARGET static void weigh_in_place(const Tile& tile, int head_size) {                                         \
-      moeserve::score_in_place<L, kRows>(tile, head_size);                                                       \
-      moeserve::weigh<L, kRows>(tile);                                                                           \
-    }                                                                                                            \
-    template <int kRows>                                                                                         \
-    TARGET static void add_packed(const Tile& tile, int strip, int value_size, int64_t values_stride) {          \
-      moeserve::add_packed<L, kRows>(tile, strip, value_size, values_stride);                                    \
-    }                                                                                                            \
-    template <int kRows>                                                                                         \
-    TARGET static void add_in_place(const Tile& tile, int value_size, int64_t values_stride) {                   \
-      moeserve::add_in_place<L, kRows>(tile, value_size, values_stride);                                         \
-    }                                                                                                            \
-    TARGET static void merge(const States& merged, const States& next, int num_queries, int64_t values_stride) { \
-      moeserve::merge<Products::W>(merged, next, num_queries, values_stride);                                    \
-    }                                                                                                            \
-    TARGET static void finish(const States& state, const float* sink, int value_size, void* out) {               \
-      moeserve::finish<Products::W>(state, sink, value_size, static_cast<Element*>(out));                        \
-    }                                                                                                            \
-    static constexpr BlockKernels kernels{                                                                       \
-        Products::W,                                                                                             \
-        Products::kVectors,                                                                                      \
-        Products::kPerWord,                                                                                      \
-        L::kPerLoad,                                                                                             \
-        Products::kPerWord * Products::W,                                                                        \
-        copy_query,                                                                                              \
-        pack_keys,                                                                                               \
-        pack_values,                                                                                             \
-        all_finite,                                                                                              \
-        {weigh_packed<6>, weigh_packed<4>, weigh_packed<2>, weigh_packed<1>},                                    \
-        {add_packed<6>, add_packed<4>, add_packed<2>, add_packed<1>},                                            \
-        {weigh_in_place<6>, weigh_in_place<4>, weigh_in_place<2>, weigh_in_place<1>},                            \
-        {add_in_place<6>, add_in_place<4>, add_in_place<2>, add_in_place<1>},                                    \
-        merge,                                                                                                   \
-        finish};                                                                                                 \
+// The kernels of an instruction set. They are functions of their own because target attributes apply to functions.
+#define MOESERVE_BLOCK_KERNELS(Name, TARGET)                                                                        \
+  template <typename Products, typename Element>                                                                    \
+  struct Name {                                                                                                     \
+    using L = Layout<Products, Element>;                                                                            \
+    using Word = typename Products::Word;                                                                           \
+    TARGET static void copy_query(const void* query, int head_size, void* words) {                                  \
+      moeserve::copy_query(elements_of<Element>(query), head_size, static_cast<Word*>(words));                      \
+    }                                                                                                               \
+    TARGET static void pack_keys(const void* const* rows, const PrefetchRows& ahead, Range range, int head_size,    \
+                                 void* packed) {                                                                    \
+      moeserve::pack_keys<L>(rows, ahead, range, head_size, static_cast<Word*>(packed));                            \
+    }                                                                                                               \
+    TARGET static void pack_values(const void* const* rows, const PrefetchRows& ahead, Range range, int value_size, \
+                                   void* packed) {                                                                  \
+      moeserve::pack_values<L>(rows, ahead, range, value_size, static_cast<Word*>(packed));                         \
+    }                                                                                                               \
+    TARGET static bool all_finite(const void* const* rows, Range range, int value_size) {                           \
+      return moeserve::all_finite<Element>(rows, range, value_size);                                                \
+    }                                                                                                               \
+    template <int kRows>                                                                                            \
+    TARGET static void weigh_packed(const Tile& tile, int head_size) {                                              \
+      moeserve::score_packed<L, kRows>(tile, head_size);                                                            \
+      moeserve::weigh<L, kRows>(tile);                                                                              \
+    }                                                                                                               \
+    template <int kRows>                                                                                            \
+    TARGET static void weigh_in_place(const Tile& tile, int head_size) {                                            \
+      moeserve::score_in_place<L, kRows>(tile, head_size);                                                          \
+      moeserve::weigh<L, kRows>(tile);                                                                              \
+    }                                                                                                               \
+    template <int kRows>                                                                                            \
+    TARGET static void add_packed(const Tile& tile, int strip, int value_size, int64_t values_stride) {             \
+      moeserve::add_packed<L, kRows>(tile, strip, value_size, values_stride);                                       \
+    }                                                                                                               \
+    template <int kRows>                                                                                            \
+    TARGET static void add_in_place(const Tile& tile, int value_size, int64_t values_stride) {                      \
+      moeserve::add_in_place<L, kRows>(tile, value_size, values_stride);                                            \
+    }                                                                                                               \
+    TARGET static void merge(const States& merged, const States& next, int num_queries, int64_t values_stride) {    \
+      moeserve::merge<Products::W>(merged, next, num_queries, values_stride);                                       \
+    }                                                                                                               \
+    TARGET static void finish(const States& state, const float* sink, int value_size, void* out) {                  \
+      moeserve::finish<Products::W>(state, sink, value_size, static_cast<Element*>(out));                           \
+    }                                                                                                               \
+    static constexpr BlockKernels kernels{                                                                          \
+        Products::W,                                                                                                \
+        Products::kVectors,                                                                                         \
+        Products::kPerWord,                                                                                         \
+        L::kPerLoad,                                                                                                \
+        Products::kPerWord * Products::W,                                                                           \
+        copy_query,                                                                                                 \
+        pack_keys,                                                                                                  \
+        pack_values,                                                                                                \
+        all_finite,                                                                                                 \
+        {weigh_packed<6>, weigh_packed<4>, weigh_packed<2>, weigh_packed<1>},                                       \
+        {add_packed<6>, add_packed<4>, add_packed<2>, add_packed<1>},                                               \
+        {weigh_in_place<6>, weigh_in_place<4>, weigh_in_place<2>, weigh_in_place<1>},                               \
+        {add_in_place<6>, add_in_place<4>, add_in_place<2>, add_in_place<1>},                                       \
+        merge,                                                                                                      \
+        finish};                                                                                                    \
   }
 
 #if defined(MOESERVE_X86)

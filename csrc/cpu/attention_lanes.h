@@ -1,4 +1,4 @@
-// What only attention does with vectors: powers of 2, transposing, and sums and maxima over the lanes of one.
+// Vector operations of attention: powers of 2, transposition, and reductions over the lanes of a vector.
 
 #pragma once
 
@@ -10,15 +10,15 @@
 
 namespace moeserve {
 
-// 2 to the power of x, for x <= 0: 0 below -126, exactly 1 at 0, NaN where x is NaN. With kDegree 6 within 2 units in
-// the last place; with 4, to 3e-6 of the result.
+// Return 2^x for x <= 0: 0 below -126, exactly 1 at 0, NaN for NaN. The error is at most 2 units in the last place with
+// kDegree 6, and 3e-6 relative with kDegree 4.
 template <int W, int kDegree>
 MOESERVE_INLINE Float<W> exp2_of_nonpositive(Float<W> x) {
   static_assert(kDegree == 4 || kDegree == 6);
   using Int = typename Vector<W>::Int;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
 
-  // x = n + r with |r| <= 1/2; 2^r by the polynomial whose relative error is least there.
+  // x = n + r with |r| <= 1/2; 2^r by the minimax polynomial for the relative error.
   const Float<W> shifted = x + kRound;
   const Float<W> r = x - (shifted - kRound);
   Float<W> power;
@@ -43,7 +43,7 @@ typedef float Segment __attribute__((vector_size(16), aligned(1), may_alias));
 
 MOESERVE_INLINE const Segment& segment_at(const char* address) { return *reinterpret_cast<const Segment*>(address); }
 
-// W lanes in segments of 4, of which segment i begins at rows[4 * i] + offset.
+// Load W lanes in segments of 4: segment i begins at rows[4 * i] + offset.
 template <int W>
 MOESERVE_INLINE Float<W> load_segments(const char* const* rows, int64_t offset) {
   Float<W> lanes;
@@ -70,20 +70,20 @@ MOESERVE_INLINE Float<W> load_segments(const char* const* rows, int64_t offset) 
   return lanes;
 }
 
-// In each segment of 4 lanes: a and b in turn, lanes or pairs of lanes, from kFirst on.
+// Interleave a and b in each segment of 4 lanes, by kSize lanes, from kFirst on.
 template <int W, int kFirst, int kSize, int... kLane>
 MOESERVE_INLINE Float<W> interleave(Float<W> a, Float<W> b, std::integer_sequence<int, kLane...>) {
   return pick<W, (kLane / 4 * 4 + kFirst + kLane % 4 / (2 * kSize) * kSize + kLane % kSize + kLane / kSize % 2 * W)...>(
       a, b);
 }
 
-// Lane i of columns[j] is the float at rows[i] + offset + 4 * j, for W rows and columns.
+// Load W rows transposed: lane i of columns[j] is the float at rows[i] + offset + 4 * j.
 template <int W>
 MOESERVE_INLINE void load_transposed(const char* const* rows, int64_t offset, Float<W> (&columns)[W]) {
   constexpr auto kLanes = std::make_integer_sequence<int, W>{};
   MOESERVE_UNROLL
   for (int column = 0; column < W; column += 4) {
-    // Each of these has 4 floats of every fourth row; between them lie 4 rows, which are transposed in the segments.
+    // Each vector holds 4 floats of every fourth row. The 4 vectors are transposed within their segments.
     Float<W> four[4];
     MOESERVE_UNROLL
     for (int i = 0; i < 4; ++i) four[i] = load_segments<W>(rows + i, offset + 4 * column);
@@ -128,7 +128,7 @@ MOESERVE_INLINE float sum_lanes(Float<W> lanes) {
   return lanes[0];
 }
 
-// Half lanes of `a` and `b` in turn, from kFirst on.
+// Interleave 16-bit lanes of `a` and `b`, from kFirst on.
 template <int W, int kFirst, int... kHalf>
 MOESERVE_INLINE typename Vector<W>::Halves interleave_halves(typename Vector<W>::Halves a, typename Vector<W>::Halves b,
                                                              std::integer_sequence<int, kHalf...>) {
@@ -139,7 +139,7 @@ MOESERVE_INLINE typename Vector<W>::Halves interleave_halves(typename Vector<W>:
 #endif
 }
 
-// Neither infinite nor NaN.
+// Return true for a number that is neither infinite nor NaN.
 MOESERVE_INLINE bool is_finite(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));

@@ -1,4 +1,4 @@
-// Copies each head of each token to its slot, on the calling thread: a step brings little to write.
+// Copies each head of each token to its slot on the calling thread: a step writes few bytes.
 
 #include "cache_write.h"
 

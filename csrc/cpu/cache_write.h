@@ -1,4 +1,4 @@
-// Writing keys and values into a paged KV cache. Plain arrays in and out; knows no Python.
+// Writes of keys and values to a paged KV cache.
 
 #pragma once
 
@@ -6,14 +6,14 @@
 
 namespace moeserve {
 
-// Where the keys and values of one step go. `element_bytes` covers every type.
+// The keys and values of one step and their slots. `element_bytes` supports every type.
 struct CacheWrite {
   int64_t element_bytes;
-  const void* key;       // [T, G, H]: a head is contiguous, tokens and heads lie `..._stride` elements apart
-  const void* value;     // the same, with strides of its own; null where there are keys alone
+  const void* key;       // [T, G, H]: heads are contiguous; strides of tokens and heads are in elements
+  const void* value;     // [T, G, H], with its own strides; null without values
   void* key_cache;       // [num_blocks, G, block_size, H]
-  void* value_cache;     // the same; null where there are keys alone
-  const int64_t* slots;  // [T]: block * block_size + offset, or -1 for a token that is not kept
+  void* value_cache;     // [num_blocks, G, block_size, H]; null without values
+  const int64_t* slots;  // [T]: block * block_size + offset, or -1 to skip the token
   int64_t num_tokens;
   int64_t num_kv_heads;
   int64_t head_size;
@@ -25,7 +25,7 @@ struct CacheWrite {
   int64_t value_head_stride;
 };
 
-// Throws std::invalid_argument, before it writes anything, for a slot that is out of range.
+// Throws std::invalid_argument for a slot out of range, before anything is written.
 void write_cache(const CacheWrite& step);
 
 }  // namespace moeserve

@@ -1,4 +1,4 @@
-// The types of numbers that tensors hold. Knows no Python.
+// The element types of tensors.
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace moeserve {
 
 enum class ElementType { kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kInt8, kUInt8, kOther };
 
-// Throws std::invalid_argument for a type that no kernel takes.
+// Return the size of an element. Throws std::invalid_argument for an unsupported type.
 inline int64_t element_bytes(ElementType type) {
   switch (type) {
     case ElementType::kInt64:
@@ -26,7 +26,7 @@ inline int64_t element_bytes(ElementType type) {
     case ElementType::kOther:
       break;
   }
-  throw std::invalid_argument("a tensor is of a type that no kernel takes");
+  throw std::invalid_argument("unsupported element type of a tensor");
 }
 
 }  // namespace moeserve

@@ -1,4 +1,4 @@
-// One sigmoid for each row, and a product for each of its elements.
+// One sigmoid per row, and its product with each element.
 
 #include "gating.h"
 
@@ -37,30 +37,12 @@ MOESERVE_INLINE void gate_range(const Gating& gating, int64_t first, int64_t las
   }
 }
 
-#if defined(MOESERVE_X86)
-MOESERVE_TARGET_AVX512 void gate_range_avx512(const Gating& gating, int64_t first, int64_t last) {
-  gate_range<16>(gating, first, last);
-}
-MOESERVE_TARGET_AVX2 void gate_range_avx2(const Gating& gating, int64_t first, int64_t last) {
-  gate_range<8>(gating, first, last);
-}
-#endif
-void gate_range_baseline(const Gating& gating, int64_t first, int64_t last) { gate_range<4>(gating, first, last); }
-
-using GateRange = void (*)(const Gating&, int64_t first, int64_t last);
-
-GateRange choose_gate_range([[maybe_unused]] Isa isa) {
-#if defined(MOESERVE_X86)
-  return choose_version<GateRange>(isa, gate_range_baseline, gate_range_avx2, gate_range_avx512);
-#else
-  return gate_range_baseline;
-#endif
-}
+MOESERVE_DEFINE_VARIANTS(gate_range, (const Gating& gating, int64_t first, int64_t last), (gating, first, last))
 
 }  // namespace
 
 void gate_rows(const Gating& gating) {
-  const GateRange run = choose_gate_range(current_isa());
+  const auto run = choose_gate_range(current_isa());
   for_rows(gating.num_rows, 2 * element_bytes(gating.type) * gating.width,
            [&](int64_t first, int64_t last) { run(gating, first, last); });
 }

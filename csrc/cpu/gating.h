@@ -1,4 +1,4 @@
-// Rows times the sigmoid of a number of their own. Plain arrays in and out; knows no Python.
+// Rows scaled by the sigmoid of a gate each.
 
 #pragma once
 
@@ -8,17 +8,18 @@
 
 namespace moeserve {
 
-// T rows, D width.
+// T rows of width D.
 struct Gating {
-  ElementType type;   // of all: float32 or bfloat16
+  ElementType type;   // type of all tensors: float32 or bfloat16
   const void* gates;  // [T]
   const void* rows;   // [T, D]
-  void* out;          // [T, D], gets sigmoid(gate) * row; may be the rows
+  void* out;          // [T, D]: sigmoid(gate) * row; may be `rows`
   int64_t num_rows;
   int64_t width;
 };
 
-// The sigmoid is rounded to the element type, and the product once more. A row's bytes depend on it and its gate alone.
+// Rounds the sigmoid to the element type, and the product once more. The bytes of a row depend on the row and its gate
+// alone.
 void gate_rows(const Gating& gating);
 
 }  // namespace moeserve

@@ -1,4 +1,4 @@
-// Detects, once, which instruction sets the machine has.
+// Detection of the instruction sets.
 
 #include "isa.h"
 
@@ -24,13 +24,13 @@ std::vector<Isa> find_usable() {
 #endif
   usable.push_back(Isa::kBaseline);
 
-  // MOESERVE_ISA limits the choice, so that one machine can test and measure what others will run.
+  // MOESERVE_ISA sets an upper limit, so that one machine can test and measure the kernels of others.
   const char* highest = std::getenv("MOESERVE_ISA");
   if (highest == nullptr || *highest == '\0') return usable;
   const auto is_named = [highest](Isa isa) { return isa_name(isa) == highest; };
   const auto first = std::find_if(usable.begin(), usable.end(), is_named);
   if (first == usable.end()) {
-    throw std::invalid_argument("MOESERVE_ISA=" + std::string(highest) + " is not an instruction set of this machine");
+    throw std::invalid_argument("MOESERVE_ISA=" + std::string(highest) + " is not supported by this machine");
   }
   return {first, usable.end()};
 }
@@ -71,7 +71,7 @@ Isa isa_of_name(const std::string& name) {
     if (isa_name(isa) == name) return isa;
     usable_names += (usable_names.empty() ? "" : ", ") + isa_name(isa);
   }
-  throw std::invalid_argument("instruction set '" + name + "' cannot be used here; usable are: " + usable_names);
+  throw std::invalid_argument("instruction set '" + name + "' is not supported here; supported: " + usable_names);
 }
 
 }  // namespace moeserve

@@ -1,8 +1,8 @@
 // Vectors of W floats, for kernels that are written once and compiled for several instruction sets.
 //
-// Everything here is inlined into the function that uses it and so gets that function's instruction set: W = 16 suits
-// AVX-512, 8 AVX2, 4 SSE2 and NEON. A vector wider than the machine's registers works, but slowly. As no vector is ever
-// passed in a call, what GCC says about the ABI of such calls (-Wpsabi) is of no concern.
+// Everything here is inlined into its caller and uses the instruction set of the caller: W = 16 suits AVX-512, 8 AVX2,
+// 4 SSE2 and NEON. A vector wider than the registers works, but slowly. No vector is passed in a call, so the ABI
+// warnings of GCC (-Wpsabi) do not apply.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 #define MOESERVE_INLINE inline __attribute__((always_inline))
 
-// Before a loop whose arrays of vectors are meant to be registers.
+// Unrolls a loop over an array of vectors, so that the array stays in registers.
 #if defined(__clang__)
 #define MOESERVE_UNROLL _Pragma("unroll")
 #else
@@ -51,8 +51,8 @@ MOESERVE_INLINE void store(float* target, Float<W> lanes) {
   std::memcpy(target, &lanes, sizeof(lanes));
 }
 
-// The instruction is written out because GCC otherwise takes a function's own target for granted before it is inlined,
-// and fills the lanes one by one.
+// Inline assembly: GCC otherwise assumes the target of this function before it is inlined, and fills the lanes one by
+// one.
 template <int W>
 MOESERVE_INLINE Float<W> broadcast(float value) {
 #if defined(MOESERVE_X86)
@@ -65,19 +65,19 @@ MOESERVE_INLINE Float<W> broadcast(float value) {
   return value - Float<W>{};
 }
 
-// `b` where it is NaN.
+// Return the larger lanes, and `b` where a lane is NaN.
 template <int W>
 MOESERVE_INLINE Float<W> larger(Float<W> a, Float<W> b) {
   return a > b ? a : b;
 }
 
-// e to the power of x, for x <= 0, within 2 units in the last place. Below -87 it stays e^-87. NaN stays NaN.
+// Return e^x for x <= 0, within 2 units in the last place. Below -87 the result stays e^-87. NaN stays NaN.
 template <int W>
 MOESERVE_INLINE Float<W> exp_of_nonpositive(Float<W> x) {
   using Int = typename Vector<W>::Int;
-  constexpr float kLowest = -87.0f;  // e to its power is still a normal number
+  constexpr float kLowest = -87.0f;  // e^-87 is still a normal number
   constexpr float kLog2E = 1.44269504f;
-  constexpr float kLn2High = 0.693145751953125f;  // few bits, so that its product with a small integer is exact
+  constexpr float kLn2High = 0.693145751953125f;  // few bits: its product with a small integer is exact
   constexpr float kLn2Low = 1.42860677e-6f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
   constexpr int32_t kRoundBits = 0x4B400000;
@@ -87,7 +87,7 @@ MOESERVE_INLINE Float<W> exp_of_nonpositive(Float<W> x) {
   const Float<W> shifted = x * kLog2E + kRound;
   const Float<W> n = shifted - kRound;
   const Float<W> r = (x - n * kLn2High) - n * kLn2Low;
-  // Taylor's series: the first term left out is below 6e-9.
+  // Taylor series. The first omitted term is below 6e-9.
   Float<W> power = r * (1.0f / 5040) + (1.0f / 720);
   power = power * r + (1.0f / 120);
   power = power * r + (1.0f / 24);
@@ -106,7 +106,7 @@ MOESERVE_INLINE Float<W> sigmoid(Float<W> x) {
   return numerator / (1.0f + power);
 }
 
-// Lanes of `a` followed by those of `b`, picked by index.
+// Select lanes by index from `a` followed by `b`.
 template <int W, int... kIndex>
 MOESERVE_INLINE Float<W> pick(Float<W> a, Float<W> b) {
 #if defined(__clang__)
@@ -116,14 +116,15 @@ MOESERVE_INLINE Float<W> pick(Float<W> a, Float<W> b) {
 #endif
 }
 
-// `a` and `b` consist of segments of 2 * kHalf lanes. Adds the two halves of each: the segments of a, then those of b.
+// `a` and `b` consist of segments of 2 * kHalf lanes. Return the sums of the two halves of each segment, those of `a`
+// first.
 template <int W, int kHalf, int... kLane>
 MOESERVE_INLINE Float<W> fold(Float<W> a, Float<W> b, std::integer_sequence<int, kLane...>) {
   return pick<W, (kLane / kHalf * 2 * kHalf + kLane % kHalf)...>(a, b) +
          pick<W, (kLane / kHalf * 2 * kHalf + kLane % kHalf + kHalf)...>(a, b);
 }
 
-// Lane i of the result is the sum of all lanes of vectors[i].
+// Return a vector whose lane i is the sum of all lanes of vectors[i].
 template <int W, int kCount = W>
 MOESERVE_INLINE Float<W> sum_each(Float<W> (&vectors)[W]) {
   if constexpr (kCount == 1) {
@@ -137,8 +138,8 @@ MOESERVE_INLINE Float<W> sum_each(Float<W> (&vectors)[W]) {
   }
 }
 
-// 2 * W consecutive elements, as two vectors. How they are divided is up to the element type, and the same everywhere:
-// `place` tells.
+// 2 * W consecutive elements as two vectors. The assignment of elements to lanes depends on the element type: see
+// `place`.
 template <int W>
 struct Pair {
   Float<W> first;
@@ -150,7 +151,7 @@ MOESERVE_INLINE Pair<W> load_pair(const float* source) {
   return {load<W>(source), load<W>(source + W)};
 }
 
-// Even elements, then odd ones: they lie in the two halves of 32-bit words, and widening is no more than a shift.
+// Even elements, then odd ones: they are the two halves of 32-bit words, so widening is a shift.
 template <int W>
 MOESERVE_INLINE Pair<W> load_pair(const BFloat16* source) {
   typename Vector<W>::UInt words;
@@ -158,7 +159,7 @@ MOESERVE_INLINE Pair<W> load_pair(const BFloat16* source) {
   return {reinterpret_cast<Float<W>>(words << 16), reinterpret_cast<Float<W>>(words & 0xFFFF0000u)};
 }
 
-// W consecutive elements, in their order.
+// Load W consecutive elements in order.
 template <int W>
 MOESERVE_INLINE Float<W> load_in_order(const float* source) {
   return load<W>(source);
@@ -171,7 +172,7 @@ MOESERVE_INLINE Float<W> load_in_order(const BFloat16* source) {
   return reinterpret_cast<Float<W>>(__builtin_convertvector(halves, typename Vector<W>::UInt) << 16);
 }
 
-// Where element i of 2 * W is found when the first vector of its pair is stored before the second.
+// Return the lane of element i in the concatenation of both vectors of a pair.
 template <int W>
 constexpr int place(const float*, int i) {
   return i;
@@ -181,7 +182,7 @@ constexpr int place(const BFloat16*, int i) {
   return i / 2 + i % 2 * W;
 }
 
-// Only the first `count` elements are read; the others are zero.
+// Load the first `count` elements; the other lanes are zero.
 template <int W, typename Element>
 MOESERVE_INLINE Pair<W> load_first(const Element* source, int count) {
   Element elements[2 * W] = {};
@@ -200,7 +201,7 @@ MOESERVE_INLINE float widen(BFloat16 value) {
 
 MOESERVE_INLINE void assign(float* target, float value) { *target = value; }
 
-// Rounds to nearest, ties to even.
+// Round to nearest, ties to even.
 MOESERVE_INLINE void assign(BFloat16* target, float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));

@@ -1,8 +1,8 @@
-// Divides products into items of 64 outputs and some rows, and runs them.
+// Division of products into items of 64 outputs and some rows, and their execution.
 //
-// Few rows, whose sums all fit in registers, read their panels once from beginning to end, at the speed of memory. More
-// rows go tile by tile over a block of the panels that stays in the first-level cache, while the next block is on its
-// way to the second: reading memory and computing overlap.
+// Few rows, whose sums all fit in registers, read their panels once from beginning to end at memory speed. More rows
+// are processed tile by tile over a block of the panels that stays in the L1 cache, while the next block is prefetched
+// to the L2 cache: memory access and computation overlap.
 
 #include "packed_product.h"
 
@@ -24,31 +24,31 @@ namespace moeserve {
 namespace {
 
 constexpr int kMaxItemRows = 192;
-constexpr int kBlockInputs = 128;     // of a block that a few tiles share
-constexpr int kBigBlockInputs = 256;  // of one that many share
+constexpr int kBlockInputs = 128;     // inputs of a block shared by few tiles
+constexpr int kBigBlockInputs = 256;  // inputs of a block shared by many tiles
 constexpr int kFewTiles = 4;
-constexpr int64_t kParallelWork = 1 << 17;  // bytes read, or multiply-adds / 8, that are worth more than one thread
+constexpr int64_t kParallelWork = 1 << 17;  // bytes read, or multiply-adds / 8, that justify a second thread
 
-// What one thread does at a time.
+// The unit of work of a thread.
 struct Item {
   int32_t group;
   int32_t first_row;
   int32_t num_rows;
-  int32_t column;  // the outputs from 32 * column on, gates and ups; or those from 64 * column on
+  int32_t column;  // outputs from 32 * column on, gates and ups; or outputs from 64 * column on
 };
 
-// Rows and panels of an item.
+// The rows and panels of an item.
 struct Work {
   const PackedProduct& product;
   const char* input;
   int64_t input_bytes;  // from row to row
   const char* panels[2];
-  int64_t next_item;  // bytes from a panel to that of the item that follows
+  int64_t next_item;  // bytes from a panel to that of the next item
   int num_rows;
   int64_t num_inputs;
 };
 
-// Room that each thread keeps from call to call.
+// Buffers that each thread keeps from call to call.
 struct Scratch {
   alignas(64) float sums[kMaxItemRows * kTileOutputs];
   alignas(64) char weights[2][kBigBlockInputs * kPanel * sizeof(float)];
@@ -63,13 +63,13 @@ Scratch& scratch() {
 bool is_gated(const PackedProduct& product) { return product.activation != Activation::kNone; }
 bool is_quantized(WeightFormat format) { return format == WeightFormat::kInt8 || format == WeightFormat::kInt4; }
 
-// The inputs of a block, and of one that ends the panels fewer.
+// Return the number of inputs of a block. The last block may have fewer.
 int64_t block_inputs(WeightFormat format, int num_tiles) {
   if (format == WeightFormat::kInt4) return kInt4Group;
   return num_tiles <= kFewTiles ? kBlockInputs : kBigBlockInputs;
 }
 
-// Widens inputs `first` to before `last` of a quantised panel, in the layout of panels of `Element`; scales of int4.
+// Widen inputs [first, last) of a quantised panel to the panel layout of `Element`, and the scales of int4.
 template <typename Element>
 MOESERVE_INLINE void widen_block(WeightFormat format, const char* panel, int64_t first, int64_t last, Element* target,
                                  float* scales) {
@@ -96,7 +96,8 @@ MOESERVE_INLINE void widen_block(WeightFormat format, const char* panel, int64_t
   for (int n = 0; n < kPanel; ++n) scales[n] = widen(group_scales[n]);
 }
 
-// A block of the item's panels: where it lies, or widened into the scratch by widen(panel, target, scales).
+// Return a block of the panels of an item: in place, or widened by widen(panel, target, scales) into the scratch
+// buffers.
 template <typename Element, typename Widen>
 MOESERVE_INLINE Block make_block(const Work& work, int64_t first, int64_t last, Scratch& room, const Widen& widen) {
   const WeightFormat format = work.product.format;
@@ -113,7 +114,7 @@ MOESERVE_INLINE Block make_block(const Work& work, int64_t first, int64_t last, 
   return block;
 }
 
-// Calls tile(first row, rows) for all rows, divided into as many tiles, as evenly as can be.
+// Call tile(index, first row, rows) for tiles of similar size that cover all rows.
 template <typename Call>
 MOESERVE_INLINE void for_each_tile(int num_rows, int num_tiles, const Call& tile) {
   for (int t = 0, row = 0; t < num_tiles; ++t) {
@@ -174,11 +175,11 @@ MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
   }
 }
 
-// Tile t of so many reads a block once, and meanwhile asks for its share of the next one.
+// Process tile t of `num_tiles`, which reads the block once and prefetches its share of the next block.
 template <int kRows>
 MOESERVE_TARGET_AVX512_BF16 void dot_shared(const BFloat16* input, int64_t stride, const Block& block,
                                             const Prefetch& next, int t, int num_tiles, float* sums) {
-  const int64_t half = block.num_inputs / 2 * 64;  // bytes: half of what lies in a panel
+  const int64_t half = block.num_inputs / 2 * 64;  // half of the bytes of a panel in the block
   if (num_tiles <= 3 && t < 2) {
     const Prefetch share{{next.panels[0] + t * half, next.panels[1] + t * half}};
     dot_tile<kRows, WeightFormat::kBFloat16, 2>(input, stride, block, share, sums);
@@ -243,7 +244,7 @@ MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
 MOESERVE_TARGET_AVX512_BF16 void accumulate_avx512_bf16(const Work& work, Scratch& room) {
   if (work.product.type != ElementType::kBFloat16) return accumulate<16, 6, 2, float>(work, room);
   if (work.num_rows <= kDotRows) return dot_few_rows(work, room.sums);
-  // Quantised panels are small: they are read from the cache a few times sooner than they are written there once.
+  // Quantised panels are small: reading them several times from the cache is faster than widening them once.
   const int num_tiles = (work.num_rows + kDotRows - 1) / kDotRows;
   if (!is_quantized(work.product.format) || num_tiles > kFewTiles) return dot_many_rows(work, room);
   for_each_tile(work.num_rows, num_tiles, [&](int, int row, int rows) MOESERVE_TARGET_AVX512_BF16 {
@@ -281,12 +282,12 @@ MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, F
   return gate * sigmoid<W>(product.alpha * gate) * (up + 1.0f);
 }
 
-// What is applied to the sums of an item's 64 outputs, alike for all rows.
+// Scales and biases of the 64 outputs of an item, the same for all rows.
 struct Epilogue {
   alignas(64) float factors[kTileOutputs];
   alignas(64) float biases[kTileOutputs];
-  int num_outputs[2];  // of each panel that exist
-  bool is_needed;      // whether there is a factor other than 1, or a bias other than 0
+  int num_outputs[2];  // valid outputs of each panel
+  bool is_needed;      // true if a factor differs from 1 or a bias from 0
 };
 
 template <typename Element>
@@ -301,7 +302,7 @@ MOESERVE_INLINE Epilogue make_epilogue(const PackedProduct& product, const Item&
     const int count = static_cast<int>(std::clamp<int64_t>(half - in_half, 0, kPanel));
     epilogue.num_outputs[p] = count;
     if (!epilogue.is_needed) continue;
-    const auto* scales = reinterpret_cast<const float*>(work.panels[p] + work.num_inputs * kPanel);  // of int8
+    const auto* scales = reinterpret_cast<const float*>(work.panels[p] + work.num_inputs * kPanel);  // int8 only
     for (int n = 0; n < kPanel; ++n) {
       const bool has_bias = bias != nullptr && n < count;
       epilogue.biases[p * kPanel + n] = has_bias ? widen(static_cast<const Element*>(bias)[first + n]) : 0;
@@ -384,7 +385,7 @@ RunItem choose_run_item([[maybe_unused]] Isa isa) {
 #endif
 }
 
-// Group by group, then rows by rows: the weights of neighbours lie one after the other.
+// Items are ordered by group, rows and column, because panels of neighbouring columns are adjacent in memory.
 void plan(const PackedProduct& product, const std::vector<RowGroup>& groups, std::vector<Item>& items) {
   const int64_t num_panels = count_panels(is_gated(product) ? product.num_outputs / 2 : product.num_outputs);
   const int64_t num_columns = is_gated(product) ? num_panels : (num_panels + 1) / 2;
@@ -402,7 +403,7 @@ void plan(const PackedProduct& product, const std::vector<RowGroup>& groups, std
   }
 }
 
-// Rows whose inputs are filled up with zeros, for weights that were.
+// Copy the rows with their inputs filled up with zeros, as the weights are.
 std::vector<RowGroup> with_padded_inputs(PackedProduct& product, const std::vector<RowGroup>& groups,
                                          std::vector<char>& room) {
   const int64_t element = element_bytes(product.type);
@@ -434,7 +435,7 @@ void packed_product(const PackedProduct& asked, const std::vector<RowGroup>& ask
   const std::vector<RowGroup>& groups = is_padded ? padded : asked_groups;
 
   thread_local std::vector<Item> items_of_this_thread;
-  std::vector<Item>& items = items_of_this_thread;  // which other threads see as well
+  std::vector<Item>& items = items_of_this_thread;  // a reference, because other threads use it
   plan(product, groups, items);
   int64_t num_rows = 0;
   int64_t num_weights = 0;

@@ -1,4 +1,4 @@
-// Products of rows with packed weights, for one weight or many side by side. Plain arrays in and out; knows no Python.
+// Products of rows with one or many packed weights.
 
 #pragma once
 
@@ -13,13 +13,13 @@ namespace moeserve {
 enum class Activation {
   kNone,
   kSwiGLU,         // silu(gate) * up
-  kClampedSwiGLU,  // g * sigmoid(alpha * g) * (u + 1), g at most `limit` and u within +- limit
+  kClampedSwiGLU,  // g * sigmoid(alpha * g) * (u + 1), with g <= limit and |u| <= limit
 };
 
-// Rows that one weight is applied to.
+// Rows that are multiplied with one weight.
 struct RowGroup {
   const char* panels;
-  const void* bias;  // [N] of the type of rows, or null
+  const void* bias;  // [N] in the type of the rows, or null
   const char* input;
   char* output;
   int64_t num_rows;
@@ -27,14 +27,14 @@ struct RowGroup {
 
 // output[r] = activation(input[r] @ weight.T + bias) for the rows of each group.
 //
-// With an activation, a weight's first N / 2 outputs are gates and the others ups, each half packed by itself, and the
-// output has N / 2 columns.
+// With an activation, the first N / 2 outputs of a weight are gates and the others ups, each half packed separately,
+// and the output has N / 2 columns.
 //
-// An output's products are added up in the order of K, whatever else is computed beside it: its bytes depend on its
-// row, its weights and the instruction set alone.
+// The products of an output are added in the order of K, so its bytes depend on its row, its weights and the
+// instruction set alone.
 struct PackedProduct {
   WeightFormat format;
-  ElementType type;  // of rows: float32 or bfloat16; that of the weights where these are not quantised
+  ElementType type;  // type of the rows: float32 or bfloat16; the same as an unquantised weight
   Activation activation;
   float alpha;
   float limit;

@@ -1,4 +1,4 @@
-// Packs weights panel by panel, quantises them on the way, and widens parts of them again.
+// Packing of weights panel by panel, with quantisation.
 
 #include "packed_weight.h"
 
@@ -26,11 +26,11 @@ MOESERVE_INLINE Float<W> magnitude(Float<W> x) {
 
 template <int W>
 MOESERVE_INLINE Float<W> round_to_integer(Float<W> x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no room for a fraction
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   return (x + kRound) - kRound;
 }
 
-// To nearest, ties to even, as floats. None is so large that it would become infinite, and none is NaN.
+// Round to nearest bfloat16, ties to even, as floats. Inputs are finite and do not overflow.
 template <int W>
 MOESERVE_INLINE Float<W> round_to_bfloat16(Float<W> x) {
   const auto bits = reinterpret_cast<typename Vector<W>::UInt>(x);
@@ -42,8 +42,7 @@ MOESERVE_INLINE Float<W> inverse_or_zero(Float<W> x) {
   return x != 0.0f ? 1.0f / x : Float<W>{};
 }
 
-// The weights of one panel, [num_inputs][kPanel], those that are filled up being zero. Side by side stand outputs, for
-// each of which the same is to be done.
+// The weights of one panel, [num_inputs][kPanel], filled up with zeros. Outputs are side by side, for vectorisation.
 struct Columns {
   std::vector<float> weights;
   int64_t num_inputs;
@@ -77,10 +76,10 @@ MOESERVE_INLINE void pack_int8(const Columns& columns, char* panel) {
   }
 }
 
-// Between the values of neighbouring codes.
+// Return the midpoint between the values of neighbouring codes.
 constexpr float int4_border(int code) { return 0.5f * (kInt4Values[code] + kInt4Values[code + 1]); }
 
-// The value nearest to each quotient. Beyond each border the next gap is added: all of it, or nothing below.
+// Return the value nearest to each quotient: the sum of the gaps below it.
 template <int W>
 MOESERVE_INLINE Float<W> nearest_int4(Float<W> quotients) {
   constexpr float kSteep = 1e30f;
@@ -94,12 +93,12 @@ MOESERVE_INLINE Float<W> nearest_int4(Float<W> quotients) {
   return values;
 }
 
-// Scales of W outputs in a group of inputs, and the squared errors that they leave.
+// Scales of W outputs in a group of inputs, and their squared errors.
 template <int W>
 struct Int4Scales {
   Float<W> scales;
   Float<W> errors;
-  Float<W> fitted;  // the scales that suit the chosen codes best
+  Float<W> fitted;  // least-squares scales for the chosen codes
 };
 
 template <int W>
@@ -120,8 +119,8 @@ MOESERVE_INLINE Int4Scales<W> try_int4_scales(const float* weights, Float<W> wan
   return {scales, errors, products / squares};  // no value is 0
 }
 
-// Tries scales that bring each output's weight of largest magnitude near the first code's value, then the one that
-// suits the best one's codes best.
+// Choose the best of several scales that map the weight of largest magnitude near the value of the first code, and of
+// the least-squares scale for its codes.
 template <int W>
 MOESERVE_INLINE Float<W> choose_int4_scales(const float* weights) {
   Float<W> extreme = {};
@@ -181,32 +180,13 @@ MOESERVE_INLINE void pack_int4(const Columns& columns, char* panel) {
   }
 }
 
-using PackColumns = void (*)(WeightFormat, const Columns&, char*);
-
 template <int W>
 MOESERVE_INLINE void pack_columns(WeightFormat format, const Columns& columns, char* panel) {
   format == WeightFormat::kInt8 ? pack_int8<W>(columns, panel) : pack_int4<W>(columns, panel);
 }
 
-#if defined(MOESERVE_X86)
-MOESERVE_TARGET_AVX512 void pack_columns_avx512(WeightFormat format, const Columns& columns, char* panel) {
-  pack_columns<16>(format, columns, panel);
-}
-MOESERVE_TARGET_AVX2 void pack_columns_avx2(WeightFormat format, const Columns& columns, char* panel) {
-  pack_columns<8>(format, columns, panel);
-}
-#endif
-void pack_columns_baseline(WeightFormat format, const Columns& columns, char* panel) {
-  pack_columns<4>(format, columns, panel);
-}
-
-PackColumns choose_pack_columns([[maybe_unused]] Isa isa) {
-#if defined(MOESERVE_X86)
-  return choose_version<PackColumns>(isa, pack_columns_baseline, pack_columns_avx2, pack_columns_avx512);
-#else
-  return pack_columns_baseline;
-#endif
-}
+MOESERVE_DEFINE_VARIANTS(pack_columns, (WeightFormat format, const Columns& columns, char* panel),
+                         (format, columns, panel))
 
 template <typename Element>
 void pack_plain(const Element* source, int num_rows, int64_t num_inputs, int64_t padded, Element* panel) {
@@ -221,7 +201,7 @@ void pack_plain(const Element* source, int num_rows, int64_t num_inputs, int64_t
   }
 }
 
-// Panels of the weight's own type. Two inputs of a bfloat16 weight move as one word.
+// Pack panels of the type of the weight. Two inputs of a bfloat16 weight move as one word.
 template <typename Element>
 void pack_same(const Element* source, int num_rows, int64_t num_inputs, int64_t padded, char* panel) {
   std::vector<Element> copy(source, source + num_rows * num_inputs);  // `panel` may be `source`
@@ -229,7 +209,7 @@ void pack_same(const Element* source, int num_rows, int64_t num_inputs, int64_t 
     const auto* words = reinterpret_cast<const uint32_t*>(copy.data());
     auto* target = reinterpret_cast<uint32_t*>(panel);
     const int64_t num_words = num_inputs / 2;
-    for (int64_t first = 0; first < num_words; first += 16) {  // a cache line of each row at a time
+    for (int64_t first = 0; first < num_words; first += 16) {  // one cache line of each row at a time
       const int64_t last = std::min(first + 16, num_words);
       for (int64_t k = first; k < last; ++k) {
         for (int n = 0; n < kPanel; ++n) target[k * kPanel + n] = words[n * num_words + k];
@@ -247,7 +227,7 @@ void pack_panel(WeightFormat format, const Element* source, int num_rows, int64_
     return pack_same(source, num_rows, num_inputs, padded, panel);
   }
   Columns columns{std::vector<float>(kPanel * padded), padded};
-  constexpr int64_t kTogether = 16;  // inputs, so that neither rows nor columns leave the cache in between
+  constexpr int64_t kTogether = 16;  // inputs: rows and columns stay in the cache
   for (int64_t first = 0; first < num_inputs; first += kTogether) {
     const int64_t last = std::min(first + kTogether, num_inputs);
     for (int n = 0; n < num_rows; ++n) {

@@ -1,11 +1,11 @@
-// Attention over a paged KV cache: how a step is divided, and how its parts become whole again.
+// Attention over a paged KV cache: the division of a step into items, and the merge of partial results.
 //
 // Positions are cut at fixed places: into blocks, which are reduced one after the other (attention_block.h), and into
-// partitions of some blocks, which are reduced by themselves and then merged in order. So the order of additions
-// follows from a row's position and the shapes alone, and a long context can still be shared between threads.
+// partitions of some blocks, which are reduced separately and then merged in order. The order of additions therefore
+// follows from the position of a row and the shapes alone, and a long context can still be shared between threads.
 //
-// An item, what a thread does at a time, is some rows of a chunk with some query heads of one key-value head, and some
-// partitions. Which items there are is free: it changes no bit.
+// An item is the unit of work of a thread: some rows of a chunk, with some query heads of one key-value head, over some
+// partitions. The choice of items changes no bit.
 
 #include "paged_attention.h"
 
@@ -28,17 +28,17 @@ namespace moeserve {
 
 namespace {
 
-constexpr int kPartition = 256;         // positions, for every kHeadsPerPartition heads of a group
-constexpr int kHeadsPerPartition = 16;  // the states of a group would otherwise outgrow its keys and values
-constexpr int kMostQueries = 96;        // of an item: its states and what it packs should fit in a core's own cache
-constexpr int kFewQueries = 8;          // of an item: with fewer, packing keys and values is most of the work
-constexpr int kItemsPerThread = 4;      // enough for a thread that is late to be made up for
-constexpr double kWorthThreads = 8e-6;  // seconds
+constexpr int kPartition = 256;         // positions per kHeadsPerPartition heads of a group
+constexpr int kHeadsPerPartition = 16;  // keeps the states of a group smaller than its keys and values
+constexpr int kMostQueries = 96;    // queries of an item: states and packed operands must fit in the cache of a core
+constexpr int kFewQueries = 8;      // queries of an item: with fewer, packing dominates
+constexpr int kItemsPerThread = 4;  // enough to balance a delayed thread
+constexpr double kWorthThreads = 8e-6;  // seconds of work that justify another thread
 constexpr int kWordBytes = 4;
 
 static_assert(kPartition % kBlock == 0);
 
-// Consecutive rows, the first of which is at `position`, and the blocks of their context.
+// Consecutive rows, the first of them at `position`, and the blocks of their context.
 struct Chunk {
   int64_t first_row;  // among the tokens
   int64_t num_rows;
@@ -54,27 +54,27 @@ struct Item {
   int32_t num_heads;
   int32_t first_partition;
   int32_t num_partitions;
-  int32_t shared;  // index into `Job::shared`; -1: the item has all partitions that its rows attend to
+  int32_t shared;  // index into `Job::shared`; -1: the item covers all partitions that its rows attend to
 };
 
-// Rows and heads whose partitions are divided among items.
+// Rows and heads whose partitions are divided among several items.
 struct Shared {
-  int64_t first_float;  // of the states, in `Job::shared_states`
+  int64_t first_float;  // of its states in `Job::shared_states`
   int32_t first_partition;
   int32_t num_partitions;
-  std::atomic<int32_t> num_missing;  // whoever brings the last partition merges them all
+  std::atomic<int32_t> num_missing;  // the item that completes the last partition merges them
 
   Shared(int64_t first_float, int32_t first, int32_t count)
       : first_float(first_float), first_partition(first), num_partitions(count), num_missing(count) {}
 };
 
-// Memory that is kept from call to call, aligned to cache lines.
-class Room {
+// A buffer that is kept from call to call, aligned to cache lines.
+class Buffer {
  public:
-  Room() = default;
-  Room(const Room&) = delete;
-  Room& operator=(const Room&) = delete;
-  ~Room() { release(); }
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { release(); }
 
   template <typename Number>
   Number* at_least(int64_t count) {
@@ -100,22 +100,22 @@ class Room {
   size_t num_bytes_ = 0;
 };
 
-// What each thread keeps.
+// Buffers of each thread.
 struct Scratch {
-  Room queries;
-  Room keys;
-  Room values;
-  Room scores;
-  Room weights;
-  Room factors;
-  Room states;
-  Room zeros;
-  Room visible;
-  // Of the thread that calls the kernel, for all.
+  Buffer queries;
+  Buffer keys;
+  Buffer values;
+  Buffer scores;
+  Buffer weights;
+  Buffer factors;
+  Buffer states;
+  Buffer zeros;
+  Buffer visible;
+  // Used by the calling thread, for all threads.
   std::vector<Chunk> chunks;
   std::vector<Item> items;
   std::deque<Shared> shared;
-  Room shared_states;
+  Buffer shared_states;
 };
 
 Scratch& scratch() {
@@ -142,7 +142,7 @@ int64_t partition_size(const PagedAttention& step) {
   return kPartition * std::max<int64_t>(1, group_size(step) / kHeadsPerPartition);
 }
 
-// Partitions that some rows of a chunk attend to.
+// Return the range of partitions that some rows of a chunk attend to.
 int64_t first_partition(const PagedAttention& step, const Chunk& chunk, int64_t first_row) {
   return first_position(step, chunk.position + first_row) / partition_size(step);
 }
@@ -152,8 +152,8 @@ int64_t end_partition(const PagedAttention& step, const Chunk& chunk, int64_t en
 
 int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-// The states of an item's queries over one partition lie in one array of so many floats, in which each part begins with
-// a cache line.
+// The states of the queries of an item over one partition are one array of floats. Each of its parts is aligned to
+// cache lines.
 int64_t values_stride(const PagedAttention& step) { return round_up(step.value_size, 16); }
 int64_t states_size(const PagedAttention& step, int64_t num_queries) {
   return 2 * round_up(num_queries, 16) + num_queries * values_stride(step);
@@ -162,13 +162,13 @@ States states_at(float* room, int64_t num_queries) {
   return {room, room + round_up(num_queries, 16), room + 2 * round_up(num_queries, 16)};
 }
 
-// Where the keys and values of a block lie.
+// Addresses of the keys and values of a block.
 struct Rows {
   const void* keys[kBlock];
   const void* values[kBlock];
 };
 
-// What a row of an item sees of the block that starts at position `start`.
+// Return the visible positions of a row of an item in the block that starts at position `start`.
 Range visible_of(const PagedAttention& step, const Chunk& chunk, const Item& item, int row, int64_t start) {
   const int64_t position = chunk.position + item.first_row + row;
   const int64_t begin = first_position(step, position) - start;
@@ -176,10 +176,10 @@ Range visible_of(const PagedAttention& step, const Chunk& chunk, const Item& ite
           static_cast<int>(std::clamp<int64_t>(position + 1 - start, 0, kBlock))};
 }
 
-// What any of some consecutive rows or queries sees, given what the first and the last of them see.
+// Return the positions visible to any of several consecutive rows, given those of the first and the last row.
 Range join(Range first, Range last) { return {first.begin, last.end}; }
 
-// An item's positions, in whole blocks.
+// Return the range of positions of an item, from the start of a block on.
 int64_t first_start(const PagedAttention& step, const Chunk& chunk, const Item& item) {
   const int64_t first = first_position(step, chunk.position + item.first_row);
   return std::max(item.first_partition * partition_size(step), first) / kBlock * kBlock;
@@ -189,7 +189,7 @@ int64_t end_position(const PagedAttention& step, const Chunk& chunk, const Item&
                   chunk.position + item.first_row + item.num_rows);
 }
 
-// Finds the rows of `visible` in the block that starts at position `start`.
+// Find the addresses of the positions `visible` in the block that starts at position `start`.
 void find_rows(const PagedAttention& step, const Chunk& chunk, const Item& item, int64_t start, Range visible,
                Rows& rows) {
   const auto* keys = static_cast<const char*>(step.key_cache);
@@ -209,67 +209,67 @@ void find_rows(const PagedAttention& step, const Chunk& chunk, const Item& item,
   }
 }
 
-// What an item has at hand while it runs.
-struct Desk {
+// The state of an item while it runs.
+struct ItemContext {
   const PagedAttention& step;
   const BlockKernels& kernels;
   const Item& item;
   const Chunk& chunk;
   const Item* next;  // the item after this one, or null
   const Chunk* next_chunk;
-  const void* zeros;  // a row of them
+  const void* zeros;  // a row of zeros
   char* queries;
   void* packed_keys;
   void* packed_values;
   char* weights;
   float* scores;
   float* factors;
-  Range* visible;  // [queries], of the block that is worked on
-  Rows* rows;      // of that block
-  Rows* ahead;     // of the block after it
+  Range* visible;  // [queries], in the current block
+  Rows* rows;      // of the current block
+  Rows* ahead;     // of the next block
 
   int head_size() const { return static_cast<int>(step.head_size); }
   int value_size() const { return static_cast<int>(step.value_size); }
   bool is_packed() const { return item.num_rows * item.num_heads > kMaxTile; }
 };
 
-bool has_values(const Desk& desk) { return desk.step.value_cache != desk.step.key_cache; }
+bool has_values(const ItemContext& context) { return context.step.value_cache != context.step.key_cache; }
 
-Range visible_of(const Desk& desk, int row, int64_t start) {
-  return visible_of(desk.step, desk.chunk, desk.item, row, start);
+Range visible_of(const ItemContext& context, int row, int64_t start) {
+  return visible_of(context.step, context.chunk, context.item, row, start);
 }
 
-Range whole_granules(const Desk& desk, Range range) {
-  const int granule = desk.kernels.granule;
+Range whole_granules(const ItemContext& context, Range range) {
+  const int granule = context.kernels.granule;
   return {range.begin / granule * granule, (range.end + granule - 1) / granule * granule};
 }
 
-// Makes zeros of the rows that are not `visible`, up to whole granules.
-void pad_rows(const Desk& desk, Range visible, Rows& rows) {
-  const Range range = whole_granules(desk, visible);
-  for (int p = range.begin; p < visible.begin; ++p) rows.keys[p] = rows.values[p] = desk.zeros;
-  for (int p = visible.end; p < range.end; ++p) rows.keys[p] = rows.values[p] = desk.zeros;
+// Replace positions outside of `visible` by rows of zeros, up to whole granules.
+void pad_rows(const ItemContext& context, Range visible, Rows& rows) {
+  const Range range = whole_granules(context, visible);
+  for (int p = range.begin; p < visible.begin; ++p) rows.keys[p] = rows.values[p] = context.zeros;
+  for (int p = visible.end; p < range.end; ++p) rows.keys[p] = rows.values[p] = context.zeros;
 }
 
-// Finds what any of an item's rows sees of the block that starts at position `start`.
-Range find_item_rows(const Desk& desk, const Chunk& chunk, const Item& item, int64_t start, Rows& rows) {
-  const Range visible =
-      join(visible_of(desk.step, chunk, item, 0, start), visible_of(desk.step, chunk, item, item.num_rows - 1, start));
-  find_rows(desk.step, chunk, item, start, visible, rows);
+// Find the rows visible to any row of an item in the block that starts at position `start`. Returns their range.
+Range find_item_rows(const ItemContext& context, const Chunk& chunk, const Item& item, int64_t start, Rows& rows) {
+  const Range visible = join(visible_of(context.step, chunk, item, 0, start),
+                             visible_of(context.step, chunk, item, item.num_rows - 1, start));
+  find_rows(context.step, chunk, item, start, visible, rows);
   return visible;
 }
 
-// Finds the rows of the block that this thread reads after the one at `start`, if there is any. Returns their range.
-Range look_ahead(const Desk& desk, int64_t start) {
-  if (start + kBlock < end_position(desk.step, desk.chunk, desk.item)) {
-    return find_item_rows(desk, desk.chunk, desk.item, start + kBlock, *desk.ahead);
+// Find the rows of the block that this thread reads after the one at `start`, if any. Returns their range.
+Range find_next_rows(const ItemContext& context, int64_t start) {
+  if (start + kBlock < end_position(context.step, context.chunk, context.item)) {
+    return find_item_rows(context, context.chunk, context.item, start + kBlock, *context.ahead);
   }
-  if (desk.next == nullptr) return {0, 0};
-  const int64_t next_start = first_start(desk.step, *desk.next_chunk, *desk.next);
-  return find_item_rows(desk, *desk.next_chunk, *desk.next, next_start, *desk.ahead);
+  if (context.next == nullptr) return {0, 0};
+  const int64_t next_start = first_start(context.step, *context.next_chunk, *context.next);
+  return find_item_rows(context, *context.next_chunk, *context.next, next_start, *context.ahead);
 }
 
-// Calls use(kind, first) for tiles that cover some queries; there are kTiles[kind] queries in one.
+// Call use(kind, first) for tiles that cover the queries [first, end). A tile has kTiles[kind] queries.
 template <typename Use>
 void for_tiles(int first, int end, const Use& use) {
   for (int kind = 0; first < end;) {
@@ -279,104 +279,107 @@ void for_tiles(int first, int end, const Use& use) {
   }
 }
 
-// Brings the states of some of the item's rows up to date with the block that starts at position `start`.
-void attend_rows(const Desk& desk, int first_row, int num_rows, int64_t start, Range ahead, const States& states) {
-  const BlockKernels& kernels = desk.kernels;
-  const int64_t stride = values_stride(desk.step);
-  const int64_t query_bytes = int64_t{kernels.key_steps(desk.head_size())} * kWordBytes;
+// Update the states of some rows of the item with the block that starts at position `start`.
+void attend_rows(const ItemContext& context, int first_row, int num_rows, int64_t start, Range ahead,
+                 const States& states) {
+  const BlockKernels& kernels = context.kernels;
+  const int64_t stride = values_stride(context.step);
+  const int64_t query_bytes = int64_t{kernels.key_steps(context.head_size())} * kWordBytes;
   const int64_t weights_bytes = int64_t{kBlock} / kernels.per_word * kWordBytes;
-  const int num_heads = desk.item.num_heads;
+  const int num_heads = context.item.num_heads;
   const int begin = first_row * num_heads;
   const int end = begin + num_rows * num_heads;
   for (int row = first_row, query = begin; row < first_row + num_rows; ++row) {
-    const Range visible = visible_of(desk, row, start);
-    for (int head = 0; head < num_heads; ++head) desk.visible[query++] = visible;
+    const Range visible = visible_of(context, row, start);
+    for (int head = 0; head < num_heads; ++head) context.visible[query++] = visible;
   }
   const auto tile_of = [&](int kind, int query) {
-    const Range seen = join(desk.visible[query], desk.visible[query + kTiles[kind] - 1]);
+    const Range seen = join(context.visible[query], context.visible[query + kTiles[kind] - 1]);
     const States tile_states{states.largest + query, states.weight_sums + query, states.values + query * stride};
-    return Tile{desk.queries + query * query_bytes,
-                desk.visible + query,
+    return Tile{context.queries + query * query_bytes,
+                context.visible + query,
                 seen,
-                whole_granules(desk, seen),
-                desk.packed_keys,
-                desk.packed_values,
-                desk.rows->keys,
-                desk.rows->values,
-                {desk.ahead->keys, ahead},
-                {desk.ahead->values, has_values(desk) ? ahead : Range{0, 0}},
-                desk.step.scale,
-                desk.scores,
+                whole_granules(context, seen),
+                context.packed_keys,
+                context.packed_values,
+                context.rows->keys,
+                context.rows->values,
+                {context.ahead->keys, ahead},
+                {context.ahead->values, has_values(context) ? ahead : Range{0, 0}},
+                context.step.scale,
+                context.scores,
                 tile_states,
-                desk.weights + query * weights_bytes,
-                desk.factors + query};
+                context.weights + query * weights_bytes,
+                context.factors + query};
   };
 
-  if (!desk.is_packed()) {
+  if (!context.is_packed()) {
     for_tiles(begin, end, [&](int kind, int query) {
       const Tile tile = tile_of(kind, query);
       if (tile.seen.empty()) return;
-      kernels.weigh_in_place[kind](tile, desk.head_size());
-      kernels.add_in_place[kind](tile, desk.value_size(), stride);
+      kernels.weigh_in_place[kind](tile, context.head_size());
+      kernels.add_in_place[kind](tile, context.value_size(), stride);
     });
     return;
   }
   for_tiles(begin, end, [&](int kind, int query) {
     const Tile tile = tile_of(kind, query);
-    if (!tile.seen.empty()) kernels.weigh_packed[kind](tile, desk.head_size());
+    if (!tile.seen.empty()) kernels.weigh_packed[kind](tile, context.head_size());
   });
-  // A strip of values is small enough to stay at hand for all tiles.
-  for (int strip = 0; strip < kernels.num_strips(desk.value_size()); ++strip) {
+  // A strip of values stays in the cache for all tiles.
+  for (int strip = 0; strip < kernels.num_strips(context.value_size()); ++strip) {
     for_tiles(begin, end, [&](int kind, int query) {
       const Tile tile = tile_of(kind, query);
-      if (!tile.seen.empty()) kernels.add_packed[kind](tile, strip, desk.value_size(), stride);
+      if (!tile.seen.empty()) kernels.add_packed[kind](tile, strip, context.value_size(), stride);
     });
   }
 }
 
-// Brings the states of the item's rows up to date with the block that starts at position `start`, which is in
-// `desk.rows`.
-void attend_block(Desk& desk, int64_t start, const States& states) {
-  const BlockKernels& kernels = desk.kernels;
-  const int last_row = desk.item.num_rows - 1;
-  const Range ahead = look_ahead(desk, start);
-  // A value that is no number would reach rows that do not see it, as 0 times it is not 0. Where there is one, each row
-  // has the others' positions made zeros.
-  int num_rows = desk.item.num_rows;
+// Update the states of all rows of the item with the block that starts at position `start`, which is in `context.rows`.
+void attend_block(ItemContext& context, int64_t start, const States& states) {
+  const BlockKernels& kernels = context.kernels;
+  const int last_row = context.item.num_rows - 1;
+  const Range ahead = find_next_rows(context, start);
+  // 0 * NaN and 0 * infinity are not 0, so such a value would reach rows that do not attend to it. In this case the
+  // rows are processed one by one, with zeros at the other positions.
+  int num_rows = context.item.num_rows;
   for (int row = 0; row <= last_row;) {
-    const Range first = visible_of(desk, row, start);
-    const Range last = visible_of(desk, row + num_rows - 1, start);
+    const Range first = visible_of(context, row, start);
+    const Range last = visible_of(context, row + num_rows - 1, start);
     const Range visible = join(first, last);
     if (visible.empty()) {
       row += num_rows;
       continue;
     }
     const bool all_see_all = last.begin == first.begin && last.end == first.end;
-    if (num_rows > 1 && !all_see_all && !kernels.all_finite(desk.rows->values, visible, desk.value_size())) {
+    if (num_rows > 1 && !all_see_all && !kernels.all_finite(context.rows->values, visible, context.value_size())) {
       num_rows = 1;
       continue;
     }
-    if (num_rows < desk.item.num_rows) find_rows(desk.step, desk.chunk, desk.item, start, visible, *desk.rows);
-    pad_rows(desk, visible, *desk.rows);
-    if (desk.is_packed()) {
-      const Range range = whole_granules(desk, visible);
-      const Range ahead_values = has_values(desk) ? ahead : Range{0, 0};
-      kernels.pack_keys(desk.rows->keys, {desk.ahead->keys, ahead}, range, desk.head_size(), desk.packed_keys);
-      kernels.pack_values(desk.rows->values, {desk.ahead->values, ahead_values}, range, desk.value_size(),
-                          desk.packed_values);
+    if (num_rows < context.item.num_rows)
+      find_rows(context.step, context.chunk, context.item, start, visible, *context.rows);
+    pad_rows(context, visible, *context.rows);
+    if (context.is_packed()) {
+      const Range range = whole_granules(context, visible);
+      const Range ahead_values = has_values(context) ? ahead : Range{0, 0};
+      kernels.pack_keys(context.rows->keys, {context.ahead->keys, ahead}, range, context.head_size(),
+                        context.packed_keys);
+      kernels.pack_values(context.rows->values, {context.ahead->values, ahead_values}, range, context.value_size(),
+                          context.packed_values);
     }
-    attend_rows(desk, row, num_rows, start, ahead, states);
+    attend_rows(context, row, num_rows, start, ahead, states);
     row += num_rows;
   }
-  std::swap(desk.rows, desk.ahead);
+  std::swap(context.rows, context.ahead);
 }
 
-// Reduces what the item's rows attend to in one partition.
-void attend_partition(Desk& desk, int64_t partition, const States& states) {
-  const int64_t begin = std::max(partition * partition_size(desk.step), first_start(desk.step, desk.chunk, desk.item));
+// Reduce the positions of one partition that the rows of the item attend to.
+void attend_partition(ItemContext& context, int64_t partition, const States& states) {
+  const int64_t begin =
+      std::max(partition * partition_size(context.step), first_start(context.step, context.chunk, context.item));
   const int64_t end =
-      std::min((partition + 1) * partition_size(desk.step), end_position(desk.step, desk.chunk, desk.item));
-  for (int64_t start = begin; start < end; start += kBlock) attend_block(desk, start, states);
+      std::min((partition + 1) * partition_size(context.step), end_position(context.step, context.chunk, context.item));
+  for (int64_t start = begin; start < end; start += kBlock) attend_block(context, start, states);
 }
 
 void run_item(Job& job, size_t index) {
@@ -392,7 +395,7 @@ void run_item(Job& job, size_t index) {
   const int64_t stride = values_stride(step);
   Scratch& room = scratch();
 
-  // Calls use(query, its index among all rows' heads).
+  // Call use(query, index among the heads of all rows).
   const auto for_queries = [&](const auto& use) {
     int query = 0;
     for (int row = 0; row < item.num_rows; ++row) {
@@ -411,23 +414,23 @@ void run_item(Job& job, size_t index) {
     kernels.copy_query(source, head_size, queries + query * query_bytes);
   });
   Rows rows[2];
-  Desk desk{step,
-            kernels,
-            item,
-            chunk,
-            next,
-            next == nullptr ? nullptr : &job.chunks[next->chunk],
-            zeros,
-            queries,
-            room.keys.at_least<char>(kernels.packed_keys_size(head_size) * kWordBytes),
-            room.values.at_least<char>(kernels.packed_values_size(value_size) * kWordBytes),
-            room.weights.at_least<char>(int64_t{num_queries} * kBlock / kernels.per_word * kWordBytes),
-            room.scores.at_least<float>(kMaxTile * kBlock),
-            room.factors.at_least<float>(num_queries),
-            room.visible.at_least<Range>(num_queries),
-            &rows[0],
-            &rows[1]};
-  find_item_rows(desk, chunk, item, first_start(step, chunk, item), *desk.rows);
+  ItemContext context{step,
+                      kernels,
+                      item,
+                      chunk,
+                      next,
+                      next == nullptr ? nullptr : &job.chunks[next->chunk],
+                      zeros,
+                      queries,
+                      room.keys.at_least<char>(kernels.packed_keys_size(head_size) * kWordBytes),
+                      room.values.at_least<char>(kernels.packed_values_size(value_size) * kWordBytes),
+                      room.weights.at_least<char>(int64_t{num_queries} * kBlock / kernels.per_word * kWordBytes),
+                      room.scores.at_least<float>(kMaxTile * kBlock),
+                      room.factors.at_least<float>(num_queries),
+                      room.visible.at_least<Range>(num_queries),
+                      &rows[0],
+                      &rows[1]};
+  find_item_rows(context, chunk, item, first_start(step, chunk, item), *context.rows);
 
   const int64_t size = states_size(step, num_queries);
   float* own_states = room.states.at_least<float>(2 * size);
@@ -445,7 +448,7 @@ void run_item(Job& job, size_t index) {
     std::fill_n(states.largest, num_queries, kNoScore);
     std::fill_n(states.weight_sums, num_queries, 0.0f);
     std::memset(states.values, 0, num_queries * stride * sizeof(float));
-    attend_partition(desk, partition, states);
+    attend_partition(context, partition, states);
     if (shared == nullptr && partition > item.first_partition) kernels.merge(merged, states, num_queries, stride);
   }
   if (shared != nullptr) {
@@ -465,7 +468,7 @@ void run_item(Job& job, size_t index) {
 
 void refuse(const std::string& what) { throw std::invalid_argument("paged_attention: " + what); }
 
-// The rows that have a position, checked against all the sizes. Returns how many there are.
+// Collect the rows with a position and check them against the sizes. Returns their number.
 int64_t find_chunks(const PagedAttention& step, std::vector<Chunk>& chunks) {
   chunks.clear();
   int64_t num_rows = 0;
@@ -498,7 +501,7 @@ int64_t find_chunks(const PagedAttention& step, std::vector<Chunk>& chunks) {
   return num_rows;
 }
 
-// Heads and rows of an item, at most.
+// Return the maximal number of heads and rows of an item.
 struct Division {
   int64_t num_heads;
   int64_t num_rows;
@@ -511,11 +514,11 @@ Division divide(const PagedAttention& step, int64_t num_queries) {
   return {num_heads, std::max<int64_t>(1, num_queries / num_heads)};
 }
 
-// Calls use(chunk, first_row, num_rows) for each item's rows.
+// Call use(chunk, first_row, num_rows) for the rows of each item.
 template <typename Use>
 void for_rows(const std::vector<Chunk>& chunks, const Division& division, const Use& use) {
   for (size_t c = 0; c < chunks.size(); ++c) {
-    // As equal as can be, so that the last item is not a small one.
+    // Items of similar size, so that the last one is not small.
     const int64_t parts = (chunks[c].num_rows + division.num_rows - 1) / division.num_rows;
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t first = chunks[c].num_rows * part / parts;
@@ -524,7 +527,7 @@ void for_rows(const std::vector<Chunk>& chunks, const Division& division, const 
   }
 }
 
-// Items if none shared its partitions, and all of their partitions.
+// Count the items without shared partitions, and all of their partitions.
 struct Count {
   int64_t items = 0;
   int64_t partitions = 0;
@@ -543,7 +546,7 @@ Count count_items(const Job& job, const Division& division) {
   return count;
 }
 
-// Seconds that a thread may take for the step, roughly.
+// Estimate the time that one thread needs for the step, in seconds.
 double estimate_seconds(const PagedAttention& step, const std::vector<Chunk>& chunks) {
   double num_pairs = 0;
   double num_read = 0;
@@ -558,18 +561,18 @@ double estimate_seconds(const PagedAttention& step, const std::vector<Chunk>& ch
   return num_pairs * sizes * 2 / 80e9 + bytes / 12e9;
 }
 
-// Fills `items`: large ones, as long as every thread gets some. A context is shared where rows and heads are too few.
-void plan(Job& job, int num_threads, Room& shared_states) {
+// Fill `items`: large ones if every thread gets some. A context is shared if there are too few rows and heads.
+void plan(Job& job, int num_threads, Buffer& shared_states) {
   const PagedAttention& step = job.step;
   job.items.clear();
   job.shared.clear();
   Division division = divide(step, kMostQueries);
-  int64_t most = std::numeric_limits<int32_t>::max();  // partitions of an item
+  int64_t most = std::numeric_limits<int32_t>::max();  // maximal number of partitions of an item
   if (num_threads > 1) {
     const int64_t wanted = int64_t{num_threads} * kItemsPerThread;
     Count count = count_items(job, division);
     for (int64_t num_queries = kMostQueries / 2; num_queries >= kFewQueries && count.items < wanted; num_queries /= 2) {
-      // Few queries had rather share their context: what they pack, others would have to pack again.
+      // Few queries share their context instead: dividing them would repeat the packing.
       if (num_queries < kMostQueries / 4 && count.partitions >= 2 * num_threads) break;
       division = divide(step, num_queries);
       count = count_items(job, division);

@@ -1,7 +1,7 @@
-// A counting sort, copies of rows, and sums of rows. Each token's sum stays in registers, some columns at a time.
+// Counting sort, copies and weighted sums of rows. The sum of a token stays in registers, some columns at a time.
 //
-// This file is compiled with -ffp-contract=off: with each product rounded before it is added, a sum has the bytes that
-// torch gives it, with every instruction set.
+// This file is compiled with -ffp-contract=off: each product is rounded before it is added, so that sums have the bytes
+// of torch with every instruction set.
 
 #include "pairs.h"
 
@@ -20,7 +20,7 @@ namespace {
 
 void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
-// Sums kPairs * 2 * W columns from `first` on, or, where that part is not whole, the last `num_columns` < 2 * W.
+// Sum kPairs * 2 * W columns from `first` on or, if kIsWhole is false, the last `num_columns` < 2 * W.
 template <int W, int kPairs, bool kIsWhole, typename Element>
 MOESERVE_INLINE void sum_columns(const WeightedSum& sum, const int64_t* rows_of_token, int64_t token, int64_t first,
                                  int64_t num_columns) {
@@ -69,33 +69,8 @@ MOESERVE_INLINE void sum_tokens(const WeightedSum& sum, const int64_t* row_of_pa
   }
 }
 
-#if defined(MOESERVE_X86)
-MOESERVE_TARGET_AVX512 void sum_tokens_avx512(const WeightedSum& sum, const int64_t* row_of_pair, int64_t first,
-                                              int64_t last) {
-  sum_tokens<16>(sum, row_of_pair, first, last);
-}
-MOESERVE_TARGET_AVX2 void sum_tokens_avx2(const WeightedSum& sum, const int64_t* row_of_pair, int64_t first,
-                                          int64_t last) {
-  sum_tokens<8>(sum, row_of_pair, first, last);
-}
-#endif
-void sum_tokens_baseline(const WeightedSum& sum, const int64_t* row_of_pair, int64_t first, int64_t last) {
-  sum_tokens<4>(sum, row_of_pair, first, last);
-}
-
-using SumTokens = void (*)(const WeightedSum&, const int64_t* row_of_pair, int64_t first, int64_t last);
-
-SumTokens choose_sum_tokens([[maybe_unused]] Isa isa) {
-#if defined(MOESERVE_X86)
-  return choose_version<SumTokens>(isa, sum_tokens_baseline, sum_tokens_avx2, sum_tokens_avx512);
-#else
-  return sum_tokens_baseline;
-#endif
-}
-
-}  // namespace
-
-namespace {
+MOESERVE_DEFINE_VARIANTS(sum_tokens, (const WeightedSum& sum, const int64_t* row_of_pair, int64_t first, int64_t last),
+                         (sum, row_of_pair, first, last))
 
 template <typename Key>
 void check_keys(const PairSort& sort) {
@@ -113,7 +88,7 @@ void check_keys(const PairSort& sort) {
 template <typename Key>
 int64_t sort_keys(const PairSort& sort) {
   const auto num_keys = static_cast<uint64_t>(sort.num_keys);
-  // Calls use(pair, key) for each pair that is not left out.
+  // Call use(pair, key) for each pair with a counted key.
   const auto for_pairs = [&](const auto& use) {
     const auto* keys = static_cast<const Key*>(sort.keys);
     for (int64_t t = 0, pair = 0; t < sort.num_tokens; ++t, keys += sort.token_stride) {
@@ -126,7 +101,7 @@ int64_t sort_keys(const PairSort& sort) {
   check_keys<Key>(sort);
   std::fill_n(sort.counts, sort.num_keys, 0);
   for_pairs([&](int64_t, uint64_t key) { ++sort.counts[key]; });
-  thread_local std::vector<int64_t> next;  // place of each key's next pair
+  thread_local std::vector<int64_t> next;  // next index in `order` for each key
   next.resize(sort.num_keys);
   int64_t num_kept = 0;
   for (int64_t key = 0; key < sort.num_keys; ++key) {
@@ -156,12 +131,12 @@ void choose_copies(const CopyChoice& choice) {
         choice.chosen[pair] = -1;
         continue;
       }
-      const int64_t num_turns = expert >= 0 && expert < choice.num_experts ? choice.num_turns[expert] : 0;
-      if (num_turns < 1 || num_turns > choice.max_turns) {
+      const int64_t num_copies = expert >= 0 && expert < choice.num_experts ? choice.num_copies[expert] : 0;
+      if (num_copies < 1 || num_copies > choice.max_copies) {
         throw std::invalid_argument("expert " + std::to_string(expert) + " has no copies among those of " +
                                     std::to_string(choice.num_experts) + " experts");
       }
-      choice.chosen[pair] = choice.copies[expert * choice.max_turns + (choice.first_token + token) % num_turns];
+      choice.chosen[pair] = choice.copies[expert * choice.max_copies + (choice.first_token + token) % num_copies];
     }
   }
 }
@@ -186,9 +161,9 @@ void gather_rows(const RowGather& gather) {
 }
 
 void scatter_rows(const RowScatter& scatter) {
-  thread_local std::vector<int64_t> room;
-  room.assign(scatter.num_out_rows, -1);
-  int64_t* source_of_row = room.data();
+  thread_local std::vector<int64_t> buffer;
+  buffer.assign(scatter.num_out_rows, -1);
+  int64_t* source_of_row = buffer.data();
   for (int64_t r = 0; r < scatter.num_rows; ++r) {
     const int64_t index = scatter.indices[r];
     if (index < -1 || index >= scatter.num_out_rows) {
@@ -223,9 +198,9 @@ void join_rows(const RowJoin& join) {
 }
 
 void weighted_sum(const WeightedSum& sum) {
-  thread_local std::vector<int64_t> room;
-  room.assign(sum.num_tokens * sum.top_k, -1);
-  int64_t* row_of_pair = room.data();
+  thread_local std::vector<int64_t> buffer;
+  buffer.assign(sum.num_tokens * sum.top_k, -1);
+  int64_t* row_of_pair = buffer.data();
   for (int64_t r = 0; r < sum.num_rows; ++r) {
     const int64_t pair = sum.pair_of_row[r];
     if (pair < 0 || pair >= sum.num_tokens * sum.top_k) {
@@ -234,7 +209,7 @@ void weighted_sum(const WeightedSum& sum) {
     }
     row_of_pair[pair] = r;
   }
-  const SumTokens run = choose_sum_tokens(current_isa());
+  const auto run = choose_sum_tokens(current_isa());
   for_rows(sum.num_tokens, (sum.top_k + 1) * sum.width * element_bytes(sum.type),
            [&](int64_t first, int64_t last) { run(sum, row_of_pair, first, last); });
 }

@@ -1,5 +1,4 @@
-// Pairs of a token and one of its experts: sorted, their rows gathered, their outputs summed up. Plain arrays in and
-// out; knows no Python.
+// Kernels over pairs of a token and one of its experts: sorting, row copies and weighted sums.
 
 #pragma once
 
@@ -9,26 +8,25 @@
 
 namespace moeserve {
 
-// P pairs with a key each, one of num_known, or -1. Those that have another key than the num_keys from first_key on
-// are left out.
+// P pairs with a key each: -1, or in [0, num_known). Pairs with a key outside of [first_key, first_key + num_keys) are
+// left out.
 struct PairSort {
-  ElementType type;  // of the keys: int32 or int64
+  ElementType type;  // type of the keys: int32 or int64
   const void* keys;  // [T, K], P = T * K pairs
   int64_t keys_per_token;
-  int64_t token_stride;  // from token to token, in elements
+  int64_t token_stride;  // between tokens, in elements
   int64_t num_tokens;
   int64_t first_key;
   int64_t num_keys;
   int64_t num_known;  // at least first_key + num_keys
-  int64_t* order;     // [P], gets the pairs in the order of their keys, those of one key ascending; and then -1
-  int64_t* counts;    // [num_keys], gets how many pairs each key has
+  int64_t* order;     // [P]: pairs sorted by key, ascending within a key, filled up with -1
+  int64_t* counts;    // [num_keys]: number of pairs of each key
 };
 
-// Returns how many pairs are not left out: so many numbers `order` has then. Throws std::invalid_argument for a key
-// that is not known.
+// Return the number of sorted pairs. Throws std::invalid_argument for a key that is out of range.
 int64_t sort_pairs(const PairSort& sort);
 
-// Adds to each total a count, which may have been counted by `sort_pairs`.
+// totals += counts.
 struct CountAddition {
   const int64_t* counts;  // [num_keys]
   int64_t* totals;        // [num_keys]
@@ -37,27 +35,27 @@ struct CountAddition {
 
 void add_counts(const CountAddition& addition);
 
-// Which copy of its experts each token gets: of expert e, token t the one in turn (first_token + t) % num_turns[e].
+// Round-robin choice of expert copies: token t uses copy (first_token + t) % num_copies[e] of expert e.
 struct CopyChoice {
-  const int64_t* experts;    // [T, K]; -1 is nobody, and stays so
-  const int64_t* copies;     // [E, W]
-  const int64_t* num_turns;  // [E], from 1 to W
-  int64_t* chosen;           // [T, K]
+  const int64_t* experts;     // [T, K]; -1 is padding and stays -1
+  const int64_t* copies;      // [E, W]
+  const int64_t* num_copies;  // [E], from 1 to W
+  int64_t* chosen;            // [T, K]
   int64_t first_token;
   int64_t num_tokens;
   int64_t top_k;
   int64_t num_experts;
-  int64_t max_turns;
+  int64_t max_copies;
 };
 
-// Throws std::invalid_argument for an expert or a number of turns out of range.
+// Throws std::invalid_argument for an expert or a number of copies out of range.
 void choose_copies(const CopyChoice& choice);
 
-// Row r of `out` gets row indices[r] / divisor of `source`; where the index is -1, it stays as it is.
+// Copy row indices[r] / divisor of `source` to row r of `out`. Rows with index -1 stay unchanged.
 struct RowGather {
   int64_t element_bytes;
   const void* source;      // [S, D]
-  int64_t source_stride;   // from row to row, in elements
+  int64_t source_stride;   // between rows, in elements
   const int64_t* indices;  // [R]
   void* out;               // [R, D]
   int64_t num_source_rows;
@@ -69,11 +67,11 @@ struct RowGather {
 // Throws std::invalid_argument for an index out of range.
 void gather_rows(const RowGather& gather);
 
-// Row indices[r] of `out` gets row r of `source`, but for indices of -1. All other rows of `out` become zeros.
+// Copy row r of `source` to row indices[r] of `out`, except for index -1. All other rows of `out` become zeros.
 struct RowScatter {
   int64_t row_bytes;
   const void* source;      // [R, D]
-  const int64_t* indices;  // [R], each but -1 once
+  const int64_t* indices;  // [R], unique except for -1
   void* out;               // [P, D]
   int64_t num_rows;
   int64_t num_out_rows;
@@ -82,7 +80,7 @@ struct RowScatter {
 // Throws std::invalid_argument for an index out of range.
 void scatter_rows(const RowScatter& scatter);
 
-// Row r of `out` gets row r of one tensor, and then of the other.
+// Concatenate the bytes of row r of both tensors to row r of `out`.
 struct RowJoin {
   const void* first;  // [T, ...]
   const void* second;
@@ -96,9 +94,9 @@ struct RowJoin {
 
 void join_rows(const RowJoin& join);
 
-// T tokens, K pairs of each, R rows, D width.
+// T tokens with K pairs each, R rows of width D.
 struct WeightedSum {
-  ElementType type;            // of rows and out: float32 or bfloat16
+  ElementType type;            // type of rows and out: float32 or bfloat16
   const void* rows;            // [R, D]
   const int64_t* pair_of_row;  // [R]: t * K + k, each at most once
   const float* weights;        // [T, K]
@@ -109,9 +107,9 @@ struct WeightedSum {
   int64_t width;
 };
 
-// Each token's rows times their weights, rounded to float32, added in float32, in the order of k, and rounded once
-// more. A pair without a row adds zero. The bytes are the same with every instruction set. Throws std::invalid_argument
-// for a pair out of range.
+// Sum the rows of each token times their weights, rounded to float32, added in float32 in the order of k, and rounded
+// to the type at the end. A pair without a row adds zero. The bytes are the same with every instruction set. Throws
+// std::invalid_argument for a pair out of range.
 void weighted_sum(const WeightedSum& sum);
 
 }  // namespace moeserve

@@ -1,4 +1,4 @@
-// Chooses whose threads run the items.
+// Choice between the OpenMP threads of torch and a pool of our own.
 
 #include "parallel.h"
 
@@ -16,8 +16,8 @@ namespace moeserve {
 
 namespace {
 
-// The entry that GCC compiles `#pragma omp parallel` to, and that other OpenMP runtimes offer as well. A runtime keeps
-// its threads from one region to the next only if both want the same number, so we always ask for all.
+// The entry point that GCC compiles `#pragma omp parallel` to, and that other OpenMP runtimes offer as well. A runtime
+// keeps its threads between regions only if both request the same number, so we always request all.
 using GompParallel = void (*)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
 
 GompParallel find_openmp() {
@@ -29,9 +29,9 @@ GompParallel find_openmp() {
 std::atomic<int> wanted_threads{1};
 std::atomic<bool> is_busy{false};
 std::atomic<bool> is_forked{false};
-ThreadPool* own_pool = nullptr;  // guarded by `is_busy`; never destroyed at exit, so that nothing can hang there
+ThreadPool* own_pool = nullptr;  // guarded by `is_busy`; never destroyed, so that exit cannot hang
 
-// In the child of a fork: the threads of both kinds are gone, and what is left of them is not touched.
+// Runs in the child of a fork: the threads of both kinds do not exist there, and their state must not be touched.
 void forget_threads() {
   is_forked = true;
   is_busy = false;
@@ -77,7 +77,8 @@ void parallel_for(int64_t num_items, const std::function<void(int64_t)>& work) {
   (void)registered;
   Items items(num_items, num_threads, work);
   if (uses_openmp()) {
-    find_openmp()([](void* data) { static_cast<Items*>(data)->take(); }, &items, static_cast<unsigned>(num_threads), 0);
+    find_openmp()([](void* data) { static_cast<Items*>(data)->run_all(); }, &items, static_cast<unsigned>(num_threads),
+                  0);
   } else {
     pool_of(num_threads).run(items);
   }

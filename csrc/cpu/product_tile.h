@@ -1,6 +1,6 @@
-// The inner loops of products: a few rows times the 64 outputs of two panels. Written once for vectors of any width.
+// The inner loops of products: a few rows times the 64 outputs of two panels, for vectors of any width.
 //
-// A tile adds to its sums, input by input in the order of K; nothing else decides what an output's sum is.
+// A tile adds to its sums input by input in the order of K, which alone determines the sum of an output.
 
 #pragma once
 
@@ -13,13 +13,13 @@ namespace moeserve {
 
 constexpr int kTileOutputs = 2 * kPanel;
 
-// Some inputs of two panels. Where `scales` are given, one for each of the 64 outputs, the products of these inputs are
-// added up by themselves and their sum times the scale is what is added.
+// Some inputs of two panels. With `scales`, one for each of the 64 outputs, the products of these inputs are summed
+// separately, and their sum times the scale is added.
 struct Block {
   const char* panels[2];
   const float* scales;
   int64_t num_inputs;
-  bool is_first;  // whether sums are written, not added to
+  bool is_first;  // overwrite the sums instead of adding to them
 };
 
 template <int W, int kRows, int kVectors>
@@ -39,7 +39,7 @@ MOESERVE_INLINE void multiply_add(const float* input, int64_t stride, const char
   }
 }
 
-// Two inputs of an output lie in one word.
+// Two inputs of an output share a word.
 template <int W, int kRows, int kVectors>
 MOESERVE_INLINE void multiply_add(const BFloat16* input, int64_t stride, const char* panel, int64_t num_inputs,
                                   Float<W> (&sums)[kRows][kVectors]) {
@@ -61,7 +61,7 @@ MOESERVE_INLINE void multiply_add(const BFloat16* input, int64_t stride, const c
   }
 }
 
-// kRows rows, and as many outputs of one panel as kVectors vectors hold, from `output` on.
+// Add kRows rows times kVectors vectors of outputs of one panel, from `output` on.
 template <int W, int kRows, int kVectors, typename Element>
 MOESERVE_INLINE void add_part(const Element* input, int64_t stride, const Block& block, int panel, int output,
                               float* sums) {
@@ -92,7 +92,7 @@ MOESERVE_INLINE void add_part(const Element* input, int64_t stride, const Block&
   }
 }
 
-// The sums of `num_rows` rows, at most kRows, and 64 outputs.
+// Add the products of `num_rows` <= kRows rows with 64 outputs.
 template <int W, int kRows, int kVectors, typename Element>
 MOESERVE_INLINE void add_tile(const Element* input, int64_t stride, int num_rows, const Block& block, float* sums) {
   if constexpr (kRows > 1) {

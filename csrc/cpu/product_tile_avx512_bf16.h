@@ -1,6 +1,6 @@
 // The inner loops of products with VDPBF16PS: up to 6 rows times the 64 outputs of two panels, all sums in registers.
 //
-// Weights of fewer bits become bfloat16 in registers on their way, exactly.
+// Quantised weights are converted to bfloat16 in registers, exactly.
 
 #pragma once
 
@@ -18,10 +18,9 @@ namespace moeserve {
 
 constexpr int kDotRows = 6;
 
-// Memory that is to be in the second-level cache soon. For every pair of inputs that a tile reads, kLines lines of it
-// are asked for. With kAhead, a tile asks for what lies ahead in its own panels, and with the last pairs for two lines
-// each of the panels that come next: cores read a stream of memory a quarter to a half faster so, where they also
-// compute.
+// Memory to prefetch to the L2 cache: kLines cache lines for every pair of inputs that a tile reads. With kAhead, a
+// tile prefetches its own panels ahead of use and, with the last pairs, two lines each of the next panels. Cores read a
+// stream of memory a quarter to a half faster this way if they also compute.
 struct Prefetch {
   const char* panels[2];
 };
@@ -32,7 +31,7 @@ constexpr int64_t kAheadBytes = 4096;
 
 #define MOESERVE_DOT MOESERVE_TARGET_AVX512_BF16 MOESERVE_INLINE
 
-// Two inputs of the 32 outputs of a panel: two vectors.
+// Two inputs of the 32 outputs of a panel, as two vectors.
 MOESERVE_DOT void load_weights(const char* panel, int64_t pair, __m512bh (&lanes)[2]) {
   lanes[0] = (__m512bh)_mm512_loadu_si512(panel + pair * 128);
   lanes[1] = (__m512bh)_mm512_loadu_si512(panel + pair * 128 + 64);
@@ -64,7 +63,7 @@ MOESERVE_DOT void prefetch_lines(const char* lines) {
 }
 
 template <WeightFormat kFormat>
-constexpr int64_t kPairBytes = kFormat == WeightFormat::kInt8 ? 64 : 128;  // of a panel
+constexpr int64_t kPairBytes = kFormat == WeightFormat::kInt8 ? 64 : 128;  // bytes of an input pair in a panel
 
 template <int kRows, WeightFormat kFormat, int kLines>
 MOESERVE_DOT void dot_pairs(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_pairs,
@@ -130,14 +129,15 @@ MOESERVE_DOT void dot_tile(const BFloat16* input, int64_t stride, const Block& b
   }
 }
 
-// Two inputs of the 32 outputs of a panel from words of four values; kStep says which two of the word's.
+// Two inputs of the 32 outputs of a panel from words of four values; kStep selects two values of each word.
 template <int kStep>
 MOESERVE_DOT void widen_int4(__m512i words, __m512i table, __m512bh (&lanes)[2]) {
   lanes[0] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8 * kStep), table);
   lanes[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8 * kStep + 4), table);
 }
 
-// bfloat16 of what each code stands for, twice: a table is asked with five bits, of which the fifth is another code's.
+// The values of the codes in bfloat16, twice: the table is indexed with five bits, of which the fifth belongs to
+// another code.
 struct Int4Table {
   alignas(64) uint16_t bits[32] = {};
 
@@ -145,7 +145,7 @@ struct Int4Table {
     for (int i = 0; i < 32; ++i) bits[i] = bfloat16_bits(kInt4Values[i % 16]);
   }
 
-  // Of an integer of at most 8 bits.
+  // Convert integers of at most 8 bits.
   static constexpr uint16_t bfloat16_bits(int value) {
     int magnitude = value < 0 ? -value : value;
     int exponent = 127 + 7;
@@ -164,8 +164,7 @@ MOESERVE_DOT __m512 widen_scales(const char* scales) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-// Inputs `first` to before `last` of a quantised panel as a bfloat16 panel, and int4's scales of the one group that
-// these are.
+// Widen inputs [first, last) of a quantised panel to a bfloat16 panel, and the scales of their one int4 group.
 MOESERVE_TARGET_AVX512_BF16 inline void widen_panel(WeightFormat format, const char* panel, int64_t first, int64_t last,
                                                     char* target, float* scales) {
   __m512bh lanes[2];
@@ -194,7 +193,7 @@ MOESERVE_TARGET_AVX512_BF16 inline void widen_panel(WeightFormat format, const c
   }
 }
 
-// All inputs of int4 panels, group by group, as with kAhead.
+// Process all inputs of int4 panels group by group, prefetching as with kAhead.
 template <int kRows>
 MOESERVE_DOT void dot_int4(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_inputs,
                            const Prefetch& next, float* targets) {

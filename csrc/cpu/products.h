@@ -1,8 +1,8 @@
-// Sums of products, W at a time, from packed operands: what is multiplied, and in which steps it is added.
+// Sums of products of packed operands, W at a time: the element types and the order of additions.
 //
-// Operands are made of 32-bit words. A step multiplies a word of one operand with W words of the other and adds to W
-// sums. A sum's steps come one after the other, so its bits follow from its operands alone: not from its lane, and not
-// from what is computed beside it.
+// Operands consist of 32-bit words. A step multiplies a word of one operand with W words of the other and adds to W
+// sums. The steps of a sum are sequential, so its bits follow from its operands alone, independently of its lane and of
+// neighbouring sums.
 
 #pragma once
 
@@ -14,12 +14,12 @@
 
 namespace moeserve {
 
-// A word is one float32, and each product is added in one rounding where the processor can.
+// A word is one float32. Each product is added with a fused multiply-add if the processor has one.
 template <int kWidth>
 struct FloatProducts {
   static constexpr int W = kWidth;
   static constexpr int kPerWord = 1;
-  static constexpr int kVectors = W == 16 ? 4 : 2;  // vectors of sums beside each other that suit the registers
+  static constexpr int kVectors = W == 16 ? 4 : 2;  // vectors of sums that fit in the registers
   static constexpr int kExponentialDegree = 6;
   using Word = float;
   using Words = Float<W>;
@@ -33,8 +33,8 @@ struct FloatProducts {
 
 #if defined(MOESERVE_X86)
 
-// A word is two bfloat16, the first in its low half. Both products of a step are added in float32 by one instruction,
-// VDPBF16PS, which takes subnormal numbers for zero. Only for functions with MOESERVE_TARGET_AVX512_BF16.
+// A word is two bfloat16, the first in its low half. VDPBF16PS adds both products of a step in float32 and treats
+// subnormal numbers as zero. Only for functions with MOESERVE_TARGET_AVX512_BF16.
 struct BFloat16Products {
   static constexpr int W = 16;
   static constexpr int kPerWord = 2;
@@ -58,8 +58,8 @@ struct BFloat16Products {
     return broadcast_word(&pair);
   }
 
-  // 32 floats, rounded to nearest, in their order. The instructions are written out because a compiler lets a function
-  // without their target attribute call their intrinsics under no circumstances, even to be inlined in one that has it.
+  // Round 32 floats to nearest, in order. Inline assembly, because compilers refuse intrinsics in a function without
+  // their target attribute, even if it is inlined into a function that has it.
   static MOESERVE_INLINE Words pack(const Float<W>* vectors) {
     Words words;
     asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(words) : "v"(vectors[1]), "v"(vectors[0]));
@@ -74,7 +74,8 @@ struct BFloat16Products {
 
 #endif
 
-// sums[r][v] = sum over `num_steps` of row r's words and vector v of the strip: [num_steps, kVectors * W] words.
+// Compute sums[r][v] = sum over `num_steps` of the words of row r times vector v of the strip [num_steps, kVectors *
+// W].
 template <typename Products, int kRows, int kVectors>
 MOESERVE_INLINE void multiply(const typename Products::Word* rows, int64_t row_stride,
                               const typename Products::Word* strip, int num_steps,

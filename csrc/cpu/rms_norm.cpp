@@ -1,4 +1,4 @@
-// RMSNorm: each row is read once from memory, and a second time from the cache of the core.
+// RMSNorm. Each row is read once from memory and once from the cache.
 
 #include "rms_norm.h"
 
@@ -12,14 +12,14 @@ namespace moeserve {
 
 namespace {
 
-// The sums of squares of a row, lane by lane.
+// The sums of squares of a row, per lane.
 template <int W>
 struct Squares {
   Float<W> first = {};
   Float<W> second = {};
 };
 
-// Adds `update` to 2 * W elements, or to the last `count` of a row, and then their squares to `squares`.
+// Add `update` to 2 * W elements, or to the last `count` of a row, and their squares to `squares`.
 template <int W, bool kAdds, bool kIsWhole, typename Element>
 MOESERVE_INLINE void add_squares(const Element* x, const Element* update, Element* sum, int64_t count,
                                  Squares<W>& squares) {
@@ -45,7 +45,7 @@ MOESERVE_INLINE void scale(const Element* source, const Element* weight, float f
 template <int W, bool kAdds, typename Element>
 MOESERVE_INLINE void norm_row(const Element* x, const Element* update, const Element* weight, Element* sum,
                               Element* out, int64_t width, float epsilon) {
-  const int64_t last = width / (2 * W) * (2 * W);  // where less than 2 * W elements are left
+  const int64_t last = width / (2 * W) * (2 * W);  // start of the last, incomplete vectors
   Squares<W> squares;
   for (int64_t d = 0; d < last; d += 2 * W) {
     add_squares<W, kAdds, true>(x + d, update + d, sum + d, 2 * W, squares);
@@ -93,30 +93,12 @@ MOESERVE_INLINE void norm_rows(const RmsNorm& norm, int64_t first, int64_t last)
   }
 }
 
-#if defined(MOESERVE_X86)
-MOESERVE_TARGET_AVX512 void norm_rows_avx512(const RmsNorm& norm, int64_t first, int64_t last) {
-  norm_rows<16>(norm, first, last);
-}
-MOESERVE_TARGET_AVX2 void norm_rows_avx2(const RmsNorm& norm, int64_t first, int64_t last) {
-  norm_rows<8>(norm, first, last);
-}
-#endif
-void norm_rows_baseline(const RmsNorm& norm, int64_t first, int64_t last) { norm_rows<4>(norm, first, last); }
-
-using NormRows = void (*)(const RmsNorm&, int64_t first, int64_t last);
-
-NormRows choose_norm_rows([[maybe_unused]] Isa isa) {
-#if defined(MOESERVE_X86)
-  return choose_version<NormRows>(isa, norm_rows_baseline, norm_rows_avx2, norm_rows_avx512);
-#else
-  return norm_rows_baseline;
-#endif
-}
+MOESERVE_DEFINE_VARIANTS(norm_rows, (const RmsNorm& norm, int64_t first, int64_t last), (norm, first, last))
 
 }  // namespace
 
 void rms_norm(const RmsNorm& norm) {
-  const NormRows run = choose_norm_rows(current_isa());
+  const auto run = choose_norm_rows(current_isa());
   const int64_t bytes_per_row = norm.width * element_bytes(norm.type) * (norm.update.data == nullptr ? 2 : 4);
   for_rows(norm.num_tokens * norm.num_heads, bytes_per_row,
            [&](int64_t first, int64_t last) { run(norm, first, last); });

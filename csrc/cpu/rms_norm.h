@@ -1,4 +1,4 @@
-// Root-mean-square normalisation of rows, with an addition before it. Plain arrays in and out; knows no Python.
+// RMSNorm of rows, with an optional addition before it.
 
 #pragma once
 
@@ -8,28 +8,28 @@
 
 namespace moeserve {
 
-// Rows [tokens, heads, width]: the elements of a row lie side by side. Strides in elements.
+// Rows [tokens, heads, width] with contiguous elements. Strides in elements.
 struct HeadRows {
   void* data;
   int64_t token_stride;
   int64_t head_stride;
 };
 
-// T tokens, N heads of each, D elements of a head.
+// T tokens with N heads each, D elements of a head.
 struct RmsNorm {
-  ElementType type;  // of all tensors: float32 or bfloat16
+  ElementType type;  // type of all tensors: float32 or bfloat16
   HeadRows x;
-  HeadRows update;     // added to x before all else; data may be null
+  HeadRows update;     // added to x first; data may be null
   const void* weight;  // [D]
-  HeadRows sum;        // gets x + update, rounded to the type; unused without update
-  HeadRows out;        // gets sum / sqrt(mean(sum²) + epsilon), rounded to the type, times weight
+  HeadRows sum;        // x + update, rounded to the type; unused without update
+  HeadRows out;        // sum / sqrt(mean(sum²) + epsilon), rounded to the type, times weight
   int64_t num_tokens;
   int64_t num_heads;
   int64_t width;
   float epsilon;
 };
 
-// All arithmetic is float32. A row's bytes depend on its numbers and on the instruction set alone.
+// All arithmetic is float32. The bytes of a row depend on its values and on the instruction set alone.
 void rms_norm(const RmsNorm& norm);
 
 }  // namespace moeserve

@@ -1,4 +1,4 @@
-// Rotary position embedding: W pairs at a time, and a row's last ones one by one.
+// Rotary position embedding: W pairs at a time, and the last pairs of a head one by one.
 
 #include "rotary.h"
 
@@ -10,7 +10,7 @@ namespace moeserve {
 
 namespace {
 
-// 2 * W consecutive elements: those with an even index, and those with an odd one.
+// Conversion between 2 * W consecutive elements and their even and odd ones.
 template <int W, int... kLane>
 MOESERVE_INLINE Pair<W> divide(const Pair<W>& both, std::integer_sequence<int, kLane...>) {
   return {pick<W, 2 * kLane...>(both.first, both.second), pick<W, (2 * kLane + 1)...>(both.first, both.second)};
@@ -38,8 +38,8 @@ MOESERVE_INLINE void store_even_and_odd(BFloat16* target, const Pair<W>& pair) {
 }
 
 template <int W, typename Element>
-MOESERVE_INLINE void turn_head(const Element* head, Element* target, const float* cosines, const float* sines,
-                               int64_t num_pairs, bool is_interleaved) {
+MOESERVE_INLINE void rotate_head(const Element* head, Element* target, const float* cosines, const float* sines,
+                                 int64_t num_pairs, bool is_interleaved) {
   int64_t f = 0;
   for (; f + W <= num_pairs; f += W) {
     const Float<W> cosine = load<W>(cosines + f), sine = load<W>(sines + f);
@@ -49,76 +49,59 @@ MOESERVE_INLINE void turn_head(const Element* head, Element* target, const float
     } else {
       pair = {load_in_order<W>(head + f), load_in_order<W>(head + num_pairs + f)};
     }
-    const Pair<W> turned{pair.first * cosine - pair.second * sine, pair.second * cosine + pair.first * sine};
+    const Pair<W> rotated{pair.first * cosine - pair.second * sine, pair.second * cosine + pair.first * sine};
     if (is_interleaved) {
-      store_even_and_odd<W>(target + 2 * f, turned);
+      store_even_and_odd<W>(target + 2 * f, rotated);
     } else {
-      store_in_order<W>(target + f, turned.first);
-      store_in_order<W>(target + num_pairs + f, turned.second);
+      store_in_order<W>(target + f, rotated.first);
+      store_in_order<W>(target + num_pairs + f, rotated.second);
     }
   }
   for (; f < num_pairs; ++f) {
     const int64_t first = is_interleaved ? 2 * f : f;
     const int64_t second = is_interleaved ? 2 * f + 1 : num_pairs + f;
-    const float a = widen(head + first), b = widen(head + second);
+    const float a = widen(head[first]), b = widen(head[second]);
     assign(target + first, a * cosines[f] - b * sines[f]);
     assign(target + second, b * cosines[f] + a * sines[f]);
   }
 }
 
 template <int W, typename Element>
-MOESERVE_INLINE void turn_tokens(const RotaryTurn& turn, int64_t first, int64_t last) {
-  const int64_t num_left = turn.head_size - 2 * turn.num_pairs;
+MOESERVE_INLINE void rotate_tokens(const RotaryEmbedding& rotary, int64_t first, int64_t last) {
+  const int64_t num_unrotated = rotary.head_size - 2 * rotary.num_pairs;
   for (int64_t t = first; t < last; ++t) {
-    const Element* head = static_cast<const Element*>(turn.source.data) + t * turn.source.token_stride;
-    Element* target = static_cast<Element*>(turn.target.data) + t * turn.target.token_stride;
-    const float* cosines = turn.cosines + t * turn.num_pairs;
-    const float* sines = turn.sines + t * turn.num_pairs;
-    for (int64_t n = 0; n < turn.num_heads; ++n) {
-      turn_head<W>(head, target, cosines, sines, turn.num_pairs, turn.is_interleaved);
-      const int64_t num_turned = 2 * turn.num_pairs;
-      if (target != head) std::memcpy(target + num_turned, head + num_turned, num_left * sizeof(Element));
-      head += turn.source.head_stride;
-      target += turn.target.head_stride;
+    const Element* head = static_cast<const Element*>(rotary.source.data) + t * rotary.source.token_stride;
+    Element* target = static_cast<Element*>(rotary.target.data) + t * rotary.target.token_stride;
+    const float* cosines = rotary.cosines + t * rotary.num_pairs;
+    const float* sines = rotary.sines + t * rotary.num_pairs;
+    for (int64_t n = 0; n < rotary.num_heads; ++n) {
+      rotate_head<W>(head, target, cosines, sines, rotary.num_pairs, rotary.is_interleaved);
+      const int64_t num_rotated = 2 * rotary.num_pairs;
+      if (target != head) std::memcpy(target + num_rotated, head + num_rotated, num_unrotated * sizeof(Element));
+      head += rotary.source.head_stride;
+      target += rotary.target.head_stride;
     }
   }
 }
 
 template <int W>
-MOESERVE_INLINE void turn_tokens(const RotaryTurn& turn, int64_t first, int64_t last) {
-  if (turn.type == ElementType::kBFloat16) {
-    turn_tokens<W, BFloat16>(turn, first, last);
+MOESERVE_INLINE void rotate_tokens(const RotaryEmbedding& rotary, int64_t first, int64_t last) {
+  if (rotary.type == ElementType::kBFloat16) {
+    rotate_tokens<W, BFloat16>(rotary, first, last);
   } else {
-    turn_tokens<W, float>(turn, first, last);
+    rotate_tokens<W, float>(rotary, first, last);
   }
 }
 
-#if defined(MOESERVE_X86)
-MOESERVE_TARGET_AVX512 void turn_tokens_avx512(const RotaryTurn& turn, int64_t first, int64_t last) {
-  turn_tokens<16>(turn, first, last);
-}
-MOESERVE_TARGET_AVX2 void turn_tokens_avx2(const RotaryTurn& turn, int64_t first, int64_t last) {
-  turn_tokens<8>(turn, first, last);
-}
-#endif
-void turn_tokens_baseline(const RotaryTurn& turn, int64_t first, int64_t last) { turn_tokens<4>(turn, first, last); }
-
-using TurnTokens = void (*)(const RotaryTurn&, int64_t first, int64_t last);
-
-TurnTokens choose_turn_tokens([[maybe_unused]] Isa isa) {
-#if defined(MOESERVE_X86)
-  return choose_version<TurnTokens>(isa, turn_tokens_baseline, turn_tokens_avx2, turn_tokens_avx512);
-#else
-  return turn_tokens_baseline;
-#endif
-}
+MOESERVE_DEFINE_VARIANTS(rotate_tokens, (const RotaryEmbedding& rotary, int64_t first, int64_t last),
+                         (rotary, first, last))
 
 }  // namespace
 
-void turn_heads(const RotaryTurn& turn) {
-  const TurnTokens run = choose_turn_tokens(current_isa());
-  const int64_t bytes_per_token = turn.num_pairs * (4 * turn.num_heads * element_bytes(turn.type) + 8);
-  for_rows(turn.num_tokens, bytes_per_token, [&](int64_t first, int64_t last) { run(turn, first, last); });
+void apply_rope(const RotaryEmbedding& rotary) {
+  const auto run = choose_rotate_tokens(current_isa());
+  const int64_t bytes_per_token = rotary.num_pairs * (4 * rotary.num_heads * element_bytes(rotary.type) + 8);
+  for_rows(rotary.num_tokens, bytes_per_token, [&](int64_t first, int64_t last) { run(rotary, first, last); });
 }
 
 }  // namespace moeserve

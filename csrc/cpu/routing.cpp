@@ -1,8 +1,8 @@
-// Routing in two passes: logits of all tokens, in tiles of tokens and experts whose sums stay in registers; then each
-// token's choice.
+// Routing in two passes: the logits of all tokens, in tiles of tokens and experts whose sums stay in registers, and
+// then the choice of each token.
 //
-// A logit is summed in W lanes over the width, and the lanes are added in the end. So the order of additions depends on
-// the width alone, whatever tile the logit is in.
+// A logit is summed in W lanes over the width, and the lanes are added at the end. The order of additions depends on
+// the width alone, not on the tile.
 
 #include "routing.h"
 
@@ -20,13 +20,13 @@ namespace moeserve {
 
 namespace {
 
-constexpr int64_t kTokensPerItem = 16;          // their rows stay in the cache of the core while the weights pass by
-constexpr int64_t kParallelBytes = 128 * 1024;  // weights that are worth more than one thread
+constexpr int64_t kTokensPerItem = 16;          // their rows stay in the cache while the weights are read
+constexpr int64_t kParallelBytes = 128 * 1024;  // bytes of weights that justify a second thread
 constexpr int64_t kItemsPerThread = 4;
-constexpr int kMaxExperts = 8;           // read side by side: more weights a power of two apart drive each other out
-constexpr int64_t kExpertsPerPart = 16;  // items divide the experts at multiples of it
+constexpr int kMaxExperts = 8;           // read together: more rows a power of two apart would evict each other
+constexpr int64_t kExpertsPerPart = 16;  // items divide the experts at multiples of this
 
-// What one thread does at a time: logits [first_token to last_token, first_expert to last_expert].
+// The unit of work of a thread: logits [first_token, last_token) x [first_expert, last_expert).
 struct Tile {
   int64_t first_token;
   int64_t last_token;
@@ -34,10 +34,10 @@ struct Tile {
   int64_t last_expert;
 };
 
-// Room that each thread keeps from call to call.
+// Buffers that each thread keeps from call to call.
 struct Scratch {
   std::vector<float> rows;
-  std::vector<float> logits;  // of the thread that calls the kernel, for all
+  std::vector<float> logits;  // of the calling thread, used by all threads
 };
 
 Scratch& scratch() {
@@ -45,12 +45,12 @@ Scratch& scratch() {
   return of_this_thread;
 }
 
-float* at_least(std::vector<float>& room, int64_t size) {
-  if (static_cast<int64_t>(room.size()) < size) room.resize(size);
-  return room.data();
+float* at_least(std::vector<float>& buffers, int64_t size) {
+  if (static_cast<int64_t>(buffers.size()) < size) buffers.resize(size);
+  return buffers.data();
 }
 
-// sums[r * stride + e] += products of row r and of expert e. Rows hold zeros behind `width` up to a multiple of W.
+// sums[r * stride + e] += products of row r and of expert e. Rows are filled up with zeros to a multiple of W.
 template <int W, int kRows, int kExperts>
 MOESERVE_INLINE void multiply_add(const float* const* row, const float* const* expert, int64_t width, Float<W>* totals,
                                   int stride) {
@@ -83,8 +83,8 @@ MOESERVE_INLINE void multiply_add(const float* const* row, const float* const* e
   }
 }
 
-// Logits of kRows tokens and W / kRows experts. Where there are fewer of either, the last one stands for those missing,
-// and what comes of it is not kept.
+// Compute the logits of kRows tokens and W / kRows experts. The last token and expert are repeated if there are fewer,
+// and the additional results are dropped.
 template <int W, int kRows>
 MOESERVE_INLINE void logits_of_tile(const float* rows, int64_t row_stride, int64_t num_rows, const float* weight,
                                     int64_t num_experts, int64_t width, float* logits, int64_t logits_stride) {
@@ -109,7 +109,7 @@ MOESERVE_INLINE void logits_of_tile(const float* rows, int64_t row_stride, int64
   }
 }
 
-// The hidden states of some tokens as floats, `stride` apart, with zeros behind the width.
+// Widen the hidden states of some tokens to floats, `stride` apart and filled up with zeros.
 template <int W, typename Element>
 MOESERVE_INLINE void widen_rows(const Routing& routing, int64_t first_token, int64_t last_token, float* rows,
                                 int64_t stride) {
@@ -156,7 +156,7 @@ MOESERVE_INLINE void compute_logits(const Routing& routing, const Tile& tile, fl
   } else {
     widen_rows<W, float>(routing, tile.first_token, tile.last_token, rows, stride);
   }
-  constexpr int kManyRows = W == 16 ? 4 : 2;  // as square a tile as W sums make
+  constexpr int kManyRows = W == 16 ? 4 : 2;  // W sums as a tile that is nearly square
   if (num_tokens == 1) {
     compute_logits<W, 1>(routing, tile, rows, stride, logits);
   } else {
@@ -164,24 +164,24 @@ MOESERVE_INLINE void compute_logits(const Routing& routing, const Tile& tile, fl
   }
 }
 
-// e to the power of each x <= 0, in place. There are numbers up to a multiple of W.
+// Replace each x <= 0 by e^x. The memory extends to a multiple of W.
 template <int W>
 MOESERVE_INLINE void exp_each(float* x, int64_t count) {
   for (int64_t i = 0; i < count; i += W) {
     const Float<W> lanes = load<W>(x + i);
     store<W>(x + i, exp_of_nonpositive<W>(lanes));
     for (int j = 0; j < W; ++j) {
-      if (lanes[j] < -87.0f) x[i + j] = std::exp(lanes[j]);  // next to nothing, but still in order
+      if (lanes[j] < -87.0f) x[i + j] = std::exp(lanes[j]);  // tiny results keep their order
     }
   }
 }
 
-int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }  // to a multiple of any W
+int64_t padded(int64_t count) { return (count + 15) / 16 * 16; }  // to a multiple of every W
 
-// In place.
+// Softmax in place.
 template <int W>
-MOESERVE_INLINE void softmax(float* numbers, int64_t count, std::vector<float>& room) {
-  float* x = at_least(room, padded(count));
+MOESERVE_INLINE void softmax(float* numbers, int64_t count, std::vector<float>& buffers) {
+  float* x = at_least(buffers, padded(count));
   float largest = numbers[0];
   for (int64_t i = 1; i < count; ++i) largest = numbers[i] > largest ? numbers[i] : largest;
   for (int64_t i = 0; i < count; ++i) x[i] = numbers[i] - largest;
@@ -194,19 +194,19 @@ MOESERVE_INLINE void softmax(float* numbers, int64_t count, std::vector<float>& 
   for (int64_t i = 0; i < count; ++i) numbers[i] = x[i] / total;
 }
 
-// In place: 1 / (1 + e^-x), with no power above 1.
+// Sigmoid in place: 1 / (1 + e^-x), with no power above 1.
 template <int W>
-MOESERVE_INLINE void sigmoid(float* numbers, int64_t count, std::vector<float>& room) {
-  float* x = at_least(room, padded(count));
+MOESERVE_INLINE void sigmoid(float* numbers, int64_t count, std::vector<float>& buffers) {
+  float* x = at_least(buffers, padded(count));
   for (int64_t i = 0; i < count; ++i) x[i] = numbers[i] > 0.0f ? -numbers[i] : numbers[i];
   std::fill(x + count, x + padded(count), 0.0f);
   exp_each<W>(x, count);
   for (int64_t i = 0; i < count; ++i) numbers[i] = (numbers[i] > 0.0f ? 1.0f : x[i]) / (1.0f + x[i]);
 }
 
-// Compares like the number, with NaN above all.
+// Return an integer that compares like the number, with NaN above all numbers.
 MOESERVE_INLINE int32_t order_key(float number) {
-  number += 0.0f;  // the negative zero is no less than the other
+  number += 0.0f;  // -0 and 0 are equal
   int32_t bits;
   std::memcpy(&bits, &number, sizeof(bits));
   bits = bits >= 0 ? bits : bits ^ 0x7FFFFFFF;
@@ -220,7 +220,7 @@ MOESERVE_INLINE float number_of_key(int32_t key) {
   return number;
 }
 
-// A key with its index, which decides among equal ones: the lowest is the largest.
+// Combine a key with its index: the lowest of equal ones is the largest.
 MOESERVE_INLINE int64_t with_index(int32_t key, int64_t index) {
   return static_cast<int64_t>(key) * (int64_t{1} << 32) + (0xFFFFFFFF - index);
 }
@@ -230,9 +230,10 @@ struct Wide {
   typedef int64_t Long __attribute__((vector_size(W / 2 * sizeof(int64_t))));  // as many bytes as W floats
 };
 
-constexpr int64_t kNoKey = std::numeric_limits<int64_t>::min();  // below any other
+constexpr int64_t kNoKey = std::numeric_limits<int64_t>::min();  // below any key
 
-// The indices of the `num_best` largest keys, largest first. `keys` have room up to a multiple of 16; they are used up.
+// Write the indices of the `num_best` largest keys, largest first. `keys` extends to a multiple of 16 and is
+// overwritten.
 template <int W>
 MOESERVE_INLINE void take_best(int64_t* keys, int64_t count, int64_t num_best, int64_t* best) {
   using Long = typename Wide<W>::Long;
@@ -254,27 +255,27 @@ MOESERVE_INLINE void take_best(int64_t* keys, int64_t count, int64_t num_best, i
   }
 }
 
-// What choosing one token's experts needs, for E experts in G groups.
-struct ChoiceRoom {
+// Buffers for the choice of one token, for E experts in G groups.
+struct ChoiceBuffers {
   std::vector<float> powers;
   std::vector<float> corrected;          // [E]
-  std::vector<int64_t> keys;             // [E], and up to a multiple of 16
-  std::vector<int64_t> group_keys;       // [G], likewise
+  std::vector<int64_t> keys;             // [E], filled up to a multiple of 16
+  std::vector<int64_t> group_keys;       // [G], filled up to a multiple of 16
   std::vector<int64_t> best_groups;      // [G]
   std::vector<uint8_t> is_chosen_group;  // [G]
 };
 
-ChoiceRoom& choice_room(const Routing& routing) {
-  thread_local ChoiceRoom room;
-  room.corrected.resize(routing.num_experts);
-  room.keys.resize(padded(routing.num_experts));
-  room.group_keys.resize(padded(routing.num_groups));
-  room.best_groups.resize(routing.num_groups);
-  room.is_chosen_group.resize(routing.num_groups);
-  return room;
+ChoiceBuffers& choice_buffers(const Routing& routing) {
+  thread_local ChoiceBuffers buffers;
+  buffers.corrected.resize(routing.num_experts);
+  buffers.keys.resize(padded(routing.num_experts));
+  buffers.group_keys.resize(padded(routing.num_groups));
+  buffers.best_groups.resize(routing.num_groups);
+  buffers.is_chosen_group.resize(routing.num_groups);
+  return buffers;
 }
 
-// The rank of a group's best expert, or of its best two together.
+// Return the score of the best expert of a group, or the sum of its best two.
 MOESERVE_INLINE float rating(const float* ranks, int64_t group_size, int64_t experts_rating_group) {
   int32_t best = std::numeric_limits<int32_t>::min(), second = best;
   for (int64_t i = 0; i < group_size; ++i) {
@@ -286,50 +287,50 @@ MOESERVE_INLINE float rating(const float* ranks, int64_t group_size, int64_t exp
   return experts_rating_group == 1 ? number_of_key(best) : number_of_key(best) + number_of_key(second);
 }
 
-// Puts the experts that cannot be chosen behind any number.
+// Move the experts of the other groups behind all numbers.
 template <int W>
-MOESERVE_INLINE void bar_other_groups(const Routing& routing, const float* ranks, ChoiceRoom& room) {
+MOESERVE_INLINE void exclude_other_groups(const Routing& routing, const float* ranks, ChoiceBuffers& buffers) {
   const int64_t group_size = routing.num_experts / routing.num_groups;
   for (int64_t group = 0; group < routing.num_groups; ++group) {
     const float rated = rating(ranks + group * group_size, group_size, routing.experts_rating_group);
-    room.group_keys[group] = with_index(order_key(rated), group);
+    buffers.group_keys[group] = with_index(order_key(rated), group);
   }
-  take_best<W>(room.group_keys.data(), routing.num_groups, routing.num_chosen_groups, room.best_groups.data());
-  std::fill(room.is_chosen_group.begin(), room.is_chosen_group.end(), 0);
-  for (int64_t i = 0; i < routing.num_chosen_groups; ++i) room.is_chosen_group[room.best_groups[i]] = 1;
+  take_best<W>(buffers.group_keys.data(), routing.num_groups, routing.num_chosen_groups, buffers.best_groups.data());
+  std::fill(buffers.is_chosen_group.begin(), buffers.is_chosen_group.end(), 0);
+  for (int64_t i = 0; i < routing.num_chosen_groups; ++i) buffers.is_chosen_group[buffers.best_groups[i]] = 1;
   for (int64_t group = 0; group < routing.num_groups; ++group) {
-    if (room.is_chosen_group[group]) continue;
+    if (buffers.is_chosen_group[group]) continue;
     for (int64_t e = group * group_size; e < (group + 1) * group_size; ++e) {
-      room.keys[e] = with_index(std::numeric_limits<int32_t>::min(), e);
+      buffers.keys[e] = with_index(std::numeric_limits<int32_t>::min(), e);
     }
   }
 }
 
 template <int W>
-MOESERVE_INLINE void choose_experts(const Routing& routing, float* scores, int64_t token, ChoiceRoom& room) {
+MOESERVE_INLINE void choose_experts(const Routing& routing, float* scores, int64_t token, ChoiceBuffers& buffers) {
   const int64_t num_experts = routing.num_experts, top_k = routing.top_k;
   if (routing.bias != nullptr) {
     for (int64_t e = 0; e < num_experts; ++e) scores[e] += routing.bias[e];
   }
-  if (routing.scoring == Scoring::kSoftmax) softmax<W>(scores, num_experts, room.powers);
-  if (routing.scoring == Scoring::kSigmoid) sigmoid<W>(scores, num_experts, room.powers);
+  if (routing.scoring == Scoring::kSoftmax) softmax<W>(scores, num_experts, buffers.powers);
+  if (routing.scoring == Scoring::kSigmoid) sigmoid<W>(scores, num_experts, buffers.powers);
 
   const float* ranks = scores;
   if (routing.correction != nullptr) {
-    float* corrected = room.corrected.data();
+    float* corrected = buffers.corrected.data();
     for (int64_t e = 0; e < num_experts; ++e) corrected[e] = scores[e] + routing.correction[e];
     ranks = corrected;
   }
-  for (int64_t e = 0; e < num_experts; ++e) room.keys[e] = with_index(order_key(ranks[e]), e);
-  if (routing.num_groups > 1) bar_other_groups<W>(routing, ranks, room);
+  for (int64_t e = 0; e < num_experts; ++e) buffers.keys[e] = with_index(order_key(ranks[e]), e);
+  if (routing.num_groups > 1) exclude_other_groups<W>(routing, ranks, buffers);
   int64_t* experts = routing.experts + token * top_k;
-  take_best<W>(room.keys.data(), num_experts, top_k, experts);
+  take_best<W>(buffers.keys.data(), num_experts, top_k, experts);
 
   float* weights = routing.weights + token * top_k;
   for (int64_t k = 0; k < top_k; ++k) weights[k] = scores[experts[k]];
-  if (routing.scoring == Scoring::kSoftmaxOfChosen) softmax<W>(weights, top_k, room.powers);
+  if (routing.scoring == Scoring::kSoftmaxOfChosen) softmax<W>(weights, top_k, buffers.powers);
   if (routing.is_normalized) {
-    constexpr float kTiny = 1e-20f;  // keeps weights that are all zero from being divided by zero
+    constexpr float kTiny = 1e-20f;  // avoids a division by zero
     float total = 0.0f;
     for (int64_t k = 0; k < top_k; ++k) total += weights[k];
     total += kTiny;
@@ -340,49 +341,18 @@ MOESERVE_INLINE void choose_experts(const Routing& routing, float* scores, int64
 
 template <int W>
 MOESERVE_INLINE void choose_experts(const Routing& routing, float* logits, int64_t first_token, int64_t last_token) {
-  ChoiceRoom& room = choice_room(routing);
+  ChoiceBuffers& buffers = choice_buffers(routing);
   for (int64_t t = first_token; t < last_token; ++t) {
-    choose_experts<W>(routing, logits + t * routing.num_experts, t, room);
+    choose_experts<W>(routing, logits + t * routing.num_experts, t, buffers);
   }
 }
 
-#if defined(MOESERVE_X86)
-MOESERVE_TARGET_AVX512 void compute_logits_avx512(const Routing& routing, const Tile& tile, float* logits) {
-  compute_logits<16>(routing, tile, logits);
-}
-MOESERVE_TARGET_AVX512 void choose_experts_avx512(const Routing& routing, float* logits, int64_t first, int64_t last) {
-  choose_experts<16>(routing, logits, first, last);
-}
-MOESERVE_TARGET_AVX2 void compute_logits_avx2(const Routing& routing, const Tile& tile, float* logits) {
-  compute_logits<8>(routing, tile, logits);
-}
-MOESERVE_TARGET_AVX2 void choose_experts_avx2(const Routing& routing, float* logits, int64_t first, int64_t last) {
-  choose_experts<8>(routing, logits, first, last);
-}
-#endif
-void compute_logits_baseline(const Routing& routing, const Tile& tile, float* logits) {
-  compute_logits<4>(routing, tile, logits);
-}
-void choose_experts_baseline(const Routing& routing, float* logits, int64_t first, int64_t last) {
-  choose_experts<4>(routing, logits, first, last);
-}
+MOESERVE_DEFINE_VARIANTS(compute_logits, (const Routing& routing, const Tile& tile, float* logits),
+                         (routing, tile, logits))
+MOESERVE_DEFINE_VARIANTS(choose_experts, (const Routing& routing, float* logits, int64_t first, int64_t last),
+                         (routing, logits, first, last))
 
-struct Functions {
-  void (*compute_logits)(const Routing&, const Tile&, float* logits);
-  void (*choose_experts)(const Routing&, float* logits, int64_t first_token, int64_t last_token);
-};
-
-Functions choose_functions([[maybe_unused]] Isa isa) {
-#if defined(MOESERVE_X86)
-  return choose_version<Functions>(isa, {compute_logits_baseline, choose_experts_baseline},
-                                   {compute_logits_avx2, choose_experts_avx2},
-                                   {compute_logits_avx512, choose_experts_avx512});
-#else
-  return {compute_logits_baseline, choose_experts_baseline};
-#endif
-}
-
-// Experts of an item: all of them, or less where there are too few tokens for the threads.
+// Return the number of experts of an item: all, or fewer if there are too few tokens for the threads.
 int64_t choose_num_experts(const Routing& routing, int64_t num_blocks, int num_threads) {
   const int64_t wanted = (num_threads * kItemsPerThread + num_blocks - 1) / num_blocks;
   const int64_t num_units = (routing.num_experts + kExpertsPerPart - 1) / kExpertsPerPart;
@@ -394,7 +364,8 @@ int64_t choose_num_experts(const Routing& routing, int64_t num_blocks, int num_t
 
 void route(const Routing& routing) {
   if (routing.num_tokens == 0) return;
-  const Functions functions = choose_functions(current_isa());
+  const auto compute = choose_compute_logits(current_isa());
+  const auto choose = choose_choose_experts(current_isa());
   float* logits = at_least(scratch().logits, routing.num_tokens * routing.num_experts);
 
   const int64_t weight_bytes = routing.num_experts * routing.width * static_cast<int64_t>(sizeof(float));
@@ -406,20 +377,19 @@ void route(const Routing& routing) {
   const int64_t num_parts = (routing.num_experts + experts_per_item - 1) / experts_per_item;
   const auto run = [&](int64_t item) {
     const int64_t block = item / num_parts, part = item % num_parts;
-    functions.compute_logits(
-        routing,
-        Tile{block * kTokensPerItem, std::min(routing.num_tokens, (block + 1) * kTokensPerItem),
-             part * experts_per_item, std::min(routing.num_experts, (part + 1) * experts_per_item)},
-        logits);
+    compute(routing,
+            Tile{block * kTokensPerItem, std::min(routing.num_tokens, (block + 1) * kTokensPerItem),
+                 part * experts_per_item, std::min(routing.num_experts, (part + 1) * experts_per_item)},
+            logits);
   };
   if (threads == 1) {
     for (int64_t item = 0; item < num_blocks * num_parts; ++item) run(item);
   } else {
     parallel_for(num_blocks * num_parts, run);
   }
-  constexpr int64_t kWorkPerExpert = 64;  // choosing takes about as long per expert as moving so many bytes
+  constexpr int64_t kWorkPerExpert = 64;  // the choice takes about as long per expert as moving this many bytes
   for_rows(routing.num_tokens, routing.num_experts * kWorkPerExpert,
-           [&](int64_t first, int64_t last) { functions.choose_experts(routing, logits, first, last); });
+           [&](int64_t first, int64_t last) { choose(routing, logits, first, last); });
 }
 
 }  // namespace moeserve

@@ -1,4 +1,4 @@
-// The largest number of each row: block by block, and then its place within the first block that has it.
+// The maximum of each row: block by block, and then its index in the first block that contains it.
 
 #include "row_maximum.h"
 
@@ -23,7 +23,7 @@ MOESERVE_INLINE float largest_lane(Float<W> lanes) {
   return largest;
 }
 
-// The largest of `count` numbers, or infinity where one of them is NaN.
+// Return the largest of `count` numbers, or infinity if one of them is NaN.
 template <int W, typename Element>
 MOESERVE_INLINE float largest_or_infinity(const Element* numbers, int64_t count) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -36,7 +36,7 @@ MOESERVE_INLINE float largest_or_infinity(const Element* numbers, int64_t count)
   }
   float largest = largest_lane<W>(larger<W>(first, second));
   for (; i < count; ++i) {
-    const float number = widen(numbers + i);
+    const float number = widen(numbers[i]);
     if (number != number) return kInfinity;
     largest = number > largest ? number : largest;
   }
@@ -44,7 +44,7 @@ MOESERVE_INLINE float largest_or_infinity(const Element* numbers, int64_t count)
 }
 
 template <int W, typename Element>
-MOESERVE_INLINE void search_row(const Element* row, int64_t width, float* largest, int64_t* index) {
+MOESERVE_INLINE void find_maximum(const Element* row, int64_t width, float* largest, int64_t* index) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   float best = largest_or_infinity<W>(row, std::min(width, kBlock));
   int64_t block = 0;
@@ -55,9 +55,9 @@ MOESERVE_INLINE void search_row(const Element* row, int64_t width, float* larges
       block = start;
     }
   }
-  if (best == kInfinity) {  // or NaN, which may come after an infinity
+  if (best == kInfinity) {  // or NaN, which may follow an infinity
     for (int64_t i = 0; i < width; ++i) {
-      const float number = widen(row + i);
+      const float number = widen(row[i]);
       if (number != number) {
         *largest = number;
         *index = i;
@@ -67,54 +67,34 @@ MOESERVE_INLINE void search_row(const Element* row, int64_t width, float* larges
   }
   *largest = best;
   *index = block;
-  while (widen(row + *index) != best) ++*index;
+  while (widen(row[*index]) != best) ++*index;
 }
 
 template <int W, typename Element>
-MOESERVE_INLINE void search_rows(const RowMaximum& search, int64_t first, int64_t last) {
+MOESERVE_INLINE void find_maxima(const RowMaximum& maximum, int64_t first, int64_t last) {
   for (int64_t r = first; r < last; ++r) {
-    const Element* row = static_cast<const Element*>(search.rows) + r * search.row_stride;
-    search_row<W>(row, search.width, search.largest + r, search.indices + r);
+    const Element* row = static_cast<const Element*>(maximum.rows) + r * maximum.row_stride;
+    find_maximum<W>(row, maximum.width, maximum.largest + r, maximum.indices + r);
   }
 }
 
 template <int W>
-MOESERVE_INLINE void search_rows(const RowMaximum& search, int64_t first, int64_t last) {
-  if (search.type == ElementType::kBFloat16) {
-    search_rows<W, BFloat16>(search, first, last);
+MOESERVE_INLINE void find_maxima(const RowMaximum& maximum, int64_t first, int64_t last) {
+  if (maximum.type == ElementType::kBFloat16) {
+    find_maxima<W, BFloat16>(maximum, first, last);
   } else {
-    search_rows<W, float>(search, first, last);
+    find_maxima<W, float>(maximum, first, last);
   }
 }
 
-#if defined(MOESERVE_X86)
-MOESERVE_TARGET_AVX512 void search_rows_avx512(const RowMaximum& search, int64_t first, int64_t last) {
-  search_rows<16>(search, first, last);
-}
-MOESERVE_TARGET_AVX2 void search_rows_avx2(const RowMaximum& search, int64_t first, int64_t last) {
-  search_rows<8>(search, first, last);
-}
-#endif
-void search_rows_baseline(const RowMaximum& search, int64_t first, int64_t last) {
-  search_rows<4>(search, first, last);
-}
-
-using SearchRows = void (*)(const RowMaximum&, int64_t first, int64_t last);
-
-SearchRows choose_search_rows([[maybe_unused]] Isa isa) {
-#if defined(MOESERVE_X86)
-  return choose_version<SearchRows>(isa, search_rows_baseline, search_rows_avx2, search_rows_avx512);
-#else
-  return search_rows_baseline;
-#endif
-}
+MOESERVE_DEFINE_VARIANTS(find_maxima, (const RowMaximum& maximum, int64_t first, int64_t last), (maximum, first, last))
 
 }  // namespace
 
-void find_row_maximum(const RowMaximum& search) {
-  const SearchRows run = choose_search_rows(current_isa());
-  for_rows(search.num_rows, search.width * element_bytes(search.type),
-           [&](int64_t first, int64_t last) { run(search, first, last); });
+void find_row_maximum(const RowMaximum& maximum) {
+  const auto run = choose_find_maxima(current_isa());
+  for_rows(maximum.num_rows, maximum.width * element_bytes(maximum.type),
+           [&](int64_t first, int64_t last) { run(maximum, first, last); });
 }
 
 }  // namespace moeserve

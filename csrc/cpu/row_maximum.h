@@ -1,4 +1,4 @@
-// The largest number of each row, and where it stands. Plain arrays in and out; knows no Python.
+// The maximum of each row and its index.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace moeserve {
 
 struct RowMaximum {
-  ElementType type;    // of the rows: float32 or bfloat16
+  ElementType type;    // type of the rows: float32 or bfloat16
   const void* rows;    // [R, width]
   int64_t row_stride;  // in elements
   int64_t num_rows;
@@ -18,7 +18,7 @@ struct RowMaximum {
   int64_t* indices;  // [R]
 };
 
-// Of equal numbers the first counts, and NaN is larger than any number.
-void find_row_maximum(const RowMaximum& search);
+// Ties go to the first index, and NaN is larger than any number.
+void find_row_maximum(const RowMaximum& maximum);
 
 }  // namespace moeserve

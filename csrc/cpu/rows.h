@@ -1,5 +1,4 @@
-// What kernels share that go through rows of numbers: reading and writing them in both element types, sums, and the
-// division of rows among threads. Knows no kernel.
+// Loading, rounding and storing rows in both element types, and the division of rows among threads.
 
 #pragma once
 
@@ -13,10 +12,10 @@
 
 namespace moeserve {
 
-constexpr int64_t kRowItemBytes = 16 * 1024;  // what one thread takes at a time, and what is not worth a second thread
+constexpr int64_t kRowItemBytes = 16 * 1024;  // unit of work of a thread; less does not justify a second thread
 
-// Calls work(first, last) for ranges that make up [0, num_rows), on several threads where there is enough to do.
-// `work` must give every row the same bytes whatever range it is in.
+// Call work(first, last) for ranges that make up [0, num_rows), on several threads if there is enough work. `work` must
+// compute the same bytes for a row in every range.
 template <typename Work>
 void for_rows(int64_t num_rows, int64_t bytes_per_row, const Work& work) {
   const int64_t rows_per_item = std::max<int64_t>(1, kRowItemBytes / std::max<int64_t>(1, bytes_per_row));
@@ -29,15 +28,7 @@ void for_rows(int64_t num_rows, int64_t bytes_per_row, const Work& work) {
   }
 }
 
-MOESERVE_INLINE float widen(const float* source) { return *source; }
-MOESERVE_INLINE float widen(const BFloat16* source) {
-  const uint32_t bits = static_cast<uint32_t>(source->bits) << 16;
-  float number;
-  std::memcpy(&number, &bits, sizeof(number));
-  return number;
-}
-
-// Of all lanes, in an order that depends on W alone.
+// Sum all lanes in an order that depends on W alone.
 template <int W, int kHalf = W / 2>
 MOESERVE_INLINE float sum_lanes(Float<W> lanes) {
   if constexpr (kHalf == 0) {
@@ -47,7 +38,7 @@ MOESERVE_INLINE float sum_lanes(Float<W> lanes) {
   }
 }
 
-// The nearest numbers that the element type has, ties to even, still as floats.
+// Round to the element type, ties to even. The result is still float32.
 template <int W>
 MOESERVE_INLINE Float<W> round_to(const float*, Float<W> lanes) {
   return lanes;
@@ -66,7 +57,7 @@ MOESERVE_INLINE Pair<W> round_to(const Element* type, const Pair<W>& pair) {
   return {round_to<W>(type, pair.first), round_to<W>(type, pair.second)};
 }
 
-// W consecutive elements, in their order, rounded.
+// Round and store W consecutive elements in order.
 template <int W>
 MOESERVE_INLINE void store_in_order(float* target, Float<W> lanes) {
   store<W>(target, lanes);
@@ -80,7 +71,7 @@ MOESERVE_INLINE void store_in_order(BFloat16* target, Float<W> lanes) {
   std::memcpy(target, &halves, sizeof(halves));
 }
 
-// The inverse of load_pair, for numbers that the element type has.
+// The inverse of load_pair, for numbers that are already rounded to the element type.
 template <int W>
 MOESERVE_INLINE void store_pair(float* target, const Pair<W>& pair) {
   store<W>(target, pair.first);
@@ -93,8 +84,7 @@ MOESERVE_INLINE void store_pair(BFloat16* target, const Pair<W>& pair) {
   std::memcpy(target, &words, sizeof(words));
 }
 
-// load_pair and store_pair, or, where the part is not whole, the same for the `count` < 2 * W elements that a row has
-// left.
+// load_pair and store_pair or, if kIsWhole is false, the same for the `count` < 2 * W remaining elements of a row.
 template <int W, bool kIsWhole, typename Element>
 MOESERVE_INLINE Pair<W> load_part(const Element* source, [[maybe_unused]] int64_t count) {
   if constexpr (kIsWhole) {

@@ -1,4 +1,4 @@
-// How workers learn of a job, and how its end is known.
+// Wake-up of the workers, and detection of the end of a job.
 
 #include "thread_pool.h"
 
@@ -12,11 +12,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a thread without work looks for some before it sleeps. Waking a sleeper takes about as long.
+// Time that an idle worker spins before it sleeps. Waking a sleeping worker takes about as long.
 constexpr auto kSpinTime = std::chrono::microseconds(30);
 constexpr int kSpinsPerClockRead = 32;
 
-// Spins until is_done() or until kSpinTime is over. Returns is_done().
+// Spin until is_done() or until kSpinTime is over. Returns is_done().
 template <typename Condition>
 bool spin_until(const Condition& is_done) {
   const auto deadline = Clock::now() + kSpinTime;
@@ -43,30 +43,30 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::start(int num_workers) {
   workers_.reserve(num_workers);
-  for (int i = 0; i < num_workers; ++i) workers_.emplace_back([this] { live(); });
+  for (int i = 0; i < num_workers; ++i) workers_.emplace_back([this] { work(); });
 }
 
 void ThreadPool::run(Items& items) {
   items_ = &items;
-  num_seats_.store(num_workers(), std::memory_order_release);
+  num_openings_.store(num_workers(), std::memory_order_release);
   ++round_;
   if (num_sleeping_ > 0) {
-    // Holding the lock for a moment makes sure that a worker about to sleep sees the new round or hears the call.
+    // Taking the lock ensures that a worker about to sleep either sees the new round or receives the notification.
     {
       const std::lock_guard<std::mutex> lock(mutex_);
     }
     wake_.notify_all();
   }
-  items.take();
+  items.run_all();
 
-  // From here on no worker joins; those that did are waited for.
-  const int num_joined = num_workers() - num_seats_.exchange(0);
+  // No worker can join from here on. Wait for those that did.
+  const int num_joined = num_workers() - num_openings_.exchange(0);
   const auto all_finished = [&] { return num_finished_.load(std::memory_order_acquire) == num_joined; };
   while (!spin_until(all_finished)) std::this_thread::yield();
   num_finished_.store(0, std::memory_order_relaxed);
 }
 
-void ThreadPool::live() {
+void ThreadPool::work() {
   uint64_t seen_round = 0;
   while (true) {
     const auto is_new_round = [&] { return round_ != seen_round; };
@@ -79,16 +79,16 @@ void ThreadPool::live() {
     seen_round = round_;
     if (stopping_) return;
     if (join_job()) {
-      items_->take();
+      items_->run_all();
       num_finished_.fetch_add(1, std::memory_order_release);
     }
   }
 }
 
 bool ThreadPool::join_job() {
-  int num_seats = num_seats_.load(std::memory_order_acquire);
-  while (num_seats > 0) {
-    if (num_seats_.compare_exchange_weak(num_seats, num_seats - 1, std::memory_order_acq_rel)) return true;
+  int num_openings = num_openings_.load(std::memory_order_acquire);
+  while (num_openings > 0) {
+    if (num_openings_.compare_exchange_weak(num_openings, num_openings - 1, std::memory_order_acq_rel)) return true;
   }
   return false;
 }

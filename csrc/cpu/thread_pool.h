@@ -1,4 +1,4 @@
-// A pool of threads that work on one job at a time. Knows no kernel.
+// A pool of threads that work on one job at a time.
 
 #pragma once
 
@@ -13,10 +13,10 @@
 
 namespace moeserve {
 
-// The items of a job, which any number of threads take one by one until none is left.
+// The items of a job, which any number of threads process one by one.
 //
-// Each thread has a range of its own, so that neighbours are mostly done by one thread in order, as memory likes to be
-// read; one that has finished its range helps with those of others.
+// Each thread starts with a range of its own, so that neighbouring items are mostly processed in order by one thread,
+// which suits the memory prefetchers. A thread that has finished its range helps with the others.
 class Items {
  public:
   Items(int64_t num_items, int num_threads, const std::function<void(int64_t)>& work)
@@ -27,9 +27,9 @@ class Items {
     }
   }
 
-  // Of each thread that works on the job, once.
-  void take() {
-    const int own = num_takers_.fetch_add(1, std::memory_order_relaxed) % num_ranges_;
+  // Process items until none is left. Each thread of the job calls this once.
+  void run_all() {
+    const int own = num_joined_.fetch_add(1, std::memory_order_relaxed) % num_ranges_;
     for (int i = 0; i < num_ranges_; ++i) {
       Range& range = ranges_[(own + i) % num_ranges_];
       for (;;) {
@@ -50,26 +50,26 @@ class Items {
 
   const int num_ranges_;
   const std::function<void(int64_t)>& work_;
-  std::atomic<int> num_takers_{0};
+  std::atomic<int> num_joined_{0};
   Range ranges_[kMaxRanges];
 };
 
-// Workers look for a new job for a moment, then sleep. The caller of `run` works too, and waits for items, not for
-// workers: one that the system wakes late finds the work done and is not waited for.
+// Workers spin for a moment for a new job, then sleep. The caller of `run` works too and waits for items, not for
+// workers: a worker that wakes up late is not waited for.
 class ThreadPool {
  public:
   ThreadPool() = default;
   ~ThreadPool();
 
-  // Throws std::system_error where the system refuses a thread. To be called once.
+  // Throws std::system_error if the system refuses a thread. Must be called once.
   void start(int num_workers);
   int num_workers() const { return static_cast<int>(workers_.size()); }
 
-  // Not from two threads at once.
+  // Must not be called from two threads at once.
   void run(Items& items);
 
  private:
-  void live();
+  void work();
   bool join_job();
 
   std::vector<std::thread> workers_;
@@ -79,9 +79,9 @@ class ThreadPool {
   std::atomic<bool> stopping_{false};
   std::atomic<uint64_t> round_{0};  // jobs so far
 
-  // The job. Written by the caller while no worker has joined, read by workers that have.
+  // The current job: written by the caller while no worker has joined, read by workers that have.
   Items* items_ = nullptr;
-  std::atomic<int> num_seats_{0};     // workers that may still join
+  std::atomic<int> num_openings_{0};  // workers that may still join
   std::atomic<int> num_finished_{0};  // workers that joined and are done
 };
 

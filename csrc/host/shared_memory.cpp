@@ -1,10 +1,9 @@
-// The order of things between two ranks: a writer fills a slot, then stores the note's number (release); a reader loads
-// that number (acquire), uses the slot, then stores its mark (release); the writer loads the mark (acquire) before it
-// uses the slot again.
+// Memory order between two ranks: a writer fills a slot, then stores the number of the message (release). A reader
+// loads that number (acquire), uses the slot, then stores its acknowledgement (release). The writer loads the
+// acknowledgement (acquire) before it reuses the slot.
 //
-// Sleeping: whoever goes to sleep stores in its bell whom it waits for, and only then looks a last time. Whoever has
-// something new stores it, and only then looks into the bell. Between the two stands a full fence on both sides, so at
-// least one of them sees the other.
+// Sleeping: a rank stores the awaited ranks in its doorbell and then checks for data once more. A sender stores its
+// data and then reads the doorbell. Both sides execute a full fence in between, so at least one of them sees the other.
 
 #include "shared_memory.h"
 
@@ -27,7 +26,7 @@
 #include <utility>
 
 #include "cpu/isa.h"
-#include "cpu/lanes.h"
+#include "cpu/rows.h"
 #include "pause.h"
 
 namespace moeserve {
@@ -37,22 +36,22 @@ namespace {
 constexpr int64_t kLine = 64;
 constexpr int64_t kPage = 4096;
 
-// How often a sleeper looks whether others are still there: at first, and when it has waited for long.
-constexpr double kFirstLook_s = 0.01;
-constexpr double kLastLook_s = 0.05;
+// Interval of the checks for dead ranks while sleeping: at first, and after a long wait.
+constexpr double kFirstCheck_s = 0.01;
+constexpr double kLastCheck_s = 0.05;
 
-// Looking for news before sleeping pays where the others have cores of their own, free ones. After some times in vain
-// it is tried seldom only, until it helps again.
+// Spinning before sleeping pays only if the other ranks run on free cores of their own. After kMaxFailedSpins failures
+// it is tried once per kWaitsPerTrial waits, until it succeeds again.
 constexpr int kSpinsPerClockRead = 32;
-constexpr uint64_t kVainSpins = 4;
+constexpr uint64_t kMaxFailedSpins = 4;
 constexpr uint64_t kWaitsPerTrial = 16;
 
-// Operations of a step whose waits are measured: those with a smaller index.
+// Waits are measured for operations with a smaller index in their step.
 constexpr uint64_t kMaxIndex = 4096;
 
-// Of a bell: wake at whatever happens. The other bits are ranks, modulo kAnything's place.
+// Doorbell bits: one per rank, modulo kRankBits, and one that requests a wake-up for any event.
 constexpr int kRankBits = 63;
-constexpr uint64_t kAnything = uint64_t{1} << kRankBits;
+constexpr uint64_t kAnyEvent = uint64_t{1} << kRankBits;
 
 uint64_t bit_of(int rank) { return uint64_t{1} << (rank % kRankBits); }
 
@@ -60,7 +59,7 @@ int64_t rounded_up(int64_t num_bytes, int64_t unit) { return (num_bytes + unit -
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// Adds the time since `begin`, if that was called, to one of the totals, if there is one of this number.
+// Measures a wait: adds the time since `begin`, if it was called, to totals[number], if it exists.
 class Stopwatch {
  public:
   Stopwatch(std::vector<double>& totals, uint64_t number) : totals_(totals), number_(number) {}
@@ -76,7 +75,7 @@ class Stopwatch {
   double began_ = 0;
 };
 
-// Waits until the word is woken, unless it is no longer `seen`. False: a signal came.
+// Sleep until the word is woken, unless it differs from `seen`. Returns false after a signal.
 bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, double seconds) {
   timespec time;
   time.tv_sec = static_cast<time_t>(seconds);
@@ -86,41 +85,9 @@ bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, double seconds) {
 
 void futex_wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0); }
 
-// --- adding
+// --- addition
 
-template <int W>
-MOESERVE_INLINE void store_pair(float* out, Pair<W> sum) {
-  store<W>(out, sum.first);
-  store<W>(out + W, sum.second);
-}
-
-template <int W>
-MOESERVE_INLINE typename Vector<W>::UInt rounded_bits(Float<W> value) {
-  using UInt = typename Vector<W>::UInt;
-  const UInt bits = reinterpret_cast<UInt>(value);
-  const UInt rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
-  const UInt quiet_nan = bits | 0x400000u;
-  return (bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet_nan : rounded;
-}
-
-// As `assign` does with each element.
-template <int W>
-MOESERVE_INLINE void store_pair(BFloat16* out, Pair<W> sum) {
-  const typename Vector<W>::UInt words =
-      (rounded_bits<W>(sum.first) >> 16) | (rounded_bits<W>(sum.second) & 0xFFFF0000u);
-  std::memcpy(out, &words, sizeof(words));
-}
-
-MOESERVE_INLINE float widened(float value) { return value; }
-
-MOESERVE_INLINE float widened(BFloat16 value) {
-  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof(wide));
-  return wide;
-}
-
-// The same additions for each element whatever W is.
+// The additions per element do not depend on W.
 template <int W, typename T>
 MOESERVE_INLINE void add_all(const char* const* parts, int num_parts, char* out, int64_t num_elements) {
   T* const result = reinterpret_cast<T*>(out);
@@ -132,11 +99,11 @@ MOESERVE_INLINE void add_all(const char* const* parts, int num_parts, char* out,
       sum.first += addend.first;
       sum.second += addend.second;
     }
-    store_pair<W>(result + i, sum);
+    store_pair<W>(result + i, round_to<W>(result, sum));
   }
   for (; i < num_elements; ++i) {
-    float sum = widened(reinterpret_cast<const T*>(parts[0])[i]);
-    for (int p = 1; p < num_parts; ++p) sum += widened(reinterpret_cast<const T*>(parts[p])[i]);
+    float sum = widen(reinterpret_cast<const T*>(parts[0])[i]);
+    for (int p = 1; p < num_parts; ++p) sum += widen(reinterpret_cast<const T*>(parts[p])[i]);
     assign(result + i, sum);
   }
 }
@@ -150,58 +117,43 @@ MOESERVE_INLINE void add_elements(Element element, const char* const* parts, int
   }
 }
 
-void add_baseline(Element element, const char* const* parts, int num_parts, char* out, int64_t bytes) {
-  add_elements<4>(element, parts, num_parts, out, bytes);
-}
-
-#if defined(MOESERVE_X86)
-MOESERVE_TARGET_AVX2 void add_avx2(Element element, const char* const* parts, int num_parts, char* out, int64_t bytes) {
-  add_elements<8>(element, parts, num_parts, out, bytes);
-}
-
-MOESERVE_TARGET_AVX512 void add_avx512(Element element, const char* const* parts, int num_parts, char* out,
-                                       int64_t bytes) {
-  add_elements<16>(element, parts, num_parts, out, bytes);
-}
-#endif
+MOESERVE_DEFINE_VARIANTS(add_elements,
+                         (Element element, const char* const* parts, int num_parts, char* out, int64_t bytes),
+                         (element, parts, num_parts, out, bytes))
 
 }  // namespace
 
 void add_in_order(Element element, const std::vector<const char*>& parts, char* out, int64_t num_bytes) {
   const int num_parts = static_cast<int>(parts.size());
-#if defined(MOESERVE_X86)
-  const auto add = choose_version(current_isa(), add_baseline, add_avx2, add_avx512);
-#else
-  const auto add = add_baseline;
-#endif
+  const auto add = choose_add_elements(current_isa());
   add(element, parts.data(), num_parts, out, num_bytes);
 }
 
-// --- what lies in a memory
+// --- layout of the memory
 
-struct alignas(kLine) SharedMemory::Bell {
+struct alignas(kLine) SharedMemory::Doorbell {
   std::atomic<uint32_t> num_rings;
   std::atomic<uint32_t> has_left;
-  std::atomic<uint64_t> awaited;  // 0: the owner is awake. Whoever makes it 0 rings.
+  std::atomic<uint64_t> awaited;  // 0: the owner is awake. The rank that clears it rings.
 };
 
-struct alignas(kLine) SharedMemory::Mark {
+struct alignas(kLine) SharedMemory::Acknowledgement {
   std::atomic<uint64_t> num_read;
 };
 
-struct alignas(kLine) SharedMemory::Note {
-  std::atomic<uint64_t> number;  // counts the notes to this reader, from 1; written last
+struct alignas(kLine) SharedMemory::Message {
+  std::atomic<uint64_t> number;  // counts the messages to this reader from 1; written last
   uint64_t operation;
   uint64_t adds;
-  int64_t offset;  // from the first slot
+  int64_t offset;  // relative to the first slot
   int64_t num_bytes;
 };
 
 struct SharedMemory::Memory {
   char* start;
-  Bell* bell;
-  Mark* marks;  // by rank
-  Note* notes;  // [rank][num_slots]
+  Doorbell* doorbell;
+  Acknowledgement* acknowledgements;  // by rank
+  Message* messages;                  // [rank][num_slots]
   char* slots;
 };
 
@@ -220,30 +172,32 @@ SharedMemory::SharedMemory(int rank, const std::vector<int>& memory_fds, const s
       slots_(slots),
       spin_s_(spin_s),
       sockets_(sockets),
-      is_gone_(memory_fds.size(), 0),
+      is_dead_(memory_fds.size(), 0),
       receiving_(memory_fds.size(), 1),
-      num_notes_(memory_fds.size(), 0),
+      num_messages_(memory_fds.size(), 0),
       num_read_(memory_fds.size(), 0),
       uses_(slots.num_slots * memory_fds.size(), 0),
-      nudged_at_(memory_fds.size(), 0) {
+      woken_at_(memory_fds.size(), 0) {
   const int64_t size = num_bytes(num_ranks_, slots_);
-  const auto give_up = [&](const std::string& why) {
+  const auto clean_up_and_throw = [&](const std::string& why) {
     for (const Memory& memory : memories_) munmap(memory.start, size);
     throw std::runtime_error(why);
   };
   if (slots_.num_slots < 1 || slots_.slot_bytes % kLine != 0 || slots_.slot_bytes < kLine * num_ranks_) {
-    give_up("a slot must have a share of a cache line for each rank");
+    clean_up_and_throw("a slot must hold a cache line for each rank");
   }
   for (int fd : memory_fds) {
     struct stat found;
-    if (fstat(fd, &found) != 0 || found.st_size < size) give_up("a rank's memory is smaller than it must be");
+    if (fstat(fd, &found) != 0 || found.st_size < size)
+      clean_up_and_throw("a rank's memory is smaller than it must be");
     void* const start = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (start == MAP_FAILED) give_up(std::string("a rank's memory cannot be mapped: ") + std::strerror(errno));
+    if (start == MAP_FAILED)
+      clean_up_and_throw(std::string("a rank's memory cannot be mapped: ") + std::strerror(errno));
     Memory memory;
     memory.start = static_cast<char*>(start);
-    memory.bell = reinterpret_cast<Bell*>(memory.start);
-    memory.marks = reinterpret_cast<Mark*>(memory.start + kLine);
-    memory.notes = reinterpret_cast<Note*>(memory.start + kLine * (1 + num_ranks_));
+    memory.doorbell = reinterpret_cast<Doorbell*>(memory.start);
+    memory.acknowledgements = reinterpret_cast<Acknowledgement*>(memory.start + kLine);
+    memory.messages = reinterpret_cast<Message*>(memory.start + kLine * (1 + num_ranks_));
     memory.slots = memory.start + size - slots_.num_slots * slots_.slot_bytes;
     memories_.push_back(memory);
   }
@@ -260,7 +214,7 @@ void SharedMemory::close() {
 }
 
 void SharedMemory::leave() {
-  memories_[rank_].bell->has_left.store(1, std::memory_order_release);
+  memories_[rank_].doorbell->has_left.store(1, std::memory_order_release);
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if (rank != rank_) ring(rank);
   }
@@ -292,7 +246,7 @@ SharedMemory::Operation& SharedMemory::new_operation() {
   return operation;
 }
 
-// Own bytes never travel: they are copied from one to the other, if these are not the same.
+// The data of this rank for itself is copied from source to target directly.
 uint64_t SharedMemory::start(Operation& operation, const char* own_source, char* own_target, int64_t own_bytes) {
   operation.parts[rank_] = Part{};
   int num_readers = 0;
@@ -303,12 +257,11 @@ uint64_t SharedMemory::start(Operation& operation, const char* own_source, char*
     num_readers += part.to_send > 0;
   }
   operation.num_missing = num_ranks_ - 1;
-  // Ranks that add up what comes must all have cut it in the same places.
+  // All ranks of a sum must cut the data at the same places.
   const int num_shares = operation.sends_same ? 1 : operation.adds ? num_ranks_ - 1 : std::max(1, num_readers);
   operation.share = std::max<int64_t>(kLine, slots_.slot_bytes / num_shares / kLine * kLine);
   const uint64_t number = operation.number;
-  if (failure_ == Outcome::kDone)
-    send_some();  // with what is on its way to the others, they need not wait for the rest
+  if (failure_ == Outcome::kDone) send_some();  // the other ranks can already read this part
   if (own_bytes > 0 && own_source != own_target) std::memcpy(own_target, own_source, own_bytes);
   return number;
 }
@@ -389,14 +342,14 @@ bool SharedMemory::progress() {
 // --- sending
 
 bool SharedMemory::can_still_read(int rank) const {
-  return !is_gone_[rank] && !memories_[rank].bell->has_left.load(std::memory_order_acquire);
+  return !is_dead_[rank] && !memories_[rank].doorbell->has_left.load(std::memory_order_acquire);
 }
 
 bool SharedMemory::is_free(int64_t slot) {
   for (int rank = 0; rank < num_ranks_; ++rank) {
     uint64_t& use = uses_[slot * num_ranks_ + rank];
     if (use == 0) continue;
-    const uint64_t num_read = memories_[rank].marks[rank_].num_read.load(std::memory_order_acquire);
+    const uint64_t num_read = memories_[rank].acknowledgements[rank_].num_read.load(std::memory_order_acquire);
     if (num_read < use && can_still_read(rank)) return false;
     use = 0;
   }
@@ -423,7 +376,7 @@ void SharedMemory::send_chunk(Operation& operation) {
   const Memory& mine = memories_[rank_];
   const bool is_first = operation.num_sent == 0;
   int64_t offset = slot * slots_.slot_bytes;
-  for (int step = 1; step < num_ranks_; ++step) {  // each rank begins with another reader
+  for (int step = 1; step < num_ranks_; ++step) {  // each rank starts with a different reader
     const int reader = (rank_ + step) % num_ranks_;
     const Part& part = operation.parts[reader];
     const int64_t num_bytes = std::max<int64_t>(0, std::min(operation.share, part.to_send - operation.num_sent));
@@ -431,13 +384,13 @@ void SharedMemory::send_chunk(Operation& operation) {
     if (num_bytes > 0 && (!operation.sends_same || step == 1)) {
       std::memcpy(mine.slots + offset, part.source + operation.num_sent, num_bytes);
     }
-    const uint64_t number = ++num_notes_[reader];
-    Note& note = mine.notes[reader * slots_.num_slots + (number - 1) % slots_.num_slots];
-    note.operation = operation.number;
-    note.adds = operation.adds;
-    note.offset = offset;
-    note.num_bytes = num_bytes;
-    note.number.store(number, std::memory_order_release);
+    const uint64_t number = ++num_messages_[reader];
+    Message& message = mine.messages[reader * slots_.num_slots + (number - 1) % slots_.num_slots];
+    message.operation = operation.number;
+    message.adds = operation.adds;
+    message.offset = offset;
+    message.num_bytes = num_bytes;
+    message.number.store(number, std::memory_order_release);
     uses_[slot * num_ranks_ + reader] = number;
     if (!operation.sends_same) offset += rounded_up(num_bytes, kLine);
   }
@@ -445,21 +398,21 @@ void SharedMemory::send_chunk(Operation& operation) {
   ++num_chunks_;
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int reader = 0; reader < num_ranks_; ++reader) {
-    if (uses_[slot * num_ranks_ + reader] != 0) wake(reader, kAnything | bit_of(rank_));
+    if (uses_[slot * num_ranks_ + reader] != 0) wake(reader, kAnyEvent | bit_of(rank_));
   }
 }
 
 // --- receiving
 
-const SharedMemory::Note& SharedMemory::note_from(int rank) const {
-  return memories_[rank].notes[rank_ * slots_.num_slots + num_read_[rank] % slots_.num_slots];
+const SharedMemory::Message& SharedMemory::message_from(int rank) const {
+  return memories_[rank].messages[rank_ * slots_.num_slots + num_read_[rank] % slots_.num_slots];
 }
 
-bool SharedMemory::has_note(int rank) const {
-  return note_from(rank).number.load(std::memory_order_acquire) == num_read_[rank] + 1;
+bool SharedMemory::has_message(int rank) const {
+  return message_from(rank).number.load(std::memory_order_acquire) == num_read_[rank] + 1;
 }
 
-// The operation to which the rank's next note must belong, if it has been begun here.
+// Return the operation of the next message of `rank`, or null if it has not begun here.
 SharedMemory::Operation* SharedMemory::expected_from(int rank) {
   uint64_t& number = receiving_[rank];
   number = std::max(number, first_number());
@@ -470,46 +423,46 @@ SharedMemory::Operation* SharedMemory::expected_from(int rank) {
   return nullptr;
 }
 
-void SharedMemory::check_note(int rank, const Note& note, const Operation& operation, int64_t left) {
-  const bool fits = note.operation == operation.number && (note.adds != 0) == operation.adds &&
-                    (left == 0 ? note.num_bytes == 0 : note.num_bytes > 0) && note.num_bytes <= left &&
-                    note.offset >= 0 && note.offset <= slots_.num_slots * slots_.slot_bytes - note.num_bytes;
-  if (!fits && failure_ == Outcome::kDone) fail(Outcome::kDisagree, {rank});
+void SharedMemory::check_message(int rank, const Message& message, const Operation& operation, int64_t left) {
+  const bool fits = message.operation == operation.number && (message.adds != 0) == operation.adds &&
+                    (left == 0 ? message.num_bytes == 0 : message.num_bytes > 0) && message.num_bytes <= left &&
+                    message.offset >= 0 && message.offset <= slots_.num_slots * slots_.slot_bytes - message.num_bytes;
+  if (!fits && failure_ == Outcome::kDone) fail(Outcome::kMismatch, {rank});
 }
 
 bool SharedMemory::receive_some() {
   bool has_moved = false;
   for (int step = 1; step < num_ranks_; ++step) {
-    const int rank = (rank_ + num_ranks_ - step) % num_ranks_;  // those who began with this rank come first
-    while (failure_ == Outcome::kDone && has_note(rank)) {
+    const int rank = (rank_ + num_ranks_ - step) % num_ranks_;  // ranks that sent to this rank first
+    while (failure_ == Outcome::kDone && has_message(rank)) {
       Operation* const operation = expected_from(rank);
-      if (operation == nullptr || !receive_note(rank, *operation)) break;
+      if (operation == nullptr || !receive_message(rank, *operation)) break;
       has_moved = true;
     }
   }
   if (!has_moved) return false;
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    if (rank != rank_) wake(rank, kAnything);  // it may wait for a free slot
+    if (rank != rank_) wake(rank, kAnyEvent);  // it may be waiting for a free slot
   }
   return true;
 }
 
-// False: it cannot be used yet.
-bool SharedMemory::receive_note(int rank, Operation& operation) {
+// Returns false if the message cannot be used yet.
+bool SharedMemory::receive_message(int rank, Operation& operation) {
   Part& part = operation.parts[rank];
-  const Note& note = note_from(rank);
-  const int64_t num_bytes = note.num_bytes;
-  check_note(rank, note, operation, part.to_receive - part.received);
+  const Message& message = message_from(rank);
+  const int64_t num_bytes = message.num_bytes;
+  check_message(rank, message, operation, part.to_receive - part.received);
   if (failure_ != Outcome::kDone) return false;
   if (operation.adds) return add_chunk(operation);
-  if (num_bytes > 0) std::memcpy(part.target + part.received, memories_[rank].slots + note.offset, num_bytes);
-  take(operation, part, num_bytes);
-  memories_[rank_].marks[rank].num_read.store(++num_read_[rank], std::memory_order_release);
+  if (num_bytes > 0) std::memcpy(part.target + part.received, memories_[rank].slots + message.offset, num_bytes);
+  record_received(operation, part, num_bytes);
+  memories_[rank_].acknowledgements[rank].num_read.store(++num_read_[rank], std::memory_order_release);
   return true;
 }
 
-void SharedMemory::take(Operation& operation, Part& part, int64_t num_bytes) {
+void SharedMemory::record_received(Operation& operation, Part& part, int64_t num_bytes) {
   part.received += num_bytes;
   part.is_open = part.received < part.to_receive;
   operation.num_missing -= !part.is_open;
@@ -520,22 +473,22 @@ bool SharedMemory::add_chunk(Operation& operation) {
   int64_t num_bytes = -1;
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if (rank == rank_) continue;
-    if (!has_note(rank) || expected_from(rank) != &operation) return false;
+    if (!has_message(rank) || expected_from(rank) != &operation) return false;
     const Part& part = operation.parts[rank];
-    const Note& note = note_from(rank);
-    check_note(rank, note, operation, part.to_receive - part.received);
-    if (num_bytes < 0) num_bytes = note.num_bytes;
-    if (note.num_bytes != num_bytes && failure_ == Outcome::kDone) fail(Outcome::kDisagree, {rank});
+    const Message& message = message_from(rank);
+    check_message(rank, message, operation, part.to_receive - part.received);
+    if (num_bytes < 0) num_bytes = message.num_bytes;
+    if (message.num_bytes != num_bytes && failure_ == Outcome::kDone) fail(Outcome::kMismatch, {rank});
     if (failure_ != Outcome::kDone) return false;
-    addends_[rank] = memories_[rank].slots + note.offset;
+    addends_[rank] = memories_[rank].slots + message.offset;
   }
   add_in_order(operation.element, addends_, operation.out + operation.num_added, num_bytes);
   operation.num_added += num_bytes;
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if (rank == rank_) continue;
     Part& part = operation.parts[rank];
-    take(operation, part, num_bytes);
-    memories_[rank_].marks[rank].num_read.store(++num_read_[rank], std::memory_order_release);
+    record_received(operation, part, num_bytes);
+    memories_[rank_].acknowledgements[rank].num_read.store(++num_read_[rank], std::memory_order_release);
   }
   return true;
 }
@@ -554,7 +507,7 @@ std::vector<double> SharedMemory::seconds_waited() {
 
 Outcome SharedMemory::wait(uint64_t number, double timeout_s, bool is_measured) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // An operation begun before the step has too large an index, and is not measured.
+  // Operations from before the step have a huge index and are not measured.
   const uint64_t index = is_measured ? number - first_of_step_ : kMaxIndex;
   if (index >= seconds_waited_.size() && index < kMaxIndex) seconds_waited_.resize(index + 1);
   Stopwatch stopwatch(seconds_waited_, index);
@@ -568,108 +521,108 @@ Outcome SharedMemory::wait(uint64_t number, double timeout_s, bool is_measured) 
     if (deadline == 0) {
       stopwatch.begin();
       deadline = now() + timeout_s;
-      if (waited_for_ != number) look_interval_ = kFirstLook_s;
-      waited_for_ = number;
-      next_look_ = now() + look_interval_;
+      if (last_waited_ != number) check_interval_ = kFirstCheck_s;
+      last_waited_ = number;
+      next_check_ = now() + check_interval_;
     }
     if (spin()) continue;
     if (failure_ != Outcome::kDone) return failure_;
-    if (!lost(number).empty()) {
-      progress();  // what they sent before they went is seen now, if not before
-      const std::vector<int> still_lost = lost(number);
+    if (!lost_ranks(number).empty()) {
+      progress();  // read what they sent before they left
+      const std::vector<int> still_lost = lost_ranks(number);
       if (!still_lost.empty()) return fail(Outcome::kLost, still_lost);
       continue;
     }
-    const double left_s = deadline - now();
-    if (left_s <= 0) return fail(Outcome::kTimeout, missing(number));
-    if (!sleep(number, left_s)) return Outcome::kInterrupted;
-    if (now() >= next_look_) {
-      look_for_the_gone();
-      look_interval_ = std::min(2 * look_interval_, kLastLook_s);
+    const double remaining_s = deadline - now();
+    if (remaining_s <= 0) return fail(Outcome::kTimeout, missing_ranks(number));
+    if (!sleep(number, remaining_s)) return Outcome::kInterrupted;
+    if (now() >= next_check_) {
+      find_dead_ranks();
+      check_interval_ = std::min(2 * check_interval_, kLastCheck_s);
       return Outcome::kInterrupted;
     }
   }
 }
 
 bool SharedMemory::spin() {
-  const bool is_trial = num_vain_spins_ < kVainSpins || num_vain_spins_ % kWaitsPerTrial == 0;
+  const bool is_trial = num_failed_spins_ < kMaxFailedSpins || num_failed_spins_ % kWaitsPerTrial == 0;
   const double deadline = is_trial ? now() + spin_s_ : 0;
   do {
     for (int i = 0; i < kSpinsPerClockRead; ++i) {
       if (progress()) {
-        num_vain_spins_ = 0;
+        num_failed_spins_ = 0;
         return true;
       }
       pause_briefly();
     }
   } while (is_trial && now() < deadline && failure_ == Outcome::kDone);
-  ++num_vain_spins_;
+  ++num_failed_spins_;
   return false;
 }
 
-// Sleeps until all of those have sent something from whom something is missing. A rank that still has to send, and has
-// no free slot, wakes at whatever happens instead: others may wait for what it has not sent.
-bool SharedMemory::sleep(uint64_t number, double left_s) {
-  Bell& bell = *memories_[rank_].bell;
-  const uint32_t seen = bell.num_rings.load(std::memory_order_acquire);
+// Sleep until all ranks with missing data have sent some. A rank that still has data to send but no free slot wakes on
+// any event instead, because others may be waiting for its data.
+bool SharedMemory::sleep(uint64_t number, double remaining_s) {
+  Doorbell& doorbell = *memories_[rank_].doorbell;
+  const uint32_t seen = doorbell.num_rings.load(std::memory_order_acquire);
   const bool has_unsent = sending_ < next_number_;
   uint64_t awaited = 0;
   if (!has_unsent) {
-    for (int rank : missing(number)) awaited |= bit_of(rank);
+    for (int rank : missing_ranks(number)) awaited |= bit_of(rank);
   }
-  bell.awaited.store(awaited == 0 ? kAnything : awaited, std::memory_order_relaxed);
+  doorbell.awaited.store(awaited == 0 ? kAnyEvent : awaited, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   const bool has_moved = progress();
-  bool is_undisturbed = true;
-  if (!has_moved && failure_ == Outcome::kDone && !is_closing_ && lost(number).empty()) {
+  bool is_uninterrupted = true;
+  if (!has_moved && failure_ == Outcome::kDone && !is_closing_ && lost_ranks(number).empty()) {
     if (has_unsent) {
-      // A reader that sleeps until others have sent as well must make room first, or those might never.
+      // A sleeping reader must free a slot first: it may be waiting for data that this rank cannot send yet.
       const int64_t slot = static_cast<int64_t>(num_chunks_ % slots_.num_slots);
       for (int rank = 0; rank < num_ranks_; ++rank) {
-        if (uses_[slot * num_ranks_ + rank] == 0 || nudged_at_[rank] == num_chunks_ + 1) continue;
-        nudged_at_[rank] = num_chunks_ + 1;
-        if (memories_[rank].bell->awaited.load(std::memory_order_relaxed) != 0) ring(rank);
+        if (uses_[slot * num_ranks_ + rank] == 0 || woken_at_[rank] == num_chunks_ + 1) continue;
+        woken_at_[rank] = num_chunks_ + 1;
+        if (memories_[rank].doorbell->awaited.load(std::memory_order_relaxed) != 0) ring(rank);
       }
     }
-    is_undisturbed = futex_wait(bell.num_rings, seen, std::min(left_s, look_interval_));
+    is_uninterrupted = futex_wait(doorbell.num_rings, seen, std::min(remaining_s, check_interval_));
   }
-  bell.awaited.store(0, std::memory_order_relaxed);
-  return is_undisturbed;
+  doorbell.awaited.store(0, std::memory_order_relaxed);
+  return is_uninterrupted;
 }
 
-// Wakes a rank that waits for one of these, if nothing else is left that it waits for.
+// Clear this rank in the set for which another rank waits, and wake it if the set is now empty.
 void SharedMemory::wake(int rank, uint64_t what) {
-  Bell& bell = *memories_[rank].bell;
-  const uint64_t awaited = bell.awaited.load(std::memory_order_relaxed);
+  Doorbell& doorbell = *memories_[rank].doorbell;
+  const uint64_t awaited = doorbell.awaited.load(std::memory_order_relaxed);
   if ((awaited & what) == 0) return;
-  // The owner may have gone to sleep anew in between. Then it is woken too early, which does no harm; never too late,
-  // since whoever makes the last bit vanish rings.
-  if (awaited & kAnything) {
-    if (bell.awaited.exchange(0, std::memory_order_acq_rel) != 0) ring(rank);
-  } else if (bell.awaited.fetch_and(~bit_of(rank_), std::memory_order_acq_rel) == bit_of(rank_)) {
+  // The owner may have gone to sleep again in between. It is then woken too early, which is harmless, but never too
+  // late: the rank that clears the last bit rings.
+  if (awaited & kAnyEvent) {
+    if (doorbell.awaited.exchange(0, std::memory_order_acq_rel) != 0) ring(rank);
+  } else if (doorbell.awaited.fetch_and(~bit_of(rank_), std::memory_order_acq_rel) == bit_of(rank_)) {
     ring(rank);
   }
 }
 
 void SharedMemory::ring(int rank) {
-  std::atomic<uint32_t>& num_rings = memories_[rank].bell->num_rings;
+  std::atomic<uint32_t>& num_rings = memories_[rank].doorbell->num_rings;
   num_rings.fetch_add(1, std::memory_order_acq_rel);
   futex_wake(num_rings);
 }
 
-void SharedMemory::look_for_the_gone() {
+void SharedMemory::find_dead_ranks() {
   std::vector<pollfd> polled;
   for (int rank = 0; rank < num_ranks_; ++rank) {
     polled.push_back({rank == rank_ ? -1 : sockets_[rank], POLLRDHUP, 0});
   }
   if (poll(polled.data(), polled.size(), 0) <= 0) return;
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    if (polled[rank].revents != 0) is_gone_[rank] = 1;
+    if (polled[rank].revents != 0) is_dead_[rank] = 1;
   }
 }
 
-// Ranks from which something must come, and nothing has.
-std::vector<int> SharedMemory::missing(uint64_t number) {
+// Return the ranks whose data or acknowledgement is missing.
+std::vector<int> SharedMemory::missing_ranks(uint64_t number) {
   std::vector<int> ranks;
   if (is_done(number)) return ranks;
   const uint64_t first = first_number();
@@ -677,23 +630,23 @@ std::vector<int> SharedMemory::missing(uint64_t number) {
     if (rank == rank_) continue;
     bool is_missing = false;
     if (number >= first) {
-      is_missing = operations_[number - first].parts[rank].is_open && !has_note(rank);
+      is_missing = operations_[number - first].parts[rank].is_open && !has_message(rank);
     }
     if (!is_sent(number)) {
       const uint64_t use = uses_[num_chunks_ % slots_.num_slots * num_ranks_ + rank];
-      is_missing |= memories_[rank].marks[rank_].num_read.load(std::memory_order_acquire) < use;
+      is_missing |= memories_[rank].acknowledgements[rank_].num_read.load(std::memory_order_acquire) < use;
     }
     if (is_missing) ranks.push_back(rank);
   }
   return ranks;
 }
 
-std::vector<int> SharedMemory::lost(uint64_t number) {
+std::vector<int> SharedMemory::lost_ranks(uint64_t number) {
   std::vector<int> ranks;
   if (number < first_number()) return ranks;
   const Operation& operation = operations_[number - first_number()];
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    if (operation.parts[rank].is_open && !can_still_read(rank) && !has_note(rank)) ranks.push_back(rank);
+    if (operation.parts[rank].is_open && !can_still_read(rank) && !has_message(rank)) ranks.push_back(rank);
   }
   return ranks;
 }

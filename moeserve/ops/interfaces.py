@@ -135,12 +135,12 @@ class DrawTokens(Protocol):
 
 
 class ChooseExpertCopies(Protocol):
-    """(experts_TK, copies_EW, num_turns_E, first_token) -> the physical expert of each choice [T, K]. All int64.
+    """(experts_TK, copies_EW, num_copies_E, first_token) -> the physical expert of each choice [T, K]. All int64.
 
-    Token t gets copy (first_token + t) % num_turns_E[e] of expert e. Expert -1 is padding and stays -1.
+    Token t gets copy (first_token + t) % num_copies_E[e] of expert e. Expert -1 is padding and stays -1.
     """
 
-    def __call__(self, experts_TK: Tensor, copies_EW: Tensor, num_turns_E: Tensor, first_token: int, /) -> Tensor: ...
+    def __call__(self, experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,4 +159,4 @@ def test_wrong_tensors_are_refused(argument: str, wrong: Callable[[Tensor], Tens
     if argument == "heads" and arguments["heads"].dim() == 3:
         arguments["out"] = torch.empty_like(arguments["heads"])
     with pytest.raises(ValueError, match=message):
-        kernels.turn_heads(is_interleaved=False, **arguments)
+        kernels.apply_rope(is_interleaved=False, **arguments)

@@ -30,7 +30,7 @@ class ExpertCopies:
         max_copies = min(placement.num_ranks, 1 + sum(placement.num_slots) - placement.num_logical)
         max_copies = max(max_copies, *map(len, placement.physical_of_logical))  # a rank may hold two copies
         self.physical_EW = torch.empty(placement.num_logical, max_copies, dtype=torch.int64, device=device)
-        self.num_turns_E = torch.empty(placement.num_logical, dtype=torch.int64, device=device)
+        self.num_copies_E = torch.empty(placement.num_logical, dtype=torch.int64, device=device)
         self._choose = context.kernels.choose_expert_copies
         self.place(placement)
         self.is_identity = placement.logical_of_physical == tuple(range(placement.num_logical))
@@ -40,7 +40,7 @@ class ExpertCopies:
         turns = copies_in_turn(placement, self._rank, self._node_of_rank)
         width = self.physical_EW.shape[1]
         self.physical_EW.copy_(torch.tensor([[*of_one, *[-1] * (width - len(of_one))] for of_one in turns]))
-        self.num_turns_E.copy_(torch.tensor([len(of_one) for of_one in turns]))
+        self.num_copies_E.copy_(torch.tensor([len(of_one) for of_one in turns]))
         self.is_identity = False
 
     def choose(self, experts_TK: Tensor, first_token: int) -> Tensor:
@@ -52,4 +52,4 @@ class ExpertCopies:
         """
         if self.is_identity:
             return experts_TK
-        return self._choose(experts_TK, self.physical_EW, self.num_turns_E, first_token)
+        return self._choose(experts_TK, self.physical_EW, self.num_copies_E, first_token)

@@ -64,7 +64,7 @@ class RowKernels:
         if heads_TNH.dtype not in NATIVE_DTYPES:
             return reference.apply_rope(heads_TNH, rotation, out_TNH)
         out_TNH = heads_TNH if out_TNH is None else out_TNH
-        self._native.turn_heads(heads_TNH, rotation.cosines, rotation.sines, rotation.is_interleaved, out_TNH)
+        self._native.apply_rope(heads_TNH, rotation.cosines, rotation.sines, rotation.is_interleaved, out_TNH)
         return out_TNH
 
     def row_maximum(self, rows_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,10 +76,10 @@ class RowKernels:
         return largest_R, indices_R
 
     def choose_expert_copies(
-        self, experts_TK: Tensor, copies_EW: Tensor, num_turns_E: Tensor, first_token: int
+        self, experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int
     ) -> Tensor:
         chosen_TK = torch.empty(experts_TK.shape, dtype=torch.int64)
-        self._native.choose_copies(experts_TK, copies_EW, num_turns_E, first_token, chosen_TK)
+        self._native.choose_copies(experts_TK, copies_EW, num_copies_E, first_token, chosen_TK)
         return chosen_TK
 
 

@@ -57,7 +57,7 @@ def row_maximum(rows_RV: Tensor) -> tuple[Tensor, Tensor]:
     return largest_R, indices_R
 
 
-def choose_expert_copies(experts_TK: Tensor, copies_EW: Tensor, num_turns_E: Tensor, first_token: int) -> Tensor:
+def choose_expert_copies(experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int) -> Tensor:
     tokens_T1 = torch.arange(first_token, first_token + len(experts_TK), device=experts_TK.device)[:, None]
     known_TK = experts_TK.clamp(min=0)
-    return copies_EW[known_TK, tokens_T1 % num_turns_E[known_TK]].where(experts_TK >= 0, -1)
+    return copies_EW[known_TK, tokens_T1 % num_copies_E[known_TK]].where(experts_TK >= 0, -1)
