@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import io
+import runpy
 from pathlib import Path
 
 import pytest
@@ -27,10 +27,13 @@ def test_every_example_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))
-def test_example(name: str, default_cache: Path) -> None:
+def test_example(
+    name: str, default_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     typed, expected = EXPECTED[name]
-    run = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], input=typed, capture_output=True, text=True, check=True, timeout=200
-    )
+    monkeypatch.setattr("sys.argv", [name])
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    printed = capsys.readouterr().out
     for text in expected:
-        assert text in run.stdout
+        assert text in printed

@@ -1,9 +1,8 @@
-"""Attention by other libraries, on stand-ins for them: results, limits, and the choice among libraries."""
+"""Attention by external libraries, with stand-ins: results, limits, and the choice among libraries."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import random
 import sys
@@ -15,7 +14,7 @@ from typing import Any, cast
 import attention_stand_ins
 import pytest
 import torch
-from attention_stand_ins import VERSION, Refused
+from attention_stand_ins import VERSION
 from torch import Tensor
 
 from moeserve.config.settings import AttentionName
@@ -36,7 +35,7 @@ from moeserve.ops.libraries.attention_times import (
     save_times,
     times_path,
 )
-from moeserve.ops.libraries.flashinfer import ChunkAttention, open_flashinfer
+from moeserve.ops.libraries.flashinfer import open_flashinfer
 from moeserve.ops.libraries.interface import AttentionLibrary, LibraryUnusable
 from moeserve.ops.libraries.varlen import Varlen
 from moeserve.ops.select import select_kernels
@@ -138,7 +137,7 @@ def drawn_chunks(draw: random.Random, *, is_decode: bool) -> Chunks:
     return [(each, each + draw.choice([0, 1, 15, 16, 100, 255])) for each in rows]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_one_row_per_chunk_by_flashinfer(seed: int, flashinfer: attention_stand_ins.FlashInfer) -> None:
     draw = random.Random(seed)
     problem = drawn_problem(draw, block_sizes=[16, 32, 64, 128], head_sizes=[16, 64, 80, 256], has_sinks=True)
@@ -150,7 +149,7 @@ def test_one_row_per_chunk_by_flashinfer(seed: int, flashinfer: attention_stand_
     assert flashinfer.num_decodes == 2
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_chunks_by_flashinfer(seed: int, flashinfer: attention_stand_ins.FlashInfer) -> None:
     draw = random.Random(seed)
     problem = drawn_problem(draw, block_sizes=[1, 7, 16, 256], head_sizes=[64, 128])
@@ -162,7 +161,7 @@ def test_chunks_by_flashinfer(seed: int, flashinfer: attention_stand_ins.FlashIn
 
 
 @pytest.mark.parametrize("implementation", ["FA2", "FA3"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_steps_of_any_kind_by_varlen(seed: int, implementation: str) -> None:
     draw = random.Random(seed)
     block_sizes = [256, 512] if implementation == "FA2" else [1, 7, 16, 256]
@@ -220,37 +219,6 @@ def test_a_step_is_planned_once_for_all_layers_of_a_shape(flashinfer: attention_
         for layer, problem in zip(layers, problems, strict=True):
             check(case, problem, layer.attend)
     assert (flashinfer.num_plans, flashinfer.num_runs) == (2 * 3, 4 * 3)
-
-
-def test_the_stand_in_refuses_what_the_package_refuses(flashinfer: attention_stand_ins.FlashInfer) -> None:
-    """Otherwise the tests above would show little."""
-    case = make_case(PROBLEM, [(3, 20)])
-    wrapper = flashinfer.as_module().BatchPrefillWithPagedKVCacheWrapper(
-        torch.empty(64, dtype=torch.uint8), kv_layout="HND"
-    )
-    with pytest.raises(Refused, match="not initialized"):
-        wrapper.run(case.query_TNH, (case.key_cache, case.value_cache))
-    attend = ChunkAttention(wrapper, PROBLEM)
-    case.attended_by(attend)
-    with pytest.raises(Refused, match="planned for"):
-        wrapper.run(case.query_TNH.half(), (case.key_cache.half(), case.value_cache.half()))
-    with pytest.raises(Refused, match="does not match"):
-        wrapper.run(case.query_TNH[1:], (case.key_cache, case.value_cache))
-    library = open_flashinfer(CPU)
-    decode = library.make_attend(changed(block_size=17), "decode")
-    with pytest.raises(Refused, match="Invalid page_size: 17"):
-        make_case(changed(block_size=17), [(1, 20)]).attended_by(decode)
-
-
-def test_the_varlen_stand_in_has_the_signature_of_torch() -> None:
-    varlen_attn_out = getattr(pytest.importorskip("torch.nn.attention.varlen"), "varlen_attn_out", None)
-    if varlen_attn_out is None:
-        pytest.skip("this torch has no varlen_attn_out")
-    real = inspect.signature(varlen_attn_out).parameters
-    stand_in = inspect.signature(attention_stand_ins.Varlen("FA2").varlen_attn_out).parameters
-    assert [(each.name, each.kind, each.default) for each in real.values()] == [
-        (each.name, each.kind, each.default) for each in stand_in.values()
-    ]
 
 
 @pytest.mark.parametrize("implementation", ["FA2", "FA3"])
@@ -435,14 +403,6 @@ def test_a_named_library_serves_where_it_can(caplog: pytest.LogCaptureFixture) -
     assert answers([dataclasses.replace(A, refused=("chunks",))], None) == (1.0, 0.0)
     assert "no chunks" in caplog.text
     assert answers([dataclasses.replace(A, refused=("chunks", "decode"))], None) == (0.0, 0.0)
-
-
-def test_the_choice_is_logged_once_for_all_layers(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    choice = LibraryChoice(OWN_KERNELS, [A], None, 16)
-    for _ in range(3):
-        assert isinstance(choice.make_attention(SHAPE), LibraryAttention)
-    assert len(caplog.records) == 2
 
 
 def test_the_fastest_measured_library_serves() -> None:

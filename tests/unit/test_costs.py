@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import math
 import random
 import subprocess
@@ -13,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.planner.costs import (
@@ -125,6 +124,7 @@ def test_the_fullest_rank_equals_random_draws(num_ranks: int, num_experts: int, 
     assert balance.imbalance(num_tokens) - 1 == pytest.approx(drawn - 1, rel=0.1)
 
 
+@settings(max_examples=30)
 @given(
     placement=st.floats(1, 8),
     ranks=st.integers(2, 320),
@@ -322,28 +322,6 @@ def test_one_rank_exchanges_nothing() -> None:
     costs = LayoutCosts(alone, SIMPLE, Assumptions())
     assert costs.step_seconds(StepLoad.of(LOADS[:1])).exchange == 0
     assert "dispatch and combine" not in {term.work.name for term in costs.terms(StepLoad.of(LOADS[:1]))}
-
-
-@pytest.mark.parametrize(
-    "better", ["memory_bandwidth", "bf16_rate", "node_bandwidth"], ids=["memory", "products", "links"]
-)
-def test_better_hardware_is_not_slower(better: str) -> None:
-    load = StepLoad.of(LOADS)
-    fields = {name: getattr(SIMPLE, name) for name in SIMPLE.__struct_fields__}
-    faster = Hardware(**fields | {better: 2 * getattr(SIMPLE, better)})
-    for overlap, chunk in itertools.product((False, True), (load, load.divided(2))):
-        before, after = (
-            LayoutCosts(shape(), hardware, replace(PERFECT, overlap=overlap)).step_seconds(chunk).seconds
-            for hardware in (SIMPLE, faster)
-        )
-        assert after <= before
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2, "2.00 s"), (0.014757, "14.76 ms"), (120.96e-6, "120.96 us"), (0, "0.00 us")]
-)
-def test_shown_seconds(seconds: float, text: str) -> None:
-    assert shown_seconds(seconds) == text
 
 
 def test_the_model_of_costs_needs_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""Expert placements: against the published algorithm written plainly, and over drifting loads."""
+"""Expert placement: against a plain form of the published algorithm, and over drifting loads."""
 
 from __future__ import annotations
 
@@ -150,16 +150,6 @@ def test_zero_loads_are_placed_as_equal_ones() -> None:
     assert eplb([0.0] * 6, 4, 12) == eplb([1.0] * 6, 4, 12)
 
 
-def test_groups_stay_on_their_nodes() -> None:
-    loads = zipf(0, 256, 0.5)
-    placement = eplb(loads, 32, 288, Topology(num_nodes=4, num_groups=8))
-    nodes: list[set[int]] = [set() for _ in range(8)]
-    for rank, slots in enumerate(placement.logical_of_slot):
-        for expert in slots:
-            nodes[expert // 32].add(rank // 8)
-    assert all(len(of_group) == 1 for of_group in nodes)
-
-
 @given(problems(), st.data())
 @settings(derandomize=True, deadline=None)
 def test_rebalancing_from_any_placement(problem: tuple[list[float], int, int, Topology], data: st.DataObject) -> None:
@@ -228,7 +218,7 @@ def swapped(generator: random.Random, loads: Sequence[float]) -> list[float]:
 @pytest.mark.parametrize("drift", [drifted, swapped])
 @pytest.mark.parametrize(
     ("num_experts", "num_slots", "num_ranks"),
-    [(256, 256, 8), (256, 288, 32), (256, 288, 144), (256, 320, 64), (256, 320, 320), (128, 160, 32), (64, 72, 8)],
+    [(256, 256, 8), (256, 288, 32), (256, 320, 320), (128, 160, 32)],
 )
 def test_drifting_loads_move_few_experts(
     num_experts: int, num_slots: int, num_ranks: int, drift: Callable[..., list[float]]

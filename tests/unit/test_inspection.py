@@ -157,7 +157,7 @@ def test_the_weight_mapping_has_the_published_names(model: str, tmp_path: Path) 
 
 
 def timed(*arguments: str | Path) -> tuple[float, float, str]:
-    """Seconds, seconds of a processor, and the output of a run of Python."""
+    """Return wall time, processor time and output of a Python process."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -165,12 +165,17 @@ def timed(*arguments: str | Path) -> tuple[float, float, str]:
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
 
-def test_a_model_of_256_experts_and_61_layers_in_2_seconds(tmp_path: Path) -> None:
+def test_inspecting_deepseek_v3_takes_2_seconds(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, DEEPSEEK_V3)
-    # Most of it is importing torch. Where other work slows all down, it is no more than twice that.
-    runs = [(timed("-m", "moeserve", "inspect", folder), timed("-c", "import torch")) for _ in range(3)]
-    assert min(own[0] for own, _ in runs) < 2.0 or min(own[1] / torch_alone[1] for own, torch_alone in runs) < 2.0
-    output = runs[0][0][2]
+    for _ in range(3):
+        seconds, processor_seconds, output = timed("-m", "moeserve", "inspect", folder)
+        if seconds < 2.0:
+            break
+        # On a busy machine, compare with importing torch, which takes most of the time.
+        if processor_seconds < 2 * timed("-c", "import torch")[1]:
+            break
+    else:
+        pytest.fail(f"{seconds:.1f} s")
     assert "671.03 B" in output
     assert "36.63 B" in output
     assert "fp8 in blocks of 128 x 128" in output

@@ -1,4 +1,4 @@
-"""`moeserve plan`: what ranks hold and what travels, against recounts."""
+"""`moeserve plan`: the weights of each rank and the bytes exchanged, against recounts."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_router_groups_stay_whole(
 def test_kept_groups_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(folder_of(tmp_path, "DeepSeek-V3")), "--num-redundant-experts", "32", "--hardware", "h800"]
     for nodes, exchange, shown in ((4, "node_limited", 8), (16, "node_limited", 16), (4, "by_node", None)):
-        assert cli.main([*command, "--nodes", str(nodes), "--exchange", exchange]) == 0
+        assert cli.main([*command, "--tp", "1", "--nodes", str(nodes), "--exchange", exchange]) == 0
         text = capsys.readouterr().out
         assert ("whole groups" in text) == (shown is not None)
         assert shown is None or f"each {shown} ranks" in text
@@ -212,18 +212,6 @@ def test_holders_of_every_layout_hold_everything(tmp_path: Path) -> None:
             assert {last + 1 - first for first, last in of_replica} == {layout.heads_per_rank}
 
 
-@pytest.mark.parametrize(("num_ranks", "is_listed"), [(16, True), (32, False)])
-def test_ranks_are_listed_if_they_are_few(num_ranks: int, is_listed: bool, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, "Mixtral-8x7B")
-    blocks = as_text(find_layouts(folder, num_ranks, None)).split("\n\n")[2:]
-    sizes = [1, 2, 4, 8, 16] if is_listed else []
-    assert [block.splitlines()[0] for block in blocks] == [f"tp {tp}, dp {num_ranks // tp}" for tp in sizes]
-    assert all(len(block.splitlines()) == 1 + num_ranks for block in blocks)
-    (_, _, chosen) = as_text(find_layouts(folder, num_ranks, None, tp=4)).split("\n\n")
-    assert chosen.splitlines()[0] == f"tp 4, dp {num_ranks // 4}"
-    assert len(chosen.splitlines()) == 1 + num_ranks
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "tp", "mentioned"),
     [
@@ -246,7 +234,6 @@ def test_impossible_arguments(
 
 
 def test_most_ranks(tmp_path: Path) -> None:
-    """In seconds, not minutes."""
     found = find_layouts(folder_of(tmp_path, "DeepSeek-V3"), 4096, None, tp=128)
     assert len(found.layouts[0].holders) == 4096
     assert as_text(found).endswith("rank 4095: replica 31, head 127, expert 255")

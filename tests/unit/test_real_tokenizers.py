@@ -24,11 +24,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from moeserve.api.output_text import OutputText
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
 from moeserve.models.gguf_tokenizer import CONTROL, NORMAL, UNKNOWN, WORD_BOUNDARY, write_tokenizer
-from moeserve.sampling_params import SamplingParams
 
 TEXTS = [
     "",
@@ -84,7 +82,7 @@ def loaded(folder: Path) -> TextCodec:
 
 
 def prefixes(codec: TextCodec, token_ids: list[int], *, skip_special_tokens: bool = True) -> Iterator[str]:
-    """Text given after each token."""
+    """Yield the text returned up to each token."""
     detokenizer = codec.detokenizer(skip_special_tokens=skip_special_tokens)
     given_so_far = ""
     for token_id in token_ids:
@@ -176,7 +174,7 @@ def test_byte_level_text_becomes_the_tokens_of_the_published_tokenizer(family: B
 
 def test_byte_level_text_becomes_the_tokens_of_transformers(family: ByteLevelFamily) -> None:
     reference = AutoTokenizer.from_pretrained(str(family.folder))
-    # transformers 5 does not look at add_bos_token where there is a tokenizer.json; transformers 4 did, and we do
+    # transformers 5 ignores add_bos_token if there is a tokenizer.json; transformers 4 and we do not
     assert [family.codec.encode(text) for text in TEXTS] == [
         family.first_ids + reference.encode(text) for text in TEXTS
     ]
@@ -213,19 +211,6 @@ def test_byte_level_streams_any_tokens_exactly(family: ByteLevelFamily, data: st
             given_so_far == content[:decided].decode(errors="replace") and is_beginning_of_character(content[decided:])
             for decided in range(max(0, len(content) - 3), len(content) + 1)
         )
-
-
-def test_byte_level_output_is_the_same_in_groups_of_tokens(family: ByteLevelFamily) -> None:
-    token_ids = family.reference.encode("".join(TEXTS)).ids
-    for size in (1, 2, 3, 7, 50):
-        output, shown = OutputText(family.codec, SamplingParams(skip_special_tokens=False)), ""
-        for start in range(0, len(token_ids), size):
-            for token_id in token_ids[start : start + size]:
-                output.add(token_id)
-            assert output.text.startswith(shown)
-            shown = output.text
-        output.finish()
-        assert output.text == family.reference.decode(token_ids, skip_special_tokens=False)
 
 
 # --- conversations of DeepSeek-V3 and Qwen3
@@ -266,33 +251,16 @@ def test_conversation_is_written_as_published(
         assert token_ids.count(bos) == 1
 
 
-def test_deepseek_begins_a_text_with_the_token_that_its_config_asks_for() -> None:
-    codec = loaded(fetched("deepseek-v3"))
-    assert codec.decode(codec.encode("Hi"), skip_special_tokens=False) == "<｜begin▁of▁sentence｜>Hi"
-    assert len(codec.encode("")) == 1
-
-
-def test_qwen3_is_told_not_to_think() -> None:
+def test_template_arguments_reach_the_template() -> None:
     codec = loaded(fetched("qwen3"))
     token_ids = codec.chat_prompt(CONVERSATION[1:2], template_arguments={"enable_thinking": False})
     assert codec.decode(token_ids, skip_special_tokens=False).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 @pytest.mark.parametrize("arguments", [{"tokenize": True}, {"chat_template": "x"}, {1: 2}, ["enable_thinking"]])
-def test_what_decides_how_a_conversation_is_rendered_is_no_template_argument(arguments: Any) -> None:
+def test_reserved_template_arguments_are_refused(arguments: Any) -> None:
     with pytest.raises(RequestError, match="chat_template_kwargs"):
         loaded(fetched("qwen3")).chat_prompt(CONVERSATION[1:2], template_arguments=arguments)
-
-
-def test_qwen3_keeps_thoughts_only_in_the_answer_after_the_last_question() -> None:
-    codec = loaded(fetched("qwen3"))
-    question = {"role": "user", "content": "Hi"}
-    answer = {"role": "assistant", "content": "Hello!", "reasoning_content": "A greeting."}
-    token_ids = codec.chat_prompt([question, answer, question, answer], add_generation_prompt=False)
-    assert codec.decode(token_ids, skip_special_tokens=False) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\nA greeting.\n</think>\n\nHello!<|im_end|>\n"
-    )
 
 
 # --- Mixtral: SentencePiece
@@ -389,16 +357,14 @@ def test_mixtral_streams_any_tokens_exactly(mixtral: Mixtral, data: st.DataObjec
         ],
     ],
 )
-def test_mixtral_conversation_is_written_as_mistral_writes_it(mixtral: Mixtral, messages: Any) -> None:
+def test_mixtral_conversations_equal_those_of_mistral_common(mixtral: Mixtral, messages: Any) -> None:
     token_ids = mixtral.codec.chat_prompt(messages)
     assert token_ids == mistral_tokens(mixtral, messages)
     assert token_ids[0] == mixtral.pieces.bos_id()
     assert token_ids.count(mixtral.pieces.bos_id()) == 1
 
 
-def test_special_tokens_in_a_message_are_tokens_as_in_transformers_and_not_as_in_mistral_common(
-    mixtral: Mixtral,
-) -> None:
+def test_special_tokens_in_a_message_become_their_ids_as_in_transformers(mixtral: Mixtral) -> None:
     messages = [{"role": "user", "content": "What does </s> mean?"}]
     eos = mixtral.pieces.eos_id()
     expected = mixtral.reference.apply_chat_template(messages, return_dict=False)

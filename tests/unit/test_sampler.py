@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -161,7 +160,7 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[SampleSpec]]:
         spec(
             seed=draw(st.integers(0, 2**64 - 1)),
             position=draw(st.integers(0, 2**40)),
-            barred=draw(token_ids)[: vocabulary - 1] if vocabulary > 8 else [],
+            barred=[*draw(token_ids)[: vocabulary - 1], 2**40] if vocabulary > 8 else [],
             prompt=draw(token_ids),
             output=draw(token_ids),
             temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])),
@@ -195,37 +194,11 @@ def test_tokens_equal_the_reference(batch: tuple[Tensor, list[SampleSpec]], head
 # ---- Greedy.
 
 
-def test_greedy_takes_the_highest_score_and_the_lowest_id_of_ties() -> None:
-    logits_LV = torch.tensor([[1.0, 5.0, 2.0, 5.0], [7.0, -1.0, 7.0, 7.0], [-3.0, -4.0, -2.0, -2.0]])
-    for dtype in (torch.float32, torch.bfloat16):
-        assert tokens(logits_LV.to(dtype), [spec(temperature=0)] * 3) == [1, 0, 2]
-
-
 def test_greedy_breaks_ties_in_a_large_vocabulary() -> None:
     logits_LV = torch.zeros(3, 50_021, dtype=torch.bfloat16)
     logits_LV[0, [40_000, 17, 50_020]] = 2.0
     logits_LV[1, [50_020, 50_019]] = 2.0
     assert tokens(logits_LV, [spec(temperature=0)] * 3) == [17, 50_019, 0]
-
-
-def test_bias_bars_and_penalties_change_the_greedy_choice() -> None:
-    logits_LV = torch.tensor([[4.0, 3.0, 2.0, -1.0]])
-    for changes, expected in [
-        ({}, 0),
-        ({"logit_bias": {2: 2.5}}, 2),
-        ({"logit_bias": {4: 100.0}}, 0),  # outside the vocabulary
-        ({"barred": [0, 2**40]}, 1),
-        ({"barred": [0, 1]}, 2),
-        ({"barred": [2], "logit_bias": {2: 100.0}}, 0),
-        ({"repetition_penalty": 2.0, "prompt": [0]}, 1),
-        ({"repetition_penalty": 2.0, "output": [0]}, 1),
-        ({"presence_penalty": 1.5, "prompt": [0]}, 0),
-        ({"presence_penalty": 1.5, "output": [0]}, 1),
-        ({"frequency_penalty": 0.75, "output": [0]}, 0),
-        ({"frequency_penalty": 0.75, "output": [0, 0]}, 1),
-        ({"frequency_penalty": 0.75, "prompt": [0, 0], "output": [1]}, 0),
-    ]:
-        assert tokens(logits_LV, [spec(temperature=0, **changes)]) == [expected], changes
 
 
 def test_extreme_penalties_leave_a_choice() -> None:
@@ -245,35 +218,6 @@ def test_extreme_penalties_leave_a_choice() -> None:
 def test_the_random_number_is_philox_of_seed_and_position() -> None:
     for seed, position in [(0, 0), (0, 1), (1, 0), (2**64 - 1, 2**40), (123456789, 987654321)]:
         assert uniform(seed, position) == reference_uniform(seed, position)
-
-
-def test_distinct_seeds_and_positions_give_distinct_numbers() -> None:
-    seeds = [0, 1, 2, 3, 1000, 2**32, 2**63, 2**64 - 1]
-    numbers = {uniform(seed, position) for seed in seeds for position in range(500)}
-    assert len(numbers) == len(seeds) * 500
-    assert min(numbers) >= 0.0
-    assert max(numbers) < 1.0
-
-
-def chi_square(observed: np.ndarray, probabilities: np.ndarray) -> float:
-    expected = probabilities * observed.sum()
-    return float(((observed - expected) ** 2 / expected).sum())
-
-
-def test_frequencies_equal_probabilities() -> None:
-    row_V = torch.tensor([2.0, 1.0, 1.0, 0.0, -0.5, 0.3, 1.7, -1.0])
-    probabilities = torch.softmax(row_V.double() / 0.8, 0).numpy()
-    num_draws = 10_000
-    by_position = tokens(
-        row_V.expand(num_draws, -1), [spec(seed=7, position=i, temperature=0.8) for i in range(num_draws)]
-    )
-    by_seed = tokens(row_V.expand(num_draws, -1), [spec(seed=i, position=7, temperature=0.8) for i in range(num_draws)])
-    for drawn in (by_position, by_seed):
-        # 99.9th percentile of chi-square: 24.3 with 7 degrees of freedom, 103.4 with 63
-        assert chi_square(np.bincount(drawn, minlength=8), probabilities) < 24.3
-        pairs = np.array(drawn[:-1:2]) * 8 + np.array(drawn[1::2])
-        assert chi_square(np.bincount(pairs, minlength=64), np.outer(probabilities, probabilities).ravel()) < 103.4
-    assert by_position != by_seed
 
 
 def test_a_tiny_temperature_is_greedy_except_for_ties() -> None:
@@ -307,7 +251,7 @@ def test_the_last_number_below_one_gives_the_last_kept_token(monkeypatch: pytest
 
 
 def chosen_at(row_V: Tensor, numbers: list[float], monkeypatch: pytest.MonkeyPatch, **params: Any) -> list[int]:
-    """The tokens that these numbers between 0 and 1 choose."""
+    """Return the tokens chosen by these random numbers."""
     monkeypatch.setattr(sampler, "uniform", lambda seed, position: numbers[position])
     return tokens(row_V.expand(len(numbers), -1), [spec(position=i, **params) for i in range(len(numbers))])
 
@@ -319,16 +263,10 @@ def chosen_at(row_V: Tensor, numbers: list[float], monkeypatch: pytest.MonkeyPat
     [
         {},
         {"temperature": 0.3},
-        {"temperature": 2.0},
-        {"top_k": 1},
-        {"top_k": 5},
         {"top_k": 40, "temperature": 1.5},
-        {"top_p": 0.9},
         {"top_p": 0.3, "temperature": 1.5},
         {"top_p": 0.999, "temperature": 3.0},
-        {"min_p": 0.1},
         {"min_p": 0.002, "temperature": 1.5},
-        {"min_p": 0.02, "top_k": 4, "top_p": 0.8, "temperature": 1.3},
         {"min_p": 0.02, "top_k": 50, "top_p": 0.95, "temperature": 1.3},
     ],
 )
@@ -361,31 +299,6 @@ def test_kept_tokens_and_probabilities_equal_transformers(
     assert wide.all() or params == {"temperature": 0.3}
     for numbers in (bounds[:-1] + 0.01 * width, bounds[1:] - 0.01 * width):
         assert chosen_at(row_V, numbers[wide].tolist(), monkeypatch, **params) == np.array(kept)[wide].tolist()
-
-
-@pytest.mark.parametrize("penalty", [1.3, 0.7])
-def test_the_repetition_penalty_equals_transformers(penalty: float) -> None:
-    logits_LV = random_logits(5, 40)
-    prompts, outputs = [[1, 2, 3, 1], [5], [0, 39], [7, 8], [11] * 9], [[2, 9], [], [1], [7, 7, 7], [12]]
-    for row in range(5):
-        seen = torch.tensor([prompts[row] + outputs[row]])
-        expected_V = RepetitionPenaltyLogitsProcessor(penalty)(seen, logits_LV[row : row + 1].clone())[0]
-        scores_V = logits_LV[row].clone()
-        sampler._adjust_scores(scores_V, spec(repetition_penalty=penalty, prompt=prompts[row], output=outputs[row]))
-        torch.testing.assert_close(scores_V, expected_V, rtol=1e-6, atol=0)
-        assert (scores_V != logits_LV[row]).sum() == len(set(prompts[row] + outputs[row]))
-
-
-def test_presence_and_frequency_penalties_follow_their_formula() -> None:
-    row_V = random_logits(1, 12)[0]
-    scores_V = row_V.clone()
-    sampler._adjust_scores(
-        scores_V, spec(frequency_penalty=0.3, presence_penalty=-1.1, prompt=[3, 4], output=[4, 4, 9])
-    )
-    changes_V = torch.zeros(12)
-    changes_V[4] = -2 * 0.3 + 1.1
-    changes_V[9] = -0.3 + 1.1
-    torch.testing.assert_close(scores_V, row_V + changes_V)
 
 
 # ---- Log-probabilities.
@@ -446,7 +359,7 @@ def test_prompt_logprobs_of_each_target(piece_size: int, small_pieces: Callable[
     assert prompt_logprobs(logits_RV[:0], [], 4) == []
 
 
-# ---- A row does not know its neighbours.
+# ---- Batch invariance.
 
 
 def as_bytes(results: list[SampledToken]) -> list[bytes]:
@@ -478,8 +391,10 @@ def mixed_specs(num: int, vocabulary: int) -> list[SampleSpec]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "vocabulary"), [(40, 1003), (9, 50_021)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "dtype"),
+    [(40, 1003, torch.float32), (40, 1003, torch.bfloat16), (9, 50_021, torch.bfloat16)],
+)
 def test_a_row_gives_the_same_bytes_in_any_batch(
     rows: int, vocabulary: int, dtype: torch.dtype, small_pieces: Callable[[int, int], None]
 ) -> None:
@@ -516,15 +431,7 @@ def test_prompt_logprobs_give_the_same_bytes_in_any_chunks() -> None:
     assert msgspec.msgpack.encode(logprobs_of(0, 4) + logprobs_of(4, 11)) == whole
 
 
-def test_a_choice_depends_on_position_and_seed_alone() -> None:
-    logits_LV = torch.zeros(1, 1000).expand(50, -1)
-    same = tokens(logits_LV, [spec(seed=5, position=5)] * 50)
-    assert len(set(same)) == 1
-    assert len(set(tokens(logits_LV, [spec(seed=5, position=i) for i in range(50)]))) > 40
-    assert len(set(tokens(logits_LV, [spec(seed=i, position=5) for i in range(50)]))) > 40
-
-
-# ---- Faults.
+# ---- Errors.
 
 
 @pytest.mark.parametrize(("fault", "word"), [(math.nan, "NaN"), (math.inf, "infinite")])
@@ -532,17 +439,17 @@ def test_a_choice_depends_on_position_and_seed_alone() -> None:
 def test_a_row_with_nan_or_infinity_is_named(fault: float, word: str, temperature: float) -> None:
     logits_LV = random_logits(4, 50)
     logits_LV[2, 31] = fault
-    with pytest.raises(EngineError, match=rf"the model produced {word} logits in row 2 of 4"):
+    with pytest.raises(EngineError, match=rf"{word} .*row 2"):
         sample(logits_LV, [spec(temperature=temperature)] * 4)
-    with pytest.raises(EngineError, match=rf"the model produced {word} logits in row 2 of 4"):
+    with pytest.raises(EngineError, match=rf"{word} .*row 2"):
         prompt_logprobs(logits_LV, [0] * 4, 1)
 
 
 def test_a_row_without_any_possible_token_is_an_error() -> None:
-    with pytest.raises(EngineError, match="infinite logits in row 0"):
+    with pytest.raises(EngineError, match="row 0"):
         sample(torch.full((1, 5), -math.inf), [spec()])
     for temperature in (0.0, 1.0):
-        with pytest.raises(EngineError, match="all 5 tokens are barred"):
+        with pytest.raises(EngineError, match="5 tokens"):
             sample(torch.zeros(1, 5), [spec(temperature=temperature, barred=[0, 1, 2, 3, 4])])
 
 

@@ -83,9 +83,9 @@ def served(traffic: Traffic, costs: LayoutCosts, *, cache_tokens: int = 4000, **
 
 
 class TestLockstepGroup:
-    """Replicas that are not driven behave as if they were."""
+    """Skipping idle replicas changes no result."""
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", range(2))
     def test_driving_all_replicas_changes_nothing(self, seed: int) -> None:
         fast, plain = list(self.run(seed, drives_all=False)), list(self.run(seed, drives_all=True))
         assert fast == plain
@@ -144,7 +144,7 @@ class TestLockstepGroup:
         }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_driving_all_replicas_gives_the_same_outcome(costs: LayoutCosts, seed: int) -> None:
     """The traffic has idle times, queues, shared prefixes and preemptions."""
     traffic = drawn_traffic(seed, 60, seconds=0.3)

@@ -209,8 +209,8 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> SplitMadeVisible:
     return SplitMadeVisible(codec=loaded(folder), reference=reference)
 
 
-def test_every_character_is_of_the_class_that_it_is_of_in_tiktoken(split: SplitMadeVisible) -> None:
-    """Two libraries, with Unicode tables of their own, read the split."""
+def test_every_character_has_the_class_of_tiktoken(split: SplitMadeVisible) -> None:
+    """The two libraries have their own Unicode tables."""
     categories = [unicodedata.category(chr(code)) for code in range(sys.maxunicode + 1)]
     # of the long blocks of Han and Hangul, a few
     is_within_block = [
@@ -290,14 +290,14 @@ def test_special_tokens_have_the_ids_of_the_config(kimi: Kimi) -> None:
         assert kimi.codec.decode([token_id]) == ("" if token_id in kimi.special_ids else content)
 
 
-def test_a_named_token_is_special_whatever_its_entry_says(small: Path) -> None:
+def test_a_named_token_is_always_special(small: Path) -> None:
     config = published_config(NUM_SMALL)
     config["added_tokens_decoder"][str(NUM_SMALL + 255)]["special"] = False  # [PAD]
     write_config(small, config)
     assert loaded(small).decode([NUM_SMALL + 255, ord("a")]) == "a"
 
 
-def test_no_token_is_put_before_a_text_unless_the_config_says_so(small: Path) -> None:
+def test_bos_is_added_only_if_the_config_requires_it(small: Path) -> None:
     assert loaded(small).encode("a") == [ord("a")]
     write_config(small, published_config(NUM_SMALL, add_bos_token=True))
     assert loaded(small).encode("a") == [NUM_SMALL, ord("a")]
@@ -306,7 +306,7 @@ def test_no_token_is_put_before_a_text_unless_the_config_says_so(small: Path) ->
 # --- conversations
 
 
-def test_a_conversation_is_written_by_the_template_and_read_as_tokens(kimi: Kimi) -> None:
+def test_a_conversation_becomes_the_tokens_of_the_rendered_template(kimi: Kimi) -> None:
     expected = (
         "<|im_system|>system<|im_middle|>You are terse.<|im_end|><|im_user|>user<|im_middle|>Hi<|im_end|>"
         "<|im_assistant|>assistant<|im_middle|>Hello!<|im_end|><|im_user|>user<|im_middle|>你好 😀?\n<|im_end|>"
@@ -344,7 +344,7 @@ def test_the_template_is_in_its_own_file_or_in_the_config(small: Path) -> None:
     assert prompt(small) == "in a file: [PAD]"
 
 
-def test_of_several_templates_the_one_for_the_purpose_is_taken(small: Path) -> None:
+def test_tools_select_the_template_for_tools(small: Path) -> None:
     templates = [{"name": "default", "template": "no tools"}, {"name": "tool_use", "template": "tools"}]
     write_config(small, published_config(NUM_SMALL, chat_template=templates))
     assert prompt(small) == "no tools"
@@ -372,8 +372,6 @@ def test_a_folder_that_names_moonshots_code_is_read(small: Path, reference: Any)
     [
         None,
         [],
-        {},
-        {"AutoTokenizer": None},
         {"AutoTokenizer": [None, 1]},
         {"AutoTokenizer": ["tokenization_kimi_own.TikTokenTokenizer", None]},
         {"AutoModel": "tokenization_kimi.TikTokenTokenizer"},
@@ -381,7 +379,7 @@ def test_a_folder_that_names_moonshots_code_is_read(small: Path, reference: Any)
 )
 def test_a_folder_that_names_other_code_is_refused(small: Path, auto_map: Any) -> None:
     write_config(small, published_config(NUM_SMALL, auto_map=auto_map))
-    with pytest.raises(CheckpointError, match=r"tiktoken\.model is a tiktoken vocabulary, which .* add the tokenizer"):
+    with pytest.raises(CheckpointError, match=r"tiktoken\.model"):
         TextCodec.load(str(small))
 
 
@@ -436,13 +434,10 @@ VOCABULARY, CONFIG = "tiktoken.model", "tokenizer_config.json"
             (replaced_line(2, line), VOCABULARY, f"line 3 {says}")
             for line, says in (
                 ("AA==", "is b'AA=='"),
-                ("AA== 2 2", "is b'AA== 2 2'"),
                 ("AA== -2", "is b'AA== -2'"),
                 ("AA== 1_0", "is b'AA== 1_0'"),
                 ("A 2", "has b'A'"),
-                ("A*g== 2", "has b'A*g=='"),
                 ("A\u00e9== 2", "has "),
-                ("== 2", "has "),
                 (f"{'AAAA' * 400} 2", "has a token of 1200 bytes"),
                 ("Ag== 1", "repeats the token or the rank of line 2"),
                 ("AQ== 2", "repeats the token or the rank of line 2"),
