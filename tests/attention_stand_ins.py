@@ -259,7 +259,6 @@ class Varlen:
 
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
-        self.num_calls = 0
 
     def varlen_attn_out(
         self,
@@ -280,7 +279,6 @@ class Varlen:
         block_table: Tensor | None = None,
         num_splits: int | None = None,
     ) -> Tensor:
-        self.num_calls += 1
         need(block_table is not None and seqused_k is not None, "block_table requires seqused_k")
         assert block_table is not None
         assert seqused_k is not None

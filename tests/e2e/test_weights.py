@@ -24,13 +24,14 @@ import torch
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
-from moeserve.models import registry
+from moeserve.models import registry, weight_loading
 from moeserve.worker.loading import load_model
 
 def resident(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
+weight_loading.REMAP_BYTES = 16 * 2**20  # small, as these checkpoints are
 facts = registry.read_facts(sys.argv[1])
 config = resolve(parse_settings({"packed_cache": 0}), facts, MachineFacts(num_cores=1))
 torch.ones(4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what torch needs once
@@ -44,9 +45,8 @@ print((resident("VmHWM") - before) / weights, weights)
 
 
 def test_peak_memory_while_loading_is_little_more_than_the_weights(tmp_path: Path) -> None:
-    """At most 1.2 times the weights, mapped pages of the shards included. The shards are larger than what is mapped
-    at a time, so that a loader that kept them would show."""
-    save_large_mixtral(tmp_path, hidden_size=1024, expert_width=3072)  # 1.3 GB in one file
+    """The peak is at most 1.2 times the weights, mapped pages included. The shard is larger than one mapping."""
+    save_large_mixtral(tmp_path, hidden_size=512, expert_width=1536)  # 300 MB in one file
     assert_peak_memory_is_little(tmp_path)
 
 
@@ -55,13 +55,13 @@ def assert_peak_memory_is_little(folder: Path) -> None:
         [sys.executable, "-c", MEASURE_PEAK, str(folder)], capture_output=True, text=True, check=True, timeout=200
     )
     ratio, num_bytes = map(float, run.stdout.split())
-    assert num_bytes > 1e9
+    assert num_bytes > 3e8
     assert 1.0 <= ratio <= 1.2
 
 
 def test_peak_memory_while_loading_fp8(tmp_path: Path) -> None:
-    """Nothing is held in float32 but what is being decoded: one matrix of 16384 x 2048 would be 134 MB."""
-    config = large_config(num_experts=6, expert_width=16384)
+    """Only the slice being decoded is held in float32: a matrix of 12288 x 2048 would take 101 MB."""
+    config = large_config(num_experts=2, expert_width=12288)
     stored: dict[str, torch.Tensor] = {}
     for name, shape in plain_layout(config).items():
         if name.endswith(FP8_MATRICES):
@@ -74,13 +74,13 @@ def test_peak_memory_while_loading_fp8(tmp_path: Path) -> None:
 
 
 def test_peak_memory_while_loading_fused_experts(tmp_path: Path) -> None:
-    """All experts of a layer in one tensor of 403 MB, more than is mapped at a time."""
-    config = large_config(num_experts=24, expert_width=4096)
+    """All experts of a layer are in one tensor of 201 MB, which is more than one mapping."""
+    config = large_config(num_experts=8, expert_width=3072)
     stored = {}
     for name, shape in plain_layout(config).items():
         if ".experts." not in name:
             stored[name.replace("block_sparse_moe", "mlp")] = torch.zeros(shape, dtype=torch.bfloat16)
-    shapes = {"gate_up_proj": (24, 8192, 2048), "down_proj": (24, 2048, 4096)}
+    shapes = {"gate_up_proj": (8, 6144, 2048), "down_proj": (8, 2048, 3072)}
     for name, shape in shapes.items():
         stored[f"model.layers.0.mlp.experts.{name}"] = torch.zeros(shape, dtype=torch.bfloat16)
     write_checkpoint(tmp_path, config, stored)

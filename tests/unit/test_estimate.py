@@ -296,7 +296,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("model", "flags", "named"),
     [
         ("DeepSeek-V3", [], "fp8"),
-        ("DeepSeek-V3", ["--weights", "dtype"], "bfloat16"),
         ("Mixtral-8x7B", ["--dtype", "float32"], "float32"),
         ("Mixtral-8x7B", ["--weights", "fp8"], "fp8"),
     ],
@@ -306,7 +305,7 @@ def test_the_heading_names_the_format_of_the_weights(
 ) -> None:
     command = ["plan", str(folder_of(tmp_path, model)), "--nodes", "4", "--hardware", "h200", "--tp", "1", *flags]
     assert cli.main(command) == 0
-    assert f"h200, weights in {named}, and requests" in capsys.readouterr().out
+    assert f"weights in {named}" in capsys.readouterr().out
     assert cli.main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["estimates"]["weights"] == named
 

@@ -1,4 +1,4 @@
-"""`moeserve launch`: what it refuses before Ray is started, and how it names what failed on which host."""
+"""`moeserve launch`: options refused before Ray starts, and errors that name the failed host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LISTEN = "import socket, sys, time; server = socket.create_server((sys.argv[1], 
 
 @pytest.fixture(autouse=True)
 def plain_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With two interfaces and no Ray."""
+    """Set up a host with two interfaces and without Ray."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -105,11 +105,7 @@ def remote_shell(folder: Path, *lines: str) -> str:
         (dict(head=None), ["--head"]),
         (dict(head="no-such-host.invalid", timeout_s=0.5), ["no-such-host.invalid", "0.5 s"]),
         (dict(head="a..b", timeout_s=100), ["a..b"]),  # at once
-        (dict(head="a" * 70 + ".org", timeout_s=100), ["a" * 70 + ".org"]),
-        *(
-            (dict(head=None, hosts=[host], num_nodes=2), [host])
-            for host in ("no-such-host.invalid", "a..b", "\u00e9" * 80)
-        ),
+        (dict(head=None, hosts=["\u00e9" * 80], num_nodes=2), ["\u00e9" * 80]),
         # Several nodes cannot meet at an address of one.
         (dict(head=HERE, num_nodes=2), [HERE, "10.1.2.3"]),
         (dict(head="127.0.1.1", num_nodes=2), ["127.0.1.1", "10.1.2.3"]),
@@ -146,9 +142,7 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("interface", [None, "lo"])
-def test_a_head_that_does_not_start_is_named_with_the_address_that_cannot_reach_it(
-    free_port: int, interface: str | None
-) -> None:
+def test_an_unreachable_head_is_an_error_with_both_addresses(free_port: int, interface: str | None) -> None:
     message = refusal(EngineError, head="127.0.1.1", port=free_port, num_nodes=2, interface=interface, timeout_s=1.0)
     assert all(text in message for text in (f"127.0.1.1:{free_port}", "127.0.0.1 ", "1 s", "Connection refused"))
 
@@ -164,13 +158,6 @@ def test_a_host_that_fails_is_named_with_its_last_output(free_port: int, tmp_pat
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_the_host_that_failed_is_named_among_others(free_port: int, tmp_path: Path) -> None:
-    shell = remote_shell(tmp_path, '[ "$1" = node7 ] && exit 3', "exec sleep 60")
-    message = refusal(EngineError, port=free_port, hosts=["node6", "node7", "node8"], num_nodes=4, remote_shell=shell)
-    assert message.startswith("host node7 ended with status 3")
-
-
-@pytest.mark.usefixtures("without_ray")
 def test_a_remote_shell_that_is_missing_is_named(free_port: int) -> None:
     message = refusal(port=free_port, hosts=["node7"], num_nodes=2, remote_shell="no-such-shell -v")
     assert message.startswith("host node7 cannot be started: ")
@@ -178,7 +165,7 @@ def test_a_remote_shell_that_is_missing_is_named(free_port: int) -> None:
 
 
 @pytest.mark.usefixtures("without_ray")
-def test_hosts_get_the_token_where_no_user_can_see_it(
+def test_hosts_receive_the_token_through_standard_input(
     free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
@@ -205,19 +192,15 @@ def test_nothing_that_was_started_is_left(free_port: int, tmp_path: Path) -> Non
         tmp_path, f'[ "$1" = node7 ] && {{ while [ ! -s {note} ]; do sleep 0.05; done; exit 3; }}',
         f"echo $$ > {note}", "exec sleep 60",
     )  # fmt: skip
-    refusal(EngineError, port=free_port, hosts=["node6", "node7"], num_nodes=3, remote_shell=shell)
+    message = refusal(EngineError, port=free_port, hosts=["node6", "node7"], num_nodes=3, remote_shell=shell)
+    assert message.startswith("host node7 ended with status 3")
     assert not Path(f"/proc/{note.read_text().strip()}").exists()
     socket.create_server((HERE, free_port)).close()
 
 
-def test_a_number_of_nodes_that_does_not_go_with_the_hosts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_nodes_that_contradicts_the_hosts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--head", HERE, "--nodes", "3", "--hosts", "node7", "--", "true"]) == 1
     assert "--nodes 3" in capsys.readouterr().err
-
-
-def test_a_refusal_is_one_sentence_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["launch", "--", "true"]) == 1
-    assert capsys.readouterr().err.startswith(f"moeserve: on {socket.gethostname()}: ")
 
 
 @pytest.mark.parametrize(

@@ -73,21 +73,6 @@ def test_the_least_recently_used_entry_is_evicted(tmp_path: Path) -> None:
     assert files_in(tmp_path) == ["a.safetensors", "c.safetensors", "d.safetensors"]
 
 
-def test_an_entry_above_the_limit_is_not_stored(tmp_path: Path) -> None:
-    cache = PackedWeightCache(tmp_path, 300_000)
-    cache.store("a", TENSORS)
-    assert not cache.store("b", {"panels": torch.zeros(300_001, dtype=torch.uint8)})
-    assert files_in(tmp_path) == ["a.safetensors"]
-
-
-def test_a_deleted_entry_stays_readable_where_it_is_mapped(tmp_path: Path) -> None:
-    cache = PackedWeightCache(tmp_path, 2**20)
-    cache.store("a", TENSORS)
-    found = cache.load("a")
-    (tmp_path / "a.safetensors").unlink()
-    assert_same(found, TENSORS)
-
-
 @pytest.mark.parametrize("num_bytes", [0, 5, 100, 200_000])
 def test_a_damaged_entry_is_stored_again(tmp_path: Path, num_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
     cache = PackedWeightCache(tmp_path, 2**20)
@@ -127,6 +112,7 @@ def test_the_limit_counts_whole_files(tmp_path: Path) -> None:
     PackedWeightCache(tmp_path, 2**20).store("a", TENSORS)
     size = bytes_in(tmp_path)
     assert not PackedWeightCache(tmp_path, size - 1).store("b", TENSORS)
+    assert files_in(tmp_path) == ["a.safetensors"]
     assert PackedWeightCache(tmp_path, size).store("b", TENSORS)
     assert files_in(tmp_path) == ["b.safetensors"]
 
@@ -217,24 +203,23 @@ def test_the_partial_file_of_a_killed_process_is_removed(tmp_path: Path) -> None
 
 
 def test_concurrent_writers_keep_to_the_limit_even_if_one_dies(tmp_path: Path) -> None:
-    max_bytes = 600_000  # room for two
-    first, *others = writers(tmp_path, "abcd", max_bytes)
+    max_bytes = 300_000  # room for one
+    first, *others = writers(tmp_path, "abc", max_bytes)
     resume(first)
     assert read_line(first) == "half"
     for process in others:
         resume(process)
         resume(process)  # no stop in the middle
-    time.sleep(1.0)
-    (partial,) = files_in(tmp_path)  # while it is written, others wait
+    time.sleep(0.5)
+    (partial,) = files_in(tmp_path)  # the other writers wait
     assert partial.startswith("a.")
     first.kill()
     first.wait()
     for process in others:
         output, _ = process.communicate(timeout=60)
         assert output == "half\nTrue\n"
-    assert len(files_in(tmp_path)) == 2
     assert bytes_in(tmp_path) <= max_bytes
-    assert set(files_in(tmp_path)) < {"b.safetensors", "c.safetensors", "d.safetensors"}
+    assert files_in(tmp_path) in (["b.safetensors"], ["c.safetensors"])
 
 
 def test_concurrent_writers_of_one_entry_write_it_once(tmp_path: Path) -> None:
@@ -273,7 +258,7 @@ def test_a_fingerprint_depends_on_names_and_contents(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_times", [True, False])
 @pytest.mark.parametrize("position", [5, 2_000_000])
-def test_a_fingerprint_shows_a_changed_byte_whose_time_was_set_back(
+def test_a_fingerprint_changes_with_a_byte_even_if_the_time_was_restored(
     tmp_path: Path, position: int, has_times: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time of the file's entry cannot be set back. Without any times, the first bytes are compared."""

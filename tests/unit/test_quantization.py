@@ -64,7 +64,7 @@ def config_of(folder: Path, **values: Any) -> ConfigValues:
     return ConfigValues.of_folder(folder)
 
 
-def test_every_fp8_code_is_what_torch_makes_of_it() -> None:
+def test_every_fp8_code_decodes_as_in_torch() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes_OI = codes[(codes & 0x7F) != 0x7F].view(2, 127)
     exact_OI = codes_OI.view(torch.float8_e4m3fn).float()
@@ -127,7 +127,7 @@ def test_every_mxfp4_code_with_every_scale() -> None:
     assert torch.equal(values.signbit(), exact.signbit())
 
 
-def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+def test_mxfp4_decodes_as_in_transformers(tmp_path: Path) -> None:
     blocks, scales = random_bytes(3, 10, 4, 16), random_bytes(3, 10, 4, low=110, high=135)
     bias = random(3, 10)
     stored = {"p_blocks": blocks, "p_scales": scales, "p_bias": bias}
@@ -181,18 +181,16 @@ def test_ignored_tensors_may_be_anything_and_are_not_read(tmp_path: Path) -> Non
     ignoring = Destinations({"a": [whole(memory)]}, is_ignored=lambda name: name.startswith("mtp."))
     load_weights(checkpoint, ignoring, show_progress=False)
     assert memory.tolist() == [1, 1, 1]
-    with pytest.raises(
-        CheckpointError, match=r"holds 2 tensors that its config.json does not account for: mtp.a, mtp.weight;"
-    ):
+    with pytest.raises(CheckpointError, match=r"mtp\.a, mtp\.weight"):
         load_weights(checkpoint, Destinations({"a": [whole(memory)]}), show_progress=False)
 
 
-def test_the_log_says_what_dequantising_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_the_sizes_before_and_after_dequantising(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     weight_OI, scale = random_fp8(4096, 2560, (128, 128))  # 10 MiB, twice that in bfloat16
     save_file({"a.weight": weight_OI, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
     load(tmp_path, FP8, {"a.weight": whole(torch.empty(4096, 2560, dtype=torch.bfloat16))})
-    assert "as fp8 in blocks of 128 x 128, 10.0 MiB on disk" in caplog.text
-    assert "dequantised to bfloat16 and take 20.0 MiB in memory" in caplog.text
+    assert "10.0 MiB" in caplog.text
+    assert "20.0 MiB" in caplog.text
     caplog.clear()
     save_file({"a.weight": random(4, 4)}, tmp_path / "model.safetensors")
     load(tmp_path, PlainFormat(), {"a.weight": whole(torch.empty(4, 4))})
@@ -273,8 +271,6 @@ def test_formats_by_config(tmp_path: Path, quantization: object, expected: Weigh
     ("quantization", "says"),
     [
         ({"quant_method": "awq"}, "quant_method 'awq'"),
-        ({"quant_method": "compressed-tensors"}, "quant_method 'compressed-tensors'"),
-        ({"quant_method": "fbgemm_fp8"}, "quant_method 'fbgemm_fp8'"),
         ({"bits": 4}, "quant_method None"),
         ("fp8", "quant_method None"),
         (FP8_CONFIG | {"activation_scheme": "static"}, "activation_scheme 'static'"),
