@@ -24,7 +24,7 @@ REFERENCES_OF_FREE = 2  # to unused memory: its owner's, and the argument of sys
 
 
 class BufferPool:
-    """Buffers for tensors. A buffer is reused when its tensor and all views of that are gone.
+    """Buffers for tensors. A buffer is reused once its tensor and all views of it are freed.
 
     It holds at most the memory that was once in use at the same time, plus less than a large page for each tensor.
     """
@@ -76,7 +76,7 @@ class Piece:
 
 
 class Arena:
-    """One range of addresses for tensors. A part is reused when its tensor and all views of that are gone.
+    """One range of addresses for tensors. A part is reused once its tensor and all views of it are freed.
 
     Parts that were never used take no memory. Not thread-safe.
     """

@@ -1,6 +1,6 @@
-"""Asks ranks on the nodes of a Ray cluster. The same script on one host or on many.
+"""Ask a model two questions, on the nodes of a Ray cluster.
 
-Run it under `moeserve launch`, as a Ray job, or on a node of a cluster that runs. Where there is none it makes one of
+Run it under `moeserve launch`, as a Ray job, or on a node of a running cluster. Without a cluster, it starts one on
 this host alone.
 
     moeserve launch --head 10.0.0.1 --nodes 2 -- python examples/multi_node/generate.py --data-parallel-size 2

@@ -1,4 +1,4 @@
-"""Makes two hosts on this one, and runs generate.py on a Ray cluster of both. Run it as root: `make demo-ray`.
+"""Make two virtual hosts on this one, and run generate.py on a Ray cluster of both. Run it as root: `make demo-ray`.
 
 A host is a set of Linux namespaces: a network, processes, /tmp/ray and /dev/shm of its own. A virtual cable joins the
 two; nothing of this machine's network changes. On both the same `moeserve launch` is started, as on real ones. When
@@ -21,7 +21,7 @@ HEAD = "10.78.0.1"
 COMMAND = [sys.executable, "-m", "moeserve", "launch", "--head", HEAD, "--nodes", "2", "--num-cpus", "1", "--"]
 COMMAND += [sys.executable, str(GENERATE), "--data-parallel-size", "2"]
 
-# What a host does first. It waits for its cable; its first process stays, to reap what others leave.
+# The start-up script of a host. It waits for its network cable; its first process stays, to reap orphaned processes.
 BOOT = """set -e
 mkdir -p /tmp/ray
 mount -t tmpfs none /tmp/ray
@@ -50,7 +50,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    # Without a token whoever reaches a cluster can run programs there.
+    # Without a token, anyone who can reach a cluster can run programs there.
     environment = os.environ | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "TMPDIR": "/tmp"}
     for name in ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_AUTH_MODE"):
         environment.pop(name, None)

@@ -1,1 +1,1 @@
-"""The doors: what a user's program calls, and the text that goes in and out."""
+"""The public Python interface: `LLM`, prompts, tokenizers, and the text of outputs."""

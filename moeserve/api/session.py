@@ -122,7 +122,7 @@ class Session:
     def _end(self, prompts: list[tuple[str, bool]]) -> None:
         with interrupts_deferred():
             self._to_end += prompts
-            while self._to_end and self._lock.acquire_at_once():  # or else whoever holds it ends them
+            while self._to_end and self._lock.acquire_at_once():  # otherwise the thread that holds the lock ends them
                 try:
                     self._end_queued()
                 finally:
@@ -135,7 +135,7 @@ class Session:
             if forgets:
                 self._errors.pop(prompt_id, None)
                 self.frontend.discard(prompt_id)
-            with contextlib.suppress(EngineError):  # an engine that is gone has no requests
+            with contextlib.suppress(EngineError):  # an engine that has failed has no requests
                 for request_id in request_ids:
                     self.engine.abort(request_id)
 

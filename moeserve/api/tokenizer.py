@@ -44,8 +44,8 @@ COMPANION_FILES = (
 class TextCodec:
     """A checkpoint's tokenizer: text to token ids and back.
 
-    Decoded text is that of the tokenizer's own decoder. The clean-up of spaces before punctuation that some tokenizer
-    configs ask for is left out, because it removes spaces that the model wrote.
+    Decoded text is that of the tokenizer's own decoder. Some tokenizer configs request a clean-up
+    of spaces before punctuation. It is not applied, because it removes spaces that the model wrote.
     """
 
     def __init__(self, tokenizer: Any, *, adds_bos: bool = False) -> None:

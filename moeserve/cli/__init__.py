@@ -16,7 +16,7 @@ COMMANDS = {
     "inspect": "Describe a checkpoint and the memory it needs, without loading it.",
     "plan": "List the parallel layouts of a checkpoint, and estimate their performance on given hardware.",
     "simulate": "Simulate serving recorded traffic on given hardware, in virtual time.",
-    "viz": "Show recorded loads of experts and ranks as a table, a page or a picture.",
+    "viz": "Show recorded loads of experts and ranks as a table or a picture.",
     "upcycle": "Convert a dense Llama-style checkpoint into a Mixtral one.",
     "launch": "Start a Ray cluster on several hosts and run a command on it.",
     "bench": "Run a benchmark.",

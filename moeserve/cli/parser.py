@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help as wide as the terminal, with more room for long flags than argparse's own."""
+    """Help as wide as the terminal, with a wider column for flags than argparse's own."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)

@@ -1,1 +1,1 @@
-"""How ranks are numbered, form groups, and exchange tensors. Knows nothing of layers, requests or processes."""
+"""The mesh of ranks, its groups, and the collectives by which they exchange tensors."""

@@ -210,7 +210,7 @@ class GroupCoordinator:
         return self._connected.order_check is None and self._transport.supports_cuda_graphs
 
     def raise_failure(self) -> None:
-        """Raise DistributedError if a collective on a GPU was aborted, whose stream has gone on without a result.
+        """Raise DistributedError if a collective on a GPU was aborted: its stream continues, without a valid result.
 
         Call it when the host has waited for the GPU, before results are used. Costs next to nothing.
         """

@@ -1,9 +1,9 @@
 """The exchange of open files between the ranks of one host, and the agreement of ranks on whether something worked.
 
 Ranks connect over sockets in Linux' abstract namespace, which have no file and end with their processes. The names are
-random and published in the store only; whoever connects must run as the same user and send a secret from the store. So
-nothing needs to be known about hosts, containers or process ids: either all files reach all ranks, or all ranks agree
-that they do not. The sockets stay open: one that is hung up shows that the rank at its other end has died or left.
+random and published in the store only; a process that connects must run as the same user and send a secret from the
+store. The result does not depend on hosts, containers or process ids: either all files reach all ranks, or all ranks
+agree that they do not. The sockets stay open: a closed one shows that the rank at its other end has died or left.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class _Handshake:
                 assert connected is not None
                 received = self._receive_file(connected)
                 if received is None:
-                    raise TransportUnavailable(f"rank {awaited[fd]} of the group hung up")
+                    raise TransportUnavailable(f"rank {awaited[fd]} of the group closed the connection")
                 self.connections.files[awaited[fd]] = received[1]
             else:
                 self._identify(self.unidentified.pop(fd))

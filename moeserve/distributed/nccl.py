@@ -139,7 +139,7 @@ class NcclTransport(Transport):
         return True
 
     def raise_failure(self) -> None:
-        """Raise TransportError if a collective was aborted, whose stream has gone on without a result.
+        """Raise TransportError if a collective was aborted: its stream continues, without a valid result.
 
         Call it once the host has waited for the device, before the results are used.
         """

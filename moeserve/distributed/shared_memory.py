@@ -46,7 +46,7 @@ SLOT_BYTES = 2**18
 SPIN_S = 50e-6
 SPIN_WITHOUT_CORE_S = 1e-6
 
-# all_reduce adds everything on every rank if that reads at most so many bytes more than adding a share on each.
+# all_reduce adds the whole tensor on every rank, not a share on each, if that reads at most this many bytes more.
 MAX_EXTRA_BYTES = 2**17
 
 # The dtypes whose sums the C++ part computes. torch adds all others.

@@ -31,7 +31,7 @@ Pending: TypeAlias = tuple[Tensor, Callable[[], object]]
 
 
 class Transport(Protocol):
-    """One rank's collectives with the other ranks of a group, of which there is at least one.
+    """One rank's collectives with the other ranks (at least one) of a group.
 
     Collectives have the contracts of `GroupCoordinator`. Sizes are rows of each rank, and consistent with x. Calls come
     from one thread at a time. Properties and methods with a default are overridden by the transports that differ.

@@ -69,8 +69,8 @@ def drive(replica: Replica, user: User, replicas: GroupCoordinator, executor: Ex
         try:
             effect = loop.send(answer)
             if isinstance(effect, Deliver):
-                # A last delivery before an error only guesses its cause; whoever sees all failures knows it. So a
-                # delivery is sent once the loop has gone on.
+                # Send a delivery only after the loop has continued without an error. If it raises instead, the parent
+                # reports the first cause of the failure, which this replica cannot determine.
                 delivery, effect = effect, next(loop, None)
                 user.deliver(delivery)
         except StopIteration:

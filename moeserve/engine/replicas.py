@@ -34,9 +34,9 @@ SECONDS_BETWEEN_STARTS = 1.0
 class Replicas:
     """See `Engine`.
 
-    When a process fails, all requests end with an error that names it, all processes are ended, and requests are
-    refused. An engine that restarts starts new processes with the next request instead, and tries for a while: a node
-    that has failed is replaced by whoever runs the cluster.
+    When a process fails, all requests end with an error that names it, all processes are ended, and further
+    requests are refused. An engine that restarts starts new processes at the next request instead. It retries for a
+    while, until the operator of the cluster has replaced a failed node.
     """
 
     def __init__(
@@ -251,8 +251,8 @@ class Replicas:
     def _require_owner(self) -> None:
         if os.getpid() != self._owner:
             raise EngineError(
-                f"this engine belongs to process {self._owner}, of which this process ({os.getpid()}) is a fork; make "
-                "an LLM here, or use that one there"
+                f"this engine was made in process {self._owner} and cannot be used in a fork of it, such as this "
+                f"process ({os.getpid()}); make a new LLM here"
             )
 
     def _require_open(self) -> None:

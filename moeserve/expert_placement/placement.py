@@ -41,7 +41,7 @@ class Placement:
 
     @property
     def num_slots(self) -> tuple[int, ...]:
-        """By rank."""
+        """Number of slots of each rank."""
         return tuple(len(slots) for slots in self.logical_of_slot)
 
     @property
@@ -68,7 +68,7 @@ class Placement:
         After the last expert, redundant slots start again with the first.
 
         Raises:
-            SettingsError: there are more slots than copies, of which a rank holds one at most.
+            SettingsError: there are more slots than copies to place, at most one copy of an expert on each rank.
         """
         num_slots = num_experts + num_redundant
         check_num_slots(num_slots, num_experts, num_ranks)
@@ -188,7 +188,7 @@ def copies_in_turn(placement: Placement, rank: int, node_of_rank: Sequence[int])
 
 
 def _deal(given: list[list[int]], ranks: Sequence[int], copies: Sequence[int], room: dict[int, int]) -> None:
-    """Fill the missing turns of `ranks`, round robin, from the copies that have room. Changes `given` and `room`."""
+    """Complete the lists of `ranks`, round robin, with copies that have places left. Changes `given` and `room`."""
     num_turns = len(room)
     waiting = deque(copy for copy in copies if room[copy])
     for rank in ranks:

@@ -56,7 +56,7 @@ class PlacedLayer(Protocol):
 
 @dataclass(frozen=True)
 class Change:
-    """The next placement of a layer, and its moves, of which there is at least one."""
+    """The next placement of a layer, and the moves that lead to it (at least one)."""
 
     layer: int
     proposal: Proposal

@@ -53,8 +53,8 @@ def _run_head(options: Launch, head: str, token: str) -> int:
         token = secrets.token_hex(TOKEN_BYTES)
     if not token:
         logger.warning(
-            "the nodes share no token, so whoever reaches %s can run programs there: set RAY_AUTH_TOKEN on all nodes, "
-            "or put one into ~/.ray/auth_token with `ray get-auth-token --generate`",
+            "the nodes share no token, so anyone who can reach %s can run programs there: set RAY_AUTH_TOKEN on all "
+            "nodes, or put one into ~/.ray/auth_token with `ray get-auth-token --generate`",
             head,
         )
     address = f"{head}:{options.port}"

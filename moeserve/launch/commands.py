@@ -75,7 +75,7 @@ def running_in_background(
 ) -> Iterator[Command]:
     """Run a command in a session of its own, keep its last output, and end it when the context is left.
 
-    It is asked to end also if this process is killed.
+    It receives SIGTERM also if this process is killed.
 
     Raises:
         SettingsError: there is no such program.

@@ -33,7 +33,7 @@ class Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[O, I], until it is packed."""
+        """The weight [O, I]. Available until it is packed."""
         return self.weights.open.weight_eOI[0]
 
     @property
@@ -81,7 +81,7 @@ class OutputHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[v, D], until it is packed."""
+        """This rank's rows [v, D] of the weight. Available until it is packed."""
         return self.weights.open.weight_eOI[0]
 
     def forward(self, hidden_LD: Tensor) -> Tensor:

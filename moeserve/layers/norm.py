@@ -24,11 +24,11 @@ class RMSNorm(nn.Module):
         return self._rms_norm(hidden_TD, self.weight, self.epsilon)
 
     def in_place(self, hidden_TD: Tensor) -> None:
-        """Normalise hidden states in their own memory, which may be a view of something wider."""
+        """Replace hidden states by the normalised ones. The tensor may be a view of a wider one."""
         self._rms_norm_in_place(hidden_TD, self.weight, self.epsilon)
 
     def after_adding(self, update_TD: Tensor | None, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the hidden states plus the update, if there is one, and the same normalised."""
+        """Return hidden + update (hidden alone if update is None), and that sum normalised."""
         if update_TD is None:
             return hidden_TD, self(hidden_TD)
         return self._add_rms_norm(hidden_TD, update_TD, self.weight, self.epsilon)

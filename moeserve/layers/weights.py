@@ -84,7 +84,7 @@ class Weights(nn.Module):
         self.use_memory()
 
     def use_memory(self) -> None:
-        """Take products from the open memory, which is there or borrowed now."""
+        """Make the product read the open memory, which must be allocated or borrowed by now."""
         if self.borrow is not None:
             self.memory = nn.Parameter(self.borrow(), requires_grad=False)
         self.product = self.context.kernels.make_product(self.open)
@@ -154,7 +154,7 @@ class Weights(nn.Module):
 
     @property
     def num_packed_bytes(self) -> int:
-        """The bytes of the weights once they are packed; of the open ones if they stay open."""
+        """Size in bytes after packing. Weights that are never packed count with their open size."""
         packed_format, packing = self.packed_format, self.context.kernels.packing
         if packed_format is None or packing is None:
             return self.open.weight_eOI.nbytes

@@ -178,7 +178,7 @@ class ConfigValues:
             head_dim: values of a head, or of its part with a rotary embedding.
             head_dim_key: the config's name for that number, for error messages.
             default_fraction: share of a head that is rotated if `partial_rotary_factor` is not set; None: all of it,
-                whatever `partial_rotary_factor` says.
+                ignoring `partial_rotary_factor`.
             default_theta: base of the frequencies if the config has none; None: it must have one.
         """
         _, given = self.rotary_settings()

@@ -66,7 +66,8 @@ class GgufFile:
     """A GGUF file of architecture llama. The file is mapped; reading a tensor dequantises that one alone."""
 
     def __init__(self, path: Path) -> None:
-        """
+        """Map the file and read its metadata.
+
         Raises:
             CheckpointError: not a GGUF file, damaged, or not a dense Llama; or the gguf package is missing.
         """

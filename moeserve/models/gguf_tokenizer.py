@@ -34,8 +34,8 @@ class _ByteLevel:
 
     pre_tokenizer: pre_tokenizers.PreTokenizer
     normalizer: normalizers.Normalizer | None = None
-    ignore_merges: bool = False  # take a word that is in the vocabulary as one token, whatever the merges say
-    adds_bos: bool = False  # unless the file says otherwise
+    ignore_merges: bool = False  # a word in the vocabulary is one token, even if the merges split it
+    adds_bos: bool = False  # default, if the file does not set it
 
 
 def _split_by(pattern: str) -> pre_tokenizers.PreTokenizer:

@@ -75,7 +75,7 @@ class ModelConfig:
         return tuple(size for size in range(1, most + 1) if self.refusal_to_divide(size) is None)
 
     def refusal_to_divide(self, num_ranks: int) -> str | None:
-        """Return the reason why the heads cannot be divided over so many tp ranks; None if they can."""
+        """Return why the heads cannot be divided over `num_ranks` tp ranks; None if they can."""
         for layer in self.layers:
             attention = layer.attention
             if attention.can_divide(num_ranks):

@@ -60,7 +60,7 @@ ReadRows = Callable[[StoredTensor, int, int], Tensor]  # (tensor, start, stop) -
 
 
 class CheckpointTensor(Protocol):
-    """A tensor of the model, in whatever form it is stored."""
+    """A tensor of the model, stored plain or encoded."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class CheckpointTensor(Protocol):
 
     @property
     def shard(self) -> Path:
-        """The shard that holds most of the tensor."""
+        """The shard with the largest part of the tensor, if several shards store parts of it."""
 
     def check(self) -> None:
         """Raise CheckpointError if dtypes or shapes in the headers are not supported."""

@@ -202,7 +202,7 @@ def _linear(prefix: str, linear: Linear) -> Iterator[Row]:
 
 
 def _summed_linear(prefix: str, linear: Linear, share: slice, num_columns: int, has_bias: bool) -> Iterator[Row]:
-    """Yield a projection of which this rank has some columns. One rank adds the bias."""
+    """Yield a projection divided by columns over the tp ranks. One rank adds the bias."""
     yield f"{prefix}.weight", columns(linear.weight, share, num_columns, linear.weights)
     if has_bias:
         yield f"{prefix}.bias", None if linear.bias is None else whole(linear.bias)

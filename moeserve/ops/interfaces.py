@@ -541,7 +541,7 @@ class Kernels:
     allocate_weights: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
     skip_expert_products: Callable[[], AbstractContextManager[None]]  # inside, expert outputs may be zeros (profiling)
 
-    products_gather_rows: bool = False  # products take a `Gather`, and nothing needs to know the counts on the host
+    products_gather_rows: bool = False  # products take a `Gather`, and the host never reads the counts
     compiles_on_first_use: bool = False  # run every range of sizes once before serving
     supports_cuda_graphs: bool = False
     needs_finite_caches: bool = False  # caches must hold finite numbers even where nothing was written

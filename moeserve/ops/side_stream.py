@@ -1,4 +1,4 @@
-"""Work that may run beside other work: on a GPU in a stream of its own, elsewhere at once."""
+"""Side streams: overlap of computations on a GPU, in a CUDA stream of its own; elsewhere computed at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Computed:
 
 
 class InlineStream:
-    """Computes at once, beside nothing."""
+    """A side stream for devices without streams: `start` computes at once."""
 
     def start(self, compute: Callable[[Tensor], Tensor], input: Tensor) -> Computed:
         return Computed(compute(input))

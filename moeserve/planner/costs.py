@@ -48,7 +48,7 @@ class Assumptions:
         "how rows travel; direct: one for each expert on another rank; by_node: one for each other node that has an "
         "expert of the token, forwarded inside; node_limited: the same, if the router's groups keep to few nodes",
     )
-    overlap: bool = setting(False, "each step runs as two halves, one of which exchanges while the other computes")
+    overlap: bool = setting(False, "run each step as two halves: one exchanges while the other computes")
 
 
 class Work(Protocol):
@@ -153,12 +153,12 @@ class ExchangeWork:
 
     @property
     def node_bytes(self) -> float:
-        """Bytes for each token of the rank."""
+        """Bytes sent to other ranks of the node, for each token of the rank."""
         return self.node_rows * self.width * self.bytes
 
     @property
     def network_bytes(self) -> float:
-        """Bytes for each token of the rank."""
+        """Bytes sent to other nodes, for each token of the rank."""
         return self.network_rows * self.width * self.bytes
 
     def seconds(self, *, tokens: float, imbalance: float) -> float:

@@ -1,6 +1,6 @@
 """Estimates for the layouts of a model on accelerators: cache, exchange, balance, and tokens per second.
 
-The figures are of the hardware and of an engine that uses it as `Assumptions` says. They are not measurements.
+The figures follow from the hardware and from `Assumptions` on how well an engine uses it. They are not measurements.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def serve(
 
 @contextmanager
 def _without_garbage_collector() -> Iterator[None]:
-    """Steps leave no reference cycles, and searching millions of blocks for them doubles the run time."""
+    """Disable the garbage collector: steps leave no reference cycles, and searching for them doubles the run time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -100,7 +100,7 @@ def as_text(found: Simulation) -> str:
         "",
         f"{'finished requests':<28}{outcome.num_finished}, in {outcome.seconds:.2f} s, with steps in "
         f"{outcome.busy_s:.2f} s of them",
-        f"{'prompt tokens':<28}{outcome.prompt_tokens}, of which {outcome.cached_tokens} were cached",
+        f"{'prompt tokens':<28}{outcome.prompt_tokens} ({outcome.cached_tokens} from the prefix cache)",
         f"{'output tokens':<28}{outcome.output_tokens}, {outcome.output_tokens_per_s:.0f} in a second, "
         f"{outcome.output_tokens_per_busy_s:.0f} in a second of steps",
         f"{'steps':<28}{outcome.num_steps}, of {outcome.tokens_per_step:.1f} tokens",

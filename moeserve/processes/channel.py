@@ -105,7 +105,7 @@ class Channel(Generic[Incoming]):
                 del self._outbox[:num_sent]
         except BlockingIOError:
             pass
-        except OSError:  # the other end is closed; `receive` or whoever watches the process reports it
+        except OSError:  # the other end is closed; `receive`, or the code that watches the process, reports it
             self._outbox.clear()
 
     def _read(self) -> None:

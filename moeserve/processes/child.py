@@ -110,7 +110,7 @@ class Parent:
 def run(target: str, connection: socket.socket, parent_pidfd: int | None = None) -> NoReturn:
     """Call a function with this process's `Parent`, report an exception of it to the parent, and exit.
 
-    Nothing is torn down at the end: a collective whose other ranks have gone could block that.
+    Nothing is released at the end: waiting for a collective whose other ranks have exited could block.
 
     Args:
         target: "module:function".

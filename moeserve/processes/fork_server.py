@@ -2,9 +2,9 @@
 
 A process starts its server with its first rank, and the server exits with it. Ranks can start further ranks through the
 same server. Environment variables, working folder, import path, usable cores and output of a new process are those of
-the process that asks for it. Variables that libraries read while they are loaded cannot be changed by then, so there
-is one server for each set of them. This process-wide state is the only one of the package: a second engine is to find
-the server of the first.
+the process that requests it. A fork cannot change variables that libraries have read while they were loaded, so there
+is one server for each set of such variables. This is the only process-wide state of the package: a second engine must
+find the server of the first.
 
 If a server cannot be used or was killed, processes are started without one. Processes that it has forked live on.
 """
@@ -36,7 +36,7 @@ READ_AT_START = (
     *("ATEN_", "CUDA_", "GLIBC_", "GOMP_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "MOESERVE_ISA", "NUMEXPR_", "OMP_"),
     *("OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
 )
-# A server that has not forked for so long is taken for broken. Loading torch may take a while. Seconds.
+# Seconds to wait for a fork before the server counts as broken. It may still be loading torch.
 SECONDS_TO_FORK = 120.0
 # The server reports an exit status at once; if it has not by then, it is stopped or busy. Seconds.
 SECONDS_TO_REPORT = 2.0
@@ -53,7 +53,7 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True):
     cores: list[int]
 
 
-# ---- The side that asks for processes
+# ---- The side that requests processes
 
 
 class ForkedProcess:
@@ -256,7 +256,7 @@ def shown_status(status: int) -> str:
 
 @dataclass(frozen=True)
 class _Forked:
-    """In a forked process: what it is to run, and with what."""
+    """The task of a forked process, and its connections."""
 
     request: _Request
     channel: socket.socket
@@ -290,7 +290,7 @@ class _ServerLoop:
                         return forked
 
     def _answer(self, fd: int) -> _Forked | None:
-        """Fork a process as the next request says. None: this is the server itself."""
+        """Fork the process that the next request describes. Return its `_Forked` there, and None in the server."""
         data, fds, *_ = socket.recv_fds(self._controls[fd], 1, NUM_FDS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             if fd == self._first:
@@ -308,7 +308,7 @@ class _ServerLoop:
             gc.collect()
             gc.freeze()  # so that collections in a process copy no memory that it shares with the server
             pid = os.fork()
-        except (EOFError, OSError):  # the asking process has ended, or there is no memory: it sees the end of file
+        except (EOFError, OSError):  # the requester has ended, or memory is exhausted: it reads an end of file
             pid = -1
         if pid == 0:
             reports.close()

@@ -11,7 +11,7 @@ from moeserve.processes.supervision import SECONDS_TO_COLLECT, WatchedProcess, c
 
 
 class WorkerGroup:
-    """Processes that are started together and ended together. Whoever starts them appends them."""
+    """Processes that are started together and ended together. The code that starts a process appends it."""
 
     def __init__(
         self, seconds_to_collect: float = SECONDS_TO_COLLECT, release: Callable[[], None] = lambda: None

@@ -4,7 +4,7 @@ The loop performs no I/O. `Replica.run` is a generator: it yields an effect, its
 answer. The serving process and the simulator in tests therefore run the same code. There are no tensors, sockets or
 clocks in this file.
 
-`lockstep.py` explains why no replica waits for ever. This file adds to the argument: each round has exactly one
+`lockstep.py` explains why no replica waits forever. This file adds to the argument: each round has exactly one
 `Gather`, and exactly one `Execute` unless all replicas agreed to idle. `Receive` is the only other effect that can
 wait, and with more than one replica it has a heartbeat.
 
@@ -57,7 +57,7 @@ from moeserve.telemetry.expert_load import LoadWindow
 
 @dataclass(frozen=True, kw_only=True)
 class Receive:
-    """Answer with the messages that arrived since the last time, list[ReplicaMessage], in order of arrival."""
+    """Receive messages. The answer is those since the last `Receive`, in order of arrival: list[ReplicaMessage]."""
 
     block: bool  # if there are none, sleep until one comes
     heartbeat: bool  # sleep no longer than a heartbeat, then answer []; False: sleep without limit
@@ -65,14 +65,14 @@ class Receive:
 
 @dataclass(frozen=True)
 class Gather:
-    """Answer with the rows of all replicas in order of rank, list[list[int]]. Waits for all of them."""
+    """All-gather a row. The answer is the rows of all replicas in order of rank: list[list[int]]."""
 
     row: list[int]
 
 
 @dataclass(frozen=True)
 class Execute:
-    """Answer with a StepResult or StepFailed. Without a plan, run zero tokens."""
+    """Run a step, of zero tokens if there is no plan. The answer is a StepResult or StepFailed."""
 
     plan: StepPlan | None  # plan.step counts this replica's plans, agreement.step everyone's rounds
     agreement: Agreement
@@ -80,7 +80,7 @@ class Execute:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Answer with None. Comes once per round, even if empty, and once at the end."""
+    """Send updates to the client. The answer is None. Yielded once per round, even if empty, and once at the end."""
 
     updates: list[RequestUpdate]
     stats: ReplicaStats

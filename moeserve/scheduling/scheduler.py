@@ -2,7 +2,7 @@
 
 Requests are served in order of arrival. The running ones are always the oldest: a request is admitted only after all
 before it, and the newest running one is preempted first. So the oldest request advances in every step, and no request
-waits for ever.
+waits forever.
 """
 
 from __future__ import annotations

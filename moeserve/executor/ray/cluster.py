@@ -82,10 +82,10 @@ class Cluster:
         return sorted(nodes, key=lambda node: (node.node_id != own, node.address))
 
     def wait_for_nodes(self, count: int, timeout_s: float) -> None:
-        """Return when the cluster has so many living nodes.
+        """Wait until the cluster has `count` living nodes.
 
         Raises:
-            EngineError: it does not have them in time. Names those that it has.
+            EngineError: fewer have joined in time. The message names those that have.
         """
         deadline = time.monotonic() + timeout_s
         while len(nodes := self.nodes()) < count:

@@ -95,7 +95,7 @@ class RayExecutor:
 
 
 def _compiled(ranks: Sequence[Any], timeout_s: float) -> Any:
-    """Return a compiled graph of one step: its plan to all ranks, and their answers. None: Ray cannot compile one."""
+    """Return a compiled graph that sends a plan to all ranks and returns their answers; None if Ray has none."""
     try:
         from ray.dag import InputNode, MultiOutputNode
         from ray.dag.context import DAGContext

@@ -88,7 +88,7 @@ def check_alike(found: Sequence[NodeFacts], own: NodeFacts, asked_at: float) -> 
 
     Args:
         own: facts of this node, made after all the others have answered.
-        asked_at: time at which the others were asked, by this node's clock.
+        asked_at: time of this node's clock when the facts of the others were requested.
 
     Raises:
         SettingsError: nodes differ, or cannot read the model. Names all of them.

@@ -47,7 +47,7 @@ def reserve(config: EngineConfig, nodes: Sequence[Node], reserved: list[Placemen
 
     Raises:
         SettingsError: the placement group that this process is in is too small.
-        EngineError: the cluster has no room.
+        EngineError: the cluster has too few free resources.
     """
     tp = config.tensor_parallel_size
     bundle = {"CPU": float(config.num_threads)} | ({"GPU": 1.0} if config.device == "cuda" else {})

@@ -42,7 +42,7 @@ def start_ray_group(
 
     Raises:
         SettingsError: the nodes differ, or cannot read the model.
-        EngineError: the cluster has no room, or a node fails.
+        EngineError: the cluster has too few free resources, or a node fails.
     """
     if not ray.is_initialized():  # Ray would start another cluster at the next call
         raise EngineError("Ray was shut down in this process; make a new LLM")

@@ -47,9 +47,9 @@ class Dispatched(Generic[Handle]):
 
 
 def share_of_pairs(tokens_per_rank: Sequence[int], top_k: int, num_own: int, num_all: int) -> int:
-    """Return the pairs of a step that `num_own` of `num_all` slots get if all get equally many.
+    """Return the number of pairs that `num_own` of `num_all` slots get if pairs are spread evenly, rounded up.
 
-    Padding counts, because only the GPU knows which rows are padding.
+    Padding rows are counted: their number is on the GPU only.
     """
     return -(-sum(tokens_per_rank) * top_k * num_own // num_all)
 

@@ -81,7 +81,7 @@ def open_dispatchers(
 ) -> DispatcherFactory:
     """Open the dispatchers that the config chooses. Collective: all ep ranks.
 
-    Where the choice was left open, `all_to_all` replaces a library that cannot be used, and the log says why.
+    With dispatcher="auto", `all_to_all` replaces a library that cannot be used, and a log message gives the reason.
 
     Raises:
         SettingsError: the config requires a library that cannot be used.

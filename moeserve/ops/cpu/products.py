@@ -27,7 +27,7 @@ _thread = threading.local()
 def skip_expert_products() -> Iterator[None]:
     """Make `multiply_rows` return zeros inside, for this thread.
 
-    The profiling run needs the memory of a large step, and not its arithmetic, nearly all of which is here.
+    The profiling run measures memory only. Nearly all arithmetic of a large step is in these products.
     """
     _thread.skips_rows = True
     try:

@@ -45,7 +45,7 @@ LIBRARY_NAMES = ("flashinfer", "varlen")
 
 
 class LibraryAttention:
-    """An attention backend that writes as ours does, and attends by the function chosen for the kind of step."""
+    """An attention backend with our own writes to the cache, and one function for decode steps and one for others."""
 
     def __init__(self, own: AttentionBackend, decode: Attend, chunks: Attend) -> None:
         self.own = own
@@ -111,7 +111,7 @@ class LibraryChoice:
 
 
 def with_attention_library(own: Kernels, wanted: AttentionName, device: torch.device, block_size: int) -> Kernels:
-    """Return the table with grouped-query attention by the wanted library, or by the fastest one that was measured.
+    """Return the table with grouped-query attention by the given library, or by the one measured to be fastest.
 
     Raises:
         SettingsError: the library was named, and cannot be used here.

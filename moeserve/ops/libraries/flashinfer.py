@@ -47,7 +47,8 @@ PLAN_NEEDS = {
 
 
 def open_flashinfer(device: torch.device) -> FlashInfer:
-    """
+    """Return the library, if it is installed and supports this GPU.
+
     Raises:
         LibraryUnusable: see `open_library`.
     """

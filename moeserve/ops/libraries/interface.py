@@ -29,11 +29,11 @@ class AttentionLibrary(Protocol):
 
     @property
     def label(self) -> str:
-        """The name and version under which times are filed."""
+        """Name and version, the key of its measured times."""
         ...
 
     def why_unavailable(self, problem: AttentionProblem, kind: StepKind) -> str | None:
-        """Return the reason why it cannot serve such steps, as a clause; None if it can."""
+        """Return why the library cannot run steps of this kind, as a clause; None if it can."""
         ...
 
     def make_attend(self, problem: AttentionProblem, kind: StepKind) -> Attend:

@@ -39,7 +39,8 @@ Implementation = Literal["FA2", "FA3"]
 
 
 def open_varlen(device: torch.device) -> Varlen:
-    """
+    """Return the library, if this torch and this GPU support it.
+
     Raises:
         LibraryUnusable: see `open_library`.
     """

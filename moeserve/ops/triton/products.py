@@ -111,7 +111,7 @@ class TritonBlockProduct:
         )
 
     def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
-        """Slots without rows are quantised too, because the host does not know which they are."""
+        """Slots without rows are quantised too, because the host does not read the counts."""
         codes_RI, scales_RB = quantize_blocks(slots_eSI.flatten(0, 1))
         codes_eSI, scales_eSB = (rows.unflatten(0, slots_eSI.shape[:2]) for rows in (codes_RI, scales_RB))
         return grouped_matmul_slots_fp8(

@@ -25,7 +25,7 @@ class DeepEPDispatcher:
 
     A step uses the low-latency kernels if no rank brings more than `low_latency_tokens` to it. With the legacy API its
     tokens then arrive as `SlottedTokens`, whose unused slots may hold anything; otherwise as `PackedTokens`. Sums are
-    rounded in more places than the contract says; see the two communicators.
+    rounded more often than the contract of `Dispatcher` allows; see the two communicators.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from moeserve.moe.dispatch.deepep.communicator import FLOAT8_BLOCK, DeepEPShape
 
 Api = Literal["elastic", "legacy"]
 
-MIN_CAPABILITY = (9, 0)  # Hopper: README.md, "Requirements"
+MIN_CAPABILITY = (9, 0)  # Hopper: "Requirements" in DeepEP's README
 
 # The event of a running kernel keeps the tensors it reads and writes alive; handles hold the event until the wait.
 # DeepEP's default records streams with torch's allocator instead, which keeps that memory until a capture ends, so the
