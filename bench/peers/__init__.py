@@ -1,7 +1,6 @@
 """Other engines, measured beside moeserve on the same checkpoints, each in its own environment and process.
 
     python -m moeserve.bench.peers.install llama.cpp vllm      makes their environments
-    python -m moeserve.bench.peers.check llama.cpp-bf16        compares an engine's tokens with those of transformers
 
 `environments.py` lists what is installed for each, `peers.py` starts an engine and sends it requests, and `adapters/`
 holds the scripts that run inside its environment. moeserve itself never imports any of them.

@@ -1,0 +1,216 @@
+"""Attention of one layer by the C++ kernel of the CPU, beside torch.
+
+    python -m moeserve.bench.attention [--rounds 20] [--json PATH]
+
+A sample is the mean of many calls in bf16; torch and C++ alternate, after a round that is not counted. Grouped-query
+attention has the shapes of small models, and latent attention those of DeepSeek-V2-Lite, also with the 128 heads of
+DeepSeek-V3. Every request has equally many rows, at the end of its context. Calls cycle through 64 MB of caches, so
+that keys and values are not still in the processor's caches. Prefill of latent attention is compared with expanded keys
+and values, which torch computes faster; projections are counted for neither.
+
+The limit is the bytes that a call must move, at the memory bandwidth measured in the same run, or its multiply-adds at
+the measured product rate, whichever takes longer. Caches, or products faster than torch's, can exceed it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.bench.harness import (
+    Row,
+    call_timer,
+    environment,
+    interleave,
+    make_parser,
+    number,
+    ratio_of_medians,
+    save,
+    show,
+)
+from moeserve.bench.limits import measure_limits
+from moeserve.ops.interfaces import AttentionShape, KeyValueCache
+from moeserve.ops.select import select_kernels
+from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+KERNELS = select_kernels(torch.device("cpu"))
+DECODE_BATCHES = (1, 8, 32)
+DECODE_CONTEXT_LENS = (64, 1024, 4096)
+PREFILL_ROWS = (64, 512, 2048)
+CACHE_BYTES = 64 << 20
+SAMPLE_SECONDS = 0.02
+
+Call = Callable[[int], object]  # gets the index of the call, to choose a cache
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser("attention", "Attention by the C++ kernel of the CPU, beside torch.", rounds=20)
+    options = parser.parse_args(arguments)
+    if KERNELS is TORCH_KERNELS:
+        raise SystemExit("the C++ kernels are not built, so there is nothing to compare with torch")
+    set_num_threads(options.threads)
+    limits = asdict(measure_limits())
+    show(
+        f"{options.threads} threads, {limits['read_bandwidth']:.1f} GB/s of memory reads, "
+        f"{limits['matmul_rate']:.0f} GFLOP/s of bf16 products"
+    )
+    show(f"{'':<48}{'torch, us':>11}{'C++, us':>11}{'speed-up':>10}{'of the limit':>14}")
+    machine = environment()
+    for shape in attention_shapes():
+        rows = measure(shape, options.rounds, limits)
+        torch_row, kernel_row = rows
+        show(
+            f"{shape.name:<48}{number(torch_row['median_us']):>11}{number(kernel_row['median_us']):>11}"
+            f"{kernel_row['ratio']:>10.1f}{kernel_row['fraction_of_limit']:>14.0%}"
+        )
+        save(options.json, [row | {"environment": machine} for row in rows])
+
+
+@torch.inference_mode()
+def measure(shape: Shape, num_rounds: int, limits: Row) -> list[Row]:
+    """Return one row for torch and one for C++."""
+    measures = {name: call_timer(call, SAMPLE_SECONDS) for name, call in attention_calls(shape).items()}
+    interleave(measures, 1)
+    samples = interleave(measures, num_rounds)
+    limit_seconds = max(
+        shape.key_value_bytes / limits["read_bandwidth"] / 1e9, shape.num_operations / limits["matmul_rate"] / 1e9
+    )
+    return [
+        {
+            "benchmark": "attention",
+            "name": name,
+            "shape": asdict(shape),
+            "median_us": statistics.median(seconds) * 1e6,
+            "ratio": ratio_of_medians(samples["torch"], seconds),
+            "fraction_of_limit": limit_seconds / statistics.median(seconds),
+            "samples": seconds,
+            "limits": limits,
+        }
+        for name, seconds in samples.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`batch` requests with `num_rows` rows each, at the end of contexts of `context_len` positions.
+
+    With a latent size, all heads share one vector of `head_size` values per position, which is key and value.
+    """
+
+    batch: int
+    context_len: int
+    num_rows: int = 1
+    num_heads: int = 16
+    num_kv_heads: int = 4
+    head_size: int = 64
+    latent_size: int | None = None
+    block_size: int = 16
+
+    @property
+    def name(self) -> str:
+        kind = "grouped-query" if self.latent_size is None else "latent"
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"
+        return f"{kind}, {heads}, {self.batch} x {self.num_rows} of {self.context_len}"
+
+    @property
+    def blocks_per_request(self) -> int:
+        return -(-self.context_len // self.block_size)
+
+    @property
+    def num_operations(self) -> int:
+        first, last = self.context_len - self.num_rows + 1, self.context_len
+        num_pairs = self.batch * self.num_heads * (first + last) * self.num_rows // 2
+        return 2 * num_pairs * (self.head_size + (self.latent_size or self.head_size))
+
+    @property
+    def key_value_bytes(self) -> int:
+        num_tensors = 2 if self.latent_size is None else 1
+        return (
+            torch.bfloat16.itemsize * self.batch * self.context_len * num_tensors * self.num_kv_heads * self.head_size
+        )
+
+
+def attention_shapes() -> list[Shape]:
+    decode = [Shape(*sizes) for sizes in itertools.product(DECODE_BATCHES, DECODE_CONTEXT_LENS)]
+    prefill = [Shape(1, num_rows, num_rows) for num_rows in PREFILL_ROWS]
+    grouped = decode + prefill + [dataclasses.replace(shape, head_size=128) for shape in prefill]
+    latent = [dataclasses.replace(shape, num_kv_heads=1, head_size=576, latent_size=512) for shape in decode + prefill]
+    many_heads = [
+        dataclasses.replace(shape, num_heads=128) for shape in latent if shape.context_len == 1024 and shape.batch <= 8
+    ]
+    return grouped + latent + many_heads
+
+
+def attention_calls(shape: Shape) -> dict[str, Call]:
+    """Return the attention of one step by torch and by C++, in this order."""
+    step = _make_step(shape)
+    query_TNH = torch.randn(shape.batch * shape.num_rows, shape.num_heads, shape.head_size).bfloat16()
+    num_blocks, scale = shape.batch * shape.blocks_per_request, shape.head_size**-0.5
+    num_caches = max(2, CACHE_BYTES // shape.key_value_bytes)
+
+    def make_caches(*cache_shape: int, per_layer: int) -> list[list[Tensor]]:
+        return [[torch.randn(cache_shape).bfloat16() for _ in range(per_layer)] for _ in range(num_caches)]
+
+    def attend(backend: Any, caches: list[list[Tensor]]) -> Call:
+        return lambda index: backend.attend(query_TNH, *caches[index % num_caches], step)
+
+    if shape.latent_size is None:
+        pairs = make_caches(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_size, per_layer=2)
+        caches: list[list[Any]] = [[KeyValueCache(*pair)] for pair in pairs]
+        heads = AttentionShape(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            dtype=torch.bfloat16,
+            scale=scale,
+        )
+        kernel = attend(KERNELS.make_attention(heads), caches)
+        reference = attend(TORCH_KERNELS.make_attention(heads), caches)
+    else:
+        caches = make_caches(num_blocks, shape.block_size, shape.head_size, per_layer=1)
+        kernel = attend(KERNELS.make_latent_attention(scale, shape.latent_size), caches)
+        reference = attend(TORCH_KERNELS.make_latent_attention(scale, shape.latent_size), caches)
+        if shape.num_rows > 1:
+            reference = _attend_expanded(shape, scale)
+    return {"torch": reference, "C++": kernel}
+
+
+def _attend_expanded(shape: Shape, scale: float) -> Call:
+    """Return attention over the keys and values of each head, with the sizes of DeepSeek's heads."""
+    query_RNH = torch.randn(shape.num_rows, shape.num_heads, 192).bfloat16()
+    key_NCH = torch.randn(shape.num_heads, shape.context_len, 192).bfloat16()
+    value_NCV = torch.randn(shape.num_heads, shape.context_len, 128).bfloat16()
+    return lambda _: TORCH_KERNELS.attend_causally(query_RNH, key_NCH, value_NCV, scale=scale)
+
+
+def _make_step(shape: Shape) -> StepInputs:
+    """Return a step whose requests have blocks scattered over the cache."""
+    batch, num_rows, num_blocks = shape.batch, shape.num_rows, shape.blocks_per_request
+    block_table = torch.randperm(batch * num_blocks).view(batch, num_blocks).int()
+    positions_R = torch.arange(shape.context_len - num_rows, shape.context_len)
+    slots_BR = block_table[:, positions_R // shape.block_size].long() * shape.block_size
+    return StepInputs(
+        token_ids=torch.zeros(batch * num_rows, dtype=torch.int64),
+        positions=positions_R.repeat(batch),
+        cache_slots=(slots_BR + positions_R % shape.block_size).flatten(),
+        row_starts=torch.arange(batch + 1, dtype=torch.int32) * num_rows,
+        context_lens=torch.full((batch,), shape.context_len, dtype=torch.int32),
+        block_table=block_table,
+        logits_rows=torch.arange(1, batch + 1) * num_rows - 1,
+        spans=tuple(ChunkSpan(index * num_rows, num_rows, shape.context_len) for index in range(batch)),
+        tp_sizes=(batch * num_rows,),
+        tokens_per_rank=(batch * num_rows,),
+    )
+
+
+if __name__ == "__main__":
+    main()
