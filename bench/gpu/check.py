@@ -1,93 +1,81 @@
-"""Checks of kernels: where they run, what they compare, and how far a result may be from float64.
+"""The comparison of a kernel's results with those of torch in float32, and the rows of checks.
 
-A kernel's result is compared with the same computation in float64 on the same inputs. The tolerance of a comparison is
-a number of roundings to the result's dtype, plus `FLOAT32_SLACK` for float32 arithmetic. The root of the mean square of
-all errors may be this share of the results', and each error `PEAK` times this share of the largest result of its row.
+An operation is run by the table of kernels that is checked, and by the torch table on the same inputs in float32. One
+rule holds for all floating-point results: the root of the mean square of all errors may be the tolerance times that of
+the results, and each error `PEAK` times the tolerance times the largest result of its row. The tolerance is `ROUNDINGS`
+roundings to the result's dtype, and `FLOAT32_SLACK` for float32 arithmetic. Integers must be equal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-WRONG = 1e9  # the error ratio of a wrong exact result, or of NaN: JSON has no infinity
+from moeserve.bench.gpu.inputs import Source
+from moeserve.ops.interfaces import Kernels
+from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.triton.table import TRITON_KERNELS
+
+WRONG = 1e9  # the error ratio of a wrong integer, of NaN, or of another shape: JSON has no infinity
+ROUNDINGS = 4
 FLOAT32_SLACK = 2.0**-12  # relative: sums of up to 16384 products on tensor cores, and approximated functions
 FP8_SLACK = 2.0**-6  # tensor cores of sm_90 keep 13 bits below the largest of 32 products of 8-bit floats
 PEAK = 8.0  # the errors of a row are about normally distributed; 8 standard deviations of them never occur
 
-
-@dataclass(frozen=True)
-class Place:
-    """The device, random numbers and dtypes of checks."""
-
-    device: torch.device
-    generator: torch.Generator  # of this device
-    dtypes: tuple[torch.dtype, ...]  # of activations and weights
-    is_small: bool  # for Triton's interpreter: shapes that take seconds, not hours
-
-    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.device).mul_(scale).to(dtype)
-
-    def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.rand(shape, generator=self.generator, device=self.device, dtype=dtype)
-
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=self.generator, device=self.device)
-
-    def order(self, number: int) -> Tensor:
-        """Return the numbers below `number` in random order."""
-        return torch.randperm(number, generator=self.generator, device=self.device)
-
-    def codes(self, *shape: int) -> Tensor:
-        """Draw float8_e4m3fn of magnitudes below 2: without the exponent's highest bit, none is NaN."""
-        drawn = torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator, device=self.device)
-        return drawn.bitwise_and_(0xBF).view(torch.float8_e4m3fn)
-
-    def weights(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Draw numbers of either kind: codes for float8_e4m3fn, otherwise normal ones."""
-        return self.codes(*shape) if dtype == torch.float8_e4m3fn else self.normal(*shape, dtype=dtype)
+Results = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison of a check. A ratio above 1 is wrong."""
+    """One operation on one set of inputs."""
 
     name: str
-    error_ratio: float
+    run: Callable[..., Results]  # (kernels, *inputs) -> results by name; leaves the inputs unchanged
+    inputs: tuple[Any, ...]
+    slack: float = FLOAT32_SLACK
+    kernels: Kernels | None = None  # another table than the checked one
+
+    def ratios(self, kernels: Kernels) -> Iterator[tuple[str, float]]:
+        """Yield the name and error ratio of each result. A ratio above 1 is wrong."""
+        found = self.run(self.kernels or kernels, *self.inputs)
+        expected = self.run(TORCH_KERNELS, *map(in_float32, self.inputs))
+        for result, actual in found.items():
+            yield f"{result}, {self.name}", compare(actual, expected[result], self.slack)
 
 
 @dataclass(frozen=True)
 class Check:
-    """Kernels beside their references, with new random inputs in every run."""
+    """Operations with new random inputs in every run."""
 
     name: str
-    kernels: tuple[str, ...]  # functions of `triton_kernels` that it calls
-    run: Callable[[Place], Iterator[Case]]
+    cases: Callable[[Source, bool], Iterator[Case]]  # (source, True for shapes that take seconds in the interpreter)
 
 
-def gpu_place(seed: int) -> Place:
-    device = torch.device("cuda")
-    generator = torch.Generator(device).manual_seed(seed)
-    return Place(device, generator, (torch.bfloat16,), is_small=False)
-
-
-def run_check(check: Check, place: Place, seconds_left: Callable[[], float]) -> dict[str, Any]:
+def run_check(
+    check: Check,
+    source: Source,
+    seconds_left: Callable[[], float],
+    *,
+    is_small: bool = False,
+    kernels: Kernels = TRITON_KERNELS,
+) -> dict[str, Any]:
     """Return the row of a check.
 
     Raises:
         Exception: a CUDA error. Other errors fail the check only.
     """
-    cases: list[Case] = []
-    row: dict[str, Any] = {"name": check.name, "kernels": list(check.kernels)}
+    ratios: dict[str, float] = {}
+    row: dict[str, Any] = {"name": check.name}
     try:
-        for case in check.run(place):
-            cases.append(case)
+        for case in check.cases(source, is_small):
+            ratios |= case.ratios(kernels)
             if seconds_left() <= 0:
                 row["left_out"] = f"everything after {case.name!r}: no time was left"
                 break
@@ -96,62 +84,42 @@ def run_check(check: Check, place: Place, seconds_left: Callable[[], float]) -> 
             raise
         row["error"] = f"{type(error).__name__}: {error}"[:2000]
         row["trace"] = traceback.format_exc(limit=-4)
-    if not cases and not check.kernels and "error" not in row:
+    if not ratios and "error" not in row:
         return row | {"status": "left out", "reason": "no library that takes these shapes is installed"}
-    row["num_cases"] = len(cases)
-    if cases:
-        most = worst(cases)
-        row |= {"error_ratio": most.error_ratio, "worst": most.name}
-        row["wrong"] = [case.name for case in cases if not case.error_ratio <= 1][:20]
-    return row | {"status": "passed" if cases and not row["wrong"] and "error" not in row else "failed"}
+    row["num_cases"] = len(ratios)
+    row["wrong"] = [name for name, ratio in ratios.items() if ratio > 1][:20]
+    if ratios:
+        row["worst"] = max(ratios, key=ratios.__getitem__)
+        row["error_ratio"] = ratios[row["worst"]]
+    return row | {"status": "failed" if row["wrong"] or "error" in row else "passed"}
 
 
-def worst(cases: Iterable[Case]) -> Case:
-    """Return the case with the largest error ratio; NaN counts as wrong."""
-    return max(cases, key=lambda case: case.error_ratio if case.error_ratio == case.error_ratio else math.inf)
+def in_float32(value: Any) -> Any:
+    """Return an input with its tensors in float32, and with zeros for NaN. Integers and float64 are unchanged."""
+    if isinstance(value, Tensor):
+        return (
+            value.float().nan_to_num(0.0)
+            if value.is_floating_point() and value.element_size() < 4
+            else (value.nan_to_num(0.0) if value.is_floating_point() else value)
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {field.name: in_float32(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return type(value)(**changed)
+    return value
 
 
-def compare(
-    actual: Tensor,
-    exact: Tensor,
-    *,
-    roundings: float = 1,
-    dtype: torch.dtype | None = None,
-    slack: float = FLOAT32_SLACK,
-) -> float:
-    """Return the error ratio of a result. NaN, and any other shape, is wrong.
-
-    Args:
-        exact: float64.
-        roundings: how often the result, or what it is a sum of, was rounded to the dtype.
-        dtype: of those roundings; None: that of the result.
-        slack: relative error of the arithmetic before them.
-    """
-    if actual.shape != exact.shape:
+def compare(actual: Tensor, expected: Tensor, slack: float = FLOAT32_SLACK) -> float:
+    """Return the error ratio of a result. NaN, and any other shape, is wrong."""
+    if actual.shape != expected.shape:
         return WRONG
+    if not actual.is_floating_point():
+        return 0.0 if torch.equal(actual, expected.to(actual.dtype)) else WRONG
     if actual.numel() == 0:
         return 0.0
-    tolerance = slack + roundings * torch.finfo(dtype or actual.dtype).eps / 2
+    tolerance = slack + ROUNDINGS * torch.finfo(actual.dtype).eps / 2
+    exact = expected.double()
     error, tiny = (actual.double() - exact).abs(), torch.finfo(actual.dtype).smallest_normal
     peak = error / (PEAK * tolerance * exact.abs().amax(-1, keepdim=True) + tiny)
     total = error.square().mean().sqrt() / (tolerance * exact.square().mean().sqrt() + tiny)
     ratio = max(float(peak.max()), float(total))
-    return WRONG if math.isnan(ratio) or math.isnan(float(total)) else min(ratio, WRONG)
-
-
-def compare_exactly(actual: Tensor, expected: Tensor) -> float:
-    """Return 0, or WRONG where a byte differs: NaN and the sign of zero count too."""
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return WRONG
-    return 0.0 if torch.equal(_bits(actual), _bits(expected)) else WRONG
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.contiguous().view(bits)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return WRONG if math.isnan(float(peak.sum() + total)) else min(ratio, WRONG)

@@ -1,388 +1,409 @@
-"""All checks of kernels: those of rows, attention and sampling are here, those of experts in `checks_experts.py`."""
+"""The checks of all kernels: each operation of the Triton table, at the shapes of published models."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
-from moeserve.bench.gpu.check import WRONG, Case, Check, Place, compare, compare_exactly, dtype_name
-from moeserve.bench.gpu.checks_experts import ALPHA, EXPERT_CHECKS, FP8_BLOCK, LIMIT
-from moeserve.bench.gpu.costs import ATTENTION_SHAPES, LATENT_SHAPES, VOCAB_SIZES, AttentionShape, Chunks, LatentShape
-from moeserve.bench.gpu.libraries import installed_libraries, problem_of, step_of
-from moeserve.ops.interfaces import KeyValueCache
-from moeserve.ops.libraries.attention_times import StepKind
-from moeserve.triton_kernels.activation import clamped_silu_multiply, silu_multiply
-from moeserve.triton_kernels.fp8 import dequantize_blocks, dequantize_weight_blocks, quantize_blocks
-from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
-from moeserve.triton_kernels.paged_attention import paged_attention, write_cache
-from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_in_place
-from moeserve.triton_kernels.rotary import rotary, rotary_with_cache_write
-from moeserve.triton_kernels.sampling import greedy_rows, row_maximum, sample_rows
+from moeserve.bench.gpu.check import FLOAT32_SLACK, FP8_SLACK, Case, Check, Results
+from moeserve.bench.gpu.costs import (
+    ATTENTION_SHAPES,
+    DEEPSEEK_V3_ROUTER,
+    LATENT_SHAPES,
+    MOE_SHAPES,
+    VOCAB_SIZES,
+    AttentionShape,
+    Chunks,
+    LatentShape,
+    MoEShape,
+)
+from moeserve.bench.gpu.inputs import (
+    Source,
+    context_slots,
+    dequantized,
+    draw_routed,
+    draw_rows,
+    draw_weights,
+    layer_shape,
+    num_cache_blocks,
+)
+from moeserve.bench.gpu.libraries import installed_libraries
+from moeserve.ops import interfaces
+from moeserve.ops.interfaces import (
+    ClampedSwiGLU,
+    Gather,
+    Kernels,
+    Keys,
+    KeyValueCache,
+    OpenWeights,
+    Rotation,
+    RouterConfig,
+)
+from moeserve.ops.libraries.attention import LibraryChoice
+from moeserve.ops.libraries.attention_times import AttentionProblem, StepKind
+from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.triton.table import TRITON_KERNELS
+from moeserve.step_inputs import StepInputs
 
-# T tokens, D width, N query heads, G key-value heads, H head size, F rotated pairs, C positions of a context, V
-# vocabulary
+# T tokens, D width, N query heads, G key-value heads, H head size, P elements of a latent vector, R rows, V vocabulary,
+# E experts, K experts per token, e weights side by side, S slots of a weight, I inputs
 
 EPSILON = 1e-5
-LARGEST_CODE = 448.0  # of float8_e4m3fn
 BLOCK_SIZE = 16
 LIBRARY_BLOCK_SIZES = (16, 64, 256)
-SAMPLING_SLACK = 2e-6  # of the kept mass, by which a draw may miss the border between two tokens
+DRAW_SLACK = 1e-4  # of the kept probability, by which a draw may miss the border between two tokens
+MOST_TIES = 0.01  # of the tokens, whose experts rounding may change
+EXPECTED_ROWS = (1, 10**6)  # choose other tiles, which must not change a byte
 SMALL_CHUNKS: dict[str, Chunks] = {"decode": [(1, 1), (1, 40)], "prefill": [(9, 9), (5, 37), (1, 20)]}
 LARGE_CHUNKS: dict[str, Chunks] = {
     "decode": [(1, 1), (1, 17), (1, 500), (1, 4097), (1, 256), (1, 10000), (0, 3)],
     "prefill": [(700, 700), (300, 1500), (2, 513)],
     "mixed": [(1, 3000), (65, 65), (1, 1), (130, 2178)],
 }
+SMALL_ATTENTION = {
+    "windowed": AttentionShape(4, 2, 16, window=11, has_sinks=True),
+    "plain": AttentionShape(3, 1, 20),
+}
+SMALL_EXPERTS = {
+    "Mixtral-8x7B": MoEShape(3, 48, 24, 2),
+    "DeepSeek-V2-Lite": MoEShape(2, 20, 40, 2),
+    "Qwen3-30B-A3B": MoEShape(6, 17, 9, 3),
+    "gpt-oss-20b": MoEShape(5, 33, 20, 3, ClampedSwiGLU(alpha=1.702, limit=7.0), has_bias=True),
+}
+FP8_SHAPES = MOE_SHAPES | {"DeepSeek-V3, 32 of 256": MoEShape(32, 7168, 2048, 8)}  # the experts of one of 8 GPUs
+ROUTERS = {
+    "Mixtral": RouterConfig(num_experts=8, top_k=2, is_normalized=True),
+    "DeepSeek-V2": RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),
+    "DeepSeek-V3": DEEPSEEK_V3_ROUTER,
+    "gpt-oss": RouterConfig(num_experts=32, top_k=4, scoring="softmax_of_chosen", has_bias=True),
+}
 
 
-def check_norms(place: Place) -> Iterator[Case]:
-    """Rows of a model's width, and heads inside a fused projection."""
-
-    def normed(x: Tensor, weight: Tensor) -> Tensor:
-        return x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPSILON) * weight.double()
-
-    shapes = [(3, 40), (2, 130)] if place.is_small else [(1, 4096), (129, 2048), (64, 2880), (33, 7168), (4096, 4096)]
-    for dtype, (num_rows, width) in itertools.product(place.dtypes, shapes):
-        name = f"{dtype_name(dtype)} {num_rows} x {width}"
-        x, update = place.normal(num_rows, width, dtype=dtype), place.normal(num_rows, width, dtype=dtype)
-        weight = (1 + place.normal(width, scale=0.2)).to(dtype)
-        yield Case(f"rms_norm {name}", compare(rms_norm(x, weight, EPSILON), normed(x, weight), roundings=2))
-        total, output = add_rms_norm(x, update, weight, EPSILON)
-        added = (x.float() + update.float()).to(dtype)
-        yield Case(f"add_rms_norm, sum {name}", compare_exactly(total, added))
-        yield Case(f"add_rms_norm {name}", compare(output, normed(added, weight), roundings=2))
-    head_shapes = [(3, 2, 16)] if place.is_small else [(4096, 32, 128), (5, 4, 64)]
-    for dtype, (num_rows, num_heads, head_size) in itertools.product(place.dtypes, head_shapes):
-        projected = place.normal(num_rows, num_heads + 3, head_size, dtype=dtype)
-        before, weight = projected.clone(), (1 + place.normal(head_size, scale=0.2)).to(dtype)
-        rms_norm_in_place(projected[:, :num_heads], weight, EPSILON)
-        name = f"{dtype_name(dtype)} {num_rows} x {num_heads} x {head_size}"
-        exact = normed(before[:, :num_heads], weight)
-        yield Case(f"rms_norm_in_place {name}", compare(projected[:, :num_heads], exact, roundings=2))
-        beside = compare_exactly(projected[:, num_heads:], before[:, num_heads:])
-        yield Case(f"rms_norm_in_place, other heads {name}", beside)
+def norms(source: Source, is_small: bool) -> Iterator[Case]:
+    shapes = [(3, 40), (2, 130)] if is_small else [(1, 4096), (129, 2048), (64, 2880), (33, 7168), (4096, 4096)]
+    for num_rows, width in shapes:
+        x, update = source.normal(num_rows, width), source.normal(num_rows, width)
+        yield Case(f"{num_rows} x {width}", run_norms, (x, update, 1 + source.normal(width, scale=0.2)))
+    for num_rows, num_heads, head_size in [(3, 2, 16)] if is_small else [(4096, 32, 128), (5, 4, 64)]:
+        projected = source.normal(num_rows, num_heads + 3, head_size)
+        weight = 1 + source.normal(head_size, scale=0.2)
+        yield Case(f"{num_rows} x {num_heads} x {head_size}", run_norm_of_heads, (projected, weight))
 
 
-def check_activations(place: Place) -> Iterator[Case]:
-    shapes = [(3, 20), (1, 1100)] if place.is_small else [(1, 14336), (64, 2880), (4096, 1408), (513, 768)]
-    for dtype, (num_rows, width) in itertools.product(place.dtypes, shapes):
-        name = f"{dtype_name(dtype)} {num_rows} x {width}"
-        gate_up = place.normal(num_rows, 2 * width, dtype=dtype, scale=4)
-        gate, up = gate_up.double().chunk(2, dim=-1)
-        yield Case(f"silu_multiply {name}", compare(silu_multiply(gate_up), silu(gate) * up, roundings=2))
-        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-        exact = gate * torch.sigmoid(ALPHA * gate) * (up + 1)
-        clamped = clamped_silu_multiply(gate_up, alpha=ALPHA, limit=LIMIT)
-        yield Case(f"clamped_silu_multiply {name}", compare(clamped, exact, roundings=4))
+def run_norms(kernels: Kernels, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor) -> Results:
+    total, normed = kernels.add_rms_norm(x_TD, update_TD, weight_D, EPSILON)
+    return {"rms_norm": kernels.rms_norm(x_TD, weight_D, EPSILON), "add_rms_norm": normed, "its sum": total}
 
 
-def check_rotary(place: Place) -> Iterator[Case]:
-    """Whole heads and parts of them, in place and elsewhere, and with the write into a cache with unused slots."""
+def run_norm_of_heads(kernels: Kernels, projected_TNH: Tensor, weight_H: Tensor) -> Results:
+    """Normalise some heads of a fused projection in place; the others must not change."""
+    projected_TNH = projected_TNH.clone()
+    kernels.rms_norm_in_place(projected_TNH[:, :-3], weight_H, EPSILON)
+    return {"rms_norm_in_place": projected_TNH}
+
+
+def attention(
+    source: Source, is_small: bool, block_size: int = BLOCK_SIZE, has_empty_chunks: bool = True
+) -> Iterator[Case]:
+    """Contexts in scattered blocks, with NaN where no row may read."""
+    shapes = SMALL_ATTENTION if is_small else ATTENTION_SHAPES
+    chunk_lists = SMALL_CHUNKS if is_small else LARGE_CHUNKS
+    for (name, shape), (kind, chunks) in itertools.product(shapes.items(), chunk_lists.items()):
+        chosen = [(num_rows, context) for num_rows, context in chunks if num_rows or has_empty_chunks]
+        step, layer = source.step(chosen, block_size), layer_shape(shape, source.dtype)
+        cache_shape = (num_cache_blocks(step), shape.num_kv_heads, block_size, shape.head_size)
+        cache = KeyValueCache(*(source.normal(*cache_shape).fill_(torch.nan) for _ in range(2)))
+        slots = context_slots(step, block_size)
+        for part in (cache.keys, cache.values):
+            rows = source.normal(len(slots), shape.num_kv_heads, shape.head_size)
+            part.transpose(1, 2)[slots // block_size, slots % block_size] = rows
+        query = source.normal(len(step.positions), shape.num_heads, shape.head_size)
+        sinks = source.normal(shape.num_heads, dtype=torch.float32, scale=2.0) if shape.has_sinks else None
+        yield Case(f"{name}, {kind}", run_attend, (layer, query, cache, step, sinks))
+
+
+def run_attend(
+    kernels: Kernels,
+    layer: interfaces.AttentionShape,
+    query_TNH: Tensor,
+    cache: KeyValueCache,
+    step: StepInputs,
+    sinks_N: Tensor | None,
+) -> Results:
+    return {"attend": kernels.make_attention(layer).attend(query_TNH, cache, step, sinks_N)}
+
+
+def cache_writes(source: Source, is_small: bool) -> Iterator[Case]:
+    """Rotary embedding of whole heads and of parts of them, alone and with the write into a cache."""
     # tokens, query heads, key-value heads, head size, pairs
-    shapes = (
-        [(5, 3, 1, 16, 8), (3, 4, 2, 20, 6)]
-        if place.is_small
-        else [(1, 32, 8, 128, 64), (4097, 64, 8, 64, 32), (128, 96, 8, 128, 32), (77, 16, 16, 192, 32)]
-    )
-    for dtype, shape, is_interleaved in itertools.product(place.dtypes, shapes, (False, True)):
+    small = ((5, 3, 1, 16, 8), (3, 4, 2, 20, 6))
+    large = ((1, 32, 8, 128, 64), (4097, 64, 8, 64, 32), (128, 96, 8, 128, 32), (77, 16, 16, 192, 32))
+    for shape, is_interleaved in itertools.product(small if is_small else large, (False, True)):
         num_tokens, num_heads, num_kv_heads, head_size, num_pairs = shape
-        name = f"{dtype_name(dtype)} {' x '.join(map(str, shape))}{' interleaved' if is_interleaved else ''}"
-        angles = place.uniform(num_tokens, num_pairs) * 6.3
-        cosines, sines = angles.cos(), angles.sin()
-        fused = place.normal(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)
-        query, key, value = fused.clone().split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        rotated = _rotated(query, cosines, sines, is_interleaved)
-        output = rotary(query, cosines, sines, is_interleaved, torch.empty_like(query))
-        yield Case(f"rotary {name}", compare(output, rotated))
-        in_place = fused.clone()[:, :num_heads]
-        yield Case(f"rotary in place {name}", compare(rotary(in_place, cosines, sines, is_interleaved), rotated))
-
-        num_blocks = -(-num_tokens // BLOCK_SIZE) + 2
-        slots = place.order(num_blocks * BLOCK_SIZE)[:num_tokens]
-        slots[::5] = -1
-        cache = place.normal(2, num_blocks, num_kv_heads, BLOCK_SIZE, head_size, dtype=dtype)
-        before = cache.clone()
-        written = rotary_with_cache_write(query, key, value, cosines, sines, is_interleaved, cache[0], cache[1], slots)
-        yield Case(f"rotary_with_cache_write, queries {name}", compare(written, rotated))
-        is_used = slots >= 0
-        used = (slots[is_used] // BLOCK_SIZE, slots[is_used] % BLOCK_SIZE)
-        keys = cache[0].transpose(1, 2)[used]
-        exact_keys = _rotated(key, cosines, sines, is_interleaved)[is_used]
-        yield Case(f"rotary_with_cache_write, keys {name}", compare(keys, exact_keys))
-        before[0].transpose(1, 2)[used] = keys
-        before[1].transpose(1, 2)[used] = value[is_used]
-        yield Case(f"rotary_with_cache_write, cache {name}", compare_exactly(cache, before))
+        layer = layer_shape(AttentionShape(num_heads, num_kv_heads, head_size), source.dtype)
+        fused = source.normal(num_tokens, num_heads + 2 * num_kv_heads, head_size)
+        angles = source.uniform(num_tokens, num_pairs) * 6.3
+        step = source.step([(num_tokens, num_tokens + 1)], BLOCK_SIZE)
+        step = dataclasses.replace(step, cache_slots=step.cache_slots.masked_fill(step.positions % 5 == 1, -1))
+        blocks = (num_cache_blocks(step), num_kv_heads, BLOCK_SIZE, head_size)
+        cache = KeyValueCache(source.normal(*blocks), source.normal(*blocks))
+        rotation = Rotation(angles.cos(), angles.sin(), is_interleaved)
+        name = f"{' x '.join(map(str, shape))}{' interleaved' if is_interleaved else ''}"
+        yield Case(name, run_cache_writes, (layer, fused, rotation, cache, step))
 
 
-def _rotated(heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_interleaved: bool) -> Tensor:
-    num_pairs = cosines_TF.shape[1]
-    heads, cosines, sines = heads_TNH.double(), cosines_TF.double()[:, None], sines_TF.double()[:, None]
-    firsts, seconds = slice(0, num_pairs), slice(num_pairs, 2 * num_pairs)
-    if is_interleaved:
-        firsts, seconds = slice(0, 2 * num_pairs, 2), slice(1, 2 * num_pairs, 2)
-    first, second, rotated = heads[..., firsts], heads[..., seconds], heads.clone()
-    rotated[..., firsts] = first * cosines - second * sines
-    rotated[..., seconds] = second * cosines + first * sines
-    return rotated
+def run_cache_writes(
+    kernels: Kernels,
+    layer: interfaces.AttentionShape,
+    fused: Tensor,
+    rotation: Rotation,
+    cache: KeyValueCache,
+    step: StepInputs,
+) -> Results:
+    heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+    query, key, value = fused.clone().split(heads, dim=1)
+    backend = kernels.make_attention(layer)
+    written = [KeyValueCache(cache.keys.clone(), cache.values.clone()) for _ in range(2)]
+    backend.write(key, value, written[0], step)
+    in_memory = torch.empty_like(query)
+    results = {"apply_rope elsewhere": kernels.apply_rope(query.clone(), rotation, in_memory)}
+    results["apply_rope"] = kernels.apply_rope(fused.clone()[:, : layer.num_heads], rotation)
+    results["rotate_and_write"] = backend.rotate_and_write(query, key, value, rotation, written[1], step)
+    for operation, each in zip(("write", "rotate_and_write"), written, strict=True):
+        results |= {f"keys of {operation}": each.keys, f"values of {operation}": each.values}
+    return results
 
 
-def check_fp8(place: Place) -> Iterator[Case]:
-    """Quantised rows, and dequantised rows and weights."""
-    shapes = [(3, 300), (2, 128)] if place.is_small else [(1, 4096), (128, 7168), (4096, 2048), (65, 1408)]
-    for dtype, (num_rows, width) in itertools.product(place.dtypes, shapes):
-        name = f"{dtype_name(dtype)} {num_rows} x {width}"
-        x = (place.normal(num_rows, width) * 10 ** (place.uniform(num_rows, 1) * 4 - 3)).to(dtype)
-        x[0, : min(width, FP8_BLOCK)] = 0
-        codes, scales = quantize_blocks(x)
-        num_blocks = -(-width // FP8_BLOCK)
-        padded = torch.nn.functional.pad(x.double(), (0, num_blocks * FP8_BLOCK - width)).unflatten(1, (num_blocks, -1))
-        largest = padded.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-        yield Case(f"quantize_blocks, scales {name}", compare(scales, largest[..., 0] / LARGEST_CODE))
-        scaled = (padded * (LARGEST_CODE / largest)).flatten(1)[:, :width]
-        yield Case(f"quantize_blocks, codes {name}", compare(codes.float(), scaled, dtype=torch.float8_e4m3fn))
-        codes, scales = place.codes(num_rows, width), place.uniform(*scales.shape)
-        exact = codes.double() * scales.double().repeat_interleave(FP8_BLOCK, dim=1)[:, :width]
-        yield Case(f"dequantize_blocks {name}", compare(dequantize_blocks(codes, scales, dtype), exact))
-    weights = [(130, 257)] if place.is_small else [(4096, 7168), (2048, 1408), (300, 200)]
-    for dtype, (num_outputs, num_inputs) in itertools.product(place.dtypes, weights):
-        weight = place.codes(num_outputs, num_inputs)
-        scale = place.uniform(-(-num_outputs // FP8_BLOCK), -(-num_inputs // FP8_BLOCK))
-        rows = scale.double().repeat_interleave(FP8_BLOCK, dim=0)[:num_outputs]
-        exact = weight.double() * rows.repeat_interleave(FP8_BLOCK, dim=1)[:, :num_inputs]
-        name = f"{dtype_name(dtype)} {num_outputs} x {num_inputs}"
-        yield Case(f"dequantize_weight_blocks {name}", compare(dequantize_weight_blocks(weight, scale, dtype), exact))
+def latent_attention(source: Source, is_small: bool) -> Iterator[Case]:
+    shapes = {"small": LatentShape(5, latent_size=24, rotary_size=8)} if is_small else LATENT_SHAPES
+    chunk_lists = SMALL_CHUNKS if is_small else LARGE_CHUNKS
+    for (name, shape), (kind, chunks) in itertools.product(shapes.items(), chunk_lists.items()):
+        step, size = source.step(chunks, BLOCK_SIZE), shape.latent_size + shape.rotary_size
+        cache = source.normal(num_cache_blocks(step), BLOCK_SIZE, size).fill_(torch.nan)
+        slots = context_slots(step, BLOCK_SIZE)
+        cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = source.normal(len(slots), size)
+        rows = source.normal(len(step.positions), size)
+        query = source.normal(len(step.positions), shape.num_heads, size)
+        yield Case(f"{name}, {kind}", partial(run_latent, shape), (query, rows, cache, step))
 
 
-def check_attention(place: Place) -> Iterator[Case]:
-    """Contexts in scattered blocks, with NaN wherever no row may read."""
-    small = {"sinks": AttentionShape(4, 2, 16, window=11, has_sinks=True), "plain": AttentionShape(3, 1, 20)}
-    shapes = small if place.is_small else ATTENTION_SHAPES
-    chunk_lists = SMALL_CHUNKS if place.is_small else LARGE_CHUNKS
-    for dtype, (name, shape), (kind, chunks) in itertools.product(place.dtypes, shapes.items(), chunk_lists.items()):
-        query = place.normal(_num_rows(chunks), shape.num_heads, shape.head_size, dtype=dtype)
-        step, slots = _blocks(place, chunks)
-        caches = torch.full(
-            (2, _num_blocks(step), shape.num_kv_heads, BLOCK_SIZE, shape.head_size),
-            torch.nan,
-            dtype=dtype,
-            device=place.device,
-        )
-        keys, values = (place.normal(len(slots), shape.num_kv_heads, shape.head_size, dtype=dtype) for _ in range(2))
-        exact_caches = caches.clone()
-        for cache, rows in zip(exact_caches, (keys, values), strict=True):
-            cache.transpose(1, 2)[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = rows
-        write_cache(keys, values, caches[0], caches[1], slots)
-        title = f"{dtype_name(dtype)} {name}, {kind}"
-        yield Case(f"write_cache {title}", compare_exactly(caches, exact_caches))
-        sinks = place.normal(shape.num_heads, scale=2.0) if shape.has_sinks else None
-        options: dict[str, Any] = dict(scale=shape.head_size**-0.5, window=shape.window, sinks_N=sinks)
-        attended = paged_attention(query, exact_caches[0], exact_caches[1], **step, **options)
-        exact = _attended(query, keys, values, chunks, **options)
-        yield Case(f"paged_attention {title}", compare(attended, exact, roundings=4))
+def run_latent(
+    shape: LatentShape, kernels: Kernels, query_TNP: Tensor, latent_TP: Tensor, cache: Tensor, step: StepInputs
+) -> Results:
+    backend = kernels.make_latent_attention(query_TNP.shape[-1] ** -0.5, shape.latent_size)
+    written = torch.ones_like(cache)
+    backend.write(latent_TP, written, step)
+    return {"latent attend": backend.attend(query_TNP, cache, step), "latent write": written}
 
 
-def check_latent_attention(place: Place) -> Iterator[Case]:
-    shapes = {"small": LatentShape(5, latent_size=24, rotary_size=8)} if place.is_small else LATENT_SHAPES
-    chunk_lists = SMALL_CHUNKS if place.is_small else LARGE_CHUNKS
-    for dtype, (name, shape), (kind, chunks) in itertools.product(place.dtypes, shapes.items(), chunk_lists.items()):
-        size = shape.latent_size + shape.rotary_size
-        query = place.normal(_num_rows(chunks), shape.num_heads, size, dtype=dtype)
-        step, slots = _blocks(place, chunks)
-        cache = torch.full((_num_blocks(step), BLOCK_SIZE, size), torch.nan, dtype=dtype, device=place.device)
-        latents = place.normal(len(slots), size, dtype=dtype)
-        exact_cache = cache.clone()
-        exact_cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = latents
-        write_latents(latents, cache, slots)
-        title = f"{dtype_name(dtype)} {name}, {kind}"
-        yield Case(f"write_latents {title}", compare_exactly(cache, exact_cache))
-        options: dict[str, Any] = dict(scale=size**-0.5, latent_size=shape.latent_size)
-        attended = latent_attention(query, exact_cache, **step, **options)
-        keys, values = latents[:, None], latents[:, None, : shape.latent_size]
-        exact = _attended(query, keys, values, chunks, scale=size**-0.5, window=None, sinks_N=None)
-        yield Case(f"latent_attention {title}", compare(attended, exact, roundings=4))
-
-
-def check_libraries(place: Place) -> Iterator[Case]:
+def library_attention(source: Source, is_small: bool) -> Iterator[Case]:
     """Attention of the installed libraries, with the block sizes that they take.
 
-    Where no row may read there are finite numbers, since FlashInfer multiplies them by zero.
+    Where no row may read there are zeros, since FlashInfer multiplies them by zero.
     """
-    shapes = {"window": AttentionShape(4, 2, 64, window=11)} if place.is_small else ATTENTION_SHAPES
-    chunk_lists = SMALL_CHUNKS if place.is_small else LARGE_CHUNKS
-    for library, block_size, dtype, (name, shape), (steps, with_empty) in itertools.product(
-        installed_libraries(place.device), LIBRARY_BLOCK_SIZES, place.dtypes, shapes.items(), chunk_lists.items()
-    ):
-        chunks = [(rows, context) for rows, context in with_empty if rows]
-        problem = problem_of(shape, dtype, block_size)
-        kind: StepKind = "decode" if all(rows == 1 for rows, _ in chunks) else "chunks"
-        if library.why_unavailable(problem, kind):
-            continue
-        query = place.normal(_num_rows(chunks), shape.num_heads, shape.head_size, dtype=dtype)
-        step, slots = _blocks(place, chunks, block_size)
-        caches = place.normal(2, _num_blocks(step), shape.num_kv_heads, block_size, shape.head_size, dtype=dtype)
-        keys, values = (place.normal(len(slots), shape.num_kv_heads, shape.head_size, dtype=dtype) for _ in range(2))
-        for cache, rows in zip(caches, (keys, values), strict=True):
-            cache.transpose(1, 2)[slots // block_size, slots % block_size] = rows
-        sinks = place.normal(shape.num_heads, scale=2.0) if shape.has_sinks else None
-        inputs = step_of(chunks, step["block_table"])
-        attended = library.make_attend(problem, kind)(query, KeyValueCache(*caches), inputs, sinks)
-        exact = _attended(query, keys, values, chunks, scale=problem.shape.scale, window=shape.window, sinks_N=sinks)
-        title = f"{library.label} {dtype_name(dtype)} {name}, {steps}, {block_size}"
-        yield Case(title, compare(attended, exact, roundings=4))
+    for library, block_size in itertools.product(installed_libraries(source.device), LIBRARY_BLOCK_SIZES):
+        choice = LibraryChoice(TRITON_KERNELS, [library], None, block_size)
+        table = dataclasses.replace(TRITON_KERNELS, make_attention=choice.make_attention)
+        for case in attention(source, is_small, block_size, has_empty_chunks=False):
+            layer, query, cache, step, sinks = case.inputs
+            kind: StepKind = "decode" if step.max_rows_per_chunk == 1 else "chunks"
+            if library.why_unavailable(AttentionProblem(layer, block_size), kind):
+                continue
+            finite = KeyValueCache(cache.keys.nan_to_num(0.0), cache.values.nan_to_num(0.0))
+            name, inputs = f"{library.label}, {case.name}, {block_size}", (layer, query, finite, step, sinks)
+            yield dataclasses.replace(case, name=name, inputs=inputs, kernels=table)
 
 
-def _num_rows(chunks: Chunks) -> int:
-    return sum(rows for rows, _ in chunks)
+def routing(source: Source, is_small: bool) -> Iterator[Case]:
+    for (name, config), num_tokens in itertools.product(ROUTERS.items(), (12,) if is_small else (4, 256, 32768)):
+        hidden = source.normal(num_tokens, 64)
+        weight = source.normal(config.num_experts, 64, dtype=torch.float32, scale=0.125)
+        bias, correction = (
+            source.normal(config.num_experts, dtype=torch.float32, scale=0.1) if is_used else None
+            for is_used in (config.has_bias, config.has_correction)
+        )
+        yield Case(f"{name}, {num_tokens} tokens", partial(run_routing, config), (hidden, weight, bias, correction))
 
 
-def _num_blocks(step: dict[str, Any]) -> int:
-    return int(step["block_table"].max()) + 1
+def run_routing(
+    config: RouterConfig,
+    kernels: Kernels,
+    hidden_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    correction_E: Tensor | None,
+) -> Results:
+    """Route, and take torch's weights of the few tokens for which rounding may choose other experts."""
+    inputs = (hidden_TD, weight_ED, bias_E, correction_E)
+    experts, weights = kernels.make_router(config)(*inputs)
+    torch_experts, torch_weights = TORCH_KERNELS.make_router(config)(*inputs)
+    is_equal_T = (experts == torch_experts).all(-1)
+    are_enough = (~is_equal_T).float().mean() <= MOST_TIES
+    return {"experts of route": are_enough, "route": torch.where(is_equal_T[:, None], weights, torch_weights)}
 
 
-def _blocks(place: Place, chunks: Chunks, block_size: int = BLOCK_SIZE) -> tuple[dict[str, Any], Tensor]:
-    """Return a kernel's arguments for scattered blocks, and the slots of all positions of all contexts."""
-    counts = [-(-context // block_size) for _, context in chunks]
-    free = place.order(sum(counts) + 3)
-    table = torch.zeros(len(chunks), max(counts), dtype=torch.int32, device=place.device)
-    slots = []
-    for chunk, ((_, context), ids) in enumerate(zip(chunks, free[: sum(counts)].split(counts), strict=True)):
-        table[chunk, : len(ids)] = ids
-        positions = torch.arange(context, device=place.device)
-        slots.append(ids[positions // block_size] * block_size + positions % block_size)
-    starts = [0, *itertools.accumulate(rows for rows, _ in chunks)]
-    contexts = [context for _, context in chunks]
-    step = {
-        "block_table": table,
-        "row_starts": torch.tensor(starts, dtype=torch.int32, device=place.device),
-        "context_lens": torch.tensor(contexts, dtype=torch.int32, device=place.device),
-        "max_rows_per_chunk": max(rows for rows, _ in chunks),
-        "max_context": table.shape[1] * block_size,
+def pairs(source: Source, is_small: bool) -> Iterator[Case]:
+    """Few tokens, which one launch serves, and many. Some pairs belong to experts of other ranks."""
+    # tokens, experts of each, experts, width
+    small = [(3, 2, 5, 40), (40, 3, 7, 17)]
+    large = [(1, 8, 256, 7168), (64, 6, 64, 2048), (4096, 2, 8, 4096), (16384, 8, 128, 2048), (1000, 4, 32, 2880)]
+    for num_tokens, top_k, num_experts, width in small if is_small else large:
+        experts = source.integers(0, num_experts, num_tokens, top_k)
+        keys = Keys(num_experts - num_experts // 4, first=num_experts // 4)
+        rows, output = source.normal(num_tokens, width), source.normal(num_tokens * top_k, width)
+        inputs = (experts, keys, rows, output, source.uniform(num_tokens, top_k))
+        yield Case(f"{num_tokens} x {top_k} of {num_experts}, {width} wide", run_pairs, inputs)
+
+
+def run_pairs(
+    kernels: Kernels, experts_TK: Tensor, keys: Keys, rows_TD: Tensor, output_RD: Tensor, weights_TK: Tensor
+) -> Results:
+    own = kernels.pairs
+    order, counts = own.order(experts_TK, keys)
+    ordered, sorted_counts = own.sort(experts_TK, keys)
+    padded, _ = TORCH_KERNELS.pairs.order(experts_TK, keys)
+    num_used = int((padded >= 0).sum())
+    weighed = own.weigh(output_RD, weights_TK.flatten(), torch.full((1,), num_used, device=padded.device))
+    # Only kernels for which the host need not know the counts take the padding.
+    used = slice(None) if kernels.products_gather_rows else slice(num_used)
+    return {
+        "order": order,
+        "counts of order": counts,
+        "sort": ordered,
+        "counts of sort": sorted_counts,
+        "gather": own.gather(rows_TD, padded, experts_TK.shape[1])[:num_used],
+        "scatter": own.scatter(output_RD, padded, len(output_RD)),
+        "weighted_sum": own.weighted_sum(output_RD[used], padded[used], weights_TK, output_RD.dtype),
+        "weigh": weighed[:num_used],
     }
-    return step, torch.cat(slots)
 
 
-def _attended(
-    query_TNH: Tensor,
-    keys_CGH: Tensor,
-    values_CGH: Tensor,
-    chunks: Chunks,
-    *,
-    scale: float,
-    window: int | None,
-    sinks_N: Tensor | None,
-) -> Tensor:
-    """Return attention in float64, one head at a time, since all heads would take much memory."""
-    group = query_TNH.shape[1] // keys_CGH.shape[1]
-    contexts = [context for _, context in chunks]
-    results = []
-    for query, keys, values in zip(
-        query_TNH.split([rows for rows, _ in chunks]), keys_CGH.split(contexts), values_CGH.split(contexts), strict=True
-    ):
-        positions = torch.arange(len(keys) - len(query), len(keys), device=query.device)[:, None]
-        others = torch.arange(len(keys), device=query.device)
-        is_hidden = others > positions
-        if window is not None:
-            is_hidden = is_hidden | (others <= positions - window)
-        heads = []
-        for head in range(query.shape[1]):
-            scores = query[:, head].double() @ keys[:, head // group].double().T * scale
-            scores = scores.masked_fill(is_hidden, -torch.inf)
-            if sinks_N is not None:
-                scores = torch.cat([scores, sinks_N[head].double().expand(len(query), 1)], dim=1)
-            heads.append(scores.softmax(-1)[:, : len(keys)] @ values[:, head // group].double())
-        results.append(torch.stack(heads, dim=1))
-    return torch.cat(results)
+def products(source: Source, is_small: bool, *, name: str, is_fp8: bool) -> Iterator[Case]:
+    """Both products of a layer's experts, on gathered rows, packed rows and slots, and the product of one weight."""
+    shape = (FP8_SHAPES if is_fp8 else MOE_SHAPES)[name]
+    if is_small:
+        shape = MoEShape(2, 260, 136, 2) if is_fp8 else SMALL_EXPERTS[name]
+    slack = FP8_SLACK if is_fp8 else FLOAT32_SLACK
+    for is_gated in (True, False):
+        num_outputs, num_inputs = (2 * shape.width, shape.hidden) if is_gated else (shape.hidden, shape.width)
+        activation = shape.activation if is_gated else None
+        facts = partial(
+            draw_weights,
+            num_outputs=num_outputs,
+            num_inputs=num_inputs,
+            is_fp8=is_fp8,
+            has_bias=shape.has_bias and not is_fp8,
+            activation=activation,
+        )
+        weights, title = facts(source, shape.num_experts), "gate, up" if is_gated else "down"
+        rows_of_expert = (6,) if is_small else (12, 32, 128)  # for which tiles differ
+        token_counts = (1, *(max(2, shape.num_experts * rows // shape.top_k) for rows in rows_of_expert))
+        for num_tokens in token_counts:
+            routed = draw_routed(source, shape, num_tokens, num_others=1)
+            gather = Gather(routed.order_P, shape.top_k) if is_gated else None
+            rows = draw_rows(source, num_tokens if is_gated else len(routed.order_P), num_inputs, is_fp8=is_fp8)
+            inputs = (weights, rows, routed.counts_E, gather)
+            yield Case(f"{title}, {num_tokens} tokens", run_multiply_rows, inputs, slack)
+        num_slots = 9 if is_small else 64
+        counts = source.integers(0, num_slots + 1, shape.num_experts)
+        counts[0], counts[-1] = num_slots, 0
+        slots = draw_rows(source, shape.num_experts * num_slots, num_inputs, is_fp8=is_fp8)
+        yield Case(title, run_multiply_slots, (weights, slots.unflatten(0, (-1, num_slots)), counts), slack)
+        rows = draw_rows(source, num_slots, num_inputs, is_fp8=is_fp8)
+        yield Case(title, run_multiply, (facts(source, 1), rows), slack)
 
 
-def check_greedy(place: Place) -> Iterator[Case]:
-    """The first of equal maxima, of which there are many in 16 bits."""
-    widths = (3, 300) if place.is_small else tuple(VOCAB_SIZES.values())
-    for dtype, width, num_rows in itertools.product(place.dtypes, widths, (2,) if place.is_small else (1, 64)):
-        logits = place.normal(num_rows, width, dtype=dtype, scale=3.0)
-        if num_rows > 1:
-            logits[-1, width // 2] = torch.inf
-        largest = logits.double().amax(-1, keepdim=True)
-        ids = torch.arange(width, device=place.device)
-        first = torch.where(logits.double() == largest, ids, width).amin(-1)
-        name = f"{dtype_name(dtype)} {num_rows} x {width}"
-        found, indices = row_maximum(logits)
-        yield Case(f"row_maximum {name}", compare_exactly(found, largest[:, 0].float()))
-        yield Case(f"row_maximum, index {name}", compare_exactly(indices, first))
-        tokens, are_usable = greedy_rows(logits)
-        yield Case(f"greedy_rows {name}", compare_exactly(tokens, first))
-        yield Case(f"greedy_rows, usable {name}", compare_exactly(are_usable, largest[:, 0].isfinite()))
+def make_product(kernels: Kernels, weights: OpenWeights) -> interfaces.Product:
+    return kernels.make_product(dequantized(weights) if kernels.name == "torch" else weights)
 
 
-def check_sampling(place: Place) -> Iterator[Case]:
-    """Draws with each filter."""
-    widths = (40,) if place.is_small else tuple(VOCAB_SIZES.values())
+def run_multiply_rows(
+    kernels: Kernels, weights: OpenWeights, rows_RI: Tensor, counts_e: Tensor, gather: Gather | None
+) -> Results:
+    product, num_used = make_product(kernels, weights), int(counts_e.sum())
+    results = [
+        product.multiply_rows(rows_RI, counts_e, True, gather, expected_rows)[:num_used]
+        for expected_rows in ((None, *EXPECTED_ROWS) if rows_RI.is_cuda else (None,))  # on a CPU, sums are numpy's
+    ]
+    are_equal = all(torch.equal(results[0], other) for other in results[1:]) or kernels.name == "torch"
+    return {"multiply_rows": results[0], "multiply_rows with any tiles": torch.tensor(are_equal)}
+
+
+def run_multiply_slots(kernels: Kernels, weights: OpenWeights, slots_eSI: Tensor, counts_e: Tensor) -> Results:
+    output = make_product(kernels, weights).multiply_slots(slots_eSI, counts_e, int(counts_e.sum()))
+    used = [rows[:count] for rows, count in zip(output, counts_e.tolist(), strict=True)]
+    return {"multiply_slots": torch.cat(used)}
+
+
+def run_multiply(kernels: Kernels, weights: OpenWeights, rows_TI: Tensor) -> Results:
+    return {"multiply": make_product(kernels, weights).multiply(rows_TI)}
+
+
+def tokens(source: Source, is_small: bool) -> Iterator[Case]:
+    """Greedy tokens, the first of equal maxima, and draws with each filter."""
+    for width in (3, 300) if is_small else VOCAB_SIZES.values():
+        for num_rows in (2,) if is_small else (1, 64):
+            yield Case(f"{num_rows} x {width}", run_row_maximum, (source.normal(num_rows, width, scale=3.0),))
     filters = ((0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.8, 0.01))
-    for width, (top_k, top_p, min_p) in itertools.product(widths, filters):
-        num_rows = 2 if place.is_small else 64
-        scores = place.normal(num_rows, width, scale=3.0)
+    for width, (top_k, top_p, min_p) in itertools.product((40,) if is_small else VOCAB_SIZES.values(), filters):
+        num_rows = 2 if is_small else 64
+        scores = source.normal(num_rows, width, dtype=torch.float32, scale=3.0)
         scores[:, ::7] = -torch.inf
-        temperature = place.uniform(num_rows) * 1.5 + 0.3
-        numbers = place.uniform(num_rows, dtype=torch.float64)
-        top_k_R = torch.full((num_rows,), top_k, device=place.device)
-        top_p_R, min_p_R = torch.tensor([[top_p], [min_p]], device=place.device).expand(2, num_rows).contiguous()
-        tokens = sample_rows(scores, temperature, top_k_R, top_p_R, min_p_R, numbers)
-        # top_p and min_p as float32 has them
-        ratio = draw_error(scores, temperature, top_k, float(top_p_R[0]), float(min_p_R[0]), numbers, tokens)
-        yield Case(f"sample_rows {num_rows} x {width}, top_k {top_k}, top_p {top_p}, min_p {min_p}", ratio)
+        top_k_R = torch.full((num_rows,), top_k, device=source.device)
+        top_p_R, min_p_R = (torch.full((num_rows,), each, device=source.device) for each in (top_p, min_p))
+        uniform_R = source.uniform(num_rows, dtype=torch.float64)
+        inputs = (scores, source.uniform(num_rows) * 1.5 + 0.3, top_k_R, top_p_R, min_p_R, uniform_R)
+        yield Case(f"top_k {top_k}, top_p {top_p}, min_p {min_p}, {num_rows} x {width}", run_draw, inputs)
 
 
-def draw_error(
+def run_row_maximum(kernels: Kernels, rows_RV: Tensor) -> Results:
+    largest, indices = kernels.row_maximum(rows_RV)
+    return {"row_maximum": largest, "index of row_maximum": indices}
+
+
+def run_draw(
+    kernels: Kernels,
     scores_RV: Tensor,
     temperature_R: Tensor,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    numbers_R: Tensor,
-    tokens_R: Tensor,
-) -> float:
-    """Return how far the random numbers lie outside of the shares of their tokens, in units of `SAMPLING_SLACK`.
-
-    Where the bound of top_p or min_p falls next to a border between tokens, both sides of it are right: a number must
-    find its token for some kept mass between those of the smallest and the largest set.
-    """
-    if int(tokens_R.min()) < 0 or int(tokens_R.max()) >= scores_RV.shape[1]:
-        return WRONG
-    ordered, order = scores_RV.double().sort(dim=-1, descending=True, stable=True)
-    weights = ((ordered - ordered[:, :1]) / temperature_R.double()[:, None]).exp()
-
-    def kept(top_p: float, min_p: float) -> Tensor:
-        kept_RV = torch.where(weights >= min_p, weights, 0.0)
-        if top_k > 0:
-            kept_RV[:, top_k:] = 0.0
-        cumulative_RV = kept_RV.cumsum(-1)
-        return torch.where(cumulative_RV - kept_RV < top_p * cumulative_RV[:, -1:], kept_RV, 0.0)
-
-    slack = SAMPLING_SLACK if top_p < 1 else 0.0  # all are kept with top_p = 1
-    fewest = kept(top_p - slack, min_p * (1 + SAMPLING_SLACK))
-    most = kept(top_p + slack, min_p * (1 - SAMPLING_SLACK))
-    place_R1 = (order == tokens_R[:, None]).int().argmax(-1, keepdim=True)
-    mass_R, end_R = (each.gather(1, place_R1)[:, 0] for each in (most, most.cumsum(-1)))
-    least_total_R, total_R = fewest.sum(-1), most.sum(-1)
-    outside_R = torch.maximum(numbers_R * least_total_R - end_R, end_R - mass_R - numbers_R * total_R) / total_R
-    outside_R = outside_R.clamp(min=0.0) + (mass_R <= 0)  # a token that is not kept must not be drawn
-    return float(outside_R.max() / SAMPLING_SLACK)
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    uniform_R: Tensor,
+) -> Results:
+    """Return True for each row whose token has its number within its share of the kept probability."""
+    if kernels.draw_tokens is None:
+        return {"draw_tokens": torch.ones_like(top_k_R, dtype=torch.bool)}
+    tokens_R = kernels.draw_tokens(scores_RV, temperature_R, top_k_R, top_p_R, min_p_R, uniform_R)
+    ordered_RV, order_RV = scores_RV.double().sort(dim=-1, descending=True, stable=True)
+    kept_RV = ((ordered_RV - ordered_RV[:, :1]) / temperature_R[:, None]).exp()
+    rank_V = torch.arange(scores_RV.shape[1], device=scores_RV.device)
+    kept_RV[(kept_RV < min_p_R[:, None]) | ((top_k_R[:, None] > 0) & (rank_V >= top_k_R[:, None]))] = 0.0
+    ends_RV = kept_RV.cumsum(-1)
+    kept_RV[ends_RV - kept_RV >= top_p_R[:, None] * ends_RV[:, -1:]] = 0.0
+    shares_RV = kept_RV / kept_RV.sum(-1, keepdim=True)
+    place_R1 = (order_RV == tokens_R[:, None]).int().argmax(-1, keepdim=True)
+    share_R, end_R = (each.gather(1, place_R1)[:, 0] for each in (shares_RV, shares_RV.cumsum(-1)))
+    is_inside_R = (uniform_R < end_R + DRAW_SLACK) & (uniform_R >= end_R - share_R - DRAW_SLACK)
+    is_known_R = (tokens_R >= 0) & (tokens_R < scores_RV.shape[1])
+    return {"draw_tokens": is_inside_R & is_known_R}
 
 
-# The longest first, so that the processes that share them end together.
-CHECKS: tuple[Check, ...] = (
-    *EXPERT_CHECKS,
-    Check("attention", ("paged_attention", "write_cache"), check_attention),
-    Check("latent attention", ("latent_attention", "write_latents"), check_latent_attention),
-    Check("attention of other libraries", (), check_libraries),
-    Check("greedy choice", ("row_maximum", "greedy_rows"), check_greedy),
-    Check("random draws", ("sample_rows",), check_sampling),
-    Check("norms", ("rms_norm", "rms_norm_in_place", "add_rms_norm"), check_norms),
-    Check("activations", ("silu_multiply", "clamped_silu_multiply"), check_activations),
-    Check("rotary embedding", ("rotary", "rotary_with_cache_write"), check_rotary),
-    Check("8-bit blocks", ("quantize_blocks", "dequantize_blocks", "dequantize_weight_blocks"), check_fp8),
+# The longest first, so that the processes that share them end together. One check for each model's products: several
+# processes share the compilation of their kernels.
+CHECKS = (
+    *(Check(f"products, fp8, {name}", partial(products, name=name, is_fp8=True)) for name in reversed(FP8_SHAPES)),
+    *(Check(f"products, {name}", partial(products, name=name, is_fp8=False)) for name in reversed(MOE_SHAPES)),
+    Check("pairs", pairs),
+    Check("routing", routing),
+    Check("attention", attention),
+    Check("latent attention", latent_attention),
+    Check("attention of other libraries", library_attention),
+    Check("tokens", tokens),
+    Check("norms", norms),
+    Check("rotary embedding and cache writes", cache_writes),
 )

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moeserve.ops.interfaces import ClampedSwiGLU, GatedActivation, RouterConfig, SwiGLU
+
 Format = Literal["bf16", "fp8"]
-ExpertActivation = Literal["swiglu", "clamped_swiglu"]
 Chunks = Sequence[tuple[int, int]]  # of each request: rows, and length of the context including them
 ELEMENT_SIZE = {"bf16": 2, "fp8": 1}
 RESULT_SIZE = 2  # bytes: results are bf16 in both formats
@@ -25,7 +26,7 @@ class MoEShape:
     hidden: int
     width: int  # of an expert
     top_k: int
-    activation: ExpertActivation = "swiglu"
+    activation: GatedActivation = SwiGLU()
     has_bias: bool = False
 
 
@@ -53,7 +54,7 @@ MOE_SHAPES = {
     "Mixtral-8x7B": MoEShape(8, 4096, 14336, 2),
     "DeepSeek-V2-Lite": MoEShape(64, 2048, 1408, 6),
     "Qwen3-30B-A3B": MoEShape(128, 2048, 768, 8),
-    "gpt-oss-20b": MoEShape(32, 2880, 2880, 4, "clamped_swiglu", has_bias=True),
+    "gpt-oss-20b": MoEShape(32, 2880, 2880, 4, ClampedSwiGLU(alpha=1.702, limit=7.0), has_bias=True),
 }
 ATTENTION_SHAPES = {
     "Mixtral-8x7B": AttentionShape(32, 8, 128),
@@ -61,6 +62,17 @@ ATTENTION_SHAPES = {
     "gpt-oss-20b": AttentionShape(64, 8, 64, window=128, has_sinks=True),
 }
 LATENT_SHAPES = {"DeepSeek-V2-Lite": LatentShape(16), "DeepSeek-V3": LatentShape(128)}
+DEEPSEEK_V3_ROUTER = RouterConfig(
+    num_experts=256,
+    top_k=8,
+    scoring="sigmoid",
+    num_groups=8,
+    num_chosen_groups=4,
+    experts_rating_group=2,
+    is_normalized=True,
+    scale=2.5,
+    has_correction=True,
+)
 VOCAB_SIZES = {"Mixtral-8x7B": 32000, "Qwen3-30B-A3B": 151936}
 
 

@@ -21,11 +21,12 @@ def items_of(part: PartName, seed: int, seconds_left: SecondsLeft) -> list[tuple
     """Return the items of a part by name. Imports only what this part needs."""
     match part:
         case "checks":
-            from moeserve.bench.gpu.check import gpu_place, run_check
+            from moeserve.bench.gpu.check import run_check
             from moeserve.bench.gpu.checks import CHECKS
+            from moeserve.bench.gpu.inputs import gpu_source
 
             def check_rows(index: int) -> Iterator[Row]:
-                yield run_check(CHECKS[index], gpu_place(seed + index), seconds_left)
+                yield run_check(CHECKS[index], gpu_source(seed + index), seconds_left)
 
             return [(check.name, partial(check_rows, index)) for index, check in enumerate(CHECKS)]
         case "engine" | "ranks":
@@ -38,22 +39,23 @@ def items_of(part: PartName, seed: int, seconds_left: SecondsLeft) -> list[tuple
 
             return [(each.name, partial(comparison_rows, index)) for index, each in enumerate(comparisons)]
         case "kernels":
-            return [("kernel times", partial(kernel_rows, seconds_left))]
+            return [("kernel times", partial(kernel_rows, seed, seconds_left))]
         case "throughput":
             from moeserve.bench.gpu.throughput import MODELS
 
             return [(model.name, partial(throughput_rows, index, seconds_left)) for index, model in enumerate(MODELS)]
 
 
-def kernel_rows(seconds_left: SecondsLeft) -> Iterator[Row]:
+def kernel_rows(seed: int, seconds_left: SecondsLeft) -> Iterator[Row]:
     """Time all kernels with the same limits, which are measured again at the end."""
     from moeserve.bench.gpu import kernels
+    from moeserve.bench.gpu.inputs import gpu_source
     from moeserve.bench.gpu.limits import ColdTimer, limits_row, measure_limits
 
     limits = measure_limits()
     yield limits_row("limits before", limits)
     timer = ColdTimer()
-    for item in kernels.items():
+    for item in kernels.items(gpu_source(seed), kernels.Sizes()):
         if seconds_left() <= 0:
             yield {"name": item.name, "status": "left out", "reason": "no time was left"}
         else:

@@ -2,7 +2,7 @@
 
     python -m moeserve.bench.gpu.run [--json PATH] [--only checks|engine|ranks|kernels|throughput] [--seconds 480]
 
-- *checks*: every kernel against float64 on new random inputs (`checks.py`).
+- *checks*: every operation of our kernels beside torch in float32, on new random inputs (`checks.py`).
 - *engine*: greedy tokens beside those of transformers on this GPU (`engine.py`).
 - *ranks*, with several GPUs: the same on two ranks, with each dispatcher.
 - *kernels*: times under graph replay beside the measured limits of this GPU, torch and transformers (`kernels.py`).

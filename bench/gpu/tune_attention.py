@@ -11,17 +11,26 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from moeserve.bench.gpu.costs import AttentionShape, Chunks
+from moeserve.bench.gpu.inputs import gpu_source, layer_shape
 from moeserve.bench.gpu.kernels import DECODE_BATCHES, attention_calls
-from moeserve.bench.gpu.libraries import problem_of
 from moeserve.bench.gpu.limits import ColdTimer
 from moeserve.bench.harness import at_least
-from moeserve.ops.libraries.attention_times import OWN, STEP_KINDS, StepKind, fastest, save_times, times_path
+from moeserve.ops.libraries.attention_times import (
+    OWN,
+    STEP_KINDS,
+    AttentionProblem,
+    StepKind,
+    fastest,
+    save_times,
+    times_path,
+)
 
 STEPS: dict[StepKind, tuple[Chunks, ...]] = {
     "decode": tuple([(1, context)] * batch for batch, context in DECODE_BATCHES),
@@ -48,11 +57,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 @torch.inference_mode()
-def measure(shape: AttentionShape, steps: Sequence[Chunks], block_size: int, timer: ColdTimer) -> dict[str, float]:
+def measure(
+    calls_of: Callable[[Chunks], Mapping[str, Callable[[], object]]], steps: Sequence[Chunks], timer: ColdTimer
+) -> dict[str, float]:
     """Return the geometric mean of the seconds of each implementation that supports all steps."""
     seconds: dict[str, list[float]] = {}
     for chunks in steps:
-        for label, call in attention_calls(shape, chunks, block_size).items():
+        for label, call in calls_of(chunks).items():
             try:
                 seconds.setdefault(label, []).append(timer.seconds(call))
             except Exception as error:
@@ -69,10 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     path = options.out or times_path(torch.device("cuda"))
     shape = AttentionShape(options.heads, options.kv_heads, options.head_size, options.window, options.sinks)
-    problem = problem_of(shape, torch.bfloat16, options.block_size)
+    problem = AttentionProblem(layer_shape(shape, torch.bfloat16), options.block_size)
     print(f"{torch.cuda.get_device_name()}, {problem.key}; the file is {path}")
     timer = ColdTimer()
-    measured = {kind: measure(shape, STEPS[kind], options.block_size, timer) for kind in STEP_KINDS}
+    calls_of = partial(attention_calls, gpu_source(0), shape, block_size=options.block_size)
+    measured = {kind: measure(calls_of, STEPS[kind], timer) for kind in STEP_KINDS}
     save_times(path, problem, measured)
     for kind, seconds in measured.items():
         times = ", ".join(f"{label} {each * 1e6:.1f} us" for label, each in sorted(seconds.items()))

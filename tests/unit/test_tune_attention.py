@@ -14,10 +14,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from moeserve.bench.gpu import tune_attention
-from moeserve.bench.gpu.costs import AttentionShape
 from moeserve.ops.libraries.attention_times import OWN, load_times
-
-SHAPE = AttentionShape(4, 2, 64)
 
 
 class Timer:
@@ -31,26 +28,17 @@ def refuse() -> float:
     raise RuntimeError("no kernel for this step")
 
 
-def test_library_counts_only_with_all_steps(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def calls(shape: AttentionShape, chunks: Any, block_size: int) -> dict[str, Callable[[], float]]:
-        assert (shape, block_size) == (SHAPE, 32)
+def test_library_counts_only_with_all_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    def calls(chunks: Any) -> dict[str, Callable[[], float]]:
         rows = chunks[0][0]
         return {OWN: lambda: 2.0 * rows, "a 1": lambda: 1.0 * rows, "b 1": (lambda: 0.5) if rows == 1 else refuse}
 
-    monkeypatch.setattr(tune_attention, "attention_calls", calls)
     timer: Any = Timer()
-    measured = tune_attention.measure(SHAPE, [[(1, 20)], [(4, 20)]], 32, timer)
+    measured = tune_attention.measure(calls, [[(1, 20)], [(4, 20)]], timer)
     assert measured == {OWN: pytest.approx(4.0), "a 1": pytest.approx(2.0)}
-    assert "b 1 is left out: RuntimeError: no kernel for this step" in capsys.readouterr().out
-
-
-def test_failure_of_our_kernel_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune_attention, "attention_calls", lambda *args: {OWN: refuse})
-    timer: Any = Timer()
-    with pytest.raises(RuntimeError, match="no kernel"):
-        tune_attention.measure(SHAPE, [[(1, 20)]], 16, timer)
+    assert "no kernel for this step" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="no kernel"):  # a failure of our own kernel is raised
+        tune_attention.measure(lambda chunks: {OWN: refuse}, [[(1, 20)]], timer)
 
 
 def test_written_times_are_those_that_auto_reads(
@@ -59,7 +47,10 @@ def test_written_times_are_those_that_auto_reads(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "No GPU 9000")
     monkeypatch.setattr(tune_attention, "ColdTimer", Timer)
-    monkeypatch.setattr(tune_attention, "attention_calls", lambda *args: {OWN: lambda: 2e-6, "a 1": lambda: 1e-6})
+    monkeypatch.setattr(tune_attention, "gpu_source", lambda seed: None)
+    monkeypatch.setattr(
+        tune_attention, "attention_calls", lambda *args, **options: {OWN: lambda: 2e-6, "a 1": lambda: 1e-6}
+    )
     path = tmp_path / "times.json"
     arguments = ["--heads", "32", "--kv-heads", "8", "--head-size", "128", "--window", "64", "--out", str(path)]
     assert tune_attention.main(arguments) == 0

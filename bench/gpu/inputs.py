@@ -1,0 +1,179 @@
+"""Random inputs of the GPU's kernels: tensors, steps over scattered blocks of a cache, routed pairs, and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moeserve.bench.gpu.costs import AttentionShape, Chunks, MoEShape
+from moeserve.ops import interfaces
+from moeserve.ops.interfaces import GatedActivation, OpenWeights
+from moeserve.ops.torch.table import TORCH_KERNELS
+from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE, num_blocks
+from moeserve.step_inputs import ChunkSpan, StepInputs
+
+# E experts, K experts per token, T tokens, P pairs, D model width, O outputs, I inputs, B and G blocks of 128 inputs
+# and outputs
+
+
+@dataclass(frozen=True)
+class Source:
+    """Random numbers on a device."""
+
+    device: torch.device
+    generator: torch.Generator  # of this device
+    dtype: torch.dtype  # of activations and weights
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+        drawn = torch.randn(shape, generator=self.generator, device=self.device)
+        return drawn.mul_(scale).to(dtype or self.dtype)
+
+    def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device, dtype=dtype)
+
+    def order(self, number: int) -> Tensor:
+        """Return the numbers below `number` in random order."""
+        return torch.randperm(number, generator=self.generator, device=self.device)
+
+    def codes(self, *shape: int) -> Tensor:
+        """Draw 8-bit floats of magnitudes below 2: without the exponent's highest bit, none is NaN."""
+        drawn = torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator, device=self.device)
+        return drawn.bitwise_and_(0xBF).view(CODES)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, device=self.device)
+
+    def step(self, chunks: Chunks, block_size: int) -> StepInputs:
+        """Return a step whose requests have scattered blocks. It is for attention, which reads no token ids."""
+        counts = [num_needed(context, block_size) for _, context in chunks]
+        ids = self.order(sum(counts) + 3)[: sum(counts)]
+        table = torch.zeros(len(chunks), max(counts), dtype=torch.int32, device=self.device)
+        spans: list[ChunkSpan] = []
+        starts, slots, positions = [0], [], []
+        for chunk, ((num_rows, context), own) in enumerate(zip(chunks, ids.split(counts), strict=True)):
+            table[chunk, : len(own)] = own
+            spans.append(ChunkSpan(starts[-1], num_rows, context))
+            starts.append(starts[-1] + num_rows)
+            positions.append(torch.arange(context - num_rows, context, device=self.device))
+            slots.append(own[positions[-1] // block_size] * block_size + positions[-1] % block_size)
+        return StepInputs(
+            token_ids=torch.zeros(0, dtype=torch.int64, device=self.device),
+            positions=torch.cat(positions),
+            cache_slots=torch.cat(slots),
+            row_starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
+            context_lens=torch.tensor([context for _, context in chunks], dtype=torch.int32, device=self.device),
+            block_table=table,
+            logits_rows=torch.zeros(0, dtype=torch.int64, device=self.device),
+            spans=tuple(spans),
+            tp_sizes=(starts[-1],),
+            tokens_per_rank=(starts[-1],),
+        )
+
+
+def gpu_source(seed: int) -> Source:
+    device = torch.device("cuda")
+    return Source(device, torch.Generator(device).manual_seed(seed), torch.bfloat16)
+
+
+def num_needed(context: int, block_size: int) -> int:
+    """Return the blocks that a context fills. The last one may be partial."""
+    return -(-context // block_size)
+
+
+def num_cache_blocks(step: StepInputs) -> int:
+    return int(step.block_table.max()) + 1
+
+
+def context_slots(step: StepInputs, block_size: int) -> Tensor:
+    """Return the cache slots of all positions of all contexts."""
+    slots = []
+    for span, ids in zip(step.spans, step.block_table, strict=True):
+        positions = torch.arange(span.context_len, device=ids.device)
+        slots.append(ids[positions // block_size].long() * block_size + positions % block_size)
+    return torch.cat(slots)
+
+
+def layer_shape(shape: AttentionShape, dtype: torch.dtype) -> interfaces.AttentionShape:
+    return interfaces.AttentionShape(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        dtype=dtype,
+        scale=shape.head_size**-0.5,
+        window=shape.window,
+        has_sinks=shape.has_sinks,
+    )
+
+
+def draw_weights(
+    source: Source,
+    num_weights: int,
+    num_outputs: int,
+    num_inputs: int,
+    *,
+    is_fp8: bool,
+    has_bias: bool = False,
+    activation: GatedActivation | None = None,
+) -> OpenWeights:
+    """Draw weights whose products have values of about one."""
+    scales = None
+    if is_fp8:
+        weight = source.codes(num_weights, num_outputs, num_inputs)
+        parts = 1 if activation is None else 2
+        blocks = parts * num_blocks(num_outputs // parts), num_blocks(num_inputs)
+        scales = source.uniform(num_weights, *blocks) * 2 * num_inputs**-0.5
+    else:
+        weight = source.normal(num_weights, num_outputs, num_inputs, scale=num_inputs**-0.5)
+    bias = source.normal(num_weights, num_outputs) if has_bias else None
+    return OpenWeights(weight, bias, activation, scales)
+
+
+def draw_rows(source: Source, num_rows: int, width: int, *, is_fp8: bool) -> Tensor:
+    """Draw rows. Those of 8-bit products lose nothing in 8 bits: scales are powers of two, and each block has a 448."""
+    if not is_fp8:
+        return source.normal(num_rows, width)
+    codes = source.codes(num_rows, width).float() * 64
+    codes[:, ::BLOCK] = LARGEST_CODE
+    exponents = source.integers(-8, -5, num_rows, num_blocks(width)).repeat_interleave(BLOCK, dim=1)[:, :width]
+    return torch.ldexp(codes, exponents).to(source.dtype)
+
+
+def dequantized(weights: OpenWeights) -> OpenWeights:
+    """Return weights in 8-bit blocks as float32; others unchanged."""
+    if weights.scales_eGB is None:
+        return weights
+    rows_of_part = weights.weight_eOI.shape[1] // weights.num_parts
+    parts = [
+        part.repeat_interleave(BLOCK, dim=1)[:, :rows_of_part]
+        for part in weights.scales_eGB.chunk(weights.num_parts, 1)
+    ]
+    scales = torch.cat(parts, dim=1).repeat_interleave(BLOCK, dim=2)[..., : weights.weight_eOI.shape[2]]
+    return replace(weights, weight_eOI=weights.weight_eOI.float() * scales, scales_eGB=None)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Tokens with experts drawn at random, as pairs ordered by expert."""
+
+    experts_TK: Tensor
+    weights_TK: Tensor
+    order_P: Tensor
+    counts_E: Tensor
+
+    @property
+    def num_hit(self) -> int:
+        return int((self.counts_E > 0).sum())
+
+
+def draw_routed(source: Source, shape: MoEShape, num_tokens: int, *, num_others: int = 0) -> Routed:
+    """Draw each token's experts.
+
+    Args:
+        num_others: experts of other ranks, whose pairs are -1 at the end of the order.
+    """
+    drawn = source.uniform(num_tokens, shape.num_experts + num_others).topk(shape.top_k, dim=1)
+    keys = interfaces.Keys(shape.num_experts, num_known=shape.num_experts + num_others)
+    order_P, counts_E = TORCH_KERNELS.pairs.order(drawn.indices, keys)
+    return Routed(drawn.indices, drawn.values / drawn.values.sum(1, keepdim=True), order_P, counts_E)
