@@ -251,7 +251,7 @@ class Replicas:
     def _require_owner(self) -> None:
         if os.getpid() != self._owner:
             raise EngineError(
-                f"this engine was made in process {self._owner} and cannot be used in a fork of it, such as this "
+                f"this engine belongs to process {self._owner} and cannot be used in a fork of it, such as this "
                 f"process ({os.getpid()}); make a new LLM here"
             )
 
