@@ -102,27 +102,27 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """To a replica: serve this request. Its id is never used by another request."""
+    """Message to a replica: serve this request. Its id is never used by another request."""
 
     request: Request
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
-    """To a replica: end this request now. Ignored if it has ended already."""
+    """Message to a replica: end this request now. Ignored if it has ended already."""
 
     request_id: str
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """To a replica: another one has work. This shortens the wait for the next heartbeat; nothing depends on it."""
+    """Message to a replica: another one has work. It shortens the wait for the heartbeat; nothing depends on it."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """To every replica, as its last message: end all requests, and stop together."""
+    """The last message to every replica: end all requests, and stop together."""
 
 
 class CollectLoad(msgspec.Struct, frozen=True, tag="collect-load"):
-    """To the first replica: collect the expert loads of all ranks now."""
+    """Message to the first replica: collect the expert loads of all ranks now."""
 
 
 ReplicaMessage: TypeAlias = AddRequest | AbortRequest | Wake | CollectLoad | Shutdown

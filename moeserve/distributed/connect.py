@@ -165,7 +165,7 @@ class _Connector:
         return gloo.GlooConnection(self.gloo_group(name, ranks), self.timeout_s)
 
     def _nccl_transport(self, name: str, ranks: tuple[int, ...]) -> nccl.NcclTransport:
-        """Return a transport over the NCCL group of these ranks. Two groups could wait for each other on the device."""
+        """Return a transport over these ranks' only NCCL group. Kernels of two groups could deadlock on the device."""
         store, index = self._store_of(f"{self.device.type}/{name}", ranks), ranks.index(self.rank)
         is_new = ranks not in self.nccl_groups
         try:

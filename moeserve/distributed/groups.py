@@ -68,7 +68,7 @@ class Groups:
     def leave(self, cause: str) -> None:
         """Leave all groups because of an error of this rank, which the errors of the other ranks will quote.
 
-        Ranks that wait for this one fail at once; if a collective is under way here, only when this process ends.
+        Ranks that wait for this one fail at once; if a collective is under way here, they fail when this process ends.
         """
         if self.store:
             self.store.report_failure(cause)

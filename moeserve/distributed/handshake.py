@@ -32,7 +32,7 @@ OTHER_REFUSED = "another rank refused"
 
 @dataclass
 class PeerConnections:
-    """By rank: a socket to each other rank, and the file that it sent. At this rank's own index: None, and its file."""
+    """The sockets to all ranks and the files they sent, by rank. This rank's own entries are None and its own file."""
 
     sockets: list[socket.socket | None]
     files: list[int]

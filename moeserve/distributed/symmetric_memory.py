@@ -35,7 +35,7 @@ class SymmetricMemory(Protocol):
     """The operations needed of symmetric memory. `TorchSymmetricMemory` implements them."""
 
     def missing(self, device: torch.device) -> str:
-        """Describe what this rank lacks; "" if nothing that is visible from here."""
+        """Describe what this rank lacks to use symmetric memory; "" if nothing, as far as one rank can find out."""
         ...
 
     def open(self, name: str, store: Store, rank: int, num_ranks: int) -> None:

@@ -39,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[RequestUpdate]:
-        """Return new tokens and ends of requests, after waiting for some while there are requests.
+        """Return new tokens and ends of requests. Wait for the first ones if any request is in flight.
 
         A request that fails ends with an update that carries an error.
 
@@ -49,7 +49,7 @@ class Engine(Protocol):
         ...
 
     def collect_load(self) -> None:
-        """Start to collect expert loads from all ranks, since the last time. `take_loads` returns them.
+        """Start to collect all ranks' expert loads since the last collection. `take_loads` returns them.
 
         Raises:
             EngineError: the engine was shut down, or has failed for good.
@@ -60,7 +60,7 @@ class Engine(Protocol):
         """Return the windows of expert loads that no earlier call returned.
 
         Args:
-            wait: until the window that `collect_load` requested is there.
+            wait: wait for the window that `collect_load` requested.
 
         Raises:
             EngineError: the engine fails meanwhile.

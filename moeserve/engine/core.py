@@ -21,7 +21,7 @@ class EngineCore:
         log_lowered_length(config, self.config)
         self.scheduler = new_scheduler(self.config, self.executor.num_blocks)
         self._undelivered: list[RequestUpdate] = []  # ended outside a step: the next one returns them
-        self._loads: list[LoadWindow] = []  # that nobody has taken
+        self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
         self._steps_since_load = 0
         self._is_open = True
 

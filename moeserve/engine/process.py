@@ -128,7 +128,7 @@ class User:
         self._channel.send(message)
 
     def deliver(self, delivery: Deliver) -> None:
-        """Send a delivery that changes anything. Idle replicas send none, so none pile up while nobody receives."""
+        """Send a delivery unless it repeats the last one, so that unread messages of idle replicas do not pile up."""
         load = _load_of(delivery.stats)
         if delivery.updates or delivery.load or load != self._last_load:
             self.send(Delivery(delivery.updates, delivery.stats, delivery.load, delivery.answers))

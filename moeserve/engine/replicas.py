@@ -63,7 +63,7 @@ class Replicas:
         self._close = close
         self._owner = os.getpid()
         self._undelivered: list[RequestUpdate] = []  # received outside a step: the next one returns them
-        self._loads: list[LoadWindow] = []  # that nobody has taken
+        self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
         self._in_flight: dict[str, WatchedProcess[EngineMessage]] = {}  # by request: its replica
         self._awaits_load = False  # a window was requested and has not been received
         self._refusal = ""  # why no requests are accepted
@@ -149,7 +149,7 @@ class Replicas:
     def _start(self) -> int:
         """Start the processes. Return the KV cache blocks of each rank once all replicas have loaded the model."""
         self._group = self._start_group()
-        self._end_group = weakref.finalize(self, self._group.end)  # also if nobody calls shutdown
+        self._end_group = weakref.finalize(self, self._group.end)  # also without a call of shutdown
         try:
             num_blocks = self._wait_until_ready()
         except BaseException:

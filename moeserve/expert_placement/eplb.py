@@ -239,7 +239,10 @@ def _check(loads: Sequence[float], num_ranks: int, num_slots: int) -> None:
 def _divide_over_nodes(
     loads: Sequence[float], sizes: tuple[int, ...], topology: Topology
 ) -> list[tuple[list[int], tuple[int, ...]]]:
-    """Return the experts and the slots by rank of each node: whole groups if they fit, else one node of everything."""
+    """Return the experts of each node, and its number of slots by rank.
+
+    Nodes get whole groups of experts. Where that is impossible, all ranks count as one node.
+    """
     num_nodes, num_groups = topology.num_nodes, topology.num_groups
     everything = [(list(range(len(loads))), sizes)]
     if num_groups % num_nodes or num_nodes > len(sizes) or num_groups > len(loads):

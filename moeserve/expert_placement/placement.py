@@ -46,7 +46,7 @@ class Placement:
 
     @property
     def first_physical(self) -> tuple[int, ...]:
-        """By rank, the physical expert in its first slot."""
+        """The physical expert in the first slot of each rank."""
         return tuple(itertools.accumulate(self.num_slots, initial=0))[:-1]
 
     @property
@@ -55,7 +55,7 @@ class Placement:
 
     @property
     def physical_of_logical(self) -> tuple[tuple[int, ...], ...]:
-        """By logical expert, its copies in ascending order."""
+        """The physical experts of each logical expert, ascending."""
         copies: list[list[int]] = [[] for _ in range(self.num_logical)]
         for physical, logical in enumerate(self.logical_of_physical):
             copies[logical].append(physical)

@@ -201,7 +201,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _write(file: IO[bytes], header: bytes, tensors: Mapping[str, Tensor], is_cancelled: Callable[[], bool]) -> bool:
-    """Return True when everything is on disk, False if cancelled."""
+    """Write an entry and sync it to disk. Return False if cancelled."""
     num_unsynced = file.write(header)
     for piece in _pieces(tensors.values()):
         if is_cancelled():

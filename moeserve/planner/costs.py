@@ -398,8 +398,8 @@ class LayoutCosts:
             of_experts = {"tokens": part.num_tokens, "imbalance": imbalance}
             yield Term(self._experts, of_experts, num_sparse * parts)
         if self.has_exchange:
-            # The rank sends its own rows, however uneven experts are; the fullest rank receives as many as it has,
-            # however uneven replicas are.
+            # The rank sends its own rows, which do not depend on the balance of experts. The fullest rank receives
+            # its rows, whose number does not depend on the balance of replicas.
             exchanged = max(tokens / shape.tp / imbalance, part.num_tokens / shape.num_ranks)
             yield Term(self.exchange, {"tokens": exchanged, "imbalance": imbalance}, num_sparse * parts)
         if shape.tp > 1:  # around attention, and around dense networks

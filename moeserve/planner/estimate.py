@@ -274,7 +274,7 @@ def _phase(costs: LayoutCosts, of_replica: ReplicaLoad) -> PhaseEstimate:
 
 
 def _formulas(costs: LayoutCosts, load: StepLoad) -> Iterator[str]:
-    """Yield the terms of a step, the numbers that they were given, and their sum."""
+    """Yield the formula of each term of a step, with its numbers, and of their sum."""
     for term in costs.terms(load):
         yield f"{term.formula.as_text()}\n    x {term.count} = {shown_seconds(term.seconds)}"
     if costs.has_exchange:

@@ -104,11 +104,11 @@ class ExpertBalance:
 
     @property
     def expected(self) -> float:
-        """Expected rows of the fullest rank over the mean; mean of the layers, without chance."""
+        """Expected rows of the fullest rank over the mean, without chance; the mean of all layers."""
         return sum(self._imbalance_of_layer) / self._num_layers if self._num_layers else 1.0
 
     def of_step(self, num_tokens: int) -> float:
-        """Return the same for a step of this many tokens, with chance. See `LayoutCosts.step_seconds`."""
+        """Return `expected` with the effect of chance in a step of `num_tokens`. See `LayoutCosts.step_seconds`."""
         known = self._imbalance_of_tokens.get(num_tokens)
         if known is None:
             of_layers = [self._with_chance(placement, num_tokens) for placement in self._imbalance_of_layer]

@@ -53,7 +53,7 @@ class Balance:
 
     @property
     def _highest(self) -> float:
-        """Upper bound: the chosen experts of a token differ, so a rank has at most tokens times its experts."""
+        """Upper bound of the imbalance: a token chooses each of a rank's experts at most once."""
         return min(self.chosen, math.ceil(self.num_experts / self.num_ranks)) * self.num_ranks / self.chosen
 
     @property

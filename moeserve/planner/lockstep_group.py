@@ -57,16 +57,19 @@ class LockstepGroup:
         return sum(member.scheduler.num_preemptions for member in self._members.values())
 
     def num_free_blocks(self, rank: int) -> int:
-        """Return the free blocks of a replica that has been driven."""
+        """Return the number of free blocks of a replica that has run a round."""
         return self._members[rank].scheduler.num_free_blocks
 
     def send(self, rank: int, message: AddRequest | AbortRequest) -> None:
-        """Send a message, which is received in the next round. No other kinds: they change the row of a sleeper."""
+        """Send a message to a replica, which receives it in the next round.
+
+        Other kinds of messages are not supported: they would change the row that stands for a sleeping replica.
+        """
         self._member(rank).inbox.append(message)
         self._woken.add(rank)
 
     def begin(self) -> Round:
-        """Let replicas take in messages, plan and agree. An idle agreement has no plans."""
+        """Begin a round: replicas receive messages, plan and agree. After an idle agreement there are no plans."""
         self._wake()
         rows = self._rows()
         agreement = agree(rows, step=self.step, num_replicas=self.num_replicas)
@@ -84,7 +87,7 @@ class LockstepGroup:
         return Round(agreement, plans)
 
     def finish(self, results: Mapping[int, StepResult]) -> list[tuple[int, Deliver]]:
-        """Return the deliveries of the replicas that were driven, by rank.
+        """End the round, and return the rank and the delivery of each replica that took part.
 
         Args:
             results: of the plans, by replica.

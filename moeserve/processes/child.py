@@ -82,9 +82,9 @@ class Parent:
         _exit(1)
 
     def watch_children(self, children: Sequence[WatchedProcess[Any]]) -> None:
-        """From now on, report the end of a child to the parent and end this process.
+        """Start to watch children: the end of one is reported to the parent and ends this process.
 
-        The main thread also meets the failure, as an error that `run` reports, unless it waits for something else.
+        The main thread may see the failure first, as an error that `run` reports.
         """
         self._children = children
 
@@ -103,7 +103,7 @@ class Parent:
             threading.Thread(target=watch, name="watch-children", daemon=True).start()
 
     def let_children_end(self) -> None:
-        """From now on, the end of a child is no failure."""
+        """Stop treating the end of a child as a failure."""
         self._children_may_end.set()
 
 

@@ -38,7 +38,7 @@ READ_AT_START = (
 )
 # Seconds to wait for a fork before the server counts as broken. It may still be loading torch.
 SECONDS_TO_FORK = 120.0
-# The server reports an exit status at once; if it has not by then, it is stopped or busy. Seconds.
+# Seconds to wait for an exit status, which the server reports at once unless it is stopped or busy.
 SECONDS_TO_REPORT = 2.0
 NUM_FDS = 5  # sent with each request
 
@@ -228,7 +228,7 @@ def _end_at_exit(server: _Server, owner: int) -> None:
 
 
 def _output(fd: int) -> int:
-    """Return a copy of standard output or error, or of nowhere if it is closed."""
+    """Return a copy of standard output or error, or of /dev/null if it is closed."""
     try:
         return os.dup(fd)
     except OSError:
@@ -277,7 +277,7 @@ class _ServerLoop:
         self._poll.register(self._user, select.POLLIN)
 
     def run(self) -> _Forked:
-        """Serve. Returns in each forked process, and nowhere else."""
+        """Serve requests. Returns in forked processes only."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._user:

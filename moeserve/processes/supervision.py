@@ -27,7 +27,7 @@ SECONDS_TO_EXIT = 2.0
 
 
 class _Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The last message of a process: one message, so that its reader has all reports or none."""
+    """The last message of a process that fails. All reports are in one message, so none can be lost alone."""
 
     reports: list[FailureReport]
 
@@ -77,7 +77,7 @@ class WatchedProcess(Generic[Incoming]):
 
     @property
     def has_messages(self) -> bool:
-        """True if messages were read from the channel that `receive` has not returned: `failures` may read some."""
+        """True if messages are buffered for `receive`: `failures` also reads from the channel."""
         return bool(self._messages)
 
     def receive(self, timeout_s: float = 0.0) -> list[Incoming]:

@@ -59,7 +59,7 @@ class LiveRequest:
         return self._digests[block_index]
 
     def next_chunk(self, num_tokens: int) -> Chunk:
-        """Return its next tokens to compute. If they include the last known one, the next token is sampled."""
+        """Return the next `num_tokens` tokens to compute. If they include the last known one, a token is sampled."""
         start, end = self.num_computed, self.num_computed + num_tokens
         needs_rows = self.needs_every_prompt_row
         return Chunk(
@@ -107,7 +107,7 @@ class LiveRequest:
         )
 
     def _finish_and_stop_reason(self, token_id: int, max_model_len: int) -> tuple[FinishReason | None, int | None]:
-        """Return both reasons for the case that `token_id` comes next; None if the request goes on."""
+        """Return finish_reason (None to continue) and stop_reason if `token_id` is the next token."""
         request, params = self.request, self.request.params
         if not self._is_below_min_tokens:
             if token_id in request.eos_token_ids:

@@ -187,7 +187,7 @@ def _draw_with_kernel(kernel: DrawTokens, scores_RV: Tensor, specs: list[SampleS
 
 
 def _place(probabilities_H: np.ndarray, params: RequestParams, number: float, *, is_whole_row: bool) -> int | None:
-    """Return the place of `number` in [0, 1) among the kept tokens, or None if the head of the row is not enough.
+    """Return the index of the kept token at `number` in [0, 1) of their probability; None if more of the row is needed.
 
     The most likely tokens come first, so each of `min_p`, `top_k` and `top_p` keeps a prefix of the row.
     """

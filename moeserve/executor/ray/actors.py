@@ -33,9 +33,9 @@ from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, send
 from moeserve.protocol import StepResult
 from moeserve.worker.protocol import RankStart, Step
 
-# An actor that has not answered for so long has failed. Imports can hold up Python in an actor.
+# An actor that has not answered for this long has failed. Imports can block Python in an actor.
 SECONDS_OF_SILENCE = 7.0
-# An actor that was not called for so long ends itself.
+# An actor that was not called for this long exits.
 SECONDS_UNTIL_ORPHANED = 30.0
 SECONDS_OF_A_READ = 1.0
 SECONDS_TO_START = 60.0  # for the process of an actor
@@ -50,7 +50,7 @@ class StepOutcome(msgspec.Struct, frozen=True):
 
 
 class ActorProcess:
-    """The process of an actor: its channel to the process that created it, and its end when nobody calls it."""
+    """The process of an actor, with a channel to the process that created it. It exits when it is not called."""
 
     OUTGOING: ClassVar[Any] = None  # type of the messages that it sends, failure reports excepted
 
@@ -91,7 +91,7 @@ class ActorProcess:
             raise RuntimeError(f"{self.name} has failed") from None
 
     def _exit(self) -> None:
-        """End the actor once all that it sent was read."""
+        """End the actor once all its messages were read."""
         poll = select.poll()
         poll.register(self._tunnel, select.POLLIN)
         deadline = time.monotonic() + SECONDS_TO_EXIT

@@ -120,7 +120,7 @@ class FlashInfer:
 
 
 class DecodeAttention:
-    """One row per chunk."""
+    """Attention of decode steps: one row per chunk."""
 
     def __init__(self, decode: Callable[..., Any], problem: AttentionProblem, workspace: Tensor) -> None:
         """
@@ -156,7 +156,7 @@ class DecodeAttention:
 
 
 class ChunkAttention:
-    """Chunks of any number of rows. For layers of one shape, and not inside a graph."""
+    """Attention of chunks of any length, for layers of one shape. It cannot be captured in a graph."""
 
     def __init__(self, wrapper: Any, problem: AttentionProblem) -> None:
         self._wrapper = wrapper

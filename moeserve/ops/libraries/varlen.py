@@ -99,7 +99,7 @@ class Varlen:
 
 
 class VarlenAttention:
-    """Steps of any kind."""
+    """Attention of steps of any kind."""
 
     def __init__(
         self, varlen_attn_out: Callable[..., Any], implementation: Implementation, problem: AttentionProblem

@@ -30,7 +30,7 @@ class ElasticHandle:
 
     @property
     def ends_e(self) -> Tensor:
-        """[e] int32: the end of each expert's rows, since the alignment is 1."""
+        """The end of each expert's rows, [e] int32. There is no padding between experts."""
         ends_e: Tensor = self.handle.psum_num_recv_tokens_per_expert
         return ends_e
 

@@ -46,7 +46,7 @@ class DeepEPDispatchers:
 def open_deepep(
     shape: DeepEPShape, group: GroupCoordinator, context: ModelContext, *, is_required: bool, is_deterministic: bool
 ) -> DeepEPDispatchers | None:
-    """Return the factory; None if another dispatcher must carry the tokens. Collective: all ep ranks.
+    """Return the factory; None if another dispatcher must be used. Collective: all ep ranks.
 
     Args:
         is_required: the user chose DeepEP by name, so there is no fallback.
