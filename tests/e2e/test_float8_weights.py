@@ -17,7 +17,6 @@ from float8_checkpoints import encoded_and_decoded, large, write
 from model_context import cpu_context
 from reference_models import Reference, make_reference
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh
@@ -27,7 +26,7 @@ from moeserve.models.checkpoint import open_checkpoint
 from moeserve.models.decoder import Decoder
 from moeserve.models.packing import Packer, weights_of
 from moeserve.models.summary import loading_memory
-from moeserve.models.weight_loading import fill_randomly, load_weights, whole
+from moeserve.models.weight_loading import fill_randomly, load_weights
 from moeserve.models.weight_mapping import destinations
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import select
@@ -314,25 +313,6 @@ def test_dummy_weights_are_as_large_as_others(original: Callable[[str], Referenc
             values = weights.open.weight_eOI[:, :128].float() * size
             assert 0.018 < values.std() < 0.022
             assert abs(values.mean()) < 0.001
-
-
-def test_on_a_gpu_the_log_tells_of_keeping_blocks(
-    deepseek: tuple[Path, Stored], caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoint = open_checkpoint(deepseek[0], registry.describe(deepseek[0]).weight_format)
-    name = "model.layers.0.self_attn.q_a_proj.weight"
-    with FakeTensorMode():
-        on_gpu, on_cpu = (whole(torch.empty(136, 256, dtype=torch.bfloat16, device=on)) for on in ("cuda", "cpu"))
-    weight_loading._report_decoding(checkpoint, {name: [on_gpu]}, 1)
-    assert "are dequantised to bfloat16" in caplog.text
-    assert "quantization='fp8' keeps them as they are stored" in caplog.text
-    caplog.clear()
-    weight_loading._report_decoding(checkpoint, {name: [on_cpu]}, 1)
-    assert "are dequantised to bfloat16" in caplog.text
-    assert "fp8'" not in caplog.text
-    caplog.clear()
-    loaded(deepseek[0])
-    assert caplog.text == ""
 
 
 def test_which_gpus_multiply_8_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
