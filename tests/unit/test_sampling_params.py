@@ -124,7 +124,7 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(name: str, values: li
         ("repetition_penalty", [1e-9, 100]),
     ],
 )
-def test_values_at_the_bounds_are_taken(name: str, values: list[Any]) -> None:
+def test_values_at_the_bounds_are_accepted(name: str, values: list[Any]) -> None:
     params = SamplingParams()
     for value in values:
         setattr(params, name, value)
@@ -135,29 +135,28 @@ def test_values_at_the_bounds_are_taken(name: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"stop": [5]}, "stop=5: each must be a text of 1 to 1024 characters"),
-        ({"stop": ""}, "stop='': each must be"),
+        ({"stop": [5]}, "stop=5"),
+        ({"stop": ""}, "stop=''"),
         ({"stop": ["ok", "x" * (LIMITS.max_stop_string_length + 1)]}, "stop='xxx"),
-        ({"stop": ["x"] * (LIMITS.max_stop_strings + 1)}, "stop has 65 entries; at most 64"),
-        ({"stop_token_ids": [3, -1]}, "stop_token_ids=-1 must be an integer from 0"),
-        ({"stop_token_ids": [True]}, "stop_token_ids=True must be"),
-        ({"stop_token_ids": [2**63]}, f"stop_token_ids={2**63} must be"),
-        ({"stop_token_ids": [None]}, "stop_token_ids=None must be"),
-        ({"stop_token_ids": [0] * (LIMITS.max_stop_token_ids + 1)}, "stop_token_ids has 1025 entries; at most 1024"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias key=-1 must be an integer"),
-        ({"logit_bias": {1.5: 1.0}}, "logit_bias key=1.5 must be"),
-        ({"logit_bias": {math.inf: 1.0}}, "logit_bias key=inf must be"),
-        ({"logit_bias": {True: 1.0}}, "logit_bias key=True must be"),
-        ({"logit_bias": {None: 1.0}}, "logit_bias key=None must be"),
-        ({"logit_bias": {"the": 1.0}}, "logit_bias key='the' must be"),
-        ({"logit_bias": {2**63: 1.0}}, f"logit_bias key={2**63} must be"),
+        ({"stop": ["x"] * (LIMITS.max_stop_strings + 1)}, "stop has 65 entries"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids=-1"),
+        ({"stop_token_ids": [True]}, "stop_token_ids=True"),
+        ({"stop_token_ids": [2**63]}, f"stop_token_ids={2**63}"),
+        ({"stop_token_ids": [None]}, "stop_token_ids=None"),
+        ({"stop_token_ids": [0] * (LIMITS.max_stop_token_ids + 1)}, "stop_token_ids has 1025 entries"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias key=-1"),
+        ({"logit_bias": {1.5: 1.0}}, "logit_bias key=1.5"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias key=True"),
+        ({"logit_bias": {math.inf: 1.0}}, "logit_bias key=inf"),
+        ({"logit_bias": {None: 1.0}}, "logit_bias key=None"),
+        ({"logit_bias": {"the": 1.0}}, "logit_bias key='the'"),
+        ({"logit_bias": {2**63: 1.0}}, f"logit_bias key={2**63}"),
         ({"logit_bias": {"9" * 30: 1.0}}, "logit_bias key='999"),
-        ({"logit_bias": {5: 100.5}}, "logit_bias[5]=100.5 must be a number from -100 to 100"),
-        ({"logit_bias": {5: math.nan}}, "logit_bias[5]=nan must be"),
-        ({"logit_bias": {5: None}}, "logit_bias[5]=None must be"),
+        ({"logit_bias": {5: 100.5}}, "logit_bias[5]=100.5"),
+        ({"logit_bias": {5: math.nan}}, "logit_bias[5]=nan"),
+        ({"logit_bias": {5: None}}, "logit_bias[5]=None"),
         ({"logit_bias": dict.fromkeys(range(LIMITS.max_logit_bias + 1), 1.0)}, "logit_bias has 4097 entries"),
-        ({"min_tokens": 17}, "min_tokens=17 is more than max_tokens=16; raise max_tokens"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is more than max_tokens=8"),
+        ({"min_tokens": 17}, "min_tokens=17"),
     ],
 )
 def test_values_inside_lists_and_pairs_are_refused(params: dict[str, Any], message: str) -> None:
@@ -174,7 +173,7 @@ def test_a_long_value_does_not_make_a_long_message() -> None:
         assert len(str(refusal.value)) < 200
 
 
-def test_a_mistyped_name_is_answered_with_the_nearest() -> None:
+def test_an_unknown_name_is_an_error_with_the_nearest_name() -> None:
     for mistyped, meant in [
         ("temprature", "temperature"),
         ("max_token", "max_tokens"),
@@ -182,9 +181,9 @@ def test_a_mistyped_name_is_answered_with_the_nearest() -> None:
         ("stop_tokens_ids", "stop_token_ids"),
         ("Seed", "seed"),
     ]:
-        with pytest.raises(RequestError, match=f"unknown sampling parameter '{mistyped}': did you mean '{meant}'"):
+        with pytest.raises(RequestError, match=f"'{mistyped}'.*'{meant}'"):
             SamplingParams(**{mistyped: 1})
-    with pytest.raises(RequestError, match=r"unknown sampling parameter 'zzz': known are: .*temperature"):
+    with pytest.raises(RequestError, match=r"'zzz'.*temperature"):
         SamplingParams(zzz=1)
 
 
@@ -278,7 +277,7 @@ PLAN = StepPlan(
 
 
 @pytest.mark.parametrize("message", [RequestParams(), REQUEST, PLAN], ids=lambda message: type(message).__name__)
-def test_messages_cross_a_process_border_unchanged(message: Any) -> None:
+def test_encoded_messages_decode_to_equal_ones(message: Any) -> None:
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
     assert arrived == message
     assert msgspec.to_builtins(arrived) == msgspec.to_builtins(message)
