@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeserve.bench.gpu.inputs import Source, num_cache_blocks
 from moeserve.bench.harness import (
     Row,
     call_timer,
@@ -40,7 +41,6 @@ from moeserve.ops.interfaces import AttentionShape, KeyValueCache
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.step_inputs import ChunkSpan, StepInputs
 
 KERNELS = select_kernels(torch.device("cpu"))
 DECODE_BATCHES = (1, 8, 32)
@@ -122,10 +122,6 @@ class Shape:
         return f"{kind}, {heads}, {self.batch} x {self.num_rows} of {self.context_len}"
 
     @property
-    def blocks_per_request(self) -> int:
-        return -(-self.context_len // self.block_size)
-
-    @property
     def num_operations(self) -> int:
         first, last = self.context_len - self.num_rows + 1, self.context_len
         num_pairs = self.batch * self.num_heads * (first + last) * self.num_rows // 2
@@ -152,9 +148,10 @@ def attention_shapes() -> list[Shape]:
 
 def attention_calls(shape: Shape) -> dict[str, Call]:
     """Return the attention of one step by torch and by C++, in this order."""
-    step = _make_step(shape)
+    source = Source(torch.device("cpu"), torch.Generator().manual_seed(0), torch.bfloat16)
+    step = source.step([(shape.num_rows, shape.context_len)] * shape.batch, shape.block_size)
     query_TNH = torch.randn(shape.batch * shape.num_rows, shape.num_heads, shape.head_size).bfloat16()
-    num_blocks, scale = shape.batch * shape.blocks_per_request, shape.head_size**-0.5
+    num_blocks, scale = num_cache_blocks(step), shape.head_size**-0.5
     num_caches = max(2, CACHE_BYTES // shape.key_value_bytes)
 
     def make_caches(*cache_shape: int, per_layer: int) -> list[list[Tensor]]:
@@ -190,26 +187,6 @@ def _attend_expanded(shape: Shape, scale: float) -> Call:
     key_NCH = torch.randn(shape.num_heads, shape.context_len, 192).bfloat16()
     value_NCV = torch.randn(shape.num_heads, shape.context_len, 128).bfloat16()
     return lambda _: TORCH_KERNELS.attend_causally(query_RNH, key_NCH, value_NCV, scale=scale)
-
-
-def _make_step(shape: Shape) -> StepInputs:
-    """Return a step whose requests have blocks scattered over the cache."""
-    batch, num_rows, num_blocks = shape.batch, shape.num_rows, shape.blocks_per_request
-    block_table = torch.randperm(batch * num_blocks).view(batch, num_blocks).int()
-    positions_R = torch.arange(shape.context_len - num_rows, shape.context_len)
-    slots_BR = block_table[:, positions_R // shape.block_size].long() * shape.block_size
-    return StepInputs(
-        token_ids=torch.zeros(batch * num_rows, dtype=torch.int64),
-        positions=positions_R.repeat(batch),
-        cache_slots=(slots_BR + positions_R % shape.block_size).flatten(),
-        row_starts=torch.arange(batch + 1, dtype=torch.int32) * num_rows,
-        context_lens=torch.full((batch,), shape.context_len, dtype=torch.int32),
-        block_table=block_table,
-        logits_rows=torch.arange(1, batch + 1) * num_rows - 1,
-        spans=tuple(ChunkSpan(index * num_rows, num_rows, shape.context_len) for index in range(batch)),
-        tp_sizes=(batch * num_rows,),
-        tokens_per_rank=(batch * num_rows,),
-    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moeserve import cli
-from moeserve.bench import latency, moe, startup, throughput
+from moeserve.bench import attention, latency, moe, startup, throughput
 from moeserve.bench.checkpoints import make_checkpoint
 from moeserve.bench.engines import EngineName, start_all, start_engine
 from moeserve.bench.harness import read_jsonl
@@ -149,6 +149,24 @@ def test_experts_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         require_consistent(row)
         assert set(row["engines"]) == {"moeserve", "moeserve-int8", "moeserve-int4"}
         assert set(row["left_out"]) == {"vllm", "kt-kernel"}
+
+
+@pytest.mark.skipif(attention.KERNELS is attention.TORCH_KERNELS, reason="the C++ kernels are not built")
+def test_attention_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = attention.Shape(batch=2, context_len=40)
+    prefill = attention.Shape(1, 20, num_rows=20, num_kv_heads=1, head_size=576, latent_size=512)
+    monkeypatch.setattr(attention, "attention_shapes", lambda: [decode, prefill])
+    monkeypatch.setattr(attention, "measure_limits", lambda: SMALL_PROBE().measure())
+    results = tmp_path / "attention.jsonl"
+    attention.main(["--rounds", "1", "--threads", "1", "--json", str(results)])
+    rows = read_jsonl(results)
+    assert [(row["name"], row["shape"]["batch"]) for row in rows] == [
+        ("torch", 2),
+        ("C++", 2),
+        ("torch", 1),
+        ("C++", 1),
+    ]
+    assert all(row["fraction_of_limit"] > 0 for row in rows)
 
 
 def test_work_of_experts_counts_those_that_are_chosen() -> None:
