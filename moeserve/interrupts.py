@@ -1,7 +1,7 @@
 """Ctrl-C only where it loses nothing: deferred while state is changed, allowed while the process waits or computes.
 
 Python raises KeyboardInterrupt between any two instructions of the main thread. A message that has left a socket and is
-not yet stored would be lost. Other threads are never interrupted, and nothing is done for them.
+not yet stored would be lost. Other threads are never interrupted, so they need no protection.
 """
 
 from __future__ import annotations

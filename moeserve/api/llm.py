@@ -33,14 +33,8 @@ class LLM:
             for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
                 print(output.outputs[0].text)
 
-    Settings have the names that vLLM gives them; `moeserve generate --help` describes each one:
-
-    - model: `model` (none: a small default model, made once), `tokenizer`, `dtype`, `device`, `load_format`, `seed`,
-      `max_model_len`
-    - KV cache: `block_size`, `kv_cache_memory` (bytes, or a text like "512MiB"), `enable_prefix_caching`
-    - scheduling: `max_num_seqs`, `max_num_batched_tokens`
-    - parallelism: `tensor_parallel_size`, `data_parallel_size`, `pipeline_parallel_size`, `executor`, `dispatcher`,
-      `num_redundant_experts`, `expert_loads`, `num_threads`, `collective_timeout`, `debug_collectives`
+    Keyword arguments are settings, mostly with vLLM's names. The signature lists all of them with their defaults, and
+    `moeserve generate --help` describes each one.
 
     Several threads may call one LLM, and several streams may be open: their requests share every engine step.
 

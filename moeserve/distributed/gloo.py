@@ -129,7 +129,7 @@ def _gloo_device(address: str) -> object:
 def _long_timer_slack() -> Iterator[None]:
     """Let threads started in this context sleep up to TIMER_SLACK_NS longer than they request; data still wakes them.
 
-    gloo's thread polls a hundred times a second, which would be most of what an idle rank costs.
+    gloo's thread polls a hundred times a second, which would be most of the CPU time of an idle rank.
     """
     if sys.platform != "linux":
         yield

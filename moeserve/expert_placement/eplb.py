@@ -38,7 +38,7 @@ FloatArray = npt.NDArray[np.float64]
 class Topology:
     """The parts into which ranks and experts are divided, in order and as evenly as possible.
 
-    A router that lets a token choose experts of few groups only keeps it on few nodes if no group spans several nodes.
+    Group-limited routing keeps a token on few nodes only if no group of experts spans several nodes.
     """
 
     num_nodes: int = 1  # of ranks

@@ -37,7 +37,7 @@ class Weights(nn.Module):
     `memory` exists from `allocate` until the weights are packed, `panels` from then on. Where the kernels read open
     weights they stay open, and may be 8-bit floats with `scales` (see ops/weight_blocks.py).
 
-    The module is the identity of the weights: a slice of their memory that a checkpoint fills is named by it.
+    A destination that a checkpoint fills refers to its weights by this module.
 
     Args:
         shape: e, O and I.

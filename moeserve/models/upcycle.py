@@ -3,7 +3,7 @@
 There are two exact ways. Replicate: every expert is a copy of the feed-forward network behind a random router; the
 weights of the chosen experts add up to one, so their sum is the dense output, whichever are chosen. Split: each of E
 experts holds a share of the neurons, all are chosen with weight 1/E, and the down projection is multiplied by E.
-Leaving one out, or weighting them differently, changes the output, so such a model tests routing.
+Omitting an expert, or weighting it differently, changes the output, so such a model tests routing.
 
 Source: "Sparse Upcycling" (arXiv 2212.05055).
 """

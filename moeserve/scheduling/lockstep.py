@@ -2,7 +2,7 @@
 
 The experts of every layer are spread over all replicas, so a step is a sequence of collectives that every replica must
 enter, with or without requests of its own. A replica that enters one collective more or less than the others leaves
-all of them waiting for ever. The following rules prevent that:
+all of them waiting forever. The following rules prevent that:
 
 1. No replica decides alone. Before each step every replica contributes a row of integers to an all-gather. Every
    decision that selects a collective (run or sleep, row counts, placement, shutdown) is `agree`, a function of the

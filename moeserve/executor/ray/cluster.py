@@ -29,7 +29,7 @@ MIN_VERSION = (2, 52)
 class Cluster:
     """A running Ray cluster, or one of this host alone, started for the first of these objects that needs it.
 
-    The latter ends when the last of these objects is closed.
+    A cluster started here ends when the last of these objects is closed.
     """
 
     _num_open = 0  # objects that use a cluster which was started here

@@ -1,6 +1,6 @@
 """Attention over a paged cache: of keys and values, and of latent vectors.
 
-A row's result has the same bytes whatever the chunk, the batch, the number of threads and the block size. Dtypes
+The bytes of a row's result do not depend on the chunk, the batch, the number of threads or the block size. Dtypes
 outside `NATIVE_DTYPES` run in plain torch.
 """
 
