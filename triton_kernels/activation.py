@@ -1,4 +1,4 @@
-"""Gated activations on a GPU: both halves of a fused projection in, one out. Knows no weights."""
+"""Gated activations on a GPU, from rows that hold gates and ups side by side."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T tokens, C width of each half
+# T tokens, C width of each half of a row
 
-BLOCK_C = 1024  # numbers of one program
-NUM_WARPS = 4  # 8 numbers for each thread, 16 bytes in bfloat16
+BLOCK_C = 1024  # columns of one program
+NUM_WARPS = 4  # 8 numbers for each thread, which are 16 bytes in bfloat16
 
 
 def silu_multiply(gate_up_TC2: Tensor) -> Tensor:
-    """silu(gate) * up. The first half of each row is the gate.
+    """Compute silu(gate) * up, where the first half of each row is the gate.
 
-    Each operation in float32 and rounded where torch rounds, after silu and after the product.
+    Operations are float32. As in torch, results are rounded after silu and after the product.
 
     Memory moved: 3 * T * C * element size, which bounds the time; about 6 * T * C operations.
 
     Args:
-        gate_up_TC2: [..., 2 * C], contiguous rows; float32, bfloat16 or float16.
+        gate_up_TC2: [..., 2 * C] float32, bfloat16 or float16, rows contiguous.
 
     Returns:
         [..., C], new and contiguous.
@@ -30,9 +30,9 @@ def silu_multiply(gate_up_TC2: Tensor) -> Tensor:
 
 
 def clamped_silu_multiply(gate_up_TC2: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within ± `limit` (gpt-oss).
+    """Compute gate * sigmoid(alpha * gate) * (up + 1), the activation of gpt-oss.
 
-    Otherwise as `silu_multiply`. NaN stays NaN.
+    The gate is clamped to at most `limit`, up to ± `limit`; NaN stays NaN. Otherwise like `silu_multiply`.
     """
     return _launch(gate_up_TC2, is_clamped=True, alpha=alpha, limit=limit)
 
@@ -41,7 +41,7 @@ def _launch(gate_up_TC2: Tensor, *, is_clamped: bool, alpha: float, limit: float
     assert gate_up_TC2.shape[-1] % 2 == 0, f"rows of {gate_up_TC2.shape[-1]} have no halves"
     width = gate_up_TC2.shape[-1] // 2
     output = torch.empty(*gate_up_TC2.shape[:-1], width, dtype=gate_up_TC2.dtype, device=gate_up_TC2.device)
-    if output.numel() == 0:  # a grid of no programs cannot be launched
+    if output.numel() == 0:  # an empty grid cannot be launched
         return output
     rows_TC2 = gate_up_TC2.reshape(-1, 2 * width)
     assert rows_TC2.stride(1) == 1, f"strides {rows_TC2.stride()}"
@@ -70,7 +70,7 @@ def gated_activation_kernel(
     IS_CLAMPED: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)  # row * stride can pass 2**31
+    row = tl.program_id(0).to(tl.int64)  # row * stride can exceed 2**31
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_inside = columns < width
     dtype = output_ptr.dtype.element_ty
@@ -78,7 +78,7 @@ def gated_activation_kernel(
     gate = tl.load(pointers, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(pointers + width, mask=is_inside, other=0.0).to(tl.float32)
     if IS_CLAMPED:
-        # torch rounds after each operation.
+        # Round after each operation, as torch does.
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
         up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)

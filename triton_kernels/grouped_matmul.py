@@ -1,7 +1,7 @@
-"""Rows times the weights of their experts, on a GPU: one persistent kernel for all numbers of rows.
+"""Grouped matrix products on a GPU: rows times the weights of their experts, in one persistent kernel.
 
-Rows are sorted by expert. How many each expert has, only the GPU knows: each program reads the counts, finds from them
-which tiles there are, and computes every so many-th. No tile is made for an expert without rows.
+Rows are sorted by expert. Only the GPU knows how many rows each expert has: every program reads the counts, derives
+the tiles from them, and computes every n-th tile. Experts without rows have no tiles.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from moeserve.triton_kernels.tuning import FP8_BLOCK, Config, Kind, Problem, choose_config
 
-# S source rows, R rows, e weights side by side, O outputs, I inputs, C columns: the outputs, or half as many after an
-# activation, to which the first half are gates and the second are ups, B blocks of 128 inputs, G blocks of 128 outputs,
-# M rows of a tile, N weight rows of a tile
+# S source rows, R rows, e experts, O outputs, I inputs, C columns of a result, B blocks of 128 inputs, G blocks of 128
+# outputs, M rows of a tile, N weight rows of a tile. C is O, or O / 2 with an activation: the first half of the outputs
+# are gates, the second half are ups.
 
 Activation = Literal["swiglu", "clamped_swiglu"]
 ACTIVATIONS = {None: 0, "swiglu": 1, "clamped_swiglu": 2}
-NUM_INTERPRETED_PROGRAMS = 3  # on a CPU: more than one, and each with several tiles
+NUM_INTERPRETED_PROGRAMS = 3  # on a CPU: several programs, each with several tiles
 
 
 def grouped_matmul(
@@ -31,87 +31,58 @@ def grouped_matmul(
     weight_eOI: Tensor,
     counts_e: Tensor,
     *,
+    row_scale_SB: Tensor | None = None,
+    weight_scale_eGB: Tensor | None = None,
     indices_R: Tensor | None = None,
     divisor: int = 1,
     bias_eO: Tensor | None = None,
     activation: Activation | None = None,
     alpha: float = 1.702,
     limit: float = 7.0,
+    out_dtype: torch.dtype | None = None,
     expected_rows: int | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """activation(row @ weight.T + bias), each row with the weight of its expert.
+    """Compute activation(row @ weight.T + bias), each row with the weight of its expert.
 
-    In float32 from the product to the activation's result, which is rounded once. A result's bytes depend on its row
-    and its weight alone, not on the rows beside it.
+    Products, sums and activations are float32; results are rounded once. A result depends on its row and its weight
+    alone, bit for bit, not on the other rows.
+
+    With scales, rows and weights are float8_e4m3fn in DeepSeek-V3's format (arXiv 2412.19437). The tensor cores add the
+    products of 128 inputs; their sum is multiplied by both scales and added to a float32 accumulator.
 
     Memory moved: each weight that has rows once, O * I values (again for every 32 tiles of its rows); I values of each
-    row, from the L2 cache for every tile of outputs; R * C results. Operations: 2 * R * O * I.
+    row, from the L2 cache for every tile of outputs; R * C results; 4 bytes for each 128 values of rows and each 16384
+    of weights with scales. Operations: 2 * R * O * I.
 
     Args:
-        rows_SI: [S, I], bfloat16, float16 or float32; rows may be strided. Sorted by expert: the first counts_e[0] rows
-            have weight 0, and so on. Spare rows may follow, of which nothing is read or written.
+        rows_SI: [S, I] bfloat16, float16, float32 or, with scales, float8_e4m3fn; rows may be strided. Sorted by
+            expert: the first counts_e[0] rows have weight 0, and so on. Unused rows may follow; they are not read.
         weight_eOI: [e, O, I], same dtype, contiguous. With an activation, the first half of O are gates, the other ups.
         counts_e: [e] int64 or int32, contiguous.
-        indices_R: [R] int64: if given, row r is rows_SI[indices_R[r] // divisor], and R rows are sorted instead.
+        row_scale_SB: [S, ceil(I / 128)] float32, one scale for each 128 values of a row.
+        weight_scale_eGB: [e, G, ceil(I / 128)] float32, one scale for each 128 x 128 values (`weight_scale_inv` of a
+            checkpoint). G is ceil(O / 128), or ceil(C / 128) for gates and as many for ups.
+        indices_R: [R] int64: row r is rows_SI[indices_R[r] // divisor]; these R rows are sorted instead.
         bias_eO: [e, O].
-        activation: "swiglu": silu(gate) * up. "clamped_swiglu": gate * sigmoid(alpha * gate) * (up + 1), with gate at
-            most `limit` and up within it on both sides.
-        expected_rows: about how many count, where most are spare; None: all. Changes how the work is cut, no result.
-        config: how the work is cut; None: the best known for these shapes.
+        activation: "swiglu": silu(gate) * up. "clamped_swiglu": gate * sigmoid(alpha * gate) * (up + 1), with gate
+            clamped to at most `limit` and up to ± `limit`.
+        out_dtype: dtype of the results; default: that of the rows, or bfloat16 with scales.
+        expected_rows: approximate number of used rows, if many are unused. Affects the tiles, not the results.
+        config: the tiles; default: the best known for these shapes.
 
     Returns:
-        [R, C] in the dtype of rows_SI. Rows after the last that counts are not written.
-    """
-    assert weight_eOI.dtype == rows_SI.dtype, f"weights in {weight_eOI.dtype}, rows in {rows_SI.dtype}"
-    num_rows = rows_SI.shape[0] if indices_R is None else indices_R.shape[0]
-    columns = num_columns(weight_eOI, activation)
-    output_RC = torch.empty(num_rows, columns, dtype=rows_SI.dtype, device=rows_SI.device)
-    rows_SI = rows_SI if rows_SI.stride(1) == 1 else rows_SI.contiguous()
-    operands = Operands(rows_SI, None, weight_eOI, None, counts_e, indices_R, divisor, bias_eO)
-    _launch(operands, output_RC, None, activation, alpha, limit, expected_rows, config)
-    return output_RC
-
-
-def grouped_matmul_fp8(
-    rows_SI: Tensor,
-    row_scale_SB: Tensor,
-    weight_eOI: Tensor,
-    weight_scale_eGB: Tensor,
-    counts_e: Tensor,
-    *,
-    indices_R: Tensor | None = None,
-    divisor: int = 1,
-    bias_eO: Tensor | None = None,
-    activation: Activation | None = None,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    out_dtype: torch.dtype = torch.bfloat16,
-    expected_rows: int | None = None,
-    config: Config | None = None,
-) -> Tensor:
-    """`grouped_matmul` of float8_e4m3fn blocks, in DeepSeek-V3's format: a block's values times its scale.
-
-    Products of 128 inputs are added by the tensor cores, then times both scales to a float32 sum.
-
-    Memory moved: half of what bfloat16 takes, and scales: 4 bytes for each 128 values of rows and 16384 of weights.
-
-    Args:
-        rows_SI: [S, I] float8_e4m3fn.
-        row_scale_SB: [S, ceil(I / 128)] float32: of each row's blocks of 128 values.
-        weight_eOI: [e, O, I] float8_e4m3fn.
-        weight_scale_eGB: [e, G, ceil(I / 128)] float32, a checkpoint's `weight_scale_inv`: of blocks of 128 x 128. G is
-            ceil(O / 128), or with an activation ceil(C / 128) for gates and as many for ups.
-        out_dtype: of the results.
-        and the rest as `grouped_matmul`.
+        [R, C]; rows beyond the last used row are not written.
     """
     num_rows = rows_SI.shape[0] if indices_R is None else indices_R.shape[0]
-    columns = num_columns(weight_eOI, activation)
-    output_RC = torch.empty(num_rows, columns, dtype=out_dtype, device=rows_SI.device)
-    rows_SI = rows_SI if rows_SI.stride(1) == 1 else rows_SI.contiguous()
-    operands = Operands(
-        rows_SI, row_scale_SB.contiguous(), weight_eOI, weight_scale_eGB, counts_e, indices_R, divisor, bias_eO
+    output_RC = torch.empty(
+        num_rows,
+        _num_columns(weight_eOI, activation),
+        dtype=_result_dtype(rows_SI, out_dtype),
+        device=rows_SI.device,
     )
+    rows_SI = rows_SI if rows_SI.stride(1) == 1 else rows_SI.contiguous()
+    operands = Operands(rows_SI, row_scale_SB, weight_eOI, weight_scale_eGB, counts_e, indices_R, divisor, bias_eO)
     _launch(operands, output_RC, None, activation, alpha, limit, expected_rows, config)
     return output_RC
 
@@ -121,102 +92,47 @@ def grouped_matmul_slots(
     weight_eOI: Tensor,
     counts_e: Tensor,
     *,
+    slot_scale_eSB: Tensor | None = None,
+    weight_scale_eGB: Tensor | None = None,
     bias_eO: Tensor | None = None,
     activation: Activation | None = None,
     alpha: float = 1.702,
     limit: float = 7.0,
+    out_dtype: torch.dtype | None = None,
     expected_rows: int | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """`grouped_matmul` of as many slots for each expert, of which the first counts_e[i] hold rows: [e, S, C].
+    """Compute `grouped_matmul` for experts that have S slots each, of which the first counts_e[i] hold rows.
 
-    The others are neither read nor written.
+    Other slots are neither read nor written.
 
     Args:
         slots_eSI: [e, S, I], contiguous.
-        expected_rows: about how many slots hold rows. Worth saying: slots have room for the worst case.
-        and the rest as `grouped_matmul`.
+        slot_scale_eSB: [e, S, ceil(I / 128)] float32; copied if it is not contiguous, as DeepEP's is not.
+        expected_rows: approximate number of slots in use. Slots have room for the worst case, so this matters.
+        Other arguments: see `grouped_matmul`.
+
+    Returns:
+        [e, S, C]
     """
-    assert weight_eOI.dtype == slots_eSI.dtype, f"weights in {weight_eOI.dtype}, rows in {slots_eSI.dtype}"
-    return _multiply_slots(
-        slots_eSI,
-        None,
-        weight_eOI,
-        None,
-        counts_e,
-        bias_eO,
-        activation,
-        alpha,
-        limit,
-        slots_eSI.dtype,
-        expected_rows,
-        config,
-    )
-
-
-def grouped_matmul_slots_fp8(
-    slots_eSI: Tensor,
-    slot_scale_eSB: Tensor,
-    weight_eOI: Tensor,
-    weight_scale_eGB: Tensor,
-    counts_e: Tensor,
-    *,
-    bias_eO: Tensor | None = None,
-    activation: Activation | None = None,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    out_dtype: torch.dtype = torch.bfloat16,
-    expected_rows: int | None = None,
-    config: Config | None = None,
-) -> Tensor:
-    """`grouped_matmul_slots` of blocks with scales, as `grouped_matmul_fp8`.
-
-    Args:
-        slot_scale_eSB: [e, S, ceil(I / 128)] float32. Copied if it is not contiguous, as DeepEP's is not.
-    """
-    return _multiply_slots(
-        slots_eSI,
-        slot_scale_eSB,
-        weight_eOI,
-        weight_scale_eGB,
-        counts_e,
-        bias_eO,
-        activation,
-        alpha,
-        limit,
-        out_dtype,
-        expected_rows,
-        config,
-    )
-
-
-def _multiply_slots(
-    slots_eSI: Tensor,
-    slot_scale_eSB: Tensor | None,
-    weight_eOI: Tensor,
-    weight_scale_eGB: Tensor | None,
-    counts_e: Tensor,
-    bias_eO: Tensor | None,
-    activation: Activation | None,
-    alpha: float,
-    limit: float,
-    out_dtype: torch.dtype,
-    expected_rows: int | None,
-    config: Config | None,
-) -> Tensor:
     assert slots_eSI.is_contiguous(), "slots that are not contiguous"
     num_experts, num_slots, _ = slots_eSI.shape
-    columns = num_columns(weight_eOI, activation)
-    output_eSC = torch.empty(num_experts, num_slots, columns, dtype=out_dtype, device=slots_eSI.device)
-    scale = None if slot_scale_eSB is None else slot_scale_eSB.flatten(0, 1).contiguous()
-    operands = Operands(slots_eSI.flatten(0, 1), scale, weight_eOI, weight_scale_eGB, counts_e, None, 1, bias_eO)
+    output_eSC = torch.empty(
+        num_experts,
+        num_slots,
+        _num_columns(weight_eOI, activation),
+        dtype=_result_dtype(slots_eSI, out_dtype),
+        device=slots_eSI.device,
+    )
+    scale_RB = None if slot_scale_eSB is None else slot_scale_eSB.flatten(0, 1)
+    operands = Operands(slots_eSI.flatten(0, 1), scale_RB, weight_eOI, weight_scale_eGB, counts_e, None, 1, bias_eO)
     _launch(operands, output_eSC, num_slots, activation, alpha, limit, expected_rows, config)
     return output_eSC
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a launch multiplies: see the functions above."""
+    """The tensors that one launch reads; see `grouped_matmul`."""
 
     source_SI: Tensor
     source_scale_SB: Tensor | None
@@ -242,22 +158,25 @@ def _launch(
     num_experts, num_outputs, num_inputs = weight_eOI.shape
     columns = output.shape[-1]
     num_rows = output.numel() // max(columns, 1)
+    assert weight_eOI.dtype == source_SI.dtype, f"weights in {weight_eOI.dtype}, rows in {source_SI.dtype}"
     assert source_SI.shape[1] == num_inputs, f"rows of {source_SI.shape[1]} for weights of {num_inputs}"
     assert operands.counts_e.shape == (num_experts,), f"{tuple(operands.counts_e.shape)} counts, {num_experts} weights"
     assert operands.counts_e.is_contiguous(), "counts that are not contiguous"
     assert weight_eOI.is_contiguous(), "weights that are not contiguous"
-    assert num_outputs * num_inputs < 2**31, f"a weight of {num_outputs} x {num_inputs}"  # offsets in one are 32 bits
+    assert num_outputs * num_inputs < 2**31, f"a weight of {num_outputs} x {num_inputs}"  # its offsets are 32 bits
     assert num_rows < 2**31, f"{num_rows} rows"
     assert indices_R is None or indices_R.is_contiguous(), "indices that are not contiguous"
     assert operands.bias_eO is None or operands.bias_eO.is_contiguous(), "biases that are not contiguous"
     if num_rows == 0 or num_experts == 0 or columns == 0:
         return
-    if operands.weight_scale_eGB is not None:
+    has_scales = source_SI.dtype == torch.float8_e4m3fn
+    assert has_scales == (operands.weight_scale_eGB is not None), f"{source_SI.dtype} with the wrong scales"
+    if has_scales:
         _check_scales(operands, columns)
 
     if config is None:
         problem = Problem(
-            kind=kind_of(source_SI.dtype),
+            kind=_kind_of(source_SI.dtype),
             is_gated=activation is not None,
             num_experts=num_experts,
             num_outputs=num_outputs,
@@ -266,9 +185,10 @@ def _launch(
         )
         config = choose_config(problem, _device_name(source_SI.device))
     num_tiles = max_tiles(num_rows, num_experts, columns, activation, config)
+    source_scale_SB = operands.source_scale_SB
     grouped_matmul_kernel[(min(num_tiles, _num_programs(source_SI.device, config.programs_per_sm)),)](
         source_SI,
-        operands.source_scale_SB,
+        None if source_scale_SB is None else source_scale_SB.contiguous(),
         weight_eOI,
         operands.weight_scale_eGB,
         operands.bias_eO,
@@ -308,19 +228,25 @@ def _check_scales(operands: Operands, columns: int) -> None:
     assert operands.source_scale_SB.shape == (len(operands.source_SI), num_blocks), operands.source_scale_SB.shape
 
 
-def num_columns(weight_eOI: Tensor, activation: Activation | None) -> int:
+def _result_dtype(rows: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    if out_dtype is not None:
+        return out_dtype
+    return torch.bfloat16 if rows.dtype == torch.float8_e4m3fn else rows.dtype
+
+
+def _num_columns(weight_eOI: Tensor, activation: Activation | None) -> int:
     return weight_eOI.shape[1] // (1 if activation is None else 2)
 
 
-def kind_of(dtype: torch.dtype) -> Kind:
-    """Of a product whose operands are of a dtype."""
+def _kind_of(dtype: torch.dtype) -> Kind:
+    """Return the kind of a product whose operands have this dtype."""
     if dtype == torch.float8_e4m3fn:
         return "fp8"
     return "fp32" if dtype == torch.float32 else "bf16"
 
 
 def max_tiles(num_rows: int, num_experts: int, columns: int, activation: Activation | None, config: Config) -> int:
-    """Upper bound of the tiles: each expert's last one may hold a single row."""
+    """Return an upper bound of the number of tiles: the last tile of each expert may hold a single row."""
     tiles_m = min(num_rows, (num_rows + num_experts * (config.block_m - 1)) // config.block_m)
     return tiles_m * -(-columns // (config.block_n // (1 if activation is None else 2)))
 
@@ -336,11 +262,11 @@ def kernel_constants(
     has_indices: bool,
     has_slots: bool,
 ) -> dict[str, Any]:
-    """What the kernel is compiled for, beside the types of its arguments."""
+    """Return the compile-time arguments of the kernel."""
     has_scales = dtype == torch.float8_e4m3fn
     if has_scales:
-        # A step has the products of one block: with others, sums would be rounded elsewhere. A tile's gates or ups have
-        # one scale of the weight.
+        # One step multiplies one block of inputs, as scales change between blocks. The gates or ups of a tile share one
+        # scale of the weight.
         assert config.block_k == FP8_BLOCK, config
         assert FP8_BLOCK % (config.block_n // (1 if activation is None else 2)) == 0, config
     assert config.block_n >= (64 if config.is_swapped else 16), config  # the tensor cores' left operand
@@ -362,7 +288,7 @@ def kernel_constants(
 
 
 def compile_options(config: Config) -> dict[str, Any]:
-    """How the kernel is compiled."""
+    """Return the options that the kernel is compiled with."""
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
@@ -373,7 +299,7 @@ def _device_name(device: torch.device) -> str:
 
 @functools.cache
 def _num_programs(device: torch.device, programs_per_sm: int) -> int:
-    """As many as run at a time: each computes every so many-th tile."""
+    """Return the number of programs that run at a time, on all multiprocessors."""
     if device.type != "cuda":
         return NUM_INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
@@ -393,8 +319,8 @@ def grouped_matmul_kernel(
     num_experts,
     num_columns,
     num_inputs,
-    num_slots,  # of each expert; only if HAS_SLOTS
-    divisor,  # of indices
+    num_slots,  # slots of each expert; only if HAS_SLOTS
+    divisor,  # row r is source row indices[r] // divisor
     alpha,
     limit,
     ACTIVATION: tl.constexpr,  # a value of ACTIVATIONS
@@ -403,7 +329,7 @@ def grouped_matmul_kernel(
     HAS_INDICES: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
-    HAS_WHOLE_STEPS: tl.constexpr,  # whether BLOCK_K divides the inputs
+    HAS_WHOLE_STEPS: tl.constexpr,  # BLOCK_K divides the number of inputs
     INPUT_PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr,  # power of two, at least e
     BLOCK_M: tl.constexpr,
@@ -417,12 +343,12 @@ def grouped_matmul_kernel(
     counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0).to(tl.int64)
     num_n = tl.cdiv(num_columns, BLOCK_C)
     tiles_of_expert = (counts + BLOCK_M - 1) // BLOCK_M * num_n
-    last_tiles = tl.cumsum(tiles_of_expert, 0)  # the number of each expert's last tile, plus one
+    last_tiles = tl.cumsum(tiles_of_expert, 0)  # the number of each expert's last tile plus one
     num_tiles = tl.sum(tiles_of_expert, 0).to(tl.int32)
 
     places_n = tl.arange(0, BLOCK_N)
     if ACTIVATION:
-        # A gate and its up are held by one thread: neighbours along a row of the accumulator, or 8 rows apart.
+        # One thread holds a gate and its up: they are neighbours in a row of the accumulator, or 8 rows apart.
         if IS_SWAPPED:
             part = places_n // 8 % 2
             places_c = places_n // 16 * 8 + places_n % 8
@@ -438,14 +364,14 @@ def grouped_matmul_kernel(
     num_blocks_c = tl.cdiv(num_columns, 128)
 
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        # Which expert's, by what is before it.
+        # Find the expert of the tile from the tiles before it.
         is_before = last_tiles <= tile
         expert = tl.sum(is_before.to(tl.int32), 0)
         tile_of_expert = tile - tl.sum(tl.where(is_before, tiles_of_expert, 0), 0).to(tl.int32)
         first_row = expert.to(tl.int64) * num_slots if HAS_SLOTS else tl.sum(tl.where(is_before, counts, 0), 0)
         count = tl.load(counts_ptr + expert).to(tl.int32)
 
-        # Tiles of one part of the weight run together, for a group of tiles of rows at a time.
+        # GROUP_M tiles of rows share one part of the weight before the next part, so that it stays in the L2 cache.
         num_m = tl.cdiv(count, BLOCK_M)
         first_m = tile_of_expert // (GROUP_M * num_n) * GROUP_M
         place_in_group = tile_of_expert - first_m * num_n
@@ -454,7 +380,7 @@ def grouped_matmul_kernel(
         n = place_in_group // group_m
 
         rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
-        sources = first_row + tl.minimum(rows, count - 1)  # a row too many is the last one again
+        sources = first_row + tl.minimum(rows, count - 1)  # rows beyond the count repeat the last row
         if HAS_INDICES:
             sources = tl.load(indices_ptr + sources) // divisor
         columns = tl.minimum(n * BLOCK_C + places_c, num_columns - 1)
@@ -482,7 +408,7 @@ def grouped_matmul_kernel(
                 source_MK = tl.load(source_ptrs, mask=is_input, other=0.0)
                 weight_NK = tl.load(weight_ptrs, mask=is_input, other=0.0)
             if HAS_SCALES:
-                # Loaded before the product, so that they come while it is computed.
+                # Load scales before the product, so that their latency overlaps with it.
                 scale_M = tl.load(source_scale_ptrs + k // 128)
                 gate_scale_M = scale_M * tl.load(gate_scale_ptr + k // 128)
                 up_scale_M = scale_M * tl.load(up_scale_ptr + k // 128) if ACTIVATION else gate_scale_M

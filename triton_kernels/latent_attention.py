@@ -1,30 +1,54 @@
-"""Attention over a paged cache of latent vectors, which all heads share: their keys, and in their beginning the values.
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434) over a paged cache of latent vectors.
 
-Owns how the kernels of `paged_kernels` are sized for it. Knows no weights: what leads from latent vectors to the
-heads' keys and values is in the queries, and in what is made of the results (DeepSeek-V2, arXiv 2405.04434).
+All heads share the vectors: a vector is the key, and its first L elements are the value. The projections between latent
+vectors and the keys and values of heads are part of the queries and of the results, so no weights are needed here.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from moeserve.triton_kernels.paged_kernels import AttentionConfig, Splits, launch_attention, launch_write
+from moeserve.triton_kernels.paged_kernels import AttentionConfig, Splits, launch_attention
 
-# T tokens, N query heads, L latent size, P latent size and rotary size, S chunks
+# T tokens, N query heads, L latent size, P size of a vector (latent and rotary part), S chunks
+
+
+WRITE_WARPS = 4
 
 
 def write_latents(latent_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
-    """Stores each token's vector at its slot, block * block_size + offset; a slot of -1 keeps nothing.
+    """Store each token's vector at its slot, block * block_size + offset. A slot of -1 stores nothing.
 
     Memory moved: 2 * T * P * element size, and the slots.
 
     Args:
         latent_TP: [T, P]; may be strided.
-        cache: [num_blocks, block_size, P] in the same dtype.
-        slots_T: [T] int64.
+        cache: [num_blocks, block_size, P], same dtype.
+        slots_T: [T] int64, contiguous.
     """
-    launch_write(latent_TP[:, None], None, cache[:, None], None, slots_T)
+    num_tokens, vector_size = latent_TP.shape
+    assert cache.shape[2] == vector_size, f"a cache of {tuple(cache.shape)} for vectors of {vector_size}"
+    assert cache.dtype == latent_TP.dtype
+    assert cache.stride(2) == 1
+    assert slots_T.shape == (num_tokens,)
+    assert slots_T.dtype == torch.int64
+    assert slots_T.is_contiguous()
+    if num_tokens == 0:  # an empty grid cannot be launched
+        return
+    write_latents_kernel[(num_tokens,)](
+        latent_TP,
+        cache,
+        slots_T,
+        *latent_TP.stride(),
+        *cache.stride()[:2],
+        vector_size,
+        CACHE_BLOCK=cache.shape[1],
+        BLOCK_P=triton.next_power_of_2(vector_size),
+        num_warps=WRITE_WARPS,
+    )
 
 
 def latent_attention(
@@ -40,29 +64,29 @@ def latent_attention(
     max_context: int,
     max_rows: int | None = None,
 ) -> Tensor:
-    """Row i of a chunk is at position context_len - num_rows + i and attends to the positions up to it.
+    """Attend from row i of a chunk, at position context_len - num_rows + i, to the positions up to it.
 
-    Scores, their softmax and all sums are float32; weights are rounded to the dtype of the vectors before they multiply
-    them. A row's bytes depend on its chunk, not on the other chunks of the step.
+    Scores, softmax and sums are float32. Weights are rounded to the dtype of the vectors before they are multiplied
+    with them. The result of a row depends on its chunk alone, bit for bit, not on the other chunks of the step.
 
-    Memory moved: per chunk of one row, P * element size for each position and 64 heads, which is what bounds the time
-    up to some 32 heads; and 4 * L + 8 bytes, written and read, for each head and split. Operations: 2 * N * (P + L) for
-    each row and position it attends to, which is what bounds the time otherwise.
+    Memory moved: for a chunk of one row, P * element size for each position and 64 heads, which bounds the time up to
+    about 32 heads; and 4 * L + 8 bytes, written and read, for each head and split. Operations: 2 * N * (P + L) for each
+    row and position it attends to, which bound the time otherwise.
 
     Args:
         query_TNP: [T, N, P] float32, bfloat16 or float16; may be strided.
-        cache: [num_blocks, block_size, P] in the same dtype; any block_size.
-        block_table: [S, max_blocks] int32; nothing is read of it beyond a chunk's context.
-        row_starts: [S + 1] int32, from 0: chunk s has rows row_starts[s] to row_starts[s + 1] - 1; there may be none.
+        cache: [num_blocks, block_size, P], same dtype, any block_size.
+        block_table: [S, max_blocks] int32; entries beyond a chunk's context are not read.
+        row_starts: [S + 1] int32, from 0: chunk s has the rows row_starts[s] to row_starts[s + 1] - 1, possibly none.
         context_lens: [S] int32.
-        scale: what the products of queries and vectors are multiplied with.
-        latent_size: L, how many of a vector's P elements are its value.
-        max_rows_per_chunk: no chunk has more rows. With 1, only the kernels for chunks of one row are launched.
-        max_context: no context is longer, such as max_blocks * block_size.
-        max_rows: chunks of more rows get zeros; None: there are none such.
+        scale: factor of the products of queries and vectors.
+        latent_size: L, the number of a vector's elements that are its value.
+        max_rows_per_chunk: upper bound of the rows of a chunk. With 1, only the kernels for one row are launched.
+        max_context: upper bound of the context lengths, such as max_blocks * block_size.
+        max_rows: chunks of more rows get zeros; default: no chunk does.
 
     Returns:
-        [T, N, L], contiguous, in the dtype of the queries; zeros in rows of no chunk, and in those before position 0.
+        [T, N, L], contiguous, in the dtype of the queries; zeros for rows without a chunk or before position 0.
     """
     num_heads, vector_size = query_TNP.shape[1:]
     assert cache.shape[2] == vector_size >= latent_size
@@ -88,14 +112,14 @@ def latent_attention(
 
 
 def tile_config(latent_size: int, element_size: int) -> AttentionConfig:
-    """For chunks of many rows: 64 pairs of row and head, whose sums of 512 elements fill half of 8 warps' registers."""
-    if element_size == 4:  # on plain float32 units: only as large as their registers and shared memory allow
+    """Return the tiles for chunks of many rows: the sums of 64 pairs x 512 elements take half of 8 warps' registers."""
+    if element_size == 4:  # without tensor cores, limited by registers and shared memory
         return AttentionConfig(block_pairs=16, block_positions=16, num_warps=8, num_stages=1)
     return AttentionConfig(block_pairs=64, block_positions=32, num_warps=8, num_stages=3)
 
 
 def split_config(num_heads: int, latent_size: int, element_size: int) -> AttentionConfig:
-    """For chunks of one row: fewer pairs where there are few heads."""
+    """Return the tiles for chunks of one row: fewer pairs for fewer heads."""
     block_pairs = min(max(triton.next_power_of_2(num_heads), 16), 64)
     if element_size == 4 or block_pairs == 64:
         return tile_config(latent_size, element_size)
@@ -103,5 +127,29 @@ def split_config(num_heads: int, latent_size: int, element_size: int) -> Attenti
 
 
 def choose_splits(num_heads: int) -> Splits:
-    """Fewer for many heads, whose partial sums take much memory."""
+    """Return the splits of a context: fewer for many heads, whose partial sums take much memory."""
     return Splits(piece_size=128, max_splits=min(max(1024 // triton.next_power_of_2(num_heads), 8), 32))
+
+
+@triton.jit
+def write_latents_kernel(
+    latent_ptr,  # [T, P]
+    cache_ptr,  # [num_blocks, CACHE_BLOCK, P]
+    slots_ptr,  # [T] int64
+    token_stride,
+    element_stride,
+    cache_block_stride,
+    cache_position_stride,
+    vector_size,
+    CACHE_BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # power of two, at least P
+):
+    token = tl.program_id(0).to(tl.int64)  # token * stride can exceed 2**31
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    elements = tl.arange(0, BLOCK_P)
+    is_inside = elements < vector_size
+    vector = tl.load(latent_ptr + token * token_stride + elements * element_stride, mask=is_inside)
+    position = (slot // CACHE_BLOCK) * cache_block_stride + (slot % CACHE_BLOCK) * cache_position_stride
+    tl.store(cache_ptr + position + elements, vector, mask=is_inside)

@@ -1,7 +1,4 @@
-"""Grouped-query attention over a paged cache of keys and values, with windows and sinks.
-
-Owns how the kernels of `paged_kernels` are sized for it.
-"""
+"""Grouped-query attention over a paged cache of keys and values, with windows and sinks, and its tile sizes."""
 
 from __future__ import annotations
 
@@ -9,26 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from moeserve.triton_kernels.paged_kernels import AttentionConfig, Splits, launch_attention, launch_write
+from moeserve.triton_kernels.paged_kernels import AttentionConfig, Splits, launch_attention
 
 # T tokens, N query heads, G key-value heads, H head size, S chunks
-
-
-def write_cache(key_TGH: Tensor, value_TGH: Tensor, key_cache: Tensor, value_cache: Tensor, slots_T: Tensor) -> None:
-    """Stores each token's key and value at its slot, block * block_size + offset; a slot of -1 keeps nothing.
-
-    Memory moved: 4 * T * G * H * element size, and the slots.
-
-    Args:
-        key_TGH: [T, G, H]; may be a strided view, such as a part of a fused projection.
-        value_TGH: the same; may have other strides.
-        key_cache, value_cache: [num_blocks, G, block_size, H] in the same dtype, with the same strides.
-        slots_T: [T] int64.
-    """
-    assert key_TGH.shape == value_TGH.shape
-    assert key_cache.shape == value_cache.shape
-    assert key_cache.stride() == value_cache.stride()
-    launch_write(key_TGH, value_TGH, key_cache, value_cache, slots_T)
 
 
 def paged_attention(
@@ -45,29 +25,30 @@ def paged_attention(
     max_rows_per_chunk: int,
     max_context: int,
 ) -> Tensor:
-    """Row i of a chunk is at position p = context_len - num_rows + i and attends to the positions up to p.
+    """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
 
-    With a window, only to those after p - window. Query head n reads key-value head n // (N // G). Scores, their
-    softmax and all sums are float32; weights are rounded to the dtype of the values before they multiply them.
-    A row's bytes depend on its chunk, not on the other chunks of the step.
+    With a window, only positions after p - window are read. Query head n reads key-value head n // (N // G). Scores,
+    softmax and sums are float32. Weights are rounded to the dtype of the values before they are multiplied with them.
+    The result of a row depends on its chunk alone, bit for bit, not on the other chunks of the step.
 
-    Memory moved: per chunk of one row, 2 * G * H * element size for each position it attends to, which is what bounds
-    the time; and 4 * H + 8 bytes, written and read, for each head and split. Operations: 4 * N * H for each row and
-    position it attends to, which is what bounds the time of chunks of many rows.
+    Memory moved: for a chunk of one row, 2 * G * H * element size for each position it attends to, which bounds the
+    time; and 4 * H + 8 bytes, written and read, for each head and split. Operations: 4 * N * H for each row and
+    position it attends to, which bound the time of chunks of many rows.
 
     Args:
         query_TNH: [T, N, H] float32, bfloat16 or float16; may be strided.
-        key_cache, value_cache: [num_blocks, G, block_size, H] in the same dtype, with the same strides; any block_size.
-        block_table: [S, max_blocks] int32; nothing is read of it beyond a chunk's context.
-        row_starts: [S + 1] int32, from 0: chunk s has rows row_starts[s] to row_starts[s + 1] - 1; there may be none.
+        key_cache, value_cache: [num_blocks, G, block_size, H], same dtype, equal strides, any block_size.
+        block_table: [S, max_blocks] int32; entries beyond a chunk's context are not read.
+        row_starts: [S + 1] int32, from 0: chunk s has the rows row_starts[s] to row_starts[s + 1] - 1, possibly none.
         context_lens: [S] int32.
-        scale: what the products of queries and keys are multiplied with.
-        sinks_N: [N] float32 or None: one more score of each head, without a value.
-        max_rows_per_chunk: no chunk has more rows. With 1, only the kernels for chunks of one row are launched.
-        max_context: no context is longer, such as max_blocks * block_size.
+        scale: factor of the products of queries and keys.
+        window: number of positions that a row attends to, including its own; default: all.
+        sinks_N: [N] float32, an additional score of each head that has no value.
+        max_rows_per_chunk: upper bound of the rows of a chunk. With 1, only the kernels for one row are launched.
+        max_context: upper bound of the context lengths, such as max_blocks * block_size.
 
     Returns:
-        [T, N, H], contiguous, in the dtype of the queries; zeros in rows of no chunk, and in those before position 0.
+        [T, N, H], contiguous, in the dtype of the queries; zeros for rows without a chunk or before position 0.
     """
     num_heads, head_size = query_TNH.shape[1:]
     num_kv_heads = key_cache.shape[1]
@@ -101,8 +82,8 @@ def paged_attention(
 
 
 def tile_config(head_size: int, element_size: int) -> AttentionConfig:
-    """For chunks of many rows: two warp groups with 64 pairs each, whose sums stay in registers."""
-    if element_size == 4:  # on plain float32 units: only as large as their registers and shared memory allow
+    """Return the tiles for chunks of many rows: two warp groups with 64 pairs each, whose sums stay in registers."""
+    if element_size == 4:  # without tensor cores, limited by registers and shared memory
         block = 32 if head_size <= 64 else 16
         return AttentionConfig(block_pairs=block, block_positions=block, num_warps=8, num_stages=1)
     if head_size <= 64:
@@ -113,7 +94,7 @@ def tile_config(head_size: int, element_size: int) -> AttentionConfig:
 
 
 def split_config(group: int, head_size: int, element_size: int) -> AttentionConfig:
-    """For chunks of one row: few pairs, and enough positions on their way from memory."""
+    """Return the tiles for chunks of one row: few pairs, and enough positions in flight from memory."""
     block_pairs = min(max(triton.next_power_of_2(group), 16), 64)
     if element_size == 4:
         return tile_config(head_size, element_size)
@@ -125,5 +106,5 @@ def split_config(group: int, head_size: int, element_size: int) -> AttentionConf
 
 
 def choose_splits(num_kv_heads: int) -> Splits:
-    """So many that a single row with a long context fills a GPU."""
+    """Return the splits of a context: enough that a single row with a long context fills a GPU."""
     return Splits(piece_size=256, max_splits=min(max(256 // triton.next_power_of_2(num_kv_heads), 8), 32))

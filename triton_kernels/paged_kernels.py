@@ -1,13 +1,14 @@
-"""The kernels over a paged cache that grouped-query and latent attention share: writing, attending, merging splits.
+"""Attention kernels over a paged cache, shared by grouped-query and latent attention.
 
-Latent attention is attention with one key-value head, whose values are the beginnings of its keys. Two kernels attend:
-one for chunks of one row, whose context is split among programs, and one for chunks of more rows. Which of them attends
-for a row depends on the number of rows of its chunk alone.
+Latent attention has one key-value head, whose values are the first elements of its keys. One kernel serves chunks of
+one row and splits their context among programs; another serves chunks of more rows. The number of rows of its chunk
+alone determines which kernel serves a row.
 
-Queries that share keys and values make up the rows of a matrix product: the "pairs" (row, head) of a chunk, of which
-number i is row i // group, head i % group.
+Queries that share keys and values are the rows of a matrix product. They are the pairs (row, head) of a chunk: pair i
+is row i // group and head i % group.
 
-What differs from step to step is not specialised on: serving does not wait for a compiler.
+Kernels are not specialised on sizes that change from step to step, because serving must not wait for a compiler.
+The file is longer than others because the three kernels share their inner loop, masks and order of additions.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T tokens, N query heads, G key-value heads, H head size, P size of a key, V of a value; S chunks, Z splits
+# T tokens, N query heads, G key-value heads, P size of a key, V size of a value, E elements of a key beyond its value,
+# S chunks, Z splits, M pairs of a tile, C positions of a tile
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # powers of 2 are what the hardware has
-CHUNKS_AT_ONCE = 256  # of which a program looks for its own
+LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware computes powers of 2
+CHUNKS_AT_ONCE = 256  # chunks that a program reads at a time to find its own
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """What a kernel is compiled with."""
+    """Compile-time sizes of an attention kernel."""
 
     block_pairs: int  # pairs of row and head of one program
-    block_positions: int  # of the context, at a time
+    block_positions: int  # positions of the context in one iteration
     num_warps: int
     num_stages: int
 
@@ -42,54 +44,14 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class Splits:
-    """How the context of one row is divided: a function of the model's shape, for it decides the order of additions.
+    """Division of the context of one row. It depends on the model's shape only, as it fixes the order of additions.
 
-    Piece i, counted from the first that the row attends to, belongs to program i % max_splits: so a row's bytes do not
-    depend on how many programs the step has, nor partial sums on how long contexts are.
+    Piece i, counted from the first piece that the row attends to, belongs to program i % max_splits. So a result does
+    not depend on the number of programs of the step, and the number of partial sums is bounded for long contexts.
     """
 
-    piece_size: int  # positions; a multiple of those that a program takes at a time
-    max_splits: int  # programs that share one context and key-value head; a power of two
-
-
-def launch_write(
-    key_TGH: Tensor, value_TGH: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slots_T: Tensor
-) -> None:
-    """See `paged_attention.write_cache`; without values, only keys are written."""
-    num_tokens, num_heads, head_size = key_TGH.shape
-    assert key_cache.shape[1::2] == (num_heads, head_size), f"a cache of {tuple(key_cache.shape)} is of other heads"
-    assert key_cache.dtype == key_TGH.dtype
-    assert key_cache.stride(3) == 1
-    assert slots_T.shape == (num_tokens,)
-    assert slots_T.dtype == torch.int64
-    assert slots_T.is_contiguous()
-    if num_tokens == 0:
-        return
-    block_heads, block_size = write_blocks(num_heads, head_size)
-    value_strides = (0, 0, 0) if value_TGH is None else value_TGH.stride()
-    write_cache_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
-        key_TGH,
-        value_TGH,
-        key_cache,
-        value_cache,
-        slots_T,
-        *key_TGH.stride(),
-        *value_strides,
-        *key_cache.stride()[:3],
-        num_heads,
-        head_size,
-        CACHE_BLOCK=key_cache.shape[2],
-        BLOCK_G=block_heads,
-        BLOCK_H=block_size,
-        HAS_VALUE=value_TGH is not None,
-        num_warps=4,
-    )
-
-
-def write_blocks(num_heads: int, head_size: int) -> tuple[int, int]:
-    """Heads, and elements of each, that one program of the writing kernel copies."""
-    block_size = triton.next_power_of_2(head_size)
-    return min(triton.next_power_of_2(num_heads), max(4096 // block_size, 1)), block_size
+    piece_size: int  # positions, a multiple of AttentionConfig.block_positions
+    max_splits: int  # programs for one context and key-value head, a power of two
 
 
 def launch_attention(
@@ -111,10 +73,10 @@ def launch_attention(
     split_config: AttentionConfig,
     splits: Splits,
 ) -> Tensor:
-    """See `paged_attention.paged_attention`.
+    """Launch the kernels of one attention call; see `paged_attention.paged_attention`.
 
     Args:
-        value_cache: None: the values are the first `value_size` elements of the keys.
+        value_cache: None if the values are the first `value_size` elements of the keys.
         max_attended_rows: chunks of more rows get zeros.
 
     Returns:
@@ -135,7 +97,7 @@ def launch_attention(
     if query_TNP.stride(2) != 1:
         query_TNP = query_TNP.contiguous()
     group = num_heads // num_kv_heads
-    # The merging kernel also writes the zeros of a step that has no other chunks.
+    # If all chunks have one row, the merging kernel also writes the zeros.
     is_one_row_each = max_rows_per_chunk <= 1
     new = query_TNP.new_empty if is_one_row_each and num_chunks > 0 else query_TNP.new_zeros
     output_TNV = new(num_tokens, num_heads, value_size)
@@ -172,7 +134,8 @@ def launch_attention(
     if max_attended_rows < 1:
         return output_TNV.zero_() if is_one_row_each else output_TNV
 
-    longest = max_context if window is None else min(max_context, window + splits.piece_size - 1)  # begins amid a piece
+    # A window may begin inside a piece.
+    longest = max_context if window is None else min(max_context, window + splits.piece_size - 1)
     num_splits = max(min(triton.cdiv(longest, splits.piece_size), splits.max_splits), 1)
     partial_SZNV, maximum_SZN, total_SZN = (
         query_TNP.new_empty(num_chunks, num_splits, num_heads, *size, dtype=torch.float32)
@@ -219,10 +182,10 @@ def launch_attention(
 def kernel_sizes(
     *, group: int, window: int | None, cache_block: int, value_size: int, extra_size: int | None
 ) -> dict[str, Any]:
-    """Constants of both attending kernels.
+    """Return the compile-time sizes that both attention kernels share.
 
     Args:
-        extra_size: elements of a key beyond its value, where they share memory; None where they do not.
+        extra_size: elements of a key beyond its value, if they share memory; otherwise None.
     """
     return {
         "GROUP": group,
@@ -237,47 +200,8 @@ def kernel_sizes(
 
 
 def merge_warps(max_splits: int, block_values: int) -> int:
-    """So many that a thread holds 32 partial sums, or 64."""
+    """Return the number of warps with which a thread holds 32 or 64 partial sums."""
     return min(max(max_splits * block_values // 1024, 1), 8)
-
-
-@triton.jit
-def write_cache_kernel(
-    key_ptr,  # [T, G, H]
-    value_ptr,  # the same, or None
-    key_cache_ptr,  # [num_blocks, G, CACHE_BLOCK, H]
-    value_cache_ptr,  # the same, or None
-    slots_ptr,  # [T] int64
-    key_token_stride,
-    key_head_stride,
-    key_element_stride,
-    value_token_stride,
-    value_head_stride,
-    value_element_stride,
-    cache_block_stride,
-    cache_head_stride,
-    cache_position_stride,
-    num_heads,
-    head_size,
-    CACHE_BLOCK: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    HAS_VALUE: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
-    if slot < 0:
-        return
-    heads = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]
-    elements = tl.arange(0, BLOCK_H)[None, :]
-    is_kept = (heads < num_heads) & (elements < head_size)
-    position = (slot // CACHE_BLOCK) * cache_block_stride + (slot % CACHE_BLOCK) * cache_position_stride
-    target = position + heads * cache_head_stride + elements
-    source = token * key_token_stride + heads * key_head_stride + elements * key_element_stride
-    tl.store(key_cache_ptr + target, tl.load(key_ptr + source, mask=is_kept), mask=is_kept)
-    if HAS_VALUE:
-        source = token * value_token_stride + heads * value_head_stride + elements * value_element_stride
-        tl.store(value_cache_ptr + target, tl.load(value_ptr + source, mask=is_kept), mask=is_kept)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_chunks", "max_attended_rows"])
@@ -305,7 +229,7 @@ def attend_tile_kernel(
     WINDOW: tl.constexpr,  # or None
     CACHE_BLOCK: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    EXTRA_SIZE: tl.constexpr,  # elements of a key beyond its value, where these share memory
+    EXTRA_SIZE: tl.constexpr,  # elements of a key beyond its value, if they share memory
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     SHARES_VALUE: tl.constexpr,
@@ -313,13 +237,13 @@ def attend_tile_kernel(
     BLOCK_C: tl.constexpr,
     CHUNKS_AT_ONCE: tl.constexpr,
 ):
-    """One program: BLOCK_M pairs of one chunk and key-value head, over all they attend to."""
-    # The last tiles of a chunk attend to the most positions: they begin first.
+    """Attend from BLOCK_M pairs of one chunk and key-value head to all their positions."""
+    # The last tiles of a chunk attend to the most positions, so they start first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = program % num_kv_heads
     slot = program // num_kv_heads
 
-    # Chunk s has the slots from pairs before it // BLOCK_M + s: never fewer than tiles, as each chunk has one to spare.
+    # The tiles of chunk s start at (pairs before it) // BLOCK_M + s. That leaves room for its partial last tile.
     num_begun = 0
     for first_chunk in range(0, num_chunks, CHUNKS_AT_ONCE):
         chunks = first_chunk + tl.arange(0, CHUNKS_AT_ONCE)
@@ -334,7 +258,7 @@ def attend_tile_kernel(
     is_too_long = tl.minimum(num_rows, context_len) > max_attended_rows
     if (num_rows <= 1) | is_too_long | (first_pair >= num_rows * GROUP):
         return
-    first_position = context_len - num_rows  # of the chunk; below 0 if it has more rows than positions
+    first_position = context_len - num_rows  # of the chunk; negative if it has more rows than positions
     lowest = first_position + first_pair // GROUP
     highest = first_position + (tl.minimum(first_pair + BLOCK_M, num_rows * GROUP) - 1) // GROUP
     if highest < 0:
@@ -361,21 +285,21 @@ def attend_tile_kernel(
             other=0.0,
         )
 
-    # All pairs attend to all positions from `all_from` up to `all_to`; nothing before `first` or from `end` on is read.
+    # All pairs attend to the positions from all_from to all_to - 1. Positions before first or from end on are not read.
     end = highest + 1
     first = 0
     all_from = 0
     if WINDOW is not None:
         first = tl.maximum(lowest - WINDOW + 1, 0)
         all_from = tl.minimum(tl.cdiv(tl.maximum(highest - WINDOW + 1, 0), BLOCK_C) * BLOCK_C, end)
-    all_to = tl.maximum((lowest + 1) // BLOCK_C * BLOCK_C, all_from)  # lowest may be below 0
+    all_to = tl.maximum((lowest + 1) // BLOCK_C * BLOCK_C, all_from)  # lowest may be negative
 
     head_offset = kv_head.to(tl.int64) * cache_head_stride
     table_ptr = block_table_ptr + chunk.to(tl.int64) * table_stride  # type: ignore[attr-defined]
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    # Large heads fill all registers: they get no loops of their own for positions that need no mask.
+    # Large heads fill all registers, so they have no separate loop without masks.
     IS_LARGE: tl.constexpr = BLOCK_V >= 256
     if IS_LARGE:
         all_from = end
@@ -425,7 +349,7 @@ def attend_tile_kernel(
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + heads, mask=is_pair, other=0.0) * LOG2_E
         share, total = with_sink(maximum, total, sinks)
-    # A row before position 0 has a total of 0.
+    # The total of a row before position 0 is 0.
     result = weighted * (share / tl.where(total == 0.0, 1.0, total))[:, None]
     tl.store(
         output_ptr + (rows.to(tl.int64) * num_heads + heads)[:, None] * VALUE_SIZE + values[None, :],
@@ -442,8 +366,8 @@ def attend_split_kernel(
     block_table_ptr,
     row_starts_ptr,
     context_lens_ptr,
-    partial_ptr,  # [S, Z, N, VALUE_SIZE] float32: sums of values times weights relative to the greatest weight
-    maximum_ptr,  # [S, Z, N] float32: the greatest score, as a power of 2
+    partial_ptr,  # [S, Z, N, VALUE_SIZE] float32: sums of values times weights, relative to the maximum
+    maximum_ptr,  # [S, Z, N] float32: largest score, in base-2 logarithms
     total_ptr,  # [S, Z, N] float32: sums of the weights
     query_row_stride,
     query_head_stride,
@@ -452,7 +376,7 @@ def attend_split_kernel(
     cache_position_stride,
     table_stride,
     num_heads,
-    num_tiles,  # that the heads of a group are divided into
+    num_tiles,  # tiles of BLOCK_M heads in a group
     scale,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -467,7 +391,7 @@ def attend_split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One program: BLOCK_M heads of one row, over every MAX_SPLITS-th piece. See `attend_tile_kernel`."""
+    """Attend from BLOCK_M heads of one row to every MAX_SPLITS-th piece; see `attend_tile_kernel` for the arguments."""
     kv_head = tl.program_id(0) // num_tiles
     chunk = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -496,7 +420,7 @@ def attend_split_kernel(
             other=0.0,
         )
 
-    # One loop over the tiles of all its pieces. Only the last piece of a context may have fewer.
+    # One loop covers the tiles of all pieces of the program. Only the last piece of a context may be shorter.
     TILES_PER_PIECE: tl.constexpr = PIECE_SIZE // BLOCK_C
     num_own = (num_pieces - 1 - split) // MAX_SPLITS + 1
     last_begin = (first_piece + split + (num_own - 1) * MAX_SPLITS) * PIECE_SIZE
@@ -568,7 +492,7 @@ def merge_splits_kernel(
     PIECE_SIZE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """One program: one head of one chunk; or, beyond the chunks, one head of a row, with zeros if no chunk has it."""
+    """Merge the splits of one head of one chunk. Programs beyond the chunks write zeros to rows without a chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     values = tl.arange(0, BLOCK_V)
@@ -584,7 +508,7 @@ def merge_splits_kernel(
         return
 
     _, _, num_pieces = pieces_of(tl.load(context_lens_ptr + chunk), WINDOW, PIECE_SIZE)
-    # As many as the kernel is compiled for, whatever the step has: the order of additions is the same in all steps.
+    # Always MAX_SPLITS, whatever the step has, so that the order of additions is the same in all steps.
     splits = tl.arange(0, MAX_SPLITS)
     is_used = splits < num_pieces
     places = (chunk * num_splits + splits) * num_heads + head
@@ -612,7 +536,7 @@ def merge_splits_kernel(
 
 @triton.jit
 def pieces_of(context_len, WINDOW: tl.constexpr, PIECE_SIZE: tl.constexpr):
-    """The first position that a context's last row attends to, the piece it lies in, and how many pieces there are."""
+    """Return the first position that the last row attends to, the piece of that position, and the number of pieces."""
     first = context_len * 0
     if WINDOW is not None:
         first = tl.maximum(context_len - WINDOW, 0)
@@ -622,7 +546,7 @@ def pieces_of(context_len, WINDOW: tl.constexpr, PIECE_SIZE: tl.constexpr):
 
 @triton.jit
 def load_blocks(table_ptr, columns, first, end, CACHE_BLOCK: tl.constexpr):
-    """The block of each position. Loaded one turn ahead, or keys and values would wait for it."""
+    """Load the cache block of each position, one iteration ahead so that keys and values need not wait for it."""
     return tl.load(table_ptr + columns // CACHE_BLOCK, mask=(columns >= first) & (columns < end), other=0)
 
 
@@ -633,13 +557,13 @@ def attend_positions(
     weighted,  # [M, V] float32
     maximum,  # [M]
     total,  # [M]
-    key_ptr,  # of block 0 and the key-value head
+    key_ptr,  # block 0 of the key-value head
     value_ptr,
-    blocks,  # [C]: of the positions to attend to
+    blocks,  # [C]: cache blocks of these positions
     cache_block_stride,
     cache_position_stride,
-    columns,  # [C]: these positions
-    positions,  # [M]: of the pairs
+    columns,  # [C]: positions to attend to
+    positions,  # [M]: positions of the pairs
     first,
     end,
     scale,
@@ -652,9 +576,9 @@ def attend_positions(
     BLOCK_E: tl.constexpr,
     SHARES_VALUE: tl.constexpr,
 ):
-    """Adds some positions to a softmax that is kept relative to the greatest score so far.
+    """Add BLOCK_C positions to an online softmax, which is relative to the largest score so far.
 
-    What no pair attends to is not read, and a weight of 0 does not undo a NaN: so outside `first` to `end` come zeros.
+    Positions outside first to end - 1 are loaded as zeros: a weight of 0 times an uninitialised NaN would be NaN.
     """
     values = tl.arange(0, BLOCK_V)
     is_value = (values < VALUE_SIZE)[None, :]
@@ -684,7 +608,7 @@ def attend_positions(
 
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
     shift = new_maximum
-    if IS_MASKED:  # a pair that has seen nothing: -inf less -inf is no number
+    if IS_MASKED:  # a pair without any position yet: -inf - -inf would be NaN
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weights = tl.exp2(scores - shift[:, None])
     share = tl.exp2(maximum - shift)
@@ -704,7 +628,7 @@ def attend_positions(
 def load_tile(
     pointers, is_row, is_column, MASKS_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, NUM_LOADED: tl.constexpr
 ):
-    """Loads with only the masks that are needed; zeros elsewhere."""
+    """Load a tile with only the necessary masks; masked elements are zeros."""
     if MASKS_ROWS:
         if NUM_COLUMNS == NUM_LOADED:
             return tl.load(pointers, mask=is_row, other=0.0)
@@ -719,7 +643,7 @@ def load_tile(
 
 @triton.jit
 def with_sink(maximum, total, sink):
-    """What the weighted sums are multiplied with, and the total, once a sink takes its share of the weights."""
+    """Return the factor of the weighted sums and the total after a sink has been added to the softmax."""
     new_maximum = tl.maximum(maximum, sink)
     shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     share = tl.exp2(maximum - shift)

@@ -1,7 +1,7 @@
-"""Pairs of a token and one of its experts, on a GPU: sorted, their rows gathered and scattered, their outputs added.
+"""Pairs of a token and one of its experts, on a GPU: sort them, move their rows, and sum their outputs.
 
-Pair p = t * K + k is token t and its k-th expert. All shapes are known without looking at values, so that a CUDA graph
-can hold the launches; where that leaves room, -1 stands.
+Pair p = t * K + k is token t and its k-th expert. All shapes are known on the host, so that CUDA graphs can hold the
+launches; unused places hold -1.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T tokens, K experts per token, P pairs = T * K, R rows, S rows of a source, D model width, X counted keys and one more
-# for all other pairs, B blocks of pairs
+# T tokens, K experts per token, P pairs = T * K, R rows, S rows of a source, D model width, X counted keys plus one for
+# all other pairs, B blocks of pairs
 
-MAX_RANKED_PAIRS = 4096  # as many are compared with one another, in one launch
-# Up to the last many rows are searched for each token's, which saves two launches. A few sizes: each is compiled.
+MAX_RANKED_PAIRS = 4096  # up to this many pairs are compared with one another, in one launch
+# With up to this many rows, each program searches all rows for those of its token, which saves two launches. The kernel
+# is compiled for each of these sizes.
 SEARCHED_ROWS = (32, 256, 1024)
-MAX_BLOCK_WIDTH = 1024  # values of a row that one program adds up, or half of those it moves
-MAX_WEIGHING_PROGRAMS = 256  # for each block of columns: rows beyond so many wait for their turn
+MAX_BLOCK_WIDTH = 1024  # columns that one program adds up, and half of the columns that one program moves
+MAX_WEIGHING_PROGRAMS = 256  # for each block of columns; a program weighs every 256th row
 
-# Blocks of each kernel, and how it is compiled. Few pairs: the fewer steps, the sooner it ends.
+# Block sizes and compile options of each kernel. With few pairs, the number of sequential steps bounds the time.
 RANK_BLOCKS: dict[str, Any] = {"BLOCK_P": 32, "BLOCK_Q": 256, "num_warps": 8}
 PLACE_BLOCKS: dict[str, Any] = {"BLOCK_P": 256, "BLOCK_X": 32, "num_warps": 8}
 START_BLOCKS: dict[str, Any] = {"BLOCK_B": 1024, "num_warps": 4}
@@ -30,18 +31,18 @@ INVERT_BLOCKS: dict[str, Any] = {"BLOCK_R": 1024, "num_warps": 4}
 
 
 def order_pairs(keys_TK: Tensor, first: int, num_counted: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their keys, those of one key ascending; and how many each key has.
+    """Sort pairs by key, then by number, and count the pairs of each key.
 
-    Memory moved: 2 * 8 bytes for each pair. In one launch, up to 4096 pairs: P * P comparisons. In three, for more:
-    P * X comparisons twice and P * 256 once, and 3 * 4 bytes for each of X * P / 256 counts of blocks.
+    Memory moved: 2 * 8 bytes for each pair. Up to 4096 pairs take one launch with P * P comparisons. More pairs take
+    three launches with P * X comparisons twice and P * 256 once, and 3 * 4 bytes for each of X * P / 256 block counts.
 
     Args:
         keys_TK: int64 or int32, [T, K] or [P], any strides.
-        first: the first key that counts.
-        num_counted: how many keys do. Pairs with other keys are left out.
+        first: the first counted key.
+        num_counted: number of counted keys. Pairs with other keys are left out.
 
     Returns:
-        [P] int64, with -1 after the pairs that count; and [num_counted] int64.
+        Pairs [P] int64, followed by -1; and the number of pairs of each counted key, [num_counted] int64.
     """
     num_pairs = keys_TK.numel()
     pairs_P = torch.empty(num_pairs, dtype=torch.int64, device=keys_TK.device)
@@ -67,13 +68,13 @@ def order_pairs(keys_TK: Tensor, first: int, num_counted: int) -> tuple[Tensor, 
 
 
 def gather_rows(source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tensor:
-    """[R, D]: row r is row indices_R[r] // divisor of the source; undefined where the index is -1.
+    """Return the source rows indices_R[r] // divisor, [R, D]. A row with index -1 is undefined.
 
     Memory moved: each row is read and written once, and 8 bytes for its index.
 
     Args:
         source_SD: [S, D] of any dtype; rows may be strided.
-        indices_R: [R] int64. With K as divisor, pairs.
+        indices_R: [R] int64; numbers of pairs if the divisor is K.
     """
     source_SD = source_SD if source_SD.stride(1) == 1 else source_SD.contiguous()
     rows_RD = torch.empty(len(indices_R), source_SD.shape[1], dtype=source_SD.dtype, device=source_SD.device)
@@ -82,13 +83,13 @@ def gather_rows(source_SD: Tensor, indices_R: Tensor, divisor: int = 1) -> Tenso
 
 
 def scatter_rows(rows_RD: Tensor, indices_R: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, D]: row indices_R[r] is row r, but for indices of -1; all others are zeros.
+    """Return [num_rows, D], in which row indices_R[r] is row r of the input and all other rows are zeros.
 
     Memory moved: num_rows * D zeros, then each row is read and written once.
 
     Args:
         rows_RD: [R, D] of any dtype; rows may be strided.
-        indices_R: [R] int64, each row at most once.
+        indices_R: [R] int64, distinct, or -1 for a row that is left out.
     """
     rows_RD = rows_RD if rows_RD.stride(1) == 1 else rows_RD.contiguous()
     output_SD = torch.zeros(num_rows, rows_RD.shape[1], dtype=rows_RD.dtype, device=rows_RD.device)
@@ -96,35 +97,20 @@ def scatter_rows(rows_RD: Tensor, indices_R: Tensor, num_rows: int) -> Tensor:
     return output_SD
 
 
-def row_of_pair(pair_of_row_R: Tensor, num_pairs: int) -> Tensor:
-    """[P] int32: the inverse of an order of pairs. -1 for a pair without a row.
-
-    Memory moved: 8 bytes for each row, 2 * 4 for each pair.
-
-    Args:
-        pair_of_row_R: [R] int64, each pair at most once; -1 for a row without a pair.
-    """
-    row_of_pair_P = torch.full((num_pairs,), -1, dtype=torch.int32, device=pair_of_row_R.device)
-    num_rows = pair_of_row_R.shape[0]
-    if num_rows and num_pairs:
-        num_programs = triton.cdiv(num_rows, INVERT_BLOCKS["BLOCK_R"])
-        invert_kernel[(num_programs,)](pair_of_row_R.contiguous(), row_of_pair_P, num_rows, **INVERT_BLOCKS)
-    return row_of_pair_P
-
-
 def weighted_sum(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each token's outputs times their weights, added in float32 and in the order of k: [T, D] of a dtype.
+    """Return the weighted sum of each token's outputs, [T, D], added in float32 in the order of k.
 
-    A row without a pair is not read, and a pair without a row adds nothing. No product is fused with a sum, so the
-    bytes are those of the torch reference.
+    Rows without a pair are not read, and pairs without a row add nothing. Products and sums are not fused, so the
+    results equal those of the torch reference bit for bit.
 
-    Memory moved: each output that has a pair is read once, each result written once. Up to 1024 rows, each program
-    reads all of pair_of_row_R; else see `row_of_pair`.
+    Memory moved: each output that has a pair is read once, each result written once. With up to 1024 rows each program
+    reads all of pair_of_row_R; otherwise it is inverted first, with 8 bytes for each row and 2 * 4 for each pair.
 
     Args:
-        output_RD: [R, D], float32, bfloat16 or float16; rows may be strided.
+        output_RD: [R, D] float32, bfloat16 or float16; rows may be strided.
         pair_of_row_R: [R] int64, each pair at most once; -1 for a row without a pair.
         weights_TK: [T, K] float32.
+        dtype: dtype of the result.
     """
     num_tokens, top_k = weights_TK.shape
     num_rows, width = output_RD.shape
@@ -137,7 +123,7 @@ def weighted_sum(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, d
     output_RD = output_RD if output_RD.stride(1) == 1 else output_RD.contiguous()
     searched_rows = next((size for size in SEARCHED_ROWS if num_rows <= size), None)
     is_searched = searched_rows is not None
-    rows = pair_of_row_R.contiguous() if is_searched else row_of_pair(pair_of_row_R, num_tokens * top_k)
+    rows = pair_of_row_R.contiguous() if is_searched else _row_of_pair(pair_of_row_R, num_tokens * top_k)
     block_width = min(triton.next_power_of_2(width), MAX_BLOCK_WIDTH)
     weighted_sum_kernel[(num_tokens, triton.cdiv(width, block_width))](
         output_RD,
@@ -157,14 +143,14 @@ def weighted_sum(output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, d
 
 
 def weigh_rows(rows_RD: Tensor, weights_R: Tensor, num_counted: Tensor) -> Tensor:
-    """[R, D]: each row times its weight in float32, rounded once, in the dtype of the rows; nothing in spare rows.
+    """Return each row times its weight, [R, D], multiplied in float32 and rounded once to the dtype of the rows.
 
-    Memory moved: each row that counts is read and written once.
+    Memory moved: each used row is read and written once.
 
     Args:
-        rows_RD: float32, bfloat16 or float16; rows may be strided.
+        rows_RD: [R, D] float32, bfloat16 or float16; rows may be strided.
         weights_R: [R] float32.
-        num_counted: [1] int32 or int64: how many of the rows count. Those after them are neither read nor written.
+        num_counted: [1] int32 or int64, the number of used rows. Later rows are neither read nor written.
     """
     num_rows, width = rows_RD.shape
     assert weights_R.shape == (num_rows,), f"{tuple(weights_R.shape)} weights for {num_rows} rows"
@@ -187,8 +173,16 @@ def weigh_rows(rows_RD: Tensor, weights_R: Tensor, num_counted: Tensor) -> Tenso
 
 
 def sum_options() -> dict[str, Any]:
-    """How the sum is compiled."""
+    """Return the options that `weighted_sum_kernel` is compiled with."""
     return {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def _row_of_pair(pair_of_row_R: Tensor, num_pairs: int) -> Tensor:
+    """Return the row of each pair [P] int32, or -1 for a pair without a row."""
+    row_of_pair_P = torch.full((num_pairs,), -1, dtype=torch.int32, device=pair_of_row_R.device)
+    num_programs = triton.cdiv(len(pair_of_row_R), INVERT_BLOCKS["BLOCK_R"])
+    invert_kernel[(num_programs,)](pair_of_row_R.contiguous(), row_of_pair_P, len(pair_of_row_R), **INVERT_BLOCKS)
+    return row_of_pair_P
 
 
 def _move_rows(from_XD: Tensor, indices_R: Tensor, divisor: int, to_YD: Tensor, *, is_scatter: bool) -> None:
@@ -212,7 +206,7 @@ def _move_rows(from_XD: Tensor, indices_R: Tensor, divisor: int, to_YD: Tensor, 
 
 @triton.jit
 def load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, pairs):
-    """Counted keys from 0 on; num_counted for other pairs; one more for what is no pair."""
+    """Return counted keys from 0 on, num_counted for other pairs, and num_counted + 1 beyond the last pair."""
     token = (pairs // top_k).to(tl.int64)
     key = tl.load(keys_ptr + token * stride_t + pairs % top_k * stride_k, mask=pairs < num_pairs, other=0) - first
     key = tl.where((key >= 0) & (key < num_counted), key, num_counted).to(tl.int32)
@@ -233,15 +227,16 @@ def rank_pairs_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """A pair's place is the number of pairs before it: each program looks at all, for some of them. The last programs
-    count some keys each.
+    """Sort pairs and count keys. The place of a pair is the number of pairs before it.
+
+    Each of the first programs compares BLOCK_P pairs with all pairs; each of the last programs counts BLOCK_P keys.
     """
     num_blocks = tl.cdiv(num_pairs, BLOCK_P)
     block = tl.program_id(0)
     if block < num_blocks:
         pairs = block * BLOCK_P + tl.arange(0, BLOCK_P)
         keys = load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, pairs)
-        rank_of_pair = keys * num_pairs + pairs  # unlike any other's
+        rank_of_pair = keys * num_pairs + pairs  # distinct
         places = tl.zeros((BLOCK_P,), dtype=tl.int32)
         for start in range(0, num_pairs, BLOCK_Q):
             others = start + tl.arange(0, BLOCK_Q)
@@ -273,7 +268,7 @@ def count_keys_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):
-    """How often each key is in a block of pairs."""
+    """Count how often each key occurs in a block of pairs."""
     block = tl.program_id(0)
     pairs = block * BLOCK_P + tl.arange(0, BLOCK_P)
     keys = load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, pairs)
@@ -285,9 +280,9 @@ def count_keys_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks", "num_counted"])
 def start_blocks_kernel(
-    counts_ptr,  # [X, B] int32; becomes for each block how many of its key are in the blocks before it
+    counts_ptr,  # [X, B] int32 counts; overwritten with the sums over the blocks before each block
     totals_ptr,  # [X] int32
-    output_ptr,  # [num_counted] int64: the same, without the last
+    output_ptr,  # [num_counted] int64, the totals of the counted keys
     num_blocks,
     num_counted,
     BLOCK_B: tl.constexpr,
@@ -320,7 +315,7 @@ def place_pairs_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):
-    """A pair's place: all of lower keys, those of its key in blocks before, and those before it in its own block."""
+    """Sort pairs: a pair follows all pairs of lower keys, and the earlier pairs of its own key."""
     block = tl.program_id(0)
     pairs = block * BLOCK_P + tl.arange(0, BLOCK_P)
     keys = load_keys(keys_ptr, stride_t, stride_k, top_k, num_pairs, first, num_counted, pairs)
@@ -339,9 +334,9 @@ def place_pairs_kernel(
 
 @triton.jit(do_not_specialize=["divisor"])
 def move_rows_kernel(
-    from_ptr,  # [R, D] if it scatters, else [S, D]; rows from_stride elements apart
+    from_ptr,  # [R, D] if IS_SCATTER, else [S, D]; rows from_stride elements apart
     indices_ptr,  # [R] int64
-    to_ptr,  # [S, D] if it scatters, else [R, D]; contiguous
+    to_ptr,  # [S, D] if IS_SCATTER, else [R, D]; contiguous
     from_stride,
     width,
     divisor,
@@ -361,7 +356,7 @@ def move_rows_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def invert_kernel(
     pair_of_row_ptr,  # [R] int64
-    row_of_pair_ptr,  # [P] int32, all -1
+    row_of_pair_ptr,  # [P] int32, initially -1
     num_rows,
     BLOCK_R: tl.constexpr,
 ):
@@ -380,11 +375,11 @@ def weigh_rows_kernel(
     width,
     BLOCK_D: tl.constexpr,
 ):
-    """Each program: some columns of every so many-th row that counts."""
+    """Weigh the used rows. A program processes BLOCK_D columns of every n-th row, with n programs along the rows."""
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_row = columns < width
     num_counted = tl.load(num_counted_ptr).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64)  # row * stride can pass 2**31
+    row = tl.program_id(0).to(tl.int64)  # row * stride can exceed 2**31
     while row < num_counted:
         values = tl.load(rows_ptr + row * row_stride + columns, mask=in_row, other=0.0)
         product = values.to(tl.float32) * tl.load(weights_ptr + row)
@@ -420,8 +415,8 @@ def weighted_sum_kernel(
         else:
             row = tl.load(rows_ptr + pair).to(tl.int64)
         weight = tl.load(weights_ptr + pair)
-        weight = tl.where(row >= 0, weight, 0.0)  # that of padding may be no number
+        weight = tl.where(row >= 0, weight, 0.0)  # the weight of padding may be NaN
         values = tl.load(output_ptr + row * output_stride + columns, mask=in_row & (row >= 0), other=0.0)
         product = values.to(tl.float32) * weight
-        total = product if k == 0 else total + product  # 0 + -0 would lose the sign
+        total = product if k == 0 else total + product  # 0 + -0 would lose the sign of zero
     tl.store(total_ptr + token * width + columns, total.to(total_ptr.dtype.element_ty), mask=in_row)

@@ -1,4 +1,4 @@
-"""RMSNorm on a GPU, alone or after an addition: rows in registers, each number read once and written once."""
+"""RMSNorm on a GPU, alone or after an addition. Rows are held in registers and read from memory once."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T rows (any number of leading dimensions), D width of a row; O outer and I inner rows: T as two dimensions
+# T rows (any number of leading dimensions), D width of a row; O outer and I inner dimension of the rows, T = O * I
 
 MAX_WIDTH = 65536  # one program holds a whole row
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Scales each row to unit mean square and multiplies it by the weight.
+    """Scale each row to unit mean square and multiply it by the weight.
 
-    In float32: x / sqrt(mean(x²) + epsilon); rounded to the dtype of x_TD; then times the weight, as transformers'
-    Mixtral does. The sum over a row runs in an order fixed by D alone.
+    x / sqrt(mean(x²) + epsilon) is computed in float32, rounded to the dtype of x_TD and then multiplied by the weight,
+    as in the Mixtral of transformers. The order of the sum over a row depends on D alone.
 
-    Memory moved: (2 * T * D + D) * element size, which is what bounds the time for many rows. About 4 * T * D
-    operations.
+    Memory moved: (2 * T * D + D) * element size, which bounds the time for many rows. About 4 * T * D operations.
 
     Args:
-        x_TD: [..., D], float32, bfloat16 or float16; D at most 65536. Leading dimensions may be strided.
+        x_TD: [..., D] float32, bfloat16 or float16; D at most 65536. Leading dimensions may be strided.
         weight_D: [D], same dtype and device.
         epsilon: added to the mean square.
 
     Returns:
-        A new contiguous tensor of the shape and dtype of x_TD.
+        [..., D], new and contiguous, same dtype.
     """
     rows_OID = _as_rows(x_TD)
     output_OID = torch.empty(rows_OID.shape, dtype=x_TD.dtype, device=x_TD.device)
@@ -38,28 +37,28 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
 
 
 def rms_norm_in_place(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> None:
-    """Leaves in x_TD what `rms_norm` returns. Moves as much memory.
+    """Write the result of `rms_norm` to x_TD.
 
     Args:
         x_TD: [T, D] or [T, heads, D], which may be a view of a fused projection; the last dimension is contiguous.
     """
     assert x_TD.ndim <= 3 or x_TD.is_contiguous(), f"strides {x_TD.stride()} of {x_TD.ndim} dimensions"
-    assert x_TD.stride(-1) == 1, "a copy would take the result"
+    assert x_TD.stride(-1) == 1, "the result would be written to a copy"
     rows_OID = _as_rows(x_TD)
     _launch(rows_OID, None, weight_D, epsilon, None, rows_OID)
 
 
 def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Adds, and normalises the sum after it has been rounded to the dtype, as two operations would.
+    """Add, and normalise the rounded sum, as two separate operations would.
 
-    Memory moved: (4 * T * D + D) * element size; apart, the two would move (5 * T * D + D).
+    Memory moved: (4 * T * D + D) * element size; two operations would move (5 * T * D + D).
 
     Args:
-        x_TD, update_TD: [..., D], of one shape and dtype. Neither is changed.
-        weight_D, epsilon: as for `rms_norm`.
+        x_TD, update_TD: [..., D], same shape and dtype. They are not modified.
+        weight_D, epsilon: see `rms_norm`.
 
     Returns:
-        x_TD + update_TD, and what `rms_norm` makes of it; both contiguous.
+        x_TD + update_TD, and the `rms_norm` of that sum; both contiguous.
     """
     assert update_TD.shape == x_TD.shape, f"{tuple(update_TD.shape)} for {tuple(x_TD.shape)}"
     assert update_TD.dtype == x_TD.dtype, f"{update_TD.dtype} for {x_TD.dtype}"
@@ -71,21 +70,24 @@ def add_rms_norm(x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: flo
 
 
 def block_sizes(width: int) -> dict[str, int]:
-    """Rows of one program, and the room for each. Of the width alone, so that the order of a row's sum is too."""
+    """Return the rows of one program and the power of two that holds one row.
+
+    They depend on the width alone, and so does the order of the sum over a row.
+    """
     block_width = triton.next_power_of_2(width)
     return {"BLOCK_T": max(1024 // block_width, 1), "BLOCK_D": block_width}
 
 
 def compile_options(block_width: int) -> dict[str, Any]:
-    """How the kernel is compiled for rows of up to `block_width` values."""
+    """Return the options that the kernel is compiled with, for rows of up to `block_width` values."""
     return {
-        "num_warps": min(max(block_width // 512, 2), 16),  # up to 8192 values, 16 for each thread
-        "enable_fp_fusion": False,  # squares are rounded before they are added, as torch does; the default varies
+        "num_warps": min(max(block_width // 512, 2), 16),  # 16 values for each thread, up to 8192 values
+        "enable_fp_fusion": False,  # squares are rounded before they are added, as in torch; the default varies
     }
 
 
 def _as_rows(x_TD: Tensor) -> Tensor:
-    """The rows in two leading dimensions, each with a stride of its own: heads of a fused projection need no copy."""
+    """Return a view [O, I, D]. With two strides for rows, the heads of a fused projection need no copy."""
     if x_TD.stride(-1) != 1:
         x_TD = x_TD.contiguous()
     if x_TD.ndim == 3:
@@ -105,7 +107,7 @@ def _launch(
     assert weight_D.shape == (width,), f"{tuple(weight_D.shape)} weights for rows of {width}"
     assert weight_D.dtype == x_OID.dtype, f"weights in {weight_D.dtype}, rows in {x_OID.dtype}"
     assert width <= MAX_WIDTH, f"a row of {width} does not fit one program"
-    if x_OID.numel() == 0:  # a grid of no programs cannot be launched
+    if x_OID.numel() == 0:  # an empty grid cannot be launched
         return
     sizes = block_sizes(width)
     rms_norm_kernel[(triton.cdiv(num_outer * num_inner, sizes["BLOCK_T"]),)](
@@ -132,9 +134,9 @@ def _launch(
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,  # [O, I, D]
-    update_ptr,  # [O, I, D], or None: there is nothing to add
+    update_ptr,  # [O, I, D], or None without an addition
     weight_ptr,  # [D]
-    sum_ptr,  # [O, I, D], strides of the output; None where there is nothing to add
+    sum_ptr,  # [O, I, D] with the strides of the output, or None without an addition
     output_ptr,  # [O, I, D], may be x
     num_rows,  # O * I
     num_inner,
@@ -149,7 +151,7 @@ def rms_norm_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two, at least D
 ):
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # row * stride can pass 2**31
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # row * stride can exceed 2**31
     outer, inner = rows // num_inner, rows % num_inner
     columns = tl.arange(0, BLOCK_D)
     is_column = columns < width

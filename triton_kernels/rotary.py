@@ -1,4 +1,4 @@
-"""Rotary embedding on a GPU, alone or with the write into the paged KV cache. Knows no positions: cosines are given."""
+"""Rotary embedding on a GPU from given cosines and sines, alone or with the write into the paged KV cache."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# T tokens, N query heads, G key-value heads, H head size, F rotated pairs: a head's first 2 * F numbers turn
+# T tokens, N query heads, G key-value heads, H head size, F rotated pairs: the first 2 * F numbers of a head
 
 
 @dataclass(frozen=True)
 class Config:
-    """What one program does: some heads of one token."""
+    """Tile of one program, which processes some heads of one token."""
 
     BLOCK_N: int  # heads
     BLOCK_F: int  # power of two, at least F
-    BLOCK_H: int  # power of two, at least what is copied of a head; 0: nothing is
+    BLOCK_H: int  # power of two, at least the numbers of a head that are copied; 0: none
     num_warps: int
 
 
 def choose_config(num_pairs: int, num_copied: int) -> Config:
-    """For heads of which 2 * num_pairs numbers turn and num_copied are copied as they are (or whole values are)."""
+    """Return the tile for heads of which 2 * num_pairs numbers are rotated, and num_copied are copied."""
     block_pairs = triton.next_power_of_2(num_pairs)
     block_copied = triton.next_power_of_2(num_copied) if num_copied else 0
     num_heads = max(1024 // max(2 * block_pairs, block_copied), 1)
@@ -33,17 +33,16 @@ def choose_config(num_pairs: int, num_copied: int) -> Config:
 def rotary(
     heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, is_interleaved: bool, out_TNH: Tensor | None = None
 ) -> Tensor:
-    """Turns the first 2 * F numbers of each head, in float32: (a, b) becomes (a cos - b sin, b cos + a sin).
+    """Rotate the first 2 * F numbers of each head, in float32: (a, b) becomes (a cos - b sin, b cos + a sin).
 
     Memory moved: 4 * T * N * F * element size in place (2 * T * N * H elsewhere), and 8 * T * F for the angles; 6
     operations for each pair.
 
     Args:
-        heads_TNH: given away: without an output, the result is in their place. May be a view of a fused projection;
-            heads are contiguous.
+        heads_TNH: overwritten unless an output is given. May be a view of a fused projection; heads are contiguous.
         cosines_TF, sines_TF: float32, contiguous.
-        is_interleaved: a pair is two neighbours (2f, 2f + 1); otherwise it is (f, f + F).
-        out_TNH: where the result goes, the heads themselves or memory that shares nothing with them.
+        is_interleaved: pairs are neighbours (2f, 2f + 1); otherwise they are (f, f + F).
+        out_TNH: memory for the result: the heads themselves, or memory that does not overlap with them.
 
     Returns:
         [T, N, H] in the dtype of the heads.
@@ -54,10 +53,10 @@ def rotary(
     assert out_TNH.shape == heads_TNH.shape, f"{tuple(out_TNH.shape)} for {tuple(heads_TNH.shape)}"
     assert out_TNH.dtype == heads_TNH.dtype, f"{out_TNH.dtype} for {heads_TNH.dtype}"
     assert heads_TNH.stride(2) == out_TNH.stride(2) == 1, f"strides {heads_TNH.stride()} and {out_TNH.stride()}"
-    if heads_TNH.numel() == 0:  # a grid of no programs cannot be launched
+    if heads_TNH.numel() == 0:  # an empty grid cannot be launched
         return out_TNH
     is_in_place = out_TNH.data_ptr() == heads_TNH.data_ptr()
-    assert not is_in_place or out_TNH.stride() == heads_TNH.stride(), "the same memory in another order"
+    assert not is_in_place or out_TNH.stride() == heads_TNH.stride(), "the output overlaps the heads with other strides"
     config = choose_config(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs)
     rotary_kernel[(num_tokens, triton.cdiv(num_heads, config.BLOCK_N))](
         heads_TNH,
@@ -91,16 +90,16 @@ def rotary_with_cache_write(
     value_cache: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
-    """Turns the queries in their place, and writes turned keys, and values, into the paged cache: in one launch.
+    """Rotate the queries in place, and write rotated keys and the values to the paged cache, in one launch.
 
     Memory moved: (4 * T * N * F + 4 * T * G * H) * element size, and 8 * T * F for the angles.
 
     Args:
-        query_TNH, key_TGH, value_TGH: may be views of one fused projection; heads are contiguous. The keys stay as
-            they are.
-        cosines_TF, sines_TF, is_interleaved: as for `rotary`.
+        query_TNH, key_TGH, value_TGH: may be views of one fused projection; heads are contiguous. Keys and values are
+            not modified.
+        cosines_TF, sines_TF, is_interleaved: see `rotary`.
         key_cache, value_cache: [num_blocks, G, block_size, H], in the dtype of the keys.
-        slots_T: [T] int64, block * block_size + offset, or -1: nothing of this token is kept. No two are equal.
+        slots_T: [T] int64, distinct: block * block_size + offset, or -1 to store nothing of a token.
 
     Returns:
         The queries.
@@ -168,10 +167,10 @@ def _num_pairs(cosines_TF: Tensor, sines_TF: Tensor, num_tokens: int, head_size:
 
 
 @triton.jit
-def _turn(
-    source_ptr,  # [BLOCK_N] pointers: where heads begin
-    target_ptr,  # likewise, of the result
-    cosines_ptr,  # of this token
+def _rotate_heads(
+    source_ptr,  # [BLOCK_N] pointers to the first number of each head
+    target_ptr,  # [BLOCK_N] pointers to the results
+    cosines_ptr,  # [F], cosines of this token
     sines_ptr,
     is_head,  # [BLOCK_N]
     num_pairs,
@@ -179,39 +178,39 @@ def _turn(
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Turns heads of one token. All loads of a program come before its stores: source and target may be the same."""
+    """Rotate heads of one token. Source and target may be the same: all numbers are loaded before the first store."""
     pairs = tl.arange(0, BLOCK_F)
     cosines = tl.load(cosines_ptr + pairs, mask=pairs < num_pairs, other=0.0)[None, :]
     sines = tl.load(sines_ptr + pairs, mask=pairs < num_pairs, other=0.0)[None, :]
     dtype = target_ptr.dtype.element_ty
     if IS_INTERLEAVED:
-        # Neighbours are loaded together and parted in registers: half of each access would be wasted otherwise.
+        # Load neighbours together and split them in registers: strided loads would waste half of each access.
         columns = tl.arange(0, 2 * BLOCK_F)[None, :]
         is_inside = is_head[:, None] & (columns < 2 * num_pairs)
         both = tl.load(source_ptr[:, None] + columns, mask=is_inside, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(both, (BLOCK_N, BLOCK_F, 2)))
-        turned = tl.join(first * cosines - second * sines, second * cosines + first * sines)
-        tl.store(target_ptr[:, None] + columns, tl.reshape(turned, (BLOCK_N, 2 * BLOCK_F)).to(dtype), mask=is_inside)
+        rotated = tl.join(first * cosines - second * sines, second * cosines + first * sines)
+        tl.store(target_ptr[:, None] + columns, tl.reshape(rotated, (BLOCK_N, 2 * BLOCK_F)).to(dtype), mask=is_inside)
     else:
         columns = pairs[None, :]
         is_inside = is_head[:, None] & (columns < num_pairs)
         first = tl.load(source_ptr[:, None] + columns, mask=is_inside, other=0.0).to(tl.float32)
         second = tl.load(source_ptr[:, None] + columns + num_pairs, mask=is_inside, other=0.0).to(tl.float32)
         tl.store(target_ptr[:, None] + columns, (first * cosines - second * sines).to(dtype), mask=is_inside)
-        turned = second * cosines + first * sines
-        tl.store(target_ptr[:, None] + columns + num_pairs, turned.to(dtype), mask=is_inside)
+        rotated = second * cosines + first * sines
+        tl.store(target_ptr[:, None] + columns + num_pairs, rotated.to(dtype), mask=is_inside)
 
 
 @triton.jit
-def _copy(
-    source_ptr,  # [BLOCK_N] pointers: where heads begin
-    target_ptr,
+def _copy_heads(
+    source_ptr,  # [BLOCK_N] pointers to the first number of each head
+    target_ptr,  # [BLOCK_N] pointers
     is_head,  # [BLOCK_N]
     first_column,
     head_size,
     BLOCK_H: tl.constexpr,
 ):
-    """Copies each head from its first_column on."""
+    """Copy the numbers of each head from first_column on."""
     columns = first_column + tl.arange(0, BLOCK_H)[None, :]
     is_inside = is_head[:, None] & (columns < head_size)
     tl.store(target_ptr[:, None] + columns, tl.load(source_ptr[:, None] + columns, mask=is_inside), mask=is_inside)
@@ -235,17 +234,17 @@ def rotary_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)  # token * stride can pass 2**31
+    token = tl.program_id(0).to(tl.int64)  # token * stride can exceed 2**31
     heads = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     is_head = heads < num_heads
     source = heads_ptr + token * heads_token_stride + heads * heads_head_stride
     target = out_ptr + token * out_token_stride + heads * out_head_stride
     angles = token * num_pairs
-    _turn(
+    _rotate_heads(
         source, target, cosines_ptr + angles, sines_ptr + angles, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F
     )
     if BLOCK_H > 0:
-        _copy(source, target, is_head, 2 * num_pairs, head_size, BLOCK_H)
+        _copy_heads(source, target, is_head, 2 * num_pairs, head_size, BLOCK_H)
 
 
 @triton.jit
@@ -280,7 +279,7 @@ def rotary_with_cache_write_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)  # token * stride can pass 2**31
+    token = tl.program_id(0).to(tl.int64)  # token * stride can exceed 2**31
     program = tl.program_id(1)
     num_query_programs = tl.cdiv(num_heads, BLOCK_N)
     cosines_ptr += token * num_pairs
@@ -289,7 +288,7 @@ def rotary_with_cache_write_kernel(
         heads = (program * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
         queries = query_ptr + token * query_token_stride + heads * query_head_stride
         is_head = heads < num_heads
-        _turn(queries, queries, cosines_ptr, sines_ptr, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F)
+        _rotate_heads(queries, queries, cosines_ptr, sines_ptr, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         if slot >= 0:
@@ -297,11 +296,13 @@ def rotary_with_cache_write_kernel(
             heads = ((program - num_query_programs) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
             is_head = heads < num_kv_heads
             keys = key_ptr + token * key_token_stride + heads * key_head_stride
-            kept_keys = key_cache_ptr + block * key_cache_block_stride + offset * key_cache_offset_stride
-            kept_keys += heads * key_cache_head_stride
-            _turn(keys, kept_keys, cosines_ptr, sines_ptr, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F)
-            _copy(keys, kept_keys, is_head, 2 * num_pairs, head_size, BLOCK_H)
+            key_targets = key_cache_ptr + block * key_cache_block_stride + offset * key_cache_offset_stride
+            key_targets += heads * key_cache_head_stride
+            _rotate_heads(
+                keys, key_targets, cosines_ptr, sines_ptr, is_head, num_pairs, IS_INTERLEAVED, BLOCK_N, BLOCK_F
+            )
+            _copy_heads(keys, key_targets, is_head, 2 * num_pairs, head_size, BLOCK_H)
             values = value_ptr + token * value_token_stride + heads * value_head_stride
-            kept_values = value_cache_ptr + block * value_cache_block_stride + offset * value_cache_offset_stride
-            kept_values += heads * value_cache_head_stride
-            _copy(values, kept_values, is_head, 0, head_size, BLOCK_H)
+            value_targets = value_cache_ptr + block * value_cache_block_stride + offset * value_cache_offset_stride
+            value_targets += heads * value_cache_head_stride
+            _copy_heads(values, value_targets, is_head, 0, head_size, BLOCK_H)

@@ -1,4 +1,4 @@
-"""The choice of each token's experts on a GPU, from its logits: one program per token, its row in registers."""
+"""Routing on a GPU: the top-k experts of each token and their weights, with one program per token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 # T tokens, E experts, K experts per token, G groups of experts, S experts of one group
 
 SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
-MAX_EXPERTS = 4096  # of one program's registers
+MAX_EXPERTS = 4096  # they fit the registers of one program
 
-TINY = tl.constexpr(1e-20)  # keeps weights that are all zero from being divided by zero
-LOWEST_KEY = tl.constexpr(-(2**31))  # of an expert whose group is not chosen; above those that are taken
-TAKEN = tl.constexpr(-(2**63))
+TINY = tl.constexpr(1e-20)  # avoids a division by zero if all weights are zero
+LOWEST_KEY = tl.constexpr(-(2**31))  # of an expert whose group is not selected; above TAKEN
+TAKEN = tl.constexpr(-(2**63))  # rank of an expert or group that is already selected, or does not exist
 LOW_BITS = tl.constexpr(2**32 - 1)
 
 
@@ -30,17 +30,17 @@ def route(
     is_normalized: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses each token's experts, and their weights; `RouterConfig` of moeserve says what the settings mean.
+    """Select the experts of each token and compute their weights. `ops.interfaces.RouterConfig` describes the settings.
 
-    Of experts that are equally good, and of groups, the lowest index comes first. NaN counts as larger than any
-    number: it shows in the weights of its token, whose experts are still K different ones.
+    Ties between experts, and between groups, go to the lowest index. NaN counts as larger than any number: the weights
+    of its token contain NaN, and its K experts are still distinct.
 
-    Memory moved: T * (4 * E + 12 * K) bytes. About 2 * K * E comparisons and E exponentials for each token, in K steps
-    that follow each other, which bounds the time.
+    Memory moved: T * (4 * E + 12 * K) bytes. About 2 * K * E comparisons and E exponentials for each token, in K
+    dependent steps, which bound the time.
 
     Args:
-        logits_TE: float32, bias included; rows contiguous.
-        correction_E: float32; added to the scores for the choice alone.
+        logits_TE: float32, with the bias; rows contiguous.
+        correction_E: float32, added to the scores for the selection, not for the weights.
         scoring: "softmax", "sigmoid" or "softmax_of_chosen".
 
     Returns:
@@ -63,7 +63,7 @@ def route(
         correction_E = correction_E.contiguous()
     experts_TK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_TE.device)
-    if num_tokens == 0:  # a grid of no programs cannot be launched
+    if num_tokens == 0:  # an empty grid cannot be launched
         return experts_TK, weights_TK
     route_kernel[(num_tokens,)](
         logits_TE,
@@ -85,21 +85,21 @@ def route(
 
 
 def launch_sizes(num_experts: int, num_groups: int, top_k: int) -> dict[str, int]:
-    """Room for groups, experts of a group and chosen experts, all powers of two; and the warps of one program."""
+    """Return the powers of two that hold groups, experts of a group and selected experts, and the number of warps."""
     block_groups = triton.next_power_of_2(num_groups)
     block_size = triton.next_power_of_2(num_experts // num_groups)
     return {
         "BLOCK_G": block_groups,
         "BLOCK_S": block_size,
         "BLOCK_K": triton.next_power_of_2(top_k),
-        # One warp finds its maximum without shared memory.
+        # One warp reduces without shared memory.
         "num_warps": max(block_groups * block_size // 512, 1),
     }
 
 
 @triton.jit
 def _order_keys(numbers):
-    """Integers of 32 bits that compare like float32 numbers, with NaN above all."""
+    """Return int32 keys that order like the float32 numbers, with NaN above all."""
     bits = (numbers + 0.0).to(tl.int32, bitcast=True)  # adding zero makes -0.0 equal to 0.0
     keys = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     return tl.where(numbers == numbers, keys, 0x7FFFFFFF)
@@ -107,17 +107,19 @@ def _order_keys(numbers):
 
 @triton.jit
 def _numbers_of(keys):
+    """Return the float32 numbers of keys: the inverse of `_order_keys`."""
     return tl.where(keys >= 0, keys, keys ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _with_index(keys, indices):
-    """64 bits: the key above the index, of which the lowest counts most."""
+    """Return distinct int64 ranks: higher keys rank higher, and among equal keys lower indices."""
     return keys.to(tl.int64) * (LOW_BITS + 1) - indices + LOW_BITS
 
 
 @triton.jit
 def _index_of(ranks):
+    """Return the indices of ranks made by `_with_index`."""
     return (~ranks & LOW_BITS).to(tl.int32)
 
 
@@ -140,7 +142,7 @@ def route_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)  # token * stride can pass 2**31
+    token = tl.program_id(0).to(tl.int64)  # token * stride can exceed 2**31
     groups = tl.arange(0, BLOCK_G)
     members = tl.arange(0, BLOCK_S)
     experts = groups[:, None] * GROUP_SIZE + members[None, :]
@@ -151,7 +153,7 @@ def route_kernel(
         powers = tl.where(is_expert, tl.exp(scores - tl.max(scores)), 0.0)
         scores = powers / tl.sum(powers)
     elif SCORING == "sigmoid":
-        power = tl.exp(-tl.abs(scores))  # never above 1, so it cannot overflow
+        power = tl.exp(-tl.abs(scores))  # at most 1, so it cannot overflow
         scores = tl.where(scores > 0.0, 1.0, power) / (1.0 + power)
 
     ranked = scores
@@ -166,21 +168,21 @@ def route_kernel(
             second_G = tl.max(tl.where(ranks == best_G[:, None], TAKEN, ranks), axis=1)
             ratings_G += _numbers_of((second_G >> 32).to(tl.int32))
         ranks_G = tl.where(groups < NUM_GROUPS, _with_index(_order_keys(ratings_G), groups), TAKEN)
-        is_chosen_G = groups < 0
+        is_selected_G = groups < 0
         for _ in range(NUM_CHOSEN_GROUPS):
             is_best_G = ranks_G == tl.max(ranks_G)
-            is_chosen_G = is_chosen_G | is_best_G
+            is_selected_G = is_selected_G | is_best_G
             ranks_G = tl.where(is_best_G, TAKEN, ranks_G)
-        keys = tl.where(is_chosen_G[:, None], keys, LOWEST_KEY)
+        keys = tl.where(is_selected_G[:, None], keys, LOWEST_KEY)
     ranks = tl.where(is_expert, _with_index(keys, experts), TAKEN)
 
     places = tl.arange(0, BLOCK_K)
-    chosen = tl.zeros([BLOCK_K], tl.int32)
+    selected = tl.zeros([BLOCK_K], tl.int32)
     weights = tl.zeros([BLOCK_K], tl.float32)
     for k in range(TOP_K):
         best = tl.max(ranks)
         is_best = ranks == best
-        chosen = tl.where(places == k, _index_of(best), chosen)
+        selected = tl.where(places == k, _index_of(best), selected)
         weights = tl.where(places == k, tl.sum(tl.where(is_best, scores, 0.0)), weights)
         ranks = tl.where(is_best, TAKEN, ranks)
 
@@ -191,5 +193,5 @@ def route_kernel(
         weights = powers / tl.sum(powers)
     if IS_NORMALIZED:
         weights = weights / (tl.sum(weights) + TINY)
-    tl.store(experts_ptr + token * TOP_K + places, chosen.to(tl.int64), mask=is_place)
+    tl.store(experts_ptr + token * TOP_K + places, selected.to(tl.int64), mask=is_place)
     tl.store(weights_ptr + token * TOP_K + places, weights * scale, mask=is_place)

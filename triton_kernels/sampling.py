@@ -1,14 +1,15 @@
-"""The choice of tokens on a GPU: the highest score of each row, or a random draw; no sort, no word to the host.
+"""Token selection on a GPU: the largest score of each row, and random draws, without sorting or waiting for the GPU.
 
-A draw goes by the order of a row's tokens: score descending, then id ascending. `min_p`, `top_k` and `top_p` each keep
-a beginning of that order, and the token drawn is where the cumulative mass passes a share of what is kept. None of it
-needs the order itself: the mass of all tokens from a score upwards is one pass over the row, and the score that is
-looked for is found by halving twice, with three such masses a pass. A row's scores are read once from memory and then
-from the cache. Scores become integers that compare alike, "keys", and tokens of one key are told apart by their ids.
+A draw orders the tokens of a row by score, descending, then by id, ascending. `min_p`, `top_k` and `top_p` each keep a
+prefix of this order. The drawn token is the first whose cumulative mass exceeds a uniform number times the kept mass.
 
-Masses are float32 in lanes, each lane a sum of V / BLOCK_V numbers in the order of the ids, and the lanes are added in
-float64. So they depend on the row alone, and never fall as tokens join. Against float64 throughout, a boundary between
-two tokens moves by less than 1e-6 of the whole.
+The order itself is never computed. Scores become int32 keys that order alike, and a search over the keys finds the
+boundary score; each iteration computes the mass above three keys in one pass over the row, and quarters the range. A
+row is read from memory once and then from the cache. Tokens with equal keys are ordered by their ids.
+
+Masses are summed in float32 by BLOCK_V lanes, in the order of the ids, and the lanes are added in float64. They depend
+on the row alone and never decrease as tokens are added. Compared with float64 throughout, a boundary between two tokens
+moves by less than 1e-6 of the total mass.
 """
 
 from __future__ import annotations
@@ -22,53 +23,42 @@ from torch import Tensor
 
 # R rows, V width of a row
 
-LOWEST_KEY = tl.constexpr(-(2**31) + 2**23 - 1)  # of minus infinity
+LOWEST_KEY = tl.constexpr(-(2**31) + 2**23 - 1)  # key of minus infinity
 NAN_KEY = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the one program of a row looks at together."""
+    """Scores that the program of a row reads at a time."""
 
     BLOCK_V: int  # power of two
     num_warps: int
 
 
 def choose_config(width: int) -> Config:
-    """For rows of a width: 8 numbers for each thread, of which three sums fit its registers."""
+    """Return the block for rows of this width: 8 numbers for each thread, whose three sums fit its registers."""
     block = min(max(triton.next_power_of_2(width), 256), 4096)
     return Config(BLOCK_V=block, num_warps=max(block // 256, 1))
 
 
-def greedy_rows(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """The token of the highest logit of each row, of equal ones the lowest, and whether the highest is a number.
-
-    NaN is larger than any number. So a row with NaN or infinity in it, or of nothing but minus infinity, tells of it.
+def row_maximum(rows_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the largest number of each row, and the first index that has it. NaN is larger than any number.
 
     Memory moved: R * V * element size, which bounds the time; about 6 * R * V operations.
 
     Args:
-        logits_RV: float32, bfloat16 or float16; rows contiguous.
+        rows_RV: [R, V] float32, bfloat16 or float16, rows contiguous.
 
     Returns:
-        Tokens [R] int64, and whether they can be used [R] bool.
-    """
-    largest_R, tokens_R = row_maximum(logits_RV)
-    return tokens_R, largest_R.isfinite()
-
-
-def row_maximum(rows_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest number of each row, float32, and its index [R] int64; of equal numbers the first.
-
-    NaN is larger than any number. Memory moved: R * V * element size.
+        Numbers [R] float32 and indices [R] int64.
     """
     num_rows, width = rows_RV.shape
-    assert width > 0, "rows of nothing have no maximum"
+    assert width > 0, "rows of width 0 have no maximum"
     assert rows_RV.stride(1) == 1, f"strides {rows_RV.stride()}"
     largest_R = torch.empty(num_rows, dtype=torch.float32, device=rows_RV.device)
     indices_R = torch.empty(num_rows, dtype=torch.int64, device=rows_RV.device)
-    if num_rows == 0:  # a grid of no programs cannot be launched
+    if num_rows == 0:  # an empty grid cannot be launched
         return largest_R, indices_R
     config = choose_config(width)
     row_maximum_kernel[(num_rows,)](
@@ -91,23 +81,23 @@ def sample_rows(
     min_p_R: Tensor,
     uniform_R: Tensor,
 ) -> Tensor:
-    """Draws one token of each row, as moeserve's sampler does with the same number.
+    """Draw one token of each row.
 
-    The token is the reference's unless the number falls within 1e-6 of the border between two tokens, or a token
-    within 1e-6 of a bound of `min_p` or `top_p`.
+    The token is that of the torch reference unless the uniform number is within 1e-6 of the border between two tokens,
+    or a token within 1e-6 of a bound of `min_p` or `top_p`.
 
-    Memory moved: 4 * R * V bytes once; from the cache, that 20 times for a plain draw and 20 times more for each of
-    `top_k` and `top_p` where they are used. A pass is about 12 operations for each score, so the time is bound by
-    those: one multiprocessor works on one row.
+    Memory moved: 4 * R * V bytes once; from the cache, 20 times as much for a plain draw and again for each of `top_k`
+    and `top_p` that is used. A pass takes about 12 operations for each score, which bound the time, as one
+    multiprocessor works on one row.
 
     Args:
-        scores_RV: float32, rows contiguous; -inf where a token is barred. At least one of a row is finite, none is NaN
-            or infinity; otherwise some token of the row is returned.
+        scores_RV: float32, rows contiguous; -inf for tokens that must not be drawn. If a row has no finite score, or
+            has NaN or +inf, any token of it may be returned.
         temperature_R: float64 or float32, above 0.
-        top_k_R: int32 or int64; below 1: all.
-        top_p_R: float64 or float32; from 1: all.
-        min_p_R: float64 or float32; 0: all.
-        uniform_R: float64, from 0 to 1, without 1.
+        top_k_R: int32 or int64; below 1: no limit.
+        top_p_R: float64 or float32; from 1: no limit.
+        min_p_R: float64 or float32; 0: no limit.
+        uniform_R: float64 in [0, 1).
 
     Returns:
         Tokens [R] int64.
@@ -139,7 +129,7 @@ def sample_rows(
 
 @triton.jit
 def _order_keys(numbers):
-    """Integers of 32 bits that compare like float32 numbers, with NaN above all."""
+    """Return int32 keys that order like the float32 numbers, with NaN above all."""
     bits = (numbers + 0.0).to(tl.int32, bitcast=True)  # adding zero makes -0.0 equal to 0.0
     keys = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     return tl.where(numbers == numbers, keys, NAN_KEY)
@@ -147,7 +137,7 @@ def _order_keys(numbers):
 
 @triton.jit
 def _number_of(key):
-    """The float32 number of a key, which is 64 bits wide so that sums and differences of keys fit."""
+    """Return the float32 number of an int64 key. Keys are 64 bits wide here so that their differences fit."""
     bits = key.to(tl.int32)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
@@ -164,13 +154,13 @@ def row_maximum_kernel(
     row = tl.program_id(0).to(tl.int64)  # row * stride can pass 2**31
     rows_ptr += row * row_stride
     lanes = tl.arange(0, BLOCK_V)
-    best = tl.full([BLOCK_V], -(2**31), tl.int32)  # below any key
+    best = tl.full([BLOCK_V], -(2**31), tl.int32)  # below all keys
     places = tl.zeros([BLOCK_V], tl.int32)
     for first in range(0, width, BLOCK_V):
         columns = first + lanes
         numbers = tl.load(rows_ptr + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
         keys = tl.where(columns < width, _order_keys(numbers), -(2**31))
-        places = tl.where(keys > best, columns, places)  # of equal ones, a lane keeps the first
+        places = tl.where(keys > best, columns, places)  # a lane keeps the first of equal numbers
         best = tl.maximum(best, keys)
     largest = tl.max(best)
     index = tl.min(tl.where(best == largest, places, width))
@@ -191,17 +181,17 @@ def _find_key(
     IS_ABOVE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The highest key such that the tokens from it upwards have a mass of at least `bound`, with IS_ABOVE of more.
+    """Find the highest key at which the tokens with this key or a higher one have a mass of at least `bound`.
 
-    The mass of a token is e to the power of its score's distance from the highest over the temperature (`steepness`
-    makes that a power of two), or with COUNTS, one. The lowest key is returned where no key above it has.
+    With IS_ABOVE their mass must exceed the bound. The mass of a token is 2 ** ((score - highest) * steepness), which
+    is exp((score - highest) / temperature); with COUNTS it is 1. If no other key qualifies, return `lowest_key`.
     """
-    enough = lowest_key  # taken for granted
+    enough = lowest_key  # assumed to qualify
     too_little = highest_key + 1
     lanes = tl.arange(0, BLOCK_V)
     nothing = tl.zeros([BLOCK_V], tl.float32)
     while too_little - enough > 1:
-        # Three keys at a time: the pass costs little more than with one, and there are half as many.
+        # Test three keys in each pass: it costs little more than one key, and half as many passes are needed.
         distance = too_little - enough
         key_1 = enough + distance // 4
         key_2 = enough + distance // 2
@@ -210,7 +200,7 @@ def _find_key(
         sums_1, sums_2, sums_3 = nothing, nothing, nothing
         for first in range(0, width, BLOCK_V):
             columns = first + lanes
-            # What is outside the row is below any key that is looked at: those are above that of minus infinity.
+            # Lanes outside the row hold -inf, which is below all tested keys.
             scores = tl.load(scores_ptr + columns, mask=columns < width, other=float("-inf"))
             if COUNTS:  # noqa: SIM108 - one is not compiled
                 masses = tl.where(columns < width, 1.0, 0.0)
@@ -226,7 +216,7 @@ def _find_key(
             is_enough_1, is_enough_2, is_enough_3 = mass_1 > bound, mass_2 > bound, mass_3 > bound
         else:
             is_enough_1, is_enough_2, is_enough_3 = mass_1 >= bound, mass_2 >= bound, mass_3 >= bound
-        # Masses fall from key to key, so where a higher one is enough, the lower ones are.
+        # Masses fall with rising keys: if a key qualifies, so do all lower ones.
         next_enough = tl.where(is_enough_3, key_3, tl.where(is_enough_2, key_2, tl.where(is_enough_1, key_1, enough)))
         too_little = tl.where(
             is_enough_3, too_little, tl.where(is_enough_2, key_3, tl.where(is_enough_1, key_2, key_1))
@@ -237,7 +227,7 @@ def _find_key(
 
 @triton.jit
 def _above_and_at(scores_ptr, width, highest, steepness, key, BLOCK_V: tl.constexpr):
-    """Of a key: mass of the tokens above it (float64), how many those are, and how many tokens have it (float64)."""
+    """Return the mass (float64) and the number of the tokens above a key, and the number of tokens that have it."""
     number = _number_of(key)
     lanes = tl.arange(0, BLOCK_V)
     masses_above = tl.zeros([BLOCK_V], tl.float32)
@@ -256,19 +246,19 @@ def _above_and_at(scores_ptr, width, highest, steepness, key, BLOCK_V: tl.conste
 
 @triton.jit
 def _mass_at(highest, steepness, key):
-    """Of one token of a key, float64."""
+    """Return the mass of one token with this key, float64."""
     return tl.exp2((_number_of(key) - highest) * steepness).to(tl.float64)
 
 
 @triton.jit
 def _num_reaching(distance, mass):
-    """How many tokens of a mass reach a distance: at least one, and never too many to be an int32."""
+    """Return how many tokens of this mass add up to at least `distance`: at least 1, at most 2**24."""
     return tl.minimum(tl.maximum(tl.ceil(distance / mass), 1.0), 16777216.0).to(tl.int32)
 
 
 @triton.jit
 def _num_passing(distance, mass):
-    """How many tokens of a mass pass a distance."""
+    """Return how many tokens of this mass add up to more than `distance`: at least 1, at most 2**24."""
     return tl.minimum(tl.maximum(tl.floor(distance / mass) + 1.0, 1.0), 16777216.0).to(tl.int32)
 
 
@@ -301,10 +291,10 @@ def sample_kernel(
         highest_lanes = tl.maximum(highest_lanes, scores)
     highest = tl.max(highest_lanes)
     highest_key = _order_keys(highest).to(tl.int64)
-    # Zero times what it is multiplied with must be zero, and minus infinity stay that: neither infinite nor zero.
+    # Finite and positive: 0 * steepness must be 0, and -inf * steepness must be -inf.
     steepness = tl.minimum(tl.maximum(1.0 / temperature * LOG2_E, 1e-30), 1e38).to(tl.float32)
 
-    # What is kept: the tokens above a key, and so many of those that have it.
+    # Keep the tokens above cut_key, and the first num_at_cut of those that have it.
     cut_key = tl.full([], LOWEST_KEY, tl.int64)
     mass_above, num_above, num_at_cut = _above_and_at(scores_ptr, width, highest, steepness, cut_key, BLOCK_V)
     if min_p > 0.0:
@@ -337,13 +327,13 @@ def sample_kernel(
         cut_key = key
         total = mass_above + num_at_cut * mass_at
 
-    target = uniform * total  # below the total, so some token passes it
+    target = uniform * total  # below the total, so some token exceeds it
     key = _find_key(scores_ptr, width, highest, steepness, cut_key, highest_key, target, False, True, BLOCK_V)
     mass_above, num_above, num_at = _above_and_at(scores_ptr, width, highest, steepness, key, BLOCK_V)
     num_at = tl.where(key == cut_key, num_at_cut, num_at)
     place = tl.minimum(_num_passing(target - mass_above, _mass_at(highest, steepness, key)), num_at)
 
-    # The token of the key at that place, counted from one.
+    # Find the token with this key at that place, counted from one.
     number = _number_of(key)
     num_before = tl.zeros([], tl.int32)
     token = tl.zeros([], tl.int32)

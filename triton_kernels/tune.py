@@ -1,4 +1,4 @@
-"""Measures how grouped products are best cut into tiles on the GPU at hand, and writes what `tuning` reads.
+"""Measure the fastest tiles of grouped products on this GPU, and write them to the file that `tuning` reads.
 
 python -m moeserve.triton_kernels.tune --experts 8 --hidden 4096 --width 14336 --top-k 2
 """
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,19 +30,20 @@ from moeserve.triton_kernels.tuning import (
     save_table,
 )
 
-# E experts, T tokens, K experts per token, R rows = T * K, e weights, O outputs, I inputs
+# T tokens, K experts per token, P pairs = T * K, S source rows, R rows, e experts, O outputs, I inputs, B blocks of 128
+# inputs, G blocks of 128 outputs
 
 DEFAULT_TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384]
-NUM_LAUNCHES = 10  # in a graph
-NUM_REPLAYS = 7  # of which the median counts
-FLUSHED_BYTES = 2**27  # read between launches: more than any L2 cache holds
+NUM_LAUNCHES = 10  # launches in a graph
+NUM_REPLAYS = 7  # replays, of which the median is reported
+FLUSHED_BYTES = 2**27  # bytes read between launches, more than an L2 cache holds
 SM_REGISTERS = 65536
-OTHER_REGISTERS = 80  # of a thread, beside accumulators: addresses, mostly
+OTHER_REGISTERS = 80  # registers of a thread beside its accumulators, mostly for addresses
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The shapes of a layer's experts on one GPU."""
+    """Shapes of the experts of a layer on one GPU."""
 
     kind: str  # "bf16" or "fp8"
     num_experts: int
@@ -50,7 +52,7 @@ class Layer:
     top_k: int
 
     def problems(self, num_tokens: int) -> list[Problem]:
-        """Gates and ups; and down."""
+        """Return the products of a layer: gates and ups, then down."""
         shapes = ((True, 2 * self.expert_width, self.hidden_size), (False, self.hidden_size, self.expert_width))
         return [
             Problem(
@@ -66,7 +68,7 @@ class Layer:
 
 
 def candidates(problem: Problem) -> list[Config]:
-    """Those that fill a multiprocessor and fit the problem. The one by rule is the first."""
+    """Return the configs to measure: the config by rule, then all that fill a multiprocessor and suit the problem."""
     found = [config_by_rule(problem)]
     for values in itertools.product((16, 32, 64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4, 5, 6), (1, 2, 3, 4)):
         config = Config(*values)
@@ -78,8 +80,8 @@ def candidates(problem: Problem) -> list[Config]:
 
 
 def is_possible(config: Config, problem: Problem) -> bool:
-    """Whether its programs find place, and none has to spill registers."""
-    shared_bytes = config.shared_bytes(problem.element_size) + 2048  # and what the compiler adds
+    """True if the programs fit a multiprocessor and need not spill registers."""
+    shared_bytes = config.shared_bytes(problem.element_size) + 2048  # an allowance for the compiler
     if shared_bytes > MAX_SHARED_BYTES or config.programs_per_sm * (shared_bytes + 1024) > SM_SHARED_BYTES:
         return False
     num_threads = 32 * config.num_warps
@@ -93,35 +95,37 @@ def is_possible(config: Config, problem: Problem) -> bool:
 
 
 def suits(config: Config, problem: Problem) -> bool:
-    """Whether it is worth a measurement: tiles are not mostly empty, and there are enough steps under way."""
+    """True if a config is worth a measurement: its tiles are well filled, and enough bytes are in flight."""
     rows = problem.rows_per_expert
     if config.block_m > max(16, 4 * rows) or config.block_m < min(rows / 2, 64):
         return False
-    # Few rows wait for memory: one multiprocessor's share of it, or as good as all that it has room for.
-    under_way = config.programs_per_sm * (config.num_stages - 1) * config.block_n * config.block_k
-    return rows > 64 or under_way * problem.element_size >= 48 * 1024
+    # With few rows, memory bounds the time: at least 48 KiB must be in flight on each multiprocessor.
+    num_in_flight = config.programs_per_sm * (config.num_stages - 1) * config.block_n * config.block_k
+    return rows > 64 or num_in_flight * problem.element_size >= 48 * 1024
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m moeserve.triton_kernels.tune", description=__doc__.split("\n")[0])
     parser.add_argument("--experts", type=_positive, required=True, help="experts on this GPU")
-    parser.add_argument("--hidden", type=_positive, required=True, help="width of the model")
-    parser.add_argument("--width", type=_positive, required=True, help="width of an expert, on this GPU")
-    parser.add_argument("--top-k", type=_positive, required=True, help="experts of each token, on this GPU")
-    parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="fp8: blocks of 128 with scales")
+    parser.add_argument("--hidden", type=_positive, required=True, help="hidden size of the model")
+    parser.add_argument("--width", type=_positive, required=True, help="intermediate size of an expert on this GPU")
+    parser.add_argument("--top-k", type=_positive, required=True, help="experts of each token on this GPU")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp8"), default="bf16", help="fp8: 8-bit blocks with scales (default: bf16)"
+    )
     parser.add_argument(
         "--rows",
         type=_positive,
         nargs="+",
         default=DEFAULT_TOKENS,
         metavar="TOKENS",
-        help="of the steps to measure; each token has a row for each of its experts",
+        help="numbers of tokens to measure (default: 1 to 16384); a token has one row for each of its experts",
     )
-    parser.add_argument("--out", type=Path, help="a table to add to; default: that of this GPU, beside the code")
-    arguments_read = parser.parse_args(arguments)
-    if arguments_read.top_k > arguments_read.experts:
-        parser.error(f"--top-k {arguments_read.top_k} of --experts {arguments_read.experts}")
-    return arguments_read
+    parser.add_argument("--out", type=Path, help="the file to extend (default: that of this GPU, beside the code)")
+    options = parser.parse_args(arguments)
+    if options.top_k > options.experts:
+        parser.error(f"--top-k {options.top_k} exceeds --experts {options.experts}")
+    return options
 
 
 def _positive(text: str) -> int:
@@ -134,89 +138,70 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if not torch.cuda.is_available():
-        print("error: there is no GPU to measure: torch sees none (torch.cuda.is_available())", file=sys.stderr)
+        print("error: torch sees no GPU (torch.cuda.is_available())", file=sys.stderr)
         return 1
     device_name = torch.cuda.get_device_name()
     path = options.out or TUNED_FOLDER / file_name(device_name)
     layer = Layer(options.dtype, options.experts, options.hidden, options.width, options.top_k)
-    print(f"{device_name}; the table is {path}")
-    for is_gated in (True, False):
-        weights = _weights(layer.problems(1)[0 if is_gated else 1])
-        for num_tokens in options.rows:
-            problem = layer.problems(num_tokens)[0 if is_gated else 1]
-            launch = _launch_of(problem, layer, num_tokens, weights)
+    print(f"{device_name}; the file is {path}")
+    for num_tokens in options.rows:
+        for problem in layer.problems(num_tokens):
+            launch = _make_launch(problem, layer, num_tokens)
             seconds = {config: _measure(launch, config) for config in candidates(problem)}
             best, by_rule = min(seconds, key=seconds.__getitem__), config_by_rule(problem)
-            save_table(path, [(problem, best)])  # at once: what was measured stays if this is stopped
+            save_table(path, [(problem, best)])  # at once, so that an interruption loses nothing
             teraflops = 2 * problem.num_rows * problem.num_outputs * problem.num_inputs / seconds[best] / 1e12
             print(
                 f"{problem.weights_key}, {num_tokens} tokens: {seconds[best] * 1e6:.1f} us "
                 f"(by rule {seconds[by_rule] * 1e6:.1f}), {teraflops:.0f} TFLOP/s, {best}",
                 flush=True,
             )
-        del weights, launch
+            del launch  # frees the weights before the next ones are drawn
     return 0
 
 
-def _weights(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """Random ones, and scales."""
+def _random_operands(problem: Problem, num_sources: int) -> dict[str, Any]:
+    """Draw rows, weights and, for fp8, their scales, as arguments of `grouped_matmul`."""
     shape = (problem.num_experts, problem.num_outputs, problem.num_inputs)
     if problem.kind == "bf16":
-        return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02), None
-    columns = problem.num_outputs // (2 if problem.is_gated else 1)
-    num_blocks = problem.num_outputs // columns * -(-columns // FP8_BLOCK)
-    scale_eGB = torch.rand(problem.num_experts, num_blocks, -(-problem.num_inputs // FP8_BLOCK), device="cuda")
-    return _random_fp8(*shape), scale_eGB
+        rows = torch.randn(num_sources, problem.num_inputs, device="cuda").bfloat16()
+        return {
+            "rows_SI": rows,
+            "weight_eOI": torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02),
+        }
+    num_parts = 2 if problem.is_gated else 1
+    num_blocks = -(-problem.num_inputs // FP8_BLOCK)
+    num_output_blocks = num_parts * -(-problem.num_outputs // num_parts // FP8_BLOCK)
+    return {
+        "rows_SI": _random_codes(num_sources, problem.num_inputs),
+        "row_scale_SB": torch.rand(num_sources, num_blocks, device="cuda"),
+        "weight_eOI": _random_codes(*shape),
+        "weight_scale_eGB": torch.rand(problem.num_experts, num_output_blocks, num_blocks, device="cuda"),
+    }
 
 
-def _random_fp8(*shape: int) -> Tensor:
-    """Of magnitudes below 2: without the highest bit of the exponent, nothing is "not a number"."""
+def _random_codes(*shape: int) -> Tensor:
+    """Draw magnitudes below 2: without the exponent's highest bit, none is NaN."""
     return torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda").bitwise_and_(0xBF).view(torch.float8_e4m3fn)
 
 
-def _launch_of(
-    problem: Problem, layer: Layer, num_tokens: int, weights: tuple[Tensor, Tensor | None]
-) -> Callable[[Config], Tensor]:
-    """One product as a step has it: each token's experts drawn at random, gates and ups gather their rows."""
-    from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_fp8
+def _make_launch(problem: Problem, layer: Layer, num_tokens: int) -> Callable[[Config], Tensor]:
+    """Return the product of a step with random routing. Gates and ups gather their rows."""
+    from moeserve.triton_kernels.grouped_matmul import grouped_matmul
 
     torch.manual_seed(0)
-    experts_TK = torch.rand(num_tokens, layer.num_experts, device="cuda").topk(layer.top_k, dim=1).indices
-    indices_R = experts_TK.flatten().argsort(stable=True) if problem.is_gated else None
-    counts_e = experts_TK.flatten().bincount(minlength=layer.num_experts)
-    num_sources = num_tokens if problem.is_gated else problem.num_rows
-    activation = "swiglu" if problem.is_gated else None
-    weight_eOI, weight_scale_eGB = weights
-    if weight_scale_eGB is None:
-        source_SI = torch.randn(num_sources, problem.num_inputs, device="cuda").bfloat16()
-        return lambda config: grouped_matmul(
-            source_SI,
-            weight_eOI,
-            counts_e,
-            indices_R=indices_R,
-            divisor=layer.top_k,
-            activation=activation,  # type: ignore[arg-type]
-            config=config,
-        )
-    fp8_SI = _random_fp8(num_sources, problem.num_inputs)
-    row_scale_SB = torch.rand(num_sources, -(-problem.num_inputs // FP8_BLOCK), device="cuda")
-    return lambda config: grouped_matmul_fp8(
-        fp8_SI,
-        row_scale_SB,
-        weight_eOI,
-        weight_scale_eGB,
-        counts_e,
-        indices_R=indices_R,
-        divisor=layer.top_k,
-        activation=activation,  # type: ignore[arg-type]
-        config=config,
-    )
+    experts_P = torch.rand(num_tokens, layer.num_experts, device="cuda").topk(layer.top_k, dim=1).indices.flatten()
+    operands = _random_operands(problem, num_tokens if problem.is_gated else problem.num_rows)
+    operands["counts_e"] = experts_P.bincount(minlength=layer.num_experts)
+    if problem.is_gated:
+        operands |= {"indices_R": experts_P.argsort(stable=True), "divisor": layer.top_k, "activation": "swiglu"}
+    return lambda config: grouped_matmul(**operands, config=config)
 
 
 def _measure(launch: Callable[[Config], Tensor], config: Config) -> float:
-    """Seconds of a launch with a cold L2 cache, replayed from a graph: with flushes, less the flushes alone.
+    """Return the seconds of a launch with a cold L2 cache: replayed with flushes, minus the flushes alone.
 
-    One that cannot run here takes forever.
+    Return infinity if the config exceeds the resources of this GPU.
     """
     from triton.runtime.errors import OutOfResources
 
@@ -234,7 +219,7 @@ def _measure(launch: Callable[[Config], Tensor], config: Config) -> float:
 
 
 def _replay(work: Callable[[], object]) -> float:
-    """Seconds of a piece of work in a graph of several."""
+    """Return the seconds of one call, replayed from a graph of several."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Chooses the shape of a grouped product's work: from what was measured on this GPU, else by rule. Imports no triton.
+"""Tile sizes of grouped products: measured on this GPU if possible, otherwise by rule. Importable without triton.
 
 Measurements are in `tuned/`, one JSON file for each GPU, named after it; `moeserve.triton_kernels.tune` writes them.
 """
@@ -15,51 +15,52 @@ from pathlib import Path
 from typing import Literal
 
 TUNED_FOLDER = Path(__file__).parent / "tuned"
-Kind = Literal["bf16", "fp8", "fp32"]  # any 16 bits; e4m3 blocks with scales; float32, which is not made to be fast
+Kind = Literal["bf16", "fp8", "fp32"]  # any 16 bits; E4M3 blocks with scales; float32, which is not optimised
 
-MAX_SHARED_BYTES = 227 * 1024  # of one program on sm_90
-SM_SHARED_BYTES = 228 * 1024  # of all programs on a streaming multiprocessor, of which each takes 1 KiB more
+MAX_SHARED_BYTES = 227 * 1024  # shared memory of one program on sm_90
+SM_SHARED_BYTES = 228 * 1024  # of all programs on a multiprocessor; each takes 1 KiB more
 FP8_BLOCK = 128  # inputs that share a scale
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a grouped product is cut into tiles, and how a tile's program is compiled."""
+    """Tile sizes and compile options of a grouped product."""
 
     block_m: int  # rows of a tile
     block_n: int  # weight rows of a tile: outputs, or half gates and half ups
-    block_k: int  # inputs of one step
+    block_k: int  # inputs of one iteration
     num_warps: int
-    num_stages: int  # steps whose operands are in shared memory at a time
-    programs_per_sm: int  # as many as should find place at a time
-    group_m: int = 32  # tiles of rows that go through all of a weight together, so that both stay in the L2 cache
+    num_stages: int  # iterations whose operands are in shared memory at a time
+    programs_per_sm: int  # programs that should run on a multiprocessor at a time
+    group_m: int = 32  # tiles of rows that share each part of a weight, so that both stay in the L2 cache
 
     @property
     def is_swapped(self) -> bool:
-        """Whether a tile is computed as weights times rows. The tensor cores' left operand has 64 rows at least; the
-        right one does with 8, which fits few rows.
+        """True if a tile is computed as weights times rows.
+
+        The left operand of the tensor cores has at least 64 rows, the right one at least 8, which suits few rows.
         """
         return self.block_m < 64
 
     def shared_bytes(self, element_size: int) -> int:
-        """Of the operands under way: what the compiler takes, but for a few hundred bytes."""
+        """Return the bytes of the operands in shared memory, up to a few hundred bytes more."""
         return self.num_stages * (self.block_m + self.block_n) * self.block_k * element_size
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice depends on: nothing that only the GPU knows."""
+    """A grouped product as far as the host knows it."""
 
     kind: Kind
     is_gated: bool
-    num_experts: int  # of this GPU
-    num_outputs: int  # of a weight: both gates and ups
+    num_experts: int  # experts on this GPU
+    num_outputs: int  # rows of a weight, gates and ups together
     num_inputs: int
-    num_rows: int  # about: all that there is room for, if no more is known
+    num_rows: int  # approximate; the capacity if nothing else is known
 
     @property
     def weights_key(self) -> str:
-        """All but the rows: what a table is for."""
+        """Key of the measurements for these weights: everything except the number of rows."""
         gated = "gated" if self.is_gated else "plain"
         return f"{self.kind} {gated} {self.num_experts}x{self.num_outputs}x{self.num_inputs}"
 
@@ -69,7 +70,7 @@ class Problem:
 
     @property
     def rows_per_expert(self) -> float:
-        """On average: how many each really has, only the GPU knows."""
+        """Average number of rows of an expert."""
         return self.num_rows / max(self.num_experts, 1)
 
 
@@ -78,7 +79,7 @@ Table = dict[str, dict[int, Config]]  # by `weights_key` and number of rows
 
 @functools.cache
 def choose_config(problem: Problem, device_name: str) -> Config:
-    """The measured one for the nearest number of rows, by ratio; or one by rule, if these weights were not measured."""
+    """Return the config measured for the nearest number of rows, by ratio, or without measurements the one by rule."""
     measured = load_table(TUNED_FOLDER / file_name(device_name)).get(problem.weights_key)
     if not measured:
         return config_by_rule(problem)
@@ -88,22 +89,19 @@ def choose_config(problem: Problem, device_name: str) -> Config:
 
 
 def config_by_rule(problem: Problem) -> Config:
-    """What should be fast on H100 and H200, argued but not measured.
+    """Return a config that should be fast on H100 and H200, by estimate, not by measurement.
 
-    Few rows: the weights' way from memory is all that counts. About 4.3 TB/s times 1 us of latency are 33 KiB under
-    way for each of 132 multiprocessors, so three times as much is asked for, in two programs: one goes on while the
-    other begins or ends a tile. Rows come from the L2 cache again for each tile, as block_m / block_n of the weights'
-    bytes, so block_n is at least twice block_m. Tiles have up to twice the rows of an average expert, as experts
-    differ, and a row too many in a tile costs less than a second tile.
+    Few rows: reading the weights bounds the time. 4.3 TB/s times 1 us of latency are 33 KiB in flight for each of 132
+    multiprocessors. Configs request three times as much, in two programs: one continues while the other starts or ends
+    a tile. Each tile reads its rows from the L2 cache again, block_m / block_n of the bytes of the weights, so block_n
+    is at least twice block_m. Tiles have up to twice the rows of an average expert, because experts differ and unused
+    rows of a tile cost less than a second tile.
 
-    Splitting inputs over programs is not needed: with 64 weight rows, one token makes 264 tiles of gates and ups and
-    192 of down in DeepSeek-V2-Lite, 192 and 256 in Qwen3-30B-A3B, 360 and 180 in gpt-oss-20b, 512 and 896 in
-    DeepSeek-V3, 896 and 128 in Mixtral-8x7B: at least 128, for 132 multiprocessors. So the order of a sum over inputs
-    never depends on the number of rows.
+    Inputs are not split over programs: with 64 weight rows, one token has at least 128 tiles in all known models, for
+    132 multiprocessors. So the order of a sum over inputs never depends on the number of rows.
 
     Many rows: tiles of 128 x 256 read least from shared memory for each product, and their accumulator takes half of
-    the registers of 8 warps. With scales, each step has an accumulator of its own beside the sum, so tiles are half as
-    wide.
+    the registers of 8 warps. With scales, each iteration has a second accumulator, so tiles are half as wide.
     """
     rows = problem.rows_per_expert
     if problem.kind == "fp32":
@@ -126,12 +124,12 @@ def config_by_rule(problem: Problem) -> Config:
 
 
 def file_name(device_name: str) -> str:
-    """Of a GPU's table: "NVIDIA H200" has NVIDIA_H200.json."""
+    """Return the name of a GPU's file: NVIDIA_H200.json for "NVIDIA H200"."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", device_name).strip("_") + ".json"
 
 
 def load_table(path: Path) -> Table:
-    """An empty one where there is no file: nothing was measured on that GPU."""
+    """Read the measurements of a GPU; empty if there is no file."""
     if not path.exists():
         return {}
     return {
@@ -141,7 +139,7 @@ def load_table(path: Path) -> Table:
 
 
 def save_table(path: Path, measured: Iterable[tuple[Problem, Config]]) -> None:
-    """Adds to a file, in place of what it says of the same problems. Sorted, so that a change is easy to read."""
+    """Add measurements to a file, replacing those of the same problems. Entries are sorted, for readable diffs."""
     table = load_table(path)
     for problem, config in measured:
         table.setdefault(problem.weights_key, {})[problem.num_rows] = config

@@ -168,15 +168,12 @@ def run_cache_writes(
     heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
     query, key, value = fused.clone().split(heads, dim=1)
     backend = kernels.make_attention(layer)
-    written = [KeyValueCache(cache.keys.clone(), cache.values.clone()) for _ in range(2)]
-    backend.write(key, value, written[0], step)
+    written = KeyValueCache(cache.keys.clone(), cache.values.clone())
     in_memory = torch.empty_like(query)
     results = {"apply_rope elsewhere": kernels.apply_rope(query.clone(), rotation, in_memory)}
     results["apply_rope"] = kernels.apply_rope(fused.clone()[:, : layer.num_heads], rotation)
-    results["rotate_and_write"] = backend.rotate_and_write(query, key, value, rotation, written[1], step)
-    for operation, each in zip(("write", "rotate_and_write"), written, strict=True):
-        results |= {f"keys of {operation}": each.keys, f"values of {operation}": each.values}
-    return results
+    results["rotate_and_write"] = backend.rotate_and_write(query, key, value, rotation, written, step)
+    return results | {"written keys": written.keys, "written values": written.values}
 
 
 def latent_attention(source: Source, is_small: bool) -> Iterator[Case]:

@@ -390,10 +390,6 @@ class KeyValueCache:
 class AttentionBackend(Protocol):
     """Grouped-query attention of one layer. Query head n reads key-value head n // (N // G)."""
 
-    def write(self, key_TGH: Tensor, value_TGH: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
-        """Store each token's key and value at `step.cache_slots`; a slot of -1 stores nothing."""
-        ...
-
     def rotate_and_write(
         self,
         query_TNH: Tensor,
@@ -403,7 +399,10 @@ class AttentionBackend(Protocol):
         cache: KeyValueCache,
         step: StepInputs,
     ) -> Tensor:
-        """`write` the rotated keys, and return the rotated queries. Queries and keys may be overwritten."""
+        """Store each token's rotated key and value at `step.cache_slots`, and return the rotated queries.
+
+        A slot of -1 stores nothing. Queries and keys may be overwritten.
+        """
         ...
 
     def attend(

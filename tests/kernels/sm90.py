@@ -1,4 +1,4 @@
-"""Machine code of Triton kernels for NVIDIA's Hopper GPUs (sm_90), made and read without one."""
+"""Compilation of Triton kernels for NVIDIA Hopper GPUs (sm_90) without a GPU, and properties of the machine code."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAX_SHARED_BYTES = 227 * 1024  # of one block of threads on sm_90
-MAX_REGISTERS = 255  # of one thread
+MAX_SHARED_BYTES = 227 * 1024  # shared memory of one thread block on sm_90
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What the compiler made of a kernel."""
+    """Machine code of one kernel, and the resources it uses."""
 
     ptx: str
-    registers: int  # of each thread
-    spilled_bytes: int  # of each thread's memory: what did not fit its registers, and arrays
-    shared_bytes: int  # of each block of threads
+    registers: int  # for each thread
+    spilled_bytes: int  # stack and local memory of each thread
+    shared_bytes: int  # for each thread block
 
     @property
     def num_wgmma(self) -> int:
-        """Places where a warp group multiplies matrices asynchronously: Hopper's only way to full speed."""
+        """Number of asynchronous matrix instructions of warp groups, which full speed on Hopper requires."""
         return len(re.findall(r"\bwgmma\.mma_async", self.ptx))
 
     @property
     def num_cp_async(self) -> int:
-        """Places where memory is copied to shared memory while the threads go on."""
+        """Number of asynchronous copies to shared memory."""
         return len(re.findall(r"\bcp\.async\.(?!wait|commit)", self.ptx))
 
 
@@ -42,13 +41,13 @@ def compile_for_sm90(
     *,
     not_divisible: Iterable[str] = (),
 ) -> MachineCode:
-    """Compiles a `triton.jit` function as a launch on a GPU would.
+    """Compile a `triton.jit` function as a launch on a GPU would.
 
     Args:
-        signature: type of each argument that is not a constexpr: "*bf16", "*fp8e4nv", "i32", "fp32" and so on.
-        constexprs: the others' values. An argument of value None is one of these.
-        options: num_warps, num_stages, and what else a launch says to the compiler.
-        not_divisible: arguments that are not multiples of 16. Pointers of torch and most sizes are.
+        signature: type of each run-time argument: "*bf16", "*fp8e4nv", "i32", "fp32" and so on.
+        constexprs: values of the other arguments, including those that are None.
+        options: num_warps, num_stages and other options of the compiler.
+        not_divisible: arguments that are not known to be multiples of 16, unlike torch's pointers and most sizes.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -79,7 +78,7 @@ def compile_for_sm90(
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """Registers per thread and bytes of each kind of memory, as the tool that comes with triton reads them."""
+    """Return registers per thread and bytes of each kind of memory, read by the cuobjdump of triton."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

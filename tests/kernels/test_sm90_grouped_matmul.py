@@ -1,9 +1,8 @@
-"""Machine code of the experts' kernels for sm_90, at the shapes of real models and cut as their launches would be."""
+"""Machine code of the experts' kernels for sm_90, at production shapes and with the tiles of their launches."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +12,12 @@ import torch
 from sm90 import MAX_SHARED_BYTES, MachineCode, compile_for_sm90
 
 from moeserve.triton_kernels.tune import Layer
-from moeserve.triton_kernels.tuning import Config, Problem, config_by_rule
+from moeserve.triton_kernels.tuning import Problem, config_by_rule
 
 pairs = pytest.importorskip("moeserve.triton_kernels.pairs", reason="triton is not installed")
 
 SHARED_BYTES_OF_SM = 228 * 1024
 REGISTERS_OF_SM = 65536
-TOKENS = [1, 16, 128, 4096, 16384]
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,18 @@ MODELS = {
     "DeepSeek-V3": Model(Layer("fp8", 256, 7168, 2048, 8)),
     "Qwen3-30B-A3B": Model(Layer("bf16", 128, 2048, 768, 8)),
     "gpt-oss-20b": Model(Layer("bf16", 32, 2880, 2880, 4), "clamped_swiglu", has_bias=True),
-}
-
-# The experts of the checkpoints with which `bench.gpu` compares the engine's tokens, first of all in float32.
-SMALL_MODELS = {
-    "small Mixtral": Model(Layer("fp32", 4, 64, 96, 2)),
+    # Those of the checkpoints with which `bench.gpu` compares the engine's tokens.
     "small DeepSeek": Model(Layer("fp32", 8, 64, 32, 3)),
-    "small Qwen3": Model(Layer("fp32", 16, 64, 32, 4)),
     "small gpt-oss": Model(Layer("fp32", 6, 64, 96, 2), "clamped_swiglu", has_bias=True),
 }
+# Model, tokens and whether it is the product of gates and ups: each config by rule, with and without scales.
+PRODUCTS = [
+    *(("Mixtral-8x7B", num_tokens, True) for num_tokens in (1, 64, 128, 4096)),
+    *(("Mixtral-8x7B", num_tokens, False) for num_tokens in (1, 4096)),
+    *(("DeepSeek-V3", num_tokens, True) for num_tokens in (1, 512, 1024, 16384)),
+    *(("DeepSeek-V3", num_tokens, False) for num_tokens in (1, 16384)),
+    *(("gpt-oss-20b", 1, True), ("gpt-oss-20b", 4096, True), ("gpt-oss-20b", 4096, False)),
+]
 ELEMENTS = {
     "bf16": (torch.bfloat16, "*bf16", "*bf16"),
     "fp8": (torch.float8_e4m3fn, "*fp8e4nv", "*bf16"),
@@ -51,11 +52,19 @@ ELEMENTS = {
 }
 
 
-@functools.cache
+def product(name: str, num_tokens: int, is_gated: bool, kind: str | None = None) -> tuple[Problem, dict[str, Any]]:
+    """Return a product of a model and its other arguments of `compiled`."""
+    model = MODELS[name]
+    layer = model.layer if kind is None else dataclasses.replace(model.layer, kind=kind)
+    problem = layer.problems(num_tokens)[0 if is_gated else 1]
+    return problem, dict(activation=model.activation if is_gated else None, has_bias=model.has_bias)
+
+
 def compiled(
-    problem: Problem, config: Config, activation: str | None, *, has_bias: bool = False, has_slots: bool = False
+    problem: Problem, *, activation: str | None = None, has_bias: bool = False, has_slots: bool = False
 ) -> MachineCode:
-    """As a launch has it. What only the number of rows tells apart is compiled once: triton remembers."""
+    """Compile the kernel with the config by rule."""
+    config = config_by_rule(problem)
     from moeserve.triton_kernels.grouped_matmul import compile_options, grouped_matmul_kernel, kernel_constants
 
     dtype, element, result = ELEMENTS[problem.kind]
@@ -88,11 +97,12 @@ def compiled(
         signature,
         constants | absent,
         compile_options(config),
-        not_divisible=("num_experts", "num_slots", "divisor"),  # a launch does not look at these
+        not_divisible=("num_experts", "num_slots", "divisor"),  # launches are not specialised on these
     )
 
 
-def check(code: MachineCode, config: Config, kind: str) -> None:
+def check(problem: Problem, code: MachineCode) -> None:
+    config = config_by_rule(problem)
     assert code.spilled_bytes == 0
     assert code.shared_bytes <= MAX_SHARED_BYTES
     assert config.programs_per_sm * (code.shared_bytes + 1024) <= SHARED_BYTES_OF_SM
@@ -100,78 +110,63 @@ def check(code: MachineCode, config: Config, kind: str) -> None:
     assert config.programs_per_sm * num_registers <= REGISTERS_OF_SM
     assert code.num_wgmma > 0
     assert code.num_cp_async > 0
-    element = "e4m3.e4m3" if kind == "fp8" else "bf16.bf16"
+    element = "e4m3.e4m3" if problem.kind == "fp8" else "bf16.bf16"
     assert set(re.findall(r"wgmma\.mma_async\S+\.f32\.(\S+)", code.ptx)) == {element}
-    # The step that repeats: from memory to shared memory to the tensor cores, past all registers.
+    # The inner loop copies from memory to shared memory and multiplies from there, without registers in between.
     (step,) = [part for part in re.split(r"\n\$L__BB\S+:|\bbra\b", code.ptx) if "wgmma.mma_async" in part]
     assert "cp.async" in step
     assert not re.search(r"\b(ld|st)\.shared|ldmatrix|stmatrix", step)
 
 
-@pytest.mark.parametrize("num_tokens", TOKENS)
-@pytest.mark.parametrize("name", MODELS)
-def test_products_of_models(name: str, num_tokens: int) -> None:
-    model = MODELS[name]
-    for problem in model.layer.problems(num_tokens):
-        config = config_by_rule(problem)
-        activation = model.activation if problem.is_gated else None
-        # The code does not depend on how many rows there are.
-        of_any_rows = Problem(**{**vars(problem), "num_rows": 0})
-        code = compiled(of_any_rows, config, activation, has_bias=model.has_bias)
-        check(code, config, problem.kind)
-        print(f"{name}, {num_tokens} tokens, {activation}: {config}: {code.registers} registers, {code.shared_bytes} B")
+@pytest.mark.parametrize(("name", "num_tokens", "is_gated"), PRODUCTS)
+def test_products_of_models(name: str, num_tokens: int, is_gated: bool) -> None:
+    problem, options = product(name, num_tokens, is_gated)
+    check(problem, compiled(problem, **options))
 
 
-@pytest.mark.parametrize("name", [*SMALL_MODELS, "gpt-oss-20b"])
-def test_float32_is_not_rounded(name: str) -> None:
-    """One way to cut the work, whatever the number of rows."""
-    model = (SMALL_MODELS | MODELS)[name]
-    layer = dataclasses.replace(model.layer, kind="fp32")
-    for problem in layer.problems(16):
-        config = config_by_rule(problem)
-        assert config == config_by_rule(dataclasses.replace(problem, num_rows=10**5))
-        activation = model.activation if problem.is_gated else None
-        for has_slots in (False, True):
-            code = compiled(problem, config, activation, has_bias=model.has_bias, has_slots=has_slots)
-            assert code.spilled_bytes == 0
-            assert code.shared_bytes <= MAX_SHARED_BYTES
-            assert "mma" not in code.ptx, "tensor cores have no float32"
+@pytest.mark.parametrize(
+    ("name", "is_gated", "has_slots"), [("small gpt-oss", True, False), ("gpt-oss-20b", False, True)]
+)
+def test_float32_fits_and_uses_no_tensor_cores(name: str, is_gated: bool, has_slots: bool) -> None:
+    problem, options = product(name, 16, is_gated, "fp32")
+    assert config_by_rule(problem) == config_by_rule(dataclasses.replace(problem, num_rows=10**5))
+    code = compiled(problem, has_slots=has_slots, **options)
+    assert code.spilled_bytes == 0
+    assert code.shared_bytes <= MAX_SHARED_BYTES
+    assert "mma" not in code.ptx, "tensor cores have no float32"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 48])
-@pytest.mark.parametrize("name", SMALL_MODELS)
-def test_small_models_in_bf16_fit(name: str, num_tokens: int) -> None:
-    model = SMALL_MODELS[name]
-    for problem in dataclasses.replace(model.layer, kind="bf16").problems(num_tokens):
-        config = config_by_rule(problem)
-        code = compiled(problem, config, model.activation if problem.is_gated else None, has_bias=model.has_bias)
-        assert code.spilled_bytes == 0
-        assert code.shared_bytes <= MAX_SHARED_BYTES
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "is_gated"), [("small gpt-oss", 48, True), ("small DeepSeek", 1, False)]
+)
+def test_small_models_fit(name: str, num_tokens: int, is_gated: bool) -> None:
+    problem, options = product(name, num_tokens, is_gated, "bf16")
+    code = compiled(problem, **options)
+    assert code.spilled_bytes == 0
+    assert code.shared_bytes <= MAX_SHARED_BYTES
 
 
-@pytest.mark.parametrize(("num_tokens", "kind"), [(16, "bf16"), (16, "fp8"), (32, "fp8")])
-def test_slots(num_tokens: int, kind: str) -> None:
-    """DeepSeek-V3 on 32 ranks, in DeepEP's low latency."""
-    for problem in Layer(kind, 8, 7168, 2048, 8).problems(num_tokens):
-        config = config_by_rule(problem)
-        check(compiled(problem, config, "swiglu" if problem.is_gated else None, has_slots=True), config, kind)
+@pytest.mark.parametrize(("kind", "is_gated"), [("bf16", False), ("fp8", True)])
+def test_slots(kind: str, is_gated: bool) -> None:
+    """Compile for DeepSeek-V3 on 32 ranks with DeepEP's low-latency mode."""
+    problem = Layer(kind, 8, 7168, 2048, 8).problems(16)[0 if is_gated else 1]
+    check(problem, compiled(problem, activation="swiglu" if is_gated else None, has_slots=True))
 
 
-@pytest.mark.parametrize("num_tokens", TOKENS)
-def test_single_weights_in_blocks(num_tokens: int) -> None:
-    """The dense network of DeepSeek-V2-Lite, whose width 128 does not divide."""
-    for is_gated, num_outputs, num_inputs in ((True, 2 * 10944, 2048), (False, 2048, 10944)):
-        problem = Problem("fp8", is_gated, 1, num_outputs, num_inputs, num_tokens)
-        config = config_by_rule(problem)
-        check(compiled(problem, config, "swiglu" if is_gated else None), config, "fp8")
+@pytest.mark.parametrize(("num_tokens", "is_gated"), [(1, True), (4096, False)])
+def test_single_weight_in_blocks(num_tokens: int, is_gated: bool) -> None:
+    """Compile for the dense network of DeepSeek-V2-Lite, whose width is not a multiple of 128."""
+    num_outputs, num_inputs = (2 * 10944, 2048) if is_gated else (2048, 10944)
+    problem = Problem("fp8", is_gated, 1, num_outputs, num_inputs, num_tokens)
+    check(problem, compiled(problem, activation="swiglu" if is_gated else None))
 
 
 def test_one_token_keeps_all_multiprocessors_busy() -> None:
-    """Which is why inputs are not split over programs. One short of 132 is not many."""
+    """Inputs are not split over programs, because one token has at least 128 tiles for 132 multiprocessors."""
     from moeserve.triton_kernels.grouped_matmul import max_tiles
 
-    for model in MODELS.values():
-        for problem in model.layer.problems(1):
+    for name, model in MODELS.items():
+        for problem in [] if name.startswith("small") else model.layer.problems(1):
             activation = "swiglu" if problem.is_gated else None
             columns = problem.num_outputs // (2 if problem.is_gated else 1)
             assert max_tiles(problem.num_rows, problem.num_experts, columns, activation, config_by_rule(problem)) >= 128
@@ -200,8 +195,7 @@ PAIR_KERNELS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
             dict(from_ptr=bits, indices_ptr="*i64", to_ptr=bits, from_stride="i32", width="i32", divisor="i32"),
             dict(IS_SCATTER=is_scatter, BLOCK_D=2048, num_warps=4),
         )
-        for is_scatter in (False, True)
-        for bits in ("*i16", "*i32")
+        for is_scatter, bits in ((False, "*i16"), (True, "*i32"))
     ),
     ("invert_kernel", dict(pair_of_row_ptr="*i64", row_of_pair_ptr="*i32", num_rows="i32"), pairs.INVERT_BLOCKS),
     *(
@@ -218,23 +212,19 @@ PAIR_KERNELS: list[tuple[str, dict[str, str], dict[str, Any]]] = [
             ),
             dict(IS_SEARCHED=block_rows > 1, TOP_K=8, BLOCK_R=block_rows, BLOCK_D=1024) | pairs.sum_options(),
         )
-        for block_rows in (1, *pairs.SEARCHED_ROWS)
-        for element in ("*bf16", "*fp32")
+        for block_rows, element in ((1, "*bf16"), (pairs.SEARCHED_ROWS[-1], "*bf16"), (pairs.SEARCHED_ROWS[0], "*fp32"))
     ),
-    *(
-        (
-            "weigh_rows_kernel",
-            dict(
-                rows_ptr=element,
-                weights_ptr="*fp32",
-                num_counted_ptr="*i32",
-                output_ptr=element,
-                row_stride="i32",
-                width="i32",
-            ),
-            dict(BLOCK_D=1024, num_warps=4),
-        )
-        for element in ("*bf16", "*fp32")
+    (
+        "weigh_rows_kernel",
+        dict(
+            rows_ptr="*bf16",
+            weights_ptr="*fp32",
+            num_counted_ptr="*i32",
+            output_ptr="*bf16",
+            row_stride="i32",
+            width="i32",
+        ),
+        dict(BLOCK_D=1024, num_warps=4),
     ),
 ]
 

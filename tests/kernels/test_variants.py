@@ -1,4 +1,4 @@
-"""How often kernels are compiled: what differs from step to step must not make a kernel another one."""
+"""Number of compiled variants of each kernel, which must not depend on sizes that change from step to step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (1, 2, 5, 16, 17, 32, 48, 64, 100, 256, 999)
 
 
 class Launches(dict[str, set[Any]]):
-    """By the name of a kernel, what is compiled for its launches."""
+    """Distinct compilations of each kernel, by its name."""
 
     def add(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         values = dict(zip(kernel.arg_names, args, strict=False)) | options
@@ -40,7 +40,7 @@ class Launches(dict[str, set[Any]]):
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    """Nothing runs: the results are whatever was in memory."""
+    """Record launches without running them."""
     from triton.runtime.jit import JITFunction
 
     found = Launches()
@@ -70,7 +70,7 @@ def attend(num_chunks: int, rows_of_first: int, max_blocks: int) -> None:
 
 
 def test_attention_of_any_step_is_compiled_once(launches: Launches) -> None:
-    """Numbers of chunks, of their rows and of blocks in the table. Kernels are shared by two kinds of attention."""
+    """Vary the numbers of chunks, rows and blocks. Each kernel is compiled once for each of two kinds of attention."""
     for size in SIZES:
         attend(size, 1, 40)
         attend(3, size, 40)

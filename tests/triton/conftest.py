@@ -1,7 +1,7 @@
-"""Triton kernels in Triton's interpreter, which runs them on a CPU: their numbers, not their machine code.
+"""Triton kernels in Triton's interpreter, which runs them on a CPU.
 
-The interpreter is chosen by TRITON_INTERPRET=1 before triton is imported, for a whole process. So these tests have one
-of their own; in another, they are left out.
+TRITON_INTERPRET=1 selects the interpreter for a whole process, before triton is imported. Without it, these tests are
+not collected.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ collect_ignore_glob = [] if IS_INTERPRETING else ["test_*.py"]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """The interpreter is Python: torch's threads only get in its way."""
+    """Set torch to one thread: the interpreter is Python code, which more threads only slow down."""
     import torch
 
     torch.set_num_threads(1)
 
 
 @pytest.fixture
-def conversions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's own conversions to E4M3 and bfloat16 are wrong: of a number that rounds up to a power of two it
-    loses the carry, and NaN is none. So torch's stand in for them.
+def torch_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the interpreter's conversions to E4M3 and bfloat16 by torch's.
+
+    The interpreter loses the carry of numbers that round up to a power of two, and converts NaN to a number.
     """
     import numpy as np
     import torch
@@ -53,7 +54,7 @@ def conversions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Triton kernels serve the CPU, whose tensors the interpreter takes."""
+    """Select the Triton kernels for the CPU, whose tensors the interpreter accepts."""
     from moeserve.ops import select
     from moeserve.ops.triton.table import TRITON_KERNELS
 

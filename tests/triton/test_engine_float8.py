@@ -1,7 +1,7 @@
-"""The engine with quantization='fp8' on the kernels for GPUs, in Triton's interpreter.
+"""The engine with quantization='fp8' on Triton kernels, in Triton's interpreter.
 
-The reference is transformers' model with the values that the codes stand for, told to round what goes into each
-projection and expert to E4M3, 128 values with a scale.
+The reference is transformers' model with dequantised weights, which rounds the inputs of each projection and expert to
+E4M3 with a scale for each 128 values.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from moeserve.ops.interfaces import Gather, OpenWeights, SwiGLU
 from moeserve.ops.triton.products import TritonBlockProduct, TritonProduct
 from moeserve.protocol import Chunk, StepPlan
 
-pytestmark = pytest.mark.usefixtures("conversions_of_torch", "gpu_kernels")
+pytestmark = pytest.mark.usefixtures("torch_conversions", "gpu_kernels")
 
 FLOAT8 = torch.float8_e4m3fn
 LENGTHS = [1, 5, 3, 4, 2, 6, 4, 3]
 NUM_TOKENS = 2
-# Logits of float32 differ by less. But a number next to the border between two codes may get the other code, which is
-# off by 1/8 of it, and so may be all that follows from it: the rest of the prompt. That is met in few prompts.
+# Float32 logits differ by less. But a number next to the border between two codes may be rounded to the other code,
+# which differs by 1/8 and affects the rest of the prompt. This happens in few prompts.
 LARGEST_DIFFERENCE = 1e-3
 SHARE_OF_PROMPTS = 0.75
-# How far all positions at least are, where what goes into products is not rounded.
+# Smallest difference of any position if the inputs of products are not rounded.
 DIFFERENCE_OF_ROUNDING = 0.05
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """The values of codes, by definition: 448 is the largest absolute number of 128."""
+    """Return dequantised rows, as defined: 448 stands for the largest absolute number of each 128."""
     blocks = []
     for block in rows.float().split(128, dim=-1):
         largest = block.abs().amax(-1, keepdim=True).clamp(min=1e-30)
@@ -50,7 +50,7 @@ def rounded(rows: Tensor) -> Tensor:
 
 @contextmanager
 def rounding_of_inputs(reference: Reference) -> Iterator[set[str]]:
-    """Names of the weights for which it was done."""
+    """Round the inputs of the reference's products; yield the names of their weights."""
     name_of = {
         weight.untyped_storage().data_ptr(): name
         for name, weight in reference.model.named_parameters()
@@ -72,13 +72,13 @@ def rounding_of_inputs(reference: Reference) -> Iterator[set[str]]:
 
 
 @pytest.fixture(autouse=True)
-def _without_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU stands for a GPU."""
+def _allow_fp8_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept quantization="fp8" on the CPU, which replaces a GPU here."""
     monkeypatch.setattr(resolve, "_check_device", lambda *arguments: None)
 
 
 def logits_of(llm: LLM, prompts: list[list[int]]) -> list[Tensor]:
-    """[T, vocab_size] of each, all in one step."""
+    """Return the logits [T, vocab_size] of each prompt, computed in one step."""
     runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
     assert max(map(len, prompts)) <= runner.context.block_size
     chunks = [Chunk(token_ids=prompt, start=0, block_ids=[block]) for block, prompt in enumerate(prompts)]
@@ -88,13 +88,13 @@ def logits_of(llm: LLM, prompts: list[list[int]]) -> list[Tensor]:
         return list(runner.model.logits(hidden).split([len(prompt) for prompt in prompts]))
 
 
-def off_by(own: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    """[T] of each prompt."""
+def differences(own: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Return the largest difference at each position, [T] for each prompt."""
     return [(one - other).abs().amax(-1) for one, other in zip(own, others, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "mixtral"])
-def test_logits_are_those_of_rounded_weights_and_inputs(name: str, tmp_path: Path) -> None:
+def test_logits_equal_those_with_rounded_weights_and_inputs(name: str, tmp_path: Path) -> None:
     original = make_reference(tmp_path / "original", large(name))
     encoded, decoded, quantization = encoded_and_decoded(original, (128, 128))
     write(tmp_path / "encoded", original, encoded, quantization)
@@ -122,7 +122,7 @@ def test_logits_are_those_of_rounded_weights_and_inputs(name: str, tmp_path: Pat
     assert sum(weights.open.weight_eOI.nbytes for weights in in_blocks) == sum(encoded[name].numel() for name in stored)
 
     with rounding_of_inputs(twin):
-        off = off_by(own, [twin.logits(prompt) for prompt in prompts])
+        off = differences(own, [twin.logits(prompt) for prompt in prompts])
         likeliest = [
             twin.logits(prompt + output.outputs[0].token_ids[:-1])[len(prompt) - 1 :].argmax(-1)
             for prompt, output in zip(prompts, outputs, strict=True)
@@ -130,13 +130,13 @@ def test_logits_are_those_of_rounded_weights_and_inputs(name: str, tmp_path: Pat
     tokens = torch.tensor([output.outputs[0].token_ids for output in outputs])
     assert sum(each.max() < LARGEST_DIFFERENCE for each in off) >= SHARE_OF_PROMPTS * len(prompts), off
     assert (tokens == torch.stack(likeliest)).all(-1).sum() >= SHARE_OF_PROMPTS * len(prompts)
-    without_rounding = off_by(own, [twin.logits(prompt) for prompt in prompts])
+    without_rounding = differences(own, [twin.logits(prompt) for prompt in prompts])
     assert min(each.min() for each in without_rounding) > DIFFERENCE_OF_ROUNDING, without_rounding
 
 
 @pytest.mark.parametrize("activation", [None, SwiGLU()], ids=["plain", "swiglu"])
 def test_products(activation: Any) -> None:
-    """Each way of having rows, beside the product with the numbers that codes stand for."""
+    """Compare packed rows, gathered rows, slots and a single weight with products of dequantised numbers."""
     torch.manual_seed(0)
     num_weights, num_outputs, num_inputs = 3, 400, 200
     parts = 1 if activation is None else 2
@@ -156,7 +156,7 @@ def test_products(activation: Any) -> None:
     counts = [4, 0, 2]
     counts_e = torch.tensor(counts)
     source = torch.randn(5, num_inputs)
-    indices_R = torch.tensor([9, 0, 3, 4, 8, 5, 1])  # of pairs, of which each token has two; the last row is spare
+    indices_R = torch.tensor([9, 0, 3, 4, 8, 5, 1])  # two pairs for each token; the last row is unused
     rows = source[indices_R // 2]
     reference = torch.cat([expected(rows[:4], 0), expected(rows[4:6], 2)])
     for given in (
@@ -175,10 +175,10 @@ def test_products(activation: Any) -> None:
     assert alone.multiply(source.half()).dtype == torch.float16
 
 
-def test_weights_without_blocks_are_multiplied_as_before(
+def test_weights_that_cannot_be_divided_into_blocks_stay_float32(
     tmp_path: Path, reference_named: Callable[[str], Reference]
 ) -> None:
-    """Heads of 8 values: queries, keys and values meet inside of blocks. The experts are in blocks."""
+    """With heads of 8 values, queries, keys and values share blocks, so only the experts are quantised."""
     reference = reference_named("mixtral")
     with LLM(reference.folder, quantization="fp8", dtype="float32", kv_cache_memory="4MiB", enforce_eager=True) as llm:
         layer = llm.core.executor.worker.runner.model.layers[0]  # type: ignore[attr-defined]

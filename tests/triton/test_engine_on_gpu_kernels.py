@@ -1,4 +1,4 @@
-"""The engine on the kernels for GPUs, which run in Triton's interpreter: tokens are transformers', in float32."""
+"""The engine on Triton kernels in Triton's interpreter: float32 tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def model_of(llm: LLM) -> Any:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.soak) for name in MORE_FAMILIES)])
-def test_tokens_are_those_of_transformers(
-    name: str, gpu_kernels: None, reference_named: Callable[[str], Reference]
-) -> None:
+def test_tokens_equal_transformers(name: str, gpu_kernels: None, reference_named: Callable[[str], Reference]) -> None:
     reference = reference_named(name)
     prompts = reference.prompts(*LENGTHS)
     params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in NUM_TOKENS]
@@ -67,10 +65,9 @@ def test_tokens_are_those_of_transformers(
     ]
 
 
-def test_random_tokens_are_those_of_the_other_kernels(
+def test_random_tokens_do_not_depend_on_the_kernels(
     reference_named: Callable[[str], Reference], request: pytest.FixtureRequest
 ) -> None:
-    """Seeded: (seed, position) decides, whatever draws."""
     reference = reference_named("mixtral")
     prompts = reference.prompts(*LENGTHS)
     params = [
@@ -90,7 +87,7 @@ def test_random_tokens_are_those_of_the_other_kernels(
 
 @pytest.fixture
 def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_stand_ins.FlashInfer:
-    """A stand-in for it that serves models of any size, in float32, and was measured to be faster than ours."""
+    """Install a stand-in for FlashInfer that supports float32 and any size, with faster measured times than ours."""
     package = attention_stand_ins.FlashInfer(
         dtypes=(torch.float32,), chunk_head_sizes=tuple(range(1, 65)), head_multiple=1
     )
@@ -104,7 +101,7 @@ def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_
     made = Attention.make_cache
 
     def make_cache(self: Attention, num_blocks: int, block_size: int) -> KeyValueCache:
-        """Memory may hold anything before it is used."""
+        """Fill new caches with NaN: nothing may depend on uninitialised memory."""
         cache = made(self, num_blocks, block_size)
         cache.keys.fill_(torch.nan)
         cache.values.fill_(torch.nan)
@@ -126,15 +123,17 @@ class Everything(dict[str, Any]):
         return self["any"]
 
 
-@pytest.mark.parametrize("is_recorded", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("name", ["mixtral", "mixtral-window", "qwen3-moe", "gpt-oss"])
-def test_tokens_are_those_of_transformers_by_another_library(
+@pytest.mark.parametrize(
+    ("name", "is_captured"),
+    [("mixtral-window", True), ("qwen3-moe", False), ("gpt-oss", False), ("gpt-oss", True)],
+)
+def test_tokens_with_another_library_equal_transformers(
     name: str,
-    is_recorded: bool,
+    is_captured: bool,
     flashinfer: attention_stand_ins.FlashInfer,
     reference_named: Callable[[str], Reference],
 ) -> None:
-    """Chunks and decode steps, each as the library wants to be called; chunks with sinks by our own kernels."""
+    """Chunks with sinks are served by our own kernels, all other steps by the library."""
     reference = reference_named(name)
     prompts = reference.prompts(*LENGTHS)
     params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in NUM_TOKENS]
@@ -142,8 +141,8 @@ def test_tokens_are_those_of_transformers_by_another_library(
         attention = model_of(llm).layers[0].attention.backend
         assert isinstance(attention, LibraryAttention)
         assert isinstance(attention.own, TritonAttention)
-        if is_recorded:
-            record(llm, Replayed())
+        if is_captured:
+            capture_graphs(llm, Replayed())
         flashinfer.num_decodes = flashinfer.num_runs = 0
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert flashinfer.num_decodes > 0
@@ -154,32 +153,32 @@ def test_tokens_are_those_of_transformers_by_another_library(
 
 
 class Replayed:
-    """A graph without a GPU: plays by calling the function again, and writes where the result lies."""
+    """A graph without a GPU: its replay calls the function again and writes to the memory of the captured result."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        self.num_plays = 0
+        self.num_replays = 0
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         result = run().clone()
         self.sizes.append(len(result))
 
-        def play() -> None:
-            self.num_plays += 1
+        def replay() -> None:
+            self.num_replays += 1
             result.copy_(run())
 
-        return play, result
+        return replay, result
 
 
-def record(llm: LLM, capture: Replayed) -> None:
+def capture_graphs(llm: LLM, capture: Replayed) -> None:
     worker = llm.core.executor.worker  # type: ignore[attr-defined]
     with torch.inference_mode():
         runner = worker.runner
         runner.replay = CudaGraphs(runner.model, runner.replay.caches, runner.context, (2, 4), capture)
 
 
-@pytest.mark.parametrize("name", ["mixtral-window", "deepseek-v3", "gpt-oss"])
-def test_graphs_of_these_kernels_give_the_same_tokens(
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss"])
+def test_tokens_with_graphs_equal_transformers(
     name: str, gpu_kernels: None, reference_named: Callable[[str], Reference]
 ) -> None:
     reference = reference_named(name)
@@ -187,11 +186,11 @@ def test_graphs_of_these_kernels_give_the_same_tokens(
     params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for number in NUM_TOKENS]
     with started(reference) as llm:
         capture = Replayed()
-        record(llm, capture)
+        capture_graphs(llm, capture)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         window = llm.expert_load()
-    assert capture.sizes == [4, 2], "the largest first, so that the others fit into its memory"
-    assert capture.num_plays > 0
+    assert capture.sizes == [4, 2], "the largest is captured first, so that the others fit into its memory"
+    assert capture.num_replays > 0
     assert [output.outputs[0].token_ids for output in outputs] == [
         reference.greedy(prompt, number) for prompt, number in zip(prompts, NUM_TOKENS, strict=True)
     ]
@@ -202,8 +201,8 @@ def test_graphs_of_these_kernels_give_the_same_tokens(
     assert window.num_padding_tokens > 0
 
 
-def test_rows_that_are_expected_decide_how_experts_are_cut(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the room for rows that could have come."""
+def test_expected_rows_determine_the_tiles_of_experts(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capacity of buffers must not determine the tiles."""
     chosen: list[int] = []
 
     def choose(problem: Problem, device_name: str) -> Config:
@@ -225,7 +224,7 @@ def test_rows_that_are_expected_decide_how_experts_are_cut(gpu_kernels: None, mo
 def test_steps_of_all_sizes_run_before_serving(
     gpu_kernels: None, reference_named: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that no kernel is compiled for a number of rows while requests wait."""
+    """No kernel must be compiled while requests wait."""
     with started(reference_named("mixtral")) as llm:
         runner: ModelRunner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
         sizes: set[int] = set()

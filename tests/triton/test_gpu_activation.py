@@ -1,4 +1,4 @@
-"""Gated activations of the GPU in Triton's interpreter, against the functions of the models."""
+"""Gated activations in Triton's interpreter, compared with the functions of the models."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moeserve.ops.interfaces import ClampedSwiGLU, SwiGLU
 from moeserve.triton_kernels.activation import clamped_silu_multiply, silu_multiply
 
 GPT_OSS = dict(alpha=1.702, limit=7.0)
-SHAPES = [(1, 2), (3, 14), (2, 2 * 1024), (4, 2 * 1500), (2, 3, 20), (0, 64), (5, 0)]
+SHAPES = [(1, 2), (2, 2 * 1024), (4, 2 * 1500), (2, 3, 20), (0, 64), (5, 0)]
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Both round at the same places; exponentials may differ in their last bit, which rarely moves a float16 a step."""
+    """Both round at the same places. Exponentials may differ in the last bit, which rarely changes a float16."""
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     assert actual.is_contiguous()
@@ -28,19 +28,19 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_agrees_with_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_results_equal_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gate_up = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 6).to(dtype)
     gate, up = gate_up.chunk(2, dim=-1)
     assert_close(silu_multiply(gate_up), SwiGLU()(gate, up))
     assert_close(clamped_silu_multiply(gate_up, **GPT_OSS), ClampedSwiGLU(**GPT_OSS)(gate, up))
 
 
-def test_rows_may_lie_apart() -> None:
+def test_strided_rows() -> None:
     wide = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
     assert torch.equal(silu_multiply(wide[:, 10:50]), silu_multiply(wide[:, 10:50].contiguous()))
 
 
-def test_extremes_are_torchs() -> None:
+def test_extremes_equal_torch() -> None:
     numbers = [0.0, -0.0, 7.0, -7.0, 7.5, -7.5, 90.0, -90.0, 1e30, -1e30, math.inf, -math.inf, math.nan]
     gate = torch.tensor([gate for gate in numbers for _ in numbers])
     up = torch.tensor(numbers * len(numbers))

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU, in Triton's interpreter: its numbers, and that a row does not see the rest of the step."""
+"""Paged attention in Triton's interpreter: results equal torch's and do not depend on other requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeserve.ops.torch.attention import TorchAttention
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels import paged_attention as gpu
 from moeserve.triton_kernels import paged_kernels
-from moeserve.triton_kernels.paged_attention import paged_attention, write_cache
+from moeserve.triton_kernels.paged_attention import paged_attention
 from moeserve.triton_kernels.paged_kernels import Splits
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.float16: (4e-3, 4e-3)}
 
 @dataclass(frozen=True)
 class Case:
-    """One step over caches that hold NaN wherever no row may look."""
+    """One step over caches that hold NaN wherever no row may read."""
 
     step: StepInputs
     query_TNH: Tensor
@@ -105,15 +105,14 @@ def check(case: Case, actual: Tensor) -> None:
     torch.testing.assert_close(actual.float(), expected(case), atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("seed", range(10))
-def test_random_steps_match_torch(seed: int, dtype: torch.dtype) -> None:
-    draw = random.Random(seed)
+def test_random_steps(seed: int) -> None:
+    draw, dtype = random.Random(seed), [torch.float32, torch.float16][seed % 2]
     num_kv_heads = draw.choice([1, 2, 3])
     lengths = []
     for _ in range(draw.randint(1, 5)):
         num_rows = draw.choice([0, 1, 1, 1, 2, 5, 40])
-        lengths.append((num_rows, num_rows + draw.choice([0, 1, 15, 16, 100, 255, 256, 300])))
+        lengths.append((num_rows, num_rows + draw.choice([0, 1, 15, 16, 100, 256, 300])))
     case = make_case(
         lengths,
         num_heads=num_kv_heads * draw.choice([1, 2, 3, 7, 18]),
@@ -128,39 +127,32 @@ def test_random_steps_match_torch(seed: int, dtype: torch.dtype) -> None:
     check(case, attend(case))
 
 
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 300])
-def test_one_row_attends_to_more_pieces_than_there_are_splits(
-    window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (150, False)])
+def test_more_pieces_than_splits(window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "choose_splits", lambda num_kv_heads: Splits(piece_size=64, max_splits=2))
-    lengths = [(1, 700), (1, 512), (0, 0), (1, 1), (1, 449)]
+    lengths = [(1, 350), (1, 256), (0, 0), (1, 1), (1, 257)]
     case = make_case(lengths, num_heads=3, num_kv_heads=1, window=window, has_sinks=has_sinks)
     check(case, attend(case))
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("lengths", [[(90, 90)], [(70, 200), (45, 45), (1, 70)]], ids=str)
-def test_chunks_of_several_tiles(lengths: list[tuple[int, int]], window: int | None) -> None:
-    for dtype in (torch.float32, torch.float16):
-        case = make_case(lengths, num_heads=3, num_kv_heads=1, window=window, dtype=dtype, has_sinks=True)
-        check(case, attend(case))
-
-
-@pytest.mark.parametrize("window", [None, 40])
-def test_heads_that_fill_all_registers(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "dtype", "head_size"),
+    [(None, torch.float32, 16), (40, torch.float16, 16), (40, torch.float16, 136)],  # large heads have a loop less
+)
+def test_chunks_of_several_tiles(window: int | None, dtype: torch.dtype, head_size: int) -> None:
+    lengths = [(45, 120), (45, 45), (1, 70)]
     case = make_case(
-        [(50, 100), (1, 70)], num_heads=3, num_kv_heads=1, head_size=136, window=window, dtype=torch.float16
+        lengths, num_heads=3, num_kv_heads=1, head_size=head_size, window=window, dtype=dtype, has_sinks=True
     )
     check(case, attend(case))
 
 
-def test_a_group_larger_than_the_pairs_of_a_program() -> None:
+def test_group_larger_than_the_pairs_of_a_program() -> None:
     case = make_case([(1, 100), (3, 20)], num_heads=70, num_kv_heads=1, dtype=torch.float16)
     check(case, attend(case))
 
 
-def test_more_chunks_than_a_program_looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_chunks_than_a_program_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_kernels, "CHUNKS_AT_ONCE", 8)
     case = make_case([(1, 3), (0, 9)] * 7 + [(2, 9), (1, 5), (3, 3)], num_heads=2, num_kv_heads=1)
     check(case, attend(case))
@@ -171,7 +163,7 @@ def test_large_scores_stay_finite() -> None:
     torch.testing.assert_close(attend(case), expected(case), atol=1e-4, rtol=1e-4)
 
 
-def test_a_sink_above_all_scores_takes_all() -> None:
+def test_sink_above_all_scores_takes_all_weight() -> None:
     case = make_case([(1, 300), (12, 40)])
     sinks_N = torch.tensor([1e4, -1e4, 1e4, float("-inf")])
     actual = attend(dataclasses.replace(case, sinks_N=sinks_N))
@@ -185,9 +177,9 @@ def test_queries_and_caches_may_be_strided() -> None:
     wide = torch.randn(11, 4, 40)
     wide[..., 7:23] = case.query_TNH
     assert same_bytes(attend(dataclasses.replace(case, query_TNH=wide[..., 7:23])), expected_bytes)
-    turned = case.query_TNH.transpose(1, 2).contiguous().transpose(1, 2)
-    assert same_bytes(attend(dataclasses.replace(case, query_TNH=turned)), expected_bytes)
-    both = torch.stack([case.key_cache, case.value_cache], dim=3)  # positions of both in turn
+    transposed = case.query_TNH.transpose(1, 2).contiguous().transpose(1, 2)
+    assert same_bytes(attend(dataclasses.replace(case, query_TNH=transposed)), expected_bytes)
+    both = torch.stack([case.key_cache, case.value_cache], dim=3)  # interleaved positions
     case = dataclasses.replace(case, key_cache=both[:, :, :, 0], value_cache=both[:, :, :, 1])
     assert same_bytes(attend(case), expected_bytes)
 
@@ -200,7 +192,7 @@ def test_no_tokens_and_no_chunks() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[(1, 20), (0, 30), (1, 40)], [(1, 20), (0, 30), (10, 40)]], ids=str)
-def test_rows_without_chunk_get_zeros(lengths: list[tuple[int, int]]) -> None:
+def test_rows_without_a_chunk_are_zeros(lengths: list[tuple[int, int]]) -> None:
     case = make_case(lengths, has_sinks=True)
     num_rows = len(case.query_TNH)
     padded = dataclasses.replace(case, query_TNH=torch.cat([case.query_TNH, torch.randn(3, 4, 16)]))
@@ -210,9 +202,9 @@ def test_rows_without_chunk_get_zeros(lengths: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[(2, 20), (12, 30), (1, 9)], [(1, 20), (1, 30)]], ids=str)
-def test_rows_before_position_0_get_zeros(lengths: list[tuple[int, int]]) -> None:
+def test_rows_before_position_0_are_zeros(lengths: list[tuple[int, int]]) -> None:
     case = make_case(lengths, has_sinks=True)
-    # The same rows, said to be the last of shorter contexts.
+    # The same rows at the end of shorter contexts.
     contexts = [1, 0, 0][: len(lengths)]
     spans = tuple(dataclasses.replace(s, context_len=c) for s, c in zip(case.step.spans, contexts, strict=True))
     step = dataclasses.replace(case.step, context_lens=torch.tensor(contexts, dtype=torch.int32), spans=spans)
@@ -222,10 +214,9 @@ def test_rows_before_position_0_get_zeros(lengths: list[tuple[int, int]]) -> Non
     assert not torch.cat([actual[:last], actual[last + 1 :]]).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("window", [None, 300])
-def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(dtype: torch.dtype, window: int | None) -> None:
-    lengths = [(1, 1), (3, 100), (1, 550), (40, 90), (1, 256), (0, 7), (8, 150), (1, 257)]
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 300)], ids=str)
+def test_result_of_a_chunk_does_not_depend_on_other_chunks(dtype: torch.dtype, window: int | None) -> None:
+    lengths = [(1, 1), (3, 100), (1, 350), (20, 50), (0, 7), (1, 257)]
     case = make_case(
         lengths, num_heads=3, num_kv_heads=1, head_size=24, window=window, dtype=dtype, has_sinks=window is not None
     )
@@ -238,7 +229,7 @@ def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(dtype: torch.dtype, w
         assert same_bytes(attend(alone), together[rows]), f"chunk {chunk}: {span}"
 
 
-def test_neither_bounds_nor_block_size_change_a_byte() -> None:
+def test_bounds_and_block_size_do_not_change_results() -> None:
     cases = [make_case([(1, 300), (5, 40)], num_heads=2, num_kv_heads=1, block_size=size) for size in (1, 7, 64)]
     first = attend(cases[0])
     assert all(same_bytes(attend(case), first) for case in cases)
@@ -254,27 +245,3 @@ def test_nan_in_one_request_stays_there() -> None:
     others = [0, *range(2, 14)]
     assert same_bytes(actual[others], clean[others])
     assert same_bytes(actual[1, 2:], clean[1, 2:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("num_heads", "head_size"), [(3, 20), (1, 64), (40, 128)])
-@pytest.mark.parametrize("block_size", [1, 7, 16])
-def test_write_stores_each_token_at_its_slot(
-    dtype: torch.dtype, num_heads: int, head_size: int, block_size: int
-) -> None:
-    num_tokens, num_blocks = 9, 40 // block_size
-    generator = torch.Generator().manual_seed(0)
-    slots_T = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
-    slots_T[::4] = -1
-    fused = torch.randn(num_tokens, num_heads * 3, head_size + 3, generator=generator).to(dtype)
-    key_TGH, value_TGH = fused[:, :num_heads, 1:-2], fused[:, num_heads::2, 2:-1]
-    caches = torch.randn(2, num_blocks, num_heads, block_size, head_size, generator=generator).to(dtype)
-    expected_caches = caches.clone()
-    for token, slot in enumerate(slots_T.tolist()):
-        if slot >= 0:
-            expected_caches[0, slot // block_size, :, slot % block_size] = key_TGH[token]
-            expected_caches[1, slot // block_size, :, slot % block_size] = value_TGH[token]
-    write_cache(key_TGH, value_TGH, caches[0], caches[1], slots_T)
-    assert same_bytes(caches, expected_caches)
-    write_cache(key_TGH[:0], value_TGH[:0], caches[0], caches[1], slots_T[:0])
-    assert same_bytes(caches, expected_caches)

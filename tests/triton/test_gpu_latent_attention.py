@@ -1,4 +1,4 @@
-"""Latent attention on a GPU, in Triton's interpreter: its numbers, and that a row does not see the rest of the step."""
+"""Latent attention in Triton's interpreter: results equal torch's and do not depend on other requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.float16: (4e-3, 4e-3)}
 
 @dataclass(frozen=True)
 class Case:
-    """One step over a cache that holds NaN wherever no row may look."""
+    """One step over a cache that holds NaN wherever no row may read."""
 
     step: StepInputs
     query_TNP: Tensor
@@ -87,17 +87,16 @@ def check(case: Case, actual: Tensor, max_rows: int | None = None) -> None:
     torch.testing.assert_close(actual.float(), expected, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_steps_match_torch(seed: int, dtype: torch.dtype) -> None:
-    draw = random.Random(seed)
+def test_random_steps(seed: int) -> None:
+    draw, dtype = random.Random(seed), [torch.float32, torch.float16][seed % 2]
     lengths = []
     for _ in range(draw.randint(1, 4)):
         num_rows = draw.choice([0, 1, 1, 1, 2, 7])
         lengths.append((num_rows, num_rows + draw.choice([0, 1, 15, 16, 100, 127, 128, 200])))
     case = make_case(
         lengths,
-        num_heads=draw.choice([1, 3, 16, 22, 37] if dtype == torch.float16 else [1, 3, 18]),
+        num_heads=draw.choice([1, 3, 16, 37] if dtype == torch.float16 else [1, 3, 18]),
         latent_size=draw.choice([1, 12, 32, 100]),
         rotary_size=draw.choice([0, 1, 8, 20]),
         block_size=draw.choice([1, 3, 16, 64]),
@@ -107,22 +106,21 @@ def test_random_steps_match_torch(seed: int, dtype: torch.dtype) -> None:
     check(case, attend(case))
 
 
-@pytest.mark.parametrize("num_heads", [16, 128])
-def test_latents_of_deepseek(num_heads: int) -> None:
+def test_shape_of_deepseek_v3() -> None:
     case = make_case(
-        [(1, 200), (3, 70)], num_heads=num_heads, latent_size=512, rotary_size=64, block_size=64, dtype=torch.float16
+        [(1, 130), (2, 40)], num_heads=128, latent_size=512, rotary_size=64, block_size=64, dtype=torch.float16
     )
     check(case, attend(case))
 
 
-def test_one_row_attends_to_more_pieces_than_there_are_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_pieces_than_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "choose_splits", lambda num_heads: Splits(piece_size=32, max_splits=2))
-    case = make_case([(1, 400), (1, 256), (0, 0), (1, 1), (1, 225)])
+    case = make_case([(1, 200), (1, 128), (0, 0), (1, 1), (1, 129)])
     check(case, attend(case))
 
 
-@pytest.mark.parametrize("max_rows", [0, 1, 8, 9])
-def test_chunks_of_more_rows_get_zeros(max_rows: int) -> None:
+@pytest.mark.parametrize("max_rows", [0, 1, 8])
+def test_chunks_of_more_rows_are_zeros(max_rows: int) -> None:
     case = make_case([(9, 40), (1, 100), (10, 10), (8, 50)])
     actual = attend(case, max_rows)
     check(case, actual, max_rows)
@@ -140,7 +138,7 @@ def test_queries_and_caches_may_be_strided() -> None:
     assert same_bytes(attend(dataclasses.replace(case, cache=wide_cache)), expected_bytes)
 
 
-def test_no_tokens_and_rows_without_chunk() -> None:
+def test_rows_without_a_chunk_are_zeros() -> None:
     assert attend(make_case([])).shape == (0, 5, 24)
     for lengths in ([(1, 20), (0, 30), (1, 40)], [(1, 20), (0, 30), (4, 40)]):
         case = make_case(lengths)
@@ -150,9 +148,9 @@ def test_no_tokens_and_rows_without_chunk() -> None:
         assert not actual[num_rows:].any()
 
 
-def test_rows_before_position_0_get_zeros() -> None:
+def test_rows_before_position_0_are_zeros() -> None:
     case = make_case([(2, 20), (6, 30), (1, 9)])
-    # The same rows, said to be the last of shorter contexts.
+    # The same rows at the end of shorter contexts.
     contexts = [1, 0, 0]
     spans = tuple(dataclasses.replace(s, context_len=c) for s, c in zip(case.step.spans, contexts, strict=True))
     step = dataclasses.replace(case.step, context_lens=torch.tensor(contexts, dtype=torch.int32), spans=spans)
@@ -164,10 +162,9 @@ def test_rows_before_position_0_get_zeros() -> None:
         assert not torch.cat([actual[:1], actual[2:]]).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_chunk_gives_the_same_bytes_alone_and_in_a_batch(dtype: torch.dtype) -> None:
-    lengths = [(1, 1), (3, 60), (1, 300), (1, 128), (0, 7), (8, 30), (1, 129)]
-    case = make_case(lengths, num_heads=3, dtype=dtype)
+def test_result_of_a_chunk_does_not_depend_on_other_chunks() -> None:
+    lengths = [(1, 1), (3, 60), (1, 300), (0, 7), (8, 30), (1, 129)]
+    case = make_case(lengths, num_heads=3, dtype=torch.float16)
     together = attend(case)
     for chunk, span in enumerate(case.step.spans):
         rows = slice(span.first_row, span.first_row + span.num_rows)
@@ -188,8 +185,7 @@ def test_nan_in_one_request_stays_there() -> None:
     assert same_bytes(actual[others], clean[others])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("block_size", [1, 7, 16])
+@pytest.mark.parametrize(("dtype", "block_size"), [(torch.float32, 1), (torch.float16, 7), (torch.bfloat16, 16)])
 def test_write_stores_each_vector_at_its_slot(dtype: torch.dtype, block_size: int) -> None:
     num_tokens, num_blocks = 40, 90 // block_size
     generator = torch.Generator().manual_seed(0)
@@ -202,4 +198,6 @@ def test_write_stores_each_vector_at_its_slot(dtype: torch.dtype, block_size: in
         if slot >= 0:
             expected[slot // block_size, slot % block_size] = latent_TP[token]
     write_latents(latent_TP, cache, slots_T)
+    assert same_bytes(cache, expected)
+    write_latents(latent_TP[:0], cache, slots_T[:0])
     assert same_bytes(cache, expected)

@@ -1,4 +1,4 @@
-"""Routing of the GPU in Triton's interpreter: the reference's choice, ties, groups, and what NaN does."""
+"""Routing in Triton's interpreter: experts and weights of the reference, ties, groups and NaN."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def routed(logits_TE: Tensor, correction_E: Tensor | None, config: RouterConfig)
 
 
 def reference(logits_TE: Tensor, correction_E: Tensor | None, config: RouterConfig) -> tuple[Tensor, Tensor]:
-    """The reference with these logits, to the last bit."""
+    """Return the experts and weights of the torch router for exactly these logits."""
     return TorchRouter(config)(logits_TE, torch.eye(logits_TE.shape[1]), None, correction_E)
 
 
@@ -50,7 +50,7 @@ def random_config(draw: random.Random) -> RouterConfig:
 
 
 def is_clear(logits_TE: Tensor, correction_E: Tensor | None, config: RouterConfig) -> Tensor:
-    """Of each token, whether no rounding can change the order of any two numbers that are compared."""
+    """Return a mask [T] of the tokens for which rounding cannot change the order of the compared numbers."""
     scores_TE = logits_TE.double()
     if config.scoring == "softmax":
         scores_TE = scores_TE.softmax(-1)
@@ -64,15 +64,15 @@ def is_clear(logits_TE: Tensor, correction_E: Tensor | None, config: RouterConfi
     return torch.cat(gaps, dim=-1).amin(-1) > 1e-6
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_choice_and_weights_are_the_references(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_experts_and_weights_equal_the_reference(seed: int) -> None:
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     config = random_config(draw)
     num_tokens = draw.choice([0, 1, 2, 7])
     correction_E = torch.randn(config.num_experts, generator=generator) * 0.1 if config.has_correction else None
     wide_TE = torch.randn(4 * num_tokens, config.num_experts + 3, generator=generator)
-    logits_TE = wide_TE[is_clear(wide_TE[:, 3:], correction_E, config)][:num_tokens, 3:]  # rows that lie apart
+    logits_TE = wide_TE[is_clear(wide_TE[:, 3:], correction_E, config)][:num_tokens, 3:]  # strided rows
     assert len(logits_TE) >= 0.5 * num_tokens
     experts_TK, weights_TK = routed(logits_TE, correction_E, config)
     expected_experts_TK, expected_weights_TK = reference(logits_TE, correction_E, config)
@@ -86,7 +86,6 @@ def test_choice_and_weights_are_the_references(seed: int) -> None:
     "config",
     [
         RouterConfig(num_experts=8, top_k=2, is_normalized=True),  # Mixtral
-        RouterConfig(num_experts=64, top_k=6),  # DeepSeek-V2-Lite
         RouterConfig(
             num_experts=256,
             top_k=8,
@@ -99,7 +98,6 @@ def test_choice_and_weights_are_the_references(seed: int) -> None:
             has_correction=True,
         ),  # DeepSeek-V3
         RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),  # DeepSeek-V2
-        RouterConfig(num_experts=128, top_k=8, is_normalized=True),  # Qwen3
         RouterConfig(num_experts=32, top_k=4, scoring="softmax_of_chosen"),  # gpt-oss
         RouterConfig(num_experts=512, top_k=16, scoring="sigmoid"),
     ],
@@ -128,16 +126,14 @@ def test_known_models(config: RouterConfig) -> None:
         ([3.0, 2.0, 2.0, 2.0], 2, [0, 1]),
     ],
 )
-def test_of_equal_experts_the_lowest_come_first(
-    scoring: Any, logits: list[float], top_k: int, chosen: list[int]
-) -> None:
+def test_ties_go_to_the_lowest_expert(scoring: Any, logits: list[float], top_k: int, chosen: list[int]) -> None:
     config = RouterConfig(num_experts=len(logits), top_k=top_k, scoring=scoring)
     experts_TK, _ = routed(torch.tensor([logits] * 2), None, config)
     assert experts_TK.tolist() == [chosen] * 2
 
 
 @pytest.mark.parametrize("experts_rating_group", [1, 2])
-def test_of_equal_groups_the_lowest_come_first(experts_rating_group: Any) -> None:
+def test_ties_go_to_the_lowest_group(experts_rating_group: Any) -> None:
     config = RouterConfig(
         num_experts=20,
         top_k=3,
@@ -150,8 +146,8 @@ def test_of_equal_groups_the_lowest_come_first(experts_rating_group: Any) -> Non
     assert experts_TK.tolist() == [[1, 3, 0], [16, 17, 18]]
 
 
-def test_a_group_is_rated_by_one_or_by_two() -> None:
-    """Group 0 has the best expert, group 1 the best two."""
+def test_groups_are_rated_by_one_or_two_experts() -> None:
+    """Group 0 has the best expert, group 1 the two next best."""
     for experts_rating_group, chosen in ((1, [0, 1]), (2, [3, 2])):
         config = RouterConfig(
             num_experts=4,
@@ -165,8 +161,7 @@ def test_a_group_is_rated_by_one_or_by_two() -> None:
         assert experts_TK.tolist() == [chosen]
 
 
-def test_corrections_below_all_ranks_of_other_groups_stay_behind_them() -> None:
-    """Experts that cannot be chosen come after those whose ranks are as low as can be."""
+def test_expert_with_the_lowest_rank_precedes_those_of_other_groups() -> None:
     config = RouterConfig(num_experts=4, top_k=2, num_groups=2, num_chosen_groups=1, has_correction=True)
     correction_E = torch.tensor([-3e38, 10.0, 9.0, 9.0])
     experts_TK, _ = routed(torch.tensor([[0.0, 5.0, 1.0, 2.0]]), correction_E, config)
@@ -180,10 +175,11 @@ def test_large_logits_give_finite_weights() -> None:
         assert routed(logits_TE, None, config)[1].isfinite().all()
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize("num_bad", [1, 3, 40])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_nan_shows_in_the_weights_and_stays_in_its_token(scoring: Any, num_bad: int, sign: float) -> None:
+@pytest.mark.parametrize(
+    ("scoring", "num_bad", "sign"),
+    [("softmax", 1, 1.0), ("softmax", 40, -1.0), ("sigmoid", 3, -1.0), ("softmax_of_chosen", 40, 1.0)],
+)
+def test_nan_affects_its_token_only(scoring: Any, num_bad: int, sign: float) -> None:
     config = RouterConfig(num_experts=40, top_k=4, scoring=scoring, num_groups=4, num_chosen_groups=2)
     logits_TE = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     experts_TK, weights_TK = routed(logits_TE, None, config)
@@ -198,7 +194,7 @@ def test_nan_shows_in_the_weights_and_stays_in_its_token(scoring: Any, num_bad: 
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
-def test_infinities_give_experts_that_there_are(bad: float) -> None:
+def test_infinite_logits_give_valid_experts(bad: float) -> None:
     for scoring in SCORINGS:
         config = RouterConfig(num_experts=6, top_k=3, scoring=scoring)  # type: ignore[arg-type]
         experts_TK, _ = routed(torch.full((1, 6), bad), None, config)

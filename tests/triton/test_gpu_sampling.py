@@ -1,4 +1,4 @@
-"""Greedy choice and random draws of the GPU kernels, in Triton's interpreter, against the sampler's own functions."""
+"""Row maxima and random draws in Triton's interpreter, compared with the torch reference."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.torch import elementwise
+from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.protocol import SampleSpec
 from moeserve.sampling_params import RequestParams
 from moeserve.triton_kernels import sampling
-from moeserve.triton_kernels.sampling import Config, greedy_rows, row_maximum, sample_rows
+from moeserve.triton_kernels.sampling import Config, row_maximum, sample_rows
 from moeserve.worker import sampler
 
 # R rows, V width of a row
 
-ROUNDING = 1e-6  # of a row's whole mass: closer to a border than this, float32 decides
+ROUNDING = 1e-6  # share of a row's mass; closer to a border than this, rounding decides
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks to a row, of which the last is cut short."""
+    """Divide rows into several blocks, the last of which is partial."""
     monkeypatch.setattr(sampling, "choose_config", lambda width: Config(BLOCK_V=128, num_warps=1))
 
 
@@ -41,20 +42,21 @@ def drawn(scores_RV: Tensor, params: list[RequestParams], numbers: list[float]) 
     ).tolist()
 
 
-def expected_tokens(
-    scores_RV: Tensor, params: list[RequestParams], numbers: list[float], monkeypatch: pytest.MonkeyPatch
-) -> list[int]:
-    """What the sampler draws with these numbers."""
-    monkeypatch.setattr(sampler, "uniform", lambda seed, position: numbers[position])
+def expected_tokens(scores_RV: Tensor, params: list[RequestParams]) -> list[int]:
+    """Return the tokens that the sampler draws with torch's kernels and the numbers of `uniform_numbers`."""
     specs = [
         SampleSpec(params=each, seed=0, position=row, barred_token_ids=[], prompt_token_ids=[], output_token_ids=[])
         for row, each in enumerate(params)
     ]
-    return sampler._draw(scores_RV.clone(), scores_RV.amax(-1), specs)
+    return [sampled.token_id for sampled in sampler.sample(scores_RV.clone(), specs, TORCH_KERNELS)]
+
+
+def uniform_numbers(num_rows: int) -> list[float]:
+    return [sampler.uniform(0, row) for row in range(num_rows)]
 
 
 def is_clear(scores_V: Tensor, params: RequestParams, number: float) -> bool:
-    """Whether rounding cannot decide: neither what is kept nor which token is drawn."""
+    """True if rounding cannot affect the kept tokens or the drawn token."""
     order = sorted(range(len(scores_V)), key=lambda token: (-scores_V[token].item(), token))
     weights = ((scores_V.double() - scores_V.max().double()) / params.temperature).exp()[order]
     distances = (weights - params.min_p).abs()
@@ -84,12 +86,17 @@ def random_params(generator: torch.Generator, width: int) -> RequestParams:
     )
 
 
-@pytest.mark.parametrize("kind", ["normal", "bfloat16", "few values", "barred", "flat", "all below zero", "far apart"])
-@pytest.mark.parametrize("width", [3, 200])
-def test_draws_the_samplers_token(kind: str, width: int, small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [
+        *(("normal", 3), ("normal", 200), ("bfloat16", 200), ("few values", 200), ("barred", 200), ("flat", 3)),
+        *(("all below zero", 200), ("far apart", 3)),
+    ],
+)
+def test_drawn_tokens_equal_the_reference(kind: str, width: int, small_blocks: None) -> None:
     generator = torch.Generator().manual_seed(len(kind) + width)
     num_rows = 4
-    scores_RV = torch.randn(num_rows, 2 * width, generator=generator)[:, width:] * 3  # rows that are not neighbours
+    scores_RV = torch.randn(num_rows, 2 * width, generator=generator)[:, width:] * 3  # strided rows
     match kind:
         case "bfloat16":
             scores_RV.copy_(scores_RV.bfloat16())
@@ -106,32 +113,32 @@ def test_draws_the_samplers_token(kind: str, width: int, small_blocks: None, mon
         case "far apart":
             scores_RV.mul_(1e37)
     params = [random_params(generator, width) for _ in range(num_rows)]
-    numbers = torch.rand(num_rows, generator=generator, dtype=torch.float64).tolist()
+    numbers = uniform_numbers(num_rows)
     actual = drawn(scores_RV, params, numbers)
-    expected = expected_tokens(scores_RV, params, numbers, monkeypatch)
+    expected = expected_tokens(scores_RV, params)
     clear = [row for row in range(num_rows) if is_clear(scores_RV[row], params[row], numbers[row])]
     assert clear
     assert [actual[row] for row in clear] == [expected[row] for row in clear]
 
 
 @pytest.mark.parametrize(("spread", "top_p"), [(2.0, 1.0), (0.01, 0.9)])
-def test_a_row_as_wide_as_a_vocabulary(spread: float, top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the blocks of production, and few of the tokens more likely than rounding errors could be."""
-    scores_RV = torch.randn(1, 32000, generator=torch.Generator().manual_seed(5)) * spread
-    params, numbers = [RequestParams(temperature=0.9, top_p=top_p)], [0.61]
+def test_row_of_a_vocabulary(spread: float, top_p: float) -> None:
+    """Use the blocks of production. Few tokens are more likely than rounding errors."""
+    scores_RV = torch.randn(1, 32000, generator=torch.Generator().manual_seed(9)) * spread
+    params, numbers = [RequestParams(temperature=0.9, top_p=top_p)], uniform_numbers(1)
     assert is_clear(scores_RV[0], params[0], numbers[0])
-    assert drawn(scores_RV, params, numbers) == expected_tokens(scores_RV, params, numbers, monkeypatch)
+    assert drawn(scores_RV, params, numbers) == expected_tokens(scores_RV, params)
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-53])
-def test_the_ends_of_a_row(number: float, small_blocks: None) -> None:
-    """The first number draws the most likely token; the last one no token that is impossible or barred."""
+def test_smallest_and_largest_uniform_number(number: float, small_blocks: None) -> None:
+    """0 draws the most likely token; the largest number draws no token that is impossible or barred."""
     scores_RV = torch.tensor([[0.0, 1.0, -math.inf, 1.0, -300.0, 0.5, -math.inf]])
     params = RequestParams(temperature=1.0)
     assert drawn(scores_RV, [params], [number]) == [1 if number == 0.0 else 0]
 
 
-def test_of_equal_tokens_the_lower_ids_come_first(small_blocks: None) -> None:
+def test_ties_go_to_the_lowest_id(small_blocks: None) -> None:
     """Four equal tokens, across blocks: each has a quarter, in the order of the ids."""
     scores_RV = torch.full((4, 200), -math.inf)
     ids = [3, 127, 128, 199]
@@ -143,29 +150,29 @@ def test_of_equal_tokens_the_lower_ids_come_first(small_blocks: None) -> None:
         assert drawn(scores_RV[:2], [params] * 2, [0.49, 0.51]) == [3, 127]
 
 
-def test_a_border_belongs_to_the_next_token(small_blocks: None) -> None:
-    """Masses of one, a half and a half, exactly: half of the whole is where the second token begins."""
+def test_border_belongs_to_the_next_token(small_blocks: None) -> None:
+    """The masses are 1, 1/2 and 1/2, so the second token starts at exactly half of the total."""
     params = [RequestParams(temperature=1.4426950408889634)] * 2
     assert drawn(torch.tensor([[0.0, -1.0, -1.0]]).repeat(2, 1), params, [0.5, 0.75]) == [1, 2]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-5])
-def test_a_temperature_next_to_nothing_is_greedy(temperature: float, small_blocks: None) -> None:
+def test_tiny_temperature_is_greedy(temperature: float, small_blocks: None) -> None:
     scores_RV = torch.tensor([[1.0, 3.0, -math.inf, 3.0 - 1e-3]]).repeat(2, 1)
     params = [RequestParams(temperature=temperature)] * 2
     assert drawn(scores_RV, params, [0.0, 1 - 2.0**-53]) == [1, 1]
 
 
-def test_frequencies_are_the_probabilities(small_blocks: None) -> None:
-    """Numbers spread evenly draw each token as often as its probability says."""
+def test_frequencies_equal_probabilities(small_blocks: None) -> None:
+    """Evenly spaced numbers draw each token in proportion to its probability."""
     num_draws = 8
-    scores_V = torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]).log()  # of 8
+    scores_V = torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]).log()  # eighths
     numbers = [(draw + 0.5) / num_draws for draw in range(num_draws)]
     tokens = drawn(scores_V.expand(num_draws, 5), [RequestParams(temperature=1.0)] * num_draws, numbers)
     assert [tokens.count(token) for token in range(5)] == [1, 2, 3, 1, 1]
 
 
-def test_a_rows_token_does_not_depend_on_the_others(small_blocks: None) -> None:
+def test_token_of_a_row_does_not_depend_on_other_rows(small_blocks: None) -> None:
     generator = torch.Generator().manual_seed(3)
     scores_RV = torch.randn(3, 100, generator=generator)
     params = [random_params(generator, 100) for _ in range(3)]
@@ -175,7 +182,7 @@ def test_a_rows_token_does_not_depend_on_the_others(small_blocks: None) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_to_be_drawn_from_ends_in_some_token(bad: float, small_blocks: None) -> None:
+def test_row_without_finite_scores_returns_some_token(bad: float, small_blocks: None) -> None:
     scores_RV = torch.full((2, 70), bad)
     scores_RV[1, :3] = 1.0
     params = [RequestParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1)] * 2
@@ -184,16 +191,17 @@ def test_a_row_that_is_not_to_be_drawn_from_ends_in_some_token(bad: float, small
 
 def test_no_rows() -> None:
     assert drawn(torch.empty(0, 10), [], []) == []
-    tokens_R, is_finite_R = greedy_rows(torch.empty(0, 10))
-    assert tokens_R.shape == is_finite_R.shape == (0,)
+    largest_R, indices_R = row_maximum(torch.empty(0, 10))
+    assert largest_R.shape == indices_R.shape == (0,)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("width", [1, 7, 128, 129, 600])
-def test_the_largest_of_each_row(dtype: torch.dtype, width: int, small_blocks: None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.float32, 1), (torch.float16, 7), (torch.float32, 128), (torch.float16, 300)]
+)
+def test_row_maximum(dtype: torch.dtype, width: int, small_blocks: None) -> None:
     generator = torch.Generator().manual_seed(width)
     rows_RV = torch.randn(9, width + 3, generator=generator).to(dtype)[:, 3:]
-    rows_RV[1] = rows_RV[1].round()  # equal ones
+    rows_RV[1] = rows_RV[1].round()  # ties
     rows_RV[2] = -math.inf
     rows_RV[3, width // 2] = math.inf
     rows_RV[4, width // 2] = math.nan
@@ -207,8 +215,3 @@ def test_the_largest_of_each_row(dtype: torch.dtype, width: int, small_blocks: N
         is_largest = values.isnan() if expected.isnan() else values == expected
         assert indices_R[row] == int(is_largest.nonzero()[0])
         assert largest_R[row] == expected or (largest_R[row].isnan() and expected.isnan())
-    tokens_R, is_finite_R = greedy_rows(rows_RV)
-    assert torch.equal(tokens_R, indices_R)
-    assert (
-        is_finite_R.tolist() == largest_R.isfinite().tolist() == elementwise.row_maximum(rows_RV)[0].isfinite().tolist()
-    )

@@ -1,6 +1,6 @@
-"""The grouped product on a GPU, in Triton's interpreter: against the torch reference in float64.
+"""Grouped products in Triton's interpreter, compared with the torch reference in float64.
 
-In bfloat16 the interpreter's products are wrong, so here they are of float32 and float16; blocks of e4m3 are right.
+The interpreter's products are wrong in bfloat16, so these tests use float32, float16 and E4M3 blocks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,7 @@ from torch.nn import functional
 from moeserve.ops.interfaces import ClampedSwiGLU, OpenWeights, SwiGLU
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.triton_kernels import grouped_matmul as module
-from moeserve.triton_kernels.grouped_matmul import (
-    ACTIVATIONS,
-    grouped_matmul,
-    grouped_matmul_fp8,
-    grouped_matmul_slots,
-    grouped_matmul_slots_fp8,
-    max_tiles,
-)
+from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_slots, max_tiles
 from moeserve.triton_kernels.tuning import Config, Problem
 
 # S source rows, R rows, e weights, O outputs, I inputs, C columns, B blocks of 128 inputs, G blocks of 128 outputs
@@ -35,6 +28,8 @@ REFERENCE_ACTIVATIONS = {None: None, "swiglu": SwiGLU(), "clamped_swiglu": Clamp
 CLAMPED = {"alpha": 1.3, "limit": 0.8}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 COUNTS = [[5], [0, 0, 3], [70, 0, 1, 9], [1, 0, 0, 0, 0, 0, 0], [0, 40, 0, 17, 33], [0, 0], [2] * 20]
+ACTIVATIONS = list(REFERENCE_ACTIVATIONS)
+NAMES = ["swapped", "straight"]
 
 
 def expected(rows_RI: Tensor, weight_eOI: Tensor, counts_e: Tensor, bias_eO: Tensor | None, name: str | None) -> Tensor:
@@ -46,16 +41,15 @@ def expected(rows_RI: Tensor, weight_eOI: Tensor, counts_e: Tensor, bias_eO: Ten
 def assert_close(actual: Tensor, reference: Tensor, tolerance: float) -> None:
     assert actual.shape == reference.shape
     error = (actual.double() - reference).abs() / (1 + reference.abs())
-    assert (error <= tolerance).all(), error.max()  # not a number is more than any
+    assert (error <= tolerance).all(), error.max()  # fails for NaN
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["swapped", "straight"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_agrees_with_the_reference(
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize(("counts", "activation"), list(zip(COUNTS, ACTIVATIONS * 3, strict=False)), ids=str)
+def test_result_equals_the_reference(
     counts: list[int], activation: Any, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without a gather, biases and spare rows; widths that no block divides."""
+    """Draw dtypes, widths that no block divides, a gather, biases and unused rows."""
     draw = random.Random(f"{counts} {activation} {config}")
     torch.manual_seed(draw.randrange(1000))
     monkeypatch.setattr(module, "NUM_INTERPRETED_PROGRAMS", draw.choice([1, 2, 5]))
@@ -72,7 +66,7 @@ def test_agrees_with_the_reference(
         source_SI = torch.randn(20, num_inputs + 8).to(dtype)[:, 8:]  # rows of a wider tensor
         indices_R = torch.randint(0, 20 * divisor, (num_kept + num_spare,))
         rows_RI = source_SI[indices_R // divisor]
-        indices_R[num_kept:] = -(2**40)  # would be a fault if it were read
+        indices_R[num_kept:] = -(2**40)  # reading it would fail
     else:
         divisor, indices_R = 1, None
         rows_RI = source_SI = torch.randn(num_kept + num_spare, num_inputs).to(dtype)
@@ -97,85 +91,102 @@ def test_agrees_with_the_reference(
 
 
 @pytest.fixture(autouse=True)
-def _programs_counted_anew() -> Any:
+def _clear_program_counts() -> Any:
     yield
     module._num_programs.cache_clear()
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["swapped", "straight"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "config"), [(None, STRAIGHT), ("swiglu", SWAPPED), ("clamped_swiglu", STRAIGHT)]
+)
 def test_slots(activation: Any, config: Config) -> None:
     torch.manual_seed(1)
-    counts = [0, 33, 1, 70, 0]
-    slots_eSI, weight_eOI, bias_eO = torch.randn(5, 70, 40), torch.randn(5, 50, 40) / 6, torch.randn(5, 50)
+    counts = [0, 33, 1, 66]
+    slots_eSI, weight_eOI, bias_eO = torch.randn(4, 66, 40), torch.randn(4, 50, 40) / 6, torch.randn(4, 50)
     for slots_SI, count in zip(slots_eSI, counts, strict=True):
         slots_SI[count:] = float("nan")
     output_eSC = grouped_matmul_slots(
         slots_eSI, weight_eOI, torch.tensor(counts), bias_eO=bias_eO, activation=activation, config=config, **CLAMPED
     )
-    rows_RI = torch.cat([slots_SI[:count] for slots_SI, count in zip(slots_eSI, counts, strict=True)])
-    actual_RC = torch.cat([output_SC[:count] for output_SC, count in zip(output_eSC, counts, strict=True)])
-    assert_close(actual_RC, expected(rows_RI, weight_eOI, torch.tensor(counts), bias_eO, activation), 1e-5)
+    rows_RI = used(slots_eSI, counts)
+    assert_close(
+        used(output_eSC, counts), expected(rows_RI, weight_eOI, torch.tensor(counts), bias_eO, activation), 1e-5
+    )
 
 
-def blocks(*shape: int) -> tuple[Tensor, Tensor]:
-    """Weights and their scales, which are far from one another."""
+def used(slots_eSX: Tensor, counts: list[int]) -> Tensor:
+    """Return the used slots of all experts, one after another."""
+    return torch.cat([slots_SX[:count] for slots_SX, count in zip(slots_eSX, counts, strict=True)])
+
+
+def random_blocks(*shape: int) -> tuple[Tensor, Tensor]:
+    """Draw codes, and scales that differ by orders of magnitude."""
     *_, num_outputs, num_inputs = shape
-    weight_eOI = torch.randn(shape).to(torch.float8_e4m3fn)
-    return weight_eOI, torch.exp2(torch.randn(*shape[:-2], -(-num_outputs // 128), -(-num_inputs // 128)) - 4)
+    codes_eOI = torch.randn(shape).to(torch.float8_e4m3fn)
+    return codes_eOI, torch.exp2(torch.randn(*shape[:-2], -(-num_outputs // 128), -(-num_inputs // 128)) - 4)
 
 
-def dequantised(values: Tensor, scale: Tensor, block_rows: int) -> Tensor:
+def dequantised(codes: Tensor, scale: Tensor, block_rows: int) -> Tensor:
     scale = scale.double().repeat_interleave(128, -1).repeat_interleave(block_rows, -2)
-    return values.double() * scale[..., : values.shape[-2], : values.shape[-1]]
+    return codes.double() * scale[..., : codes.shape[-2], : codes.shape[-1]]
 
 
-FP8_CONFIGS = [
-    Config(16, 64, 128, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2),
-    Config(64, 64, 128, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2),
-    None,
-]
+FP8_SWAPPED = Config(16, 64, 128, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2)
+FP8_STRAIGHT = Config(64, 64, 128, num_warps=4, num_stages=2, programs_per_sm=1, group_m=2)
 
 
-@pytest.mark.parametrize("config", FP8_CONFIGS, ids=["swapped", "straight", "by rule"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("columns", [256, 200])
-@pytest.mark.parametrize("layout", ["rows", "gathered", "slots"])
+@pytest.mark.parametrize(
+    ("layout", "columns", "activation", "config"),
+    [
+        ("rows", 200, None, FP8_SWAPPED),
+        ("rows", 256, "swiglu", FP8_STRAIGHT),
+        ("rows", 200, "clamped_swiglu", None),
+        ("gathered", 256, None, None),
+        ("gathered", 200, "swiglu", FP8_SWAPPED),
+        ("slots", 200, None, FP8_STRAIGHT),
+        ("slots", 200, "swiglu", None),
+        ("slots", 256, "clamped_swiglu", FP8_SWAPPED),
+    ],
+)
 def test_blocks_with_scales(layout: str, columns: int, activation: Any, config: Config | None) -> None:
-    """Gates and ups have scales of their own, also where 128 does not divide their number."""
+    """Gates and ups have separate scales, even if 128 does not divide their number. Without a config, rules apply."""
     torch.manual_seed(2)
     num_inputs, counts = 320, [19, 0, 1]
     counts_e = torch.tensor(counts)
-    parts = [blocks(3, columns, num_inputs) for _ in range(1 if activation is None else 2)]
-    weight_eOI = torch.cat([weight.view(torch.uint8) for weight, _ in parts], dim=1).view(torch.float8_e4m3fn)
-    scale_eGB = torch.cat([scale for _, scale in parts], dim=1)
+    parts = [random_blocks(3, columns, num_inputs) for _ in range(1 if activation is None else 2)]
+    weight_eOI = torch.cat([codes.view(torch.uint8) for codes, _ in parts], dim=1).view(torch.float8_e4m3fn)
     dequantised_eOI = torch.cat([dequantised(*part, 128) for part in parts], dim=1)
     bias_eO = torch.randn(3, weight_eOI.shape[1])
-    arguments: dict[str, Any] = dict(
-        bias_eO=bias_eO, activation=activation, out_dtype=torch.float32, config=config, **CLAMPED
+    options: dict[str, Any] = dict(
+        weight_scale_eGB=torch.cat([scale for _, scale in parts], dim=1),
+        bias_eO=bias_eO,
+        activation=activation,
+        out_dtype=torch.float32,
+        config=config,
+        **CLAMPED,
     )
 
-    source_SI = torch.randn(60, num_inputs).to(torch.float8_e4m3fn)
-    source_scale_SB = torch.exp2(torch.randn(60, 3))
-    source = dequantised(source_SI, source_scale_SB, 1)
+    codes_SI = torch.randn(60, num_inputs).to(torch.float8_e4m3fn)
+    scale_SB = torch.exp2(torch.randn(60, 3))
+    source_SI = dequantised(codes_SI, scale_SB, 1)
     if layout == "slots":
-        rows_RI = torch.cat([source[20 * expert :][:count] for expert, count in enumerate(counts)])
-        output_eSC = grouped_matmul_slots_fp8(
-            source_SI.view(3, 20, -1), source_scale_SB.view(3, 20, -1), weight_eOI, scale_eGB, counts_e, **arguments
+        rows_RI = used(source_SI.view(3, 20, -1), counts)
+        slot_scale_eSB = scale_SB.view(3, 20, -1).transpose(1, 2).contiguous().transpose(1, 2)  # strided, as of DeepEP
+        output_eSC = grouped_matmul_slots(
+            codes_SI.view(3, 20, -1), weight_eOI, counts_e, slot_scale_eSB=slot_scale_eSB, **options
         )
-        output_RC = torch.cat([output_SC[:count] for output_SC, count in zip(output_eSC, counts, strict=True)])
+        output_RC = used(output_eSC, counts)
     else:
         indices_R = torch.randint(0, 120, (23,)) if layout == "gathered" else None
-        rows_RI = source[:20] if indices_R is None else source[indices_R[:20] // 2]
-        output_RC = grouped_matmul_fp8(
-            source_SI, source_scale_SB, weight_eOI, scale_eGB, counts_e, indices_R=indices_R, divisor=2, **arguments
+        rows_RI = source_SI[:20] if indices_R is None else source_SI[indices_R[:20] // 2]
+        output_RC = grouped_matmul(
+            codes_SI, weight_eOI, counts_e, row_scale_SB=scale_SB, indices_R=indices_R, divisor=2, **options
         )[:20]
-    reference_RC = expected(rows_RI, dequantised_eOI, counts_e, bias_eO, activation)
-    assert_close(output_RC, reference_RC, 2e-5)
+    assert_close(output_RC, expected(rows_RI, dequantised_eOI, counts_e, bias_eO, activation), 2e-5)
 
 
-def test_agrees_with_torch_on_wide_rows_as_the_rules_cut_them() -> None:
-    """Of gpt-oss's width, with what a launch chooses for itself: for few rows of each expert, and for many."""
+def test_default_tiles_for_few_and_many_rows() -> None:
+    """Compare with torch at the width of gpt-oss."""
     torch.manual_seed(3)
     for counts in ([1, 0, 2], [0, 70, 80]):
         rows_RI, weight_eOI = torch.randn(sum(counts), 2880).half(), (torch.randn(3, 72, 2880) / 50).half()
@@ -185,8 +196,8 @@ def test_agrees_with_torch_on_wide_rows_as_the_rules_cut_them() -> None:
         assert_close(output_RO, reference_RO.double(), 2e-3)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["swapped", "straight"])
-def test_a_row_has_the_same_bytes_alone_and_among_others(config: Config) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+def test_result_of_a_row_does_not_depend_on_other_rows(config: Config) -> None:
     torch.manual_seed(4)
     rows_RI, weight_eOI = torch.randn(75, 100).half(), torch.randn(2, 40, 100).half()
     together_RC = grouped_matmul(rows_RI, weight_eOI, torch.tensor([5, 70]), activation="swiglu", config=config)
@@ -197,7 +208,7 @@ def test_a_row_has_the_same_bytes_alone_and_among_others(config: Config) -> None
         assert torch.equal(alone_RC[0], together_RC[row])
 
 
-def test_only_the_rows_that_count_decide_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_rows_determine_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = []
 
     def choose(problem: Problem, device_name: str) -> Config:
@@ -217,7 +228,7 @@ def test_only_the_rows_that_count_decide_how_it_is_cut(monkeypatch: pytest.Monke
     ]
 
 
-def test_nothing_to_do() -> None:
+def test_without_rows_or_experts() -> None:
     weight_eOI = torch.randn(2, 6, 5)
     assert grouped_matmul(torch.randn(0, 5), weight_eOI, torch.zeros(2).long()).shape == (0, 6)
     indices_R = torch.zeros(0).long()
@@ -227,7 +238,7 @@ def test_nothing_to_do() -> None:
     assert no_experts.shape == (4, 3)
 
 
-def test_upper_bound_of_the_tiles() -> None:
+def test_max_tiles_is_an_upper_bound() -> None:
     draw = random.Random(0)
     for _ in range(300):
         counts = [draw.choice([0, 0, 1, draw.randint(0, 99)]) for _ in range(draw.randint(1, 9))]

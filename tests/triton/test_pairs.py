@@ -1,4 +1,4 @@
-"""Pairs on a GPU, in Triton's interpreter: against the torch reference and plain loops."""
+"""Kernels of pairs in Triton's interpreter, compared with the torch reference."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ import torch
 from moeserve.ops.interfaces import Keys
 from moeserve.ops.torch.pairs import TorchPairs
 from moeserve.triton_kernels import pairs
-from moeserve.triton_kernels.pairs import (
-    gather_rows,
-    order_pairs,
-    row_of_pair,
-    scatter_rows,
-    weigh_rows,
-    weighted_sum,
-)
+from moeserve.triton_kernels.pairs import gather_rows, order_pairs, scatter_rows, weigh_rows, weighted_sum
 
 # T tokens, D model width, K experts per token, P pairs = T * K, R rows
 
@@ -37,14 +30,13 @@ def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("_launches")
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_order(seed: int) -> None:
-    """Also of keys that are a part of wider rows."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     dtype, num_known = draw.choice([torch.int32, torch.int64]), draw.choice([8, 80, 300])
-    wide = torch.randint(-1, num_known, (draw.choice([1, 2, 40, 150, 700]), 9)).to(dtype)
-    keys_TK = wide[:, 2 : 2 + draw.choice([1, 2, 6])]
+    wide = torch.randint(-1, num_known, (draw.choice([1, 2, 40, 150, 300]), 9)).to(dtype)
+    keys_TK = wide[:, 2 : 2 + draw.choice([1, 2, 6])]  # strided rows
     first = draw.choice([0, 0, 5])
     num_counted = draw.choice([0, 1, num_known - first, (num_known - first) // 2])
     expected_P, expected_counts = TorchPairs().order(keys_TK, Keys(num_counted, first, num_known))
@@ -55,7 +47,7 @@ def test_order(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("_launches")
-@pytest.mark.parametrize("keys", [[], [0], [-1], [3] * 300, [-1] * 300, [7, 0] * 257], ids=str)
+@pytest.mark.parametrize("keys", [[], [-1], [3] * 300, [7, 0] * 257], ids=len)
 def test_order_of_one_dimension(keys: list[int]) -> None:
     pairs_P, counts = order_pairs(torch.tensor(keys, dtype=torch.int64), 0, 7)
     kept = sorted((pair for pair, key in enumerate(keys) if 0 <= key < 7), key=lambda pair: keys[pair])
@@ -63,24 +55,31 @@ def test_order_of_one_dimension(keys: list[int]) -> None:
     assert counts.tolist() == [keys.count(key) for key in range(7)]
 
 
-def test_order_where_counts_are_added_up_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_more_blocks_than_one_iteration_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "MAX_RANKED_PAIRS", 0)
     monkeypatch.setitem(pairs.START_BLOCKS, "BLOCK_B", 4)
     torch.manual_seed(0)
-    keys_TK = torch.randint(-1, 9, (1100, 3))
-    assert keys_TK.numel() > 3 * 4 * pairs.PLACE_BLOCKS["BLOCK_P"]
+    keys_TK = torch.randint(-1, 9, (800, 3))
+    assert keys_TK.numel() > 2 * 4 * pairs.PLACE_BLOCKS["BLOCK_P"]
     expected_P, expected_counts = TorchPairs().order(keys_TK, Keys(6, 2, 9))
     pairs_P, counts = order_pairs(keys_TK, 2, 6)
     assert torch.equal(pairs_P, expected_P)
     assert torch.equal(counts, expected_counts)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.float8_e4m3fn])
-@pytest.mark.parametrize("divisor", [1, 3])
-@pytest.mark.parametrize(("num_rows", "width"), [(0, 16), (1, 1), (60, 83), (5, 2100)])
+@pytest.mark.parametrize(
+    ("num_rows", "width", "divisor", "dtype"),
+    [
+        (0, 16, 1, torch.float32),
+        (1, 1, 3, torch.int64),
+        (20, 83, 1, torch.bfloat16),
+        (20, 83, 3, torch.float8_e4m3fn),
+        (5, 2100, 3, torch.float32),
+    ],
+)
 def test_gather(num_rows: int, width: int, divisor: int, dtype: torch.dtype) -> None:
     torch.manual_seed(num_rows)
-    source_SD = (torch.randn(40, width + 7) * 100).to(dtype)[:, 7:]  # rows of a wider tensor
+    source_SD = (torch.randn(40, width + 7) * 100).to(dtype)[:, 7:]  # strided rows
     indices_R = torch.randint(0, 40 * divisor, (num_rows,))
     indices_R[3::5] = -1
     rows_RD = gather_rows(source_SD, indices_R, divisor)
@@ -89,8 +88,7 @@ def test_gather(num_rows: int, width: int, divisor: int, dtype: torch.dtype) -> 
         assert index == -1 or torch.equal(row_D.view(torch.uint8), source_SD[index // divisor].view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64])
-@pytest.mark.parametrize("num_rows", [0, 1, 30])
+@pytest.mark.parametrize(("num_rows", "dtype"), [(0, torch.float32), (1, torch.int64), (30, torch.bfloat16)])
 def test_scatter(num_rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(num_rows)
     rows_RD = (torch.randn(num_rows, 83) * 100).to(dtype)
@@ -99,26 +97,16 @@ def test_scatter(num_rows: int, dtype: torch.dtype) -> None:
     assert torch.equal(scatter_rows(rows_RD, indices_R, 40), TorchPairs().scatter(rows_RD, indices_R, 40))
 
 
-@pytest.mark.parametrize(("num_rows", "num_pairs"), [(0, 5), (5, 0), (1, 1), (1500, 2000)])
-def test_row_of_pair(num_rows: int, num_pairs: int) -> None:
-    torch.manual_seed(0)
-    pair_of_row_R = torch.cat([torch.randperm(num_pairs), torch.full((num_rows,), -1)])[:num_rows]
-    pair_of_row_R[::9] = -1
-    row_of = {pair: row for row, pair in enumerate(pair_of_row_R.tolist()) if pair >= 0}
-    assert row_of_pair(pair_of_row_R, num_pairs).tolist() == [row_of.get(pair, -1) for pair in range(num_pairs)]
-
-
 @pytest.mark.usefixtures("_rows")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(8))
-def test_weighted_sum(seed: int, dtype: torch.dtype) -> None:
-    """The bytes of the reference. Rows without a pair stand anywhere, and are no numbers.
+@pytest.mark.parametrize("seed", range(9))
+def test_weighted_sum(seed: int) -> None:
+    """Results equal the reference bit for bit. Rows without a pair are at random places and hold NaN.
 
-    To bfloat16, the interpreter cuts off where a GPU rounds: there it may be one step away.
+    The interpreter truncates to bfloat16 where a GPU rounds, so these results may differ in the last bit.
     """
-    draw = random.Random(seed)
+    draw, dtype = random.Random(seed), DTYPES[seed % 3]
     torch.manual_seed(seed)
-    num_tokens, top_k = draw.choice([0, 1, 3, 25]), draw.choice([1, 2, 8])
+    num_tokens, top_k = draw.choice([0, 1, 3, 12]), draw.choice([1, 2, 8])
     width, num_pairs = draw.choice([1, 3, 128, 1100]), num_tokens * top_k
     pairs_R = torch.randperm(num_pairs)[: draw.choice([0, num_pairs // 2, num_pairs, num_pairs])]
     output_RD, weights_TK = torch.randn(len(pairs_R), width).to(dtype), torch.rand(num_tokens, top_k)
@@ -135,16 +123,15 @@ def test_weighted_sum(seed: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_rows")
-def test_the_sum_is_in_the_order_of_k() -> None:
-    """1e8 - 1e8 + 1 is 1 in this order, and 0 in others; rows come in another."""
+def test_sum_is_in_the_order_of_k() -> None:
+    """1e8 - 1e8 + 1 is 1 in this order and 0 in others, whatever the order of the rows."""
     output_RD = torch.tensor([[1.0], [-1e8], [1e8]])
     assert weighted_sum(output_RD, torch.tensor([2, 1, 0]), torch.ones(1, 3), torch.float32).tolist() == [[1.0]]
     assert weighted_sum(output_RD, torch.tensor([1, 2, 0]), torch.ones(1, 3), torch.float32).tolist() == [[0.0]]
 
 
 @pytest.mark.usefixtures("_rows")
-def test_padding_adds_nothing() -> None:
-    """Not even where its weight is not a number."""
+def test_pair_without_a_row_adds_nothing_even_if_its_weight_is_nan() -> None:
     weights_TK = torch.tensor([[float("nan"), 1.0], [float("nan"), 0.5]])
     output_RD = torch.tensor([[2.0, 3.0]])
     total_TD = weighted_sum(output_RD, torch.tensor([3]), weights_TK, torch.float32)
@@ -153,20 +140,22 @@ def test_padding_adds_nothing() -> None:
 
 
 @pytest.mark.usefixtures("_rows")
-def test_the_sum_keeps_the_sign_of_zero() -> None:
+def test_sum_keeps_the_sign_of_zero() -> None:
     total_TD = weighted_sum(torch.tensor([[-0.0, 0.0]]), torch.tensor([0]), torch.ones(1, 1), torch.float32)
     assert total_TD.signbit().tolist() == [[True, False]]
 
 
-def test_results_in_another_dtype() -> None:
-    output_RD = torch.randn(4, 9).half()
+def test_sum_in_another_dtype() -> None:
+    output_RD = torch.ones(4, 9).half()
     total_TD = weighted_sum(output_RD, torch.arange(4), torch.rand(2, 2), torch.float32)
     assert total_TD.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("num_rows", "num_counted", "width"), [(0, 0, 4), (5, 0, 3), (7, 7, 1100), (700, 300, 17)])
-def test_rows_are_weighed_up_to_the_last_that_counts(
+@pytest.mark.parametrize(
+    ("num_rows", "num_counted", "width", "dtype"),
+    [(0, 0, 4, torch.float32), (5, 0, 3, torch.float16), (7, 7, 1100, torch.float16), (400, 270, 17, torch.float32)],
+)
+def test_only_used_rows_are_weighed(
     num_rows: int, num_counted: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(num_rows)

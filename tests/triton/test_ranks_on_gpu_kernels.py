@@ -1,4 +1,4 @@
-"""Ranks that divide a model, on the kernels for GPUs in Triton's interpreter: tokens are transformers', in float32."""
+"""Two ranks on Triton kernels in Triton's interpreter: float32 tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_TOKENS = 4
 
 
 def generate(place: Place, folder: str, tp: int, prompts: list[list[list[int]]]) -> list[list[int]]:
-    """`generate` of test_layouts.py on one of several ranks, with operations chosen as on a GPU."""
+    """Run `generate` of test_layouts.py on one of several ranks, with Triton kernels."""
     import test_layouts
 
     from moeserve.ops import select
@@ -23,7 +23,7 @@ def generate(place: Place, folder: str, tp: int, prompts: list[list[list[int]]])
     groups = join(place, tp, timeout_s=100)
     on_gpu = mock.patch.dict(select.TABLES, cpu=lambda: TRITON_KERNELS)
     fewer = mock.patch.object(test_layouts, "NUM_TOKENS", NUM_TOKENS)
-    large_from = bytes_of_tokens(folder, 3)  # tokens of all ranks: prompts are large steps, the last ones small
+    large_from = bytes_of_tokens(folder, 3)  # prompts are large steps, later steps are small
     with on_gpu, fewer, border(large_from, lambda is_small: None):
         tokens, _, _ = test_layouts.generate(groups, folder, "all_to_all", prompts)
     groups.leave("done")
@@ -31,11 +31,11 @@ def generate(place: Place, folder: str, tp: int, prompts: list[list[list[int]]])
 
 
 def test_tokens_of_two_ranks(reference_named: Callable[[str], Reference]) -> None:
-    """Once as one replica, whose logits come from both, and once as two."""
+    """Run one replica of two ranks, whose logits are computed by both, and two replicas."""
     reference = reference_named("mixtral")
     prompts = reference.clear_prompts((1, 9), NUM_TOKENS)
     expected = [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
-    ranks = Ranks()  # processes of its own: kernels are chosen once in each
+    ranks = Ranks()  # separate processes, because each process selects its kernels once
     function = "test_ranks_on_gpu_kernels:generate"
     arguments = dict(folder=str(reference.folder))
     try:

@@ -1,4 +1,4 @@
-"""The Triton RMSNorm in Triton's interpreter, alone, in place and after an addition, against plain torch."""
+"""RMSNorm in Triton's interpreter, alone, in place and after an addition, compared with torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from moeserve.triton_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_in
 
 CASES = [
     ((1, 1), "contiguous"),
-    ((5, 1024), "contiguous"),
-    ((7, 333), "contiguous"),
-    ((3, 1000), "contiguous"),
+    ((5, 333), "contiguous"),
     ((2, 4097), "contiguous"),
     ((41, 8), "contiguous"),
-    ((4, 3, 96), "contiguous"),
     ((2, 3, 2, 40), "contiguous"),
     ((0, 64), "contiguous"),
     ((6, 200), "row slices"),
@@ -27,6 +24,7 @@ CASES = [
     ((2, 64), "zeros"),
 ]
 DTYPES = [torch.float32, torch.float16]
+TYPED_CASES = [(*case, DTYPES[place % 2]) for place, case in enumerate(CASES)]
 
 
 def drawn(shape: tuple[int, ...], layout: str, dtype: torch.dtype, seed: int) -> Tensor:
@@ -50,7 +48,7 @@ def drawn(shape: tuple[int, ...], layout: str, dtype: torch.dtype, seed: int) ->
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Both round at the same places, so only the order of the sum differs: rarely, a float16 lands one step away."""
+    """Both round at the same places. Only the order of the sum differs, which rarely changes a float16."""
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     error = (actual.float() - expected.float()).abs() / (1 + expected.float().abs())
@@ -58,8 +56,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert actual.dtype == torch.float32 or (actual != expected).float().sum() <= 0.01 * actual.numel()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "layout"), CASES, ids=str)
+@pytest.mark.parametrize(("shape", "layout", "dtype"), TYPED_CASES, ids=str)
 def test_alone(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
     x, weight = drawn(shape, layout, dtype, 0), drawn(shape[-1:], "contiguous", dtype, 1)
     before = x.clone()
@@ -69,8 +66,7 @@ def test_alone(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "layout"), CASES, ids=str)
+@pytest.mark.parametrize(("shape", "layout", "dtype"), TYPED_CASES, ids=str)
 def test_after_an_addition(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
     x, update = drawn(shape, layout, dtype, 0), drawn(shape, "contiguous", dtype, 1)
     weight = drawn(shape[-1:], "contiguous", dtype, 2)
@@ -84,11 +80,12 @@ def test_after_an_addition(shape: tuple[int, ...], layout: str, dtype: torch.dty
     assert torch.equal(update, before[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "layout"), [case for case in CASES if case[1] != "transposed"], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "layout", "dtype"), [case for case in TYPED_CASES if case[1] != "transposed"], ids=str
+)
 def test_in_place(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
     x, weight = drawn(shape, layout, dtype, 0), drawn(shape[-1:], "contiguous", dtype, 1)
-    whole = x if x._base is None else x._base  # with what lies beside a view
+    whole = x if x._base is None else x._base  # with the numbers beside the view
     before = whole.clone()
     expected = elementwise.rms_norm(x, weight, 1e-5)
     rms_norm_in_place(x, weight, 1e-5)
@@ -97,7 +94,7 @@ def test_in_place(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> No
     assert int((whole != 0).sum()) == int((before != 0).sum()) - int((expected != 0).sum())
 
 
-def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
+def test_result_of_a_row_does_not_depend_on_the_batch() -> None:
     for width in (40, 1000):
         x_TD = drawn((30, width), "contiguous", torch.float32, 0)
         weight_D = drawn((width,), "contiguous", torch.float32, 1)

@@ -382,7 +382,7 @@ class Constant:
 
 def zeros(shape: AttentionShape) -> AttentionBackend:
     attend = Constant(OWN, 0.0).make_attend(PROBLEM, "decode")
-    return cast(Any, SimpleNamespace(attend=attend, write=None, rotate_and_write=None))
+    return cast(Any, SimpleNamespace(attend=attend, rotate_and_write=None))
 
 
 OWN_KERNELS = dataclasses.replace(TORCH_KERNELS, name="triton", make_attention=zeros)

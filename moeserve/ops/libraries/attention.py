@@ -51,7 +51,6 @@ class LibraryAttention:
         self.own = own
         self.decode = decode
         self.chunks = chunks
-        self.write = own.write
         self.rotate_and_write = own.rotate_and_write
 
     def attend(

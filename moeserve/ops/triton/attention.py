@@ -8,7 +8,7 @@ from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
 from moeserve.ops.torch.attention import TorchLatentAttention
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
-from moeserve.triton_kernels.paged_attention import paged_attention, write_cache
+from moeserve.triton_kernels.paged_attention import paged_attention
 from moeserve.triton_kernels.rotary import rotary_with_cache_write
 
 # T tokens, N query heads, G key-value heads, H head size, P elements of a latent vector
@@ -19,9 +19,6 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
-
-    def write(self, key_TGH: Tensor, value_TGH: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
-        write_cache(key_TGH, value_TGH, cache.keys, cache.values, step.cache_slots)
 
     def rotate_and_write(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -11,12 +13,7 @@ from moeserve.ops.interfaces import ClampedSwiGLU, Gather, OpenWeights, Product,
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.triton_kernels.activation import clamped_silu_multiply, silu_multiply
 from moeserve.triton_kernels.fp8 import quantize_blocks
-from moeserve.triton_kernels.grouped_matmul import (
-    grouped_matmul,
-    grouped_matmul_fp8,
-    grouped_matmul_slots,
-    grouped_matmul_slots_fp8,
-)
+from moeserve.triton_kernels.grouped_matmul import grouped_matmul, grouped_matmul_slots
 
 # T tokens, R rows, S slots of each weight, e weights side by side, I inputs, O outputs, C columns, B blocks of inputs
 
@@ -85,8 +82,12 @@ class TritonBlockProduct:
 
     def __init__(self, weights: OpenWeights) -> None:
         assert weights.scales_eGB is not None
-        self.operands = weights.weight_eOI, weights.scales_eGB
-        self.options = {"bias_eO": weights.bias_eO} | activation_arguments(weights.activation)
+        self.weight_eOI = weights.weight_eOI
+        self.options: dict[str, Any] = {
+            "weight_scale_eGB": weights.scales_eGB,
+            "bias_eO": weights.bias_eO,
+            **activation_arguments(weights.activation),
+        }
 
     def multiply(self, input_TI: Tensor) -> Tensor:
         return self.multiply_rows(input_TI, input_TI.new_full((1,), len(input_TI), dtype=torch.int64))
@@ -99,10 +100,12 @@ class TritonBlockProduct:
         gather: Gather | None = None,
         expected_rows: int | None = None,
     ) -> Tensor:
-        return grouped_matmul_fp8(
-            *quantize_blocks(rows_RI),
-            *self.operands,
+        codes_RI, scales_RB = quantize_blocks(rows_RI)
+        return grouped_matmul(
+            codes_RI,
+            self.weight_eOI,
             counts_e,
+            row_scale_SB=scales_RB,
             indices_R=None if gather is None else gather.indices_R,
             divisor=1 if gather is None else gather.divisor,
             out_dtype=rows_RI.dtype,
@@ -114,11 +117,11 @@ class TritonBlockProduct:
         """Slots without rows are quantised too, because the host does not read the counts."""
         codes_RI, scales_RB = quantize_blocks(slots_eSI.flatten(0, 1))
         codes_eSI, scales_eSB = (rows.unflatten(0, slots_eSI.shape[:2]) for rows in (codes_RI, scales_RB))
-        return grouped_matmul_slots_fp8(
+        return grouped_matmul_slots(
             codes_eSI,
-            scales_eSB,
-            *self.operands,
+            self.weight_eOI,
             counts_e,
+            slot_scale_eSB=scales_eSB,
             out_dtype=slots_eSI.dtype,
             expected_rows=expected_rows,
             **self.options,
