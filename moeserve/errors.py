@@ -55,7 +55,7 @@ def nearest(word: str, known: Iterable[str], *, shown_as: Mapping[str, str] | No
 
 
 def shown(value: object) -> str:
-    """Return a value as an error message shows it: its beginning, whatever its size."""
+    """Return a value as an error message shows it, cut off if it is long."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python converts

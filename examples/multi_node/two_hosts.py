@@ -2,7 +2,7 @@
 
 A host is a set of Linux namespaces: a network, processes, /tmp/ray and /dev/shm of its own. A virtual cable joins the
 two; nothing of this machine's network changes. On both the same `moeserve launch` is started, as on real ones. When
-this program ends, however it ends, so do the hosts and all that runs there.
+this program ends or is killed, so do the hosts and all their processes.
 """
 
 import contextlib

@@ -115,7 +115,7 @@ def _installed_weights() -> Path:
 
 @contextlib.contextmanager
 def _only_one_process(lock: Path, show_progress: bool) -> Iterator[None]:
-    """Hold a lock that the system releases when the process ends, however it ends."""
+    """Hold a file lock, which the system releases even if the process is killed."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

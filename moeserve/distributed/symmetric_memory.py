@@ -132,7 +132,7 @@ def connect(
 def _check(one_shot: OneShotAllReduce, rank_in_group: int, num_ranks: int, device: torch.device) -> None:
     """Raise TransportUnavailable if a sum is wrong. The second sum must not read values of the first one."""
     sums, expected = [], []
-    for trial in range(2):  # both, whatever the first one gives: the other ranks are waiting
+    for trial in range(2):  # both trials even if the first one fails, because the other ranks wait in the second
         x = torch.arange(256, dtype=torch.float32, device=device)
         sums.append(one_shot.all_reduce(x * (trial + rank_in_group + 1)))
         expected.append(x.cpu() * sum(trial + rank + 1 for rank in range(num_ranks)))

@@ -137,7 +137,7 @@ def run(target: str, connection: socket.socket, parent_pidfd: int | None = None)
 
 
 def _end_with_parent(connection: socket.socket, pidfd: int | None, pid: int) -> None:
-    """End this process when its parent has ended, whatever its other threads do."""
+    """End this process when its parent has ended, even if other threads are busy."""
     poll = select.poll()
     poll.register(connection, 0)  # hang-ups only: messages are for the main thread
     if pidfd is not None:

@@ -25,7 +25,7 @@ def start_process(
     """Start a process that calls a function, and send it its configuration.
 
     The process is in a session of its own, so a Ctrl-C in the terminal reaches this process alone. It ends when this
-    process ends, however that happens.
+    process ends or is killed.
 
     Args:
         target: "module:function"; the function is called with a `child.Parent`.

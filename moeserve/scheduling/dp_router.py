@@ -68,7 +68,7 @@ class DPRouter:
         """
         Args:
             num_blocks: of KV cache, of each replica.
-            salt: secret, mixed into the digests of prompts so that nobody can construct two equal ones.
+            salt: secret, mixed into the digests of prompts so that a client cannot construct a collision.
         """
         self._block_size = block_size
         self._compares_prefixes = enable_prefix_caching and num_replicas > 1

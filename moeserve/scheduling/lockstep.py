@@ -11,7 +11,7 @@ all of them waiting forever. The following rules prevent that:
    same collectives, and the next one each of them enters is the next gather. By induction the sequences are always
    equal. The step number in the rows checks this: replicas in different rounds are detected at the first gather.
 3. Every replica reaches its next gather without waiting for another replica. Between rounds it only sends updates,
-   takes in messages and plans. A timer of its own ends its sleep. A lost, late or repeated message changes when the
+   receives messages and plans. A timer of its own ends its sleep. A lost, late or repeated message changes when the
    next gather happens, not whether it happens.
 4. Nothing leaves a round half way: there is no return between the gather and the end of the step. A replica with an
    internal error still enters the next gather to announce it, and all replicas stop after that round. A replica that

@@ -1,4 +1,4 @@
-"""The loop of one replica: take in messages, plan, agree, execute, commit, deliver.
+"""The loop of one replica: receive messages, plan, agree, execute, commit, deliver.
 
 The loop performs no I/O. `Replica.run` is a generator: it yields an effect, its driver performs it and sends back the
 answer. The serving process and the simulator in tests therefore run the same code. There are no tensors, sockets or
@@ -19,10 +19,10 @@ Errors are thrown in at the effect that failed:
 
 - At `Gather` or `Execute`: this replica is permanently out of step. It yields one last `Deliver`, which ends all its
   requests, and raises the error again. The process must then end, and with it the worker group.
-- At `Receive` or `Deliver`: nobody waits in a collective yet. The replica enters the next `Gather` and announces its
+- At `Receive` or `Deliver`: no replica waits in a collective yet. The replica enters the next `Gather` and announces its
   failure. All replicas end after this round, each with a last `Deliver`. The same happens after an internal error.
 - The death of another replica is an error of the collective, at `Gather` or `Execute`. A replica asleep in `Receive`
-  is sent [] as by a heartbeat, and meets the error in the next `Gather`.
+  is sent [] as by a heartbeat, and gets the error at the next `Gather`.
 
 If all collectives of a step completed but its result is unusable on this replica alone (such as NaN logits), send
 `StepFailed` instead of throwing an error.
