@@ -1,4 +1,4 @@
-"""What tests of paged attention share: steps over scattered blocks, and the settings of the C++ kernels."""
+"""Steps over scattered blocks, and the settings of the C++ kernels, for tests of attention and of kernels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from moeserve.ops.threads import set_num_threads
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 NUM_SPARE_BLOCKS = 3
-INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "avx512_bf16")
-
 kernels = native_kernels()
+INSTRUCTION_SETS: tuple[str, ...] = tuple(kernels.usable_isas()) if kernels else ()  # best first
 KERNELS = select_kernels(torch.device("cpu"))
 needs_kernels = pytest.mark.skipif(kernels is None, reason="moeserve._cpu is not built")
 
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """Two threads to begin with; afterwards, the threads and the instruction set that were there before."""
+    """Run with two threads. Restore the number of threads and the instruction set afterwards."""
     num_threads = torch.get_num_threads()
     isa = kernels.isa() if kernels else None
     set_num_threads(2)
@@ -35,16 +34,8 @@ def settings_restored() -> Iterator[None]:
         kernels.set_isa(isa)
 
 
-def use_instruction_set(isa: str) -> None:
-    if kernels is None:
-        pytest.skip("moeserve._cpu is not built")
-    if isa not in kernels.usable_isas():
-        pytest.skip(f"this processor has no {isa}")
-    kernels.set_isa(isa)
-
-
 def scatter_blocks(lengths: list[tuple[int, int]], block_size: int, seed: int) -> list[list[int]]:
-    """Block ids for each chunk's context, in no order, out of as many as needed and some to spare."""
+    """Return shuffled block ids for the context of each chunk, out of slightly more blocks than needed."""
     num_blocks = [-(-context_len // block_size) for _, context_len in lengths]
     free = list(range(sum(num_blocks) + NUM_SPARE_BLOCKS))
     random.Random(seed).shuffle(free)
@@ -52,9 +43,9 @@ def scatter_blocks(lengths: list[tuple[int, int]], block_size: int, seed: int) -
 
 
 def drawn_chunks(spans: Sequence[ChunkSpan], draw: random.Random) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
-    """Requests that begin at position 0, brought in steps of drawn sizes.
+    """Divide requests that begin at position 0 into steps of random sizes.
 
-    Of each step, (rows, context length) of each request, and the rows' numbers in the step that has them all.
+    Yields, for each step, (rows, context length) of each request, and the indices of the rows among all rows.
     """
     num_done = [0] * len(spans)
     while any(done < span.num_rows for done, span in zip(num_done, spans, strict=True)):
@@ -69,7 +60,7 @@ def drawn_chunks(spans: Sequence[ChunkSpan], draw: random.Random) -> Iterator[tu
 
 
 def make_step(lengths: list[tuple[int, int]], block_ids: list[list[int]], block_size: int) -> StepInputs:
-    """A step of chunks given as (rows, context length)."""
+    """Return a step of chunks given as (rows, context length)."""
     spans, slots, first_row = [], [], 0
     table = torch.zeros(len(lengths), max(map(len, block_ids), default=0), dtype=torch.int32)
     for chunk, ((num_rows, context_len), ids) in enumerate(zip(lengths, block_ids, strict=True)):
@@ -94,12 +85,12 @@ def make_step(lengths: list[tuple[int, int]], block_ids: list[list[int]], block_
 
 
 def within_bfloat16_rounding(actual: Tensor, expected: Tensor, spread: Tensor | None = None) -> bool:
-    """Whether rounding of the result, and of weights where there is a spread, explains all differences.
+    """Return True if rounding of the result explains all differences, and with `spread` also rounding of the weights.
 
     Args:
         expected: in float64.
-        spread: the weighted sum of the values' distances from the result: what weights that are each rounded to
-            bfloat16, and then divided by their own sum, can move it by, is this times the rounding.
+        spread: the weighted sum of the distances of the values from the result. Rounding each weight to bfloat16, and
+            then dividing by the sum of the rounded weights, moves the result by at most this times the rounding.
     """
     bound = expected.abs() * 2**-8 * 1.01 + 2e-5
     if spread is not None:
@@ -108,7 +99,7 @@ def within_bfloat16_rounding(actual: Tensor, expected: Tensor, spread: Tensor | 
 
 
 def rounds_weights() -> bool:
-    """Whether the kernels round the weights of bfloat16 values, with the instruction set of now."""
+    """Return True if the kernels round the weights of bfloat16 values with the selected instruction set."""
     return kernels is not None and kernels.isa() == "avx512_bf16"
 
 

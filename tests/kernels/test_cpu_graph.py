@@ -1,4 +1,4 @@
-"""Recorded calls of kernels: what they do when they are made again, and what is refused."""
+"""Capture and replay of kernel calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paged_steps import kernels, needs_kernels, same_bytes
 pytestmark = needs_kernels
 
 
-def test_calls_are_made_again_on_what_is_there_by_then() -> None:
+def test_replay_uses_the_current_contents_of_memory() -> None:
     a, b, total, normed = (torch.randn(3, 8) for _ in range(4))
     weight = torch.randn(8)
     graph = kernels.CpuGraph()
@@ -34,20 +34,20 @@ def test_calls_are_made_again_on_what_is_there_by_then() -> None:
     assert not same_bytes(normed, first)
 
 
-def test_memory_stays_as_long_as_the_cpu_graph() -> None:
+def test_a_graph_keeps_memory_alive() -> None:
     out, graph = torch.empty(2, 4), kernels.CpuGraph()
     graph.begin_capture()
     kernels.add(torch.full((2, 4), 1.5), torch.full((2, 4), 2.0), out)
     graph.end_capture()
     gc.collect()
-    others = [torch.zeros(2, 4) for _ in range(1000)]  # which would lie where the numbers were
+    others = [torch.zeros(2, 4) for _ in range(1000)]  # would reuse freed memory
     out.zero_()
     graph.replay()
     assert out.eq(3.5).all()
     del others
 
 
-def test_tensors_in_a_range_of_addresses_are_not_kept() -> None:
+def test_tensors_in_the_given_address_range_are_not_kept_alive() -> None:
     memory = torch.zeros(100)
     inside, outside = memory[10:14].view(1, 4), torch.ones(1, 4)
     before = sys.getrefcount(inside), sys.getrefcount(outside)
@@ -64,7 +64,7 @@ def test_tensors_in_a_range_of_addresses_are_not_kept() -> None:
     assert sys.getrefcount(inside) > before[0]
 
 
-def test_a_call_that_failed_is_not_recorded() -> None:
+def test_a_failed_call_is_not_captured() -> None:
     graph = kernels.CpuGraph()
     graph.begin_capture()
     with pytest.raises(ValueError, match="b has shape"):
@@ -73,7 +73,7 @@ def test_a_call_that_failed_is_not_recorded() -> None:
     assert graph.num_calls == 0
 
 
-def test_what_a_call_returned_it_must_return_again() -> None:
+def test_a_replayed_call_must_return_the_captured_value() -> None:
     keys, order, counts = torch.tensor([1, 0, 1]), torch.empty(3, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
     graph = kernels.CpuGraph()
     graph.begin_capture()
@@ -87,7 +87,7 @@ def test_what_a_call_returned_it_must_return_again() -> None:
         graph.replay()
 
 
-def test_one_thread_records_one_cpu_graph_and_no_other_thread_does() -> None:
+def test_capture_is_per_thread_and_one_graph_at_a_time() -> None:
     first, second = kernels.CpuGraph(), kernels.CpuGraph()
     a = torch.ones(1, 4)
 
@@ -104,13 +104,13 @@ def test_one_thread_records_one_cpu_graph_and_no_other_thread_does() -> None:
     other.join()
     assert first.num_calls == 0
     add()
-    second.end_capture()  # not the one that records
+    second.end_capture()  # not the graph being captured
     add()
     first.end_capture()
     assert (first.num_calls, second.num_calls) == (2, 0)
 
 
-def test_a_cpu_graph_that_is_gone_records_no_more() -> None:
+def test_deleting_a_graph_ends_its_capture() -> None:
     graph = kernels.CpuGraph()
     graph.begin_capture()
     del graph

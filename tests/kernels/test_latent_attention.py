@@ -1,4 +1,4 @@
-"""Latent attention, in torch and in C++ with each instruction set: its numbers, its order of additions, its cache."""
+"""Latent attention in torch and in C++: values, batch invariance and the cache."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from paged_steps import (
-    INSTRUCTION_SETS,
     KERNELS,
     NUM_SPARE_BLOCKS,
     drawn_chunks,
@@ -21,8 +20,6 @@ from paged_steps import (
     rounds_weights,
     same_bytes,
     scatter_blocks,
-    settings_restored,
-    use_instruction_set,
     within_bfloat16_rounding,
 )
 from torch import Tensor
@@ -40,7 +37,7 @@ ChooseBackend = Callable[..., LatentAttentionBackend]
 
 @dataclass(frozen=True)
 class Case:
-    """One step over a cache that holds NaN wherever no row may look."""
+    """One step over a cache that holds NaN at all positions that no row attends to."""
 
     step: StepInputs
     query_TNP: Tensor
@@ -50,24 +47,13 @@ class Case:
     scale: float
 
 
-@pytest.fixture(autouse=True)
-def _settings_restored() -> Iterator[None]:
-    with settings_restored():
-        yield
+@pytest.fixture
+def choose(implementation: str) -> ChooseBackend:
+    return make_torch if implementation == "torch" else make_native
 
 
-@pytest.fixture(params=["torch", *INSTRUCTION_SETS])
-def choose(request: pytest.FixtureRequest) -> ChooseBackend:
-    """Makes a backend: the reference, or C++ with one instruction set."""
-    if request.param == "torch":
-        return make_torch
-    use_instruction_set(request.param)
-    return make_native
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def choose_native(request: pytest.FixtureRequest) -> ChooseBackend:
-    use_instruction_set(request.param)
+@pytest.fixture
+def choose_native(isa: str) -> ChooseBackend:
     return make_native
 
 
@@ -90,7 +76,7 @@ def make_case(
     scale: float | None = None,
     seed: int = 0,
 ) -> Case:
-    generator = torch.Generator().manual_seed(seed)  # of numbers only: the same whatever the blocks
+    generator = torch.Generator().manual_seed(seed)  # the numbers do not depend on the block size
     size = latent_size + rotary_size
     block_ids = scatter_blocks(lengths, block_size, seed)
     cache = torch.full((sum(map(len, block_ids)) + NUM_SPARE_BLOCKS, block_size, size), float("nan"), dtype=dtype)
@@ -106,7 +92,7 @@ def make_case(
 
 @functools.cache
 def random_case(seed: int, dtype: torch.dtype) -> tuple[Case, Tensor]:
-    """A case, and what is expected of it. Not to be written to."""
+    """Return a case and its expected result. Both are shared and must not be modified."""
     draw = random.Random(seed)
     lengths = []
     for _ in range(draw.randint(1, 5)):
@@ -126,12 +112,12 @@ def random_case(seed: int, dtype: torch.dtype) -> tuple[Case, Tensor]:
 
 
 def expected_attention(case: Case) -> Tensor:
-    """Softmax attention written out densely, in float64."""
+    """Return dense softmax attention in float64."""
     return expected_with_spread(case)[0]
 
 
 def expected_with_spread(case: Case) -> tuple[Tensor, Tensor]:
-    """Also the weighted sum of the distances of the values from the result."""
+    """Return the expected result and the weighted sum of the distances of the values from it."""
     rows, spreads = [], []
     for span, vectors_CP in zip(case.step.spans, case.vectors_CP, strict=True):
         for i in range(span.num_rows):
@@ -183,7 +169,7 @@ def test_growing_scores_stay_finite(choose: ChooseBackend) -> None:
     case = make_case([(1, 1500), (3, 700)], num_heads=64, latent_size=16, rotary_size=8, scale=1.0)
     for vectors_CP, block_ids in zip(case.vectors_CP, case.step.block_table, strict=True):
         for p in range(len(vectors_CP)):
-            vectors_CP[p] *= 1 + p / 20  # each piece of the context has larger scores than the last
+            vectors_CP[p] *= 1 + p / 20  # scores grow along the context
             case.cache[block_ids[p // 16], p % 16] = vectors_CP[p]
     torch.testing.assert_close(attend(choose, case).double(), expected_attention(case), atol=2e-3, rtol=1e-4)
 
@@ -200,7 +186,7 @@ def test_the_reference_leaves_chunks_of_more_rows_zero(max_rows: int) -> None:
     assert torch.equal(actual == 0, expected == 0)
 
 
-def test_queries_divided_to_keep_the_scores_small_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_division_of_queries_to_limit_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case([(20, 90), (11, 11)], num_heads=6, latent_size=32, rotary_size=8)
     for max_mask_size in (1000, 1):
         monkeypatch.setattr(dense_attention, "MAX_MASK_SIZE", max_mask_size)
@@ -233,7 +219,7 @@ def test_chunks_without_rows_and_rows_without_chunk(choose: ChooseBackend) -> No
 
 def test_rows_before_position_0_get_zeros(choose: ChooseBackend) -> None:
     case = make_case([(2, 20), (12, 30)], num_heads=4, latent_size=24, rotary_size=8)
-    # The same rows, said to be the first of shorter contexts.
+    # The same rows with shorter context lengths, so that some get negative positions.
     contexts = [1, 0]
     spans = tuple(dataclasses.replace(s, context_len=c) for s, c in zip(case.step.spans, contexts, strict=True))
     step = dataclasses.replace(case.step, context_lens=torch.tensor(contexts, dtype=torch.int32), spans=spans)
@@ -272,7 +258,7 @@ def test_threads_do_not_change_a_byte(
     expected = attend(choose_native, case)
     for num_threads in (2, 3, 8):
         set_num_threads(num_threads)
-        for _ in range(5):
+        for _ in range(3):
             assert same_bytes(attend(choose_native, case), expected), f"{num_threads} threads"
 
 
@@ -294,9 +280,9 @@ def test_neither_block_size_nor_other_rows_change_a_byte(choose_native: ChooseBa
 
 
 def attend_chunk_by_chunk(choose: ChooseBackend, case: Case, draw: random.Random) -> Tensor:
-    """The rows of a case's requests as a scheduler might bring them: in chunks of any size, several requests a step.
+    """Run the requests of a case in steps of random chunks with random numbers of threads.
 
-    What comes later is not in the cache yet. Each step has another number of threads.
+    The cache holds NaN at later positions.
     """
     backend = choose(scale=case.scale, latent_size=case.latent_size)
     cache = torch.full_like(case.cache, math.nan)

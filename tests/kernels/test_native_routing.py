@@ -1,22 +1,13 @@
-"""Routing in C++ with each instruction set: the reference's choice, ties, what NaN does, and who can change a byte."""
+"""Routing in C++: the choice of the reference, ties, NaN and batch invariance."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from paged_steps import (
-    INSTRUCTION_SETS,
-    KERNELS,
-    kernels,
-    needs_kernels,
-    same_bytes,
-    settings_restored,
-    use_instruction_set,
-)
+from paged_steps import KERNELS, same_bytes
 from torch import Tensor
 
 from moeserve.ops.interfaces import RouterConfig
@@ -25,14 +16,9 @@ from moeserve.ops.torch.table import TORCH_KERNELS
 
 # T tokens, D model width, E experts, K experts per token
 
+pytestmark = pytest.mark.usefixtures("isa")
+
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True, params=INSTRUCTION_SETS)
-def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    with settings_restored():
-        use_instruction_set(request.param)
-        yield
 
 
 def random_config(draw: random.Random) -> RouterConfig:
@@ -54,7 +40,7 @@ def random_config(draw: random.Random) -> RouterConfig:
 
 
 def random_tensors(config: RouterConfig, num_tokens: int, width: int, dtype: torch.dtype) -> list[Any]:
-    """Hidden states, weight, bias and correction."""
+    """Return hidden states, weight, bias and correction."""
     num_experts = config.num_experts
     return [
         torch.randn(num_tokens, width + 3).to(dtype)[:, 3:],
@@ -65,7 +51,7 @@ def random_tensors(config: RouterConfig, num_tokens: int, width: int, dtype: tor
 
 
 def gaps(config: RouterConfig, tensors: list[Any]) -> Tensor:
-    """Of each token, the least difference between any two numbers that are compared: ranks, and ratings of groups."""
+    """Return the least difference between any two numbers that are compared for a token: scores, and group scores."""
     hidden_TD, weight_ED, bias_E, correction_E = (None if t is None else t.double() for t in tensors)
     scores_TE = hidden_TD @ weight_ED.T + (0 if bias_E is None else bias_E)
     if config.scoring == "softmax":
@@ -81,13 +67,13 @@ def gaps(config: RouterConfig, tensors: list[Any]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(40))
-def test_choice_and_weights_are_the_references(seed: int, dtype: torch.dtype) -> None:
+def test_choice_and_weights_match_the_reference(seed: int, dtype: torch.dtype) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     config = random_config(draw)
     num_tokens, width = draw.choice([0, 1, 2, 3, 5, 17, 40]), draw.choice([1, 7, 16, 33, 100, 256])
     tensors = random_tensors(config, 4 * num_tokens, width, dtype)
-    is_clear_T = gaps(config, tensors) > 2e-6  # no rounding can change the order of any two
+    is_clear_T = gaps(config, tensors) > 2e-6  # rounding cannot change the order
     tensors[0] = tensors[0][is_clear_T][:num_tokens]
     assert len(tensors[0]) >= 0.5 * num_tokens
     experts_TK, weights_TK = KERNELS.make_router(config)(*tensors)
@@ -99,11 +85,10 @@ def test_choice_and_weights_are_the_references(seed: int, dtype: torch.dtype) ->
 
 
 def logits_as_hidden(logits: list[list[float]]) -> tuple[Tensor, Tensor]:
-    """Hidden states and a weight that make these logits, to the last bit."""
+    """Return hidden states and a weight with exactly these logits."""
     return torch.tensor(logits), torch.eye(len(logits[0]))
 
 
-@needs_kernels
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_chosen"])
 @pytest.mark.parametrize(
     ("logits", "top_k", "chosen"),
@@ -115,7 +100,7 @@ def logits_as_hidden(logits: list[list[float]]) -> tuple[Tensor, Tensor]:
         ([3.0, 2.0, 2.0, 2.0], 2, [0, 1]),
     ],
 )
-def test_of_equal_experts_the_lowest_come_first(
+def test_ties_between_experts_go_to_the_lowest_index(
     scoring: Any, logits: list[float], top_k: int, chosen: list[int]
 ) -> None:
     config = RouterConfig(num_experts=len(logits), top_k=top_k, scoring=scoring)
@@ -124,9 +109,8 @@ def test_of_equal_experts_the_lowest_come_first(
     assert experts_TK.tolist() == [chosen] * 3
 
 
-@needs_kernels
 @pytest.mark.parametrize("experts_rating_group", [1, 2])
-def test_of_equal_groups_the_lowest_come_first(experts_rating_group: Any) -> None:
+def test_ties_between_groups_go_to_the_lowest_index(experts_rating_group: Any) -> None:
     config = RouterConfig(
         num_experts=20,
         top_k=3,
@@ -140,7 +124,7 @@ def test_of_equal_groups_the_lowest_come_first(experts_rating_group: Any) -> Non
     assert experts_TK.tolist() == [[1, 3, 0], [16, 17, 18]]
 
 
-def test_a_group_is_rated_by_one_or_by_two() -> None:
+def test_a_group_is_scored_by_its_best_expert_or_its_best_two() -> None:
     """Group 0 has the best expert, group 1 the best two."""
     hidden_TD, weight_ED = logits_as_hidden([[9.0, 0.0, 6.0, 7.0]])
     for experts_rating_group, chosen in ((1, [0, 1]), (2, [3, 2])):
@@ -156,8 +140,8 @@ def test_a_group_is_rated_by_one_or_by_two() -> None:
         assert experts_TK.tolist() == [chosen]
 
 
-def test_corrections_below_all_ranks_of_other_groups_stay_behind_them() -> None:
-    """Experts that cannot be chosen come after those whose ranks are as low as can be."""
+def test_experts_of_other_groups_stay_behind_any_correction() -> None:
+    """An expert of a chosen group precedes all others even with the lowest possible score."""
     config = RouterConfig(num_experts=4, top_k=2, num_groups=2, num_chosen_groups=1, has_correction=True)
     hidden_TD, weight_ED = logits_as_hidden([[0.0, 5.0, 1.0, 2.0]])
     correction_E = torch.tensor([-3e38, 10.0, 9.0, 9.0])
@@ -167,7 +151,7 @@ def test_corrections_below_all_ranks_of_other_groups_stay_behind_them() -> None:
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_far_apart_logits_keep_their_order(scoring: Any) -> None:
-    """Scores down to the smallest numbers there are, which the reference has in order too."""
+    """Scores down to the smallest float32 numbers."""
     logits = [-95.0, 0.0, -99.0, -30.0, -88.0, -90.0, -86.0, -103.0]
     if scoring == "sigmoid":
         logits[1] = -1.0
@@ -188,7 +172,7 @@ def test_large_logits_give_finite_weights() -> None:
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_chosen"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_nan_shows_in_the_weights_and_stays_in_its_token(scoring: Any, bad: float) -> None:
+def test_nan_reaches_the_weights_of_its_token_only(scoring: Any, bad: float) -> None:
     torch.manual_seed(0)
     config = RouterConfig(num_experts=40, top_k=4, scoring=scoring, num_groups=4, num_chosen_groups=2)
     hidden_TD, weight_ED, _, _ = random_tensors(config, 30, 50, torch.float32)
@@ -219,62 +203,16 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
         set_num_threads(num_threads)
         for tokens in (slice(None), *(slice(first, first + size) for first in (0, 77) for size in (1, 2, 3, 16, 33))):
             actual = kernel(hidden_TD[tokens], weight_ED, None, None)
-            if KERNELS.batch_invariant_dtypes:
-                assert all(map(same_bytes, actual, [part[tokens] for part in expected])), f"{num_threads}, {tokens}"
+            assert all(map(same_bytes, actual, [part[tokens] for part in expected])), f"{num_threads}, {tokens}"
 
 
-def test_float16_is_the_reference() -> None:
+def test_float16_uses_the_reference() -> None:
     config = RouterConfig(num_experts=6, top_k=2)
     tensors = random_tensors(config, 5, 20, torch.float16)
     assert all(map(same_bytes, KERNELS.make_router(config)(*tensors), TORCH_KERNELS.make_router(config)(*tensors)))
 
 
-@needs_kernels
-@pytest.mark.parametrize(
-    ("argument", "wrong", "message"),
-    [
-        ("hidden", lambda t: t[0], "2 dimensions"),
-        ("hidden", lambda t: t.half(), "float32 or bfloat16"),
-        ("hidden", lambda t: t.t().contiguous().t(), "hidden is not contiguous"),
-        ("hidden", lambda t: t[:, :19], "weight has shape"),
-        ("weight", lambda t: t.bfloat16(), "weight is not of type float32"),
-        ("weight", lambda t: t.t().contiguous().t(), "weight is not contiguous"),
-        ("bias", lambda t: t[:5], "bias has shape"),
-        ("correction", lambda t: t.double(), "correction is not of type float32"),
-        ("experts", lambda t: t[:2], "experts has shape"),
-        ("experts", lambda t: t.int(), "experts is not of type int64"),
-        ("weights", lambda t: t[:, :1], "weights has shape"),
-        ("weights", lambda t: t.double(), "weights is not of type float32"),
-        ("num_groups", lambda n: 4, "num_groups=4 does not divide 6"),
-        ("num_groups", lambda n: 0, "num_groups=0"),
-        ("num_chosen_groups", lambda n: 3, "num_chosen_groups=3, but there are 2"),
-        ("experts_rating_group", lambda n: 3, "experts_rating_group=3"),
-        ("num_groups", lambda n: 6, "experts_rating_group=2"),
-        ("scoring", lambda n: "tanh", "scoring='tanh'"),
-    ],
-)
-def test_wrong_arguments_are_refused(argument: str, wrong: Callable[[Any], Any], message: str) -> None:
-    arguments: dict[str, Any] = dict(
-        hidden=torch.randn(3, 20),
-        weight=torch.randn(6, 20),
-        bias=torch.randn(6),
-        correction=torch.randn(6),
-        experts=torch.empty(3, 2, dtype=torch.int64),
-        weights=torch.empty(3, 2),
-        scoring="softmax",
-        num_groups=2,
-        num_chosen_groups=1,
-        experts_rating_group=2,
-        is_normalized=False,
-        scale=1.0,
-    )
-    kernels.route(**arguments)
-    with pytest.raises(ValueError, match=message):
-        kernels.route(**arguments | {argument: wrong(arguments[argument])})
-
-
-@needs_kernels
-def test_more_experts_than_there_are_cannot_be_chosen() -> None:
+def test_top_k_above_the_number_of_experts_is_refused() -> None:
     config = RouterConfig(num_experts=3, top_k=4)
     with pytest.raises(ValueError, match="top_k=4, but there are 3 experts"):
         KERNELS.make_router(config)(*random_tensors(config, 2, 5, torch.float32))

@@ -1,4 +1,4 @@
-"""Packed weights and their products against float64, on every instruction set that this machine has."""
+"""Packed weights and their products against float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from paged_steps import INSTRUCTION_SETS, KERNELS, kernels, needs_kernels, settings_restored, use_instruction_set
+from paged_steps import KERNELS, kernels, needs_kernels, settings_restored
 from torch import Tensor
 from torch.nn import functional
 
@@ -38,14 +38,8 @@ def settings() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=INSTRUCTION_SETS)
-def isa(request: pytest.FixtureRequest) -> str:
-    use_instruction_set(request.param)
-    return str(request.param)
-
-
 def dtypes_of(packed_format: PackedFormat) -> tuple[torch.dtype, ...]:
-    """Of the rows that are multiplied with it."""
+    """Return the types of the rows that the format supports."""
     if packed_format in ("float32", "bfloat16"):
         return (getattr(torch, packed_format),)
     return torch.float32, torch.bfloat16
@@ -72,7 +66,7 @@ def make(
 def packed_copy(weights: OpenWeights, packed_format: PackedFormat) -> PackedWeights:
     assert KERNELS.packing is not None
     return KERNELS.packing.pack(
-        OpenWeights(weights.weight_eOI.clone(), weights.bias_eO, weights.activation), packed_format
+        OpenWeights(weights.weight_eOI.clone(), weights.bias_eO, weights.activation), packed_format, in_place=False
     )
 
 
@@ -92,9 +86,9 @@ def _unpacked_one(panels: Tensor, packed: PackedWeights) -> Tensor:
     num_panels = -(-num_outputs // 32)
     rows = [_unpacked_panel(panel, packed.format) for part in parts for panel in part.view(num_panels, -1)]
     whole_POI = torch.stack(rows).view(packed.num_parts, num_panels * 32, -1)
-    assert not whole_POI[:, num_outputs:].any(), "outputs that were filled up"
+    assert not whole_POI[:, num_outputs:].any(), "outputs must be filled up with zeros"
     if packed.format != "int4":  # which has no zero
-        assert not whole_POI[:, :, packed.num_inputs :].any(), "inputs that were filled up"
+        assert not whole_POI[:, :, packed.num_inputs :].any(), "inputs must be filled up with zeros"
     return whole_POI[:, :num_outputs, : packed.num_inputs].flatten(0, 1)
 
 
@@ -135,7 +129,7 @@ def assert_close(given: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def test_products(
     isa: str, packed_format: PackedFormat, dtype: torch.dtype, has_bias: bool, activation: GatedActivation | None
 ) -> None:
-    """Rows from none to more than an item takes; outputs and inputs that fill panels, and that do not."""
+    """From no rows to more than an item has, with outputs and inputs that fill panels and that do not."""
     torch.manual_seed(0)
     shapes = [(64, 64), (192, 32), (66, 70), (34, 33), (2, 5), (320, 513), (96, 1100)]
     for num_outputs, num_inputs in shapes:
@@ -181,8 +175,8 @@ def test_int8_is_within_half_a_step(dtype: torch.dtype) -> None:
     assert (error_eOI <= 0.5001 * step_eO1).all()
 
 
-def test_int4_has_a_fifth_less_error_than_the_usual_steps() -> None:
-    """Which are even, with the largest of 32 weights at -8 (GGUF's Q4_0)."""
+def test_int4_has_a_fifth_less_error_than_even_steps() -> None:
+    """Q4_0 of GGUF has even steps, with the largest of 32 weights at -8."""
     torch.manual_seed(3)
     weights = make(1, 64, 128, torch.float32)
     weights.weight_eOI[0, 6] = 0
@@ -222,7 +216,7 @@ def rows_and_counts(counts: list[int], num_inputs: int, dtype: torch.dtype) -> t
 def test_rows_slots_and_heads_of_several_weights(
     packed_format: PackedFormat, dtype: torch.dtype, counts: list[int]
 ) -> None:
-    """Each is the product with its one weight, to the byte."""
+    """Each result has the bytes of the product with its weight alone."""
     torch.manual_seed(sum(counts))
     weights = make(4, 96, 64, dtype, has_bias=True, activation=SwiGLU())
     product = native_product(packed_copy(weights, packed_format))
@@ -253,8 +247,8 @@ def test_rows_slots_and_heads_of_several_weights(
         assert torch.equal(each[:, weight], one.multiply(input_TeI[:, weight].contiguous()))
 
 
-def test_rows_can_be_left_out_by_one_thread() -> None:
-    """By that which runs a step to see what memory it takes, while others serve."""
+def test_one_thread_can_skip_expert_products() -> None:
+    """The thread that measures the memory of a step skips them while others serve."""
     product = native_product(packed_copy(make(2, 64, 32, torch.float32), "float32"))
     rows_RI, counts_e = rows_and_counts([3, 5], 32, torch.float32)
     expected = product.multiply_rows(rows_RI, counts_e)
