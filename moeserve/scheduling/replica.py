@@ -19,7 +19,7 @@ Errors are thrown in at the effect that failed:
 
 - At `Gather` or `Execute`: this replica is permanently out of step. It yields one last `Deliver`, which ends all its
   requests, and raises the error again. The process must then end, and with it the worker group.
-- At `Receive` or `Deliver`: no replica waits in a collective yet. The replica enters the next `Gather` and announces its
+- At `Receive` or `Deliver`: no collective is under way. The replica enters the next `Gather` and announces its
   failure. All replicas end after this round, each with a last `Deliver`. The same happens after an internal error.
 - The death of another replica is an error of the collective, at `Gather` or `Execute`. A replica asleep in `Receive`
   is sent [] as by a heartbeat, and gets the error at the next `Gather`.
