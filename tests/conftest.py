@@ -1,13 +1,16 @@
-"""Checkpoints that several tests read, and the processes that they share."""
+"""Checkpoints and processes that tests share. Random numbers are seeded before each test."""
 
 from __future__ import annotations
 
 import functools
+import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from ranks import Ranks
 from reference_models import DIVISIBLE, SHAPES, Reference, make_reference
@@ -19,9 +22,17 @@ settings.register_profile(
 settings.load_profile("seeded")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Give each test the same random numbers, whichever tests run before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where a shell runs the tests in its background and has it ignored."""
+    """SIGINT raises KeyboardInterrupt, also if the shell that runs the tests ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -29,7 +40,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def default_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder of the tests' own, in which the default model is made once."""
+    """A cache folder of the test session, in which the default model is built once."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOESERVE_CACHE", str(folder))
@@ -38,25 +49,25 @@ def default_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def reference_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """Gives a reference by its name, and makes it the first time."""
+    """Return a reference by name. Each is made once."""
     return functools.cache(lambda name: make_reference(tmp_path_factory.mktemp(name), (SHAPES | DIVISIBLE)[name]))
 
 
 @pytest.fixture(scope="session", params=list(SHAPES))
 def reference(request: pytest.FixtureRequest, reference_named: Callable[[str], Reference]) -> Reference:
-    """Each in turn."""
+    """Every reference in turn."""
     return reference_named(request.param)
 
 
 @pytest.fixture(scope="session")
 def plain(reference_named: Callable[[str], Reference]) -> Reference:
-    """One ordinary shape, for what does not depend on shapes."""
+    """One ordinary shape, for tests that do not depend on shapes."""
     return reference_named("mixtral")
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Processes that wait for functions to run."""
+    """Rank processes that wait for functions to run."""
     shared = Ranks()
     yield shared
     shared.close()

@@ -70,7 +70,7 @@ class EngineCore:
             if not isinstance(error, Exception):
                 raise
             raise EngineError(
-                f"a step failed and ended {len(request_ids)} requests: {type(error).__name__}: {error}"
+                f"a step failed, and its requests ended ({len(request_ids)} in all): {type(error).__name__}: {error}"
             ) from error
 
     def collect_load(self) -> None:

@@ -1,4 +1,4 @@
-"""What an installed moeserve consists of, with a compiler and without, and that `make` installs pinned packages only.
+"""The contents of an installed moeserve, with a compiler and without; `make` installs pinned packages only.
 
 The builds need no network: scikit-build-core and nanobind are installed with the `dev` extra.
 """
