@@ -241,6 +241,7 @@ class LLM:
         """End all requests and free the model. May be called twice.
 
         Calls of other threads return what was generated so far. A load file and metrics get the last expert loads.
+        A small helper process, from which ranks are forked, stays for the next start until this Python exits.
         """
         self._session.shutdown()
         wait_for_cache_writers(cancelled_only=True)

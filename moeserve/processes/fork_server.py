@@ -1,12 +1,14 @@
 """A process that has torch and the engine loaded and forks ranks, each of which then starts in milliseconds.
 
-A process starts its server with its first rank, and the server exits with it. Ranks can start further ranks through the
-same server. Environment variables, working folder, import path, usable cores and output of a new process are those of
-the process that requests it. A fork cannot change variables that libraries have read while they were loaded, so there
-is one server for each set of such variables. This is the only process-wide state of the package: a second engine must
-find the server of the first.
+A process starts its server with its first rank, and the server exits with that process: after an engine was shut down,
+the server stays, so that the next start is fast. Ranks can start further ranks through the same server. Environment
+variables, working folder, import path, usable cores and output of a new process are those of the process that requests
+it. A fork cannot change variables that libraries have read while they were loaded, so there is one server for each set
+of such variables. This is the only process-wide state of the package: a second engine must find the server of the
+first.
 
-If a server cannot be used or was killed, processes are started without one. Processes that it has forked live on.
+If a server cannot be used or was killed, processes are started without one. Processes that it has forked live on, so a
+server that does not respond is replaced, but not ended before the process that started it ends.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ READ_AT_START = (
 )
 # Seconds to wait for a fork before the server counts as broken. It may still be loading torch.
 SECONDS_TO_FORK = 120.0
+# Seconds that the server waits for the rest of a request. Less than SECONDS_TO_REPORT: it does nothing else meanwhile.
+SECONDS_TO_REQUEST = 1.0
 # Seconds to wait for an exit status, which the server reports at once unless it is stopped or busy.
 SECONDS_TO_REPORT = 2.0
 NUM_FDS = 5  # sent with each request
@@ -111,11 +115,12 @@ class _Server:
         self._control = control
         self._process = process
 
-    def fork(self, request: _Request, channel: socket.socket) -> ForkedProcess:
-        """Fork a process whose channel is `channel`.
+    def fork(self, request: _Request, channel: socket.socket) -> ForkedProcess | None:
+        """Fork a process whose channel is `channel`. None: the server could not fork, but can be used again.
 
         Raises:
-            OSError, EOFError: the server does not work.
+            _ServerFailedError: the server has ended or does not respond.
+            OSError: this process can open no more files.
         """
         with contextlib.ExitStack() as opened:
 
@@ -123,20 +128,32 @@ class _Server:
                 opened.callback(os.close, fd)
                 return fd
 
+            message = frame(request)
             ours, theirs = socket.socketpair()
             opened.enter_context(theirs)
             failing = opened.enter_context(contextlib.ExitStack())
             failing.callback(ours.close)
             fds = [theirs.fileno(), channel.fileno(), owned(_output(1)), owned(_output(2))]
-            socket.send_fds(self._control, [b"f"], [*fds, owned(os.pidfd_open(os.getpid()))])
+            fds.append(owned(os.pidfd_open(os.getpid())))
+            try:
+                socket.send_fds(self._control, [b"f"], fds)
+            except OSError as error:
+                if self._process is not None:
+                    self._process.poll()  # so that it is no zombie
+                raise _ServerFailedError from error
             theirs.close()
             ours.settimeout(SECONDS_TO_FORK)
-            ours.sendall(frame(request))
-            pid, fds, *_ = socket.recv_fds(ours, 64, 1, socket.MSG_CMSG_CLOEXEC)
-            if not fds:
-                raise EOFError("the fork server has ended")
+            try:
+                ours.sendall(message)
+                pid, received, *_ = socket.recv_fds(ours, 64, 1, socket.MSG_CMSG_CLOEXEC)
+            except TimeoutError as error:
+                raise _ServerFailedError from error
+            except OSError:  # the server has closed its end; if it has ended, sending the next request fails
+                return None
+            if not received:
+                return None
             failing.pop_all()
-            return ForkedProcess(int(pid), fds[0], ours)
+            return ForkedProcess(int(pid), received[0], ours)
 
     def end(self) -> None:
         """Disconnect. The server then ends all its processes, and itself."""
@@ -147,6 +164,10 @@ class _Server:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+
+
+class _ServerFailedError(Exception):
+    """A server has ended or does not respond."""
 
 
 _servers: dict[frozenset[tuple[str, str]], _Server] = {}  # by what libraries read as they start
@@ -181,20 +202,23 @@ def fork(target: str, environment: Mapping[str, str], channel: socket.socket) ->
     """
     if not is_available():
         return None
+    request = _Request(
+        target=target,
+        environment={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
+        path=[os.fsencode(folder) for folder in _import_path()],
+        folder=working_folder(),
+        cores=sorted(os.sched_getaffinity(0)),
+    )
     try:
-        request = _Request(
-            target=target,
-            environment={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
-            path=[os.fsencode(os.path.abspath(folder)) for folder in sys.path],
-            folder=os.getcwdb(),
-            cores=sorted(os.sched_getaffinity(0)),
-        )
-        return start(environment).fork(request, channel)
-    except (EOFError, OSError, ValueError):
-        with _lock:
-            server = _servers.pop(_key(environment), None)
-        if server is not None:
-            server.end()
+        server = start(environment)
+    except OSError:  # this Python cannot start another
+        return None
+    try:
+        return server.fork(request, channel)
+    except _ServerFailedError:
+        with _lock:  # not ended: that would end the processes that it has forked
+            if _servers.get(_key(environment)) is server:
+                del _servers[_key(environment)]
         return None
 
 
@@ -213,12 +237,13 @@ def _started(environment: Mapping[str, str]) -> _Server:
             [sys.executable, "-X", "faulthandler", "-m", "moeserve.processes", "fork-server", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            cwd=working_folder(),
             # Processes that are forked must not inherit a library that had threads.
             env=dict(environment) | same_modules() | {"OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,  # a Ctrl-C in the terminal is handled by this process alone
         )
     server = _Server(ours, process)
-    atexit.register(_end_at_exit, server, os.getpid())
+    atexit.register(_end_at_exit, server, os.getpid())  # keeps the server connected if it is replaced
     return server
 
 
@@ -237,8 +262,27 @@ def _output(fd: int) -> int:
 
 def same_modules() -> dict[str, str]:
     """Return environment variables with which a new Python finds the modules that this process finds."""
-    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}  # safe: `-m` alone would look in the working folder first
+    return {
+        "PYTHONPATH": os.pathsep.join(_import_path()),
+        "PYTHONSAFEPATH": "1",
+    }  # safe: `-m` alone would look in the working folder first
+
+
+def working_folder() -> bytes:
+    """Return the working folder for a new process: this process's own, or "/" if that was deleted."""
+    try:
+        return os.getcwdb()
+    except OSError:  # torch cannot be loaded in a deleted folder
+        return b"/"
+
+
+def _import_path() -> list[str]:
+    """Return `sys.path` with absolute folders; relative ones are left out if the working folder was deleted."""
+    path = []
+    for folder in sys.path:
+        with contextlib.suppress(FileNotFoundError):
+            path.append(os.path.abspath(folder))
+    return path
 
 
 def shown_status(status: int) -> str:
@@ -252,6 +296,12 @@ def shown_status(status: int) -> str:
 
 
 # ---- The server
+
+
+def _is_hung_up(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(0))
 
 
 @dataclass(frozen=True)
@@ -301,14 +351,20 @@ class _ServerLoop:
         reports, channel = socket.socket(fileno=fds[0]), socket.socket(fileno=fds[1])
         *output, parent_pidfd = fds[2:]
         control, control_of_child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        reports.settimeout(SECONDS_TO_REQUEST)
         try:
             request = msgspec.msgpack.decode(receive_frame(reports), type=_Request)
             with contextlib.suppress(Exception):  # the process itself will report what is wrong
                 importlib.import_module(request.target.partition(":")[0])
+            if _is_hung_up(reports):
+                raise EOFError("the requester no longer waits, and may have started the process without the server")
             gc.collect()
             gc.freeze()  # so that collections in a process copy no memory that it shares with the server
             pid = os.fork()
-        except (EOFError, OSError):  # the requester has ended, or memory is exhausted: it reads an end of file
+        except (
+            EOFError,
+            OSError,
+        ):  # the requester has ended or stopped, or memory is exhausted: it reads an end of file
             pid = -1
         if pid == 0:
             reports.close()

@@ -18,6 +18,7 @@ import pytest
 
 from moeserve.errors import CheckpointError, EngineError
 from moeserve.processes import fork_server
+from moeserve.processes.channel import frame
 from moeserve.processes.failures import FailureReport, as_error, root_cause
 from moeserve.processes.fork_server import ForkedProcess
 from moeserve.processes.local import SpawnedProcess, start_process
@@ -281,6 +282,60 @@ def test_processes_survive_the_fork_server_and_their_ends_are_noticed(environmen
     os.kill(pid_of(process), signal.SIGKILL)
     assert "exit status is unknown" in first_failures(process)[0].cause
     end_all([process, other])
+
+
+def test_a_start_from_a_deleted_folder_leaves_earlier_processes_alone(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    first = start("echo")
+    first.channel.send("ab")
+    assert first_message(first) == "ba"  # it has loaded everything
+    (tmp_path / "deleted").rmdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, "relative"])
+    second = start("echo", "rank 2")
+    for process in (first, second):
+        process.channel.send("cd")
+        assert first_message(process) == "dc"
+
+
+def test_a_request_that_stops_halfway_blocks_no_other(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start_process("watched:run", "rank 1", {"do": "echo"}, str, environment=environment)
+    server = server_of(first)
+    with monkeypatch.context() as patched:
+        patched.setattr(fork_server, "SECONDS_TO_FORK", 10.0)
+        patched.setattr(fork_server, "frame", lambda message: frame(message)[:-1])
+        second = start_process("watched:run", "rank 2", {"do": "echo"}, str, environment=environment)
+    third = start_process("watched:run", "rank 3", {"do": "echo"}, str, environment=environment)
+    assert server_of(third) == server
+    for process in (first, second, third):
+        process.channel.send("ab")
+        assert first_message(process) == "ba"
+    end_all([first, second, third])
+
+
+def test_a_server_that_does_not_respond_is_replaced_and_keeps_its_processes(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start_process("watched:run", "rank 1", {"do": "echo"}, str, environment=environment)
+    server = server_of(first)
+    server.suspend()
+    with monkeypatch.context() as patched:
+        patched.setattr(fork_server, "SECONDS_TO_FORK", 0.5)
+        second = start_process("watched:run", "rank 2", {"do": "echo"}, str, environment=environment)
+    server.resume()  # and reads the request, which nobody waits for any more
+    third = start_process("watched:run", "rank 3", {"do": "echo"}, str, environment=environment)
+    assert server_of(third) != server
+    for process in (first, second, third):
+        process.channel.send("ab")
+        assert first_message(process) == "ba"
+    assert [child.pid for child in server.children()] == [pid_of(first)]
+    os.kill(pid_of(first), signal.SIGKILL)
+    assert first_failures(first)[0].cause == "killed by SIGKILL"
+    end_all([first, second, third])
 
 
 def test_a_stopped_process_ends_with_the_fork_server(environment: dict[str, str], tmp_path: Path) -> None:
