@@ -41,17 +41,20 @@ class LockstepError(MoeserveError, RuntimeError):
     """Replicas that must run the same steps did not. None of them can continue."""
 
 
-def nearest(word: str, known: Iterable[str], *, shown_as: Mapping[str, str] | None = None) -> str:
+def nearest(
+    word: str, known: Iterable[str], *, shown_as: Mapping[str, str] | None = None, otherwise: str | None = None
+) -> str:
     """Return the end of an error message about an unknown word: the nearest known one, or all if none is near.
 
     Args:
         shown_as: how the message shows known words, if not quoted.
+        otherwise: returned instead of all known words if none is near.
     """
     names = {name: repr(name) if shown_as is None else shown_as[name] for name in sorted(known)}
     near = difflib.get_close_matches(word.replace("-", "_").lower(), names, n=1, cutoff=0.6)
     if near:
         return f"did you mean {names[near[0]]}?"
-    return f"known are: {', '.join(names if shown_as is None else names.values())}"
+    return otherwise or f"known are: {', '.join(names if shown_as is None else names.values())}"
 
 
 def shown(value: object) -> str:

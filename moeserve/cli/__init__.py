@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import logging
 import os
@@ -55,13 +56,16 @@ def _parser(arguments: Sequence[str]) -> Parser:
 
     parser = Parser(prog="moeserve", description="Inference engine for mixture-of-experts language models.")
     parser.add_argument("--version", action="version", version=f"moeserve {__version__}")
+    parser.add_argument("--verbose", "-v", action="store_true", help=argparse.SUPPRESS)  # also before the command
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name, summary in COMMANDS.items():
         command: Parser = commands.add_parser(name, help=summary, description=summary)
         command.set_defaults(parser=command)
         if name == chosen:
-            command.add_argument("--verbose", "-v", action="store_true", help="log what the engine does")
+            command.add_argument(
+                "--verbose", "-v", action="store_true", default=argparse.SUPPRESS, help="log what the engine does"
+            )
             module = importlib.import_module(f"moeserve.cli.{name}")
             command.set_defaults(run=module.run)
             module.add_arguments(command)

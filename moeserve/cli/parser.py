@@ -25,8 +25,9 @@ class Parser(argparse.ArgumentParser):
         flag, _, _ = argument.partition("=")
         if not flag.startswith("-"):
             self.error(f"unexpected argument {argument!r}")
-        flags = {name.lstrip("-").replace("-", "_"): name for name in self._option_string_actions}
-        self.error(f"unknown flag {flag}: {nearest(flag.lstrip('-'), flags, shown_as=flags)}")
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        flags = {name.lstrip("-").replace("-", "_"): name for name in names}
+        self.error(f"unknown flag {flag}: {nearest(flag.lstrip('-'), flags, shown_as=flags, otherwise='see --help')}")
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -49,7 +50,7 @@ def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_
             continue
         expected = hints[field.name]
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"]}
-        if expected is bool:
+        if expected in (bool, bool | None):
             options["action"] = argparse.BooleanOptionalAction
         elif get_origin(expected) is Literal:
             options |= {"choices": get_args(expected), "metavar": _metavar(field.name)}

@@ -23,7 +23,8 @@ def parse_settings(options: Mapping[str, Any]) -> Settings:
     """Return the settings that flat keyword options describe, as `LLM(...)` takes them.
 
     Raises:
-        SettingsError: an option is unknown (the nearest name is given), of a wrong type, or out of range.
+        SettingsError: an option is unknown (the nearest name is given), of a wrong type, or out of range, or has
+            another value under its name in vLLM.
     """
     groups = Settings.groups()
     group_of_option = {field.name: name for name, group in groups.items() for field in dataclasses.fields(group)}
@@ -33,9 +34,13 @@ def parse_settings(options: Mapping[str, Any]) -> Settings:
             raise SettingsError(f"unknown setting {option!r}: {nearest(option, known)}")
     checked_vllm = {name: check(name, options[name], vllm_names.VllmSettings) for name in vllm_names.NAMES & {*options}}
     values = {name: value for name, value in options.items() if name in group_of_option}
-    values = vllm_names.translate(checked_vllm) | values
+    translated = vllm_names.translate(checked_vllm)
+    for option, value in translated.items():
+        own = check(option, values.get(option, value), groups[group_of_option[option]])
+        if own is not None and (parse_bytes(option, own) if option == "kv_cache_memory" else own) != value:
+            raise SettingsError(f"{option}={shown(own)} contradicts {shown(value)}, given under its name in vLLM")
     chosen: dict[str, dict[str, Any]] = {name: {} for name in groups}
-    for option, value in values.items():
+    for option, value in (values | translated).items():
         name = group_of_option[option]
         chosen[name][option] = check(option, value, groups[name])
     return Settings(**{name: group(**chosen[name]) for name, group in groups.items()})

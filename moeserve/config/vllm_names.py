@@ -29,19 +29,23 @@ class VllmSettings:
     trust_remote_code: bool = setting(False, "must be off: code of a checkpoint is never run")
     enable_expert_parallel: bool = setting(True, "no effect: experts are always spread over all ranks")
     enable_chunked_prefill: bool | None = setting(None, "no effect: long prompts are always computed in chunks")
+    enable_eplb: bool = setting(False, 'no effect: experts are rebalanced with rebalance="auto"')
+    all2all_backend: str | None = setting(None, "no effect: the exchange is chosen with dispatcher")
     disable_log_stats: bool = setting(True, "no effect: statistics are never logged; see --metrics-port")
     revision: str | None = setting(None, "no effect: a model is a local folder")
 
 
 NAMES = frozenset(field.name for field in dataclasses.fields(VllmSettings))
 
-_EXECUTORS = {"uni": "uniproc", "mp": "mp", "ray": "ray", None: "auto"}
+_EXECUTORS = {"uni": "uniproc", "mp": "mp", "ray": "ray"}
 # Values that mean what moeserve does anyway, so that there is nothing to warn of.
 _VALUES_WITHOUT_WARNING: dict[str, tuple[Any, ...]] = {
     "gpu_memory_utilization": (None,),
     "swap_space": (None, 0),
     "enable_expert_parallel": (True,),
     "enable_chunked_prefill": (None, True),
+    "enable_eplb": (False,),
+    "all2all_backend": (None,),
     "disable_log_stats": (True,),
     "revision": (None,),
 }
@@ -57,9 +61,11 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
     helps = {field.name: field.metadata["help"] for field in dataclasses.fields(VllmSettings)}
     for name, value in options.items():
         if name == "distributed_executor_backend":
-            translated["executor"] = _EXECUTORS[value]
+            if value is not None:
+                translated["executor"] = _EXECUTORS[value]
         elif name == "kv_cache_memory_bytes":
-            translated["kv_cache_memory"] = value
+            if value is not None:
+                translated["kv_cache_memory"] = value
         elif name == "trust_remote_code":
             if value:
                 raise SettingsError(

@@ -228,6 +228,7 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
         ("distributed_executor_backend", "uni", {"executor": "uniproc"}),
         ("distributed_executor_backend", None, {"executor": "uniproc"}),
         ("kv_cache_memory_bytes", 4096, {"kv_cache_memory": 4096}),
+        ("kv_cache_memory_bytes", None, {"kv_cache_memory": None}),
     ],
 )
 def test_names_and_values_of_vllm_are_translated(option: str, value: object, ours: dict[str, Any]) -> None:
@@ -242,6 +243,8 @@ def test_names_and_values_of_vllm_are_translated(option: str, value: object, our
         ("swap_space", 0, 4),
         ("enable_expert_parallel", True, False),
         ("enable_chunked_prefill", True, False),
+        ("enable_eplb", False, True),
+        ("all2all_backend", None, "pplx"),
         ("disable_log_stats", True, False),
         ("revision", None, "main"),
     ],
@@ -254,6 +257,20 @@ def test_settings_of_vllm_without_effect_are_accepted_with_a_warning(
         assert not caplog.records
         assert decide(**{option: warned}) == decide()
     assert [record.args[:2] for record in caplog.records if record.args] == [(option, warned)]
+
+
+def test_warnings_name_the_setting_that_replaces_one_of_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    decide(enable_eplb=True, all2all_backend="pplx")
+    assert 'rebalance="auto"' in caplog.text
+    assert "dispatcher" in caplog.text
+
+
+def test_a_setting_and_its_name_in_vllm_must_agree() -> None:
+    agreeing = {"kv_cache_memory": "4KiB", "kv_cache_memory_bytes": 4096, "distributed_executor_backend": None}
+    config = decide(**agreeing, executor="mp")
+    assert (config.kv_cache_memory, config.executor) == (4096, "mp")
+    assert_refused("executor='mp'", executor="mp", distributed_executor_backend="uni")
+    assert_refused("kv_cache_memory='4KiB'", **(agreeing | {"kv_cache_memory_bytes": 4097}))
 
 
 def test_code_of_checkpoints_is_never_run() -> None:
