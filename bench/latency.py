@@ -66,7 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--model", action="append", help=f"name or folder of a checkpoint, repeatable (default: {', '.join(MODELS)})"
     )
-    parser.add_argument("--engine", choices=list(QUANTIZATIONS), default="moeserve")
+    parser.add_argument(
+        "--engine",
+        choices=list(QUANTIZATIONS),
+        default="moeserve",
+        metavar="NAME",
+        help=f"default: moeserve [{', '.join(QUANTIZATIONS)}]",
+    )
     parser.add_argument("--rate", type=float, action="append", help=f"requests per second (default: {RATES})")
     parser.add_argument("--requests", type=at_least(1), default=16, help="requests of each rate and round")
     parser.add_argument("--prompt-tokens", type=at_least(1), default=128)

@@ -84,10 +84,20 @@ class ExpertsEngine:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("moeserve bench moe", "Speed of the experts of one layer alone.", rounds=5)
-    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="repeatable (default: all)")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        choices=list(SHAPES),
+        metavar="NAME",
+        help=f"repeatable (default: all) [{', '.join(SHAPES)}]",
+    )
     parser.add_argument("--rows", type=at_least(1), action="append", help=f"repeatable (default: {NUM_ROWS})")
     parser.add_argument(
-        "--engine", action="append", choices=EXPERTS_NAMES, help="repeatable (default: all that are installed)"
+        "--engine",
+        action="append",
+        choices=EXPERTS_NAMES,
+        metavar="NAME",
+        help=f"repeatable (default: all that are installed) [{', '.join(EXPERTS_NAMES)}]",
     )
     options = parser.parse_args(arguments)
 

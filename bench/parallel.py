@@ -100,7 +100,13 @@ ONE_RANK = Layout()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("moeserve bench dispatch", "The cost of several ranks.", rounds=3, threads=False)
     parser.add_argument("--model", default="mixtral-small", help="name or folder of the checkpoint that is served")
-    parser.add_argument("--table", action="append", choices=get_args(Table), help="measure only this table, repeatable")
+    parser.add_argument(
+        "--table",
+        action="append",
+        choices=get_args(Table),
+        metavar="NAME",
+        help=f"measure only this table, repeatable [{', '.join(get_args(Table))}]",
+    )
     parser.add_argument(
         "--ranks", type=at_least(2), action="append", help=f"number of ranks, repeatable (default: {NUM_RANKS})"
     )

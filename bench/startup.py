@@ -76,7 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--quantization", choices=["int8", "int4"])
     known = ["moeserve", *PEER_NAMES]
-    parser.add_argument("--engine", action="append", choices=known, help="repeatable (default: moeserve)")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        choices=known,
+        metavar="NAME",
+        help=f"repeatable (default: moeserve) [{', '.join(known)}]",
+    )
     options = parser.parse_args(arguments)
 
     set_num_threads(options.threads)

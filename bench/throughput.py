@@ -90,7 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--model", action="append", help=f"name or folder of a checkpoint, repeatable (default: {', '.join(MODELS)})"
     )
     parser.add_argument(
-        "--engine", action="append", choices=ENGINE_NAMES, help="repeatable (default: all that are installed)"
+        "--engine",
+        action="append",
+        choices=ENGINE_NAMES,
+        metavar="NAME",
+        help=f"repeatable (default: all that are installed) [{', '.join(ENGINE_NAMES)}]",
     )
     parser.add_argument("--kind", choices=["decode", "prefill"], help="default: both")
     parser.add_argument(

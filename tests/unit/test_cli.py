@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from moeserve import cli
 from moeserve.api import default_model
+from moeserve.bench.commands import COMMAND_NAMES
 from moeserve.cli import generate
 from moeserve.cli.parser import Parser, add_cluster, cluster_of, given
 from moeserve.config.settings import Settings
@@ -43,6 +45,8 @@ def parse_generate(*arguments: str) -> argparse.Namespace:
         (["generate", "--prompt", "x", "--max-num-seqs", "0"], ["--max-num-seqs", "'0'", "an integer from 1"]),
         (["generate", "--prompt", "x", "--dtype", "fp8"], ["--dtype", "'fp8'", "bfloat16"]),
         (["generate", "--prompt", "x", "--stop-token-ids", "a"], ["--stop-token-ids", "an integer"]),
+        (["generate", "--prompt", "x", "--zzzz"], ["unknown flag --zzzz: see --help"]),
+        (["generate", "--prompt", "x", "-q"], ["unknown flag -q: see --help"]),
         (["viz", "loads.jsonl", "--pgn", "x"], ["--pgn", "--png?"]),
         (["viz"], ["LOADS"]),
         (["viz", "loads.jsonl", "--num-redundant-experts", "-1"], ["'-1'", "an integer from 0"]),
@@ -130,6 +134,30 @@ def test_flags_that_are_not_given_keep_every_default() -> None:
     assert given(parse_generate("--prompt", "x"), SamplingParams) == {"max_tokens": generate.MAX_TOKENS}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "level"),
+    [
+        (["-v", "inspect", "no/such/folder"], logging.INFO),
+        (["inspect", "no/such/folder", "--verbose"], logging.INFO),
+        (["inspect", "no/such/folder"], logging.WARNING),
+    ],
+)
+def test_verbose_may_stand_before_or_after_the_command(
+    arguments: list[str], level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: levels.append(options["level"]))
+    assert cli.main(arguments) == 1
+    assert levels == [level]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--enable-chunked-prefill", True), ("--no-enable-chunked-prefill", False)]
+)
+def test_flags_that_are_true_false_or_absent_take_no_value(flag: str, value: bool) -> None:
+    assert given(parse_generate("--prompt", "x", flag), VllmSettings) == {"enable_chunked_prefill": value}
+
+
 def test_flags_become_settings_and_sampling_parameters() -> None:
     options = parse_generate(
         *("folder", "--prompt", "x", "--prompt", "y", "--kv-cache-memory", "2GB", "--no-enable-prefix-caching"),
@@ -155,6 +183,13 @@ def test_help_fits_the_terminal(
         cli.main([*command, "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("name", COMMAND_NAMES)
+def test_help_of_benchmarks_fits_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_help_fits_the_terminal(["bench", name], 80, capsys, monkeypatch)
 
 
 def test_help_shows_every_setting_under_its_group(capsys: pytest.CaptureFixture[str]) -> None:
