@@ -1,8 +1,9 @@
 """Check that documents and docstrings name only what exists, and how docstrings begin. Run by `make check`.
 
-Text in backticks, in the documents and in the docstrings and comments of Python files, is compared with the tree:
-a path must be a tracked file, an identifier must occur in the code, a flag or subcommand must be one of the command
-line's, and a `make` target one of the Makefile's. The check reads files; it imports nothing from moeserve.
+Documents, docstrings and comments are compared with the tree: a path or a link must be a tracked file, an identifier
+in backticks must occur in the code, and a flag must be one of the command line's. Commands, in backticks and in code
+blocks, must name subcommands, benchmarks and `make` targets that exist. The check reads files; it imports nothing from
+moeserve.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import io
+import keyword
 import re
 import subprocess
 import sys
@@ -22,21 +24,17 @@ FORBIDDEN_OPENINGS = re.compile(r"(What|Whether|Of|To be|For who(m|ever)?)\b")
 PATH = re.compile(r"(?<![\w/~$}-])(?:[\w.-]+/)*[\w-]+\.(?:py|cpp|h|md|toml|sh|yaml)\b(?![\w/(*])")
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*(?:\(\))?")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
-COMMAND = re.compile(r"\bmoeserve(?: bench)? +([a-z]+)\b")
+COMMAND_START = r"(?:^|\$ |&& |; |-- |-m |=\S+ |[\w.]/)"
+COMMAND = re.compile(COMMAND_START + r"moeserve( bench)? +([a-z][a-z_-]*)(?![\w.])")
+TARGET = re.compile(COMMAND_START + r"make ([a-z][a-z0-9-]*)")
+VARIABLE = re.compile(r"\bMOESERVE_[A-Z_]+\b")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 # Names of other programs and packages that documents may use although no code here does.
 EXTERNAL = {
     *("CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT", "OMPProcessManager"),
-    *(
-        "enable_eplb",
-        "all2all_backend",
-        "n_batch",
-        "n_ubatch",
-        "script.py",
-        "sitecustomize.py",
-        "llama.cpp",
-        "ik_llama.cpp",
-    ),
+    *("n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
 }
 EXTERNAL_FLAGS = {"--extra-index-url", "--local-dir", "--min-nodes", "--no-deps"}
 EXTERNAL_FOLDERS = ("deep_ep/", "flashinfer/", "torch/", "FAST25-release/")
@@ -87,28 +85,36 @@ class Tree:
         files: tracked paths, and every suffix of each (`moe/layer.py` for `moeserve/moe/layer.py`).
         words: identifiers of the code.
         flags: options of the command line and of the scripts, with their dashes.
-        commands: subcommands of `moeserve` and `moeserve bench`.
+        commands: subcommands of `moeserve`.
+        benchmarks: subcommands of `moeserve bench`.
         targets: targets of the Makefile.
     """
 
-    def __init__(self, files: list[str]) -> None:
+    def __init__(self, files: list[str], *, with_tests: bool) -> None:
+        """Read the files. Without tests, their code counts only as far as it defines functions and classes."""
         self.files: set[str] = set()
-        self.words: set[str] = set(dir(builtins)) | set(sys.stdlib_module_names) | EXTERNAL
+        self.words: set[str] = {*dir(builtins), *keyword.kwlist, *sys.stdlib_module_names, *EXTERNAL}
         for name in files:
             parts = name.split("/")
             self.files.update("/".join(parts[start:]) for start in range(len(parts)))
             self.files.add(".".join(parts[-1].split(".")[-2:]))
             self.words.update(part for piece in parts for part in piece.split("."))
             path = ROOT / name
+            if parts[0] == "tests" and not with_tests:
+                self.words.update(re.findall(r"^ *(?:def|class) (\w+)", _read(name), re.MULTILINE))
+                continue
             if path.suffix == ".py":
-                self.words.update(words_of_code(ast.parse(path.read_text(encoding="utf-8"))))
+                self.words.update(words_of_code(ast.parse(_read(name))))
             elif path.suffix in (".cpp", ".h", ".toml", ".sh", ".yaml", ".txt") or name in ("Makefile", "LICENSE"):
-                self.words.update(re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8")))
-        sources = [(ROOT / name).read_text(encoding="utf-8") for name in files if name.endswith((".py", ".sh"))]
+                self.words.update(re.findall(r"[A-Za-z_]\w*", _read(name)))
+        scripts = [name for name in files if name.endswith((".py", ".sh"))]
+        sources = [_read(name) for name in scripts if with_tests or not name.startswith("tests/")]
         self.flags = {flag for source in sources for flag in FLAG.findall(source)} | EXTERNAL_FLAGS
         self.flags |= {"--" + word.replace("_", "-") for word in self.words}
-        self.commands = self.words
-        self.targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+        self.commands = {Path(name).stem for name in files if re.fullmatch(r"moeserve/cli/(?!parser)[a-z]+[.]py", name)}
+        (names,) = re.findall(r"^CommandName = Literal\[(.*)\]$", _read("bench/commands.py"), re.MULTILINE)
+        self.benchmarks = set(re.findall(r"\w+", names))
+        self.targets = set(re.findall(r"^([a-z0-9-]+):", _read("Makefile"), re.MULTILINE))
 
     def missing(self, text: str) -> Iterator[str]:
         """Yield what a document or docstring names that does not exist."""
@@ -120,29 +126,57 @@ class Tree:
         for flag in FLAG.findall(text):
             if flag not in self.flags:
                 yield f"the flag {flag}"
-        for quoted in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text):
-            if target := re.fullmatch(r"make ([a-z-]+)", quoted):
-                if target[1] not in self.targets:
-                    yield f"the make target {target[1]}"
-            elif match := re.match(r"([A-Za-z_]\w*)=", quoted):
+        for variable in VARIABLE.findall(text):
+            if variable not in self.words:
+                yield f"the variable {variable}"
+        for quoted in QUOTED.findall(text):
+            yield from self.missing_commands(quoted)
+            if match := re.match(r"([A-Za-z_]\w*)=", quoted):
                 if match[1] not in self.words:
                     yield f"the setting {match[1]}"
             elif IDENTIFIER.fullmatch(quoted):
-                unknown = [word for word in quoted.removesuffix("()").split(".") if word not in self.words]
+                words = quoted.removesuffix("()").removesuffix("_total").split(".")  # Prometheus adds _total
+                unknown = [word for word in words if word not in self.words]
                 if unknown and not PATH.fullmatch(quoted):
                     yield f"`{quoted}`"
+
+    def missing_commands(self, line: str) -> Iterator[str]:
+        """Yield the subcommands and targets of a command line that do not exist."""
+        for bench, name in COMMAND.findall(line):
+            if name not in (self.benchmarks if bench else self.commands):
+                yield f"the command moeserve{bench} {name}"
+        for target in TARGET.findall(line):
+            if target not in self.targets:
+                yield f"the make target {target}"
+
+    def missing_in_document(self, name: str) -> Iterator[tuple[int, str]]:
+        """Yield what a Markdown file names that does not exist, each with its line."""
+        in_code_block = False
+        for number, line in enumerate(_read(name).split("\n"), start=1):
+            if line.lstrip().startswith("```"):
+                in_code_block = not in_code_block
+            yield from ((number, fault) for fault in self.missing(line))
+            if in_code_block:
+                yield from ((number, fault) for fault in self.missing_commands(line.strip()))
+            else:
+                links = [link for link in LINK.findall(line) if not (ROOT / name).parent.joinpath(link).exists()]
+                yield from ((number, f"the link {link}") for link in links)
+
+
+def _read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def faults() -> Iterator[str]:
     """Yield one line for each fault, as `file:line: what is wrong`."""
     files = tracked_files()
-    tree = Tree(files)
+    tree, tree_without_tests = Tree(files, with_tests=True), Tree(files, with_tests=False)
     for name in files:
         if name.endswith(".md"):
-            for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").split("\n"), start=1):
-                yield from (f"{name}:{number}: {fault} does not exist" for fault in tree.missing(line))
+            for number, fault in tree_without_tests.missing_in_document(name):
+                yield f"{name}:{number}: {fault} does not exist"
         elif name.endswith(".py"):
-            source = (ROOT / name).read_text(encoding="utf-8")
+            source = _read(name)
             for number, text in docstrings(ast.parse(source)):
                 if opening := FORBIDDEN_OPENINGS.match(text):
                     yield f"{name}:{number}: a docstring opens with {opening[0]!r}; begin with a verb or a noun"

@@ -1,0 +1,43 @@
+"""The check of documents finds names that do not exist, and raises no false alarms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import check_documents
+import pytest
+
+
+@pytest.fixture(scope="module")
+def tree() -> check_documents.Tree:
+    return check_documents.Tree(check_documents.tracked_files(), with_tests=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("`moeserve generate`, `moeserve bench moe --rows 1`, `make test-avx2`, `MOESERVE_ISA=avx2 make test`", []),
+        ("`from moeserve import LLM`, `moeserve bench NAME`, `moeserve_steps_total`, `Scheduler`", []),
+        ("`moeserve serve` and `MOESERVE_CACHE=x moeserve bench moed`", ["moeserve serve", "moeserve bench moed"]),
+        ("`.venv/bin/moeserve serv` and `python -m moeserve parser`", ["moeserve serv", "moeserve parser"]),
+        ("`make everything`", ["target everything"]),
+        ("MOESERVE_NOTHING", ["MOESERVE_NOTHING"]),
+        ("moeserve/nowhere.py and --no-such-flag-at-all", ["nowhere.py", "--no-such-flag-at-all"]),
+        ("`no_such_name` and `no_such_setting=1`", ["no_such_name", "no_such_setting"]),
+    ],
+)
+def test_missing_names_are_found(tree: check_documents.Tree, text: str, missing: list[str]) -> None:
+    found = list(tree.missing(text))
+    assert len(found) == len(missing), found
+    assert all(name in fault for name, fault in zip(missing, found, strict=True))
+
+
+def test_code_blocks_and_links_of_documents_are_checked(
+    tree: check_documents.Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["```sh", "make nothing && moeserve nothing", "$ moeserve bench moe", "```", "make nothing of it"]
+    document = "\n".join([*lines, "![a](b.svg) [here](README.md#part) [page](https://x.org)"])
+    monkeypatch.setattr(check_documents, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text(document)
+    found = [number for number, _ in tree.missing_in_document("README.md")]
+    assert found == [2, 2, 6]
