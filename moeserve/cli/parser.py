@@ -16,7 +16,7 @@ GPUS_PER_NODE = 8
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that takes no abbreviations and answers an unknown flag with the nearest known one."""
+    """Parser that takes no abbreviations and answers an unknown long flag with the nearest known one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         flag, _, _ = argument.partition("=")
         if not flag.startswith("-"):
             self.error(f"unexpected argument {argument!r}")
-        names = [name for name in self._option_string_actions if name.startswith("--")]
+        names = [name for name in self._option_string_actions if name.startswith("--") and flag.startswith("--")]
         flags = {name.lstrip("-").replace("-", "_"): name for name in names}
         self.error(f"unknown flag {flag}: {nearest(flag.lstrip('-'), flags, shown_as=flags, otherwise='see --help')}")
 
