@@ -117,6 +117,10 @@ class Frontend:
         outputs = [] if prompt is None else prompt.outputs
         return [output.request_id for output in outputs if output.finish_reason is None]
 
+    def prompt_of(self, request_id: str) -> str:
+        """Return the prompt of an unfinished request."""
+        return self._output_of_request[request_id][0].prompt_id
+
     def discard(self, prompt_id: str) -> list[str]:
         """Forget a prompt. Returns its unfinished requests, which the engine must end."""
         unfinished = self.unfinished(prompt_id)

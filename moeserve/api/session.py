@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moeserve.api.frontend import Frontend
 from moeserve.api.prompts import Prompts
@@ -54,22 +54,26 @@ class Session:
     def advance(self, prompt_ids: Sequence[str]) -> list[str]:
         """Run one engine step, unless all of these prompts have finished. Returns those that have not.
 
+        A Ctrl-C ends the requests of this caller only.
+
         Raises:
             EngineError: the engine failed while it served one of them.
         """
         with self._exclusive():
-            if self._unfinished(prompt_ids):
+            if self._errors.keys().isdisjoint(prompt_ids) and self._unfinished(prompt_ids):
+                others = set(self.frontend.prompt_ids).difference(prompt_ids)
                 try:
-                    self._step()
+                    self._step(interruptible=not self._unfinished(others))
                 except EngineError as failure:  # it ended the requests of all callers
-                    for prompt_id in self.frontend.prompt_ids:
+                    for prompt_id in self._unfinished(self.frontend.prompt_ids):
                         self._errors.setdefault(prompt_id, failure)
             for prompt_id in prompt_ids:
                 if prompt_id in self._errors:
                     error = self._errors[prompt_id]
                     raise EngineError(str(error)) from error.__cause__  # several threads may raise it
             unfinished = self._unfinished(prompt_ids)
-            assert not unfinished or self.engine.has_work, "the engine has lost a request"
+            if unfinished and not self.engine.has_work:
+                raise EngineError(f"the engine has lost the prompts {', '.join(unfinished)}; submit them again")
             return unfinished
 
     def output(self, prompt_id: str) -> RequestOutput:
@@ -139,12 +143,18 @@ class Session:
                 for request_id in request_ids:
                     self.engine.abort(request_id)
 
-    def _unfinished(self, prompt_ids: Sequence[str]) -> list[str]:
+    def _unfinished(self, prompt_ids: Iterable[str]) -> list[str]:
         return [prompt_id for prompt_id in prompt_ids if self.frontend.unfinished(prompt_id)]
 
-    def _step(self) -> None:
-        for update in self.engine.step():
-            progress = self.frontend.update(update)
+    def _step(self, *, interruptible: bool) -> None:
+        for update in self.engine.step(interruptible=interruptible):
+            try:
+                progress = self.frontend.update(update)
+            except Exception as error:  # the other updates of the step must not be lost
+                failure = EngineError(f"the output could not be updated: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._errors.setdefault(self.frontend.prompt_of(update.request_id), failure)
+                continue
             if progress is None:
                 continue
             if update.error is not None:

@@ -38,10 +38,13 @@ class Engine(Protocol):
         """End a request if it is still running. A later step returns its end."""
         ...
 
-    def step(self) -> list[RequestUpdate]:
+    def step(self, *, interruptible: bool = True) -> list[RequestUpdate]:
         """Return new tokens and ends of requests. Wait for the first ones if any request is in flight.
 
         A request that fails ends with an update that carries an error.
+
+        Args:
+            interruptible: a deferred Ctrl-C may end all requests. Otherwise one that would is raised after the step.
 
         Raises:
             EngineError: a step failed; or the engine was shut down or has failed for good, and all ends were returned.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from moeserve.config.settings import EngineConfig
 from moeserve.engine.base import fit_to_cache, log_lowered_length, new_scheduler
 from moeserve.errors import EngineError
@@ -38,8 +40,11 @@ class EngineCore:
         if update is not None:
             self._undelivered.append(update)
 
-    def step(self) -> list[RequestUpdate]:
+    def step(self, *, interruptible: bool = True) -> list[RequestUpdate]:
         """Run one step. Return new tokens and ends of its requests.
+
+        Args:
+            interruptible: a deferred Ctrl-C is raised during the step and ends all requests.
 
         Raises:
             EngineError: the step failed. All requests have ended and their blocks are free; new ones may be added.
@@ -54,7 +59,7 @@ class EngineCore:
                 return updates
             collects_load = 0 < self.config.expert_load_window <= self._steps_since_load
             self._steps_since_load = 1 if collects_load else self._steps_since_load + 1
-            with interrupts_allowed():
+            with interrupts_allowed() if interruptible else contextlib.nullcontext():
                 agreement = alone(
                     plan.step, plan.num_tokens, is_decode_only=plan.is_decode_only, collects_load=collects_load
                 )
@@ -65,13 +70,14 @@ class EngineCore:
             # The state of the scheduler and its cache is unknown after a failed step, so a new one replaces it.
             request_ids = self.scheduler.live_request_ids
             self.scheduler = new_scheduler(self.config, self.executor.num_blocks)
-            ended = [RequestUpdate(request_id=name, finish_reason="abort") for name in request_ids]
+            cause = (
+                f"a step failed, and its requests ended ({len(request_ids)} in all): {type(error).__name__}: {error}"
+            )
+            ended = [RequestUpdate(request_id=name, finish_reason="abort", error=cause) for name in request_ids]
             self._undelivered = updates + ended
             if not isinstance(error, Exception):
                 raise
-            raise EngineError(
-                f"a step failed, and its requests ended ({len(request_ids)} in all): {type(error).__name__}: {error}"
-            ) from error
+            raise EngineError(cause) from error
 
     def collect_load(self) -> None:
         self._require_open()

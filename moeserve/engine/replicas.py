@@ -105,7 +105,8 @@ class Replicas:
         if engine is not None:
             engine.channel.send(AbortRequest(request_id))
 
-    def step(self) -> list[RequestUpdate]:
+    def step(self, *, interruptible: bool = True) -> list[RequestUpdate]:
+        # A Ctrl-C while this process waits ends no request, so it may always be raised.
         self._require_owner()
         updates = self._receive()
         while not updates and self._in_flight:

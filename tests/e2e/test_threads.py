@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference_models import Reference
 
 from moeserve import LLM, EngineError, SamplingParams
 from moeserve.outputs import RequestOutput
@@ -94,3 +96,64 @@ def test_shutdown_ends_the_calls_of_other_threads(default_cache: Path) -> None:
         assert ended.result(60).outputs[0].finish_reason == "abort"
     with pytest.raises(EngineError):
         llm.generate("Hello", use_tqdm=False)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("signals", [True, False], ids=["SIGINT", "raised"])
+def test_ctrl_c_in_a_step_leaves_the_calls_of_other_threads(
+    plain: Reference, monkeypatch: pytest.MonkeyPatch, signals: bool
+) -> None:
+    """A Ctrl-C waits for the end of a step that others share. Another interruption ends their calls with an error."""
+    interrupted, other = plain.prompts(7, 9)
+    started, resumed = threading.Event(), threading.Event()
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+
+    def last_output(llm: LLM) -> list[int]:
+        streaming = llm.stream(other, greedy)
+        next(streaming)
+        started.set()
+        assert resumed.wait(60)
+        return list(streaming)[-1].outputs[0].token_ids
+
+    with LLM(plain.folder, dtype="float32") as llm, ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(last_output, llm)
+        assert started.wait(60)
+        executor: Any = llm.core.executor  # type: ignore[attr-defined]
+        execute = executor.execute
+
+        def execute_interrupted(plan: Any, agreement: Any) -> Any:
+            if not signals:
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+            return execute(plan, agreement)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "execute", execute_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([interrupted], greedy, use_tqdm=False)
+        resumed.set()
+        if signals:
+            assert ended.result(60) == plain.greedy(other, 8)
+        else:
+            with pytest.raises(EngineError, match="KeyboardInterrupt"):
+                ended.result(60)
+        assert llm.generate([interrupted], greedy, use_tqdm=False)[0].outputs[0].token_ids == plain.greedy(
+            interrupted, 8
+        )
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_of_a_single_caller_ends_the_step(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(plain.folder, dtype="float32") as llm:
+        executor: Any = llm.core.executor  # type: ignore[attr-defined]
+        num_passed = 0
+
+        def execute_interrupted(plan: Any, agreement: Any) -> None:
+            nonlocal num_passed
+            signal.raise_signal(signal.SIGINT)
+            num_passed += 1
+
+        monkeypatch.setattr(executor, "execute", execute_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(plain.prompts(7), use_tqdm=False)
+        assert num_passed == 0
