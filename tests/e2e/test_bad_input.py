@@ -253,7 +253,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_continues(
     executor = llm.core.executor
     with monkeypatch.context() as patch:
         patch.setattr(executor, "execute", lambda plan, agreement: torch.zeros(2) @ torch.zeros(3))
-        with pytest.raises(EngineError, match="3 .*RuntimeError") as error:
+        with pytest.raises(EngineError, match=r"3 .*RuntimeError") as error:
             llm.generate([[7], [8]], GREEDY)
         assert isinstance(error.value.__cause__, RuntimeError)
     with pytest.raises(EngineError, match="RuntimeError"):  # its request ended in the same step
