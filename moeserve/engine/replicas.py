@@ -215,7 +215,7 @@ class Replicas:
         updates += self._received()
         if self._group.has_failed:
             cause = root_cause(self._group.collect_failures())
-            error = str(as_error(cause, f"the engine failed; requests in flight: {len(self._in_flight)}"))
+            error = str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight"))
             self._refusal = f"the engine has failed and takes no requests; make a new one. The failure: {error}"
             updates += self._received()
             updates += self._end_requests(error=error)
