@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import msgspec
@@ -61,12 +62,18 @@ class Frontend:
         self._engine_seed = engine_seed
         self._num_prompts = 0
         self._prompts: dict[str, _PromptInFlight] = {}
+        self._unfinished_prompts: set[str] = set()
         self._output_of_request: dict[str, tuple[_PromptInFlight, _OutputInFlight]] = {}  # unfinished requests only
 
     @property
     def prompt_ids(self) -> list[str]:
         """The prompts that were submitted and not discarded."""
         return list(self._prompts)
+
+    @property
+    def unfinished_prompts(self) -> AbstractSet[str]:
+        """The prompts that were submitted, and have neither finished nor been discarded."""
+        return self._unfinished_prompts
 
     def submit(self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]) -> list[Submission]:
         """Make the requests of one or many prompts, in order.
@@ -100,6 +107,8 @@ class Frontend:
         output.update(update, self._codec)
         if output.finish_reason is not None:
             del self._output_of_request[update.request_id]
+            if prompt.finished:
+                self._unfinished_prompts.discard(prompt.prompt_id)
         ended_here = output.finish_reason is not None and update.finish_reason is None
         return PromptProgress(
             prompt_id=prompt.prompt_id,
@@ -125,6 +134,7 @@ class Frontend:
         """Forget a prompt. Returns its unfinished requests, which the engine must end."""
         unfinished = self.unfinished(prompt_id)
         del self._prompts[prompt_id]
+        self._unfinished_prompts.discard(prompt_id)
         for request_id in unfinished:
             del self._output_of_request[request_id]
         return unfinished
@@ -152,6 +162,7 @@ class Frontend:
         ]
         in_flight = _PromptInFlight(prompt_id, prompt, params, outputs)
         self._prompts[prompt_id] = in_flight
+        self._unfinished_prompts.add(prompt_id)
         self._output_of_request.update({output.request_id: (in_flight, output) for output in outputs})
         return Submission(prompt_id, requests)
 

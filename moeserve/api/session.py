@@ -60,12 +60,13 @@ class Session:
             EngineError: the engine failed while it served one of them.
         """
         with self._exclusive():
-            if self._errors.keys().isdisjoint(prompt_ids) and self._unfinished(prompt_ids):
-                others = set(self.frontend.prompt_ids).difference(prompt_ids)
+            unfinished = self._unfinished(prompt_ids)
+            if unfinished and self._errors.keys().isdisjoint(prompt_ids):
+                is_alone = len(unfinished) == len(self.frontend.unfinished_prompts)
                 try:
-                    self._step(interruptible=not self._unfinished(others))
+                    self._step(interruptible=is_alone)
                 except EngineError as failure:  # it ended the requests of all callers
-                    for prompt_id in self._unfinished(self.frontend.prompt_ids):
+                    for prompt_id in self.frontend.unfinished_prompts:
                         self._errors.setdefault(prompt_id, failure)
             for prompt_id in prompt_ids:
                 if prompt_id in self._errors:
@@ -144,7 +145,8 @@ class Session:
                     self.engine.abort(request_id)
 
     def _unfinished(self, prompt_ids: Iterable[str]) -> list[str]:
-        return [prompt_id for prompt_id in prompt_ids if self.frontend.unfinished(prompt_id)]
+        unfinished_prompts = self.frontend.unfinished_prompts
+        return [prompt_id for prompt_id in prompt_ids if prompt_id in unfinished_prompts]
 
     def _step(self, *, interruptible: bool) -> None:
         for update in self.engine.step(interruptible=interruptible):
