@@ -17,6 +17,7 @@ from moeserve.distributed.groups import AXES, Groups
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.order_check import OrderCheck
 from moeserve.distributed.store import RankStore, format_ranks, own_address
+from moeserve.distributed.torch_group import as_torch_group
 from moeserve.distributed.transport import HostDeviceTransport, Transport, TransportError, TransportUnavailable
 from moeserve.errors import DistributedError
 from moeserve.machine import host_identity
@@ -146,7 +147,7 @@ class _Connector:
 
     def _torch_group(self, ranks: tuple[int, ...]) -> Any:
         store = PrefixStore("torch/ep", self.rank_store.store)
-        return nccl.as_torch_group(store, ranks.index(self.rank), len(ranks), self.nccl_groups[ranks])
+        return as_torch_group(store, ranks.index(self.rank), len(ranks), self.nccl_groups[ranks])
 
     def _connect_hosts(
         self, name: str, ranks: tuple[int, ...]

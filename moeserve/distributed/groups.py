@@ -76,11 +76,6 @@ class Groups:
             group.close()
 
 
-def group_of_one(name: str, rank: int = 0) -> GroupCoordinator:
-    """Return a group of one rank, whose collectives return their input."""
-    return GroupCoordinator(name=name, rank=rank, ranks=(rank,), node_of_rank=(0,), connection=None)
-
-
 def groups_of_one_rank() -> Groups:
     """Return the groups of an engine of one rank."""
     return unconnected(Mesh(tp=1, dp=1), 0)

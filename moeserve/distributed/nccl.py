@@ -7,10 +7,9 @@ any of torch's that has the methods used here: the tests use gloo's.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,55 +19,30 @@ from torch.distributed import Store, Work, is_nccl_available
 from moeserve.addresses import own_addresses
 from moeserve.config.environment import set_for_libraries
 from moeserve.config.resolve import WITHOUT_NCCL
+from moeserve.distributed.symmetric_memory import OneShotAllReduce
 from moeserve.distributed.transport import Pending, Transport, TransportError, reduce_scatter_by_all_to_all
 from moeserve.errors import SettingsError
 
-# With 2, torch's thread aborts a communicator that has failed, and the process lives. 3, torch's default, ends the
-# process before this rank can report which collective failed.
+# A thread of torch watches the communicators. With 2 it aborts one that has failed, and the process goes on. With 3,
+# torch's default, it ends the process, before this rank can report which collective has failed.
 ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 
 LOST = "NCCL lost the connection with another rank"
 
 
-def as_torch_group(store: Store, rank_in_group: int, num_ranks: int, backend: Any) -> Any:
-    """Return a ProcessGroup of torch.distributed over a backend of `make_process_group`, for libraries that need one.
-
-    It is in no table of the process. The backend is registered as the default, because a barrier, for example, takes a
-    tensor of the default backend's device, and without a default one on the CPU, which NCCL does not carry.
-    """
-    c10d = importlib.import_module("torch._C._distributed_c10d")
-    group = c10d.ProcessGroup(store, rank_in_group, num_ranks)
-    backend_type = getattr(c10d.ProcessGroup.BackendType, backend.name().upper())
-    device = torch.device("cuda" if backend.name() == "nccl" else "cpu")
-    group._set_default_backend(backend_type)
-    group._register_backend(device, backend_type, backend)
-    return group
-
-
-class SmallAllReduce(Protocol):
-    """A faster all-reduce of small tensors. See `symmetric_memory.py`."""
-
-    def supports(self, x: Tensor) -> bool:
-        """True if it can add tensors of this dtype and size. All ranks get the same answer."""
-        ...
-
-    def all_reduce(self, x: Tensor) -> Tensor: ...
-
-    def close(self) -> None: ...
-
-
 class NcclTransport(Transport):
     """One rank's transport of tensors on a GPU.
 
-    The current stream waits for collectives, the host never does. Sizes come from the host, so nothing is padded and
-    nothing is read back from the device. A collective allocates from torch's allocator only, so a CUDA graph can
-    capture it once one of its kind and size has run outside of a graph, which makes the connections. Nothing detects a
-    rank that does not replay the graph that the others replay: they wait for it without end.
+    **Waiting.** Only the current stream waits for a collective. The host never does, because it knows all sizes.
 
-    **Sums.** The order in which NCCL adds follows from its algorithm, the size and the wiring of the machine, and it
-    may round to the tensor's dtype after each addition; last bits depend on all of these. `all_reduce` returns the same
-    bytes on all ranks. If all terms of a sum but one are zero, as in the combine of small steps, the order does not
-    matter. Shares of different sizes are added here in rank order and in float32, unless `small_all_reduce` applies.
+    **CUDA graphs** can capture a collective, which allocates from torch's allocator only. One of the same kind and size
+    must have run before, because the first one makes the connections. A rank that does not replay a graph keeps the
+    others waiting, without a time limit.
+
+    **Sums.** NCCL chooses the order of the additions by its algorithm, the size and the wiring of the machine, and may
+    round after each addition, so last bits depend on all of these. `all_reduce` returns the same bytes on all ranks.
+    The order does not matter where all terms but one are zero, as in the combine of small steps. Shares of different
+    sizes are added here, in rank order and in float32, unless `small_all_reduce` applies.
     """
 
     def __init__(
@@ -76,7 +50,7 @@ class NcclTransport(Transport):
         process_group: Any,
         timeout_s: float,
         *,
-        small_all_reduce: SmallAllReduce | None = None,
+        small_all_reduce: OneShotAllReduce | None = None,
         owns_process_group: bool = True,
     ) -> None:
         """
@@ -204,7 +178,7 @@ class NcclTransport(Transport):
 
         return wait
 
-    def _all_reduce_small(self, small_all_reduce: SmallAllReduce, x: Tensor) -> Tensor:
+    def _all_reduce_small(self, small_all_reduce: OneShotAllReduce, x: Tensor) -> Tensor:
         try:
             return small_all_reduce.all_reduce(x)
         except RuntimeError as error:

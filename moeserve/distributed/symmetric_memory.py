@@ -12,14 +12,14 @@ from __future__ import annotations
 import importlib
 import secrets
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from moeserve.distributed.handshake import agree
-from moeserve.distributed.nccl import as_torch_group
+from moeserve.distributed.torch_group import as_torch_group
 from moeserve.distributed.transport import TransportError, TransportUnavailable
 
 MAX_BYTES = 2**18  # of a tensor; the time of larger ones is that of their bytes
@@ -31,37 +31,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 _leaked: list[Tensor] = []
 
 
-class SymmetricMemory(Protocol):
-    """The operations needed of symmetric memory. `TorchSymmetricMemory` implements them."""
-
-    def missing(self, device: torch.device) -> str:
-        """Describe what this rank lacks to use symmetric memory; "" if nothing, as far as one rank can find out."""
-        ...
-
-    def open(self, name: str, store: Store, rank: int, num_ranks: int) -> None:
-        """Register the group under a name that no other group of this process has had."""
-        ...
-
-    def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        """Return bytes that the other ranks can map."""
-        ...
-
-    def map(self, name: str, memory: Tensor) -> None:
-        """Map the memory of all ranks into each other's address space. collective: all ranks of the group."""
-        ...
-
-    def all_reduce(self, name: str, memory: Tensor, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks, through `memory` of x's shape and dtype. x is contiguous.
-
-        collective: all ranks of the group, on their current streams.
-        """
-        ...
-
-    def close(self, name: str) -> None:
-        """Unregister the group. No collective may be under way."""
-        ...
-
-
 def connect(
     store: Store,
     rank_in_group: int,
@@ -70,7 +39,7 @@ def connect(
     is_one_host: bool,
     device: torch.device,
     timeout_s: float,
-    library: SymmetricMemory,
+    library: TorchSymmetricMemory,
 ) -> OneShotAllReduce:
     """Map memory between the ranks of a group, and check that it works. collective: all ranks of the group.
 
@@ -147,7 +116,7 @@ class OneShotAllReduce:
     same bytes. A missing rank keeps the GPUs of the others waiting without end: no timeout applies on the device.
     """
 
-    def __init__(self, library: SymmetricMemory, name: str, memory: Tensor) -> None:
+    def __init__(self, library: TorchSymmetricMemory, name: str, memory: Tensor) -> None:
         """
         Args:
             memory: [MAX_BYTES] uint8, mapped by all ranks.
@@ -192,6 +161,7 @@ class TorchSymmetricMemory:
         self._group: Any = None
 
     def missing(self, device: torch.device) -> str:
+        """Describe what this rank lacks to use symmetric memory; "" if nothing, as far as one rank can find out."""
         if not hasattr(_c10d(), "_SymmetricMemory") or not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy"):
             return f"torch {torch.__version__} has no symmetric memory"
         if torch.cuda.get_device_capability(device) < (8, 0):
@@ -199,6 +169,7 @@ class TorchSymmetricMemory:
         return "" if _has_nvlink(device) else f"{device} has no NVLink"
 
     def open(self, name: str, store: Store, rank: int, num_ranks: int) -> None:
+        """Register the group under a name that no other group of this process has had."""
         c10d = _c10d()
         group = as_torch_group(store, rank, num_ranks, self._backend)
         group._set_group_name(name)
@@ -207,17 +178,24 @@ class TorchSymmetricMemory:
         c10d._SymmetricMemory.set_group_info(name, rank, num_ranks, store)
 
     def allocate(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+        """Return bytes that the other ranks can map."""
         memory: Tensor = _c10d()._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
         return memory
 
     def map(self, name: str, memory: Tensor) -> None:
+        """Map the memory of all ranks into each other's address space. collective: all ranks of the group."""
         _c10d()._SymmetricMemory.rendezvous(memory, name)
 
     def all_reduce(self, name: str, memory: Tensor, x: Tensor) -> Tensor:
+        """Return the sum of x over all ranks, through `memory` of x's shape and dtype. x is contiguous.
+
+        collective: all ranks of the group, on their current streams.
+        """
         total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(memory, x, "sum", name)
         return total
 
     def close(self, name: str) -> None:
+        """Unregister the group. No collective may be under way."""
         if self._group is not None:
             _c10d()._unregister_process_group(name)
             self._group = None

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from moeserve.distributed.groups import Groups
-from moeserve.distributed.nccl import as_torch_group
+from moeserve.distributed.torch_group import as_torch_group
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher

@@ -21,7 +21,7 @@ from thread_ranks import Record, Table, ThreadGroup, run
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moeserve.distributed.groups import group_of_one
+from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.expert_placement.eplb import eplb
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
@@ -259,7 +259,7 @@ def check_traffic(case: Case, name: str, by_rank: list[list[Record]]) -> None:
 @pytest.mark.parametrize("name", ["local", *DISTRIBUTED])
 @pytest.mark.parametrize("case", [c for c in CASES.values() if c.num_ranks == 1], ids=["one rank"])
 def test_group_of_one(case: Case, name: str) -> None:
-    group = group_of_one("ep")
+    group = groups_of_one_rank().ep
     output_TD, counts = serve(group, case, make_dispatcher(name, group, case.placement))
     assert bytes_of(output_TD) == bytes_of(expected(case, 0))
     check_counts(case, [counts])
@@ -267,7 +267,7 @@ def test_group_of_one(case: Case, name: str) -> None:
 
 def test_local_with_copies_and_padding() -> None:
     case = Case([[0, 1, 0, 2]], 3, [[[0, 1], [-1, -1], [0, 2], [1, -1]]], 2, "bfloat16")
-    output_TD, counts = serve(group_of_one("ep"), case, make_dispatcher("local", None, case.placement))
+    output_TD, counts = serve(groups_of_one_rank().ep, case, make_dispatcher("local", None, case.placement))
     assert bytes_of(output_TD) == bytes_of(expected(case, 0))
     assert counts == [2, 2, 0, 1]  # tokens 0 and 2 use the first copy; token 1 is padding
     assert not output_TD[1].any()
@@ -385,7 +385,7 @@ def test_host_waits_once(case_name: str, name: str, is_small: bool) -> None:
 def test_tensors_of_captured_steps_stay_alive() -> None:
     """Graphs of small steps are replayed after larger steps, so the memory that they read must not be freed."""
     case = CASES["one rank"]
-    dispatcher = AllGatherDispatcher(group_of_one("ep"), case.placement, cpu_context())
+    dispatcher = AllGatherDispatcher(groups_of_one_rank().ep, case.placement, cpu_context())
 
     def address(num_tokens: int) -> int:
         hidden_TD, routing = (
@@ -416,7 +416,7 @@ def test_capturable_steps(name: Any) -> None:
     most = allgather.MAX_CAPTURED_BYTES // (2 * 64 * 2)
     assert layer.is_capturable((most // 2, most // 2))
     assert not layer.is_capturable((most // 2, most // 2 + 1))
-    one = TorchDispatchers("local", group_of_one("ep"), context)
+    one = TorchDispatchers("local", groups_of_one_rank().ep, context)
     alone = MoELayer(config, 64, Placement.even(4, 1), one, context)
     assert alone.is_capturable((2 * most,))
 
@@ -438,7 +438,7 @@ def test_layer(dispatcher: Any, placement: Placement) -> None:
     )
     context = cpu_context()
     whole = MoELayer(
-        config, WIDTH, Placement.even(10, 1), TorchDispatchers("local", group_of_one("ep"), context), context
+        config, WIDTH, Placement.even(10, 1), TorchDispatchers("local", groups_of_one_rank().ep, context), context
     )
     allocate_weights(whole)
     for weight in whole.parameters():

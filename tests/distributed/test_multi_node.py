@@ -89,11 +89,8 @@ class Cluster:
         logs = [log for host in self.hosts if (log := self.log(host)).exists()]
         return "\n".join(f"--- {log.stem}\n{log.read_text()[-3000:]}" for log in logs)
 
-    def ranks(self, host: Host) -> list[str]:
-        return [command for command in host.processes().values() if command.startswith(RANK)]
-
-    def actors(self, host: Host) -> list[str]:
-        return [command for command in host.processes().values() if command.startswith((RANK, ENGINE))]
+    def ranks(self, host: Host, *kinds: str) -> list[str]:
+        return [command for command in host.processes().values() if command.startswith(kinds or RANK)]
 
     def wait_for(self, holds: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -119,7 +116,7 @@ def namespaces() -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, namespaces: None) -> Iterator[Cluster]:
-    with hosts(3) as machines:
+    with hosts(2) as machines:
         cluster = Cluster(machines, tmp_path_factory.mktemp("cluster"))
         try:
             yield cluster
@@ -127,6 +124,103 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, namespaces: None) -> Itera
             cluster.end()
 
 
+@contextlib.contextmanager
+def engine(cluster: Cluster, reference: Reference, tp: int, dp: int, **settings: Any) -> Iterator[None]:
+    layout = {"tensor_parallel_size": tp, "data_parallel_size": dp, "model": str(reference.folder)}
+    started = cluster.ask("start", **SETTINGS | layout | settings)
+    assert "error" not in started, started["error"] + cluster.shown_logs()
+    try:
+        yield
+    finally:
+        assert cluster.ask("stop").keys() == {"seconds"}
+        cluster.wait_for(lambda: not any(cluster.ranks(host, RANK, ENGINE) for host in cluster.hosts), 10)
+        left = {"groups": [], "object_bytes": 0}
+        cluster.wait_for(lambda: {name: cluster.ask("left")[name] for name in left} == left, 10)
+
+
+def expected(reference: Reference, prompts: list[list[int]]) -> list[list[int]]:
+    return [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.soak
+def test_an_engine_adopts_the_placement_group_that_it_is_in(cluster: Cluster, reference: Reference) -> None:
+    prompts = reference.prompts(3, 17)
+    settings = SETTINGS | {"executor": "auto", "data_parallel_size": 2, "model": str(reference.folder)}
+    bundles = [{"CPU": CORES}] * 2
+    given = cluster.ask("generate in group", prompts=prompts, max_tokens=NUM_TOKENS, settings=settings, bundles=bundles)
+    assert given.get("tokens") == expected(reference, prompts), given
+    assert given["groups"] == ["adopted"]
+    assert given["executor"] == "ray"
+
+
+@pytest.fixture(scope="module")
+def replicas(cluster: Cluster, reference: Reference) -> Iterator[None]:
+    """Two replicas of two ranks, each replica on one host."""
+    with engine(cluster, reference, 2, 2, num_threads=1):
+        yield
+
+
+def check_failure(cluster: Cluster, reference: Reference, fault: Callable[[Host], object]) -> None:
+    """Check that a failure of the second host is named soon, and that the next request is served."""
+    victim = cluster.hosts[1]
+    prompts = reference.prompts(5, 9, 12)
+    cluster.send("generate", prompts=prompts, max_tokens=LONG)
+    time.sleep(0.5)
+    started = time.monotonic()
+    assert fault(victim) != 0  # the number of killed processes, if it kills
+    failed = cluster.answer(30)
+    noticed = time.monotonic() - started
+    assert "EngineError" in failed["error"]
+    assert victim.address in failed["error"]
+    assert noticed < 10, failed["error"]
+    victim.link("up")
+    given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
+    assert given.get("tokens") == expected(reference, prompts), given
+
+
+@pytest.mark.usefixtures("replicas")
+def test_replicas_on_two_hosts_give_the_tokens_of_one_rank_and_outlive_a_killed_rank(
+    cluster: Cluster, reference: Reference
+) -> None:
+    prompts = reference.prompts(3, 40, 17, 24, 9, 31)
+    assert [len(cluster.ranks(host)) for host in cluster.hosts] == [2, 2]
+    assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
+    check_failure(cluster, reference, lambda host: host.kill(RANK))
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("replicas")
+@pytest.mark.parametrize(
+    "fault",
+    [lambda host: host.kill(ENGINE), lambda host: host.kill("raylet/raylet"), lambda host: host.link("down")],
+    ids=["engine", "raylet", "link"],
+)
+def test_other_failures_are_named_as_well(
+    cluster: Cluster, reference: Reference, fault: Callable[[Host], object]
+) -> None:
+    check_failure(cluster, reference, fault)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("replicas")
+@pytest.mark.parametrize("seed", range(10))
+def test_a_slow_and_lossy_link_changes_no_token(cluster: Cluster, reference: Reference, seed: int) -> None:
+    prompts = reference.prompts(3, 20, seed=seed)
+    with cluster.hosts[1].bad_cable(delay_ms=2, loss=0.005, seed=seed):
+        given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
+    assert given.get("tokens") == expected(reference, prompts), given
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("replicas")
+def test_a_removed_placement_group_is_reserved_again(cluster: Cluster, reference: Reference) -> None:
+    prompts = reference.prompts(5, 9, 12)
+    assert cluster.ask("remove groups")["groups"] == 2
+    cluster.wait_for(lambda: not any(cluster.ranks(host) for host in cluster.hosts), 30)
+    assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
+
+
+@pytest.mark.soak
 @pytest.mark.usefixtures("namespaces")
 def test_a_node_that_cannot_read_the_model_ends_the_launch_with_its_name(reference: Reference, tmp_path: Path) -> None:
     with hosts(2) as machines:
@@ -144,45 +238,6 @@ def test_a_node_that_cannot_read_the_model_ends_the_launch_with_its_name(referen
         assert other.wait(60) == 0
         assert "the model cannot be read: " in logs[1].read_text()
         assert not any("ray" in command for host in machines for command in host.processes().values())
-
-
-@contextlib.contextmanager
-def engine(cluster: Cluster, reference: Reference, tp: int, dp: int, **settings: Any) -> Iterator[None]:
-    layout = {"tensor_parallel_size": tp, "data_parallel_size": dp, "model": str(reference.folder)}
-    started = cluster.ask("start", **SETTINGS | layout | settings)
-    assert "error" not in started, started["error"] + cluster.shown_logs()
-    try:
-        yield
-    finally:
-        assert cluster.ask("stop").keys() == {"seconds"}
-        cluster.wait_for(lambda: not any(cluster.actors(host) for host in cluster.hosts), 10)
-        left = {"groups": [], "object_bytes": 0}
-        cluster.wait_for(lambda: {name: cluster.ask("left")[name] for name in left} == left, 10)
-
-
-def expected(reference: Reference, prompts: list[list[int]]) -> list[list[int]]:
-    return [reference.greedy(prompt, NUM_TOKENS) for prompt in prompts]
-
-
-@pytest.mark.parametrize(("tp", "threads", "is_compiled"), [(1, 2, True), (2, 1, False)])
-def test_two_replicas_on_two_hosts_give_the_tokens_of_one_rank(
-    cluster: Cluster, reference: Reference, tp: int, threads: int, is_compiled: bool
-) -> None:
-    prompts = reference.prompts(3, 40, 17, 24, 9, 31)
-    with engine(cluster, reference, tp, 2, num_threads=threads, ray_compiled_graph=is_compiled):
-        assert sorted(len(cluster.ranks(host)) for host in cluster.hosts) == [0, tp, tp]
-        given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
-        assert given["tokens"] == expected(reference, prompts)
-
-
-def test_an_engine_adopts_the_placement_group_that_it_is_in(cluster: Cluster, reference: Reference) -> None:
-    prompts = reference.prompts(3, 17)
-    settings = SETTINGS | {"executor": "auto", "data_parallel_size": 3, "model": str(reference.folder)}
-    bundles = [{"CPU": CORES}] * 3
-    given = cluster.ask("generate in group", prompts=prompts, max_tokens=NUM_TOKENS, settings=settings, bundles=bundles)
-    assert given.get("tokens") == expected(reference, prompts), given
-    assert given["groups"] == ["adopted"]
-    assert given["executor"] == "ray"
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +262,7 @@ def remote_shell(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Host], s
     return start
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("namespaces")
 def test_a_launch_over_ssh_and_a_replica_on_two_hosts(
     reference: Reference, tmp_path: Path, remote_shell: Callable[[Host], str]
@@ -215,7 +271,9 @@ def test_a_launch_over_ssh_and_a_replica_on_two_hosts(
     with hosts(2) as machines:
         cluster = Cluster(machines, tmp_path, cores=1, remote_shell=remote_shell(machines[1]))
         try:
-            with engine(cluster, reference, 2, 1, executor="auto"):  # each host has room for one rank
+            with engine(
+                cluster, reference, 2, 1, executor="auto", ray_compiled_graph=False
+            ):  # each host has room for one rank
                 assert [len(cluster.ranks(host)) for host in machines] == [1, 1]
                 given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
                 assert given.get("tokens") == expected(reference, prompts), given
@@ -224,84 +282,6 @@ def test_a_launch_over_ssh_and_a_replica_on_two_hosts(
         assert "the ranks of replica 0 are on several nodes" in cluster.log(machines[0]).read_text()
         cluster.launches[0].wait(30)
         cluster.wait_for(lambda: not any("ray" in found for found in machines[1].processes().values()), 30)
-
-
-@pytest.fixture(scope="module")
-def three_replicas(cluster: Cluster, reference: Reference) -> Iterator[None]:
-    with engine(cluster, reference, 1, 3, num_threads=2):
-        yield
-
-
-@pytest.mark.usefixtures("three_replicas")
-def test_three_replicas_on_three_hosts_give_the_tokens_of_one_rank(cluster: Cluster, reference: Reference) -> None:
-    prompts = reference.prompts(3, 40, 17, 24, 9, 31)
-    assert [len(cluster.ranks(host)) for host in cluster.hosts] == [1, 1, 1]
-    assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("three_replicas")
-@pytest.mark.parametrize("seed", range(10))
-def test_a_slow_and_lossy_link_changes_no_token(cluster: Cluster, reference: Reference, seed: int) -> None:
-    prompts = reference.prompts(3, 20, seed=seed)
-    with cluster.hosts[1].bad_cable(delay_ms=2, loss=0.005, seed=seed):
-        given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
-    assert given.get("tokens") == expected(reference, prompts), given
-
-
-def kill_rank(cluster: Cluster) -> None:
-    assert cluster.hosts[-1].kill(RANK) == 1
-
-
-def kill_engine(cluster: Cluster) -> None:
-    assert cluster.hosts[-1].kill(ENGINE) == 1
-
-
-def kill_raylet(cluster: Cluster) -> None:
-    assert cluster.hosts[-1].kill("raylet/raylet") == 1
-
-
-def cut_link(cluster: Cluster) -> None:
-    cluster.hosts[-1].link("down")
-
-
-@pytest.mark.usefixtures("three_replicas")
-@pytest.mark.parametrize(
-    ("fault", "is_node_lost"),
-    [
-        (kill_rank, False),
-        pytest.param(kill_engine, False, marks=pytest.mark.soak),
-        pytest.param(kill_raylet, True, marks=pytest.mark.soak),
-        (cut_link, True),
-    ],
-)
-def test_a_failure_is_named_and_the_next_request_is_served(
-    cluster: Cluster, reference: Reference, fault: Callable[[Cluster], None], is_node_lost: bool
-) -> None:
-    victim = cluster.hosts[-1]
-    prompts = reference.prompts(5, 9, 12)
-    cluster.send("generate", prompts=prompts, max_tokens=LONG)
-    time.sleep(0.5)
-    started = time.monotonic()
-    fault(cluster)
-    failed = cluster.answer(30)
-    noticed = time.monotonic() - started
-    assert "EngineError" in failed["error"]
-    assert victim.address in failed["error"]
-    assert noticed < 10, failed["error"]
-    if is_node_lost:
-        victim.link("up")
-    given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
-    assert given.get("tokens") == expected(reference, prompts), given
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("three_replicas")
-def test_a_removed_placement_group_is_reserved_again(cluster: Cluster, reference: Reference) -> None:
-    prompts = reference.prompts(5, 9, 12)
-    assert cluster.ask("remove groups")["groups"] == 3
-    cluster.wait_for(lambda: not any(cluster.ranks(host) for host in cluster.hosts), 30)
-    assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
 
 
 @pytest.mark.soak

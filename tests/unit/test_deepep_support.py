@@ -18,7 +18,7 @@ import torch
 from deepep_stand_in import Buffer, Config, ElasticBuffer, FirstBuffer, stand_in
 from model_context import cpu_context
 
-from moeserve.distributed.groups import group_of_one
+from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import SettingsError
 from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, from_float8, to_float8
 from moeserve.moe.dispatch.deepep.factory import choose_package, open_communicator
@@ -202,7 +202,7 @@ def test_all_ranks_must_use_the_same_api() -> None:
 
 def test_fallback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert choose_package(SHAPE, group_of_one("ep"), CPU, is_required=False, deep_ep=LEGACY) is None
+        assert choose_package(SHAPE, groups_of_one_rank().ep, CPU, is_required=False, deep_ep=LEGACY) is None
     (message,) = caplog.messages
     assert "cpu" in message
     assert "all_to_all" in message

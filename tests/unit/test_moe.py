@@ -11,7 +11,7 @@ import torch
 from model_context import cpu_context
 from torch import Tensor
 
-from moeserve.distributed.groups import group_of_one
+from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
@@ -35,7 +35,7 @@ def make_layer(num_experts: int, top_k: int, width: int, expert_width: int, dtyp
 def randomized(config: MoEConfig, width: int, dtype: torch.dtype = torch.float32) -> MoELayer:
     placement = Placement.even(config.router.num_experts, num_ranks=1)
     layer = MoELayer(
-        config, width, placement, TorchDispatchers("local", group_of_one("ep"), cpu_context()), cpu_context(dtype)
+        config, width, placement, TorchDispatchers("local", groups_of_one_rank().ep, cpu_context()), cpu_context(dtype)
     )
     allocate_weights(layer)
     for weight in layer.parameters():

@@ -21,6 +21,7 @@ from moeserve.distributed.groups import groups_of_one_rank, unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.nccl import NcclTransport
 from moeserve.distributed.symmetric_memory import ALIGNMENT, MAX_BYTES, OneShotAllReduce, TorchSymmetricMemory
+from moeserve.distributed.torch_group import as_torch_group
 from moeserve.distributed.transport import HostDeviceTransport, TransportError, TransportUnavailable
 from moeserve.errors import SettingsError
 from moeserve.worker.process import take_device
@@ -470,7 +471,7 @@ def test_a_torch_group_has_a_default_backend() -> None:
     options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     store = HashStore()
     backend = torch.distributed.ProcessGroupGloo(PrefixStore("gloo", store), 0, 1, options)
-    group = nccl.as_torch_group(PrefixStore("group", store), 0, 1, backend)
+    group = as_torch_group(PrefixStore("group", store), 0, 1, backend)
     assert group.name() == "gloo"
     group.barrier().wait()
     gathered = [None]

@@ -21,42 +21,43 @@ from moeserve.moe.router import Routing
 from moeserve.ops.interfaces import Keys, PairKernels
 from moeserve.step_inputs import StepInputs
 
-# T tokens of this rank, N tokens of all ranks, M = N + 1, D model width, K experts per token, R pairs that this rank
-# computes, O pairs of this rank's tokens that are not padding, e local experts, W ranks, w = W + 1
+# T tokens of this rank, N tokens of all ranks, M = N + 1, D model width, K experts per token, e local experts, W ranks,
+# w = W + 1
+# R pairs that this rank's experts compute; O pairs of this rank's tokens, without padding
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Sizes of the exchanges with each rank, by rank: all that the host needs of a step's routing."""
+    """The numbers of tokens and pairs that this rank exchanges with each rank. The host needs no more of a routing."""
 
-    tokens_to: list[int]  # distinct tokens of this rank that the other's experts need
-    tokens_from: list[int]
-    pairs_to: list[int]  # pairs of this rank's tokens that the other computes
-    pairs_from: list[int]
+    tokens_to: list[int]  # own tokens that the rank's experts compute
+    tokens_from: list[int]  # tokens of the rank that this rank's experts compute
+    pairs_to: list[int]  # own pairs that the rank computes
+    pairs_from: list[int]  # pairs of the rank that this rank computes
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One rank's view of the pairs of a step."""
+    """The pairs of a step as one rank sees them: which it computes, and which outputs it receives."""
 
     traffic: Traffic
-    packed_pairs_R: Tensor  # the pair of each packed row, sorted by local expert, then by pair
-    counts_e: Tensor
-    pair_of_received_O: Tensor  # own pair t * K + k of each output that is received
-    first_tokens_w: Tensor  # index of each rank's first token among all; then N
-    num_pairs_TW: Tensor  # pairs of each own token that each rank computes
-    needed_before_M: Tensor  # number of earlier tokens that this rank's experts need; then of all
+    packed_pairs_R: Tensor  # the pair of each row to compute; rows are sorted by local expert, then by pair
+    counts_e: Tensor  # rows of each local expert
+    pair_of_received_O: Tensor  # the own pair (t * K + k) of each output that returns
+    first_tokens_w: Tensor  # the index of each rank's first token among those of all ranks, and N at the end
+    num_pairs_TW: Tensor  # for each own token, the number of its pairs that each rank computes
+    needed_before_M: Tensor  # the number of tokens before each one that this rank's experts compute; at the end, of all
 
 
 @dataclass(frozen=True)
 class ExchangeHandle:
-    """Dispatch metadata. Outputs return rank by rank, sorted by expert: both sides find the order by sorting pairs."""
+    """Dispatch metadata. Outputs return rank by rank and sorted by expert, an order that both sides find by sorting."""
 
     weights_TK: Tensor
-    row_of_sent_R: Tensor  # the packed row of each sent output
-    send_sizes: list[int]  # outputs for each rank
-    pair_of_received_O: Tensor  # own pair t * K + k of each output that is received
-    receive_sizes: list[int]  # outputs from each rank
+    row_of_sent_R: Tensor  # the packed row of each output that this rank sends
+    send_sizes: list[int]  # the number of outputs for each rank
+    pair_of_received_O: Tensor  # the own pair (t * K + k) of each output that returns
+    receive_sizes: list[int]  # the number of outputs from each rank
     dtype: torch.dtype
 
 

@@ -18,7 +18,7 @@ from moeserve.moe.dispatch.deepep.communicator import DeepEPCommunicator, DeepEP
 from moeserve.moe.dispatch.deepep.dispatcher import DeepEPDispatcher
 from moeserve.moe.dispatch.deepep.elastic import ElasticCommunicator
 from moeserve.moe.dispatch.deepep.legacy import LegacyCommunicator
-from moeserve.moe.dispatch.deepep.support import REQUIRED, Api, import_deepep, offered_api, why_unsupported
+from moeserve.moe.dispatch.deepep.support import CLASSES, Api, import_deepep, offered_api, why_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def choose_package(
     package, api_number = None, 0
     if reason is None:
         package = deep_ep or import_deepep()
-        api_number = 1 + [*REQUIRED].index(_api(package))
+        api_number = 1 + [*CLASSES].index(_api(package))
     lowest, highest = group.all_reduce_minimum(api_number), -group.all_reduce_minimum(-api_number)
     if lowest == highest and package is not None:
         return package
