@@ -51,14 +51,13 @@ DOUBLE = (0, 2, 3, 1)  # in the field of four elements, where + is ^
 CASES = [
     (
         model,
-        tp,
-        dp,
+        *layout,
         DISPATCHERS[(row + column) % 2],
         NUM_REDUNDANT[row ^ column],
         MAX_SMALL_TOKENS[DOUBLE[row] ^ column],
     )
     for row, model in enumerate(MODELS)
-    for column, (tp, dp) in enumerate(LAYOUTS)
+    for column, layout in enumerate(LAYOUTS)
 ]
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in ("qwen2-moe", "olmoe", "glm4-moe")]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads

@@ -30,12 +30,8 @@ POINTS = {
     "logits": ("moeserve.layers.linear", "OutputHead.forward"),
     # A part of an expert is being received.
     "moving": ("moeserve.expert_placement.rebalance", "Rebalancer._receive"),
-    # All ranks have agreed to use the weights that were received.
-    "switch": ("moeserve.expert_placement.rebalance", "Rebalancer.switch"),
     "replayed": ("moeserve.worker.cpu_graphs", "CapturedStep.run"),  # the others replay their graphs
 }
-
-SECONDS_OF_SLEEP = 3.0
 
 
 def kill() -> None:
@@ -50,23 +46,7 @@ def divide() -> None:
     raise ZeroDivisionError("planted")
 
 
-def exhaust() -> None:
-    raise MemoryError("planted")
-
-
-def allocate() -> None:
-    import torch
-
-    torch.empty(2**50, dtype=torch.uint8)
-
-
-def sleep() -> None:
-    time.sleep(SECONDS_OF_SLEEP)
-
-
-ACTIONS: dict[str, Callable[[], None]] = {
-    function.__name__: function for function in (kill, stop, divide, exhaust, allocate, sleep)
-}
+ACTIONS: dict[str, Callable[[], None]] = {function.__name__: function for function in (kill, stop, divide)}
 
 
 @dataclass(frozen=True, kw_only=True)
