@@ -1,7 +1,8 @@
 """A stand-in for the package deep_ep, after its published contract, on CPU tensors and gloo.
 
-Signatures, shapes, dtypes and errors follow https://github.com/deepseek-ai/DeepEP (deep_ep/buffer.py of 1.x;
-deep_ep/buffers/legacy.py, deep_ep/buffers/elastic.py, csrc/elastic/buffer.hpp of 2.x and its documents). Whatever is
+Names, shapes, dtypes and errors follow https://github.com/deepseek-ai/DeepEP (deep_ep/buffer.py of 1.x;
+deep_ep/buffers/legacy.py, deep_ep/buffers/elastic.py, csrc/elastic/buffer.hpp of 2.x and its documents), with only the
+arguments that moeserve passes. Whatever is
 not promised is made as bad as possible: unwritten memory holds NaN, rows of an expert have any order, results arrive
 only at the wait, and inputs must not change before it. Ranks that call different kernels, which would deadlock, get an
 error.
@@ -145,23 +146,19 @@ class Kernels:
 
 
 class Buffer(Kernels):
-    """The first API, as of 2.x."""
+    """The first API."""
 
     num_sms = 20
-    num_handle_fields = 5  # of low-latency handles
 
     def __init__(
         self,
         group: Any,
-        num_nvl_bytes: int = 0,
-        num_rdma_bytes: int = 0,
+        num_nvl_bytes: int,
+        num_rdma_bytes: int,
+        *,
         low_latency_mode: bool = False,
         num_qps_per_rank: int = 24,
-        allow_nvlink_for_low_latency_mode: bool = True,
-        allow_mnnvl: bool = False,
         explicitly_destroy: bool = False,
-        enable_shrink: bool = False,
-        comm: Any = None,
     ) -> None:
         super().__init__(group)
         self.num_nvl_bytes = num_nvl_bytes
@@ -194,15 +191,7 @@ class Buffer(Kernels):
         need(self.explicitly_destroy, "`explicitly_destroy` flag must be set")
         super().destroy()
 
-    def get_dispatch_layout(
-        self,
-        topk_idx: Tensor,
-        num_experts: int,
-        previous_event: Any = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap | None]:
-        need(not async_finish, "not needed here")
+    def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, None, Tensor, Tensor, None]:
         self.check_topk(topk_idx, None, num_experts)
         return *self.layout(topk_idx, num_experts), None
 
@@ -215,26 +204,15 @@ class Buffer(Kernels):
     def dispatch(
         self,
         x: Rows,
-        handle: tuple[Any, ...] | None = None,
-        num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None,
-        num_tokens_per_expert: Tensor | None = None,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
-        config: Config | None = None,
-        previous_event: Any = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
+        *,
+        num_tokens_per_rank: Tensor,
+        num_tokens_per_rdma_rank: Tensor | None,
+        is_token_in_rank: Tensor,
+        num_tokens_per_expert: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        async_finish: bool,
     ) -> tuple[Rows, Tensor, Tensor, list[int], tuple[Any, ...], EventOverlap]:
-        need(handle is None and expert_alignment == 1 and num_worst_tokens == 0, "not needed here")
-        need(topk_idx is not None and topk_weights is not None, "topk_idx and topk_weights are needed")
-        assert topk_idx is not None
-        assert topk_weights is not None
-        need(num_tokens_per_expert is not None and num_tokens_per_rank is not None, "the layout is needed")
-        assert num_tokens_per_expert is not None
         num_experts, top_k = len(num_tokens_per_expert), topk_idx.shape[1]
         self.check_topk(topk_idx, topk_weights, num_experts)
         hidden = self.check_rows(x, len(topk_idx))
@@ -271,22 +249,12 @@ class Buffer(Kernels):
 
         counts = [sum(local in chosen for chosen in ids) for local in range(len(own))]
         self.timeline.append("host waited")  # for the counts
-        need(async_finish, "not needed here")
+        assert async_finish
         event = EventOverlap(self.timeline, "dispatch", [*tensors(x), topk_idx, topk_weights], arrive)
-        return received, recv_topk_idx, recv_topk_weights, counts, (route, *[None] * 5), event
+        return received, recv_topk_idx, recv_topk_weights, counts, (route,), event
 
-    def combine(
-        self,
-        x: Tensor,
-        handle: tuple[Any, ...],
-        topk_weights: Tensor | None = None,
-        bias: Any = None,
-        config: Config | None = None,
-        previous_event: Any = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        need(isinstance(handle, tuple) and len(handle) == 6, "not a handle of dispatch")
+    def combine(self, x: Tensor, handle: tuple[Any, ...], *, async_finish: bool) -> tuple[Tensor, None, EventOverlap]:
+        need(len(handle) == 1, "not a handle of dispatch")
         route: Route = handle[0]
         hidden = self.check_rows(x, len(route.sources))
         check_route(route)
@@ -303,7 +271,7 @@ class Buffer(Kernels):
                         total[token] += row.float()
             combined.copy_(total)
 
-        need(async_finish, "not needed here")
+        assert async_finish
         return combined, None, EventOverlap(self.timeline, "combine", [x], arrive)
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
@@ -318,14 +286,10 @@ class Buffer(Kernels):
         topk_idx: Tensor,
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
-        cumulative_local_expert_recv_stats: Tensor | None = None,
-        dispatch_wait_recv_cost_stats: Tensor | None = None,
-        use_fp8: bool = True,
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-    ) -> tuple[Rows, Tensor, tuple[Any, ...], EventOverlap, Callable[[], None] | None]:
+        *,
+        use_fp8: bool,
+        async_finish: bool,
+    ) -> tuple[Rows, Tensor, tuple[Any, ...], EventOverlap, None]:
         need(isinstance(x, Tensor), "x is a tensor: these kernels cast it themselves")
         self.check_topk(topk_idx, None, num_experts)
         hidden = self.check_rows(x, len(topk_idx))
@@ -367,28 +331,16 @@ class Buffer(Kernels):
             recv_count.copy_(torch.tensor(counts))
             route.is_waited = True
 
-        need(async_finish and not return_recv_hook, "not needed here")
+        assert async_finish
         self.remember_result(tensors(received)[0])
         event = EventOverlap(self.timeline, "low_latency_dispatch", [x, topk_idx], arrive)
-        sizes = (limit, hidden, num_experts) if self.num_handle_fields == 5 else (limit, num_experts)
-        return received, recv_count, (route, torch.empty(0), *sizes), event, None
+        return received, recv_count, (route, limit, num_experts), event, None
 
     def low_latency_combine(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: tuple[Any, ...],
-        use_logfmt: bool = False,
-        zero_copy: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        out: Tensor | None = None,
-        combine_wait_recv_cost_stats: Tensor | None = None,
-    ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
-        need(isinstance(handle, tuple) and len(handle) == self.num_handle_fields, "not a handle of these kernels")
-        route: Route = handle[0]
-        limit, num_experts = handle[2], handle[-1]
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: tuple[Any, ...], *, async_finish: bool
+    ) -> tuple[Tensor, EventOverlap, None]:
+        need(len(handle) == 3, "not a handle of these kernels")
+        route, limit, num_experts = handle
         need(x.dim() == 3 and x.dtype == torch.bfloat16 and x.is_contiguous(), "x must be bfloat16 and contiguous")
         num_local, hidden = num_experts // self.num_ranks, x.shape[2]
         need(x.shape[:2] == (num_local, limit * self.num_ranks), f"x is {tuple(x.shape)}")
@@ -412,7 +364,7 @@ class Buffer(Kernels):
                 total[token] += row.float() * topk_weights[token, k]
             combined.copy_(total)
 
-        need(async_finish and not return_recv_hook, "not needed here")
+        assert async_finish
         self.remember_result(combined)
         return combined, EventOverlap(self.timeline, "low_latency_combine", [x, topk_idx, topk_weights], arrive), None
 
@@ -432,45 +384,10 @@ class Buffer(Kernels):
         self.alive.append(weakref.ref(result))
 
 
-class FirstBuffer(Buffer):
-    """The first API as of 1.0, with fewer arguments and a handle with one field less."""
-
-    num_handle_fields = 4
-
-    def __init__(
-        self,
-        group: Any,
-        num_nvl_bytes: int = 0,
-        num_rdma_bytes: int = 0,
-        low_latency_mode: bool = False,
-        num_qps_per_rank: int = 12,
-    ) -> None:
-        super().__init__(group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank)
-
-    def low_latency_dispatch(  # type: ignore[override]
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        use_fp8: bool = True,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-    ) -> tuple[Rows, Tensor, tuple[Any, ...], EventOverlap, Callable[[], None] | None]:
-        options: dict[str, Any] = dict(use_fp8=use_fp8, async_finish=async_finish, return_recv_hook=return_recv_hook)
-        return super().low_latency_dispatch(x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, **options)
-
-
 @dataclass
 class EPHandle:
-    """The published fields that a caller may read; the rest is in the route."""
+    """The published field that a caller may read; the rest is in the route."""
 
-    do_expand: bool
-    num_experts: int
-    expert_alignment: int
-    num_max_tokens_per_rank: int
-    topk_idx: Tensor
-    num_recv_tokens_per_expert_list: list[int]
     psum_num_recv_tokens_per_expert: Tensor
     num_allocated_rows: int
     route: Route
@@ -482,26 +399,17 @@ class ElasticBuffer(Kernels):
     def __init__(
         self,
         group: Any,
-        num_bytes: int | None = None,
-        num_cpu_bytes: int = 0,
-        num_max_tokens_per_rank: int = 0,
-        hidden: int = 0,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
+        *,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int,
+        use_fp8_dispatch: bool,
         deterministic: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-        prefer_overlap_with_compute: bool = True,
-        sl_idx: int = 3,
-        num_allocated_qps: int = 0,
-        num_cpu_timeout_secs: int = 300,
-        num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
         super().__init__(group)
-        need(num_max_tokens_per_rank > 0 and hidden > 0, "the buffer's size follows from tokens and hidden size")
         self.made_for = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
-        self.num_bytes = num_bytes or 2**21 * (1 + num_max_tokens_per_rank * hidden // 2**18)
+        self.num_bytes = 2**21 * (1 + num_max_tokens_per_rank * hidden // 2**18)
         self.deterministic = deterministic
         self.explicitly_destroy = explicitly_destroy
 
@@ -512,30 +420,19 @@ class ElasticBuffer(Kernels):
     def dispatch(
         self,
         x: Rows,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        cumulative_local_expert_recv_stats: Tensor | None = None,
-        num_experts: int | None = None,
-        num_max_tokens_per_rank: int | None = None,
-        expert_alignment: int | None = None,
-        num_sms: int = 0,
-        num_qps: int = 0,
-        previous_event: Any = None,
-        previous_event_before_epilogue: Any = None,
-        async_with_compute_stream: bool = False,
-        allocate_on_comm_stream: bool = False,
-        handle: EPHandle | None = None,
-        do_handle_copy: bool = True,
-        do_cpu_sync: bool | None = None,
-        do_expand: bool = False,
-        do_zero_padding: bool = False,
-        use_tma_aligned_col_major_sf: bool = False,
-    ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        need(handle is None and do_expand and expert_alignment in (None, 1), "not needed here")
-        assert topk_idx is not None
-        assert topk_weights is not None
-        assert num_experts is not None
-        limit = num_max_tokens_per_rank or self.made_for[0]
+        *,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        expert_alignment: int,
+        async_with_compute_stream: bool,
+        do_cpu_sync: bool,
+        do_expand: bool,
+    ) -> tuple[Rows, None, Tensor, EPHandle, EventOverlap]:
+        assert do_expand
+        assert expert_alignment == 1
+        limit, is_exact = num_max_tokens_per_rank, do_cpu_sync
         self.check_topk(topk_idx, topk_weights, num_experts)
         hidden = self.check_rows(x, len(topk_idx))
         top_k, is_float8 = topk_idx.shape[1], isinstance(x, tuple)
@@ -544,8 +441,6 @@ class ElasticBuffer(Kernels):
         need(len(topk_idx) <= limit, f"{len(topk_idx)} tokens, and the limit is {limit}")
         needed, made_for = (limit, hidden, top_k, not is_float8), (*self.made_for[:3], not self.made_for[3])
         need(all(a <= b for a, b in zip(needed, made_for, strict=True)), f"{needed} is more than {made_for}")
-        need(self.num_ranks <= 1024 and num_experts <= 2048 and top_k <= 32, "too many ranks, experts or choices")
-        is_exact = do_cpu_sync is None or do_cpu_sync
         values = self.launch(
             "dispatch", (num_experts, top_k, hidden, limit, is_exact), (copied(x), topk_idx, topk_weights)
         )
@@ -579,36 +474,15 @@ class ElasticBuffer(Kernels):
             ends.copy_(torch.tensor(counts).cumsum(0))
             route.is_waited = True
 
-        need(async_with_compute_stream, "not needed here")
-        handle = EPHandle(
-            do_expand=True,
-            num_experts=num_experts,
-            expert_alignment=1,
-            num_max_tokens_per_rank=limit,
-            topk_idx=route.topk_idx,
-            num_recv_tokens_per_expert_list=counts if is_exact else [],
-            psum_num_recv_tokens_per_expert=ends,
-            num_allocated_rows=num_rows,
-            route=route,
-        )
+        assert async_with_compute_stream
+        handle = EPHandle(ends, num_rows, route)
         event = EventOverlap(self.timeline, "dispatch", [*tensors(x), topk_idx, topk_weights], arrive)
         return received, None, recv_topk_weights, handle, event
 
     def combine(
-        self,
-        x: Tensor,
-        handle: EPHandle,
-        topk_weights: Tensor | None = None,
-        bias: Any = None,
-        num_sms: int = 0,
-        num_qps: int = 0,
-        previous_event: Any = None,
-        previous_event_before_epilogue: Any = None,
-        async_with_compute_stream: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        self, x: Tensor, handle: EPHandle, *, async_with_compute_stream: bool
+    ) -> tuple[Tensor, None, EventOverlap]:
         need(isinstance(handle, EPHandle), "not a handle of dispatch")
-        need(topk_weights is None, "with expanded rows, weights were to be applied before")
         route = handle.route
         hidden = self.check_rows(x, handle.num_allocated_rows)
         check_route(route)
@@ -630,16 +504,15 @@ class ElasticBuffer(Kernels):
                 ]
                 combined[token] = added([torch.zeros(hidden, dtype=torch.bfloat16), *parts])
 
-        need(async_with_compute_stream, "not needed here")
+        assert async_with_compute_stream
         return combined, None, EventOverlap(self.timeline, "combine", [x], arrive)
 
 
 def stand_in(*offers: type) -> ModuleType:
-    """Return the package with these classes: `Buffer`, `FirstBuffer`, `ElasticBuffer`."""
+    """Return the package with these classes."""
     module = ModuleType("deep_ep")
-    module.topk_idx_t = torch.int64  # type: ignore[attr-defined]
     for offered in offers:
-        setattr(module, offered.__name__.removeprefix("First"), offered)
+        setattr(module, offered.__name__, offered)
     return module
 
 

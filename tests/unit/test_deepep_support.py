@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,14 @@ from unittest import mock
 
 import pytest
 import torch
-from deepep_stand_in import Buffer, Config, ElasticBuffer, FirstBuffer, stand_in
+from deepep_stand_in import Buffer, Config, ElasticBuffer, stand_in
 from model_context import cpu_context
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import SettingsError
 from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, from_float8, to_float8
 from moeserve.moe.dispatch.deepep.factory import choose_package, open_communicator
-from moeserve.moe.dispatch.deepep.support import import_deepep, offered_api, why_shape_unsupported, why_unsupported
+from moeserve.moe.dispatch.deepep.support import offered_api, why_shape_unsupported, why_unsupported
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LEGACY, ELASTIC = stand_in(Buffer), stand_in(ElasticBuffer)
@@ -37,35 +36,13 @@ def reason_for(shape: DeepEPShape, package: ModuleType) -> str | None:
     return why_shape_unsupported(shape, [rank // 8 for rank in range(shape.num_ranks)], package)
 
 
-class WithoutExpand(ElasticBuffer):
-    def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int) -> Any:  # type: ignore[override]
-        raise AssertionError("never called")
-
-
-@pytest.mark.parametrize(
-    ("offered", "api"),
-    [
-        ([Buffer], "legacy"),
-        ([FirstBuffer], "legacy"),
-        ([ElasticBuffer], "elastic"),
-        ([Buffer, ElasticBuffer], "elastic"),
-        ([], None),
-    ],
-)
-def test_offered_api(offered: list[type], api: str | None) -> None:
-    package = stand_in(*offered)
-    assert offered_api(package) == api
-    assert (reason_for(SHAPE, package) is None) == (api is not None)
-
-
-def test_incomplete_api_is_not_used() -> None:
-    package = stand_in(Buffer)
-    package.ElasticBuffer = WithoutExpand  # type: ignore[attr-defined]
-    assert offered_api(package) == "legacy"
-    del package.Buffer
-    reason = str(reason_for(SHAPE, package))
-    assert "ElasticBuffer.dispatch(do_expand=)" in reason
-    assert "Buffer" in reason
+def test_the_newer_api_is_used() -> None:
+    assert [offered_api(package) for package in (LEGACY, ELASTIC, stand_in(Buffer, ElasticBuffer))] == [
+        "legacy",
+        "elastic",
+        "elastic",
+    ]
+    assert "neither ElasticBuffer nor Buffer" in str(reason_for(SHAPE, stand_in()))
 
 
 @pytest.mark.parametrize(
@@ -80,12 +57,7 @@ def test_incomplete_api_is_not_used() -> None:
         ([LEGACY], dict(top_k=12), "not 12"),
         ([LEGACY], dict(low_latency_tokens=512), "not 512"),
         ([LEGACY], dict(num_slots=(9,) * 6), "6 ranks"),
-        ([LEGACY], dict(num_slots=(1025,) * 2), "1025 experts"),
         ([LEGACY], dict(hidden_size=2880, low_latency_tokens=0), "2880"),
-        ([ELASTIC], dict(num_slots=(1,) * 1025), "1025 ranks"),
-        ([ELASTIC], dict(num_slots=(129,) * 16), "2064 experts"),
-        ([ELASTIC], dict(num_slots=(257,) * 4), "257 experts"),
-        ([ELASTIC], dict(top_k=33), "33 experts"),
     ],
 )
 def test_unsupported_shapes(packages: list[ModuleType], change: dict[str, Any], mentioned: str) -> None:
@@ -101,7 +73,7 @@ def test_unsupported_shapes(packages: list[ModuleType], change: dict[str, Any], 
         (LEGACY, dict(hidden_size=2880, low_latency_tokens=0, num_slots=(4,) * 8)),  # on one host
         (LEGACY, dict(low_latency_tokens=511)),
         (LEGACY, dict(is_float8=True)),
-        (ELASTIC, dict(hidden_size=2880, top_k=32, num_slots=(2,) * 1024)),
+        (ELASTIC, dict(hidden_size=2880, top_k=32)),
         (ELASTIC, dict(num_slots=(9,) * 6)),
     ],
 )
@@ -111,7 +83,7 @@ def test_supported_shapes(package: ModuleType, change: dict[str, Any]) -> None:
 
 def test_legacy_ranks_must_share_hosts_in_eights() -> None:
     shape, four_on_each = replace(SHAPE, num_slots=(4,) * 16), [0] * 8 + [1] * 4 + [2] * 4
-    assert "from 8 on" in str(why_shape_unsupported(shape, four_on_each, LEGACY))
+    assert "consecutive" in str(why_shape_unsupported(shape, four_on_each, LEGACY))
     assert why_shape_unsupported(shape, four_on_each, ELASTIC) is None
     assert why_shape_unsupported(shape, [0] * 16, LEGACY) is None
 
@@ -120,12 +92,6 @@ def test_queue_depth_limits_low_latency_tokens(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NVSHMEM_QP_DEPTH", "2048")
     assert reason_for(replace(SHAPE, low_latency_tokens=1023), LEGACY) is None
     assert "1024" in str(reason_for(replace(SHAPE, low_latency_tokens=1024), LEGACY))
-
-
-def test_expert_ids_of_another_type() -> None:
-    package = stand_in(ElasticBuffer)
-    package.topk_idx_t = torch.int32  # type: ignore[attr-defined]
-    assert "torch.int32" in str(reason_for(SHAPE, package))
 
 
 def gpu(capability: tuple[int, int]) -> Any:
@@ -148,32 +114,10 @@ def test_missing_package() -> None:
     assert "deep_ep is not installed" in str(why_unsupported(SHAPE, CPU, NODES))
 
 
-@pytest.mark.parametrize(
-    ("content", "mentioned"),
-    [
-        ("assert False, 'Duplicate NCCL runtime'", "Duplicate NCCL runtime"),
-        ("import a_library_that_is_missing", "a_library_that_is_missing"),
-    ],
-)
-def test_broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, mentioned: str) -> None:
-    (tmp_path / "deep_ep.py").write_text(content)
+def test_broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep_ep.py").write_text("import a_library_that_is_missing")
     monkeypatch.syspath_prepend(tmp_path)
-    assert mentioned in str(why_unsupported(SHAPE, CPU, NODES))
-
-
-@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
-def test_import_sets_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
-) -> None:
-    """A value that the user has set is kept."""
-    (tmp_path / "deep_ep.py").write_text("import os\nseen = os.environ.get('EP_AVOID_RECORD_STREAM')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("EP_AVOID_RECORD_STREAM", before or "")  # restores it after the test
-    if before is None:
-        monkeypatch.delenv("EP_AVOID_RECORD_STREAM")
-    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
-    assert import_deepep().seen == after
-    del sys.modules["deep_ep"]
+    assert "a_library_that_is_missing" in str(why_unsupported(SHAPE, CPU, NODES))
 
 
 def group_with(others: Sequence[int] = (), node_of_rank: Sequence[int] = NODES) -> Any:
@@ -196,8 +140,8 @@ def test_all_ranks_must_use_the_same_api() -> None:
         for others, package in (([2], ELASTIC), ([1], LEGACY), ([0, 1], ELASTIC)):
             with pytest.raises(SettingsError, match="other"):
                 choose(SHAPE, group_with(others), deep_ep=package)
-        with pytest.raises(SettingsError, match=r"33 experts.*all_to_all"):
-            choose(replace(SHAPE, top_k=33), group_with([1]), deep_ep=ELASTIC)
+        with pytest.raises(SettingsError, match=r"torch\.float16.*all_to_all"):
+            choose(replace(SHAPE, dtype=torch.float16), group_with([1]), deep_ep=ELASTIC)
 
 
 def test_fallback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -225,12 +169,11 @@ def opened(package: ModuleType, shape: DeepEPShape, group: Any, **options: Any) 
     return open_communicator(package, shape, process_group, group, cpu_context(), **(dict(is_required=True) | options))
 
 
-@pytest.mark.parametrize("buffer", [Buffer, FirstBuffer])
 @pytest.mark.parametrize("low_latency_tokens", [0, 128])
-def test_sizes_of_the_legacy_buffer(buffer: type[Buffer], low_latency_tokens: int) -> None:
+def test_sizes_of_the_legacy_buffer(low_latency_tokens: int) -> None:
     """They follow from the buffer's own hints for dispatch, combine and the low-latency kernels."""
     shape = replace(SHAPE, low_latency_tokens=low_latency_tokens, num_slots=(25,) * 32)
-    communicator = opened(stand_in(buffer), shape, group_with())
+    communicator = opened(LEGACY, shape, group_with())
     largest = Config(5)  # of combine
     assert communicator.buffer.num_nvl_bytes == largest.get_nvl_buffer_size_hint(7168 * 2, 32)
     rdma = largest.get_rdma_buffer_size_hint(7168 * 2, 32)
@@ -240,7 +183,7 @@ def test_sizes_of_the_legacy_buffer(buffer: type[Buffer], low_latency_tokens: in
     assert communicator.buffer.num_rdma_bytes == rdma
     assert communicator.buffer.low_latency_mode == bool(low_latency_tokens)
     assert communicator.num_bytes == communicator.buffer.num_nvl_bytes + rdma
-    assert communicator.buffer.explicitly_destroy == (buffer is Buffer)
+    assert communicator.buffer.explicitly_destroy
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
@@ -261,7 +204,6 @@ def test_no_deterministic_order_between_hosts() -> None:
 
 
 class WithoutNvlink(ElasticBuffer):
-    @functools.wraps(ElasticBuffer.__init__)  # its signature decides the API
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         raise AssertionError("No NVLink connection\n  between 0 and 1")
@@ -282,14 +224,6 @@ def test_buffer_that_cannot_be_opened(is_broken: bool, others: list[int], caplog
     assert opened(ELASTIC, SHAPE, group_with([1])) is not None
 
 
-@pytest.mark.parametrize(
-    ("limit", "tokens_per_rank", "is_low_latency"),
-    [(8, (8, 0), True), (8, (0, 9), False), (8, (0, 0), True), (0, (0, 0), False), (0, (1, 1), False)],
-)
-def test_low_latency_steps(limit: int, tokens_per_rank: tuple[int, ...], is_low_latency: bool) -> None:
-    assert replace(SHAPE, low_latency_tokens=limit).is_low_latency(tokens_per_rank) == is_low_latency
-
-
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_float8(scale: float) -> None:
     """Each value is within 2^-4 of itself, or of the smallest step that the largest value of its block allows."""
@@ -305,9 +239,6 @@ def test_float8(scale: float) -> None:
     largest = rows.float().view(7, 3, 128).abs().amax(dim=2).repeat_interleave(128, dim=1)
     assert ((back - rows).abs() <= rows.abs() * 2**-4 + largest / 448 * 2**-10).all()
     assert values.float().abs().view(7, 3, 128).amax(dim=2).eq(448).all()  # the whole range is used
-    scales_as_columns = scales.t().contiguous().t()  # the memory layout of slots
-    in_slots = from_float8((values[None], scales_as_columns[None]), torch.float32)
-    assert torch.equal(in_slots, back[None])
 
 
 @pytest.mark.parametrize("num_rows", [0, 2])
