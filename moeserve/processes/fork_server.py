@@ -7,8 +7,7 @@ it. A fork cannot change variables that libraries have read while they were load
 of such variables. This is the only process-wide state of the package: a second engine must find the server of the
 first.
 
-If a server cannot be used or was killed, processes are started without one. Processes that it has forked live on, so a
-server that does not respond is replaced, but not ended before the process that started it ends.
+If a server cannot be used or was killed, processes are started without one. Processes that it has forked live on.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from typing import NoReturn
 
 import msgspec
 
+from moeserve.errors import EngineError
 from moeserve.processes import child
 from moeserve.processes.channel import frame, receive_frame
 
@@ -38,13 +38,11 @@ READ_AT_START = (
     *("ATEN_", "CUDA_", "GLIBC_", "GOMP_", "HF_", "KMP_", "LD_", "MALLOC_", "MKL_", "MOESERVE_ISA", "NUMEXPR_", "OMP_"),
     *("OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
 )
-# Seconds to wait for a fork before the server counts as broken. It may still be loading torch.
-SECONDS_TO_FORK = 120.0
-# Seconds that the server waits for the rest of a request. Less than SECONDS_TO_REPORT: it does nothing else meanwhile.
-SECONDS_TO_REQUEST = 1.0
+SECONDS_TO_FORK = 120.0  # the server may still be loading torch
 # Seconds to wait for an exit status, which the server reports at once unless it is stopped or busy.
 SECONDS_TO_REPORT = 2.0
 NUM_FDS = 5  # sent with each request
+MAX_REQUEST_BYTES = 2**20  # more than the socket takes
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,46 +112,36 @@ class _Server:
     def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._control = control
         self._process = process
+        self.has_ended = False
 
     def fork(self, request: _Request, channel: socket.socket) -> ForkedProcess | None:
-        """Fork a process whose channel is `channel`. None: the server could not fork, but can be used again.
+        """Fork a process whose channel is `channel`. None: the server has ended, or could not fork.
 
         Raises:
-            _ServerFailedError: the server has ended or does not respond.
-            OSError: this process can open no more files.
+            EngineError: the server does not respond.
         """
-        with contextlib.ExitStack() as opened:
-
-            def owned(fd: int) -> int:
-                opened.callback(os.close, fd)
-                return fd
-
-            message = frame(request)
-            ours, theirs = socket.socketpair()
-            opened.enter_context(theirs)
-            failing = opened.enter_context(contextlib.ExitStack())
-            failing.callback(ours.close)
-            fds = [theirs.fileno(), channel.fileno(), owned(_output(1)), owned(_output(2))]
-            fds.append(owned(os.pidfd_open(os.getpid())))
-            try:
-                socket.send_fds(self._control, [b"f"], fds)
-            except OSError as error:
-                if self._process is not None:
-                    self._process.poll()  # so that it is no zombie
-                raise _ServerFailedError from error
-            theirs.close()
+        ours, theirs = socket.socketpair()
+        opened = [_output(1), _output(2), os.pidfd_open(os.getpid())]
+        try:
+            with theirs:
+                fds = [theirs.fileno(), channel.fileno(), *opened]
+                socket.send_fds(self._control, [msgspec.msgpack.encode(request)], fds)
             ours.settimeout(SECONDS_TO_FORK)
-            try:
-                ours.sendall(message)
-                pid, received, *_ = socket.recv_fds(ours, 64, 1, socket.MSG_CMSG_CLOEXEC)
-            except TimeoutError as error:
-                raise _ServerFailedError from error
-            except OSError:  # the server has closed its end; if it has ended, sending the next request fails
-                return None
-            if not received:
-                return None
-            failing.pop_all()
-            return ForkedProcess(int(pid), received[0], ours)
+            pid, received, *_ = socket.recv_fds(ours, 64, 1, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError:
+            self.has_ended = True
+            raise EngineError(f"the fork server did not respond within {SECONDS_TO_FORK:g} s") from None
+        except OSError:
+            received, self.has_ended = [], True
+            if self._process is not None:
+                self._process.poll()  # so that it is no zombie
+        finally:
+            for fd in opened:
+                os.close(fd)
+        if not received:
+            ours.close()
+            return None
+        return ForkedProcess(int(pid), received[0], ours)
 
     def end(self) -> None:
         """Disconnect. The server then ends all its processes, and itself."""
@@ -164,10 +152,6 @@ class _Server:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-
-
-class _ServerFailedError(Exception):
-    """A server has ended or does not respond."""
 
 
 _servers: dict[frozenset[tuple[str, str]], _Server] = {}  # by what libraries read as they start
@@ -206,7 +190,7 @@ def fork(target: str, environment: Mapping[str, str], channel: socket.socket) ->
         target=target,
         environment={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
         path=[os.fsencode(folder) for folder in _import_path()],
-        folder=working_folder(),
+        folder=os.getcwdb(),
         cores=sorted(os.sched_getaffinity(0)),
     )
     try:
@@ -215,11 +199,10 @@ def fork(target: str, environment: Mapping[str, str], channel: socket.socket) ->
         return None
     try:
         return server.fork(request, channel)
-    except _ServerFailedError:
-        with _lock:  # not ended: that would end the processes that it has forked
-            if _servers.get(_key(environment)) is server:
-                del _servers[_key(environment)]
-        return None
+    finally:
+        if server.has_ended:
+            with _lock:
+                _servers.pop(_key(environment), None)
 
 
 def _key(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
@@ -237,7 +220,6 @@ def _started(environment: Mapping[str, str]) -> _Server:
             [sys.executable, "-X", "faulthandler", "-m", "moeserve.processes", "fork-server", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            cwd=working_folder(),
             # Processes that are forked must not inherit a library that had threads.
             env=dict(environment) | same_modules() | {"OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,  # a Ctrl-C in the terminal is handled by this process alone
@@ -268,21 +250,8 @@ def same_modules() -> dict[str, str]:
     }  # safe: `-m` alone would look in the working folder first
 
 
-def working_folder() -> bytes:
-    """Return the working folder for a new process: this process's own, or "/" if that was deleted."""
-    try:
-        return os.getcwdb()
-    except OSError:  # torch cannot be loaded in a deleted folder
-        return b"/"
-
-
 def _import_path() -> list[str]:
-    """Return `sys.path` with absolute folders; relative ones are left out if the working folder was deleted."""
-    path = []
-    for folder in sys.path:
-        with contextlib.suppress(FileNotFoundError):
-            path.append(os.path.abspath(folder))
-    return path
+    return [os.path.abspath(folder) for folder in sys.path]
 
 
 def shown_status(status: int) -> str:
@@ -296,12 +265,6 @@ def shown_status(status: int) -> str:
 
 
 # ---- The server
-
-
-def _is_hung_up(connection: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(connection, 0)
-    return bool(poll.poll(0))
 
 
 @dataclass(frozen=True)
@@ -341,7 +304,7 @@ class _ServerLoop:
 
     def _answer(self, fd: int) -> _Forked | None:
         """Fork the process that the next request describes. Return its `_Forked` there, and None in the server."""
-        data, fds, *_ = socket.recv_fds(self._controls[fd], 1, NUM_FDS, socket.MSG_CMSG_CLOEXEC)
+        data, fds, *_ = socket.recv_fds(self._controls[fd], MAX_REQUEST_BYTES, NUM_FDS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             if fd == self._first:
                 self._end()
@@ -351,20 +314,14 @@ class _ServerLoop:
         reports, channel = socket.socket(fileno=fds[0]), socket.socket(fileno=fds[1])
         *output, parent_pidfd = fds[2:]
         control, control_of_child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        reports.settimeout(SECONDS_TO_REQUEST)
+        request = msgspec.msgpack.decode(data, type=_Request)
+        with contextlib.suppress(Exception):  # the process itself will report what is wrong
+            importlib.import_module(request.target.partition(":")[0])
+        gc.collect()
+        gc.freeze()  # so that collections in a process copy no memory that it shares with the server
         try:
-            request = msgspec.msgpack.decode(receive_frame(reports), type=_Request)
-            with contextlib.suppress(Exception):  # the process itself will report what is wrong
-                importlib.import_module(request.target.partition(":")[0])
-            if _is_hung_up(reports):
-                raise EOFError("the requester no longer waits, and may have started the process without the server")
-            gc.collect()
-            gc.freeze()  # so that collections in a process copy no memory that it shares with the server
             pid = os.fork()
-        except (
-            EOFError,
-            OSError,
-        ):  # the requester has ended or stopped, or memory is exhausted: it reads an end of file
+        except OSError:  # memory is exhausted: the process that requested the fork reads an end of file
             pid = -1
         if pid == 0:
             reports.close()

@@ -64,7 +64,6 @@ class SpawnedProcess:
             [sys.executable, "-X", "faulthandler", "-m", "moeserve.processes", "child", str(fd), target],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
-            cwd=fork_server.working_folder(),
             env=dict(environment) | fork_server.same_modules(),
             start_new_session=True,
         )

@@ -69,11 +69,10 @@ def stand_in(place: Place, timeout_s: float = 20.0) -> NcclStandIn:
 # ---- one transport
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_collectives(ranks: Ranks, num_ranks: int) -> None:
+def test_collectives(ranks: Ranks) -> None:
     """All ranks get the same bytes of a sum, in any order of its terms."""
-    sums = ranks.run(num_ranks, "test_nccl_logic:run_collectives")
-    assert sums == [sums[0]] * num_ranks
+    sums = ranks.run(4, "test_nccl_logic:run_collectives")
+    assert sums == [sums[0]] * 4
 
 
 def run_collectives(place: Place) -> list[int]:
@@ -109,23 +108,6 @@ def check_connection(place: Place, adds: bool) -> str:
         transport.check(CPU)
     except TransportError as error:
         return str(error)
-    return ""
-
-
-kept: list[NcclStandIn] = []  # connected after a function has returned
-
-
-def test_an_absent_rank_is_a_timeout(ranks: Ranks) -> None:
-    assert "within 1 s" in ranks.run(2, "test_nccl_logic:reduce_without_the_others")[0]
-
-
-def reduce_without_the_others(place: Place) -> str:
-    kept.append(stand_in(place, timeout_s=1.0))
-    if place.rank == 0:
-        try:
-            NcclTransport(kept[-1], 1.0).all_reduce(torch.ones(3))
-        except TransportError as error:
-            return str(error)
     return ""
 
 
@@ -169,7 +151,7 @@ def join_with_gpus(place: Place, tp: int) -> Groups:
         return join(place, tp, device=torch.device("meta"))
 
 
-@pytest.mark.parametrize(("num_ranks", "tp", "num_process_groups"), [(2, 2, 1), (2, 1, 1), (4, 2, 2)])
+@pytest.mark.parametrize(("num_ranks", "tp", "num_process_groups"), [(2, 1, 1), (4, 2, 2)])
 def test_groups_carry_tensors_of_both_devices(ranks: Ranks, num_ranks: int, tp: int, num_process_groups: int) -> None:
     """Groups with equal members share a process group, which is aborted once."""
     found = ranks.run(num_ranks, "test_nccl_logic:use_both_devices", tp=tp)
@@ -256,11 +238,10 @@ class GlooSymmetricMemory:
 symmetric_memories: list[GlooSymmetricMemory] = []
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_small_sums_use_symmetric_memory(ranks: Ranks, num_ranks: int) -> None:
+def test_small_sums_use_symmetric_memory(ranks: Ranks) -> None:
     """After connecting there are only sums: what a graph captures allocates and maps nothing."""
-    calls = ranks.run(num_ranks, "test_nccl_logic:use_symmetric_memory")
-    assert calls == [["all_reduce (6, 64)", "all_reduce (6, 64)", "close"]] * num_ranks
+    calls = ranks.run(3, "test_nccl_logic:use_symmetric_memory")
+    assert calls == [["all_reduce (6, 64)", "all_reduce (6, 64)", "close"]] * 3
 
 
 def use_symmetric_memory(place: Place) -> list[str]:

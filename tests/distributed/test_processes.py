@@ -18,7 +18,6 @@ import pytest
 
 from moeserve.errors import CheckpointError, EngineError
 from moeserve.processes import fork_server
-from moeserve.processes.channel import frame
 from moeserve.processes.failures import FailureReport, as_error, root_cause
 from moeserve.processes.fork_server import ForkedProcess
 from moeserve.processes.local import SpawnedProcess, start_process
@@ -27,12 +26,16 @@ from moeserve.processes.supervision import WatchedProcess, collect_failures, end
 Start = Callable[..., WatchedProcess[str]]
 
 
-@pytest.fixture(params=["forked", "spawned"])
+BOTH_WAYS = pytest.mark.parametrize("way", ["forked", "spawned"], indirect=True)
+
+
+@pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Processes are forked by the server, or started without one as on a system where there can be none."""
-    if request.param == "spawned":
+    way = getattr(request, "param", "forked")
+    if way == "spawned":
         monkeypatch.setattr(fork_server, "is_available", lambda: False)
-    return str(request.param)
+    return str(way)
 
 
 @pytest.fixture
@@ -81,6 +84,7 @@ def first_message(process: WatchedProcess[str]) -> str:
     return messages[0]
 
 
+@BOTH_WAYS
 def test_messages_of_any_size_pass_in_both_directions_at_once(start: Start) -> None:
     process = start("echo")
     sent = ["", "ab", "x" * 3_000_000 + "y", *(f"message {number}" for number in range(2000)), "z" * 5_000_000]
@@ -102,6 +106,7 @@ def test_a_message_that_the_search_for_failures_has_read_ends_a_wait_once(start:
     assert not process.has_messages
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize(
     ("do", "config", "cause", "error"),
     [
@@ -122,6 +127,7 @@ def test_a_failure_is_reported_with_its_cause(
     assert ("watched.py" in report.traceback) == (do == "raise")
 
 
+@BOTH_WAYS
 def test_a_target_that_cannot_be_imported_is_reported(way: str) -> None:
     process = start_process("no_such_module:run", "rank 1", {}, None, environment=os.environ)
     assert "no_such_module" in first_failures(process)[0].cause
@@ -156,6 +162,7 @@ def test_consequences_alone_are_returned_after_a_while(start: Start) -> None:
     assert [report.name for report in collect_failures(processes)] == ["rank 0"]
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("then", ["wait", "fail"])
 def test_the_failure_of_a_grandchild_is_reported_by_its_parent(start: Start, then: str) -> None:
     process = start("family", "rank 0", child={"do": "raise", "kind": "plain"}, then=then)
@@ -167,6 +174,7 @@ def test_the_failure_of_a_grandchild_is_reported_by_its_parent(start: Start, the
     wait_until(lambda: process.has_ended and not runs(grandchild))
 
 
+@BOTH_WAYS
 def test_a_grandchild_ends_with_its_parent(start: Start) -> None:
     process = start("family", child={"do": "compute"})
     grandchild = int(first_message(process))
@@ -194,6 +202,7 @@ thread.join()
 """
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize(
     "then", ["sys.exit(0)", "os.kill(os.getpid(), 9)", "os.fork() and os.kill(os.getpid(), 9); time.sleep(5)"]
 )
@@ -216,6 +225,7 @@ def test_a_process_that_does_not_exit_is_killed(start: Start) -> None:
     assert not runs(pid_of(process))
 
 
+@BOTH_WAYS
 def test_a_process_has_what_its_parent_has_and_a_session_of_its_own(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,60 +292,6 @@ def test_processes_survive_the_fork_server_and_their_ends_are_noticed(environmen
     os.kill(pid_of(process), signal.SIGKILL)
     assert "exit status is unknown" in first_failures(process)[0].cause
     end_all([process, other])
-
-
-def test_a_start_from_a_deleted_folder_leaves_earlier_processes_alone(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "deleted").mkdir()
-    monkeypatch.chdir(tmp_path / "deleted")
-    first = start("echo")
-    first.channel.send("ab")
-    assert first_message(first) == "ba"  # it has loaded everything
-    (tmp_path / "deleted").rmdir()
-    monkeypatch.setattr(sys, "path", [*sys.path, "relative"])
-    second = start("echo", "rank 2")
-    for process in (first, second):
-        process.channel.send("cd")
-        assert first_message(process) == "dc"
-
-
-def test_a_request_that_stops_halfway_blocks_no_other(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = start_process("watched:run", "rank 1", {"do": "echo"}, str, environment=environment)
-    server = server_of(first)
-    with monkeypatch.context() as patched:
-        patched.setattr(fork_server, "SECONDS_TO_FORK", 10.0)
-        patched.setattr(fork_server, "frame", lambda message: frame(message)[:-1])
-        second = start_process("watched:run", "rank 2", {"do": "echo"}, str, environment=environment)
-    third = start_process("watched:run", "rank 3", {"do": "echo"}, str, environment=environment)
-    assert server_of(third) == server
-    for process in (first, second, third):
-        process.channel.send("ab")
-        assert first_message(process) == "ba"
-    end_all([first, second, third])
-
-
-def test_a_server_that_does_not_respond_is_replaced_and_keeps_its_processes(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = start_process("watched:run", "rank 1", {"do": "echo"}, str, environment=environment)
-    server = server_of(first)
-    server.suspend()
-    with monkeypatch.context() as patched:
-        patched.setattr(fork_server, "SECONDS_TO_FORK", 0.5)
-        second = start_process("watched:run", "rank 2", {"do": "echo"}, str, environment=environment)
-    server.resume()  # and reads the request, which nobody waits for any more
-    third = start_process("watched:run", "rank 3", {"do": "echo"}, str, environment=environment)
-    assert server_of(third) != server
-    for process in (first, second, third):
-        process.channel.send("ab")
-        assert first_message(process) == "ba"
-    assert [child.pid for child in server.children()] == [pid_of(first)]
-    os.kill(pid_of(first), signal.SIGKILL)
-    assert first_failures(first)[0].cause == "killed by SIGKILL"
-    end_all([first, second, third])
 
 
 def test_a_stopped_process_ends_with_the_fork_server(environment: dict[str, str], tmp_path: Path) -> None:

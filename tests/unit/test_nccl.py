@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,49 +30,18 @@ from moeserve.worker.process import take_device
 # ---- transports by device
 
 
-class RecordingTransport:
-    """Records its calls."""
-
-    supports_cuda_graphs = True
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.calls: list[str] = []
-
-    def __getattr__(self, operation: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> str:
-            self.calls.append(operation)
-            return f"{operation} by {self.name}"
-
-        return call
-
-
 @pytest.mark.parametrize(
     ("operation", "sizes"),
     [("begin_all_gather", [[1]]), ("begin_all_to_all", [[1], [1]]), ("reduce_scatter", [[1]]), ("all_reduce", [])],
 )
 def test_tensors_use_the_transport_of_their_device(operation: str, sizes: list[list[int]]) -> None:
-    cpu, cuda = RecordingTransport("cpu"), RecordingTransport("cuda")
-    both: Any = HostDeviceTransport(cpu, cuda)  # type: ignore[arg-type]
-    assert getattr(both, operation)(torch.ones(1), *sizes) == f"{operation} by cpu"
-    assert getattr(both, operation)(torch.ones(1, device="meta"), *sizes) == f"{operation} by cuda"
-    of_host: Any = HostDeviceTransport(cpu, None)  # type: ignore[arg-type]
-    assert getattr(of_host, operation)(torch.ones(1), *sizes) == f"{operation} by cpu"
+    host, device = mock.Mock(), mock.Mock()
+    both = HostDeviceTransport(host, device)
+    x, on_device = torch.ones(1), torch.ones(1, device="meta")
+    assert getattr(both, operation)(x, *sizes) is getattr(host, operation).return_value
+    assert getattr(both, operation)(on_device, *sizes) is getattr(device, operation).return_value
     with pytest.raises(AssertionError, match="CPU only, not on meta"):
-        getattr(of_host, operation)(torch.ones(1, device="meta"), *sizes)
-
-
-def test_both_transports_close_together() -> None:
-    cpu, cuda = RecordingTransport("cpu"), RecordingTransport("cuda")
-    both = HostDeviceTransport(cpu, cuda)  # type: ignore[arg-type]
-    both.begin_step()
-    both.close()
-    assert (cpu.calls, cuda.calls) == (["begin_step", "close"], ["close"])
-    both.raise_failure()
-    assert cuda.calls[-1] == "raise_failure"
-    assert both.seconds_waited() == "seconds_waited by cpu"
-    assert (both.supports_cpu_graphs, both.is_capturing, both.supports_cuda_graphs) == (False, False, True)
-    assert not HostDeviceTransport(cpu, None).supports_cuda_graphs  # type: ignore[arg-type]
+        getattr(HostDeviceTransport(host, None), operation)(on_device, *sizes)
 
 
 def test_a_rank_alone_supports_graphs_and_cannot_fail() -> None:
@@ -120,23 +90,6 @@ class Done:
         self.calls.append("wait")
 
 
-class Doubling:
-    """An all-reduce of two ranks with equal tensors."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.num_closed = 0
-
-    def supports(self, x: Tensor) -> bool:
-        return x.numel() <= self.most
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x * 2
-
-    def close(self) -> None:
-        self.num_closed += 1
-
-
 ROWS = torch.arange(12.0).view(4, 3)
 
 
@@ -163,7 +116,9 @@ def test_nccl_calls(run: Callable[[NcclTransport], object], calls: list[str]) ->
 
 
 def test_small_sums_skip_nccl() -> None:
-    through, one_shot = RecordedGroup(), Doubling(most=12)
+    through, one_shot = RecordedGroup(), mock.Mock()
+    one_shot.supports = lambda x: x.numel() <= 12
+    one_shot.all_reduce = lambda x: 2 * x
     transport = NcclTransport(through, 5.0, small_all_reduce=one_shot)
     assert transport.all_reduce(ROWS).tolist() == (2 * ROWS).tolist()
     assert transport.reduce_scatter(ROWS, [3, 1]).tolist() == (2 * ROWS[:3]).tolist()
@@ -171,15 +126,6 @@ def test_small_sums_skip_nccl() -> None:
     assert not through.calls
     transport.all_reduce(torch.ones(13))
     assert through.calls == ["allreduce here"]
-    transport.close()
-    transport.close()
-    assert (through.calls[1:], one_shot.num_closed) == (["abort"], 1)
-
-
-def test_only_the_owner_aborts_a_shared_process_group() -> None:
-    through = RecordedGroup()
-    NcclTransport(through, 5.0, owns_process_group=False).close()
-    assert not through.calls
 
 
 @pytest.mark.parametrize(
@@ -190,16 +136,11 @@ def test_only_the_owner_aborts_a_shared_process_group() -> None:
             "collective operation timeout: WorkNCCL(SeqNum=4) ran for 5003 milliseconds before timing out.",
             "not all ranks joined within 5 s",
         ),
-        ("[Rank 0] Watchdog caught collective operation timeout", "not all ranks joined within 5 s"),
-        ("NCCL communicator was aborted on rank 0.", "NCCL lost the connection with another rank"),
         (
             "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error, NCCL version 2.27.5",
             "NCCL lost the connection with another rank",
         ),
-        (
-            "NCCL error in: NCCLUtils.cpp:94, invalid usage\n Last error:\nDuplicate GPU detected : rank 1 and rank 0",
-            "NCCL error in: NCCLUtils.cpp:94, invalid usage Last error: Duplicate GPU detected : rank 1 and rank 0",
-        ),
+        ("invalid usage\n Last error:\nDuplicate GPU", "invalid usage Last error: Duplicate GPU"),
     ],
 )
 def test_errors_are_translated(message: str, cause: str) -> None:
@@ -358,7 +299,7 @@ def connected(
             is_one_host=is_one_host,
             device=torch.device("cpu"),
             timeout_s=10,
-            library=libraries[rank],
+            library=libraries[rank],  # type: ignore[arg-type]
         )
 
     return libraries, on_threads(num_ranks, connect)
@@ -390,17 +331,15 @@ def test_all_reduce_in_symmetric_memory(num_ranks: int) -> None:
 
 
 def test_supported_tensors() -> None:
-    one_shot = OneShotAllReduce(ThreadMemory(0, SharedTensors(1)), "group", torch.empty(MAX_BYTES, dtype=torch.uint8))
+    one_shot = OneShotAllReduce(mock.Mock(), "group", torch.empty(MAX_BYTES, dtype=torch.uint8))
     for dtype, numel, is_supported in [
         (torch.bfloat16, MAX_BYTES // 2, True),  # 32 tokens of 4096
         (torch.bfloat16, MAX_BYTES // 2 + 8, False),
         (torch.float32, MAX_BYTES // 4, True),
         (torch.float32, 4, True),
         (torch.float32, 3, False),
-        (torch.bfloat16, 12, False),
         (torch.float32, 0, False),
         (torch.float16, 64, False),
-        (torch.int64, 64, False),
     ]:
         assert one_shot.supports(torch.empty(numel, dtype=dtype)) == is_supported, (dtype, numel)
 
@@ -409,9 +348,7 @@ def test_supported_tensors() -> None:
     ("failing", "words", "last"),
     [
         ({"missing": "the GPU has no NVLink"}, "the GPU has no NVLink", "missing"),
-        ({"missing": AttributeError("no such name")}, "no such name", "missing"),
         ({"open": TypeError("set_group_info() has other\n  arguments")}, "has other arguments", "close"),
-        ({"memory": RuntimeError("out of memory")}, "out of memory", "close"),
         ({"map": RuntimeError("no peer access")}, "no peer access", "close"),
         ({"wrong": "yes"}, "sums in symmetric memory are wrong here", "close"),
     ],
@@ -434,27 +371,18 @@ def test_several_hosts_or_many_ranks_use_nccl() -> None:
     assert not any(each.calls for each in libraries)
 
 
-def test_an_absent_rank_is_a_timeout() -> None:
-    store = PrefixStore("test", HashStore())
-    with pytest.raises(TransportError, match=r"not all ranks connected within 0\.2 s"):
-        symmetric_memory.connect(
-            store,
-            0,
-            2,
-            is_one_host=True,
-            device=torch.device("cpu"),
-            timeout_s=0.2,
-            library=ThreadMemory(0, SharedTensors(2)),
-        )
+def gloo_backend(store: Any) -> Any:
+    """Return a process group of one rank. Any backend can be in a torch group, so this is gloo's."""
+    options = torch.distributed.ProcessGroupGloo._Options()
+    options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return torch.distributed.ProcessGroupGloo(PrefixStore("gloo", store), 0, 1, options)
 
 
 def test_an_open_group_is_registered_by_name() -> None:
-    """torch's operations look it up there. Any process group can be registered, so this is one of gloo's."""
+    """torch's operations look it up there."""
     c10d = symmetric_memory._c10d()
-    options = torch.distributed.ProcessGroupGloo._Options()
-    options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     store = HashStore()
-    library = TorchSymmetricMemory(torch.distributed.ProcessGroupGloo(PrefixStore("gloo", store), 0, 1, options))
+    library = TorchSymmetricMemory(gloo_backend(store))
     library.open("moeserve/test", PrefixStore("memory", store), 0, 1)
     found = c10d._resolve_process_group("moeserve/test")
     assert (found.group_name, found.rank(), found.size()) == ("moeserve/test", 0, 1)
@@ -467,11 +395,8 @@ def test_an_open_group_is_registered_by_name() -> None:
 
 def test_a_torch_group_has_a_default_backend() -> None:
     """Without one, barriers and objects would use the CPU, for which a group of GPUs has no backend."""
-    options = torch.distributed.ProcessGroupGloo._Options()
-    options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     store = HashStore()
-    backend = torch.distributed.ProcessGroupGloo(PrefixStore("gloo", store), 0, 1, options)
-    group = as_torch_group(PrefixStore("group", store), 0, 1, backend)
+    group = as_torch_group(PrefixStore("group", store), 0, 1, gloo_backend(store))
     assert group.name() == "gloo"
     group.barrier().wait()
     gathered = [None]
@@ -497,23 +422,15 @@ def config(**options: Any) -> EngineConfig:
 
 
 def test_each_rank_of_a_host_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray actor sees its own GPU only."""
     taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     on_gpus = config(device="cuda", tensor_parallel_size=2, data_parallel_size=2)
     assert [take_device(on_gpus, rank) for rank in range(4)] == [torch.device("cuda", rank) for rank in range(4)]
-    assert taken == [0, 1, 2, 3]
     assert take_device(config(data_parallel_size=2), 1) == torch.device("cpu")
-    assert len(taken) == 4
-
-
-def test_a_ray_actor_sees_its_own_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    on_ray = replace(config(device="cuda", data_parallel_size=4), executor="ray")
-    assert take_device(on_ray, 3) == torch.device("cuda", 0)
-    assert taken == [0]
+    assert take_device(replace(on_gpus, executor="ray"), 3) == torch.device("cuda", 0)
+    assert taken == [0, 1, 2, 3, 0]
 
 
 def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
