@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -60,16 +59,15 @@ class Fault:
 
 
 class Planted:
-    """A fault, or a gate before steps, in the processes that are started from now on."""
+    """A fault in the processes that are started from now on."""
 
-    def __init__(self, folder: Path, fault: Fault | None = None) -> None:
+    def __init__(self, folder: Path, fault: Fault) -> None:
         """
         Args:
-            folder: an empty one. Without a fault it is a gate for rank 0.
+            folder: an empty one.
         """
         self.folder = folder
-        fault_data = None if fault is None else asdict(fault)
-        (folder / "fault.json").write_text(json.dumps(fault_data))
+        (folder / "fault.json").write_text(json.dumps(asdict(fault)))
         self.environment = {"MOESERVE_TEST_PLANT": f"planted:{folder}"}  # of the engine's user
 
     def trigger(self) -> None:
@@ -80,44 +78,12 @@ class Planted:
         """Return the seconds since the fault."""
         return time.monotonic() - float((self.folder / "done").read_text())
 
-    # For a gate:
-
-    def close(self) -> None:
-        """Stop rank 0 before its next step, so that no rank ends one."""
-        (self.folder / "held").unlink(missing_ok=True)
-        _write(self.folder / "allowed", 0)
-
-    def pass_steps(self, num_steps: int) -> None:
-        """Let rank 0 run so many steps, and wait until it stops again."""
-        held = self._held()
-        if num_steps:
-            _write(self.folder / "allowed", held + num_steps - 1)
-            deadline = time.monotonic() + 20
-            while self._held() < held + num_steps:
-                assert time.monotonic() < deadline, f"rank 0 waits before step {self._held()}"
-                time.sleep(0.001)
-
-    def open(self) -> None:
-        _write(self.folder / "allowed", sys.maxsize)
-
-    def _held(self) -> int:
-        """Return the step before which rank 0 waits, counted from 1."""
-        file, deadline = self.folder / "held", time.monotonic() + 20
-        while not file.exists():
-            assert time.monotonic() < deadline, "rank 0 does not reach the gate"
-            time.sleep(0.001)
-        return int(file.read_text())
-
 
 def plant(name: str, folder: str) -> None:
     """Plant the fault that the folder describes, if it is for this rank."""
-    fault_data = json.loads(Path(folder, "fault.json").read_text())
-    if name.split()[1] != str(0 if fault_data is None else fault_data["rank"]):
-        return
-    if fault_data is None:
-        _wrap("step", _gate(Path(folder)))
-    else:
-        _plant(Fault(**fault_data), Path(folder))
+    fault = Fault(**json.loads(Path(folder, "fault.json").read_text()))
+    if name.split()[1] == str(fault.rank):
+        _plant(fault, Path(folder))
 
 
 def _plant(fault: Fault, folder: Path) -> None:
@@ -138,20 +104,6 @@ def _plant(fault: Fault, folder: Path) -> None:
 
     _wrap(fault.point, act)
     _wrap("step", count_anew)
-
-
-def _gate(folder: Path) -> Callable[[], None]:
-    allowed, held = folder / "allowed", folder / "held"
-    num_begun = 0
-
-    def pass_gate() -> None:
-        nonlocal num_begun
-        num_begun += 1
-        while num_begun > (int(allowed.read_text()) if allowed.exists() else math.inf):
-            _write(held, num_begun)
-            time.sleep(0.002)
-
-    return pass_gate
 
 
 def _wrap(point: str, before: Callable[[], None]) -> None:

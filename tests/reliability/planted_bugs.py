@@ -22,107 +22,92 @@ class Leave(Exception):
     """Raised by `meddle` to end a run."""
 
 
-def meddled(run: Run, meddle: Callable[[Effect], Generator[Effect, Any, Any]]) -> Run:
-    """Return a run in which `meddle` stands between the replica and its driver."""
-    answer, error = None, None
-    while True:
-        try:
-            effect = run.send(answer) if error is None else run.throw(error)
-        except StopIteration:
-            return
+class Meddled(Replica):
+    """A replica with `meddle` between it and its driver."""
+
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        return (yield effect)
+
+    def run(self) -> Run:
+        run = super().run()
         answer, error = None, None
-        try:
-            answer = yield from meddle(effect)
-        except Leave:
-            return
-        except Exception as thrown:
-            error = thrown
+        while True:
+            try:
+                effect = run.send(answer) if error is None else run.throw(error)
+            except StopIteration:
+                return
+            answer, error = None, None
+            try:
+                answer = yield from self.meddle(effect)
+            except Leave:
+                return
+            except Exception as thrown:
+                error = thrown
 
 
-class SkipsPaddingStep(Replica):
+class SkipsPaddingStep(Meddled):
     """It does not join a step without tokens of its own."""
 
-    def run(self) -> Run:
-        def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
-            if isinstance(effect, Execute) and effect.plan is None:
-                return None
-            return (yield effect)
-
-        return meddled(super().run(), meddle)
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        if isinstance(effect, Execute) and effect.plan is None:
+            return None
+        return (yield effect)
 
 
-class LeavesWithoutPlan(Replica):
+class LeavesWithoutPlan(Meddled):
     """It returns when it has nothing to run in an agreed step."""
 
-    def run(self) -> Run:
-        def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
-            if isinstance(effect, Execute) and effect.plan is None:
-                raise Leave
-            return (yield effect)
-
-        return meddled(super().run(), meddle)
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        if isinstance(effect, Execute) and effect.plan is None:
+            raise Leave
+        return (yield effect)
 
 
-class SpinsWhenIdle(Replica):
+class SpinsWhenIdle(Meddled):
     """It never sleeps."""
 
-    def run(self) -> Run:
-        def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
-            return (yield Receive(block=False, heartbeat=False) if isinstance(effect, Receive) else effect)
-
-        return meddled(super().run(), meddle)
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        return (yield Receive(block=False, heartbeat=False) if isinstance(effect, Receive) else effect)
 
 
-class NeedsWakeUps(Replica):
+class NeedsWakeUps(Meddled):
     """It sleeps until a message comes, without a heartbeat."""
 
-    def run(self) -> Run:
-        def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
-            return (yield dataclasses.replace(effect, heartbeat=False) if isinstance(effect, Receive) else effect)
-
-        return meddled(super().run(), meddle)
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        return (yield dataclasses.replace(effect, heartbeat=False) if isinstance(effect, Receive) else effect)
 
 
-class IgnoresHeartbeat(Replica):
+class IgnoresHeartbeat(Meddled):
     """It goes back to sleep after a heartbeat without messages."""
 
-    def run(self) -> Run:
-        def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        answer = yield effect
+        while isinstance(effect, Receive) and effect.block and not answer:
             answer = yield effect
-            while isinstance(effect, Receive) and effect.block and not answer:
-                answer = yield effect
-            return answer
-
-        return meddled(super().run(), meddle)
+        return answer
 
 
-class ReadsOneMessage(Replica):
+class ReadsOneMessage(Meddled):
     """It drops all but the first of several messages."""
 
-    def run(self) -> Run:
-        def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
-            answer = yield effect
-            return answer[:1] if isinstance(effect, Receive) else answer
-
-        return meddled(super().run(), meddle)
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        answer = yield effect
+        return answer[:1] if isinstance(effect, Receive) else answer
 
 
-class HandlesMessagesInsideStep(Replica):
+class HandlesMessagesInsideStep(Meddled):
     """It handles messages between the agreement and the step, and then has fewer tokens than it announced."""
 
-    def run(self) -> Run:
-        def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
-            if isinstance(effect, Execute) and effect.plan is not None:
-                for message in (yield Receive(block=False, heartbeat=False)):
-                    self._handle(message)
-                if not self._scheduler.has_work:
-                    effect = Execute(None, effect.agreement)
-            answer = yield effect
-            if isinstance(effect, Execute) and effect.plan is None:
-                return StepFailed("nothing was run")
-            return answer
-
-        return meddled(super().run(), meddle)
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        if isinstance(effect, Execute) and effect.plan is not None:
+            for message in (yield Receive(block=False, heartbeat=False)):
+                self._handle(message)
+            if not self._scheduler.has_work:
+                effect = Execute(None, effect.agreement)
+        answer = yield effect
+        if isinstance(effect, Execute) and effect.plan is None:
+            return StepFailed("nothing was run")
+        return answer
 
 
 class SwallowsCollectiveError(Replica):
@@ -301,22 +286,18 @@ class CountsAlone(Lockstep):
         return agreement
 
 
-class SkipsAgreement(Replica):
+class SkipsAgreement(Meddled):
     """It skips the agreement if it announces the same number of tokens as in the last round."""
 
-    def run(self) -> Run:
-        rows: list[list[int]] = []
+    rows: Sequence[list[int]] = ()
 
-        def meddle(effect: Effect) -> Generator[Effect, Any, Any]:
-            nonlocal rows
-            if isinstance(effect, Gather):
-                if rows and effect.row[3] > 0 and rows[effect.row[2]][3] == effect.row[3]:
-                    return [[row[0], effect.row[1], *row[2:]] for row in rows]
-                rows = yield effect
-                return rows
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        if not isinstance(effect, Gather):
             return (yield effect)
-
-        return meddled(super().run(), meddle)
+        if self.rows and effect.row[3] > 0 and self.rows[effect.row[2]][3] == effect.row[3]:
+            return [[row[0], effect.row[1], *row[2:]] for row in self.rows]
+        self.rows = yield effect
+        return self.rows
 
 
 @dataclass(frozen=True)

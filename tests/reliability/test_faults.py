@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from planted import POINTS, Fault, Planted
-from rank_processes import free_blocks, lives, living_ranks
+from rank_processes import lives, living_ranks
 from reference_models import Reference
 
 from moeserve import LLM, EngineError, SamplingParams, SettingsError
@@ -28,7 +28,6 @@ from moeserve.distributed.store import start_store
 from moeserve.engine import worker_group
 from moeserve.errors import DistributedError
 from moeserve.processes import local
-from moeserve.protocol import Request
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +64,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan
     def plant(**fault: Any) -> Planted:
         folder = tmp_path / "planted"
         folder.mkdir()
-        planted = Planted(folder, Fault(**fault) if fault else None)
+        planted = Planted(folder, Fault(**fault))
         for name, value in planted.environment.items():
             monkeypatch.setenv(name, value)
         return planted
@@ -359,55 +358,7 @@ def test_a_rank_stopped_inside_a_layer_is_named_after_the_timeout(
     traces.assert_none()
 
 
-# ---- Aborts
-
-
-def test_an_abort_in_any_step_leaves_no_block_behind(reference: Reference, plant: Callable[..., Planted]) -> None:
-    """After every number of steps, from none to the last, with a neighbour on each replica."""
-    gate = plant()
-    settings = SETTINGS | dict(max_num_batched_tokens=16)
-    with LLM(reference.folder, data_parallel_size=2, **settings) as llm:
-        found: dict[str, list[int]] = {}
-        ends: dict[str, str] = {}
-
-        def add(name: str, prompt: list[int], num_tokens: int) -> None:
-            params = SamplingParams(temperature=0, max_tokens=num_tokens)
-            found[name] = []
-            llm.core.add(Request(request_id=name, prompt_token_ids=prompt, params=params.for_engine(), seed=0))
-
-        def finish() -> None:
-            while llm.core.has_work:
-                for update in llm.core.step():
-                    found[update.request_id] += update.token_ids
-                    if update.finish_reason is not None:
-                        assert update.request_id not in ends
-                        ends[update.request_id] = update.finish_reason
-
-        num_steps, num_tokens_of = 0, []
-        while not num_tokens_of or num_tokens_of[-1] < 6:
-            first, second, prompt = reference.prompts(9, 14, 40, seed=num_steps)
-            victim = f"victim {num_steps}"
-            gate.close()
-            add(f"first {num_steps}", first, 12)
-            add(f"second {num_steps}", second, 12)
-            gate.pass_steps(1)
-            add(victim, prompt, 6)
-            gate.pass_steps(num_steps)  # it is taken in after the step that waits, so it runs in so many
-            llm.core.abort(victim)
-            gate.open()
-            finish()
-            num_tokens_of.append(len(found[victim]))
-            whole = reference.greedy(prompt, 6)
-            assert found[victim] == whole[: num_tokens_of[-1]]
-            assert ends[victim] == ("abort" if num_tokens_of[-1] < 6 else "length")
-            assert found[f"first {num_steps}"] == reference.greedy(first, 12)
-            assert found[f"second {num_steps}"] == reference.greedy(second, 12)
-            assert free_blocks(llm, ALL_BLOCKS) == [ALL_BLOCKS] * 2
-            # What an aborted prompt left in the prefix cache has been computed.
-            assert tokens(llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6))) == [whole]
-            num_steps += 1
-        # Its prompt takes three steps, the last of which gives a token.
-        assert num_tokens_of == [0, 0, 0, *range(1, 7)]
+# ---- Idle replicas
 
 
 def test_updates_that_arrive_before_another_request_are_returned_once(four: LLM, reference: Reference) -> None:
@@ -420,19 +371,6 @@ def test_updates_that_arrive_before_another_request_are_returned_once(four: LLM,
     assert [list(stream)[-1].outputs[0].token_ids for stream in streams] == [
         reference.greedy(prompt, 40) for prompt in prompts
     ]
-
-
-# ---- Idle replicas
-
-
-def test_one_busy_replica_among_four(four: LLM, reference: Reference) -> None:
-    """Each of its steps needs the three that have nothing to do."""
-    for num_tokens, prompt in enumerate(reference.prompts(*range(3, 33, 3), seed=11), start=1):
-        params = SamplingParams(temperature=0, max_tokens=num_tokens)
-        (output,) = four.generate([prompt], params, use_tqdm=False)
-        assert output.outputs[0].token_ids == reference.greedy(prompt, num_tokens)
-        assert output.outputs[0].finish_reason == "length"
-    assert free_blocks(four, ALL_BLOCKS) == [ALL_BLOCKS] * 4
 
 
 def cores_used_by(processes: list[psutil.Process], seconds: float) -> float:
