@@ -20,34 +20,6 @@ from moeserve.worker.protocol import RankStart, Step, rank_name
 logger = logging.getLogger(__name__)
 
 
-class PendingStep:
-    """A step that was sent to the ranks."""
-
-    def __init__(self, answers: Sequence[Any], name: str, step: int, timeout_s: float) -> None:
-        self._answers = answers
-        self._name = name
-        self._step = step
-        self._timeout_s = timeout_s
-
-    def result(self) -> StepResult:
-        """Return the result once all ranks have done the step.
-
-        Raises:
-            EngineError: the model gave no numbers to sample from. Every rank has done its part of the step.
-            DistributedError: a rank has failed or did not answer in time.
-        """
-        try:
-            answers = ray.get(list(self._answers), timeout=self._timeout_s)
-        except Exception as error:  # Ray raises many kinds
-            raise DistributedError(
-                f"{self._name}: step {self._step} was not done by all ranks of the replica ({first_line(error)})"
-            ) from None
-        outcome = msgspec.msgpack.decode(answers[0], type=StepOutcome)
-        if outcome.result is None:
-            raise EngineError(outcome.error)
-        return outcome.result
-
-
 class RayExecutor:
     """See `Executor`. Its process computes nothing."""
 
@@ -71,22 +43,28 @@ class RayExecutor:
             raise DistributedError(f"{self.name}: a rank of the replica did not start ({first_line(error)})") from None
         self._graph = _compiled(ranks, self._timeout_s) if config.ray_compiled_graph else None
 
-    def submit(self, plan: StepPlan | None, agreement: Agreement) -> PendingStep:
-        """Send a step to all ranks and return at once. Ranks run steps in the order in which they were sent."""
-        data = msgspec.msgpack.encode(Step(plan=plan, agreement=agreement))
-        if self._graph is not None:
-            try:
-                answers = self._graph.execute(data)
-            except Exception as error:  # Ray raises many kinds
-                raise DistributedError(
-                    f"{self.name}: step {agreement.step} could not be sent ({first_line(error)})"
-                ) from None
-        else:
-            answers = [rank.execute.remote(data) for rank in self._ranks]
-        return PendingStep(answers, self.name, agreement.step, self._timeout_s)
-
     def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
-        return self.submit(plan, agreement).result()
+        """Run a step on all ranks.
+
+        Raises:
+            EngineError: the model gave no numbers to sample from. Every rank has done its part of the step.
+            DistributedError: a rank has failed or did not answer in time.
+        """
+        data = msgspec.msgpack.encode(Step(plan=plan, agreement=agreement))
+        try:
+            if self._graph is not None:
+                answers = self._graph.execute(data)
+            else:
+                answers = [rank.execute.remote(data) for rank in self._ranks]
+            answer = ray.get(list(answers), timeout=self._timeout_s)[0]
+        except Exception as error:  # Ray raises many kinds
+            raise DistributedError(
+                f"{self.name}: step {agreement.step} was not done by all ranks of the replica ({first_line(error)})"
+            ) from None
+        outcome = msgspec.msgpack.decode(answer, type=StepOutcome)
+        if outcome.result is None:
+            raise EngineError(outcome.error)
+        return outcome.result
 
     def shutdown(self) -> None:
         if self._graph is not None:
