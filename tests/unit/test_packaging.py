@@ -3,7 +3,6 @@
 The builds need no network: scikit-build-core and nanobind are installed with the `dev` extra.
 """
 
-import ast
 import email.message
 import email.parser
 import importlib.metadata
@@ -28,12 +27,12 @@ pytest.importorskip("scikit_build_core", reason="builds the package; install it 
 ROOT = Path(__file__).parents[2]
 
 
-def build_wheel(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `pip wheel`, leaving no trace in the checkout."""
+def build_wheel(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `pip wheel` as on a machine without a compiler, leaving no trace in the checkout."""
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
     return subprocess.run(
-        [*map(str, command), "--config-settings", f"build-dir={folder / 'build'}", *options, str(ROOT)],
-        env=os.environ | environment,
+        [*map(str, command), "--config-settings", f"build-dir={folder / 'build'}", str(ROOT)],
+        env=os.environ | {"CXX": "/nonexistent/c++"} | environment,
         capture_output=True,
         text=True,
         timeout=240,
@@ -42,10 +41,14 @@ def build_wheel(folder: Path, *options: str, **environment: str) -> subprocess.C
 
 @pytest.fixture(scope="module")
 def pure_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that was built without a compiler, which says so."""
     folder = tmp_path_factory.mktemp("wheel")
-    built = build_wheel(folder, "--config-settings", "wheel.cmake=false")
+    built = build_wheel(folder, MOESERVE_REQUIRE_KERNELS="0")
     assert built.returncode == 0, built.stdout + built.stderr
-    return next(folder.glob("*.whl"))
+    assert "WITHOUT its C++ kernels" in built.stdout + built.stderr
+    (wheel,) = folder.glob("*.whl")
+    assert wheel.name == f"moeserve-{moeserve.__version__}-py3-none-any.whl"
+    return wheel
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +56,6 @@ def metadata(pure_wheel: Path) -> email.message.Message:
     with zipfile.ZipFile(pure_wheel) as wheel:
         text = wheel.read(f"moeserve-{moeserve.__version__}.dist-info/METADATA").decode()
     return email.parser.Parser().parsestr(text)
-
-
-def test_a_wheel_without_kernels_fits_every_machine(pure_wheel: Path) -> None:
-    assert pure_wheel.name == f"moeserve-{moeserve.__version__}-py3-none-any.whl"
 
 
 def test_the_wheel_holds_every_source_file_under_its_installed_name(pure_wheel: Path) -> None:
@@ -95,22 +94,7 @@ def test_the_wheel_works_without_the_checkout(pure_wheel: Path, tmp_path: Path) 
     ], found.stderr
 
 
-def test_the_metadata_name_the_extras_and_the_versions(metadata: email.message.Message) -> None:
-    assert set(metadata.get_all("Provides-Extra", [])) == {
-        *("cuda", "cuda12", "demo", "dev", "metrics", "ray", "server", "viz"),
-    }
-    assert metadata["Version"] == moeserve.__version__
-    assert metadata["Requires-Python"] == ">=3.10"
-    assert metadata["License-Expression"] == "Apache-2.0"
-    always = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
-    requirements = {requirement.name: requirement.specifier for requirement in map(Requirement, always)}
-    assert "2.9.0" in requirements["torch"]
-    assert "2.8.0" not in requirements["torch"]
-    assert "4.57.0" in requirements["transformers"]
-    assert "5.0.0" in requirements["transformers"]
-
-
-def test_whatever_the_code_imports_is_asked_for(metadata: email.message.Message) -> None:
+def test_every_imported_package_is_required(metadata: email.message.Message) -> None:
     asked = {canonicalize_name(Requirement(line).name) for line in metadata.get_all("Requires-Dist", [])}
     distributions = importlib.metadata.packages_distributions()
     adapters = ROOT / "bench/peers/adapters"  # they run in the environments of other engines
@@ -121,11 +105,10 @@ def test_whatever_the_code_imports_is_asked_for(metadata: email.message.Message)
         if adapters not in path.parents
     ]
     imported = {
-        name.partition(".")[0]: path
+        name: path
         for path in files
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        for line in re.findall(r"^ *(?:import \w+|from \w+[\w.]* import )", path.read_text("utf-8"), re.MULTILINE)
+        for name in re.findall(r"\w+", line)[1:2]
     }
     foreign = {name: path for name, path in imported.items() if name not in {*sys.stdlib_module_names, "moeserve"}}
     assert {"torch", "transformers", "msgspec"} <= set(foreign)
@@ -137,15 +120,8 @@ def test_whatever_the_code_imports_is_asked_for(metadata: email.message.Message)
     assert not missing
 
 
-def test_without_a_compiler_the_package_is_built_all_the_same_and_says_so(tmp_path: Path) -> None:
-    built = build_wheel(tmp_path, CXX="/nonexistent/c++", MOESERVE_REQUIRE_KERNELS="0")
-    assert built.returncode == 0, built.stdout + built.stderr
-    assert "WITHOUT its C++ kernels" in built.stdout + built.stderr
-    assert [path.name for path in tmp_path.glob("*.whl")] == [f"moeserve-{moeserve.__version__}-py3-none-any.whl"]
-
-
 def test_make_takes_no_build_without_kernels_where_there_is_a_compiler(tmp_path: Path) -> None:
-    built = build_wheel(tmp_path, CXX="/nonexistent/c++", MOESERVE_REQUIRE_KERNELS="1")
+    built = build_wheel(tmp_path, MOESERVE_REQUIRE_KERNELS="1")
     assert built.returncode != 0
     assert "CMake configuration failed" in built.stdout + built.stderr
     assert not list(tmp_path.glob("*.whl"))
@@ -200,7 +176,6 @@ def test_constraints_pin_all_that_make_installs(metadata: email.message.Message)
         open_requirements += applicable(needs, asked.extras)
     assert {("torch",), ("pytest",), ("gguf",)} <= seen
     assert not wrong
-    assert pinned["torch"] == "2.13.0"
 
 
 def test_make_fetches_the_default_model_that_the_error_names() -> None:

@@ -1,6 +1,7 @@
 """No file of the package may run code that came as data, or read the environment outside `config/environment.py`."""
 
 import ast
+import builtins
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,127 +11,83 @@ ROOT = Path(__file__).parents[2]
 # Folder in the repository: its path in the package.
 FOLDERS = {"moeserve": "moeserve", "bench": "moeserve/bench", "triton_kernels": "moeserve/triton_kernels"}
 
-# Modules that run what they read (multiprocessing pickles all that passes through it).
-BANNED_MODULES = {"cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "pickle", "shelve"}
-ALLOWED_MODULES = {"multiprocessing.shared_memory"}
-
-BANNED_BUILTINS = {"eval", "exec", "compile", "__import__"}
-# The last two parts of a dotted name. torch.save and the *_object collectives write and read pickles.
-BANNED_ATTRIBUTES = {
-    *("torch.load", "torch.save", "jit.load", "hub.load", "yaml.load", "os.system", "os.popen"),
-    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
-    *("send_object_list", "recv_object_list"),
-}
-# Keyword and the one value it may have.
-BANNED_KEYWORDS = {"shell": False, "allow_pickle": False, "trust_remote_code": False, "weights_only": True}
-
-ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"}
-READS_ENVIRONMENT = {
+READS_ENVIRONMENT = (
     "moeserve/config/environment.py",
-    "moeserve/processes/fork_server.py",  # gives a forked process the environment of whoever asked for it
-    # They pass it on to other engines, with changes.
+    "moeserve/processes/fork_server.py",  # sets the environment of a forked process
+    # These pass the environment on to other engines, with changes.
     "moeserve/bench/peers/install.py",
     "moeserve/bench/peers/peers.py",
     "moeserve/bench/peers/adapters/serve_vllm.py",
-}
-
-# Module: files that may name it, in an import or as a string.
-ONLY_IMPORTERS = {
+)
+# A name, and the files and folders that may use it. One that begins with a dot is an attribute of anything.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    # modules that run what they read (multiprocessing pickles all that passes through it)
+    **dict.fromkeys(("cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "pickle", "shelve"), ()),
+    **dict.fromkeys((f"builtins.{name}" for name in ("eval", "exec", "compile", "__import__")), ()),
+    **dict.fromkeys(("torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "yaml.load"), ()),
+    **dict.fromkeys(("os.system", "os.popen"), ()),
+    # collectives that pickle
+    **dict.fromkeys((".all_gather_object", ".gather_object", ".scatter_object_list", ".broadcast_object_list"), ()),
+    **dict.fromkeys((".send_object_list", ".recv_object_list"), ()),
+    **dict.fromkeys(("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"), READS_ENVIRONMENT),
     "moeserve._cpu": ("moeserve/ops/", "moeserve/distributed/"),
     "ray": ("moeserve/executor/ray/",),
     "triton": ("moeserve/triton_kernels/",),
 }
+HARMLESS = ("multiprocessing.shared_memory",)
+# Keyword and the one value it may have.
+KEYWORDS = {"shell": False, "allow_pickle": False, "trust_remote_code": False, "weights_only": True}
 
 
 def violations(source: str, name: str) -> list[str]:
     """Return every violation in a source file as `name:line: description`. The name is its path in the package."""
     tree = ast.parse(source, name)
-    modules = _names_of_modules(tree)
-    found = [*_dangerous(tree, modules), *_environment(tree, modules, name), *_imports(tree, name)]
-    return [f"{name}:{line}: {what}" for line, what in sorted(set(found))]
-
-
-def _names_of_modules(tree: ast.AST) -> dict[str, str]:
-    """Return the full names of what `import a.b as c` and `from a import b as c` bind, by local name."""
-    names = {}
+    found = {(line, f"uses {used}") for line, used in _uses(tree) for rule in ALLOWED if _breaks(rule, used, name)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}"
-
-
-def _dotted(node: ast.expr, modules: dict[str, str]) -> str | None:
-    """Return the full name of a.b.c, with imported names resolved; ?.c for an attribute of an expression."""
-    if isinstance(node, ast.Name):
-        return modules.get(node.id, node.id)
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value, modules) or '?'}.{node.attr}"
-    return None
-
-
-def _used_names(tree: ast.AST, modules: dict[str, str]) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Name) and (dotted := _dotted(node, modules)):
-            yield node.lineno, dotted
-
-
-def _dangerous(tree: ast.AST, modules: dict[str, str]) -> Iterator[tuple[int, str]]:
-    for line, module in _imported(tree):
-        if module.split(".")[0] in BANNED_MODULES and not any(_within(module, allowed) for allowed in ALLOWED_MODULES):
-            yield line, f"imports {module}"
-    for line, dotted in _used_names(tree, modules):
-        last_two = ".".join(dotted.split(".")[-2:])
-        if last_two in BANNED_ATTRIBUTES or dotted.split(".")[-1] in BANNED_ATTRIBUTES:
-            yield line, f"uses {last_two}"
-        if dotted.removeprefix("builtins.") in BANNED_BUILTINS:
-            yield line, f"uses {dotted}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg in BANNED_KEYWORDS:
-            only = BANNED_KEYWORDS[node.arg]
+        if isinstance(node, ast.keyword) and node.arg in KEYWORDS:
+            only = KEYWORDS[node.arg]
             if not (isinstance(node.value, ast.Constant) and node.value.value is only):
-                yield node.value.lineno, f"passes {node.arg}= with another value than {only}"
+                found.add((node.value.lineno, f"passes {node.arg}= with another value than {only}"))
+    return [f"{name}:{line}: {description}" for line, description in sorted(found)]
 
 
-def _environment(tree: ast.AST, modules: dict[str, str], name: str) -> Iterator[tuple[int, str]]:
-    if name not in READS_ENVIRONMENT:
-        for line, dotted in _used_names(tree, modules):
-            if dotted in ENVIRONMENT:
-                yield line, f"uses {dotted}, but only config/environment.py may read the environment"
+def _breaks(rule: str, used: str, name: str) -> bool:
+    if name.startswith(ALLOWED[rule]) or used.startswith(HARMLESS):
+        return False
+    return used.endswith(rule) if rule.startswith(".") else used == rule or used.startswith(rule + ".")
 
 
-def _imports(tree: ast.AST, name: str) -> Iterator[tuple[int, str]]:
-    strings = [
-        (node.lineno, node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        for node in node.args
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-    for module, importers in ONLY_IMPORTERS.items():
-        if not name.startswith(importers):
-            for line, used in _imported(tree):
-                if _within(used, module):
-                    yield line, f"imports {module}, which only {' and '.join(importers)} may"
-            if "." in module:
-                for line, string in strings:
-                    if _within(string, module):
-                        yield line, f"names {module}, which only {' and '.join(importers)} may"
+def _uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the full name of everything imported or used, and of modules named in a call's arguments."""
+    imported = dict(_imported(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute | ast.Name):
+            yield node.lineno, _dotted(node, imported)
+        elif isinstance(node, ast.Call):
+            constants = [each for each in node.args if isinstance(each, ast.Constant)]
+            yield from ((each.lineno, each.value) for each in constants if str(each.value).startswith("moeserve."))
 
 
-def _within(module: str, package: str) -> bool:
-    return module == package or module.startswith(package + ".")
+def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the local and the full name of what `import a.b`, `import a.b as c` and `from a import b` bind."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root = alias.name.split(".")[0]
+                yield alias.asname or root, alias.name if alias.asname else root
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def _dotted(node: ast.expr, imported: dict[str, str]) -> str:
+    """Return the full name of a.b.c if `a` is imported or built in; ?.c for an attribute of anything else."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id) or (f"builtins.{node.id}" if hasattr(builtins, node.id) else "?")
+    return f"{_dotted(node.value, imported)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
 
 
 def test_no_file_of_the_package_breaks_a_rule() -> None:
@@ -139,12 +96,7 @@ def test_no_file_of_the_package_breaks_a_rule() -> None:
         for folder, in_package in FOLDERS.items()
         for path in sorted((ROOT / folder).rglob("*.py"))
     }
-    assert {
-        "moeserve/config/environment.py",
-        "moeserve/processes/fork_server.py",  # gives a forked process the environment of whoever asked for it
-        "moeserve/bench/__init__.py",
-        "moeserve/triton_kernels/__init__.py",
-    } <= set(files)
+    assert {*READS_ENVIRONMENT, "moeserve/triton_kernels/__init__.py"} <= set(files)
     found = [line for name, path in files.items() for line in violations(path.read_text(encoding="utf-8"), name)]
     assert not found, "\n" + "\n".join(found)
 
@@ -154,25 +106,19 @@ def test_no_file_of_the_package_breaks_a_rule() -> None:
     [
         ("import pickle", 1),
         ("import os\nfrom cloudpickle import dumps", 2),
-        ("import dill as safe", 1),
         ("def f():\n    import multiprocessing.pool", 2),
         ("x = eval(y)", 1),
-        ("exec('x = 1')", 1),
         ("import builtins\nbuiltins.exec('x')", 2),
         ("run = eval", 1),
-        ("import torch\nx = torch.load(path)", 2),
         ("import torch as t\nx = t.load(path)", 2),
-        ("from torch import load as read\nread(path)", 2),
+        ("from torch import load as read\nread(path)", 1),
         ("import torch\ntorch.jit.load(path)", 2),
-        ("import torch.distributed as dist\ndist.all_gather_object(a, b)", 2),
         ("mesh().broadcast_object_list(a)", 1),
         ("import numpy as np\nnp.load(path, allow_pickle=True)", 2),
-        ("import subprocess\nsubprocess.run(x,\n  shell=True)", 3),
-        ("import subprocess\nsubprocess.run(x, shell=yes)", 2),
-        ("import os\nos.system('ls')", 2),
+        ("import subprocess\nsubprocess.run(x,\n  shell=yes)", 3),
         ("AutoModel.from_pretrained(x, trust_remote_code=True)", 1),
         ("import os\nos.environ['A']", 2),
-        ("from os import getenv as read\nread('A')", 2),
+        ("from os import getenv as read\nread('A')", 1),
         ("from moeserve import _cpu", 1),
         ("import importlib\nimportlib.import_module('moeserve._cpu')", 2),
         ("def f():\n    from ray.util import placement_group", 2),
@@ -190,7 +136,6 @@ def test_a_violation_is_found_with_its_line(source: str, line: int) -> None:
         ("model.eval()", "moeserve/worker/worker.py"),
         ("import re\nre.compile('x')", "moeserve/config/environment.py"),
         ("import os\nos.environ.get('A')", "moeserve/config/environment.py"),
-        ("import json\njson.load(file)", "moeserve/models/checkpoint.py"),
         ("from safetensors.torch import load", "moeserve/models/checkpoint.py"),
         ("import subprocess\nsubprocess.run(x, shell=False)", "moeserve/cli/generate.py"),
         ("from multiprocessing.shared_memory import SharedMemory", "moeserve/distributed/shared_memory.py"),
@@ -198,7 +143,6 @@ def test_a_violation_is_found_with_its_line(source: str, line: int) -> None:
         ("import ray", "moeserve/executor/ray/actors.py"),
         ("import triton", "moeserve/triton_kernels/rms_norm.py"),
         ("import importlib.util\nimportlib.util.find_spec('triton')", "moeserve/ops/select.py"),
-        ("executor = 'ray'", "moeserve/config/environment.py"),
     ],
 )
 def test_similar_code_that_is_safe_passes(source: str, name: str) -> None:

@@ -25,7 +25,7 @@ from moeserve.ops.select import select_kernels
 from moeserve.protocol import SampleSpec, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker import sampler
-from moeserve.worker.sampler import SampledToken, uniform
+from moeserve.worker.sampler import SampledToken
 
 # L rows, V vocabulary
 
@@ -153,9 +153,9 @@ quarters = st.integers(-16, 16).map(lambda quarter: quarter / 4)
 
 @st.composite
 def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[SampleSpec]]:
-    vocabulary = draw(st.integers(5, 60))
+    vocabulary = draw(st.integers(1, 60))
     token_ids = st.lists(st.integers(0, vocabulary - 1), max_size=8)
-    rows = draw(st.lists(st.lists(quarters, min_size=vocabulary, max_size=vocabulary), min_size=1, max_size=4))
+    rows = draw(st.lists(st.lists(quarters, min_size=vocabulary, max_size=vocabulary), max_size=4))
     specs = [
         spec(
             seed=draw(st.integers(0, 2**64 - 1)),
@@ -163,7 +163,7 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[SampleSpec]]:
             barred=[*draw(token_ids)[: vocabulary - 1], 2**40] if vocabulary > 8 else [],
             prompt=draw(token_ids),
             output=draw(token_ids),
-            temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 1.7])),
+            temperature=draw(st.sampled_from([0.0, 1e-300, 0.5, 1.0, 1.7])),
             top_k=draw(st.sampled_from([-1, 0, 0, 1, 3, 7, 100])),
             top_p=draw(st.sampled_from([1.0, 1.0, 0.95, 0.6, 0.01])),
             min_p=draw(st.sampled_from([0.0, 0.0, 0.03, 0.4, 1.0])),
@@ -175,7 +175,7 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[SampleSpec]]:
         for _ in rows
     ]
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    return torch.tensor(rows, dtype=dtype), specs
+    return torch.tensor(rows, dtype=dtype).view(len(rows), vocabulary), specs
 
 
 @given(rows_and_specs(), st.sampled_from([1, 2, 5, 256]), st.sampled_from([1, 100, 2**18]))
@@ -191,16 +191,6 @@ def test_tokens_equal_the_reference(batch: tuple[Tensor, list[SampleSpec]], head
     assert torch.equal(logits_LV, before_LV), "the caller's logits were changed"
 
 
-# ---- Greedy.
-
-
-def test_greedy_breaks_ties_in_a_large_vocabulary() -> None:
-    logits_LV = torch.zeros(3, 50_021, dtype=torch.bfloat16)
-    logits_LV[0, [40_000, 17, 50_020]] = 2.0
-    logits_LV[1, [50_020, 50_019]] = 2.0
-    assert tokens(logits_LV, [spec(temperature=0)] * 3) == [17, 50_019, 0]
-
-
 def test_extreme_penalties_leave_a_choice() -> None:
     logits_LV = torch.tensor([[4.0, 3.0, -2.0, 1e38]])
     for penalty in (1e-300, 100.0):
@@ -212,31 +202,10 @@ def test_extreme_penalties_leave_a_choice() -> None:
             assert chosen[0] in (1, 2, 3)
 
 
-# ---- Random choice.
-
-
-def test_the_random_number_is_philox_of_seed_and_position() -> None:
-    for seed, position in [(0, 0), (0, 1), (1, 0), (2**64 - 1, 2**40), (123456789, 987654321)]:
-        assert uniform(seed, position) == reference_uniform(seed, position)
-
-
-def test_a_tiny_temperature_is_greedy_except_for_ties() -> None:
-    logits_LV = torch.tensor([[1.0, 3.0, 2.999, 3.0]]).expand(200, -1)
-    assert set(tokens(logits_LV, [spec(temperature=1e-300, seed=i) for i in range(200)])) == {1, 3}
-
-
-def test_a_vocabulary_of_one_token_and_a_batch_of_no_rows() -> None:
-    assert tokens(torch.zeros(1, 1), [spec(top_p=0.5, logprobs=1)]) == [0]
-    assert sample(torch.zeros(0, 5), []) == []
-
-
-def test_top_p_keeps_the_token_at_the_bound_and_the_lowest_of_ties() -> None:
-    equal_LV = torch.zeros(400, 4)
+def test_top_p_keeps_the_token_at_the_bound() -> None:
+    equal_LV = torch.zeros(100, 4)
     for top_p, kept in [(0.5, {0, 1}), (0.5001, {0, 1, 2}), (0.25, {0}), (1e-9, {0}), (0.7501, {0, 1, 2, 3})]:
-        assert set(tokens(equal_LV, [spec(top_p=top_p, seed=i) for i in range(400)])) == kept
-    for top_k in (1, 2, 3):
-        assert set(tokens(equal_LV, [spec(top_k=top_k, seed=i) for i in range(400)])) == set(range(top_k))
-    assert set(tokens(equal_LV, [spec(min_p=1.0, seed=i) for i in range(400)])) == {0, 1, 2, 3}
+        assert set(tokens(equal_LV, [spec(top_p=top_p, seed=i) for i in range(100)])) == kept
 
 
 def test_the_last_number_below_one_gives_the_last_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +226,7 @@ def chosen_at(row_V: Tensor, numbers: list[float], monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("head_size", [3, 256])
-@pytest.mark.parametrize("vocabulary", [6, 57, 400])
+@pytest.mark.parametrize("vocabulary", [57, 400])
 @pytest.mark.parametrize(
     "params",
     [
@@ -304,62 +273,43 @@ def test_kept_tokens_and_probabilities_equal_transformers(
 # ---- Log-probabilities.
 
 
+def check_logprobs(found: TokenLogprobs | None, row_V: Tensor, token_id: int, num_top: int) -> None:
+    """Check the log-probabilities of a chosen or given token and of the most likely ones."""
+    assert found is not None
+    order = sorted(range(len(row_V)), key=lambda token: (-row_V[token].item(), token))
+    assert found.token_ids == [token_id, *order[:num_top]]
+    assert found.ranks == [1 + int((row_V > row_V[token]).sum()) for token in found.token_ids]
+    expected = torch.log_softmax(row_V.float(), -1)[found.token_ids]
+    torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_log_softmax_of_raw_logits(dtype: torch.dtype) -> None:
-    logits_LV = random_logits(6, 300, dtype=dtype)
-    nums = [0, 1, 5, None, 64, 3]
+@pytest.mark.parametrize("piece_size", [1, 700, 2**18])
+def test_logprobs_are_log_softmax_of_raw_logits(
+    piece_size: int, dtype: torch.dtype, small_pieces: Callable[[int, int], None]
+) -> None:
+    """Equal logits share a rank, and the lowest id comes first."""
+    small_pieces(256, piece_size)
+    logits_LV = (random_logits(7, 300, dtype=dtype) * 4).round() / 4  # with zeros of both signs
+    nums = [0, 1, 5, None, 64, 3, 400]
     params = {"temperature": 2.0, "top_k": 20, "logit_bias": {3: 50.0}, "min_p": 0.01}
     batch = sample(logits_LV, [spec(seed=row, logprobs=num, **params) for row, num in enumerate(nums)])
-    expected_LV = torch.log_softmax(logits_LV.float(), -1)
-    for row, (num, sampled) in enumerate(zip(nums, batch, strict=True)):
+    for row_V, num, sampled in zip(logits_LV, nums, batch, strict=True):
+        assert sampled.token_id == 3  # by its bias, which log-probabilities do not know
         if num is None:
             assert sampled.logprobs is None
-            continue
-        found = sampled.logprobs
-        assert found is not None
-        assert found.token_ids[0] == sampled.token_id == 3  # by its bias, which log-probabilities do not know
-        order = sorted(range(300), key=lambda token: (-logits_LV[row, token].item(), token))
-        assert found.token_ids[1:] == order[:num]
-        torch.testing.assert_close(
-            torch.tensor(found.logprobs), expected_LV[row, found.token_ids], rtol=1e-5, atol=1e-5
-        )
-        assert found.ranks == [1 + int((logits_LV[row] > logits_LV[row, token]).sum()) for token in found.token_ids]
+        else:
+            check_logprobs(sampled.logprobs, row_V, 3, num)
 
-
-def test_equal_logits_share_a_rank_in_order_of_id() -> None:
-    logits_LV = torch.tensor([[-0.0, 2.0, 0.0, 3.0, 2.0, 2.0]])
-    [sampled] = sample(logits_LV, [spec(temperature=0, logprobs=6)])
-    assert sampled.logprobs is not None
-    assert sampled.logprobs.token_ids == [3, 3, 1, 4, 5, 0, 2]
-    assert sampled.logprobs.ranks == [1, 1, 2, 2, 2, 5, 5]
-
-
-def test_more_logprobs_than_tokens_give_all_tokens() -> None:
-    [sampled] = sample(torch.tensor([[1.0, 2.0]]), [spec(temperature=0, logprobs=10)])
-    assert sampled.logprobs is not None
-    assert sampled.logprobs.token_ids == [1, 1, 0]
-
-
-@pytest.mark.parametrize("piece_size", [1, 700, 2**18])
-def test_prompt_logprobs_of_each_target(piece_size: int, small_pieces: Callable[[int, int], None]) -> None:
-    small_pieces(256, piece_size)
-    logits_RV = random_logits(7, 300, dtype=torch.bfloat16)
     targets = [0, 299, 5, 5, 77, 150, 3]
-    expected_RV = torch.log_softmax(logits_RV.float(), -1)
     for num_top in (0, 4):
-        found = prompt_logprobs(logits_RV, targets, num_top)
-        assert len(found) == 7
-        for row, (target, row_logprobs) in enumerate(zip(targets, found, strict=True)):
-            order = sorted(range(300), key=lambda token: (-logits_RV[row, token].item(), token))
-            assert row_logprobs.token_ids == [target, *order[:num_top]]
-            assert row_logprobs.ranks == [
-                1 + int((logits_RV[row] > logits_RV[row, t]).sum()) for t in row_logprobs.token_ids
-            ]
-            torch.testing.assert_close(torch.tensor(row_logprobs.logprobs), expected_RV[row, row_logprobs.token_ids])
-    assert prompt_logprobs(logits_RV[:0], [], 4) == []
+        whole = prompt_logprobs(logits_LV, targets, num_top)
+        for found, row_V, target in zip(whole, logits_LV, targets, strict=True):
+            check_logprobs(found, row_V, target, num_top)
+    assert prompt_logprobs(logits_LV[:0], [], 4) == []
 
 
-# ---- Batch invariance.
+# ---- The same bytes in any batch.
 
 
 def as_bytes(results: list[SampledToken]) -> list[bytes]:
@@ -431,9 +381,6 @@ def test_prompt_logprobs_give_the_same_bytes_in_any_chunks() -> None:
     assert msgspec.msgpack.encode(logprobs_of(0, 4) + logprobs_of(4, 11)) == whole
 
 
-# ---- Errors.
-
-
 @pytest.mark.parametrize(("fault", "word"), [(math.nan, "NaN"), (math.inf, "infinite")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_with_nan_or_infinity_is_named(fault: float, word: str, temperature: float) -> None:
@@ -451,13 +398,3 @@ def test_a_row_without_any_possible_token_is_an_error() -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(EngineError, match="5 tokens"):
             sample(torch.zeros(1, 5), [spec(temperature=temperature, barred=[0, 1, 2, 3, 4])])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gpu_chooses_as_the_cpu_does(dtype: torch.dtype) -> None:
-    logits_LV = random_logits(40, 50_021, dtype=dtype)
-    specs = mixed_specs(40, 50_021)
-    on_gpu, on_cpu = sample(logits_LV.cuda(), specs), sample(logits_LV, specs)
-    assert as_bytes(on_gpu) == as_bytes(on_cpu)
-    assert as_bytes(sample(logits_LV[7:8].cuda(), specs[7:8])) == as_bytes(on_gpu[7:8])
