@@ -15,7 +15,7 @@ from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import side_stream
 from moeserve.protocol import Chunk, SampleSpec, StepPlan
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.lockstep import Intent, Lockstep, alone
+from moeserve.scheduling.lockstep import Intent, Lockstep
 from moeserve.step_inputs import StepInputs
 from moeserve.worker import cuda_graphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
@@ -75,55 +75,37 @@ def decode_plan(num_tokens: int) -> StepPlan:
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "tp", "sizes"),
+    ("max_num_seqs", "tp", "largest_share", "sizes"),
     [
-        (1, 1, (1,)),
-        (3, 1, (1, 2, 3)),
-        (20, 1, (1, 2, 4, 8, 16, 20)),
-        (10_000, 1, (1, 2, 4, 8, *range(16, 128, 8), *range(128, 513, 32))),
-        (19, 4, (4, 8, 16, 20)),
-        (3, 8, (8,)),
+        (1, 1, 999, (1,)),
+        (3, 1, 999, (1, 2, 3)),
+        (20, 1, 999, (1, 2, 4, 8, 16, 20)),
+        (10_000, 1, 999, (1, 2, 4, 8, *range(16, 128, 8), *range(128, 513, 32))),
+        (19, 4, 999, (4, 8, 16, 20)),
+        (3, 8, 999, (8,)),
+        (20, 2, 4, (2, 4, 8)),
     ],
 )
-def test_sizes_of_graphs(max_num_seqs: int, tp: int, sizes: tuple[int, ...]) -> None:
-    """The ranks of a replica have equal shares of each size."""
-    assert graph_sizes(max_num_seqs, Mesh(tp=tp, dp=2), lambda tokens_per_rank: True) == sizes
-
-
-def test_sizes_that_cannot_be_captured_run_layer_by_layer() -> None:
-    seen: list[tuple[int, ...]] = []
-
-    def is_capturable(tokens_per_rank: Sequence[int]) -> bool:
-        seen.append(tuple(tokens_per_rank))
-        return sum(tokens_per_rank) <= 24
-
-    assert graph_sizes(20, Mesh(tp=2, dp=3), is_capturable) == (2, 4, 8)
-    assert seen == [(share,) * 6 for share in (1, 2, 4, 8, 10)]
-    rank = Rank(())
-    assert rank.capture.captured == []
-    assert rank.graphs.padded_size(alone(0, 1, is_decode_only=True)) is None
+def test_sizes_of_graphs(max_num_seqs: int, tp: int, largest_share: int, sizes: tuple[int, ...]) -> None:
+    """The ranks of a replica have equal shares of each size, and only shares that can be captured."""
+    assert graph_sizes(max_num_seqs, Mesh(tp=tp, dp=2), lambda shares: max(shares) <= largest_share) == sizes
 
 
 def test_graphs_are_captured_from_the_largest_and_chosen_from_the_smallest() -> None:
+    """Replicas agree on one size, with fewer tokens or none. A prompt on any replica prevents a replay."""
     rank = Rank((1, 2, 4, 8))
     assert rank.capture.captured == [8, 4, 2, 1]
-    sizes = [rank.graphs.padded_size(alone(0, count, is_decode_only=True)) for count in range(10)]
-    assert sizes == [None, 1, 2, 4, 4, 8, 8, 8, 8, None]
-    assert rank.graphs.padded_size(alone(0, 3, is_decode_only=False)) is None
 
-
-def test_replicas_agree_on_one_size() -> None:
-    """A replica with fewer tokens, or none, pads to the same size. A prompt on any replica prevents a replay."""
-    graphs = Rank((1, 2, 4, 8)).graphs
-
-    def sizes(*intents: Intent) -> set[int | None]:
-        sides = [Lockstep(rank=rank, num_replicas=len(intents)) for rank in range(len(intents))]
+    def padded_size(*tokens: int, is_decode_only: bool = True) -> int | None:
+        sides = [Lockstep(rank=rank, num_replicas=len(tokens)) for rank in range(len(tokens))]
+        intents = [Intent(num_tokens=num, is_decode_only=is_decode_only or num < 3) for num in tokens]
         rows = [side.begin(intent) for side, intent in zip(sides, intents, strict=True)]
-        return {graphs.padded_size(side.finish(rows)) for side in sides}
+        (size,) = {rank.graphs.padded_size(side.finish(rows)) for side in sides}
+        return size
 
-    nothing = Intent(num_tokens=0, is_decode_only=True)
-    assert sizes(nothing, Intent(num_tokens=3, is_decode_only=True), Intent(num_tokens=1, is_decode_only=True)) == {4}
-    assert sizes(nothing, Intent(num_tokens=3, is_decode_only=False), nothing) == {None}
+    assert [padded_size(count) for count in range(10)] == [None, 1, 2, 4, 4, 8, 8, 8, 8, None]
+    assert padded_size(0, 3, 1) == 4
+    assert padded_size(0, 3, 1, is_decode_only=False) is None
 
 
 def test_inputs_of_a_replay() -> None:
@@ -145,14 +127,6 @@ def test_inputs_of_a_replay() -> None:
         assert seen.max_rows_per_chunk == 1
         assert result_TD[:num_tokens, 0].tolist() == [10.0 + row for row in range(num_tokens)]
     assert len(addresses) == 1
-
-
-def test_steps_without_padding_run_layer_by_layer() -> None:
-    rank = Rank((4,))
-    step = rank.runner.build_inputs(decode_plan(3), (3,))
-    assert len(rank.graphs(step)) == 3
-    assert rank.model.steps[-1] is step
-    assert rank.capture.replayed == []
 
 
 def test_padding_is_divided_over_the_ranks_of_a_replica() -> None:
