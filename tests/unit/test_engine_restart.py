@@ -58,14 +58,14 @@ class Engine:
 
 
 class Machine:
-    """Starts worker groups of one engine process, or cannot."""
+    """Starts worker groups of one engine process, or raises the faults that the test has set."""
 
     def __init__(self) -> None:
         self.engines: list[Engine] = []
         self.num_starts = 0
         self.num_closed = 0
-        self.faults: list[Exception] = []  # of the next starts
-        self.lasting_fault: Exception | None = None  # of all starts after these
+        self.faults: list[Exception] = []  # raised by the next starts
+        self.lasting_fault: Exception | None = None  # raised by all starts after these
 
     def start(self) -> WorkerGroup:
         self.num_starts += 1
@@ -104,20 +104,13 @@ def request(name: str) -> Request:
 
 
 def test_the_next_request_after_a_failure_starts_new_processes(engine: Replicas, machine: Machine) -> None:
-    engine.add(request("one"))
-    machine.engines[0].kill()
-    assert [(update.request_id, update.finish_reason) for update in engine.step()] == [("one", "abort")]
-    assert machine.num_starts == 1  # no request has come
-    engine.add(request("two"))
-    engine.add(request("three"))
-    assert [each.received for each in machine.engines] == [["one"], ["two", "three"]]
-
-
-def test_requests_of_failed_processes_end_with_the_cause_and_none_is_lost(engine: Replicas, machine: Machine) -> None:
     for number in range(3):
         engine.add(request(str(number)))
         machine.engines[number].cause = f"cause {number}"
+    assert machine.num_starts == 3  # only a request starts processes again
     engine.add(request("last"))
+    engine.add(request("another"))
+    assert machine.engines[3].received == ["last", "another"]
     updates = engine.step()
     assert [update.request_id for update in updates] == ["0", "1", "2"]
     assert all(f"rank 0: cause {number}" in str(update.error) for number, update in enumerate(updates))

@@ -45,30 +45,25 @@ def test_at_most_the_blocks_that_all_requests_can_use() -> None:
     assert count_blocks(config(**options), BYTES_PER_TOKEN, 0, not_called) == 3 * 10
 
 
-@pytest.mark.parametrize("memory", [999, 9_999])
-def test_too_small_for_one_request(memory: int) -> None:
-    with pytest.raises(CacheTooSmallError, match="10000 bytes"):
-        count_blocks(config(kv_cache_memory=memory, max_model_len=100), BYTES_PER_TOKEN, 0, not_called)
+@pytest.mark.parametrize(("max_model_len", "needed"), [({"max_model_len": 100}, 10_000), ({}, 2_000)])
+def test_a_cache_too_small_for_one_request_is_refused(max_model_len: dict[str, int], needed: int) -> None:
+    """Without a given length, two blocks are needed."""
+
+    def count(memory: int) -> int:
+        return count_blocks(config(kv_cache_memory=memory, **max_model_len), BYTES_PER_TOKEN, 0, not_called)
+
+    assert count(needed) == needed // 1000
+    with pytest.raises(CacheTooSmallError, match=f"{needed} bytes"):
+        count(needed - 1)
 
 
-def test_an_open_length_needs_two_blocks() -> None:
-    assert count_blocks(config(kv_cache_memory=2_000), BYTES_PER_TOKEN, 0, not_called) == 2
-    with pytest.raises(CacheTooSmallError, match="2000 bytes"):
-        count_blocks(config(kv_cache_memory=1_999), BYTES_PER_TOKEN, 0, not_called)
-
-
-def test_the_largest_step_is_subtracted_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "free_memory", lambda: 300 * 2**20)
-    monkeypatch.setattr(kv_cache, "measure_step_memory", lambda run, device: 100 * 2**20)
-    num_blocks = count_blocks(config(max_num_seqs=10_000), BYTES_PER_TOKEN, 0, not_called)
-    assert num_blocks == 100 * 2**20 // (10 * BYTES_PER_TOKEN)
-
-
-def test_ranks_share_the_memory_beside_their_largest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_ranks_share_the_memory_beside_their_largest_steps(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "free_memory", lambda: 1000 * 2**20)
     monkeypatch.setattr(kv_cache, "measure_step_memory", lambda run, device: 100 * 2**20)
-    num_blocks = count_blocks(config(max_num_seqs=10_000, data_parallel_size=4), BYTES_PER_TOKEN, 0, not_called)
-    assert num_blocks == (1000 - 4 * 100) * 2**20 // 2 // 4 // (10 * BYTES_PER_TOKEN)
+    options = config(max_num_seqs=10_000, data_parallel_size=num_ranks)
+    num_bytes = (1000 - num_ranks * 100) * 2**20 // 2 // num_ranks
+    assert count_blocks(options, BYTES_PER_TOKEN, 0, not_called) == num_bytes // (10 * BYTES_PER_TOKEN)
 
 
 MEASURE = """

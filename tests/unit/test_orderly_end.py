@@ -10,11 +10,10 @@ import pytest
 from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.worker import process
 from moeserve.worker.protocol import Leave
-from moeserve.worker.worker import Worker
 
 
 class Recorder:
-    """Stands for dispatchers, a worker, a process or its channel, and records calls."""
+    """Stands for a worker, a process or its channel, and records calls."""
 
     def __init__(self, name: str, done: list[str]) -> None:
         self.name = name
@@ -28,17 +27,8 @@ class Recorder:
         self.done.append(f"{self.name} receives {message}")
 
 
-def test_a_worker_closes_its_dispatchers_once() -> None:
-    done: list[str] = []
-    worker = Worker.__new__(Worker)
-    worker._dispatchers = cast(Any, Recorder("dispatchers", done))
-    worker.close()
-    worker.close()
-    assert done == ["dispatchers closes"]
-
-
 def test_all_ranks_of_a_replica_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver does so once it has told the others, which cannot before: closing takes all of them."""
+    """The driver closes after it has sent `Leave` to the others: closing is a collective operation."""
     done: list[str] = []
     executor = MultiprocExecutor.__new__(MultiprocExecutor)
     executor._workers = cast(Any, [Recorder("rank 1", done)])
