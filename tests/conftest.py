@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -40,11 +41,11 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def default_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder of the test session, in which the default model is built once."""
-    folder = tmp_path_factory.mktemp("cache")
+    """A cache folder of all processes of a test session, in which the default model is built once."""
+    own = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOESERVE_CACHE", str(folder))
-        yield folder
+        patch.setenv("MOESERVE_CACHE", str((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"))
+        yield Path(os.environ["MOESERVE_CACHE"])
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +66,7 @@ def plain(reference_named: Callable[[str], Reference]) -> Reference:
     return reference_named("mixtral")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     """Rank processes that wait for functions to run."""
     shared = Ranks()

@@ -7,8 +7,8 @@
         assert ranks.run(2, "test_module:add", amount=5) == [5, 6]
 
 Arguments and results are what msgpack can hold. The processes are forked by the fork server, as an engine's are, and
-stay for the next function; those that died are replaced, which takes some 20 ms each. Each run has a store of its own,
-whose server is in the process of the tests.
+stay for the next function; if one has died, all are replaced, which takes some 20 ms each. Each run has a store of its
+own, whose server is in the process of the tests.
 """
 
 from __future__ import annotations
@@ -74,12 +74,10 @@ class Ranks:
 
     def start(self, num_ranks: int, function: str, **arguments: Any) -> Run:
         """Begin the same without waiting, for tests in which ranks fail, die or are stopped."""
-        for rank in range(num_ranks):
-            if rank == len(self.processes):
-                self.processes.append(RankProcess())
-            elif not self.processes[rank].is_alive():
-                self.processes[rank].close()
-                self.processes[rank] = RankProcess()
+        if not all(process.is_alive() for process in self.processes):
+            self.close()  # in survivors, gloo's threads wait for the dead without sleeping
+        while len(self.processes) < num_ranks:
+            self.processes.append(RankProcess())
         return Run(self.processes[:num_ranks], function, arguments)
 
     def close(self) -> None:
