@@ -2,8 +2,6 @@
 
 #include "arguments.h"
 
-#include <nanobind/ndarray.h>
-
 #include <algorithm>
 #include <stdexcept>
 
@@ -72,41 +70,12 @@ bool read_torch(const TorchNames& torch, PyObject* source, Tensor& tensor) {
          read_integers(stride.ptr(), tensor.strides, tensor.num_dims);
 }
 
-ElementType type_of(nb::dlpack::dtype dtype) {
-  using Code = nb::dlpack::dtype_code;
-  const auto is = [&](Code code, int bits) {
-    return dtype == nb::dlpack::dtype{static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1};
-  };
-  if (is(Code::Float, 32)) return ElementType::kFloat32;
-  if (is(Code::Bfloat, 16)) return ElementType::kBFloat16;
-  if (is(Code::Float, 16)) return ElementType::kFloat16;
-  if (is(Code::Int, 32)) return ElementType::kInt32;
-  if (is(Code::Int, 64)) return ElementType::kInt64;
-  if (is(Code::Int, 8)) return ElementType::kInt8;
-  if (is(Code::UInt, 8)) return ElementType::kUInt8;
-  return ElementType::kOther;
-}
-
-bool read_dlpack(nb::handle source, Tensor& tensor) {
-  nb::ndarray<nb::device::cpu> array;
-  if (!nb::try_cast(source, array) || array.ndim() > static_cast<size_t>(Tensor::kMaxDims)) return false;
-  tensor.data = array.data();
-  tensor.type = type_of(array.dtype());
-  tensor.num_dims = static_cast<int>(array.ndim());
-  for (int i = 0; i < tensor.num_dims; ++i) {
-    tensor.sizes[i] = static_cast<int64_t>(array.shape(i));
-    tensor.strides[i] = array.stride(i);
-  }
-  return true;
-}
-
 }  // namespace
 
 bool read_tensor(nb::handle source, Tensor& tensor) {
-  if (source.is_none()) return false;
   const TorchNames* torch = torch_names();
-  const bool is_torch = torch != nullptr && PyObject_TypeCheck(source.ptr(), torch->tensor);
-  const bool is_read = is_torch ? read_torch(*torch, source.ptr(), tensor) : read_dlpack(source, tensor);
+  if (torch == nullptr || !PyObject_TypeCheck(source.ptr(), torch->tensor)) return false;
+  const bool is_read = read_torch(*torch, source.ptr(), tensor);
   if (!is_read) PyErr_Clear();
   if (CpuGraph* graph = capturing_cpu_graph(); is_read && graph != nullptr) graph->keep(source, tensor.data);
   return is_read;
@@ -152,6 +121,13 @@ void check_contiguous(const char* name, const Tensor& tensor, int first_dim) {
 
 void check_type(const char* name, const Tensor& tensor, ElementType expected, const char* expected_name) {
   if (tensor.type != expected) refuse(std::string(name) + " is not of type " + expected_name);
+}
+
+void check_array(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, ElementType type,
+                 const char* type_name) {
+  check_shape(name, tensor, shape);
+  check_type(name, tensor, type, type_name);
+  check_contiguous(name, tensor);
 }
 
 void check_float_type(const char* name, const Tensor& tensor) {

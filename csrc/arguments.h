@@ -34,6 +34,9 @@ void check_shape(const char* name, const Tensor& tensor, std::initializer_list<i
 // Requires contiguity from `first_dim` on. A dimension of size 1 may have any stride.
 void check_contiguous(const char* name, const Tensor& tensor, int first_dim = 0);
 void check_type(const char* name, const Tensor& tensor, ElementType expected, const char* expected_name);
+// Checks shape, type and contiguity.
+void check_array(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, ElementType type,
+                 const char* type_name);
 // Requires bfloat16 or float32.
 void check_float_type(const char* name, const Tensor& tensor);
 
@@ -42,9 +45,9 @@ const Number* numbers(const Tensor& tensor) {
   return static_cast<const Number*>(tensor.data);
 }
 
-// Fill `tensor` from a torch tensor or any object that supports DLPack. Return false for anything else, and for memory
-// of another device. Torch attributes are read directly because a DLPack capsule costs ten times as much. A CPU graph
-// that is being captured keeps the object alive.
+// Fill `tensor` from a torch tensor. Return false for anything else, and for memory of another device. The attributes
+// are read directly because a DLPack capsule costs ten times as much. A CPU graph that is being captured keeps the
+// tensor alive.
 bool read_tensor(nanobind::handle source, Tensor& tensor);
 
 }  // namespace moeserve

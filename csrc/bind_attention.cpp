@@ -25,9 +25,8 @@ void check_key_cache(const Tensor& key_cache) {
 }
 
 void check_value_cache(const Tensor& value_cache, const Tensor& key_cache) {
-  check_shape("value_cache", value_cache, {key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)});
-  check_type("value_cache", value_cache, key_cache.type, "key_cache's");
-  check_contiguous("value_cache", value_cache);
+  check_array("value_cache", value_cache, {key_cache.size(0), key_cache.size(1), key_cache.size(2), key_cache.size(3)},
+              key_cache.type, "key_cache's");
 }
 
 void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
@@ -47,29 +46,16 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
     refuse("value_size=" + std::to_string(out_size) + ", but a row of the cache has " + std::to_string(head_size) +
            " elements");
   }
-  check_shape("out", out, {query.size(0), num_heads, out_size});
-  if (sinks) {
-    check_shape("sinks", *sinks, {num_heads});
-    check_type("sinks", *sinks, ElementType::kFloat32, "float32");
-    check_contiguous("sinks", *sinks);
-  }
+  check_float_type("query", query);
+  check_contiguous("query", query, 2);
+  check_type("key_cache", key_cache, query.type, "query's");
+  check_array("out", out, {query.size(0), num_heads, out_size}, query.type, "query's");
+  if (sinks) check_array("sinks", *sinks, {num_heads}, ElementType::kFloat32, "float32");
   check_dims("block_table", block_table, 2);
   const int64_t num_chunks = block_table.size(0);
-  check_shape("row_starts", row_starts, {num_chunks + 1});
-  check_shape("context_lens", context_lens, {num_chunks});
-
-  check_float_type("query", query);
-  check_type("key_cache", key_cache, query.type, "query's");
-  check_type("out", out, query.type, "query's");
-  check_type("block_table", block_table, ElementType::kInt32, "int32");
-  check_type("row_starts", row_starts, ElementType::kInt32, "int32");
-  check_type("context_lens", context_lens, ElementType::kInt32, "int32");
-
-  check_contiguous("query", query, 2);
-  check_contiguous("out", out);
-  check_contiguous("block_table", block_table);
-  check_contiguous("row_starts", row_starts);
-  check_contiguous("context_lens", context_lens);
+  check_array("block_table", block_table, {num_chunks, block_table.size(1)}, ElementType::kInt32, "int32");
+  check_array("row_starts", row_starts, {num_chunks + 1}, ElementType::kInt32, "int32");
+  check_array("context_lens", context_lens, {num_chunks}, ElementType::kInt32, "int32");
   if (window && *window < 1) refuse("window=" + std::to_string(*window) + ", but it must be at least 1 or None");
 
   PagedAttention step{};

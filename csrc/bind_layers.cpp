@@ -8,8 +8,7 @@
 
 #include "arguments.h"
 #include "bindings.h"
-#include "cpu/addition.h"
-#include "cpu/gating.h"
+#include "cpu/elementwise.h"
 #include "cpu/pairs.h"
 #include "cpu/rms_norm.h"
 #include "cpu/rotary.h"
@@ -37,9 +36,7 @@ RmsNorm read_norm(const Tensor& x, const Tensor& weight, const Tensor& out, doub
   if (x.num_dims != 2) check_dims("x", x, 3);
   check_float_type("x", x);
   const int64_t width = x.size(x.num_dims - 1);
-  check_shape("weight", weight, {width});
-  check_type("weight", weight, x.type, "x's");
-  check_contiguous("weight", weight);
+  check_array("weight", weight, {width}, x.type, "x's");
 
   RmsNorm norm{};
   norm.type = x.type;
@@ -75,12 +72,8 @@ void rotate(const Tensor& heads, const Tensor& cosines, const Tensor& sines, boo
   check_type("out", out, heads.type, "heads'");
   check_contiguous("out", out, 2);
   check_dims("cosines", cosines, 2);
-  check_shape("cosines", cosines, {heads.size(0), cosines.size(1)});
-  check_shape("sines", sines, {heads.size(0), cosines.size(1)});
-  check_type("cosines", cosines, ElementType::kFloat32, "float32");
-  check_type("sines", sines, ElementType::kFloat32, "float32");
-  check_contiguous("cosines", cosines);
-  check_contiguous("sines", sines);
+  check_array("cosines", cosines, {heads.size(0), cosines.size(1)}, ElementType::kFloat32, "float32");
+  check_array("sines", sines, {heads.size(0), cosines.size(1)}, ElementType::kFloat32, "float32");
   if (2 * cosines.size(1) > heads.size(2)) {
     refuse("heads of shape " + shape_text(heads) + " have less than 2 * " + std::to_string(cosines.size(1)) +
            " elements to rotate");
@@ -109,9 +102,7 @@ Scoring scoring_of_name(const std::string& name) {
 
 const float* read_per_expert(const char* name, const std::optional<Tensor>& tensor, int64_t num_experts) {
   if (!tensor) return nullptr;
-  check_shape(name, *tensor, {num_experts});
-  check_type(name, *tensor, ElementType::kFloat32, "float32");
-  check_contiguous(name, *tensor);
+  check_array(name, *tensor, {num_experts}, ElementType::kFloat32, "float32");
   return numbers<float>(*tensor);
 }
 
@@ -125,17 +116,11 @@ void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tens
   const int64_t num_tokens = hidden.size(0);
   check_dims("weight", weight, 2);
   const int64_t num_experts = weight.size(0);
-  check_shape("weight", weight, {num_experts, hidden.size(1)});
-  check_type("weight", weight, ElementType::kFloat32, "float32");
-  check_contiguous("weight", weight);
+  check_array("weight", weight, {num_experts, hidden.size(1)}, ElementType::kFloat32, "float32");
   check_dims("experts", experts, 2);
   const int64_t top_k = experts.size(1);
-  check_shape("experts", experts, {num_tokens, top_k});
-  check_shape("weights", weights, {num_tokens, top_k});
-  check_type("experts", experts, ElementType::kInt64, "int64");
-  check_type("weights", weights, ElementType::kFloat32, "float32");
-  check_contiguous("experts", experts);
-  check_contiguous("weights", weights);
+  check_array("experts", experts, {num_tokens, top_k}, ElementType::kInt64, "int64");
+  check_array("weights", weights, {num_tokens, top_k}, ElementType::kFloat32, "float32");
   if (top_k < 1 || top_k > num_experts) {
     refuse("top_k=" + std::to_string(top_k) + ", but there are " + std::to_string(num_experts) + " experts");
   }
@@ -174,8 +159,7 @@ void choose(const Tensor& hidden, const Tensor& weight, const std::optional<Tens
 
 void check_indices(const char* name, const Tensor& indices) {
   check_dims(name, indices, 1);
-  check_type(name, indices, ElementType::kInt64, "int64");
-  check_contiguous(name, indices);
+  check_array(name, indices, {indices.size(0)}, ElementType::kInt64, "int64");
 }
 
 PairSort read_sort(const Tensor& keys, int64_t first_key, int64_t num_known, const Tensor& order,
@@ -183,9 +167,8 @@ PairSort read_sort(const Tensor& keys, int64_t first_key, int64_t num_known, con
   if (keys.num_dims != 2) check_dims("keys", keys, 1);
   if (keys.type != ElementType::kInt32) check_type("keys", keys, ElementType::kInt64, "int32 or int64");
   check_contiguous("keys", keys, keys.num_dims - 1);
-  check_indices("order", order);
+  check_array("order", order, {keys.num_elements()}, ElementType::kInt64, "int64");
   check_indices("counts", counts);
-  check_shape("order", order, {keys.num_elements()});
   if (first_key < 0 || counts.size(0) > num_known - first_key) {
     refuse("of " + std::to_string(num_known) + " keys, " + std::to_string(counts.size(0)) + " from " +
            std::to_string(first_key) + " on cannot be counted");
@@ -217,8 +200,7 @@ void order_by_key(const Tensor& keys, int64_t first_key, int64_t num_known, cons
 
 void add_to_totals(const Tensor& counts, const Tensor& totals) {
   check_indices("counts", counts);
-  check_indices("totals", totals);
-  check_shape("totals", totals, {counts.size(0)});
+  check_array("totals", totals, {counts.size(0)}, ElementType::kInt64, "int64");
   const CountAddition step{static_cast<const int64_t*>(counts.data), static_cast<int64_t*>(totals.data),
                            counts.size(0)};
   run_kernel([step] { add_counts(step); });
@@ -228,13 +210,10 @@ void choose_expert_copies(const Tensor& experts, const Tensor& copies, const Ten
                           const Tensor& chosen) {
   check_dims("experts", experts, 2);
   check_dims("copies", copies, 2);
-  check_indices("num_copies", num_copies);
-  check_shape("num_copies", num_copies, {copies.size(0)});
-  check_shape("chosen", chosen, {experts.size(0), experts.size(1)});
-  for (const auto& [name, tensor] : {std::pair{"experts", &experts}, {"copies", &copies}, {"chosen", &chosen}}) {
-    check_type(name, *tensor, ElementType::kInt64, "int64");
-    check_contiguous(name, *tensor);
-  }
+  check_array("experts", experts, {experts.size(0), experts.size(1)}, ElementType::kInt64, "int64");
+  check_array("copies", copies, {copies.size(0), copies.size(1)}, ElementType::kInt64, "int64");
+  check_array("num_copies", num_copies, {copies.size(0)}, ElementType::kInt64, "int64");
+  check_array("chosen", chosen, {experts.size(0), experts.size(1)}, ElementType::kInt64, "int64");
   if (first_token < 0) refuse("first_token=" + std::to_string(first_token) + ", but tokens count from 0");
 
   CopyChoice step{};
@@ -254,9 +233,7 @@ void gather(const Tensor& source, const Tensor& indices, int64_t divisor, const 
   check_dims("source", source, 2);
   check_contiguous("source", source, 1);
   check_indices("indices", indices);
-  check_shape("out", out, {indices.size(0), source.size(1)});
-  check_type("out", out, source.type, "source's");
-  check_contiguous("out", out);
+  check_array("out", out, {indices.size(0), source.size(1)}, source.type, "source's");
   if (divisor < 1) refuse("divisor=" + std::to_string(divisor) + ", but it must be at least 1");
 
   RowGather step{};
@@ -275,12 +252,9 @@ void gather(const Tensor& source, const Tensor& indices, int64_t divisor, const 
 void scatter(const Tensor& source, const Tensor& indices, const Tensor& out) {
   check_dims("source", source, 2);
   check_contiguous("source", source);
-  check_indices("indices", indices);
-  check_shape("indices", indices, {source.size(0)});
+  check_array("indices", indices, {source.size(0)}, ElementType::kInt64, "int64");
   check_dims("out", out, 2);
-  check_shape("out", out, {out.size(0), source.size(1)});
-  check_type("out", out, source.type, "source's");
-  check_contiguous("out", out);
+  check_array("out", out, {out.size(0), source.size(1)}, source.type, "source's");
 
   RowScatter step{};
   step.row_bytes = source.size(1) * element_bytes(source.type);
@@ -322,14 +296,10 @@ void sum_rows(const Tensor& rows, const Tensor& pair_of_row, const Tensor& weigh
   check_dims("rows", rows, 2);
   check_float_type("rows", rows);
   check_contiguous("rows", rows);
-  check_indices("pair_of_row", pair_of_row);
-  check_shape("pair_of_row", pair_of_row, {rows.size(0)});
+  check_array("pair_of_row", pair_of_row, {rows.size(0)}, ElementType::kInt64, "int64");
   check_dims("weights", weights, 2);
-  check_type("weights", weights, ElementType::kFloat32, "float32");
-  check_contiguous("weights", weights);
-  check_shape("out", out, {weights.size(0), rows.size(1)});
-  check_type("out", out, rows.type, "rows'");
-  check_contiguous("out", out);
+  check_array("weights", weights, {weights.size(0), weights.size(1)}, ElementType::kFloat32, "float32");
+  check_array("out", out, {weights.size(0), rows.size(1)}, rows.type, "rows'");
 
   WeightedSum step{};
   step.type = rows.type;
@@ -349,11 +319,8 @@ void find_maximum(const Tensor& rows, const Tensor& largest, const Tensor& indic
   check_float_type("rows", rows);
   check_contiguous("rows", rows, 1);
   if (rows.size(1) == 0) refuse("rows of shape " + shape_text(rows) + " have no largest number");
-  check_shape("largest", largest, {rows.size(0)});
-  check_type("largest", largest, ElementType::kFloat32, "float32");
-  check_contiguous("largest", largest);
-  check_indices("indices", indices);
-  check_shape("indices", indices, {rows.size(0)});
+  check_array("largest", largest, {rows.size(0)}, ElementType::kFloat32, "float32");
+  check_array("indices", indices, {rows.size(0)}, ElementType::kInt64, "int64");
 
   RowMaximum maximum{};
   maximum.type = rows.type;
@@ -369,12 +336,9 @@ void find_maximum(const Tensor& rows, const Tensor& largest, const Tensor& indic
 void add(const Tensor& a, const Tensor& b, const Tensor& out) {
   check_dims("a", a, 2);
   check_float_type("a", a);
-  for (const auto& [name, tensor] : {std::pair{"b", &b}, std::pair{"out", &out}}) {
-    check_shape(name, *tensor, {a.size(0), a.size(1)});
-    check_type(name, *tensor, a.type, "a's");
-    check_contiguous(name, *tensor);
-  }
   check_contiguous("a", a);
+  check_array("b", b, {a.size(0), a.size(1)}, a.type, "a's");
+  check_array("out", out, {a.size(0), a.size(1)}, a.type, "a's");
 
   const Addition step{a.type, a.data, b.data, out.data, a.num_elements()};
   run_kernel([step] { add_elements(step); });
@@ -384,12 +348,8 @@ void gate(const Tensor& gates, const Tensor& rows, const Tensor& out) {
   check_dims("rows", rows, 2);
   check_float_type("rows", rows);
   check_contiguous("rows", rows);
-  check_shape("gates", gates, {rows.size(0), 1});
-  check_shape("out", out, {rows.size(0), rows.size(1)});
-  for (const auto& [name, tensor] : {std::pair{"gates", &gates}, std::pair{"out", &out}}) {
-    check_type(name, *tensor, rows.type, "rows'");
-    check_contiguous(name, *tensor);
-  }
+  check_array("gates", gates, {rows.size(0), 1}, rows.type, "rows'");
+  check_array("out", out, {rows.size(0), rows.size(1)}, rows.type, "rows'");
 
   const Gating step{rows.type, gates.data, rows.data, out.data, rows.size(0), rows.size(1)};
   run_kernel([step] { gate_rows(step); });

@@ -17,8 +17,6 @@ namespace nb = nanobind;
 
 namespace moeserve {
 
-#if defined(__linux__)
-
 namespace {
 
 std::vector<int64_t> scaled(std::vector<int64_t> sizes, int64_t factor) {
@@ -145,11 +143,5 @@ void bind_shared_memory(nb::module_& module) {
       .def("close", &SharedMemory::close, nb::call_guard<nb::gil_scoped_release>(),
            "Leave the group. Ranks that wait for this rank fail.");
 }
-
-#else
-
-void bind_shared_memory(nb::module_&) {}  // futexes and memfds exist on Linux only
-
-#endif
 
 }  // namespace moeserve

@@ -1,4 +1,4 @@
-// Vector operations of attention: powers of 2, transposition, and reductions over the lanes of a vector.
+// Vector operations of attention: powers of 2, transposition and interleaving.
 
 #pragma once
 
@@ -47,7 +47,6 @@ MOESERVE_INLINE const Segment& segment_at(const char* address) { return *reinter
 template <int W>
 MOESERVE_INLINE Float<W> load_segments(const char* const* rows, int64_t offset) {
   Float<W> lanes;
-#if defined(MOESERVE_X86)
   if constexpr (W == 16) {
     asm("vmovups %1, %x0\n\t"
         "vinsertf32x4 $1, %2, %0, %0\n\t"
@@ -56,17 +55,12 @@ MOESERVE_INLINE Float<W> load_segments(const char* const* rows, int64_t offset) 
         : "=&v"(lanes)
         : "m"(segment_at(rows[0] + offset)), "m"(segment_at(rows[4] + offset)), "m"(segment_at(rows[8] + offset)),
           "m"(segment_at(rows[12] + offset)));
-    return lanes;
-  }
-  if constexpr (W == 8) {
+  } else {
     asm("vmovups %1, %x0\n\t"
         "vinsertf128 $1, %2, %0, %0"
         : "=&x"(lanes)
         : "m"(segment_at(rows[0] + offset)), "m"(segment_at(rows[4] + offset)));
-    return lanes;
   }
-#endif
-  for (int i = 0; i < W / 4; ++i) std::memcpy(reinterpret_cast<char*>(&lanes) + i * 16, rows[4 * i] + offset, 16);
   return lanes;
 }
 
@@ -96,36 +90,6 @@ MOESERVE_INLINE void load_transposed(const char* const* rows, int64_t offset, Fl
     columns[column + 2] = interleave<W, 0, 2>(high01, high23, kLanes);
     columns[column + 3] = interleave<W, 2, 2>(high01, high23, kLanes);
   }
-}
-
-template <int W, int... kLane>
-MOESERVE_INLINE Float<W> rotate(Float<W> lanes, int by, std::integer_sequence<int, kLane...>) {
-  switch (by) {
-    case 1:
-      return pick<W, ((kLane + 1) % W)...>(lanes, lanes);
-    case 2:
-      return pick<W, ((kLane + 2) % W)...>(lanes, lanes);
-    case 4:
-      return pick<W, ((kLane + 4) % W)...>(lanes, lanes);
-    default:
-      return pick<W, ((kLane + 8) % W)...>(lanes, lanes);
-  }
-}
-
-template <int W>
-MOESERVE_INLINE float largest_lane(Float<W> lanes) {
-  MOESERVE_UNROLL
-  for (int by = W / 2; by >= 1; by /= 2) {
-    lanes = larger<W>(lanes, rotate<W>(lanes, by, std::make_integer_sequence<int, W>{}));
-  }
-  return lanes[0];
-}
-
-template <int W>
-MOESERVE_INLINE float sum_lanes(Float<W> lanes) {
-  MOESERVE_UNROLL
-  for (int by = W / 2; by >= 1; by /= 2) lanes += rotate<W>(lanes, by, std::make_integer_sequence<int, W>{});
-  return lanes[0];
 }
 
 // Interleave 16-bit lanes of `a` and `b`, from kFirst on.

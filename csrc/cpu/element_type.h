@@ -1,4 +1,4 @@
-// The element types of tensors.
+// The element types of tensors, and rows of heads that may be views of wider rows.
 
 #pragma once
 
@@ -28,5 +28,12 @@ inline int64_t element_bytes(ElementType type) {
   }
   throw std::invalid_argument("unsupported element type of a tensor");
 }
+
+// Rows [tokens, heads, width] with contiguous elements. Strides in elements.
+struct HeadRows {
+  void* data;
+  int64_t token_stride;
+  int64_t head_stride;
+};
 
 }  // namespace moeserve

@@ -13,7 +13,6 @@ namespace {
 
 std::vector<Isa> find_usable() {
   std::vector<Isa> usable;
-#if defined(MOESERVE_X86)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -21,8 +20,6 @@ std::vector<Isa> find_usable() {
   if (avx512 && __builtin_cpu_supports("avx512bf16")) usable.push_back(Isa::kAvx512Bf16);
   if (avx512) usable.push_back(Isa::kAvx512);
   if (avx2) usable.push_back(Isa::kAvx2);
-#endif
-  usable.push_back(Isa::kBaseline);
 
   // MOESERVE_ISA sets an upper limit, so that one machine can test and measure the kernels of others.
   const char* highest = std::getenv("MOESERVE_ISA");
@@ -36,7 +33,7 @@ std::vector<Isa> find_usable() {
 }
 
 std::atomic<Isa>& chosen() {
-  static std::atomic<Isa> isa{usable_isas().front()};
+  static std::atomic<Isa> isa{usable_isas().empty() ? Isa::kAvx2 : usable_isas().front()};
   return isa;
 }
 
@@ -51,19 +48,7 @@ Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 
 void set_isa(Isa isa) { chosen().store(isa, std::memory_order_relaxed); }
 
-std::string isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::kAvx512Bf16:
-      return "avx512_bf16";
-    case Isa::kAvx512:
-      return "avx512";
-    case Isa::kAvx2:
-      return "avx2";
-    case Isa::kBaseline:
-      break;
-  }
-  return "baseline";
-}
+std::string isa_name(Isa isa) { return choose_version(isa, "avx2", "avx512", "avx512_bf16"); }
 
 Isa isa_of_name(const std::string& name) {
   std::string usable_names;

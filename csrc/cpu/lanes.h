@@ -1,8 +1,7 @@
 // Vectors of W floats, for kernels that are written once and compiled for several instruction sets.
 //
-// Everything here is inlined into its caller and uses the instruction set of the caller: W = 16 suits AVX-512, 8 AVX2,
-// 4 SSE2 and NEON. A vector wider than the registers works, but slowly. No vector is passed in a call, so the ABI
-// warnings of GCC (-Wpsabi) do not apply.
+// Everything here is inlined into its caller and uses the instruction set of the caller: W = 16 needs AVX-512, 8 AVX2.
+// No vector is passed in a call, so the ABI warnings of GCC (-Wpsabi) do not apply.
 
 #pragma once
 
@@ -55,14 +54,9 @@ MOESERVE_INLINE void store(float* target, Float<W> lanes) {
 // one.
 template <int W>
 MOESERVE_INLINE Float<W> broadcast(float value) {
-#if defined(MOESERVE_X86)
-  if constexpr (W >= 8) {
-    Float<W> lanes;
-    asm("vbroadcastss %1, %0" : "=v"(lanes) : "vm"(value));
-    return lanes;
-  }
-#endif
-  return value - Float<W>{};
+  Float<W> lanes;
+  asm("vbroadcastss %1, %0" : "=v"(lanes) : "vm"(value));
+  return lanes;
 }
 
 // Return the larger lanes, and `b` where a lane is NaN.
@@ -139,7 +133,7 @@ MOESERVE_INLINE Float<W> sum_each(Float<W> (&vectors)[W]) {
 }
 
 // 2 * W consecutive elements as two vectors. The assignment of elements to lanes depends on the element type: see
-// `place`.
+// `load_pair`.
 template <int W>
 struct Pair {
   Float<W> first;
@@ -170,16 +164,6 @@ MOESERVE_INLINE Float<W> load_in_order(const BFloat16* source) {
   Halves halves;
   std::memcpy(&halves, source, sizeof(halves));
   return reinterpret_cast<Float<W>>(__builtin_convertvector(halves, typename Vector<W>::UInt) << 16);
-}
-
-// Return the lane of element i in the concatenation of both vectors of a pair.
-template <int W>
-constexpr int place(const float*, int i) {
-  return i;
-}
-template <int W>
-constexpr int place(const BFloat16*, int i) {
-  return i / 2 + i % 2 * W;
 }
 
 // Load the first `count` elements; the other lanes are zero.

@@ -143,7 +143,14 @@ MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
   }
 }
 
-#if defined(MOESERVE_X86)
+// Call run(std::integral_constant) with a number of rows from 1 to kDotRows.
+template <int kRows = 1, typename Run>
+MOESERVE_TARGET_AVX512_BF16 void call_with_rows(int num_rows, const Run& run) {
+  if constexpr (kRows < kDotRows) {
+    if (num_rows > kRows) return call_with_rows<kRows + 1>(num_rows, run);
+  }
+  run(std::integral_constant<int, kRows>{});
+}
 
 template <WeightFormat kFormat>
 MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
@@ -159,20 +166,7 @@ MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
       dot_tile<kRows, kFormat, kAhead>(input, stride, block, next, sums);
     }
   };
-  switch (work.num_rows) {
-    case 1:
-      return run(std::integral_constant<int, 1>{});
-    case 2:
-      return run(std::integral_constant<int, 2>{});
-    case 3:
-      return run(std::integral_constant<int, 3>{});
-    case 4:
-      return run(std::integral_constant<int, 4>{});
-    case 5:
-      return run(std::integral_constant<int, 5>{});
-    default:
-      return run(std::integral_constant<int, 6>{});
-  }
+  call_with_rows(work.num_rows, run);
 }
 
 // Process tile t of `num_tiles`, which reads the block once and prefetches its share of the next block.
@@ -212,20 +206,9 @@ MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const Work& work, Scratch& room) 
     for_each_tile(work.num_rows, num_tiles, [&](int t, int row, int rows) MOESERVE_TARGET_AVX512_BF16 {
       const BFloat16* values = input + row * stride + first;
       float* sums = room.sums + row * kTileOutputs;
-      switch (rows) {
-        case 1:
-          return dot_shared<1>(values, stride, block, next, t, num_tiles, sums);
-        case 2:
-          return dot_shared<2>(values, stride, block, next, t, num_tiles, sums);
-        case 3:
-          return dot_shared<3>(values, stride, block, next, t, num_tiles, sums);
-        case 4:
-          return dot_shared<4>(values, stride, block, next, t, num_tiles, sums);
-        case 5:
-          return dot_shared<5>(values, stride, block, next, t, num_tiles, sums);
-        default:
-          return dot_shared<6>(values, stride, block, next, t, num_tiles, sums);
-      }
+      call_with_rows(rows, [&](auto count) MOESERVE_TARGET_AVX512_BF16 {
+        dot_shared<decltype(count)::value>(values, stride, block, next, t, num_tiles, sums);
+      });
     });
   }
 }
@@ -263,13 +246,6 @@ MOESERVE_TARGET_AVX512 void accumulate_avx512(const Work& work, Scratch& room) {
 MOESERVE_TARGET_AVX2 void accumulate_avx2(const Work& work, Scratch& room) {
   if (work.product.type == ElementType::kBFloat16) return accumulate<8, 4, 2, BFloat16>(work, room);
   accumulate<8, 4, 2, float>(work, room);
-}
-
-#endif
-
-void accumulate_baseline(const Work& work, Scratch& room) {
-  if (work.product.type == ElementType::kBFloat16) return accumulate<4, 4, 2, BFloat16>(work, room);
-  accumulate<4, 4, 2, float>(work, room);
 }
 
 template <int W>
@@ -359,7 +335,6 @@ MOESERVE_INLINE void run_item(const PackedProduct& product, const RowGroup& grou
   run_item<W, float>(product, group, item, accumulate_rows);
 }
 
-#if defined(MOESERVE_X86)
 MOESERVE_TARGET_AVX512_BF16 void run_avx512_bf16(const PackedProduct& product, const RowGroup& group,
                                                  const Item& item) {
   run_item<16>(product, group, item, accumulate_avx512_bf16);
@@ -369,20 +344,6 @@ MOESERVE_TARGET_AVX512 void run_avx512(const PackedProduct& product, const RowGr
 }
 MOESERVE_TARGET_AVX2 void run_avx2(const PackedProduct& product, const RowGroup& group, const Item& item) {
   run_item<8>(product, group, item, accumulate_avx2);
-}
-#endif
-void run_baseline(const PackedProduct& product, const RowGroup& group, const Item& item) {
-  run_item<4>(product, group, item, accumulate_baseline);
-}
-
-using RunItem = void (*)(const PackedProduct&, const RowGroup&, const Item&);
-
-RunItem choose_run_item([[maybe_unused]] Isa isa) {
-#if defined(MOESERVE_X86)
-  return choose_version<RunItem>(isa, run_baseline, run_avx2, run_avx512, run_avx512_bf16);
-#else
-  return run_baseline;
-#endif
 }
 
 // Items are ordered by group, rows and column, because panels of neighbouring columns are adjacent in memory.
@@ -443,7 +404,7 @@ void packed_product(const PackedProduct& asked, const std::vector<RowGroup>& ask
     num_rows += group.num_rows;
     num_weights += group.num_rows > 0 ? product.num_outputs * product.num_inputs : 0;
   }
-  const RunItem run = choose_run_item(current_isa());
+  const auto run = choose_version(current_isa(), run_avx2, run_avx512, run_avx512_bf16);
   const auto work = [&](int64_t i) { run(product, groups[items[i].group], items[i]); };
   if (std::max(num_weights * 2, num_rows * product.num_outputs * product.num_inputs / 8) < kParallelWork) {
     for (size_t i = 0; i < items.size(); ++i) work(static_cast<int64_t>(i));

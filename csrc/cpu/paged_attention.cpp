@@ -1,26 +1,19 @@
-// Attention over a paged KV cache: the division of a step into items, and the merge of partial results.
+// Attention over a paged KV cache: the work of an item, and the merge of partial results.
 //
 // Positions are cut at fixed places: into blocks, which are reduced one after the other (attention_block.h), and into
 // partitions of some blocks, which are reduced separately and then merged in order. The order of additions therefore
 // follows from the position of a row and the shapes alone, and a long context can still be shared between threads.
-//
-// An item is the unit of work of a thread: some rows of a chunk, with some query heads of one key-value head, over some
-// partitions. The choice of items changes no bit.
 
 #include "paged_attention.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <deque>
-#include <limits>
 #include <new>
-#include <stdexcept>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "attention_block.h"
+#include "attention_plan.h"
 #include "isa.h"
 #include "parallel.h"
 
@@ -28,45 +21,7 @@ namespace moeserve {
 
 namespace {
 
-constexpr int kPartition = 256;         // positions per kHeadsPerPartition heads of a group
-constexpr int kHeadsPerPartition = 16;  // keeps the states of a group smaller than its keys and values
-constexpr int kMostQueries = 96;    // queries of an item: states and packed operands must fit in the cache of a core
-constexpr int kFewQueries = 8;      // queries of an item: with fewer, packing dominates
-constexpr int kItemsPerThread = 4;  // enough to balance a delayed thread
-constexpr double kWorthThreads = 8e-6;  // seconds of work that justify another thread
 constexpr int kWordBytes = 4;
-
-static_assert(kPartition % kBlock == 0);
-
-// Consecutive rows, the first of them at `position`, and the blocks of their context.
-struct Chunk {
-  int64_t first_row;  // among the tokens
-  int64_t num_rows;
-  int64_t position;
-  const int32_t* blocks;
-};
-
-struct Item {
-  int32_t chunk;
-  int32_t first_row;  // of the chunk
-  int32_t num_rows;
-  int32_t first_head;
-  int32_t num_heads;
-  int32_t first_partition;
-  int32_t num_partitions;
-  int32_t shared;  // index into `Job::shared`; -1: the item covers all partitions that its rows attend to
-};
-
-// Rows and heads whose partitions are divided among several items.
-struct Shared {
-  int64_t first_float;  // of its states in `Job::shared_states`
-  int32_t first_partition;
-  int32_t num_partitions;
-  std::atomic<int32_t> num_missing;  // the item that completes the last partition merges them
-
-  Shared(int64_t first_float, int32_t first, int32_t count)
-      : first_float(first_float), first_partition(first), num_partitions(count), num_missing(count) {}
-};
 
 // A buffer that is kept from call to call, aligned to cache lines.
 class Buffer {
@@ -112,9 +67,7 @@ struct Scratch {
   Buffer zeros;
   Buffer visible;
   // Used by the calling thread, for all threads.
-  std::vector<Chunk> chunks;
-  std::vector<Item> items;
-  std::deque<Shared> shared;
+  AttentionPlan plan;
   Buffer shared_states;
 };
 
@@ -126,38 +79,10 @@ Scratch& scratch() {
 struct Job {
   const PagedAttention& step;
   const BlockKernels& kernels;
-  std::vector<Chunk>& chunks;
-  std::vector<Item>& items;
-  std::deque<Shared>& shared;
+  AttentionPlan& plan;
   float* shared_states;
 };
 
-int64_t group_size(const PagedAttention& step) { return step.num_heads / step.num_kv_heads; }
-
-int64_t first_position(const PagedAttention& step, int64_t position) {
-  return step.window == 0 ? 0 : std::max<int64_t>(0, position - step.window + 1);
-}
-
-int64_t partition_size(const PagedAttention& step) {
-  return kPartition * std::max<int64_t>(1, group_size(step) / kHeadsPerPartition);
-}
-
-// Return the range of partitions that some rows of a chunk attend to.
-int64_t first_partition(const PagedAttention& step, const Chunk& chunk, int64_t first_row) {
-  return first_position(step, chunk.position + first_row) / partition_size(step);
-}
-int64_t end_partition(const PagedAttention& step, const Chunk& chunk, int64_t end_row) {
-  return (chunk.position + end_row - 1) / partition_size(step) + 1;
-}
-
-int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-
-// The states of the queries of an item over one partition are one array of floats. Each of its parts is aligned to
-// cache lines.
-int64_t values_stride(const PagedAttention& step) { return round_up(step.value_size, 16); }
-int64_t states_size(const PagedAttention& step, int64_t num_queries) {
-  return 2 * round_up(num_queries, 16) + num_queries * values_stride(step);
-}
 States states_at(float* room, int64_t num_queries) {
   return {room, room + round_up(num_queries, 16), room + 2 * round_up(num_queries, 16)};
 }
@@ -384,10 +309,10 @@ void attend_partition(ItemContext& context, int64_t partition, const States& sta
 
 void run_item(Job& job, size_t index) {
   const PagedAttention& step = job.step;
-  const Item& item = job.items[index];
-  const Item* next = index + 1 < job.items.size() ? &job.items[index + 1] : nullptr;
+  const Item& item = job.plan.items[index];
+  const Item* next = index + 1 < job.plan.items.size() ? &job.plan.items[index + 1] : nullptr;
   const BlockKernels& kernels = job.kernels;
-  const Chunk& chunk = job.chunks[item.chunk];
+  const Chunk& chunk = job.plan.chunks[item.chunk];
   const int head_size = static_cast<int>(step.head_size);
   const int value_size = static_cast<int>(step.value_size);
   const int num_queries = item.num_rows * item.num_heads;
@@ -419,7 +344,7 @@ void run_item(Job& job, size_t index) {
                       item,
                       chunk,
                       next,
-                      next == nullptr ? nullptr : &job.chunks[next->chunk],
+                      next == nullptr ? nullptr : &job.plan.chunks[next->chunk],
                       zeros,
                       queries,
                       room.keys.at_least<char>(kernels.packed_keys_size(head_size) * kWordBytes),
@@ -434,7 +359,7 @@ void run_item(Job& job, size_t index) {
 
   const int64_t size = states_size(step, num_queries);
   float* own_states = room.states.at_least<float>(2 * size);
-  Shared* shared = item.shared < 0 ? nullptr : &job.shared[item.shared];
+  Shared* shared = item.shared < 0 ? nullptr : &job.plan.shared[item.shared];
   const auto states_of = [&](int64_t partition) {
     if (shared == nullptr) return states_at(own_states + (partition == item.first_partition ? 0 : size), num_queries);
     return states_at(job.shared_states + shared->first_float + (partition - shared->first_partition) * size,
@@ -466,168 +391,22 @@ void run_item(Job& job, size_t index) {
   });
 }
 
-void refuse(const std::string& what) { throw std::invalid_argument("paged_attention: " + what); }
-
-// Collect the rows with a position and check them against the sizes. Returns their number.
-int64_t find_chunks(const PagedAttention& step, std::vector<Chunk>& chunks) {
-  chunks.clear();
-  int64_t num_rows = 0;
-  for (int64_t s = 0; s < step.num_chunks; ++s) {
-    const int64_t begin = step.row_starts[s];
-    const int64_t end = step.row_starts[s + 1];
-    if (begin < 0 || end < begin || end > step.num_tokens) {
-      refuse("chunk " + std::to_string(s) + " has rows " + std::to_string(begin) + " to " + std::to_string(end) +
-             ", but there are " + std::to_string(step.num_tokens) + " tokens");
-    }
-    const int64_t context_len = step.context_lens[s];
-    const int32_t* blocks = step.block_table + s * step.max_blocks;
-    const int64_t num_blocks = (context_len + step.block_size - 1) / step.block_size;
-    if (context_len < 0 || num_blocks > step.max_blocks) {
-      refuse("chunk " + std::to_string(s) + " has a context of " + std::to_string(context_len) +
-             " positions, but its blocks hold " + std::to_string(step.max_blocks * step.block_size));
-    }
-    const int64_t first_row = std::max(begin, end - context_len);
-    if (first_row == end) continue;
-    const int64_t position = context_len - end + first_row;
-    chunks.push_back({first_row, end - first_row, position, blocks});
-    num_rows += end - first_row;
-    for (int64_t b = first_position(step, position) / step.block_size; b < num_blocks; ++b) {
-      if (blocks[b] < 0 || blocks[b] >= step.num_blocks) {
-        refuse("chunk " + std::to_string(s) + " has block " + std::to_string(blocks[b]) + ", but there are " +
-               std::to_string(step.num_blocks));
-      }
-    }
-  }
-  return num_rows;
-}
-
-// Return the maximal number of heads and rows of an item.
-struct Division {
-  int64_t num_heads;
-  int64_t num_rows;
-};
-
-Division divide(const PagedAttention& step, int64_t num_queries) {
-  const int64_t group = group_size(step);
-  const int64_t parts = (group + num_queries - 1) / num_queries;
-  const int64_t num_heads = (group + parts - 1) / parts;
-  return {num_heads, std::max<int64_t>(1, num_queries / num_heads)};
-}
-
-// Call use(chunk, first_row, num_rows) for the rows of each item.
-template <typename Use>
-void for_rows(const std::vector<Chunk>& chunks, const Division& division, const Use& use) {
-  for (size_t c = 0; c < chunks.size(); ++c) {
-    // Items of similar size, so that the last one is not small.
-    const int64_t parts = (chunks[c].num_rows + division.num_rows - 1) / division.num_rows;
-    for (int64_t part = 0; part < parts; ++part) {
-      const int64_t first = chunks[c].num_rows * part / parts;
-      use(static_cast<int32_t>(c), first, chunks[c].num_rows * (part + 1) / parts - first);
-    }
-  }
-}
-
-// Count the items without shared partitions, and all of their partitions.
-struct Count {
-  int64_t items = 0;
-  int64_t partitions = 0;
-};
-
-Count count_items(const Job& job, const Division& division) {
-  const PagedAttention& step = job.step;
-  const int64_t group = group_size(step);
-  const int64_t per_rows = step.num_kv_heads * ((group + division.num_heads - 1) / division.num_heads);
-  Count count;
-  for_rows(job.chunks, division, [&](int32_t chunk, int64_t first_row, int64_t num_rows) {
-    count.items += per_rows;
-    count.partitions += per_rows * (end_partition(step, job.chunks[chunk], first_row + num_rows) -
-                                    first_partition(step, job.chunks[chunk], first_row));
-  });
-  return count;
-}
-
-// Estimate the time that one thread needs for the step, in seconds.
-double estimate_seconds(const PagedAttention& step, const std::vector<Chunk>& chunks) {
-  double num_pairs = 0;
-  double num_read = 0;
-  for (const Chunk& chunk : chunks) {
-    const int64_t last = chunk.position + chunk.num_rows - 1;
-    const int64_t middle = chunk.position + chunk.num_rows / 2;
-    num_pairs += static_cast<double>(chunk.num_rows * step.num_heads) * (middle + 1 - first_position(step, middle));
-    num_read += static_cast<double>(last + 1 - first_position(step, chunk.position));
-  }
-  const double sizes = static_cast<double>(step.head_size + step.value_size);
-  const double bytes = num_read * step.num_kv_heads * sizes * element_bytes(step.type);
-  return num_pairs * sizes * 2 / 80e9 + bytes / 12e9;
-}
-
-// Fill `items`: large ones if every thread gets some. A context is shared if there are too few rows and heads.
-void plan(Job& job, int num_threads, Buffer& shared_states) {
-  const PagedAttention& step = job.step;
-  job.items.clear();
-  job.shared.clear();
-  Division division = divide(step, kMostQueries);
-  int64_t most = std::numeric_limits<int32_t>::max();  // maximal number of partitions of an item
-  if (num_threads > 1) {
-    const int64_t wanted = int64_t{num_threads} * kItemsPerThread;
-    Count count = count_items(job, division);
-    for (int64_t num_queries = kMostQueries / 2; num_queries >= kFewQueries && count.items < wanted; num_queries /= 2) {
-      // Few queries share their context instead: dividing them would repeat the packing.
-      if (num_queries < kMostQueries / 4 && count.partitions >= 2 * num_threads) break;
-      division = divide(step, num_queries);
-      count = count_items(job, division);
-    }
-    if (count.items < wanted) most = std::max<int64_t>(1, count.partitions / wanted);
-  }
-
-  const int64_t group = group_size(step);
-  int64_t num_floats = 0;
-  for_rows(job.chunks, division, [&](int32_t chunk, int64_t first_row, int64_t num_rows) {
-    const auto begin = static_cast<int32_t>(first_partition(step, job.chunks[chunk], first_row));
-    const auto end = static_cast<int32_t>(end_partition(step, job.chunks[chunk], first_row + num_rows));
-    for (int64_t head = 0, num_heads = 0; head < step.num_heads; head += num_heads) {
-      num_heads = std::min(division.num_heads, group - head % group);
-      Item item{chunk,
-                static_cast<int32_t>(first_row),
-                static_cast<int32_t>(num_rows),
-                static_cast<int32_t>(head),
-                static_cast<int32_t>(num_heads),
-                begin,
-                end - begin,
-                -1};
-      if (end - begin <= most) {
-        job.items.push_back(item);
-        continue;
-      }
-      item.shared = static_cast<int32_t>(job.shared.size());
-      job.shared.emplace_back(num_floats, begin, end - begin);
-      num_floats += (end - begin) * states_size(step, num_rows * num_heads);
-      for (int64_t first = begin; first < end; first += most) {
-        item.first_partition = static_cast<int32_t>(first);
-        item.num_partitions = static_cast<int32_t>(std::min(most, end - first));
-        job.items.push_back(item);
-      }
-    }
-  });
-  job.shared_states = shared_states.at_least<float>(num_floats);
-}
-
 }  // namespace
 
 void paged_attention(const PagedAttention& step) {
   Scratch& room = scratch();
-  const int64_t num_rows = find_chunks(step, room.chunks);
+  const int64_t num_rows = plan_attention(step, room.plan);
   if (num_rows < step.num_tokens) {
     std::memset(step.out, 0, step.num_tokens * step.num_heads * step.value_size * element_bytes(step.type));
   }
-  if (room.chunks.empty() || step.num_heads == 0) return;
-  Job job{step, choose_block_kernels(current_isa(), step.type), room.chunks, room.items, room.shared, nullptr};
-  const int threads = estimate_seconds(step, room.chunks) < kWorthThreads ? 1 : num_threads();
-  plan(job, threads, room.shared_states);
-  if (threads == 1) {
-    for (size_t i = 0; i < job.items.size(); ++i) run_item(job, i);
+  float* shared_states = room.shared_states.at_least<float>(room.plan.num_shared_floats);
+  Job job{step, choose_block_kernels(current_isa(), step.type), room.plan, shared_states};
+  const auto run = [&](int64_t i) { run_item(job, static_cast<size_t>(i)); };
+  const auto num_items = static_cast<int64_t>(room.plan.items.size());
+  if (room.plan.num_threads == 1) {
+    for (int64_t i = 0; i < num_items; ++i) run(i);
   } else {
-    parallel_for(static_cast<int64_t>(job.items.size()), [&](int64_t i) { run_item(job, static_cast<size_t>(i)); });
+    parallel_for(num_items, run);
   }
 }
 

@@ -60,17 +60,9 @@ MOESERVE_INLINE void sum_tokens(const WeightedSum& sum, const int64_t* row_of_pa
   }
 }
 
-template <int W>
-MOESERVE_INLINE void sum_tokens(const WeightedSum& sum, const int64_t* row_of_pair, int64_t first, int64_t last) {
-  if (sum.type == ElementType::kBFloat16) {
-    sum_tokens<W, BFloat16>(sum, row_of_pair, first, last);
-  } else {
-    sum_tokens<W, float>(sum, row_of_pair, first, last);
-  }
-}
-
-MOESERVE_DEFINE_VARIANTS(sum_tokens, (const WeightedSum& sum, const int64_t* row_of_pair, int64_t first, int64_t last),
-                         (sum, row_of_pair, first, last))
+MOESERVE_DEFINE_TYPED_VARIANTS(sum_tokens, sum.type,
+                               (const WeightedSum& sum, const int64_t* row_of_pair, int64_t first, int64_t last),
+                               (sum, row_of_pair, first, last))
 
 template <typename Key>
 void check_keys(const PairSort& sort) {
@@ -209,7 +201,7 @@ void weighted_sum(const WeightedSum& sum) {
     }
     row_of_pair[pair] = r;
   }
-  const auto run = choose_sum_tokens(current_isa());
+  const auto run = choose_sum_tokens_of_type(current_isa());
   for_rows(sum.num_tokens, (sum.top_k + 1) * sum.width * element_bytes(sum.type),
            [&](int64_t first, int64_t last) { run(sum, row_of_pair, first, last); });
 }

@@ -1,16 +1,14 @@
-// Choice between the OpenMP threads of torch and a pool of our own.
+// Division of the items of a kernel among the OpenMP threads of torch.
 
 #include "parallel.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
-#include <memory>
 #include <stdexcept>
 #include <string>
-
-#include "thread_pool.h"
 
 namespace moeserve {
 
@@ -29,29 +27,54 @@ GompParallel find_openmp() {
 std::atomic<int> wanted_threads{1};
 std::atomic<bool> is_busy{false};
 std::atomic<bool> is_forked{false};
-ThreadPool* own_pool = nullptr;  // guarded by `is_busy`; never destroyed, so that exit cannot hang
 
-// Runs in the child of a fork: the threads of both kinds do not exist there, and their state must not be touched.
-void forget_threads() {
-  is_forked = true;
-  is_busy = false;
-  own_pool = nullptr;
-}
+// Runs in the child of a fork, where the threads do not exist and the runtime would wait for them forever.
+void forget_threads() { is_forked = true; }
 
 struct BusyGuard {
   ~BusyGuard() { is_busy.store(false, std::memory_order_release); }
 };
 
-ThreadPool& pool_of(int num_threads) {
-  if (own_pool == nullptr || own_pool->num_workers() != num_threads - 1) {
-    delete own_pool;
-    own_pool = nullptr;
-    auto fresh = std::make_unique<ThreadPool>();
-    fresh->start(num_threads - 1);
-    own_pool = fresh.release();
+// The items of a job, which any number of threads process one by one.
+//
+// Each thread starts with a range of its own, so that neighbouring items are mostly processed in order by one thread,
+// which suits the memory prefetchers. A thread that has finished its range helps with the others.
+class Items {
+ public:
+  Items(int64_t num_items, int num_threads, const std::function<void(int64_t)>& work)
+      : num_ranges_(std::min(num_threads, kMaxRanges)), work_(work) {
+    for (int i = 0; i < num_ranges_; ++i) {
+      ranges_[i].next.store(num_items * i / num_ranges_, std::memory_order_relaxed);
+      ranges_[i].end = num_items * (i + 1) / num_ranges_;
+    }
   }
-  return *own_pool;
-}
+
+  // Process items until none is left. Each thread of the job calls this once.
+  void run_all() {
+    const int own = num_joined_.fetch_add(1, std::memory_order_relaxed) % num_ranges_;
+    for (int i = 0; i < num_ranges_; ++i) {
+      Range& range = ranges_[(own + i) % num_ranges_];
+      for (;;) {
+        const int64_t item = range.next.fetch_add(1, std::memory_order_relaxed);
+        if (item >= range.end) break;
+        work_(item);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kMaxRanges = 64;
+
+  struct alignas(64) Range {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+
+  const int num_ranges_;
+  const std::function<void(int64_t)>& work_;
+  std::atomic<int> num_joined_{0};
+  Range ranges_[kMaxRanges];
+};
 
 }  // namespace
 
@@ -68,7 +91,7 @@ bool uses_openmp() { return find_openmp() != nullptr && !is_forked; }
 
 void parallel_for(int64_t num_items, const std::function<void(int64_t)>& work) {
   const int num_threads = wanted_threads;
-  if (num_threads == 1 || num_items <= 1 || is_busy.exchange(true, std::memory_order_acquire)) {
+  if (num_threads == 1 || num_items <= 1 || !uses_openmp() || is_busy.exchange(true, std::memory_order_acquire)) {
     for (int64_t item = 0; item < num_items; ++item) work(item);
     return;
   }
@@ -76,12 +99,8 @@ void parallel_for(int64_t num_items, const std::function<void(int64_t)>& work) {
   static const int registered = pthread_atfork(nullptr, nullptr, forget_threads);
   (void)registered;
   Items items(num_items, num_threads, work);
-  if (uses_openmp()) {
-    find_openmp()([](void* data) { static_cast<Items*>(data)->run_all(); }, &items, static_cast<unsigned>(num_threads),
-                  0);
-  } else {
-    pool_of(num_threads).run(items);
-  }
+  find_openmp()([](void* data) { static_cast<Items*>(data)->run_all(); }, &items, static_cast<unsigned>(num_threads),
+                0);
 }
 
 }  // namespace moeserve

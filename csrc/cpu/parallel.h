@@ -15,10 +15,10 @@ int num_threads();
 // Call work(item) once for every item in [0, num_items), and return when all are done. The assignment of items to
 // threads is not deterministic. `work` must not throw.
 //
-// - With one thread or one item, or while another call is in progress (from an item, or from another thread), all items
-// run on the calling thread. - If torch has loaded an OpenMP runtime, its threads are used: they wait for work by
-// spinning, and other threads would compete with them for the cores. Their number is expected to be `num_threads`. -
-// Otherwise, and in the child of a fork, which has no OpenMP threads, the module uses its own pool.
+// All items run on the calling thread if there is one thread or one item, while another call is in progress (from an
+// item or from another thread), in the child of a fork, and if torch has not loaded an OpenMP runtime. Otherwise its
+// threads are used: they wait for work by spinning, and other threads would compete with them for the cores. Their
+// number is expected to be `num_threads`.
 void parallel_for(int64_t num_items, const std::function<void(int64_t)>& work);
 
 // Return true if the OpenMP threads are used.

@@ -4,14 +4,11 @@
 
 #pragma once
 
-#include "isa.h"
-
-#if defined(MOESERVE_X86)
-
 #include <immintrin.h>
 
 #include <algorithm>
 
+#include "isa.h"
 #include "product_tile.h"
 
 namespace moeserve {
@@ -250,5 +247,3 @@ MOESERVE_DOT void dot_int4(const BFloat16* input, int64_t stride, const char* co
 #undef MOESERVE_DOT
 
 }  // namespace moeserve
-
-#endif

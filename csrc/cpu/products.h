@@ -14,7 +14,7 @@
 
 namespace moeserve {
 
-// A word is one float32. Each product is added with a fused multiply-add if the processor has one.
+// A word is one float32. Each product is added with a fused multiply-add.
 template <int kWidth>
 struct FloatProducts {
   static constexpr int W = kWidth;
@@ -30,8 +30,6 @@ struct FloatProducts {
   static MOESERVE_INLINE Words pack(const Float<W>* vectors) { return vectors[0]; }
   static MOESERVE_INLINE void add(Float<W>& sums, const Words& a, const Words& b) { sums += a * b; }
 };
-
-#if defined(MOESERVE_X86)
 
 // A word is two bfloat16, the first in its low half. VDPBF16PS adds both products of a step in float32 and treats
 // subnormal numbers as zero. Only for functions with MOESERVE_TARGET_AVX512_BF16.
@@ -71,8 +69,6 @@ struct BFloat16Products {
     sums = added;
   }
 };
-
-#endif
 
 // Compute sums[r][v] = sum over `num_steps` of the words of row r times vector v of the strip [num_steps, kVectors *
 // W].

@@ -84,21 +84,13 @@ MOESERVE_INLINE void norm_rows(const RmsNorm& norm, int64_t first, int64_t last)
   }
 }
 
-template <int W>
-MOESERVE_INLINE void norm_rows(const RmsNorm& norm, int64_t first, int64_t last) {
-  if (norm.type == ElementType::kBFloat16) {
-    norm_rows<W, BFloat16>(norm, first, last);
-  } else {
-    norm_rows<W, float>(norm, first, last);
-  }
-}
-
-MOESERVE_DEFINE_VARIANTS(norm_rows, (const RmsNorm& norm, int64_t first, int64_t last), (norm, first, last))
+MOESERVE_DEFINE_TYPED_VARIANTS(norm_rows, norm.type, (const RmsNorm& norm, int64_t first, int64_t last),
+                               (norm, first, last))
 
 }  // namespace
 
 void rms_norm(const RmsNorm& norm) {
-  const auto run = choose_norm_rows(current_isa());
+  const auto run = choose_norm_rows_of_type(current_isa());
   const int64_t bytes_per_row = norm.width * element_bytes(norm.type) * (norm.update.data == nullptr ? 2 : 4);
   for_rows(norm.num_tokens * norm.num_heads, bytes_per_row,
            [&](int64_t first, int64_t last) { run(norm, first, last); });

@@ -8,13 +8,6 @@
 
 namespace moeserve {
 
-// Rows [tokens, heads, width] with contiguous elements. Strides in elements.
-struct HeadRows {
-  void* data;
-  int64_t token_stride;
-  int64_t head_stride;
-};
-
 // T tokens with N heads each, D elements of a head.
 struct RmsNorm {
   ElementType type;  // type of all tensors: float32 or bfloat16

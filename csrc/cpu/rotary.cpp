@@ -84,22 +84,13 @@ MOESERVE_INLINE void rotate_tokens(const RotaryEmbedding& rotary, int64_t first,
   }
 }
 
-template <int W>
-MOESERVE_INLINE void rotate_tokens(const RotaryEmbedding& rotary, int64_t first, int64_t last) {
-  if (rotary.type == ElementType::kBFloat16) {
-    rotate_tokens<W, BFloat16>(rotary, first, last);
-  } else {
-    rotate_tokens<W, float>(rotary, first, last);
-  }
-}
-
-MOESERVE_DEFINE_VARIANTS(rotate_tokens, (const RotaryEmbedding& rotary, int64_t first, int64_t last),
-                         (rotary, first, last))
+MOESERVE_DEFINE_TYPED_VARIANTS(rotate_tokens, rotary.type, (const RotaryEmbedding& rotary, int64_t first, int64_t last),
+                               (rotary, first, last))
 
 }  // namespace
 
 void apply_rope(const RotaryEmbedding& rotary) {
-  const auto run = choose_rotate_tokens(current_isa());
+  const auto run = choose_rotate_tokens_of_type(current_isa());
   const int64_t bytes_per_token = rotary.num_pairs * (4 * rotary.num_heads * element_bytes(rotary.type) + 8);
   for_rows(rotary.num_tokens, bytes_per_token, [&](int64_t first, int64_t last) { run(rotary, first, last); });
 }

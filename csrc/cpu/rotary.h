@@ -8,18 +8,11 @@
 
 namespace moeserve {
 
-// Heads [T, N, H] with contiguous elements. Strides in elements.
-struct Heads {
-  void* data;
-  int64_t token_stride;
-  int64_t head_stride;
-};
-
 // T tokens with N heads each, H elements of a head, of which F pairs are rotated.
 struct RotaryEmbedding {
   ElementType type;  // type of the heads: float32 or bfloat16
-  Heads source;
-  Heads target;          // the heads with their first 2 * F elements rotated; may be `source`
+  HeadRows source;
+  HeadRows target;       // the heads with their first 2 * F elements rotated; may be `source`
   const float* cosines;  // [T, F]
   const float* sines;
   int64_t num_tokens;

@@ -115,21 +115,10 @@ MOESERVE_INLINE void widen_rows(const Routing& routing, int64_t first_token, int
                                 int64_t stride) {
   for (int64_t t = first_token; t < last_token; ++t, rows += stride) {
     const auto* source = static_cast<const Element*>(routing.hidden) + t * routing.hidden_stride;
+    std::fill(rows + routing.width, rows + stride, 0.0f);
     int64_t d = 0;
-    for (; d + 2 * W <= routing.width; d += 2 * W) {
-      const Pair<W> pair = load_pair<W>(source + d);
-      float lanes[2 * W];
-      store<W>(lanes, pair.first);
-      store<W>(lanes + W, pair.second);
-      for (int i = 0; i < 2 * W; ++i) rows[d + i] = lanes[place<W>(source, i)];
-    }
-    if (d < routing.width) {
-      const Pair<W> pair = load_first<W>(source + d, static_cast<int>(routing.width - d));
-      float lanes[2 * W];
-      store<W>(lanes, pair.first);
-      store<W>(lanes + W, pair.second);
-      for (int i = 0; i < 2 * W; ++i) rows[d + i] = lanes[place<W>(source, i)];
-    }
+    for (; d + W <= routing.width; d += W) store<W>(rows + d, load_in_order<W>(source + d));
+    for (; d < routing.width; ++d) rows[d] = widen(source[d]);
   }
 }
 

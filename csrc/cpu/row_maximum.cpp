@@ -14,15 +14,6 @@ namespace {
 
 constexpr int64_t kBlock = 1024;  // elements, a multiple of 2 * W
 
-template <int W>
-MOESERVE_INLINE float largest_lane(Float<W> lanes) {
-  float numbers[W];
-  store<W>(numbers, lanes);
-  float largest = numbers[0];
-  for (int i = 1; i < W; ++i) largest = numbers[i] > largest ? numbers[i] : largest;
-  return largest;
-}
-
 // Return the largest of `count` numbers, or infinity if one of them is NaN.
 template <int W, typename Element>
 MOESERVE_INLINE float largest_or_infinity(const Element* numbers, int64_t count) {
@@ -78,21 +69,13 @@ MOESERVE_INLINE void find_maxima(const RowMaximum& maximum, int64_t first, int64
   }
 }
 
-template <int W>
-MOESERVE_INLINE void find_maxima(const RowMaximum& maximum, int64_t first, int64_t last) {
-  if (maximum.type == ElementType::kBFloat16) {
-    find_maxima<W, BFloat16>(maximum, first, last);
-  } else {
-    find_maxima<W, float>(maximum, first, last);
-  }
-}
-
-MOESERVE_DEFINE_VARIANTS(find_maxima, (const RowMaximum& maximum, int64_t first, int64_t last), (maximum, first, last))
+MOESERVE_DEFINE_TYPED_VARIANTS(find_maxima, maximum.type, (const RowMaximum& maximum, int64_t first, int64_t last),
+                               (maximum, first, last))
 
 }  // namespace
 
 void find_row_maximum(const RowMaximum& maximum) {
-  const auto run = choose_find_maxima(current_isa());
+  const auto run = choose_find_maxima_of_type(current_isa());
   for_rows(maximum.num_rows, maximum.width * element_bytes(maximum.type),
            [&](int64_t first, int64_t last) { run(maximum, first, last); });
 }

@@ -38,6 +38,22 @@ MOESERVE_INLINE float sum_lanes(Float<W> lanes) {
   }
 }
 
+template <int W, int kBy, int... kLane>
+MOESERVE_INLINE Float<W> rotate(Float<W> lanes, std::integer_sequence<int, kLane...>) {
+  return pick<W, ((kLane + kBy) % W)...>(lanes, lanes);
+}
+
+// Return the largest lane. No lane may be NaN.
+template <int W, int kHalf = W / 2>
+MOESERVE_INLINE float largest_lane(Float<W> lanes) {
+  if constexpr (kHalf == 0) {
+    return lanes[0];
+  } else {
+    const Float<W> others = rotate<W, kHalf>(lanes, std::make_integer_sequence<int, W>{});
+    return largest_lane<W, kHalf / 2>(larger<W>(lanes, others));
+  }
+}
+
 // Round to the element type, ties to even. The result is still float32.
 template <int W>
 MOESERVE_INLINE Float<W> round_to(const float*, Float<W> lanes) {

@@ -248,7 +248,8 @@ def _make_memory(native: Any, num_ranks: int, sizes: dict[str, int]) -> int:
 
 @functools.cache
 def _native() -> Any:
-    """Return the C++ part. None if it is not built."""
+    """Return the C++ part. None if it is not built, or the processor lacks AVX2."""
     if importlib.util.find_spec("moeserve._cpu") is None:
         return None
-    return importlib.import_module("moeserve._cpu")
+    native = importlib.import_module("moeserve._cpu")
+    return native if native.usable_isas() else None

@@ -104,4 +104,6 @@ def rounds_weights() -> bool:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return a.numel() == 0 or torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

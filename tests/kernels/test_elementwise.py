@@ -1,4 +1,4 @@
-"""Addition, gating, RMSNorm, rotary embedding and row maxima in C++ against references in torch and float64."""
+"""Addition, gating, RMSNorm and rotary embedding in C++ against references in torch and float64; row maxima in both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from paged_steps import KERNELS, same_bytes
 from torch import Tensor
 
-from moeserve.ops.interfaces import Rotation
+from moeserve.ops.interfaces import Rotation, RowMaximum
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.usefixtures("isa")
 
 DTYPES = [torch.float32, torch.bfloat16]
 EPSILON = 1e-5
-WIDTHS = [1, 3, 8, 15, 16, 31, 32, 33, 64, 80, 128, 200, 1024, 1037]
+WIDTHS = [1, 3, 15, 16, 31, 33, 64, 80, 128, 1037]
 
 
 # Addition and gating
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("shape", [(0, 7), (1, 1), (1, 31), (3, 64), (7, 1029), (300, 1024)])
+@pytest.mark.parametrize("shape", [(0, 7), (1, 1), (1, 31), (7, 1029), (150, 1024)])
 def test_addition_and_gating(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Sums have the bytes of torch. Gated rows are within the rounding of the sigmoid and of the product."""
     torch.manual_seed(0)
@@ -71,7 +71,9 @@ def normed_in_float64(x: Tensor, weight: Tensor) -> Tensor:
 def assert_is_norm(actual: Tensor, x: Tensor, weight: Tensor) -> None:
     assert actual.dtype == x.dtype
     assert actual.shape == x.shape
-    if x.dtype == torch.float32:
+    if x.dtype == torch.float16:
+        assert same_bytes(actual, TORCH_KERNELS.rms_norm(x, weight, EPSILON))
+    elif x.dtype == torch.float32:
         torch.testing.assert_close(actual.double(), normed_in_float64(x, weight), atol=1e-6, rtol=1e-6)
     else:
         # Both round at the same two places, so only the order of the sum differs and few numbers are one step away.
@@ -92,8 +94,8 @@ def random_rows(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (heads if draw.random() < 0.5 else heads[:, 0]), weight
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("seed", range(12))
 def test_norm_and_norm_after_an_addition(dtype: torch.dtype, seed: int) -> None:
     x, weight = random_rows(seed, dtype)
     update = torch.randn(x.shape).to(dtype) * 3
@@ -151,7 +153,7 @@ def rotated_in_float64(heads_TNH: Tensor, cosines_TF: Tensor, sines_TF: Tensor, 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_heads_of_a_projection_are_rotated_in_place(seed: int, dtype: torch.dtype, is_interleaved: bool) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -188,13 +190,6 @@ def test_rotation_into_a_part_of_a_wider_tensor(dtype: torch.dtype, is_interleav
         assert same_bytes(target_TNH[..., :28], left)
 
 
-def test_nan_stays_in_its_pair() -> None:
-    heads_TNH = torch.randn(2, 3, 64)
-    heads_TNH[1, 2, 5] = math.nan
-    rotated = KERNELS.apply_rope(heads_TNH, Rotation(*angles(2, 32), False))
-    assert rotated.isnan().nonzero().tolist() == [[1, 2, 5], [1, 2, 37]]
-
-
 # Batch invariance
 
 
@@ -223,20 +218,65 @@ def test_a_row_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
     operation: str, dtype: torch.dtype, width: int
 ) -> None:
     torch.manual_seed(width)
-    x, weight = torch.randn(700, width).to(dtype), torch.randn(width).to(dtype)
+    x, weight = torch.randn(400, width).to(dtype), torch.randn(width).to(dtype)
     run = OPERATIONS[operation]
     set_num_threads(1)
     expected = run(x, weight)
-    for num_threads in (2, 3, 8):
+    for num_threads in (2, 3):
         set_num_threads(num_threads)
         assert same_bytes(run(x, weight), expected)
-    for rows in (slice(0, 1), slice(1, 2), slice(350, 351), slice(699, 700), slice(3, 9)):
+    for rows in (slice(0, 1), slice(1, 2), slice(200, 201), slice(399, 400), slice(3, 9)):
         assert same_bytes(run(x[rows], weight), expected[rows])
 
 
-def test_float16_uses_the_reference() -> None:
-    x, weight = torch.randn(3, 40).half(), torch.randn(40).half()
-    assert same_bytes(KERNELS.rms_norm(x, weight, EPSILON), TORCH_KERNELS.rms_norm(x, weight, EPSILON))
-    total, normed = KERNELS.add_rms_norm(x, x, weight, EPSILON)
-    assert same_bytes(total, x + x)
-    assert same_bytes(normed, TORCH_KERNELS.rms_norm(x + x, weight, EPSILON))
+# Row maxima
+
+
+@pytest.fixture(params=[TORCH_KERNELS, KERNELS], ids=["torch", "native"])
+def row_maximum(request: pytest.FixtureRequest) -> RowMaximum:
+    return request.param.row_maximum
+
+
+def assert_found(row_maximum: RowMaximum, rows: Tensor) -> None:
+    largest, indices = row_maximum(rows)
+    assert indices.dtype == torch.int64
+    for row, number, index in zip(rows.tolist(), largest.tolist(), indices.tolist(), strict=True):
+        is_nan = [math.isnan(value) for value in row]
+        if any(is_nan):
+            assert math.isnan(number)
+            assert index == is_nan.index(True)
+        else:
+            assert number == max(row)
+            assert index == row.index(max(row))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("width", [1, 2, 31, 1024, 1025, 5000])
+def test_largest_and_first(row_maximum: RowMaximum, width: int, dtype: torch.dtype) -> None:
+    draw = random.Random(width)
+    torch.manual_seed(width)
+    rows = torch.randn(30, width + 2).to(dtype)[:, 2:]  # bfloat16 has many ties
+    rows[1] = 1.5
+    rows[2] = -math.inf
+    rows[3] = torch.tensor([0.0, -0.0]).repeat(width)[:width]
+    for row, bad in enumerate([math.nan, -math.nan, math.inf, -math.inf] * 3, start=10):
+        rows[row, draw.randrange(width)] = bad
+    for row in range(14, 22):
+        rows[row, draw.randrange(width)] = math.nan
+        rows[row, draw.randrange(width)] = math.inf
+    assert_found(row_maximum, rows)
+
+
+def test_every_index(row_maximum: RowMaximum) -> None:
+    width = 1100
+    rows = -torch.ones(width, width) - torch.eye(width)  # the maximum is off the diagonal
+    assert_found(row_maximum, rows)
+    assert_found(row_maximum, torch.eye(width).bfloat16())
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 8])
+def test_rows_of_any_layout_on_any_number_of_threads(row_maximum: RowMaximum, num_threads: int) -> None:
+    set_num_threads(num_threads)
+    assert_found(row_maximum, torch.randn(40, 3000).bfloat16())
+    assert_found(row_maximum, torch.randn(50, 7).t())
+    assert row_maximum(torch.empty(0, 5))[1].shape == (0,)

@@ -24,7 +24,7 @@ def operations(implementation: str) -> PairKernels:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_sort(operations: PairKernels, seed: int, dtype: torch.dtype) -> None:
     draw = random.Random(seed)
     first_key, num_keys = draw.choice([0, 0, 5]), draw.choice([0, 1, 2, 7, 64, 300])
@@ -38,7 +38,7 @@ def test_sort(operations: PairKernels, seed: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_order(operations: PairKernels, seed: int, dtype: torch.dtype) -> None:
     """The keys are columns of a wider tensor."""
     draw = random.Random(seed)
@@ -77,24 +77,18 @@ def test_join(operations: PairKernels, num_rows: int, dtype: torch.dtype) -> Non
     assert torch.equal(joined_TV[:, num_values:], second_TD)
 
 
-def test_gather_skips_rows_with_index_minus_one(operations: PairKernels) -> None:
-    source = torch.randn(4, 9)
-    gathered = operations.gather(source, torch.tensor([5, -1, 0, -1]), divisor=2)
-    assert torch.equal(gathered[[0, 2]], source[[2, 0]])
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int64])
 @pytest.mark.parametrize("divisor", [1, 3])
-@pytest.mark.parametrize("num_rows", [0, 1, 500])
+@pytest.mark.parametrize("num_rows", [0, 1, 300])
 def test_gather(operations: PairKernels, num_rows: int, divisor: int, dtype: torch.dtype) -> None:
     torch.manual_seed(num_rows)
     source = (torch.randn(40, 90) * 100).to(dtype)[:, 7:]  # rows of a wider tensor
     indices_R = torch.randint(0, 40 * divisor, (num_rows,))
+    indices_R[1::7] = -1
     gathered = operations.gather(source, indices_R, divisor)
-    assert gathered.dtype == dtype
-    assert gathered.shape == (num_rows, 83)
-    for row, index in zip(gathered, indices_R.tolist(), strict=True):
-        assert torch.equal(row, source[index // divisor])
+    assert (gathered.shape, gathered.dtype) == ((num_rows, 83), dtype)
+    kept = indices_R >= 0
+    assert torch.equal(gathered[kept], source[indices_R[kept] // divisor])
 
 
 def random_sum(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,7 +103,7 @@ def random_sum(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_weighted_sum(operations: PairKernels, seed: int, dtype: torch.dtype) -> None:
     output_RD, pairs_R, weights_TK = random_sum(seed, dtype)
     num_tokens, top_k = weights_TK.shape
@@ -126,17 +120,9 @@ def test_weighted_sum(operations: PairKernels, seed: int, dtype: torch.dtype) ->
 def test_the_sum_is_in_the_order_of_k(operations: PairKernels) -> None:
     """1e8 - 1e8 + 1 is 1 in this order and 0 in others, whatever the order of the rows."""
     output_RD = torch.tensor([[1.0], [-1e8], [1e8]])
-    total_TD = operations.weighted_sum(output_RD, torch.tensor([2, 1, 0]), torch.ones(1, 3), torch.float32)
-    assert total_TD.tolist() == [[1.0]]
-    total_TD = operations.weighted_sum(output_RD, torch.tensor([1, 2, 0]), torch.ones(1, 3), torch.float32)
-    assert total_TD.tolist() == [[0.0]]
-
-
-def test_padding_adds_nothing(operations: PairKernels) -> None:
-    """A pair without a row adds zero."""
-    output_RD = torch.tensor([[2.0, 3.0]])
-    total_TD = operations.weighted_sum(output_RD, torch.tensor([3]), torch.full((3, 2), 0.5), torch.float32)
-    assert total_TD.tolist() == [[0.0, 0.0], [1.0, 1.5], [0.0, 0.0]]
+    for pairs, total in (([2, 1, 0], 1.0), ([1, 2, 0], 0.0)):
+        total_TD = operations.weighted_sum(output_RD, torch.tensor(pairs), torch.ones(1, 3), torch.float32)
+        assert total_TD.tolist() == [[total]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -150,7 +136,7 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
     output_RD = torch.randn(len(pairs_R), width).to(dtype)
     set_num_threads(1)
     expected_TD = operations.weighted_sum(output_RD, pairs_R, weights_TK, dtype)
-    for num_threads in (2, 3, 8):
+    for num_threads in (2, 3):
         set_num_threads(num_threads)
         assert same_bytes(operations.weighted_sum(output_RD, pairs_R, weights_TK, dtype), expected_TD)
         assert same_bytes(operations.gather(output_RD, pairs_R), output_RD[pairs_R])

@@ -66,7 +66,7 @@ def gaps(config: RouterConfig, tensors: list[Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_choice_and_weights_match_the_reference(seed: int, dtype: torch.dtype) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -124,22 +124,6 @@ def test_ties_between_groups_go_to_the_lowest_index(experts_rating_group: Any) -
     assert experts_TK.tolist() == [[1, 3, 0], [16, 17, 18]]
 
 
-def test_a_group_is_scored_by_its_best_expert_or_its_best_two() -> None:
-    """Group 0 has the best expert, group 1 the best two."""
-    hidden_TD, weight_ED = logits_as_hidden([[9.0, 0.0, 6.0, 7.0]])
-    for experts_rating_group, chosen in ((1, [0, 1]), (2, [3, 2])):
-        config = RouterConfig(
-            num_experts=4,
-            top_k=2,
-            scoring="softmax_of_chosen",
-            num_groups=2,
-            num_chosen_groups=1,
-            experts_rating_group=experts_rating_group,
-        )
-        experts_TK, _ = KERNELS.make_router(config)(hidden_TD, weight_ED, None, None)
-        assert experts_TK.tolist() == [chosen]
-
-
 def test_experts_of_other_groups_stay_behind_any_correction() -> None:
     """An expert of a chosen group precedes all others even with the lowest possible score."""
     config = RouterConfig(num_experts=4, top_k=2, num_groups=2, num_chosen_groups=1, has_correction=True)
@@ -159,15 +143,9 @@ def test_far_apart_logits_keep_their_order(scoring: Any) -> None:
     hidden_TD, weight_ED = logits_as_hidden([logits])
     experts_TK, weights_TK = KERNELS.make_router(config)(hidden_TD, weight_ED, None, None)
     assert experts_TK[0].tolist() == [1, 3, 6, 4, 5, 0, 2, 7][: config.top_k]
+    huge_TD, weight_ED = logits_as_hidden([[3e38, -3e38, 1e4, -1e4, 0, 0, 0, 0], [-3e38, -1e30, *[-1e4] * 6]])
+    assert KERNELS.make_router(config)(huge_TD, weight_ED, None, None)[1].isfinite().all()
     torch.testing.assert_close(weights_TK, TORCH_KERNELS.make_router(config)(hidden_TD, weight_ED, None, None)[1])
-
-
-def test_large_logits_give_finite_weights() -> None:
-    for scoring in ("softmax", "sigmoid", "softmax_of_chosen"):
-        config = RouterConfig(num_experts=4, top_k=4, scoring=scoring, is_normalized=True)
-        hidden_TD, weight_ED = logits_as_hidden([[3e38, -3e38, 1e4, -1e4], [-3e38, -1e30, -1e4, -1e4]])
-        _, weights_TK = KERNELS.make_router(config)(hidden_TD, weight_ED, None, None)
-        assert weights_TK.isfinite().all()
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_chosen"])
@@ -199,17 +177,11 @@ def test_a_token_has_the_same_bytes_alone_and_in_any_batch_on_any_threads(
     kernel = KERNELS.make_router(config)
     set_num_threads(1)
     expected = kernel(hidden_TD, weight_ED, None, None)
-    for num_threads in (1, 2, 3, 8):
+    for num_threads in (2, 3):
         set_num_threads(num_threads)
-        for tokens in (slice(None), *(slice(first, first + size) for first in (0, 77) for size in (1, 2, 3, 16, 33))):
+        for tokens in (slice(None), *(slice(first, first + size) for first in (0, 77) for size in (1, 3, 33))):
             actual = kernel(hidden_TD[tokens], weight_ED, None, None)
             assert all(map(same_bytes, actual, [part[tokens] for part in expected])), f"{num_threads}, {tokens}"
-
-
-def test_float16_uses_the_reference() -> None:
-    config = RouterConfig(num_experts=6, top_k=2)
-    tensors = random_tensors(config, 5, 20, torch.float16)
-    assert all(map(same_bytes, KERNELS.make_router(config)(*tensors), TORCH_KERNELS.make_router(config)(*tensors)))
 
 
 def test_top_k_above_the_number_of_experts_is_refused() -> None:

@@ -124,23 +124,24 @@ def assert_close(given: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("packed_format", "dtype"), CASES)
 def test_products(
-    isa: str, packed_format: PackedFormat, dtype: torch.dtype, has_bias: bool, activation: GatedActivation | None
+    isa: str, packed_format: PackedFormat, dtype: torch.dtype, activation: GatedActivation | None
 ) -> None:
-    """From no rows to more than an item has, with outputs and inputs that fill panels and that do not."""
+    """From no rows to more than an item has, with outputs and inputs that fill panels and that do not.
+
+    The rows are parts of wider rows.
+    """
     torch.manual_seed(0)
-    shapes = [(64, 64), (192, 32), (66, 70), (34, 33), (2, 5), (320, 513), (96, 1100)]
-    for num_outputs, num_inputs in shapes:
+    for has_bias, num_outputs, num_inputs in [(True, 64, 64), (False, 66, 70), (True, 2, 5), (True, 96, 1100)]:
         weights = make(1, num_outputs, num_inputs, dtype, has_bias=has_bias, activation=activation)
         packed = packed_copy(weights, packed_format)
         product = native_product(packed)
         (weight_OI,) = unpacked(packed)
         bias_O = None if weights.bias_eO is None else weights.bias_eO[0]
-        rows_RI = torch.randn(200, num_inputs).to(dtype)
+        rows_RI = torch.randn(200, num_inputs + 9).to(dtype)[:, 9:]
         expected = in_float64(rows_RI, weight_OI, bias_O, activation)
-        for num_rows in (0, 1, 2, 5, 6, 7, 13, 31, 200):
+        for num_rows in (0, 1, 2, 6, 7, 31, 200):
             given = product.multiply(rows_RI[:num_rows])
             assert given.shape == expected[:num_rows].shape
             if num_rows:
@@ -195,15 +196,15 @@ def test_bytes_of_a_row_do_not_depend_on_others_or_threads(
     isa: str, packed_format: PackedFormat, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
-    for num_outputs, num_inputs, activation in [(256, 384, None), (704, 1100, SwiGLU()), (1024, 33, None)]:
+    for num_outputs, num_inputs, activation in [(256, 384, None), (448, 1100, SwiGLU())]:
         weights = make(1, num_outputs, num_inputs, dtype, has_bias=True, activation=activation)
         product = native_product(packed_copy(weights, packed_format))
-        rows_RI = torch.randn(300, num_inputs).to(dtype)
+        rows_RI = torch.randn(200, num_inputs).to(dtype)
         set_num_threads(1)
         alone = torch.cat([product.multiply(row[None]) for row in rows_RI])
-        for num_threads, num_rows in itertools.product((1, 2, 3), (2, 6, 7, 12, 19, 64, 300)):
+        for num_threads, num_rows in itertools.product((1, 2, 3), (2, 6, 7, 19, 200)):
             set_num_threads(num_threads)
-            first = 300 - num_rows
+            first = 200 - num_rows
             assert torch.equal(product.multiply(rows_RI[first:]), alone[first:]), (num_threads, num_rows)
 
 
@@ -211,19 +212,17 @@ def rows_and_counts(counts: list[int], num_inputs: int, dtype: torch.dtype) -> t
     return torch.randn(sum(counts), num_inputs).to(dtype), torch.tensor(counts, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("counts", [[4, 0, 3, 40], [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1], [0, 0, 250, 0]])
+@pytest.mark.parametrize("counts", [[4, 0, 3, 40], [0, 0, 0, 0], [0, 0, 250, 0]])
 @pytest.mark.parametrize(("packed_format", "dtype"), CASES)
-def test_rows_slots_and_heads_of_several_weights(
+def test_each_of_several_weights_has_the_bytes_of_its_own_product(
     packed_format: PackedFormat, dtype: torch.dtype, counts: list[int]
 ) -> None:
-    """Each result has the bytes of the product with its weight alone."""
+    """Products of rows, of slots, and of an input of each weight."""
     torch.manual_seed(sum(counts))
     weights = make(4, 96, 64, dtype, has_bias=True, activation=SwiGLU())
     product = native_product(packed_copy(weights, packed_format))
     ones = [
-        native_product(
-            packed_copy(OpenWeights(weight[None], bias[None], weights.activation), packed_format),
-        )
+        native_product(packed_copy(OpenWeights(weight[None], bias[None], weights.activation), packed_format))
         for weight, bias in zip(weights.weight_eOI, weights.bias_eO, strict=True)  # type: ignore[arg-type]
     ]
     rows_RI, counts_e = rows_and_counts(counts, 64, dtype)
@@ -284,13 +283,6 @@ def test_reference_and_kernels_agree(dtype: torch.dtype, activation: GatedActiva
 
 def _same(dtype: torch.dtype) -> PackedFormat:
     return "float32" if dtype == torch.float32 else "bfloat16"
-
-
-def test_input_may_be_part_of_wider_rows() -> None:
-    weights = make(1, 40, 24, torch.float32)
-    product = native_product(packed_copy(weights, "float32"))
-    wide = torch.randn(9, 60)
-    assert torch.equal(product.multiply(wide[:, 10:34]), product.multiply(wide[:, 10:34].contiguous()))
 
 
 @pytest.mark.parametrize(

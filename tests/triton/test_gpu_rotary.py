@@ -58,11 +58,11 @@ def test_rotation_in_place_and_to_an_output(shape: tuple[int, ...], is_interleav
     assert torch.equal(rotary(heads_TNH, cosines_TF, sines_TF, is_interleaved, heads_TNH), out_TNH)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_rotation_with_cache_write(seed: int) -> None:
     dtype = DTYPES[seed // 2 % 2]
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    num_tokens, num_kv_heads = draw.choice([1, 3, 6]), draw.choice([1, 2, 5])
+    num_tokens, num_kv_heads = [0, 1, 3, 6][seed % 4], draw.choice([1, 2, 5])
     num_heads = num_kv_heads * draw.choice([1, 3, 8])
     head_size, block_size = draw.choice([8, 20, 64]), draw.choice([1, 4, 16])
     num_pairs = draw.choice([head_size // 2, head_size // 4])
@@ -73,15 +73,13 @@ def test_rotation_with_cache_write(seed: int) -> None:
     fused_heads = fused.unflatten(1, (-1, head_size))
     query, key, value = fused_heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     cosines_TF, sines_TF = angles(num_tokens, num_pairs, generator)
-    slots_T = torch.tensor(draw.sample(range(num_blocks * block_size), num_tokens))
-    slots_T[draw.randrange(num_tokens)] = draw.choice([-1, 0])
+    slots_T = torch.tensor(draw.sample(range(num_blocks * block_size), num_tokens), dtype=torch.int64)
+    slots_T[:1] = -1
     shape = (2, num_blocks, num_kv_heads, block_size, head_size)
     key_cache, value_cache = torch.randn(shape, generator=generator).to(dtype)
     expected_keys, expected_values = key_cache.clone(), value_cache.clone()
     expected_query = apply_rope(query, Rotation(cosines_TF, sines_TF, is_interleaved))
     rotated_key = apply_rope(key, Rotation(cosines_TF, sines_TF, is_interleaved))
-    if len(set(slots_T.tolist())) < num_tokens:
-        slots_T[:] = torch.arange(num_tokens)
     for token, slot in enumerate(slots_T.tolist()):
         if slot >= 0:
             expected_keys[slot // block_size, :, slot % block_size] = rotated_key[token]
@@ -95,16 +93,3 @@ def test_rotation_with_cache_write(seed: int) -> None:
     assert_close(key_cache, expected_keys)
     assert torch.equal(value_cache, expected_values)
     assert torch.equal(fused[:, num_heads * head_size :], before[:, num_heads * head_size :])
-
-
-def test_slot_minus_one_stores_nothing() -> None:
-    for num_tokens in (0, 3):
-        query, key = torch.ones(num_tokens, 4, 8), torch.ones(num_tokens, 2, 8)
-        cosines_TF, sines_TF = angles(num_tokens, 4, torch.Generator().manual_seed(0))
-        key_cache, value_cache = torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8)
-        slots_T = torch.full((num_tokens,), -1)
-        rotary_with_cache_write(query, key, key, cosines_TF, sines_TF, False, key_cache, value_cache, slots_T)
-        assert not key_cache.any()
-        assert not value_cache.any()
-        expected = apply_rope(torch.ones(num_tokens, 4, 8), Rotation(cosines_TF, sines_TF, False))
-        torch.testing.assert_close(query, expected)

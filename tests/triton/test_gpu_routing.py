@@ -64,53 +64,36 @@ def is_clear(logits_TE: Tensor, correction_E: Tensor | None, config: RouterConfi
     return torch.cat(gaps, dim=-1).amin(-1) > 1e-6
 
 
-@pytest.mark.parametrize("seed", range(24))
+KNOWN = [
+    RouterConfig(
+        num_experts=256,
+        top_k=8,
+        scoring="sigmoid",
+        num_groups=8,
+        num_chosen_groups=4,
+        experts_rating_group=2,
+        is_normalized=True,
+        scale=2.5,
+        has_correction=True,
+    ),  # DeepSeek-V3
+    RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),  # DeepSeek-V2
+    RouterConfig(num_experts=512, top_k=16, scoring="sigmoid"),
+]
+
+
+@pytest.mark.parametrize("seed", range(15))
 def test_experts_and_weights_equal_the_reference(seed: int) -> None:
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    config = random_config(draw)
-    num_tokens = draw.choice([0, 1, 2, 7])
+    config = KNOWN[seed] if seed < len(KNOWN) else random_config(draw)
+    num_tokens = draw.choice([0, 1, 2, 5])
     correction_E = torch.randn(config.num_experts, generator=generator) * 0.1 if config.has_correction else None
-    wide_TE = torch.randn(4 * num_tokens, config.num_experts + 3, generator=generator)
+    wide_TE = torch.randn(8 * num_tokens, config.num_experts + 3, generator=generator)
     logits_TE = wide_TE[is_clear(wide_TE[:, 3:], correction_E, config)][:num_tokens, 3:]  # strided rows
     assert len(logits_TE) >= 0.5 * num_tokens
     experts_TK, weights_TK = routed(logits_TE, correction_E, config)
     expected_experts_TK, expected_weights_TK = reference(logits_TE, correction_E, config)
-    assert experts_TK.dtype == torch.int64
-    assert weights_TK.dtype == torch.float32
-    assert torch.equal(experts_TK, expected_experts_TK)
-    torch.testing.assert_close(weights_TK, expected_weights_TK, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        RouterConfig(num_experts=8, top_k=2, is_normalized=True),  # Mixtral
-        RouterConfig(
-            num_experts=256,
-            top_k=8,
-            scoring="sigmoid",
-            num_groups=8,
-            num_chosen_groups=4,
-            experts_rating_group=2,
-            is_normalized=True,
-            scale=2.5,
-            has_correction=True,
-        ),  # DeepSeek-V3
-        RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),  # DeepSeek-V2
-        RouterConfig(num_experts=32, top_k=4, scoring="softmax_of_chosen"),  # gpt-oss
-        RouterConfig(num_experts=512, top_k=16, scoring="sigmoid"),
-    ],
-    ids=lambda config: str(config.num_experts),
-)
-def test_known_models(config: RouterConfig) -> None:
-    generator = torch.Generator().manual_seed(1)
-    correction_E = torch.randn(config.num_experts, generator=generator) * 0.1 if config.has_correction else None
-    logits_TE = torch.randn(1000, config.num_experts, generator=generator)
-    logits_TE = logits_TE[is_clear(logits_TE, correction_E, config)][:4]
-    assert len(logits_TE)
-    experts_TK, weights_TK = routed(logits_TE, correction_E, config)
-    expected_experts_TK, expected_weights_TK = reference(logits_TE, correction_E, config)
+    assert (experts_TK.dtype, weights_TK.dtype) == (torch.int64, torch.float32)
     assert torch.equal(experts_TK, expected_experts_TK)
     torch.testing.assert_close(weights_TK, expected_weights_TK, atol=1e-6, rtol=1e-5)
 
@@ -146,33 +129,11 @@ def test_ties_go_to_the_lowest_group(experts_rating_group: Any) -> None:
     assert experts_TK.tolist() == [[1, 3, 0], [16, 17, 18]]
 
 
-def test_groups_are_rated_by_one_or_two_experts() -> None:
-    """Group 0 has the best expert, group 1 the two next best."""
-    for experts_rating_group, chosen in ((1, [0, 1]), (2, [3, 2])):
-        config = RouterConfig(
-            num_experts=4,
-            top_k=2,
-            scoring="softmax_of_chosen",
-            num_groups=2,
-            num_chosen_groups=1,
-            experts_rating_group=experts_rating_group,
-        )
-        experts_TK, _ = routed(torch.tensor([[9.0, 0.0, 6.0, 7.0]]), None, config)
-        assert experts_TK.tolist() == [chosen]
-
-
 def test_expert_with_the_lowest_rank_precedes_those_of_other_groups() -> None:
     config = RouterConfig(num_experts=4, top_k=2, num_groups=2, num_chosen_groups=1, has_correction=True)
     correction_E = torch.tensor([-3e38, 10.0, 9.0, 9.0])
     experts_TK, _ = routed(torch.tensor([[0.0, 5.0, 1.0, 2.0]]), correction_E, config)
     assert experts_TK.tolist() == [[1, 0]]
-
-
-def test_large_logits_give_finite_weights() -> None:
-    logits_TE = torch.tensor([[3e38, -3e38, 1e4, -1e4], [-3e38, -1e30, -1e4, -1e4]])
-    for scoring in SCORINGS:
-        config = RouterConfig(num_experts=4, top_k=4, scoring=scoring, is_normalized=True)  # type: ignore[arg-type]
-        assert routed(logits_TE, None, config)[1].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -193,9 +154,12 @@ def test_nan_affects_its_token_only(scoring: Any, num_bad: int, sign: float) -> 
     assert torch.equal(bad_weights_TK[others], weights_TK[others])
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf])
-def test_infinite_logits_give_valid_experts(bad: float) -> None:
-    for scoring in SCORINGS:
-        config = RouterConfig(num_experts=6, top_k=3, scoring=scoring)  # type: ignore[arg-type]
-        experts_TK, _ = routed(torch.full((1, 6), bad), None, config)
-        assert experts_TK.tolist() == [[0, 1, 2]]
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_large_and_infinite_logits(scoring: Any) -> None:
+    """Large logits have finite weights, and infinite ones valid experts."""
+    logits_TE = torch.tensor([[3e38, -3e38, 1e4, -1e4], [-3e38, -1e30, -1e4, -1e4]])
+    config = RouterConfig(num_experts=4, top_k=4, scoring=scoring, is_normalized=True)
+    assert routed(logits_TE, None, config)[1].isfinite().all()
+    config = RouterConfig(num_experts=6, top_k=3, scoring=scoring)
+    for bad in (math.inf, -math.inf):
+        assert routed(torch.full((1, 6), bad), None, config)[0].tolist() == [[0, 1, 2]]

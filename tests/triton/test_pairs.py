@@ -30,7 +30,7 @@ def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("_launches")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_order(seed: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -98,7 +98,7 @@ def test_scatter(num_rows: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_rows")
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", range(6))
 def test_weighted_sum(seed: int) -> None:
     """Results equal the reference bit for bit. Rows without a pair are at random places and hold NaN.
 
@@ -123,11 +123,14 @@ def test_weighted_sum(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("_rows")
-def test_sum_is_in_the_order_of_k() -> None:
-    """1e8 - 1e8 + 1 is 1 in this order and 0 in others, whatever the order of the rows."""
-    output_RD = torch.tensor([[1.0], [-1e8], [1e8]])
-    assert weighted_sum(output_RD, torch.tensor([2, 1, 0]), torch.ones(1, 3), torch.float32).tolist() == [[1.0]]
-    assert weighted_sum(output_RD, torch.tensor([1, 2, 0]), torch.ones(1, 3), torch.float32).tolist() == [[0.0]]
+def test_exact_sums() -> None:
+    """1e8 - 1e8 + 1 is 1 in the order of k and 0 in others. The sign of zero is kept. Results have the wanted dtype."""
+    output_RD, ones = torch.tensor([[1.0], [-1e8], [1e8]]), torch.ones(1, 3)
+    for order, total in (([2, 1, 0], 1.0), ([1, 2, 0], 0.0)):
+        assert weighted_sum(output_RD, torch.tensor(order), ones, torch.float32).tolist() == [[total]]
+    total_TD = weighted_sum(torch.tensor([[-0.0, 0.0]]).half(), torch.tensor([0]), ones[:, :1], torch.float32)
+    assert total_TD.dtype == torch.float32
+    assert total_TD.signbit().tolist() == [[True, False]]
 
 
 @pytest.mark.usefixtures("_rows")
@@ -137,18 +140,6 @@ def test_pair_without_a_row_adds_nothing_even_if_its_weight_is_nan() -> None:
     total_TD = weighted_sum(output_RD, torch.tensor([3]), weights_TK, torch.float32)
     assert total_TD.tolist() == [[0.0, 0.0], [1.0, 1.5]]
     assert weighted_sum(output_RD[:0], torch.tensor([3])[:0], weights_TK, torch.float16).tolist() == [[0, 0], [0, 0]]
-
-
-@pytest.mark.usefixtures("_rows")
-def test_sum_keeps_the_sign_of_zero() -> None:
-    total_TD = weighted_sum(torch.tensor([[-0.0, 0.0]]), torch.tensor([0]), torch.ones(1, 1), torch.float32)
-    assert total_TD.signbit().tolist() == [[True, False]]
-
-
-def test_sum_in_another_dtype() -> None:
-    output_RD = torch.ones(4, 9).half()
-    total_TD = weighted_sum(output_RD, torch.arange(4), torch.rand(2, 2), torch.float32)
-    assert total_TD.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # of activations; float16 runs 
 
 @functools.cache
 def native_kernels() -> ModuleType | None:
-    """Return the module `moeserve._cpu`, or None where the package was installed without a compiler.
+    """Return the module `moeserve._cpu`, or None without a compiler at the installation or without AVX2.
 
     Raises:
         ImportError: the module exists but cannot be loaded. No fallback hides this.
     """
     if importlib.util.find_spec("moeserve._cpu") is None:
         return None
-    return importlib.import_module("moeserve._cpu")
+    kernels = importlib.import_module("moeserve._cpu")
+    return kernels if kernels.usable_isas() else None

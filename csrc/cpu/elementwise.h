@@ -1,4 +1,4 @@
-// Rows scaled by the sigmoid of a gate each.
+// Addition of two tensors, and rows scaled by the sigmoid of a gate each.
 
 #pragma once
 
@@ -7,6 +7,16 @@
 #include "element_type.h"
 
 namespace moeserve {
+
+struct Addition {
+  ElementType type;  // float32 or bfloat16
+  const void* a;
+  const void* b;
+  void* out;  // result a + b, rounded once; may be a or b
+  int64_t num_elements;
+};
+
+void add_elements(const Addition& addition);
 
 // T rows of width D.
 struct Gating {

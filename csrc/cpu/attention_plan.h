@@ -1,0 +1,84 @@
+// Division of a step of attention into items, which threads process independently.
+//
+// An item covers some rows of a chunk, with some query heads of one key-value head, over some partitions of positions.
+// The choice of items changes no bit.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "attention_block.h"
+#include "paged_attention.h"
+
+namespace moeserve {
+
+constexpr int kPartition = 256;         // positions per kHeadsPerPartition heads of a group
+constexpr int kHeadsPerPartition = 16;  // keeps the states of a group smaller than its keys and values
+static_assert(kPartition % kBlock == 0);
+
+// Consecutive rows, the first of them at `position`, and the blocks of their context.
+struct Chunk {
+  int64_t first_row;  // among the tokens
+  int64_t num_rows;
+  int64_t position;
+  const int32_t* blocks;
+};
+
+struct Item {
+  int32_t chunk;
+  int32_t first_row;  // of the chunk
+  int32_t num_rows;
+  int32_t first_head;
+  int32_t num_heads;
+  int32_t first_partition;
+  int32_t num_partitions;
+  int32_t shared;  // index into `AttentionPlan::shared`; -1: the item covers all partitions that its rows attend to
+};
+
+// Rows and heads whose partitions are divided among several items.
+struct Shared {
+  int64_t first_float;  // of its states in the memory for shared states
+  int32_t first_partition;
+  int32_t num_partitions;
+  std::atomic<int32_t> num_missing;  // the item that completes the last partition merges them
+
+  Shared(int64_t first_float, int32_t first, int32_t count)
+      : first_float(first_float), first_partition(first), num_partitions(count), num_missing(count) {}
+};
+
+// The items of a step, in memory that is kept from step to step.
+struct AttentionPlan {
+  std::vector<Chunk> chunks;
+  std::vector<Item> items;
+  std::deque<Shared> shared;
+  int64_t num_shared_floats;  // of the states of all shared partitions
+  int num_threads;            // that the work of the step justifies
+};
+
+inline int64_t group_size(const PagedAttention& step) { return step.num_heads / step.num_kv_heads; }
+
+inline int64_t first_position(const PagedAttention& step, int64_t position) {
+  return step.window == 0 ? 0 : std::max<int64_t>(0, position - step.window + 1);
+}
+
+inline int64_t partition_size(const PagedAttention& step) {
+  return kPartition * std::max<int64_t>(1, group_size(step) / kHeadsPerPartition);
+}
+
+inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+// The states of the queries of an item over one partition are one array of floats. Each of its parts is aligned to
+// cache lines.
+inline int64_t values_stride(const PagedAttention& step) { return round_up(step.value_size, 16); }
+inline int64_t states_size(const PagedAttention& step, int64_t num_queries) {
+  return 2 * round_up(num_queries, 16) + num_queries * values_stride(step);
+}
+// Fill `plan`: large items if every thread gets some. A context is shared if there are too few rows and heads. Returns
+// the number of rows with a position. Throws std::invalid_argument for rows or blocks out of range.
+int64_t plan_attention(const PagedAttention& step, AttentionPlan& plan);
+
+}  // namespace moeserve
