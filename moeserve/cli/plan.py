@@ -7,9 +7,10 @@ import dataclasses
 import json
 
 from moeserve.cli.parser import Parser, add_cluster, add_flags, cluster_of, given, reader
+from moeserve.config.settings import PositiveInt
 from moeserve.errors import SettingsError
-from moeserve.planner.costs import Assumptions
 from moeserve.planner.hardware import TABLE
+from moeserve.planner.settings import Assumptions
 
 
 def add_arguments(command: Parser) -> None:
@@ -24,11 +25,6 @@ def add_arguments(command: Parser) -> None:
         metavar="SLOTS",
         help="slots beyond one for each expert, over all ranks together (default: 0)",
     )
-    group.add_argument(
-        "--shared-as-routed",
-        action="store_true",
-        help="place shared experts as experts that every token chooses, with copies; otherwise every rank has them",
-    )
     group = command.add_argument_group("Estimates", "Made when --hardware is given.")
     group.add_argument("--hardware", metavar="NAME", help=f"{', '.join(TABLE)}, or a .json file that describes it")
     group.add_argument(
@@ -40,14 +36,14 @@ def add_arguments(command: Parser) -> None:
     )
     group.add_argument(
         "--decode-requests",
-        type=reader(int),
+        type=reader(PositiveInt),
         default=argparse.SUPPRESS,
         metavar="REQUESTS",
         help="requests that each replica decodes at once, if its cache holds them (default: 128)",
     )
     group.add_argument(
         "--prefill-tokens",
-        type=reader(int),
+        type=reader(PositiveInt),
         default=argparse.SUPPRESS,
         metavar="TOKENS",
         help="prompt tokens that each replica computes in a step (default: 4096)",
@@ -71,9 +67,6 @@ def run(options: argparse.Namespace) -> None:
         options.tp,
         loads=options.loads,
         num_redundant=options.num_redundant_experts,
-        shared_as_routed=options.shared_as_routed,
-        num_nodes=num_ranks // ranks_per_node,
-        keeps_groups=assumptions.exchange == "node_limited",
     )
     estimates = None
     if options.hardware is not None:

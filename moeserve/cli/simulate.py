@@ -7,10 +7,8 @@ import dataclasses
 import json
 
 from moeserve.cli.parser import Parser, add_cluster, add_flags, cluster_of, given, reader
-from moeserve.errors import SettingsError
-from moeserve.planner.costs import Assumptions
 from moeserve.planner.hardware import TABLE
-from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
+from moeserve.planner.settings import Assumptions, ExpertSettings, SimulationSettings
 
 
 def add_arguments(command: Parser) -> None:
@@ -34,13 +32,6 @@ def run(options: argparse.Namespace) -> None:
     from moeserve.planner import hardware, simulate, simulation_report, traffic
 
     num_ranks, ranks_per_node = cluster_of(options)
-    assumptions = Assumptions(**given(options, Assumptions))
-    experts = ExpertSettings(**given(options, ExpertSettings))
-    if assumptions.exchange == "node_limited" and (experts.rebalance, experts.placement) != ("off", "even"):
-        raise SettingsError(
-            "--exchange node_limited needs whole groups of experts on each node, which --rebalance auto and "
-            "--placement loads do not keep; use --exchange by_node"
-        )
     found = simulate.simulate(
         options.model,
         hardware.read_hardware(options.hardware),
@@ -50,8 +41,8 @@ def run(options: argparse.Namespace) -> None:
         tp=options.tp,
         dtype=None if options.dtype == "auto" else options.dtype,
         loads=options.loads,
-        assumptions=assumptions,
+        assumptions=Assumptions(**given(options, Assumptions)),
         settings=SimulationSettings(**given(options, SimulationSettings)),
-        experts=experts,
+        experts=ExpertSettings(**given(options, ExpertSettings)),
     )
     print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else simulation_report.as_text(found))

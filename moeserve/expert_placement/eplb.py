@@ -19,13 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moeserve.distributed.mesh import share_of, share_sizes
+from moeserve.distributed.mesh import share_sizes
 from moeserve.errors import SettingsError, shown
 from moeserve.expert_placement.placement import MAX_LOAD, Placement, check_num_slots
 
-# A repair gives another copy to experts whose copies carry more than this share of what a rank may carry. The higher
-# share moves fewer copies; the lower one leaves swaps more freedom.
-HEAVY_SHARES = (0.8, 0.4)
+# A repair gives another copy to experts whose copies carry more than this share of what a rank may carry.
+HEAVY_SHARE = 0.6
 LEAST_GAIN = 1e-9  # by which a swap must lower the fullest rank; rounding does not
 
 # In names of arrays: E logical experts, R ranks, S slots of all ranks, s slots of the fullest rank
@@ -35,30 +34,13 @@ FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
-    """The parts into which ranks and experts are divided, in order and as evenly as possible.
-
-    Group-limited routing keeps a token on few nodes only if no group of experts spans several nodes.
-    """
-
-    num_nodes: int = 1  # of ranks
-    num_groups: int = 1  # of experts
-
-    def __post_init__(self) -> None:
-        if self.num_nodes < 1 or self.num_groups < 1:
-            raise SettingsError(
-                f"{self.num_groups} groups of experts on {self.num_nodes} nodes: there must be at least one of both"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Move:
     """A slot that gets another expert."""
 
     to_rank: int
-    slot: int  # of that rank
+    slot: int  # slot of `to_rank`
     expert: int
-    from_rank: int  # holds a copy before; `to_rank` itself if the expert only changes slots
+    from_rank: int  # a rank that held the expert before; `to_rank` itself if the expert only changes slots
 
 
 def rank_loads(loads: Sequence[float], placement: Placement) -> tuple[float, ...]:
@@ -76,31 +58,29 @@ def imbalance(loads: Sequence[float], placement: Placement) -> float:
     return max(of_rank) * len(of_rank) / total if total else 1.0
 
 
-def eplb(loads: Sequence[float], num_ranks: int, num_slots: int, topology: Topology = Topology()) -> Placement:
+def eplb(loads: Sequence[float], num_ranks: int, num_slots: int) -> Placement:
     """Return the placement of the published algorithm: replicate the hottest experts, then pack, heaviest first.
 
-    Whole groups of experts are packed on nodes first, if the groups can be divided evenly over the nodes. As published,
-    a rank may get two copies of an expert.
+    This is its global policy, which ignores nodes. As published, a rank may get two copies of an expert.
 
     Args:
         loads: by logical expert. If all are zero, experts count as equally loaded.
         num_ranks: ranks of the ep group.
         num_slots: slots of all ranks together.
-        topology: nodes of the ranks and groups of the experts.
 
     Raises:
         SettingsError: a load is out of range, or there are fewer slots than experts or more than possible copies.
     """
-    _check(loads, num_ranks, num_slots)
+    for expert, load in enumerate(loads):
+        if not 0 <= load <= MAX_LOAD:
+            raise SettingsError(f"expert {expert} has load {shown(load)}; loads must be from 0 to {MAX_LOAD:g}")
+    check_num_slots(num_slots, len(loads), num_ranks)
     if not any(loads):
         loads = [1.0] * len(loads)
-    ranks: list[tuple[int, ...]] = []
-    for experts, sizes in _divide_over_nodes(loads, share_sizes(num_slots, num_ranks), topology):
-        copies = [experts[item] for item in replicate([loads[expert] for expert in experts], sum(sizes))]
-        num_copies = Counter(copies)
-        packs = pack([loads[expert] / num_copies[expert] for expert in copies], sizes)
-        ranks += (tuple(copies[copy] for copy in members) for members in packs)
-    return Placement(tuple(ranks), len(loads))
+    copies = replicate(loads, num_slots)
+    num_copies = Counter(copies)
+    packs = pack([loads[expert] / num_copies[expert] for expert in copies], share_sizes(num_slots, num_ranks))
+    return Placement(tuple(tuple(copies[copy] for copy in members) for members in packs), len(loads))
 
 
 def replicate(loads: Sequence[float], num_copies: int) -> list[int]:
@@ -162,10 +142,7 @@ def rebalance(loads: Sequence[float], before: Placement, *, slack: float = 0.02)
     limit = max(rank_loads(loads, planned)) * (1 + slack)
     if max(rank_loads(loads, before)) <= limit:
         return before
-    repaired = [_repair(loads, before, limit, heavy * limit) for heavy in HEAVY_SHARES]
-    candidates = [each for each in repaired if each is not None] or [_relabel(before, planned)]
-    placements = [_keep_slots(before, slots) for slots in candidates]
-    return min(placements, key=lambda after: len(moves(before, after)))
+    return _keep_slots(before, _repair(loads, before, limit) or _relabel(before, planned))
 
 
 def moves(before: Placement, after: Placement, node_of_rank: Sequence[int] = ()) -> tuple[Move, ...]:
@@ -229,40 +206,12 @@ def place_experts(
     return tuple(eplb(of_layer, num_ranks, num_experts + num_redundant) for of_layer in loads)
 
 
-def _check(loads: Sequence[float], num_ranks: int, num_slots: int) -> None:
-    for expert, load in enumerate(loads):
-        if not 0 <= load <= MAX_LOAD:
-            raise SettingsError(f"expert {expert} has load {shown(load)}; loads must be from 0 to {MAX_LOAD:g}")
-    check_num_slots(num_slots, len(loads), num_ranks)
-
-
-def _divide_over_nodes(
-    loads: Sequence[float], sizes: tuple[int, ...], topology: Topology
-) -> list[tuple[list[int], tuple[int, ...]]]:
-    """Return the experts of each node, and its number of slots by rank.
-
-    Nodes get whole groups of experts. Where that is impossible, all ranks count as one node.
-    """
-    num_nodes, num_groups = topology.num_nodes, topology.num_groups
-    everything = [(list(range(len(loads))), sizes)]
-    if num_groups % num_nodes or num_nodes > len(sizes) or num_groups > len(loads):
-        return everything
-    groups = [range(len(loads))[share_of(len(loads), group, num_groups)] for group in range(num_groups)]
-    packs = pack([sum(loads[expert] for expert in group) for group in groups], (num_groups // num_nodes,) * num_nodes)
-    nodes = [
-        ([expert for group in members for expert in groups[group]], sizes[share_of(len(sizes), node, num_nodes)])
-        for node, members in enumerate(packs)
-    ]
-    fit = all(1 <= len(experts) <= sum(of_node) <= len(experts) * len(of_node) for experts, of_node in nodes)
-    return nodes if fit else everything
-
-
-def _repair(loads: Sequence[float], before: Placement, limit: float, heavy: float) -> list[list[int]] | None:
+def _repair(loads: Sequence[float], before: Placement, limit: float) -> list[list[int]] | None:
     """Return the experts of each rank after few changes that leave no rank above `limit`; None if none are found."""
     load_E = np.asarray(loads, dtype=np.float64)
     expert_S = np.array(before.logical_of_physical)
     rank_S = np.repeat(np.arange(before.num_ranks), before.num_slots)
-    _move_copies(load_E, expert_S, rank_S, heavy)
+    _move_copies(load_E, expert_S, rank_S, HEAVY_SHARE * limit)
     share_S = (load_E / np.bincount(expert_S))[expert_S]
     for _ in range(len(expert_S)):
         total_R = np.bincount(rank_S, share_S, before.num_ranks)

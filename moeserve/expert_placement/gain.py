@@ -24,7 +24,7 @@ class Proposal:
     rows_saved: float  # by which its fullest rank has less to compute
 
 
-def add_window(loads: Sequence[float], counts: Sequence[int]) -> list[float]:
+def add_window(loads: Sequence[float], counts: Sequence[float]) -> list[float]:
     """Return a layer's loads after another window, in which older counts have decayed.
 
     Args:

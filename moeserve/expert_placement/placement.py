@@ -7,7 +7,6 @@ Physical experts are numbered through the slots of all ranks, rank by rank.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from moeserve.telemetry.expert_load import read_windows, summed
 
 MAX_EXPERTS = 2**20
 MAX_LOAD = 1e30
-MAX_FILE_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -81,18 +79,8 @@ class Placement:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Placement:
-        """Parse the result of `to_json`.
-
-        Raises:
-            SettingsError: the text is malformed, or the placement leaves an expert without a slot.
-        """
-        try:
-            content = msgspec.json.decode(text, type=_PlacementJson)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise SettingsError(f"not a placement of experts: {error}") from None
-        fault = _fault(content.logical_of_slot, content.num_logical)
-        if fault is not None:
-            raise SettingsError(f"not a placement of experts: {fault}")
+        """Parse the result of `to_json`."""
+        content = msgspec.json.decode(text, type=_PlacementJson)
         return cls(content.logical_of_slot, content.num_logical)
 
 
@@ -130,8 +118,6 @@ def read_loads(path: Path, *, num_layers: int, num_experts: int) -> tuple[tuple[
     try:
         if path.suffix == ".jsonl":
             loads = summed(read_windows(path)).tokens_of_expert
-        elif path.stat().st_size > MAX_FILE_BYTES:
-            raise SettingsError(f"{path} is too large for a file of expert loads ({path.stat().st_size} bytes)")
         else:
             loads = msgspec.json.decode(path.read_bytes(), type=_LoadsJson).loads
     except OSError as error:
@@ -167,37 +153,21 @@ def copies_in_turn(placement: Placement, rank: int, node_of_rank: Sequence[int])
     Returns:
         Physical experts, by logical expert and turn.
     """
-    ranks = range(placement.num_ranks)
-    assert len(node_of_rank) == len(ranks)
-    rank_of_physical = [holder for holder, size in enumerate(placement.num_slots) for _ in range(size)]
+    assert len(node_of_rank) == placement.num_ranks
+    node_of_physical = [node for node, size in zip(node_of_rank, placement.num_slots, strict=True) for _ in range(size)]
     turns: list[tuple[int, ...]] = []
     for copies in placement.physical_of_logical:
-        if len(copies) == 1:
-            turns.append(copies)
-            continue
-        room = dict.fromkeys(copies, len(ranks))
-        given: list[list[int]] = [[] for _ in ranks]
-        of_node: dict[int, list[int]] = {}
-        for copy in copies:
-            of_node.setdefault(node_of_rank[rank_of_physical[copy]], []).append(copy)
-        for node, near in of_node.items():
-            _deal(given, [other for other in ranks if node_of_rank[other] == node], near, room)
-        _deal(given, ranks, copies, room)
+        room = dict.fromkeys(copies, placement.num_ranks)  # turns left
+        given: list[list[int]] = [[] for _ in node_of_rank]
+        for is_near in (True, False):
+            for node, own in zip(node_of_rank, given, strict=True):
+                usable = [copy for copy in copies if not is_near or node_of_physical[copy] == node]
+                while len(own) < len(copies) and any(room[copy] for copy in usable):
+                    copy = max(usable, key=room.__getitem__)
+                    own.append(copy)
+                    room[copy] -= 1
         turns.append(tuple(given[rank]))
     return tuple(turns)
-
-
-def _deal(given: list[list[int]], ranks: Sequence[int], copies: Sequence[int], room: dict[int, int]) -> None:
-    """Complete the lists of `ranks`, round robin, with copies that have places left. Changes `given` and `room`."""
-    num_turns = len(room)
-    waiting = deque(copy for copy in copies if room[copy])
-    for rank in ranks:
-        while waiting and len(given[rank]) < num_turns:
-            copy = waiting.popleft()
-            given[rank].append(copy)
-            room[copy] -= 1
-            if room[copy]:
-                waiting.append(copy)
 
 
 def write_placements(path: Path, placements: Sequence[Placement]) -> None:
@@ -222,8 +192,6 @@ def read_placements(
         SettingsError: the file cannot be read, or its placements do not fit this model, these ranks or these slots.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise SettingsError(f"{path} is too large for a file of placements ({path.stat().st_size} bytes)")
         found = msgspec.json.decode(path.read_bytes(), type=_PlacementsJson).placements
     except OSError as error:
         raise SettingsError(f"cannot read the placements in {path}: {error.strerror}") from None
@@ -235,20 +203,16 @@ def read_placements(
         )
     sizes = share_sizes(num_experts + num_redundant, num_ranks)
     for number, each in enumerate(found):
-        fault = _fault(each.logical_of_slot, each.num_logical)
-        if fault is None and each.num_logical != num_experts:
-            fault = f"it has {each.num_logical} experts, and the model has {num_experts}"
-        if fault is None and tuple(map(len, each.logical_of_slot)) != sizes:
-            slots = ", ".join(map(str, map(len, each.logical_of_slot)))
+        found_sizes = tuple(map(len, each.logical_of_slot))
+        fault = _fault(each.logical_of_slot, num_experts)
+        if fault is None and found_sizes != sizes:
             fault = (
-                f"its ranks have {slots} slots, but {num_ranks} ranks and {num_redundant} redundant experts require "
-                f"{', '.join(map(str, sizes))}"
+                f"its {len(found_sizes)} ranks have {sum(found_sizes)} slots; use num_redundant_experts="
+                f"{sum(found_sizes) - num_experts} and {len(found_sizes)} ranks"
             )
-            if len(each.logical_of_slot) == num_ranks:
-                fault += f"; use num_redundant_experts={sum(map(len, each.logical_of_slot)) - num_experts}"
         if fault is not None:
             raise SettingsError(f"{path}: placements[{number}]: {fault}")
-    return tuple(Placement(each.logical_of_slot, each.num_logical) for each in found)
+    return tuple(Placement(each.logical_of_slot, num_experts) for each in found)
 
 
 _ExpertId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_EXPERTS)]

@@ -5,20 +5,16 @@ The figures follow from the hardware and from `Assumptions` on how well an engin
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moeserve.errors import SettingsError
-from moeserve.layers.attention import AttentionConfig
-from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.machine import shown_bytes
-from moeserve.models.registry import Description, describe
-from moeserve.planner.costs import Assumptions, LayoutCosts, RankShape, ReplicaLoad, StepLoad
-from moeserve.planner.expert_rows import Balance, rows_that_leave
+from moeserve.models.registry import describe
+from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad, is_fp8
 from moeserve.planner.formula import Formula, shown_seconds
 from moeserve.planner.hardware import Hardware
-from moeserve.planner.layout import BYTES_OF_DTYPE, Layout, Layouts, check_groups, group_topology
+from moeserve.planner.layout import Layout, Layouts
+from moeserve.planner.settings import Assumptions
 from moeserve.planner.traffic import Lengths, Traffic
 
 DECODE_REQUESTS = 128
@@ -34,10 +30,9 @@ class PhaseEstimate:
     tokens_per_replica: int
     step_s: float
     exchange_s: float  # dispatch and combine, in one layer that has experts
-    node_bytes: float  # sent by a rank in one such layer: to others of its node
-    network_bytes: float  # and to other nodes
-    fullest_rank: float  # its rows for experts, over the mean
-    tokens_per_s: float  # of all replicas
+    sent_bytes: float  # bytes that a rank sends to others in one such layer
+    fullest_rank: float  # rows of the fullest rank over the mean
+    tokens_per_s: float  # sum of all replicas
     formulas: tuple[str, ...]
 
 
@@ -47,7 +42,7 @@ class Estimate:
 
     tp: int
     dp: int
-    weight_bytes: int  # of the rank that has most
+    weight_bytes: int  # on the rank that has most
     cache_tokens: int  # capacity of a replica's cache
     cache_requests: int  # the same in requests of average length while they decode
     refusal: str | None  # why no request fits into the memory
@@ -88,34 +83,28 @@ def estimate_layouts(
         prefill_tokens: prompt tokens that each replica computes in a step.
 
     Raises:
-        SettingsError: a number of requests or tokens below one, or an exchange that does not fit the model.
         CheckpointError: see `describe`.
     """
-    for name, number in (("decode_requests", decode_requests), ("prefill_tokens", prefill_tokens)):
-        if number < 1:
-            raise SettingsError(f"{name}={number}: a step has at least 1")
     assert found.num_ranks % ranks_per_node == 0
     description = describe(found.model)
     lengths = traffic.lengths
 
     def estimate(layout: Layout) -> Estimate:
-        shape = rank_shape(description, found, layout, assumptions, ranks_per_node)
-        costs = LayoutCosts(shape, hardware, assumptions)
-        weights = _weights(layout, shape.is_fp8)
-        cache = _cache(hardware, assumptions, weights.value, layout.cache_bytes_per_token)
-        held = _held(cache.value, lengths)
-        cache_tokens, cache_requests = int(cache.value), int(held.value)
+        costs = LayoutCosts(description, found, layout, hardware, assumptions, ranks_per_node)
+        weights, cache, requests = memory_formulas(layout, costs, hardware, lengths)
+        cache_tokens, cache_requests = int(cache.value), int(requests.value)
         decoding, prefilling = min(decode_requests, cache_requests), min(prefill_tokens, cache_tokens)
         decode = ReplicaLoad(num_decoding=decoding, decode_pairs=decoding * lengths.decode_context)
         prefill = ReplicaLoad(num_prefill=prefilling, prefill_pairs=prefilling * lengths.pairs_per_prompt_token)
+        usable_bytes = hardware.memory * assumptions.memory_share
         return Estimate(
             tp=layout.tp,
             dp=layout.dp,
             weight_bytes=int(weights.value),
             cache_tokens=cache_tokens,
             cache_requests=cache_requests,
-            refusal=None if cache_requests else _shortage(weights.value, hardware.memory * assumptions.memory_share),
-            memory_formulas=(weights.as_text(), cache.as_text(), held.as_text()),
+            refusal=None if cache_requests else _shortage(weights.value, usable_bytes),
+            memory_formulas=(weights.as_text(), cache.as_text(), requests.as_text()),
             decode=_phase(costs, decode) if decoding else None,
             prefill=_phase(costs, prefill) if prefilling else None,
         )
@@ -124,7 +113,7 @@ def estimate_layouts(
         hardware=hardware.name,
         num_nodes=found.num_ranks // ranks_per_node,
         ranks_per_node=ranks_per_node,
-        weights="fp8" if _is_fp8(description, assumptions) else found.dtype,
+        weights="fp8" if is_fp8(description, assumptions) else found.dtype,
         assumptions=assumptions,
         lengths=lengths,
         traffic_note=traffic.note,
@@ -132,66 +121,26 @@ def estimate_layouts(
     )
 
 
-def rank_shape(
-    description: Description, found: Layouts, layout: Layout, assumptions: Assumptions, ranks_per_node: int
-) -> RankShape:
-    """Return the numbers of a layout that the cost model needs.
-
-    Raises:
-        SettingsError: an exchange that does not fit the model or the placement of its experts.
-    """
-    config = description.model
-    moe = config.first_moe
-    num_sparse, num_layers = config.num_sparse_layers, len(config.layers)
-    parameters = Counter({part.name: 0 for part in layout.parts})
-    for part in layout.parts:
-        parameters[part.name] += part.num_parameters
-    is_fp8 = _is_fp8(description, assumptions)
-    plain_bytes = BYTES_OF_DTYPE[found.dtype]
-    chosen = moe.router.top_k + found.num_shared if moe else 0
-    num_experts = found.num_experts + found.num_shared
-    num_ranks = layout.tp * layout.dp
-    slots = layout.experts_per_rank[1]
-    if assumptions.exchange == "node_limited":
-        topology = group_topology(moe, found.num_shared, max(1, num_ranks // ranks_per_node))
-        check_groups([holder.experts for holder in layout.holders], num_experts, topology)
-    decode_operations, prefill_operations = _operations(config.layers[0].attention, layout.tp)
-    num_dense = max(1, num_layers - num_sparse)
-    per_sparse = max(1, num_sparse)
-    return RankShape(
-        tp=layout.tp,
-        dp=layout.dp,
-        ranks_per_node=ranks_per_node,
-        hidden_size=config.hidden_size,
-        num_layers=num_layers,
-        num_sparse_layers=num_sparse,
-        num_layers_of_window=Counter(getattr(layer.attention, "window", None) for layer in config.layers),
-        cache_bytes=layout.cache_bytes_per_token / num_layers,
-        decode_operations=decode_operations,
-        prefill_operations=prefill_operations,
-        attention_parameters=parameters["attention"] / num_layers,
-        dense_parameters=parameters["dense networks"] / num_dense,
-        router_parameters=parameters["routers"] / per_sparse,
-        shared_parameters=parameters["shared experts"] / per_sparse,
-        expert_parameters=parameters["routed experts"] / per_sparse / max(1, slots),
-        head_parameters=parameters["embedding" if config.tie_word_embeddings else "output head"],
-        slots=slots,
-        all_slots=sum(len(holder.experts) for holder in layout.holders),
-        chosen=chosen,
-        weight_bytes=1 if is_fp8 else plain_bytes,
-        is_fp8=is_fp8,
-        plain_bytes=plain_bytes,
-        leaving=rows_that_leave(
-            assumptions.exchange,
-            num_ranks=num_ranks,
-            ranks_per_node=ranks_per_node,
-            num_experts=num_experts,
-            chosen=chosen,
-            num_groups=moe.router.num_groups if moe else 1,
-            num_chosen_groups=moe.router.num_chosen_groups if moe else 1,
-        ),
-        balance=Balance(placement=layout.fullest_rank, num_ranks=num_ranks, num_experts=num_experts, chosen=chosen),
-    )
+def memory_formulas(
+    layout: Layout, costs: LayoutCosts, hardware: Hardware, lengths: Lengths
+) -> tuple[Formula, Formula, Formula]:
+    """Return the bytes of a rank's weights, and the capacity of a replica's cache in tokens and in requests."""
+    fp8_parts = FP8_PARTS if costs.is_fp8 else ()
+    numbers: dict[str, float] = {
+        "fp8_parameters": sum(part.num_parameters for part in layout.parts if part.name in fp8_parts),
+        "bytes_of_others": sum(part.num_bytes for part in layout.parts if part.name not in fp8_parts),
+    }
+    weights = Formula("weights of a rank", "{fp8_parameters} + {bytes_of_others}", numbers, "bytes")
+    numbers = {
+        "memory": hardware.memory,
+        "share": costs.assumptions.memory_share,
+        "weights": weights.value,
+        "bytes_of_a_token": layout.cache_bytes_per_token,
+    }
+    template = "max(0, ({memory} x {share} - {weights}) / {bytes_of_a_token})"
+    cache = Formula("KV cache of a replica", template, numbers, "tokens")
+    numbers = {"tokens": cache.value, "tokens_of_a_request": lengths.decode_context}
+    return weights, cache, Formula("the same", "{tokens} / {tokens_of_a_request}", numbers, "requests")
 
 
 def as_text(found: Estimates) -> str:
@@ -238,10 +187,9 @@ _PHASE_HEADS = (
 
 
 def _phase_text(phase: PhaseEstimate) -> str:
-    sent = shown_bytes(round(phase.node_bytes + phase.network_bytes))
     return (
         f"{phase.tokens_per_replica:>19}{shown_seconds(phase.step_s):>11}{phase.tokens_per_s:>10.0f}"
-        f"{shown_seconds(phase.exchange_s):>12}{sent:>12}{phase.fullest_rank:>10.2f}"
+        f"{shown_seconds(phase.exchange_s):>12}{shown_bytes(round(phase.sent_bytes)):>12}{phase.fullest_rank:>10.2f}"
     )
 
 
@@ -255,19 +203,15 @@ def _assumed(assumptions: Assumptions) -> str:
 
 
 def _phase(costs: LayoutCosts, of_replica: ReplicaLoad) -> PhaseEstimate:
-    shape, parts = costs.shape, costs.num_parts
-    load = StepLoad.of((of_replica,) * shape.dp)
+    load = StepLoad.of((of_replica,) * costs.dp)
     seconds = costs.step_seconds(load).seconds
-    own_tokens = load.most_tokens / shape.tp
-    imbalance = shape.balance.imbalance(load.num_tokens / parts)
-    exchange_s = costs.exchange.seconds(tokens=own_tokens / parts, imbalance=imbalance)
+    exchange = (term for term in costs.terms(load) if term.formula.name == "dispatch and combine")
     return PhaseEstimate(
         tokens_per_replica=round(load.most_tokens),
         step_s=seconds,
-        exchange_s=parts * exchange_s if costs.has_exchange else 0.0,
-        node_bytes=costs.exchange.node_bytes * own_tokens,
-        network_bytes=costs.exchange.network_bytes * own_tokens,
-        fullest_rank=imbalance,
+        exchange_s=sum(term.seconds for term in exchange) / max(1, costs.num_sparse_layers),
+        sent_bytes=costs.sent_bytes_per_token * load.most_tokens / costs.tp,
+        fullest_rank=costs.imbalance(load.num_tokens).value,
         tokens_per_s=load.num_tokens / seconds,
         formulas=tuple(_formulas(costs, load)),
     )
@@ -278,47 +222,12 @@ def _formulas(costs: LayoutCosts, load: StepLoad) -> Iterator[str]:
     for term in costs.terms(load):
         yield f"{term.formula.as_text()}\n    x {term.count} = {shown_seconds(term.seconds)}"
     if costs.has_exchange:
-        balance = costs.shape.balance.formula(load.num_tokens / costs.num_parts)
-        for formula in (costs.shape.leaving.inside, costs.shape.leaving.outside, balance):
+        for formula in (*costs.leaving_rows, costs.imbalance(load.num_tokens)):
             yield formula.as_text()
-    time = costs.step_seconds(load)
-    template = "max({layers}, {exchange}) + {head}" if time.has_overlap else "{layers} + {exchange} + {head}"
-    numbers = {"layers": time.layers, "exchange": time.exchange, "head": time.head}
-    yield Formula("step", template, numbers, time.seconds).as_text()
-    numbers = {"tokens_of_all_replicas": load.num_tokens, "step": time.seconds}
-    rate = load.num_tokens / time.seconds
-    yield Formula("tokens per second", "{tokens_of_all_replicas} / {step}", numbers, rate, unit="").as_text()
-
-
-def _operations(attention: AttentionConfig | LatentAttentionConfig, tp: int) -> tuple[float, float]:
-    """Return the operations of a pair of token and position on one tp rank, in decoding and in a prompt."""
-    heads = attention.num_heads / tp
-    match attention:
-        case AttentionConfig():
-            return heads * 4 * attention.head_dim, heads * 4 * attention.head_dim
-        case LatentAttentionConfig():
-            absorbed = attention.cached_size + attention.latent_size
-            expanded = attention.query_dim + attention.value_dim
-            return heads * 2 * absorbed, heads * 2 * expanded
-
-
-def _weights(layout: Layout, is_fp8: bool) -> Formula:
-    in_fp8 = sum(part.num_parameters for part in layout.parts if is_fp8 and part.name in FP8_PARTS)
-    others = sum(part.num_bytes for part in layout.parts if not (is_fp8 and part.name in FP8_PARTS))
-    numbers = {"fp8_parameters": in_fp8, "bytes_of_others": others}
-    return Formula("weights of a rank", "{fp8_parameters} + {bytes_of_others}", numbers, in_fp8 + others, unit="bytes")
-
-
-def _cache(hardware: Hardware, assumptions: Assumptions, weight_bytes: float, bytes_per_token: int) -> Formula:
-    numbers = {
-        "memory": hardware.memory,
-        "share": assumptions.memory_share,
-        "weights": weight_bytes,
-        "bytes_of_a_token": bytes_per_token,
-    }
-    value = max(0.0, (hardware.memory * assumptions.memory_share - weight_bytes) / bytes_per_token)
-    template = "max(0, ({memory} x {share} - {weights}) / {bytes_of_a_token})"
-    return Formula("KV cache of a replica", template, numbers, value, unit="tokens")
+    step = costs.step_seconds(load).formula
+    yield step.as_text()
+    numbers = {"tokens_of_all_replicas": load.num_tokens, "step": step.value}
+    yield Formula("tokens per second", "{tokens_of_all_replicas} / {step}", numbers, unit="").as_text()
 
 
 def _shortage(weight_bytes: float, usable_bytes: float) -> str:
@@ -328,15 +237,3 @@ def _shortage(weight_bytes: float, usable_bytes: float) -> str:
         f"the weights of a rank take {shown_bytes(round(weight_bytes))}, and weights and KV cache may take "
         f"{shown_bytes(round(usable_bytes))} of its memory"
     )
-
-
-def _held(cache_tokens: float, lengths: Lengths) -> Formula:
-    numbers = {"tokens": cache_tokens, "tokens_of_a_request": lengths.decode_context}
-    value = cache_tokens / lengths.decode_context
-    return Formula("the same", "{tokens} / {tokens_of_a_request}", numbers, value, unit="requests")
-
-
-def _is_fp8(description: Description, assumptions: Assumptions) -> bool:
-    if assumptions.weights == "auto":
-        return "fp8" in (description.weight_format.stored_as or "")
-    return assumptions.weights == "fp8"

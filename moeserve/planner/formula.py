@@ -1,33 +1,40 @@
-"""Figures that can show the formula they come from."""
+"""Formulas that can be evaluated, and shown in words and in numbers."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import CodeType
+
+_FUNCTIONS = {"__builtins__": {}, "max": max, "min": min}
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A figure and its formula."""
+    """A figure, defined by arithmetic on named numbers."""
 
     name: str
-    template: str  # arithmetic; names in braces stand for the numbers
+    template: str  # +, -, x, /, ^, max and min; names in braces stand for the numbers
     numbers: Mapping[str, float]
-    value: float
     unit: str = "s"
 
     @property
-    def in_words(self) -> str:
-        return re.sub(r"{(\w+)}", lambda name: name[1].replace("_", " "), self.template)
-
-    @property
-    def with_numbers(self) -> str:
-        return re.sub(r"{(\w+)}", lambda name: f"{self.numbers[name[1]]:.12g}", self.template)
+    def value(self) -> float:
+        return float(eval(_compiled(self.template), _FUNCTIONS, self.numbers))
 
     def as_text(self) -> str:
-        value = shown_seconds(self.value) if self.unit == "s" else f"{self.value:.4g} {self.unit}".rstrip()
-        return f"{self.name}: {value}\n    = {self.in_words}\n    = {self.with_numbers}"
+        shown = shown_seconds(self.value) if self.unit == "s" else f"{self.value:.4g} {self.unit}".rstrip()
+        in_words = re.sub(r"{(\w+)}", lambda name: name[1].replace("_", " "), self.template)
+        in_numbers = re.sub(r"{(\w+)}", lambda name: f"{self.numbers[name[1]]:.12g}", self.template)
+        return f"{self.name}: {shown}\n    = {in_words}\n    = {in_numbers}"
+
+
+@functools.cache
+def _compiled(template: str) -> CodeType:
+    expression = template.replace(" x ", " * ").replace("^", "**").replace("{", "").replace("}", "")
+    return compile(expression, "<formula>", "eval")
 
 
 def shown_seconds(seconds: float) -> str:

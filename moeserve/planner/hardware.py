@@ -9,8 +9,6 @@ import msgspec
 
 from moeserve.errors import SettingsError, nearest, shown
 
-MAX_FILE_BYTES = 64 * 1024
-
 _Amount = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
@@ -23,10 +21,10 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str
     memory: _Amount
     memory_bandwidth: _Amount
-    bf16_rate: _Amount  # dense matrix products; a multiply-add counts two
+    bf16_rate: _Amount  # operations of dense matrix products; a multiply-add counts two
     fp8_rate: _Amount  # the same as bf16_rate without fp8 units
-    node_bandwidth: _Amount  # to all other accelerators of its node together
-    network_bandwidth: _Amount  # to other nodes
+    node_bandwidth: _Amount  # links to all other accelerators of its node together
+    network_bandwidth: _Amount  # link to other nodes
 
 
 # Vendors give twice the dense rates ("with sparsity"), and links in both directions together; these are halves.
@@ -117,8 +115,6 @@ def read_hardware(name: str) -> Hardware:
             f".json file that describes it{measured if name.lower() == 'cpu' else ''}"
         )
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise SettingsError(f"{path} is too large to describe hardware ({path.stat().st_size} bytes)")
         return msgspec.json.decode(path.read_bytes(), type=Hardware)
     except OSError as error:
         raise SettingsError(f"cannot read the hardware in {path}: {error.strerror}") from None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,19 +20,21 @@ from moeserve.config.settings import DtypeName
 from moeserve.errors import SettingsError
 from moeserve.expert_placement.placement import read_loads
 from moeserve.models.registry import describe
-from moeserve.planner.costs import Assumptions, LayoutCosts, ReplicaLoad, StepLoad
-from moeserve.planner.estimate import estimate_layouts, rank_shape
-from moeserve.planner.expert_balance import ExpertBalance, ExpertCounts
+from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad
+from moeserve.planner.estimate import estimate_layouts
+from moeserve.planner.expert_balance import ExpertBalance, draw_loads
 from moeserve.planner.hardware import Hardware
 from moeserve.planner.layout import find_layouts
 from moeserve.planner.lockstep_group import LockstepGroup
-from moeserve.planner.simulation_report import Outcome, Percentiles, RankBalance, Simulation
-from moeserve.planner.simulation_settings import ExpertSettings, SimulationSettings
+from moeserve.planner.settings import Assumptions, ExpertSettings, SimulationSettings
+from moeserve.planner.simulation_report import Outcome, Percentiles, Simulation
 from moeserve.planner.traffic import RecordedRequest, Traffic
 from moeserve.protocol import AddRequest, ChunkResult, Request, RequestUpdate, StepPlan, StepResult
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.dp_router import DPRouter
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+
+BLOCK_SIZE = 16  # tokens per block of the KV cache
 
 
 def simulate(
@@ -65,14 +66,7 @@ def simulate(
     if loads is not None and experts.skew:
         raise SettingsError(f"skew={experts.skew:g} draws loads, and loads={loads} gives them; use one of them")
     traffic = _scaled(traffic, settings)
-    found = find_layouts(
-        model,
-        num_ranks,
-        dtype,
-        tp,
-        num_redundant=experts.num_redundant_experts,
-        shared_as_routed=experts.shared_as_routed,
-    )
+    found = find_layouts(model, num_ranks, dtype, tp, num_redundant=experts.num_redundant_experts)
     (layout,) = found.layouts
     (estimate,) = estimate_layouts(found, hardware, traffic, assumptions, ranks_per_node=ranks_per_node).layouts
     if not estimate.cache_tokens:
@@ -80,16 +74,14 @@ def simulate(
         raise SettingsError(f"{fault}; use more ranks or a larger tp")
     description = describe(model)
     config = description.model
-    costs = LayoutCosts(rank_shape(description, found, layout, assumptions, ranks_per_node), hardware, assumptions)
-    given: Sequence[Sequence[float]] = ()
+    costs = LayoutCosts(description, found, layout, hardware, assumptions, ranks_per_node)
+    sizes = {"num_layers": config.num_sparse_layers, "num_experts": config.num_experts}
+    initial: Sequence[Sequence[float]]
     if loads is not None:
-        given = read_loads(loads, num_layers=config.num_sparse_layers, num_experts=found.num_experts)
-    counts = ExpertCounts(
-        routed=found.num_experts,
-        shared=found.num_shared,
-        top_k=config.first_moe.router.top_k if config.first_moe else 0,
-    )
-    balance = ExpertBalance(costs, hardware, experts, counts, given, settings.seed)
+        initial = read_loads(loads, **sizes)
+    else:
+        initial = draw_loads(**sizes, skew=experts.skew, seed=settings.seed)
+    balance = ExpertBalance(costs, experts, initial, settings.seed)
     last_s = traffic.requests[-1].arrival_s
     return Simulation(
         hardware=hardware.name,
@@ -127,20 +119,20 @@ def serve(
     """
     longest = max(each.prompt_tokens + each.output_tokens for each in traffic.requests)
     config = SchedulerConfig(
-        num_blocks=cache_tokens // settings.block_size,
-        block_size=settings.block_size,
+        num_blocks=cache_tokens // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=longest + 1,
         # Without recorded prefixes, looking for them only takes time.
-        enable_prefix_caching=settings.enable_prefix_caching and any(each.prefix_blocks for each in traffic.requests),
+        enable_prefix_caching=any(each.prefix_blocks for each in traffic.requests),
     )
     if config.num_blocks * config.block_size < config.max_model_len:
         raise SettingsError(
             f"the traffic has a request of {longest} tokens, but the KV cache of a replica holds {cache_tokens}; "
             f"use more ranks, a larger tp, or shorter requests with length"
         )
-    group = LockstepGroup(costs.shape.dp, lambda: Scheduler(config, b""), drives_all=drives_all)
+    group = LockstepGroup(costs.dp, lambda: Scheduler(config, b""), drives_all=drives_all)
     with _without_garbage_collector():
         return _Run(traffic, costs, balance, config, group).run()
 
@@ -182,7 +174,7 @@ class _Run:
         self._balance = balance
         self._config = config
         self._group = group
-        self._num_replicas = costs.shape.dp
+        self._num_replicas = costs.dp
         self._router = DPRouter(
             self._num_replicas,
             config.num_blocks,
@@ -199,9 +191,9 @@ class _Run:
         self._first_token_s, self._output_token_s = array("d"), array("d")
         self._step_s, self._fullest = array("d"), array("d")
         self._tokens_run = self._empty_turns = self._max_blocks_used = 0
-        self._block_s = self._moving_s = self._busy_s = 0.0  # blocks in use times seconds; seconds
+        self._busy_s = 0.0
         self._balance_at_start = balance.expected
-        self._seconds_of_balance: defaultdict[float, float] = defaultdict(float)
+        self._balance_s = 0.0  # expected balance times seconds of steps
 
     def run(self) -> Outcome:
         requests = self._traffic.requests
@@ -243,22 +235,19 @@ class _Run:
     def _execute(self, plans: Mapping[int, StepPlan]) -> None:
         """Run a step of all replicas. Requests that arrive during it are routed before its updates."""
         load = StepLoad.of([load_of(plan) for plan in plans.values()])
-        num_tokens = round(load.num_tokens)
-        fullest, expected = self._balance.of_step(num_tokens), self._balance.expected
+        expected = self._balance.expected
+        fullest = self._costs.imbalance(load.num_tokens, expected).value
         step_s = self._costs.step_seconds(load, fullest).seconds
-        moving_s = self._balance.advance(load, step_s)
-        seconds = step_s + moving_s
+        seconds = step_s + self._balance.advance(load, step_s)
 
         self._step_s.append(seconds)
         self._fullest.append(fullest)
         self._busy_s += seconds
-        self._moving_s += moving_s
-        self._tokens_run += num_tokens
+        self._balance_s += expected * seconds
+        self._tokens_run += round(load.num_tokens)
         self._empty_turns += self._num_replicas - len(plans)
         used = [self._config.num_blocks - self._group.num_free_blocks(rank) for rank in plans]
-        self._block_s += sum(used) * seconds
         self._max_blocks_used = max(self._max_blocks_used, *used)
-        self._seconds_of_balance[expected] += seconds
 
         self._now += seconds
         self._send_arrivals()
@@ -290,7 +279,6 @@ class _Run:
 
     def _outcome(self) -> Outcome:
         num_steps = len(self._step_s)
-        all_blocks = self._config.num_blocks * self._num_replicas
         return Outcome(
             num_finished=self._num_finished,
             prompt_tokens=self._prompt_tokens,
@@ -299,7 +287,6 @@ class _Run:
             seconds=self._now,
             busy_s=self._busy_s,
             output_tokens_per_s=self._output_tokens / self._now,
-            output_tokens_per_busy_s=self._output_tokens / self._busy_s,
             first_token_s=Percentiles.of(self._first_token_s),
             output_token_s=Percentiles.of(self._output_token_s),
             num_steps=num_steps,
@@ -309,16 +296,10 @@ class _Run:
             empty_turn_share=self._empty_turns / (num_steps * self._num_replicas),
             num_replicas_used=self._router.num_used,
             num_preemptions=self._group.num_preemptions,
-            cache_used=self._block_s / (all_blocks * self._busy_s),
             cache_used_most=self._max_blocks_used / self._config.num_blocks,
-            rank_balance=RankBalance(
-                at_start=self._balance_at_start,
-                p50=_weighted_median(self._seconds_of_balance),
-                worst=max(self._balance_at_start, *self._seconds_of_balance),
-                at_end=self._balance.expected,
-            ),
-            placement_epoch=self._balance.placement_epoch,
-            moving_s=self._moving_s,
+            balance_at_start=self._balance_at_start,
+            balance_mean=self._balance_s / self._busy_s,
+            balance_at_end=self._balance.expected,
             rebalances=tuple(self._balance.rebalances),
         )
 
@@ -372,13 +353,3 @@ def _result_of(plan: StepPlan) -> StepResult:
 
 
 _NO_TOKEN = ChunkResult()
-
-
-def _weighted_median(weights: Mapping[float, float]) -> float:
-    """Return the value below which half of the weight lies."""
-    left = sum(weights.values()) / 2
-    for value in sorted(weights):
-        left -= weights[value]
-        if left <= 0:
-            return value
-    return max(weights)

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import csv
 import importlib.resources
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
@@ -25,8 +24,7 @@ import msgspec
 
 from moeserve.errors import SettingsError, shown
 
-TOKENS_PER_BLOCK = 512  # of Mooncake's ids
-MAX_FILE_BYTES = 1024**3
+TOKENS_PER_BLOCK = 512  # tokens for each of Mooncake's ids
 MAX_TOKENS = 2**24
 SAMPLE = "sample_traffic.jsonl"
 
@@ -35,7 +33,7 @@ SAMPLE = "sample_traffic.jsonl"
 class RecordedRequest:
     """The time and lengths of a request, without its text."""
 
-    arrival_s: float  # after the first request of the file
+    arrival_s: float  # seconds after the first request of the file
     prompt_tokens: int
     output_tokens: int
     prefix_blocks: tuple[int, ...]  # ids of the prompt's blocks, the last of which may not be full; empty: not recorded
@@ -46,7 +44,7 @@ class Traffic:
     """Requests in order of arrival; at least one."""
 
     requests: tuple[RecordedRequest, ...]
-    tokens_per_block: int  # of their prefix_blocks
+    tokens_per_block: int  # tokens for each of their prefix_blocks
     note: str = field(default="", compare=False)  # its origin, if the user has not named a file
 
     @property
@@ -59,11 +57,8 @@ class Traffic:
         Blocks are scaled with the prompts, so common prefixes remain. Each request keeps at least a token of each kind.
 
         Raises:
-            SettingsError: a factor that is not a positive number, or that makes requests too long.
+            SettingsError: a request becomes too long.
         """
-        for name, factor in (("rate", rate), ("length", length)):
-            if not 0 < factor < math.inf:
-                raise SettingsError(f"{name}={shown(factor)}: traffic can be scaled by positive numbers only")
         longest = max(max(each.prompt_tokens, each.output_tokens) for each in self.requests)
         if longest * length > MAX_TOKENS:
             raise SettingsError(f"length={shown(length)} makes a request of {longest} tokens longer than {MAX_TOKENS}")
@@ -71,25 +66,23 @@ class Traffic:
         def scaled_tokens(tokens: int) -> int:
             return max(1, round(tokens * length))
 
-        return Traffic(
-            tuple(
-                replace(
-                    each,
-                    arrival_s=each.arrival_s / rate,
-                    prompt_tokens=scaled_tokens(each.prompt_tokens),
-                    output_tokens=scaled_tokens(each.output_tokens),
-                )
-                for each in self.requests
-            ),
-            scaled_tokens(self.tokens_per_block),
+        requests = (
+            RecordedRequest(
+                each.arrival_s / rate,
+                scaled_tokens(each.prompt_tokens),
+                scaled_tokens(each.output_tokens),
+                each.prefix_blocks,
+            )
+            for each in self.requests
         )
+        return Traffic(tuple(requests), scaled_tokens(self.tokens_per_block))
 
 
 @dataclass(frozen=True)
 class Lengths:
     """Mean lengths of requests, and the attention work they cause."""
 
-    prompt_tokens: float  # mean of requests
+    prompt_tokens: float
     output_tokens: float
     decode_context: float  # positions that an output token attends to, mean of output tokens
     pairs_per_prompt_token: float  # positions that a prompt token attends to, mean of prompt tokens, itself included
@@ -137,8 +130,6 @@ def read_traffic(path: Path) -> Traffic:
         )
     read, tokens_per_block = readers[path.suffix]
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise SettingsError(f"{path} is too large for a file of traffic ({path.stat().st_size} bytes)")
         requests = sorted(read(path), key=lambda request: request.arrival_s)
     except OSError as error:
         raise SettingsError(f"cannot read the traffic in {path}: {error.strerror}") from None
@@ -184,8 +175,10 @@ class _MooncakeLine(msgspec.Struct, frozen=True):
     hash_ids: tuple[_BlockId, ...] = ()
 
 
-_AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
-_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d{1,9})?(\+00:00)?")
+class _AzureRow(msgspec.Struct, frozen=True):
+    TIMESTAMP: datetime
+    ContextTokens: _Tokens
+    GeneratedTokens: _Tokens
 
 
 def _read_mooncake(path: Path) -> Iterator[RecordedRequest]:
@@ -203,31 +196,17 @@ def _read_mooncake(path: Path) -> Iterator[RecordedRequest]:
 
 def _read_azure(path: Path) -> Iterator[RecordedRequest]:
     with path.open(newline="", encoding="utf-8-sig") as lines:
-        rows = csv.reader(lines)
-        header = next(rows, [])
-        if header != _AZURE_COLUMNS:
-            raise SettingsError(f"{path} must begin with the columns {','.join(_AZURE_COLUMNS)}, not {shown(header)}")
+        rows = csv.DictReader(lines)
         for row in rows:
             try:
-                timestamp, prompt, output = row
-                yield RecordedRequest(_seconds(timestamp), _tokens(prompt), _tokens(output), ())
-            except ValueError as error:
+                content = msgspec.convert(row, _AzureRow, strict=False)
+            except msgspec.ValidationError as error:
                 raise SettingsError(
                     f"{path}, line {rows.line_num} is not a request of Azure's format: {error}"
                 ) from None
-
-
-def _seconds(timestamp: str) -> float:
-    """Return seconds since a fixed date. Fractions may have more digits than Python's dates have."""
-    match = _TIMESTAMP.fullmatch(timestamp)
-    if match is None:
-        raise ValueError(f"{shown(timestamp)} is not a time such as '2023-11-16 18:15:46.6805900'")
-    whole, fraction, _ = match.groups()
-    since = datetime.strptime(whole, "%Y-%m-%d %H:%M:%S") - datetime(2000, 1, 1)
-    return since.total_seconds() + float(fraction or 0)
-
-
-def _tokens(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= MAX_TOKENS):
-        raise ValueError(f"{shown(text)} is not a number of tokens from 1 to {MAX_TOKENS}")
-    return int(text)
+            yield RecordedRequest(
+                content.TIMESTAMP.replace(tzinfo=timezone.utc).timestamp(),
+                content.ContextTokens,
+                content.GeneratedTokens,
+                (),
+            )

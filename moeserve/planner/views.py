@@ -32,8 +32,6 @@ def show(path: Path, *, png_path: Path | None = None, num_redundant: int | None 
         return as_text(windows, planned)
     content = as_png(windows, planned)
     try:
-        if png_path.exists() and png_path.samefile(path):
-            raise SettingsError(f"{png_path} holds the expert loads; name another file for the picture")
         png_path.write_bytes(content)
     except OSError as error:
         raise SettingsError(f"cannot write {png_path}: {error.strerror}") from None

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moeserve.errors import SettingsError
-from moeserve.telemetry.expert_load import LoadWindow, coarsened, layers_max_over_mean, ranks_max_over_mean, summed
+from moeserve.telemetry.expert_load import LoadWindow, layers_max_over_mean, ranks_max_over_mean, summed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_WINDOWS_SHOWN = 256
 EXPERT_SCALE, RANK_SCALE = 8.0, 2.0  # colours run from 1 / scale of the mean to scale times the mean
 NO_LOAD_COLOUR = "#7d8a97"
 WIDTH, MAP_HEIGHT = 11.0, 3.6  # inches
@@ -32,7 +31,7 @@ def load_figure(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]
     """Draw experts by layer, ranks by layer, ranks by layer as planned, and ranks over time, below each other.
 
     Args:
-        windows: of one model, in order.
+        windows: records of one model, in order.
         planned: by layer, by rank, the tokens with another placement; None: not shown.
 
     Raises:
@@ -43,10 +42,8 @@ def load_figure(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]
     except ImportError as error:
         raise SettingsError(f"pictures need matplotlib ({error}): pip install 'moeserve[viz]'") from None
     total = summed(windows)
-    shown = coarsened(windows, MAX_WINDOWS_SHOWN)
-    rank_tokens_of_window = [[sum(of_rank) for of_rank in zip(*each.tokens_of_rank, strict=True)] for each in shown]
-    over_time = np.array(rank_tokens_of_window).T
-    evenness_of_windows = [ranks_max_over_mean(window) for window in shown]
+    over_time = np.array([np.sum(window.tokens_of_rank, axis=0) for window in windows]).T
+    figures = [ranks_max_over_mean(window) for window in windows]
 
     figure = Figure(figsize=(WIDTH, MAP_HEIGHT * (3 if planned is None else 4)), layout="constrained")
     first, *others, last = figure.subplots(3 if planned is None else 4, 1)
@@ -58,11 +55,8 @@ def load_figure(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]
         _draw(axes, tokens, RANK_SCALE, f"{title}: fullest over mean {even:.2f}", ("rank", "layer"))
     for axes in (first, *others):
         _label_layers(axes, total.layers)
-    span = f"{min(evenness_of_windows):.2f} to {max(evenness_of_windows):.2f}"
-    num_merged = -(-len(windows) // len(shown))
-    columns = "window" if num_merged == 1 else f"{num_merged} windows each"
-    title = f"Ranks over time: fullest over mean {span}"
-    _draw(last, over_time, RANK_SCALE, title, (columns, "rank"), mean_axis=0)
+    title = f"Ranks over time: fullest over mean {min(figures):.2f} to {max(figures):.2f}"
+    _draw(last, over_time, RANK_SCALE, title, ("window", "rank"), mean_axis=0)
     return figure
 
 

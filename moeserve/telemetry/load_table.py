@@ -19,7 +19,7 @@ from moeserve.telemetry.expert_load import (
 
 MAX_LAYERS_LISTED = 48
 MAX_WINDOWS_SHOWN = 80
-BARS_WIDTH = 26  # characters
+BARS_WIDTH = 22  # characters
 _BARS = "▁▂▃▄▅▆▇█"
 _NOTHING = "·"
 
@@ -28,28 +28,26 @@ def as_text(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]] | 
     """Return a summary, one line for each layer, and the course over time.
 
     Args:
-        windows: of one model, in order.
+        windows: records of one model, in order.
         planned: by layer, by rank, the tokens with another placement; None: not shown.
     """
     total = summed(windows)
     figures = [max_over_mean(counts) for counts in total.tokens_of_rank]
-    lines = [*_summary(windows, total, planned), "", *_head(total, planned is not None)]
+    worst = figures.index(max(figures))
+    lines = [*_summary(windows, total, worst, planned), "", *_head(total, planned is not None)]
     listed = sorted(sorted(range(len(figures)), key=lambda place: -figures[place])[:MAX_LAYERS_LISTED])
     lines += [_layer_line(total, place, planned) for place in listed]
     if len(listed) < len(figures):
         lines.append(f"The least even {len(listed)} of {len(figures)} layers.")
-    worst = figures.index(max(figures))
     return "\n".join([*lines, "", *_over_time(windows, worst)])
 
 
 def _summary(
-    windows: Sequence[LoadWindow], total: LoadWindow, planned: Sequence[Sequence[float]] | None
+    windows: Sequence[LoadWindow], total: LoadWindow, worst: int, planned: Sequence[Sequence[float]] | None
 ) -> tuple[str, str, str]:
     """Return three sentences: the size of the record, its cost, and its evenness."""
-    figures = [max_over_mean(counts) for counts in total.tokens_of_rank]
-    worst = figures.index(max(figures))
     even = f"fullest rank over mean: {ranks_max_over_mean(total):.2f} in all layers together, "
-    even += f"{figures[worst]:.2f} in layer {total.layers[worst]}"
+    even += f"{max_over_mean(total.tokens_of_rank[worst]):.2f} in layer {total.layers[worst]}"
     if planned is not None:
         even += f"; {layers_max_over_mean(planned):.2f} if placed as planned"
     waited = total.straggler_seconds / total.seconds if total.seconds else 0.0
@@ -80,19 +78,14 @@ def _head(total: LoadWindow, has_plan: bool) -> list[str]:
     names = f"{'layer':>5}{'tokens':>15}{'hottest expert':>17}{'experts':>9}{'ranks':>9}{planned}{'even':>7}  "
     units = f"{'':>5}{'to experts':>15}{'and its share':>17}{'max/mean':>9}{'max/mean':>9}"
     units += f"{'max/mean':>9}" if has_plan else ""
-    width = _bars_width(has_plan)
-    names += f"{'experts':<{width}}  ranks"
-    units += f"{'0 to 1':>7}  {_per_bar(total.num_experts, width):<{width}}  {_per_bar(total.num_ranks, width)}"
+    names += f"{'experts':<{BARS_WIDTH}}  ranks"
+    units += f"{'0 to 1':>7}  {_per_bar(total.num_experts):<{BARS_WIDTH}}  {_per_bar(total.num_ranks)}"
     return [names, units.rstrip()]
 
 
-def _per_bar(count: int, width: int) -> str:
-    size = math.ceil(count / width)
+def _per_bar(count: int) -> str:
+    size = math.ceil(count / BARS_WIDTH)
     return f"most of each {size}" if size > 1 else ""
-
-
-def _bars_width(has_plan: bool) -> int:
-    return BARS_WIDTH - 4 if has_plan else BARS_WIDTH
 
 
 def _layer_line(total: LoadWindow, place: int, planned: Sequence[Sequence[float]] | None) -> str:
@@ -101,17 +94,16 @@ def _layer_line(total: LoadWindow, place: int, planned: Sequence[Sequence[float]
     hottest = of_experts.index(max(of_experts))
     share = f"{hottest}: {of_experts[hottest] / num_tokens:6.2%}" if num_tokens else "none"
     plan = f"{max_over_mean(planned[place]):>9.2f}" if planned is not None else ""
-    width = _bars_width(planned is not None)
     return (
         f"{total.layers[place]:>5}{num_tokens:>15,}{share:>17}{max_over_mean(of_experts):>9.2f}"
         f"{max_over_mean(of_ranks):>9.2f}{plan}{evenness(of_experts):>7.3f}  "
-        f"{_bars(of_experts, width):<{width}}  {_bars(of_ranks, width)}"
+        f"{_bars(of_experts):<{BARS_WIDTH}}  {_bars(of_ranks)}"
     )
 
 
-def _bars(counts: Sequence[int], width: int) -> str:
+def _bars(counts: Sequence[int]) -> str:
     """Return a bar for each count, or for the largest of several neighbours if there are many; the largest is full."""
-    size = math.ceil(len(counts) / width)
+    size = math.ceil(len(counts) / BARS_WIDTH)
     largest = [max(counts[start : start + size]) for start in range(0, len(counts), size)]
     bars = sparkline(largest, 0, max(largest))
     return "".join(bar if count else _NOTHING for bar, count in zip(bars, largest, strict=True))

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from moeserve.errors import SettingsError
 from moeserve.telemetry.expert_load import LoadWindow, write_window
-from moeserve.telemetry.metrics import Metrics, MetricsServer
+from moeserve.telemetry.metrics import MetricsServer
 
 
 class LoadObserver:
@@ -23,14 +23,14 @@ class LoadObserver:
             SettingsError: the file cannot be written, the port is in use, or prometheus_client is missing.
         """
         self._file: BinaryIO | None = None
-        self._metrics: Metrics | None = None
-        self._server: MetricsServer | None = None
+        self._metrics: MetricsServer | None = None
         try:
             if path is not None:
-                self._file = _open(path)
+                self._file = path.open("ab")
             if port is not None:
-                self._metrics = Metrics()
-                self._server = self._metrics.serve(port)
+                self._metrics = MetricsServer(port)
+        except OSError as error:
+            raise SettingsError(f"expert_load_file={str(path)!r} cannot be written: {error.strerror}") from None
         except BaseException:
             self.close()
             raise
@@ -38,7 +38,7 @@ class LoadObserver:
     @property
     def is_enabled(self) -> bool:
         """True if windows are written anywhere."""
-        return self._file is not None or self._server is not None
+        return self._file is not None or self._metrics is not None
 
     def observe(self, window: LoadWindow) -> None:
         """Write a window, unless it has no steps."""
@@ -54,13 +54,6 @@ class LoadObserver:
         if self._file is not None:
             self._file.close()
             self._file = None
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("ab")
-    except OSError as error:
-        raise SettingsError(f"expert_load_file={str(path)!r} cannot be written: {error.strerror}") from None
+        if self._metrics is not None:
+            self._metrics.stop()
+            self._metrics = None

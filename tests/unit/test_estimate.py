@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from moeserve import cli
 from moeserve.errors import SettingsError
 from moeserve.models.registry import describe
 from moeserve.models.summary import summarize
-from moeserve.planner.costs import Assumptions
 from moeserve.planner.estimate import Estimate, as_text, estimate_layouts
 from moeserve.planner.formula import shown_seconds
 from moeserve.planner.hardware import TABLE, Hardware
 from moeserve.planner.layout import find_layouts
+from moeserve.planner.settings import Assumptions
 from moeserve.planner.traffic import fixed_traffic
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -76,8 +75,7 @@ def test_mixtral_by_hand(tmp_path: Path) -> None:
     # Reading takes longer than computing everywhere. Nearly every step of 128 tokens uses each expert.
     reading = 32 * (attention + expert) * 2 + 16 * 4097 * cache_bytes + 32 * 4096 * 8 * 2 + vocabulary * 2
     sent = 16 * 2 * (7 / 8) * 4096 * (2 + 2)
-    assert decode.node_bytes == pytest.approx(sent)
-    assert decode.network_bytes == 0
+    assert decode.sent_bytes == pytest.approx(sent)
     exchange = sent * decode.fullest_rank / 200e9
     assert decode.exchange_s == pytest.approx(exchange)
     assert decode.step_s == pytest.approx(reading / 3.35e12 + 32 * exchange, rel=1e-3)
@@ -115,47 +113,12 @@ def test_latent_attention_in_fp8(tmp_path: Path) -> None:
 def test_windows_limit_the_positions_read(tmp_path: Path) -> None:
     """Half of gpt-oss's layers attend to 128 positions."""
     folder = folder_of(tmp_path, "gpt-oss-20b")
-    with_windows = estimate(folder, 1, ranks_per_node=1).decode
-    assert with_windows is not None
-    of_window, of_all = (
-        next(text for text in with_windows.formulas if text.startswith(name))
-        for name in ("attention to 128 positions:", "attention:")
-    )
-    assert f"{128 * 128} x 2048" in of_window
-    assert f"{128 * 4097} x 2048" in of_all
-    assert of_window.splitlines()[-1].startswith("    x 12 = ")
-
-
-def test_320_ranks_with_one_expert_each(tmp_path: Path) -> None:
-    """DeepSeek-V3's decoding (arXiv 2412.19437, 3.4.2): 256 experts, and 64 ranks for redundant and shared ones."""
-    folder = folder_of(tmp_path, "DeepSeek-V3")
-    found = find_layouts(folder, 320, None, 1, num_redundant=63, shared_as_routed=True)
-    (layout,) = found.layouts
-    assert (found.num_experts, found.num_shared, layout.experts_per_rank) == (256, 1, (1, 1))
-    copies = Counter(expert for holder in layout.holders for expert in holder.experts)
-    # A copy of the shared expert then has the load of an expert of 8 in 256; the rest are redundant experts.
-    assert copies[256] == 32
-    assert sorted(copies[expert] for expert in range(256)) == [1] * 224 + [2] * 32
-    assert layout.fullest_rank == pytest.approx((1 / 32) / (9 / 320))
-    assert "shared experts" not in {part.name for part in layout.parts}
-    (routed,) = (part for part in layout.parts if part.name == "routed experts")
-    assert routed.num_parameters == 58 * 3 * 7168 * 2048
-
-    decode = estimate(folder, 320, num_redundant=63, shared_as_routed=True, decode_requests=64).decode
+    decode = estimate(folder, 1, ranks_per_node=1).decode
     assert decode is not None
-    assert decode.network_bytes == pytest.approx(64 * 9 * (312 / 320) * 7168 * 3)
-    assert not any(text.startswith("shared experts") for text in decode.formulas)
-
-
-def test_a_hot_expert_and_the_shared_one_get_copies(tmp_path: Path) -> None:
-    """There are 64 spare slots, and one expert that every other token chooses."""
-    folder = folder_of(tmp_path, "DeepSeek-V3")
-    loads = tmp_path / "loads.json"
-    loads.write_text(json.dumps({"loads": [[128.0] + [7.5 * 256 / 255] * 255]}))
-    (layout,) = find_layouts(folder, 320, None, 1, loads=loads, num_redundant=63, shared_as_routed=True).layouts
-    copies = Counter(expert for holder in layout.holders for expert in holder.experts)
-    assert copies[0] > 10
-    assert copies[256] == pytest.approx(2 * copies[0], abs=2)
+    shown = {text.split(":")[0]: text for text in decode.formulas}
+    assert f"{128 * 128} x 2048" in shown["attention to 128 positions"]
+    assert f"{128 * 4097} x 2048" in shown["attention"]
+    assert shown["attention to 128 positions"].splitlines()[-1].startswith("    x 12 = ")
 
 
 def test_loads_determine_the_balance(tmp_path: Path) -> None:
@@ -184,63 +147,12 @@ def test_the_balance_is_the_mean_of_the_layers(tmp_path: Path) -> None:
     assert find_layouts(folder, 2, None, 1, loads=loads).layouts[0].fullest_rank == pytest.approx((3 * 2 + 1) / 4)
 
 
-def test_a_wide_shared_network_is_several_experts(tmp_path: Path) -> None:
-    """DeepSeek-V2-Lite has two shared experts in one network of double width."""
-    found = find_layouts(folder_of(tmp_path, "DeepSeek-V2-Lite"), 2, None, 1, shared_as_routed=True)
-    assert found.num_shared == 2
-    assert {expert for holder in found.layouts[0].holders for expert in holder.experts} == {*range(66)}
-
-
 @pytest.mark.parametrize(
-    ("model", "changes", "options", "mentioned"),
-    [
-        ("Mixtral-8x7B", {}, {"shared_as_routed": True}, "no shared experts"),
-        ("Qwen1.5-MoE-A2.7B", {"shared_expert_intermediate_size": 5000}, {"shared_as_routed": True}, "5000.*1408"),
-        ("Mixtral-8x7B", {}, {"num_redundant": 99}, "8 experts on 4 ranks"),
-        ("Mixtral-8x7B", {}, {"loads": Path("none.json")}, "none.json"),
-    ],
+    ("options", "mentioned"), [({"num_redundant": 99}, "8 experts on 4 ranks"), ({"loads": Path("none.json")}, "none")]
 )
-def test_impossible_placements(
-    model: str, changes: dict[str, Any], options: dict[str, Any], mentioned: str, tmp_path: Path
-) -> None:
+def test_impossible_placements(options: dict[str, Any], mentioned: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=mentioned):
-        find_layouts(folder_of(tmp_path, model, **changes), 4, None, 1, **options)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "model", "mentioned"),
-    [(24, "DeepSeek-V3", "8 groups of experts and 3 nodes"), (16, "Mixtral-8x7B", "does not choose groups")],
-)
-def test_an_exchange_that_does_not_fit(num_ranks: int, model: str, mentioned: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=mentioned):
-        estimate(folder_of(tmp_path, model), num_ranks, assumptions=Assumptions(exchange="node_limited"))
-
-
-def test_node_limited_exchange_requires_whole_groups(tmp_path: Path) -> None:
-    """In their order, 288 slots put some groups on two nodes."""
-    folder = folder_of(tmp_path, "DeepSeek-V3")
-    limited = Assumptions(exchange="node_limited")
-    assert estimate(folder, 32, assumptions=limited).decode is not None  # without copies, the order keeps them
-    with pytest.raises(SettingsError, match="288 slots on 32 ranks"):
-        estimate(folder, 32, assumptions=limited, num_redundant=32)
-    assert (
-        estimate(folder, 32, assumptions=limited, num_redundant=32, num_nodes=4, keeps_groups=True).decode is not None
-    )
-
-
-def test_rows_to_other_nodes_by_exchange(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, "DeepSeek-V3")
-    sent = []
-    for exchange in ("direct", "by_node", "node_limited"):
-        assumptions = Assumptions(exchange=exchange)
-        found = estimate(folder, 32, assumptions=assumptions, decode_requests=64).decode
-        assert found is not None
-        sent.append(found.network_bytes / (64 * 7168 * 3))
-    assert sent == [
-        pytest.approx(8 * 24 / 32),
-        pytest.approx(3 * 0.9036, rel=1e-3),
-        pytest.approx(3 * 0.7277, rel=1e-3),
-    ]
+        find_layouts(folder_of(tmp_path, "Mixtral-8x7B"), 4, None, 1, **options)
 
 
 def test_layouts_that_do_not_fit_show_the_reason(tmp_path: Path) -> None:
@@ -268,19 +180,11 @@ def test_a_small_cache_limits_the_requests(tmp_path: Path) -> None:
     assert found.decode.tokens_per_replica == found.cache_requests < 128
 
 
-def test_steps_have_at_least_one_request_or_token(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, "Mixtral-8x7B")
-    with pytest.raises(SettingsError, match="decode_requests=0"):
-        estimate(folder, 8, decode_requests=0)
-    with pytest.raises(SettingsError, match="prefill_tokens=0"):
-        estimate(folder, 8, prefill_tokens=0)
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(folder_of(tmp_path, "DeepSeek-V3"))
+    folder = str(folder_of(tmp_path, "DeepSeek-V3", num_hidden_layers=5))
     assert cli.main(["plan", folder, "--nodes", "4", "--hardware", "h200"]) == 0
     text = capsys.readouterr().out
-    assert "4 x 8 h200" in text
+    assert "4 x 8 h200, weights in fp8" in text
     assert "13911 + 357 tokens (the 200 requests that come with moeserve" in text
     assert "tokens of prompts" in text
     assert max(map(len, text.splitlines())) < 180
@@ -290,24 +194,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "that come with moeserve" not in text
     for wanted in ("Memory:", "A step of decode:", "A step of prefill:", "dispatch and combine: ", "tokens per second"):
         assert wanted in text
-
-
-@pytest.mark.parametrize(
-    ("model", "flags", "named"),
-    [
-        ("DeepSeek-V3", [], "fp8"),
-        ("Mixtral-8x7B", ["--dtype", "float32"], "float32"),
-        ("Mixtral-8x7B", ["--weights", "fp8"], "fp8"),
-    ],
-)
-def test_the_heading_names_the_format_of_the_weights(
-    model: str, flags: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["plan", str(folder_of(tmp_path, model)), "--nodes", "4", "--hardware", "h200", "--tp", "1", *flags]
-    assert cli.main(command) == 0
-    assert f"weights in {named}" in capsys.readouterr().out
-    assert cli.main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["estimates"]["weights"] == named
 
 
 def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,8 +215,6 @@ def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([], "--gpus-per-node"),
         (["--ranks", "8", "--nodes", "1"], "--nodes"),
         (["--ranks", "8", "--gpus-per-node", "2"], "--gpus-per-node 2"),
-        (["--ranks", "8", "--gpus-per-node", "8"], "--gpus-per-node 8"),
-        (["--nodes", "2", "--gpus-per-node", "0"], "--gpus-per-node 0"),
         (["--nodes", "0"], "--nodes 0"),
         (["--ranks", "8", "--traffic", "1:1"], "--traffic"),
         (["--ranks", "8", "--overlap"], "--overlap"),

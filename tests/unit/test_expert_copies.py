@@ -46,10 +46,7 @@ def test_copies_have_equally_many_turns(drawn: tuple[Placement, list[int]]) -> N
         for of_rank in turns:
             assert len(of_rank[expert]) == len(copies)
             share.update(of_rank[expert])
-        if len(copies) > 1:
-            assert share == Counter(dict.fromkeys(copies, placement.num_ranks))
-        else:
-            assert set(share) == set(copies)
+        assert share == Counter(dict.fromkeys(copies, placement.num_ranks))
 
 
 @given(placements())
@@ -95,13 +92,6 @@ def test_kernel_equals_reference(data: st.DataObject) -> None:
     first = data.draw(st.integers(0, 10**6))
     chosen = KERNELS.choose_expert_copies(experts, copies, num_turns, first)
     assert torch.equal(chosen, TORCH_KERNELS.choose_expert_copies(experts, copies, num_turns, first))
-
-
-def test_unknown_expert() -> None:
-    if KERNELS is TORCH_KERNELS:
-        pytest.skip("the C++ kernels are missing")
-    with pytest.raises(ValueError, match="expert 2"):
-        KERNELS.choose_expert_copies(torch.tensor([[2]]), torch.tensor([[0], [1]]), torch.tensor([1, 1]), 0)
 
 
 def test_placement_in_order_is_the_identity() -> None:

@@ -40,11 +40,8 @@ def test_the_table_has_plausible_entries() -> None:
     assert TABLE["h800"].node_bandwidth == 200e9
 
 
-def test_names_are_known_in_any_case() -> None:
+def test_hardware_from_the_table_and_from_a_file(tmp_path: Path) -> None:
     assert read_hardware("H200") is TABLE["h200"]
-
-
-def test_hardware_from_a_file(tmp_path: Path) -> None:
     hardware = read_hardware(written(tmp_path, OWN))
     assert {name: getattr(hardware, name) for name in OWN} == OWN
 
@@ -68,13 +65,10 @@ def test_unknown_hardware(name: str, message: str) -> None:
     ("content", "message"),
     [
         ("{", "must be a JSON object with name, memory, memory_bandwidth, bf16_rate"),
-        ("[]", "must be a JSON object with name"),
         ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1"), "must be a JSON object"),
         (OWN | {"memory": 0}, "`$.memory`"),
-        (OWN | {"memory": "64GB"}, "`$.memory`"),
         (OWN | {"memory_bandwith": 1}, "memory_bandwith"),
         ({"name": "x"}, "memory"),
-        (" " * 100_000, "is too large to describe hardware (100000 bytes)"),
     ],
 )
 def test_files_that_describe_no_hardware(content: Any, message: str, tmp_path: Path) -> None:

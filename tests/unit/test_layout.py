@@ -114,77 +114,12 @@ def test_exchanged_bytes_equal_those_of_the_dispatchers(model: str, changes: dic
         assert layout.allgather_bytes == pytest.approx(mean_bytes(AllGatherDispatcher), rel=0.015)
 
 
-GROUPED: list[tuple[int, int, int, bool]] = [
-    (1, 8, 0, False),
-    (4, 8, 0, False),
-    (4, 8, 32, True),
-    (4, 8, 30, False),
-    (8, 4, 40, True),
-    (16, 8, 32, True),
-]
-
-
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node", "num_redundant", "has_loads"), GROUPED)
-def test_router_groups_stay_whole(
-    num_nodes: int, ranks_per_node: int, num_redundant: int, has_loads: bool, tmp_path: Path
-) -> None:
-    """DeepSeek-V3 has 8 groups of 32 experts: nodes hold whole groups, or groups whole nodes if there are more."""
-    folder = folder_of(tmp_path, "DeepSeek-V3")
-    loads = tmp_path / "loads.json"
-    hot = [[float((expert * layer) % 97 + 1) for expert in range(256)] for layer in range(1, 59)]
-    loads.write_text(json.dumps({"loads": hot}))
-    (layout,) = find_layouts(
-        *(folder, num_nodes * ranks_per_node, None, 1),
-        loads=loads if has_loads else None,
-        num_redundant=num_redundant,
-        num_nodes=num_nodes,
-        keeps_groups=True,
-    ).layouts
-    nodes_of_group: dict[int, set[int]] = {}
-    groups_of_node: dict[int, set[int]] = {}
-    for holder in layout.holders:
-        for expert in holder.experts:
-            nodes_of_group.setdefault(expert // 32, set()).add(holder.rank // ranks_per_node)
-            groups_of_node.setdefault(holder.rank // ranks_per_node, set()).add(expert // 32)
-    assert {len(nodes) for nodes in nodes_of_group.values()} == {max(1, num_nodes // 8)}
-    assert {len(groups) for groups in groups_of_node.values()} == {max(1, 8 // num_nodes)}
-    slots = [len(holder.experts) for holder in layout.holders]
-    assert sum(slots) == 256 + num_redundant
-    assert max(slots) - min(slots) <= 1
-
-
-def test_kept_groups_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", str(folder_of(tmp_path, "DeepSeek-V3")), "--num-redundant-experts", "32", "--hardware", "h800"]
-    for nodes, exchange, shown in ((4, "node_limited", 8), (16, "node_limited", 16), (4, "by_node", None)):
-        assert cli.main([*command, "--tp", "1", "--nodes", str(nodes), "--exchange", exchange]) == 0
-        text = capsys.readouterr().out
-        assert ("whole groups" in text) == (shown is not None)
-        assert shown is None or f"each {shown} ranks" in text
-
-
-@pytest.mark.parametrize(
-    ("model", "num_ranks", "options", "mentioned"),
-    [
-        ("DeepSeek-V3", 24, {"num_nodes": 3}, "8 groups of experts and 3 nodes"),
-        ("DeepSeek-V3", 32, {"num_nodes": 4, "shared_as_routed": True}, "shared_as_routed"),
-        # A node of two ranks has two copies of each of its 64 experts, and would need 129 slots.
-        ("DeepSeek-V3", 8, {"num_nodes": 4, "num_redundant": 257}, "513 slots on 8 ranks"),
-        ("Mixtral-8x7B", 16, {"num_nodes": 2}, "does not choose groups"),
-    ],
-)
-def test_groups_that_cannot_be_kept(
-    model: str, num_ranks: int, options: dict[str, Any], mentioned: str, tmp_path: Path
-) -> None:
-    with pytest.raises(SettingsError, match=f"exchange=node_limited.*{mentioned}"):
-        find_layouts(folder_of(tmp_path, model), num_ranks, None, 1, keeps_groups=True, **options)
-
-
 def test_impossible_layouts_show_the_reason(tmp_path: Path) -> None:
     found = find_layouts(folder_of(tmp_path, "Qwen3-30B-A3B"), 12, None)
     refused = {layout.tp: layout.refusal for layout in found.layouts if layout.refusal}
-    assert all((layout.holders == ()) == (layout.refusal is not None) for layout in found.layouts)
     assert refused.keys() == {3, 6, 12}
     assert all(f"{tp} ranks" in reason for tp, reason in refused.items())
+    assert all(reason in as_text(found) for reason in refused.values())
 
 
 def test_contents_of_ranks(tmp_path: Path) -> None:
@@ -198,18 +133,6 @@ def test_contents_of_ranks(tmp_path: Path) -> None:
     assert lines[-33] == "tp 32, dp 1"
     assert lines[-32] == "rank 0: replica 0, head 0, no experts"
     assert lines[-1] == "rank 31: replica 0, head 31, expert 7"
-
-
-def test_holders_of_every_layout_hold_everything(tmp_path: Path) -> None:
-    """Experts are held once in all, heads once in each replica, in the numbers of the table."""
-    for layout in find_layouts(folder_of(tmp_path, "Mixtral-8x7B"), 32, None).layouts:
-        assert [holder.rank for holder in layout.holders] == [*range(32)]
-        assert [expert for holder in layout.holders for expert in holder.experts] == [*range(8)]
-        for replica in range(layout.dp):
-            of_replica = [holder.heads for holder in layout.holders if holder.replica == replica]
-            assert len(of_replica) == layout.tp
-            assert [head for first, last in of_replica for head in range(first, last + 1)] == [*range(32)]
-            assert {last + 1 - first for first, last in of_replica} == {layout.heads_per_rank}
 
 
 @pytest.mark.parametrize(
@@ -233,19 +156,10 @@ def test_impossible_arguments(
     assert str(error.value) in capsys.readouterr().err
 
 
-def test_most_ranks(tmp_path: Path) -> None:
-    found = find_layouts(folder_of(tmp_path, "DeepSeek-V3"), 4096, None, tp=128)
-    assert len(found.layouts[0].holders) == 4096
-    assert as_text(found).endswith("rank 4095: replica 31, head 127, expert 255")
-
-
 def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The holders are complete, however many there are."""
     folder = str(folder_of(tmp_path, "Mixtral-8x7B"))
     assert cli.main(["plan", folder, "--ranks", "32", "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert [(layout["tp"], len(layout["holders"])) for layout in layouts] == [(tp, 32) for tp in (1, 2, 4, 8, 16, 32)]
-    assert cli.main(["plan", folder, "--ranks", "4", "--tp", "2", "--json"]) == 0
-    (layout,) = json.loads(capsys.readouterr().out)["layouts"]
-    assert layout["tp"] == 2
-    assert layout["holders"][3] == {"rank": 3, "replica": 1, "heads": [16, 31], "experts": [6, 7]}
+    assert layouts[1]["holders"][31] == {"rank": 31, "replica": 15, "heads": [16, 31], "experts": [7]}

@@ -5,27 +5,35 @@ from __future__ import annotations
 import math
 import sys
 import urllib.request
+from collections.abc import Iterator
 
 import pytest
 from load_windows import drawn, of_counts
 
 from moeserve.errors import SettingsError
-from moeserve.telemetry.metrics import Metrics
+from moeserve.telemetry.metrics import MetricsServer
 
 pytest.importorskip("prometheus_client", reason="install it with: pip install 'moeserve[metrics]'")
 
 
-def series(text: str) -> dict[str, float]:
-    """Return the value of each series by its name with labels."""
-    return {
-        name: float(value)
-        for name, _, value in (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-    }
+@pytest.fixture
+def metrics() -> Iterator[MetricsServer]:
+    server = MetricsServer(0)
+    yield server
+    server.stop()
 
 
-def test_counters_add_up_and_gauges_are_those_of_the_last_window() -> None:
-    metrics = Metrics()
-    metrics.observe(of_counts([[9, 0], [9, 0]], [[9, 0], [9, 0]], num_tokens=9, placement_epoch=1))
+def served(metrics: MetricsServer) -> dict[str, float]:
+    """Return the value of each series by its name with labels, without the creation times of counters."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    series = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+    return {name: value for name, value in series.items() if not name.endswith("_created")}
+
+
+def test_counters_add_up_and_gauges_are_those_of_the_last_window(metrics: MetricsServer) -> None:
+    assert set(served(metrics).values()) == {0.0}
+    metrics.observe(of_counts([[9, 0], [9, 0]], [[9, 0], [9, 0]], num_tokens=9, placement_epoch=1, layers=(3, 11)))
     second = of_counts(
         [[6, 2], [4, 4]],
         [[5, 3], [4, 4]],
@@ -40,7 +48,7 @@ def test_counters_add_up_and_gauges_are_those_of_the_last_window() -> None:
     )
     metrics.observe(second)
     bits = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
-    assert series(metrics.text()) == pytest.approx(
+    assert served(metrics) == pytest.approx(
         {
             "moeserve_steps_total": 13,
             "moeserve_step_seconds_total": 2.5,
@@ -61,69 +69,35 @@ def test_counters_add_up_and_gauges_are_those_of_the_last_window() -> None:
     )
 
 
-def test_before_the_first_window_there_are_counters_alone() -> None:
-    assert set(series(Metrics().text()).values()) == {0.0}
-    assert all(name.endswith("_total") for name in series(Metrics().text()))
-
-
-def test_every_metric_says_what_it_is() -> None:
-    text = Metrics().text()
-    kinds = {line.split()[2]: line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")}
-    assert all(name.startswith("moeserve_") for name in kinds)
-    assert {name for name, kind in kinds.items() if kind == "counter"} == {
-        name for name in kinds if name.endswith("_total")
-    }
-    described = [line.split(maxsplit=3) for line in text.splitlines() if line.startswith("# HELP")]
-    assert {line[2] for line in described} == set(kinds)
-    assert all(len(line) == 4 for line in described)
-
-
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 2), (256, 64)])
-def test_series_depend_on_layers_only(num_experts: int, num_ranks: int) -> None:
-    metrics = Metrics()
+def test_series_depend_on_layers_only(num_experts: int, num_ranks: int, metrics: MetricsServer) -> None:
     metrics.observe(*drawn(1, 20, num_experts, num_ranks))
-    assert len(series(metrics.text())) == 9 + 3 * 20
+    assert len(served(metrics)) == 9 + 3 * 20
 
 
-def test_registries_are_separate() -> None:
-    import prometheus_client
-
-    one, other = Metrics(), Metrics()
-    one.observe(of_counts([[4]], [[4]]))
-    assert series(one.text())["moeserve_tokens_total"] == 4
-    assert series(other.text())["moeserve_tokens_total"] == 0
-    assert b"moeserve" not in prometheus_client.generate_latest()
-
-
-def test_metrics_are_served_until_stopped() -> None:
-    metrics = Metrics()
-    with metrics.serve(0) as server:
-        metrics.observe(of_counts([[4]], [[4]]))  # while it serves
-        url = f"http://127.0.0.1:{server.port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            assert series(answer.read().decode()) == series(metrics.text())
-        with pytest.raises(SettingsError, match=rf"127\.0\.0\.1, port {server.port}: Address already in use"):
-            Metrics().serve(server.port)
+def test_servers_are_separate_and_free_their_ports(metrics: MetricsServer) -> None:
+    other = MetricsServer(0)
+    other.observe(of_counts([[4]], [[4]]))
+    assert served(other)["moeserve_tokens_total"] == 4
+    assert served(metrics)["moeserve_tokens_total"] == 0
+    with pytest.raises(SettingsError, match=rf"127\.0\.0\.1, port {other.port}: Address already in use"):
+        MetricsServer(other.port)
+    other.stop()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(url, timeout=10)
-    with metrics.serve(server.port):  # the port is free again
-        pass
+        served(other)
+    MetricsServer(other.port).stop()
 
 
 @pytest.mark.parametrize(
     ("port", "address", "message"),
-    [
-        (-1, "127.0.0.1", "port -1 cannot serve metrics"),
-        (65536, "127.0.0.1", "choose from 0"),
-        (0, "256.0.0.1", r"cannot serve metrics on 256\.0\.0\.1"),
-    ],
+    [(65536, "127.0.0.1", "choose from 0"), (0, "256.0.0.1", r"cannot serve metrics on 256\.0\.0\.1")],
 )
 def test_invalid_ports_and_addresses(port: int, address: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        Metrics().serve(port, address)
+        MetricsServer(port, address)
 
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(SettingsError, match=r"pip install 'moeserve\[metrics\]'"):
-        Metrics()
+        MetricsServer(0)

@@ -58,9 +58,7 @@ def test_even(size: tuple[int, int, int]) -> None:
     [
         (10, 4, 0, ((0, 1), (2, 3, 4), (5, 6), (7, 8, 9))),
         (5, 8, 0, ((), (0,), (), (1,), (2,), (), (3,), (4,))),
-        (4, 1, 0, ((0, 1, 2, 3),)),
         (4, 3, 2, ((0, 1), (2, 3), (0, 1))),
-        (2, 2, 2, ((0, 1), (0, 1))),
     ],
 )
 def test_even_by_hand(
@@ -72,7 +70,6 @@ def test_even_by_hand(
 @pytest.mark.parametrize(
     ("num_experts", "num_ranks", "num_redundant", "message"),
     [
-        (0, 2, 0, "0 experts on 2 ranks"),
         (4, 0, 0, "4 experts on 0 ranks"),
         (4, 2, -1, "from 4 slots .* to 8 .* not 3"),
         (4, 2, 5, "from 4 slots .* to 8 .* not 9"),
@@ -81,27 +78,6 @@ def test_even_by_hand(
 def test_even_refuses(num_experts: int, num_ranks: int, num_redundant: int, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Placement.even(num_experts, num_ranks, num_redundant)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "not a placement of experts: Input data was truncated"),
-        ("[" * 100_000, "not a placement of experts"),
-        (b"\xff", "not a placement of experts"),
-        ('{"num_logical": 2}', "logical_of_slot"),
-        ('{"num_logical": 2, "logical_of_slot": [[0], [1]], "more": 1}', "more"),
-        ('{"num_logical": 0, "logical_of_slot": []}', "num_logical"),
-        ('{"num_logical": 9000000000, "logical_of_slot": []}', "num_logical"),
-        ('{"num_logical": 3, "logical_of_slot": [[0], [2]]}', "no slot holds expert 1 of 3"),
-        ('{"num_logical": 2, "logical_of_slot": [[0, 1], [2]]}', "a slot holds expert 2, but there are 2"),
-        ('{"num_logical": 2, "logical_of_slot": [[0, 1], [-1]]}', r">= 0 - at `\$\.logical_of_slot\[1\]\[0\]"),
-        ('{"num_logical": 2, "logical_of_slot": [[0, true]]}', "bool"),
-    ],
-)
-def test_from_json_refuses(text: str | bytes, message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        Placement.from_json(text)
 
 
 def write(folder: Path, content: object) -> Path:
@@ -115,21 +91,16 @@ def test_loads_by_layer_or_for_all_layers(tmp_path: Path) -> None:
     assert read_loads(each, num_layers=2, num_experts=3) == ((5.0, 1.0, 0.5), (3.0, 3.0, 1.0))
     one = write(tmp_path, {"loads": [[5, 1, 0]]})
     assert read_loads(one, num_layers=3, num_experts=3) == ((5.0, 1.0, 0.0),) * 3
-    assert read_loads(one, num_layers=1, num_experts=3) == ((5.0, 1.0, 0.0),)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "must hold .*: Input data was truncated"),
         ([1], "must hold"),
         ({"load": [[1, 2]]}, "must hold"),
-        ({"loads": [1, 2]}, "must hold"),
         ({"loads": [[1, "2"]]}, "must hold"),
         ({"loads": [[1, -2]]}, ">= 0"),
-        ('{"loads": [[1, NaN]]}', "must hold"),
         ('{"loads": [[1, 1e999]]}', "must hold"),
-        ({"loads": []}, "loads of 0 layers; give one list, or one for each of the 3 layers"),
         ({"loads": [[1, 2], [1, 2]]}, "loads of 2 layers; give one list, or one for each of the 3 layers"),
         ({"loads": [[1, 2, 3]]}, r"loads\[0\] has 3 experts; the model has 2"),
     ],
@@ -140,16 +111,11 @@ def test_invalid_loads(tmp_path: Path, content: object, message: str) -> None:
     assert "loads.json" in str(caught.value)
 
 
-def test_loads_for_a_model_without_experts(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"loads\.json holds loads of experts, but the model has no experts"):
-        read_loads(write(tmp_path, {"loads": [[1]]}), num_layers=0, num_experts=0)
-
-
 def test_unreadable_loads(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the expert loads in .*nothing\.json: No such file"):
         read_loads(tmp_path / "nothing.json", num_layers=1, num_experts=1)
-    with pytest.raises(SettingsError, match="Is a directory"):
-        read_loads(tmp_path, num_layers=1, num_experts=1)
+    with pytest.raises(SettingsError, match=r"loads\.json holds loads of experts, but the model has no experts"):
+        read_loads(write(tmp_path, {"loads": [[1]]}), num_layers=0, num_experts=0)
 
 
 def test_loads_from_windows(tmp_path: Path) -> None:
@@ -158,5 +124,3 @@ def test_loads_from_windows(tmp_path: Path) -> None:
         for first_step, counts in ((0, [[1, 2, 3], [4, 0, 2]]), (10, [[10, 0, 0], [0, 10, 0]])):
             write_window(file, of_counts(counts, [[sum(of_layer)] for of_layer in counts], first_step=first_step))
     assert read_loads(path, num_layers=2, num_experts=3) == ((11, 2, 3), (4, 10, 2))
-    with pytest.raises(SettingsError, match=r"loads\[0\] has 3 experts; the model has 4"):
-        read_loads(path, num_layers=2, num_experts=4)

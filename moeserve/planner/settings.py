@@ -1,0 +1,72 @@
+"""Settings of estimates and simulations. Defaults are those of the engine on a GPU, as far as it has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from moeserve.config.settings import PositiveInt, setting
+
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_Factor = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """Assumptions of the estimates"""
+
+    memory_efficiency: _Share = setting(0.8, "share of the peak memory bandwidth that is reached")
+    compute_efficiency: _Share = setting(0.6, "share of the peak rate that matrix products reach")
+    link_efficiency: _Share = setting(0.8, "share of a link's peak bandwidth that exchanges reach")
+    exchange_latency: Annotated[float, msgspec.Meta(ge=0, le=1)] = setting(
+        5e-6, "seconds that each exchange takes beside its bytes"
+    )
+    memory_share: _Share = setting(0.9, "share of the memory that weights and KV cache may take together")
+    weights: Literal["auto", "dtype", "fp8"] = setting(
+        "auto",
+        "format of the weights of attention, experts and dense networks, and of their products; auto: fp8 if the "
+        "checkpoint stores them so, else --dtype",
+    )
+    exchange: Literal["direct", "by_node"] = setting(
+        "direct",
+        "how rows travel; direct: one for each expert on another rank; by_node: one for each other node that has an "
+        "expert of the token, forwarded inside",
+    )
+    overlap: bool = setting(False, "run each step as two halves: one exchanges while the other computes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationSettings:
+    """Traffic and scheduling"""
+
+    rate: _Factor = setting(1.0, "factor on the request rate of the traffic")
+    length: _Factor = setting(1.0, "factor on the lengths of prompts and outputs")
+    seconds: _Factor | None = setting(None, "simulate only the requests that arrive in the first seconds; none: all")
+    max_num_seqs: PositiveInt = setting(256, "most requests that a replica runs in one step")
+    max_num_batched_tokens: PositiveInt = setting(8192, "most tokens that a replica computes in one step")
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = setting(0, "seed of the experts' loads and their drift")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSettings:
+    """Load and placement of experts"""
+
+    skew: Annotated[float, msgspec.Meta(ge=0, le=5)] = setting(
+        0.0, "without --loads: standard deviation of the logarithm of experts' loads; 0: equal loads"
+    )
+    drift: Annotated[float, msgspec.Meta(ge=0, le=1000)] = setting(
+        0.0, "share of a layer's experts that exchange their loads with others per hour"
+    )
+    num_redundant_experts: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = setting(
+        0, "slots beyond one for each expert, over all ranks together"
+    )
+    placement: Literal["even", "loads"] = setting(
+        "even", "placement at the start; even: in order; loads: balanced for the loads at the start"
+    )
+    rebalance: Literal["off", "auto"] = setting(
+        "off", "auto: after each window, experts move by its counts if the forecast gain exceeds the cost"
+    )
+    rebalance_window: _Factor = setting(60.0, "seconds of virtual time in which loads are counted")
+    rebalance_horizon: _Factor = setting(600.0, "seconds of steps for which counted loads are assumed to last")
