@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeserve.protocol import AbortRequest, AddRequest, ReplicaMessage, StepPlan, StepResult
+from moeserve.protocol import AddRequest, ReplicaMessage, StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement, Intent, Lockstep, agree
 from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica
 from moeserve.scheduling.scheduler import Scheduler
@@ -40,7 +40,7 @@ class LockstepGroup:
                 the same; tests compare them.
         """
         self.num_replicas = num_replicas
-        self.step = 0  # rounds
+        self.step = 0  # number of rounds
         self._make_scheduler = make_scheduler
         self._drives_all = drives_all
         self._members: dict[int, _Member] = {}
@@ -60,12 +60,9 @@ class LockstepGroup:
         """Return the number of free blocks of a replica that has run a round."""
         return self._members[rank].scheduler.num_free_blocks
 
-    def send(self, rank: int, message: AddRequest | AbortRequest) -> None:
-        """Send a message to a replica, which receives it in the next round.
-
-        Other kinds of messages are not supported: they would change the row that stands for a sleeping replica.
-        """
-        self._member(rank).inbox.append(message)
+    def send(self, rank: int, request: AddRequest) -> None:
+        """Send a request to a replica, which receives it in the next round."""
+        self._member(rank).inbox.append(request)
         self._woken.add(rank)
 
     def begin(self) -> Round:
@@ -90,7 +87,7 @@ class LockstepGroup:
         """End the round, and return the rank and the delivery of each replica that took part.
 
         Args:
-            results: of the plans, by replica.
+            results: the results of the plans, by replica.
         """
         deliveries = []
         still_awake = []
@@ -177,4 +174,4 @@ class _Member:
     generator: Generator[Effect, Any, None]
     inbox: list[ReplicaMessage] = field(default_factory=list)
     is_awake: bool = False
-    delivery: Effect | None = None  # of an idle round
+    delivery: Effect | None = None  # after an idle round

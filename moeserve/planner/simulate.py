@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -92,9 +91,6 @@ def simulate(
         cache_tokens=estimate.cache_tokens,
         num_requests=len(traffic.requests),
         requests_per_s=len(traffic.requests) / last_s if last_s else 0.0,
-        assumptions=assumptions,
-        settings=settings,
-        experts=experts,
         outcome=serve(traffic, costs, balance, settings, cache_tokens=estimate.cache_tokens),
     )
 
@@ -133,20 +129,11 @@ def serve(
             f"use more ranks, a larger tp, or shorter requests with length"
         )
     group = LockstepGroup(costs.dp, lambda: Scheduler(config, b""), drives_all=drives_all)
-    with _without_garbage_collector():
-        return _Run(traffic, costs, balance, config, group).run()
-
-
-@contextmanager
-def _without_garbage_collector() -> Iterator[None]:
-    """Disable the garbage collector: steps leave no reference cycles, and searching for them doubles the run time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # steps leave no reference cycles, and searching for them doubles the time
     try:
-        yield
+        return _Run(traffic, costs, balance, config, group).run()
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 @dataclass(eq=False)
@@ -182,7 +169,6 @@ class _Run:
             enable_prefix_caching=config.enable_prefix_caching,
             salt=b"",
         )
-        self._params: dict[int, RequestParams] = {}  # by the length of the output
         self._num_sent = 0
         self._in_flight: dict[str, _InFlight] = {}
         self._now = 0.0
@@ -220,13 +206,10 @@ class _Run:
             self._num_sent += 1
 
     def _send(self, number: int, recorded: RecordedRequest) -> None:
-        output_tokens = recorded.output_tokens
-        if output_tokens not in self._params:
-            self._params[output_tokens] = RequestParams(max_tokens=output_tokens)
         request = Request(
             request_id=str(number),
             prompt_token_ids=prompt_of(recorded, self._traffic.tokens_per_block, own_token=_own_token(number)),
-            params=self._params[output_tokens],
+            params=RequestParams(max_tokens=recorded.output_tokens),
             seed=number,
         )
         self._in_flight[request.request_id] = _InFlight(recorded)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from moeserve.machine import shown_bytes
 from moeserve.planner.expert_balance import Rebalance
 from moeserve.planner.formula import shown_seconds
-from moeserve.planner.settings import Assumptions, ExpertSettings, SimulationSettings
 
 MAX_LISTED = 12  # rebalances
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Percentiles:
     """Percentiles of some values; 0 without values."""
 
@@ -24,12 +23,9 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles:
-        ordered = sorted(values)
-
-        def at(percent: int) -> float:
-            return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else 0.0
-
-        return cls(p50=at(50), p90=at(90), p99=at(99))
+        ordered = sorted(values) or [0.0]
+        at = [ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] for percent in (50, 90, 99)]
+        return cls(*at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The arguments of a simulation, and its outcome."""
+    """The layout and the traffic of a simulation, and its outcome."""
 
     hardware: str
     num_nodes: int
@@ -72,9 +68,6 @@ class Simulation:
     cache_tokens: int  # capacity of a replica
     num_requests: int
     requests_per_s: float
-    assumptions: Assumptions
-    settings: SimulationSettings
-    experts: ExpertSettings
     outcome: Outcome
 
 

@@ -20,7 +20,6 @@ from moeserve.telemetry.expert_load import (
     coarsened,
     evenness,
     max_over_mean,
-    padding_share,
     ranks_max_over_mean,
     read_windows,
     summed,
@@ -59,11 +58,6 @@ def test_layers_add_their_fullest_ranks() -> None:
     assert ranks_max_over_mean(of_counts([[0, 0]], [[0, 0]])) == 1.0
     # A layer with few tokens weighs little.
     assert ranks_max_over_mean(of_counts([[100, 100], [2, 0]], [[100, 100], [2, 0]])) == pytest.approx(102 / 101)
-
-
-def test_padding_share() -> None:
-    assert padding_share(of_counts([[3, 3]], [[6]], num_tokens=6, num_padding_tokens=2)) == 0.25
-    assert padding_share(of_counts([[0]], [[0]], num_tokens=0, num_padding_tokens=0)) == 0.0
 
 
 def test_summed() -> None:

@@ -13,16 +13,12 @@ from moeserve.expert_placement.placement import Placement
 TWO_RANKS = Placement(((0, 1), (2, 3)), 4)
 
 
-def test_excess_rows_of_the_fullest_rank() -> None:
-    assert excess_rows([30, 30, 10, 10], TWO_RANKS) == 20
-    assert excess_rows([1, 2, 2, 1], TWO_RANKS) == 0
-
-
 def test_proposal_saves_rows_of_the_fullest_rank() -> None:
-    proposal = propose([3000, 3000, 1000, 1000], TWO_RANKS)
+    loads = [3000, 3000, 1000, 1000]
+    proposal = propose(loads, TWO_RANKS)
     assert proposal is not None
-    assert imbalance([3000, 3000, 1000, 1000], proposal.placement) == 1
-    assert proposal.rows_saved == 2000
+    assert imbalance(loads, proposal.placement) == 1
+    assert proposal.rows_saved == excess_rows(loads, TWO_RANKS) == 2000
 
 
 @pytest.mark.parametrize("loads", [[0, 0, 0, 0], [10, 12, 9, 11], [1000, 1010, 990, 1000]])

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,31 +152,6 @@ def test_the_weight_mapping_has_the_published_names(model: str, tmp_path: Path) 
     assert not places.is_ignored(f"model.layers.{len(layers) + 1}.eh_proj.weight")
 
 
-def timed(*arguments: str | Path) -> tuple[float, float, str]:
-    """Return wall time, processor time and output of a Python process."""
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
-
-
-def test_inspecting_deepseek_v3_takes_2_seconds(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, DEEPSEEK_V3)
-    for _ in range(3):
-        seconds, processor_seconds, output = timed("-m", "moeserve", "inspect", folder)
-        if seconds < 2.0:
-            break
-        # On a busy machine, compare with importing torch, which takes most of the time.
-        if processor_seconds < 2 * timed("-c", "import torch")[1]:
-            break
-    else:
-        pytest.fail(f"{seconds:.1f} s")
-    assert "671.03 B" in output
-    assert "36.63 B" in output
-    assert "fp8 in blocks of 128 x 128" in output
-
-
 def test_counts_equal_those_of_a_checkpoint_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = Qwen2MoeConfig(
         vocab_size=101,
@@ -232,4 +203,5 @@ def test_damaged_shards_do_not_hide_the_rest(tmp_path: Path, capsys: pytest.Capt
         assert cli.main(["inspect", str(tmp_path)]) == 0
         report = capsys.readouterr().out
         assert says in report
-        assert "671.03 B" in report
+        for shown in ("671.03 B", "36.63 B", "fp8 in blocks of 128 x 128"):
+            assert shown in report

@@ -35,7 +35,7 @@ def folder_of(tmp_path: Path, model: str, **changes: Any) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 3), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 3), (2, 2)])
 @pytest.mark.parametrize("model", ["Mixtral-8x7B", "DeepSeek-V2-Lite", "gpt-oss-20b"])
 def test_ranks_together_hold_the_whole_model(model: str, tp: int, dp: int, tmp_path: Path) -> None:
     """Experts are held once, what tp divides once per replica, and the rest on every rank."""
@@ -75,8 +75,8 @@ def test_exchanged_bytes_equal_an_enumeration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "changes"),
-    [("Mixtral-8x7B", {}), ("DeepSeek-V2-Lite", {}), ("DeepSeek-V2-Lite", {"n_routed_experts": 10})],
-    ids=["2 of 8", "6 of 64", "6 of 10, uneven"],
+    [("Mixtral-8x7B", {}), ("DeepSeek-V2-Lite", {"n_routed_experts": 10})],
+    ids=["2 of 8", "6 of 10, uneven"],
 )
 def test_exchanged_bytes_equal_those_of_the_dispatchers(model: str, changes: dict[str, int], tmp_path: Path) -> None:
     """Count the bytes of each collective for random tokens of 4 ranks. Narrow rows make expert ids significant."""
