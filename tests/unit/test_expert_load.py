@@ -86,7 +86,7 @@ def test_summed() -> None:
 
 
 @given(st.integers(1, 30), st.integers(1, 12))
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=30)
 def test_coarser_windows_hold_the_same_tokens(num_windows: int, at_most: int) -> None:
     windows = drawn(num_windows, 2, 3, 2)
     coarse = coarsened(windows, at_most)

@@ -132,8 +132,8 @@ def test_prompts_share_recorded_blocks() -> None:
 
 def test_rebalancing_helps_a_skewed_router(costs: LayoutCosts) -> None:
     """The system is saturated, so tokens per second measure the speed of steps."""
-    traffic = drawn_traffic(0, 1000, seconds=0.01, prompt=2000, output=100)
-    settings = SimulationSettings(max_num_seqs=64)
+    traffic = drawn_traffic(0, 400, seconds=0.01, prompt=2000, output=60)
+    settings = SimulationSettings(max_num_seqs=32)
     moving: dict[str, Any] = dict(rebalance_window=0.02, rebalance_horizon=1000.0)
     off, auto = (
         serve(traffic, costs, balance_of(costs, skew=1.2, rebalance=mode, **moving), settings, cache_tokens=100_000)
@@ -194,7 +194,7 @@ class TestCommand:
         assert outputs[0] == outputs[1] != outputs[2]
         assert cli.main(["simulate", str(folder), *self.ARGUMENTS, *self.EXPERTS]) == 0
         text = capsys.readouterr().out
-        for name in ("1 x 8 h800, tp 1, dp 8", "time to the first token", "empty turns", "rebalanced at"):
+        for name in ("1 x 8 h800, tp 1, dp 8", "time to the first token", "empty turns", "on average"):
             assert name in text
         found = json.loads(outputs[0])
         asked = [each for each in sample_traffic().requests if each.arrival_s / 4 < 3]
