@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One step over caches that hold NaN at all positions that no row attends to."""
+    """One step over caches that hold NaN, or another number, at all positions that no row attends to."""
 
     shape: Shape
     step: StepInputs
@@ -57,8 +57,13 @@ def make_case(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    unread: float = float("nan"),
 ) -> Case:
-    """Draw a step of chunks given as (rows, context length). The numbers do not depend on the block size."""
+    """Draw a step of chunks given as (rows, context length). The numbers do not depend on the block size.
+
+    Args:
+        unread: the content of the caches where no row may read.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*sizes: int) -> Tensor:
@@ -68,7 +73,7 @@ def make_case(
     step = make_step(lengths, block_ids, block_size)
     num_kv_heads, head_size = shape.num_kv_heads, shape.head_size
     cache_shape = (sum(map(len, block_ids)) + NUM_SPARE_BLOCKS, num_kv_heads, block_size, head_size)
-    key_cache, value_cache = (torch.full(cache_shape, float("nan"), dtype=dtype) for _ in range(2))
+    key_cache, value_cache = (torch.full(cache_shape, unread, dtype=dtype) for _ in range(2))
     keys, values = [], []
     for ids, (num_rows, context_len) in zip(block_ids, lengths, strict=True):
         keys.append(draw(context_len, num_kv_heads, head_size))

@@ -172,15 +172,12 @@ def test_the_way_with_fewer_multiplications_is_chosen(num_positions: int) -> Non
     limit = config.max_absorbed_rows
     assert absorbed(limit) <= expanded(limit)
     assert absorbed(limit + 1) > expanded(limit + 1)
+    large_heads = dataclasses.replace(SHAPE, latent_size=4, key_dim=8, value_dim=8)
+    assert large_heads.max_absorbed_rows > 2**30  # they are never expanded
 
 
-def test_large_heads_are_never_expanded() -> None:
-    config = dataclasses.replace(SHAPE, latent_size=4, key_dim=8, value_dim=8)
-    assert config.max_absorbed_rows > 2**30
-
-
-@pytest.mark.parametrize("window", [None, 1, 6, 40])
-@pytest.mark.parametrize(("num_rows", "num_positions"), [(1, 1), (1, 23), (9, 9), (7, 30), (30, 30)])
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize(("num_rows", "num_positions"), [(1, 23), (9, 9), (7, 30)])
 @pytest.mark.parametrize("sizes", [(8, 8), (6, 9), (9, 6)])
 def test_dense_attention(
     num_rows: int, num_positions: int, window: int | None, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch

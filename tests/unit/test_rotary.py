@@ -83,7 +83,7 @@ def test_pairs_equal_those_of_transformers(is_interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("theta", [10000.0, 1e6, 60.0, 12.0])  # the blend ends in the middle, or beyond the last pair
+@pytest.mark.parametrize("theta", [10000.0, 60.0, 12.0])  # the blend ends in the middle, or beyond the last pair
 def test_scaled_frequencies_equal_those_of_transformers(scaling: dict[str, Any], theta: float, tmp_path: Path) -> None:
     parameters = {**scaling, "rope_theta": theta}
     reference = LlamaConfig(
