@@ -40,6 +40,7 @@ from moeserve.bench.limits import measure_limits
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
+from moeserve.ops.torch.dense_attention import attend_causally
 from moeserve.ops.torch.table import TORCH_KERNELS
 
 KERNELS = select_kernels(torch.device("cpu"))
@@ -186,7 +187,7 @@ def _attend_expanded(shape: Shape, scale: float) -> Call:
     query_RNH = torch.randn(shape.num_rows, shape.num_heads, 192).bfloat16()
     key_NCH = torch.randn(shape.num_heads, shape.context_len, 192).bfloat16()
     value_NCV = torch.randn(shape.num_heads, shape.context_len, 128).bfloat16()
-    return lambda _: TORCH_KERNELS.attend_causally(query_RNH, key_NCH, value_NCV, scale=scale)
+    return lambda _: attend_causally(query_RNH, key_NCH, value_NCV, scale=scale)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.memory import new_empty
 from moeserve.ops.interfaces import Rotation
+from moeserve.ops.torch.attention import gather_latents
+from moeserve.ops.torch.dense_attention import attend_causally
 from moeserve.step_inputs import ChunkSpan, StepInputs
 
 # T tokens, D model width, N heads of this rank, n some of them, K unrotated values of a head's key, S rotated ones,
@@ -121,7 +123,6 @@ class LatentAttention(nn.Module):
         kernels = context.kernels
         self.backend = kernels.make_latent_attention(self.scale, config.latent_size)
         self._apply_rope = kernels.apply_rope
-        self._attend_causally = kernels.attend_causally
         self._attend = self._attend_absorbed if self.backend.takes_all_rows else self._attend_either_way
 
     @property
@@ -182,7 +183,7 @@ class LatentAttention(nn.Module):
     def _attend_expanded(self, query_RNQ: Tensor, cache: LatentCache, block_ids: Tensor, span: ChunkSpan) -> Tensor:
         """Return [R, N, V] of one chunk. Few heads at a time bound the memory of their keys and values."""
         config = self.config
-        cached_CP = self.backend.gather(cache.latents, block_ids, span.context_len)
+        cached_CP = gather_latents(cache.latents, block_ids, span.context_len)
         latent_CL, key_CS = cached_CP.split([config.latent_size, config.rotary_dim], dim=-1)
         size_per_head = span.context_len * max(config.query_dim, config.value_dim)
         heads_at_once = max(1, MAX_EXPANDED_SIZE // size_per_head)
@@ -191,7 +192,7 @@ class LatentAttention(nn.Module):
             heads = slice(first_head, first_head + heads_at_once)
             key_nCK, value_nCV = self.head_maps.expand(latent_CL, heads)
             key_nCQ = torch.cat([key_nCK, key_CS.expand(len(key_nCK), -1, -1)], dim=-1)
-            attended.append(self._attend_causally(query_RNQ[:, heads], key_nCQ, value_nCV, scale=self.scale))
+            attended.append(attend_causally(query_RNQ[:, heads], key_nCQ, value_nCV, scale=self.scale))
         return torch.cat(attended, dim=1)
 
 

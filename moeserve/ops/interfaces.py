@@ -44,38 +44,6 @@ class ClampedSwiGLU:
         return gate * torch.sigmoid(self.alpha * gate) * (up.clamp(-self.limit, self.limit) + 1)
 
 
-class Add(Protocol):
-    """(a_TD, b_TD) -> their sum [T, D]. Both are contiguous and of one dtype."""
-
-    def __call__(self, a_TD: Tensor, b_TD: Tensor, /) -> Tensor: ...
-
-
-class GateRows(Protocol):
-    """(gates_T1, rows_TD) -> sigmoid(gate) * row [T, D]. Both are contiguous and of one dtype."""
-
-    def __call__(self, gates_T1: Tensor, rows_TD: Tensor, /) -> Tensor: ...
-
-
-class RMSNormKernel(Protocol):
-    """(x_TD, weight_D, epsilon) -> [T, D] in the dtype of x_TD. T may be several dimensions."""
-
-    def __call__(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, /) -> Tensor: ...
-
-
-class RMSNormInPlace(Protocol):
-    """(x_TD, weight_D, epsilon): write the result of `RMSNormKernel` to x_TD."""
-
-    def __call__(self, x_TD: Tensor, weight_D: Tensor, epsilon: float, /) -> None: ...
-
-
-class AddRMSNormKernel(Protocol):
-    """(x_TD, update_TD, weight_D, epsilon) -> their sum, and the sum normalised. Neither input is changed."""
-
-    def __call__(
-        self, x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, epsilon: float, /
-    ) -> tuple[Tensor, Tensor]: ...
-
-
 @dataclass(frozen=True)
 class Rotation:
     """The rotary angles of a step's tokens, shared by all layers."""
@@ -97,15 +65,6 @@ class ApplyRope(Protocol):
     """
 
     def __call__(self, heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = None, /) -> Tensor: ...
-
-
-class RowMaximum(Protocol):
-    """rows_RV -> the largest number of each row [R], and its index [R] int64; ties go to the lowest index.
-
-    NaN is larger than any number. The numbers are of a dtype that holds them exactly.
-    """
-
-    def __call__(self, rows_RV: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
 class DrawTokens(Protocol):
@@ -132,15 +91,6 @@ class DrawTokens(Protocol):
         uniform_R: Tensor,
         /,
     ) -> Tensor: ...
-
-
-class ChooseExpertCopies(Protocol):
-    """(experts_TK, copies_EW, num_copies_E, first_token) -> the physical expert of each choice [T, K]. All int64.
-
-    Token t gets copy (first_token + t) % num_copies_E[e] of expert e. Expert -1 is padding and stays -1.
-    """
-
-    def __call__(self, experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,36 +403,6 @@ class LatentAttentionBackend(Protocol):
         """
         ...
 
-    def gather(self, cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
-        """Return the vectors [C, P] of a chunk's C = context_len positions. `block_ids` is its block table row."""
-        ...
-
-
-class DenseAttention(Protocol):
-    """Causal attention of R rows, the last of C positions, to the keys and values of one context.
-
-    Args:
-        query_RNH: the rows of positions C - R to C - 1.
-        key_GCH: the keys; query head n reads key-value head n // (N // G).
-        value_GCV: the values.
-        window: positions that a row attends to at most, its own included; None: all up to its own.
-        sinks_N: float32, one more score of each query head without a value, or None.
-
-    Returns:
-        [R, N, V] in the dtype of the queries.
-    """
-
-    def __call__(
-        self,
-        query_RNH: Tensor,
-        key_GCH: Tensor,
-        value_GCV: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        sinks_N: Tensor | None = None,
-    ) -> Tensor: ...
-
 
 class Pending(Protocol):
     """A result that may still be being computed."""
@@ -518,17 +438,22 @@ class Kernels:
     """
 
     name: Literal["cpu", "triton", "torch"]  # for messages
-    add: Add
-    gate_rows: GateRows
-    rms_norm: RMSNormKernel
-    rms_norm_in_place: RMSNormInPlace
-    add_rms_norm: AddRMSNormKernel
+    add: Callable[[Tensor, Tensor], Tensor]  # (a_TD, b_TD) -> their sum; both contiguous and of one dtype
+    gate_rows: Callable[[Tensor, Tensor], Tensor]  # (gates_T1, rows_TD) -> sigmoid(gate) * row; the same
+    # (x_TD, weight_D, epsilon) -> [T, D] in the dtype of x; T may be several dimensions. In place: written to x.
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rms_norm_in_place: Callable[[Tensor, Tensor, float], None]
+    # (x_TD, update_TD, weight_D, epsilon) -> their sum, and the sum normalised. Neither input is changed.
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     apply_rope: ApplyRope
-    row_maximum: RowMaximum
+    # rows_RV -> the largest number of each row [R], in a dtype that holds it exactly, and its index [R] int64. Ties go
+    # to the lowest index, and NaN is larger than any number.
+    row_maximum: Callable[[Tensor], tuple[Tensor, Tensor]]
     draw_tokens: DrawTokens | None  # None: the sampler draws by torch's operations
-    choose_expert_copies: ChooseExpertCopies
+    # (experts_TK, copies_EW, num_copies_E, first_token) -> the physical expert of each choice [T, K], int64: token t
+    # gets copy (first_token + t) % num_copies_E[e] of expert e. Expert -1 is padding and stays -1.
+    choose_expert_copies: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     pairs: PairKernels
-    attend_causally: DenseAttention
     side_stream: SideStream
 
     make_router: Callable[[RouterConfig], RouteTokens]

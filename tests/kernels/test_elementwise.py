@@ -11,7 +11,7 @@ import torch
 from paged_steps import KERNELS, same_bytes
 from torch import Tensor
 
-from moeserve.ops.interfaces import Rotation, RowMaximum
+from moeserve.ops.interfaces import Rotation
 from moeserve.ops.threads import set_num_threads
 from moeserve.ops.torch.table import TORCH_KERNELS
 
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("isa")
 
 DTYPES = [torch.float32, torch.bfloat16]
 EPSILON = 1e-5
+RowMaximum = Callable[[Tensor], tuple[Tensor, Tensor]]
 WIDTHS = [1, 3, 15, 16, 31, 33, 64, 80, 128, 1037]
 
 

@@ -233,9 +233,7 @@ def test_a_package_without_a_function_or_an_argument_of_it(
     wrapper = module.BatchPrefillWithPagedKVCacheWrapper
     with monkeypatch.context() as patch:
         patch.setattr(wrapper, "plan", lambda self, qo_indptr, paged_kv_indptr: None)  # of an older version
-        with pytest.raises(
-            LibraryUnusable, match=r"\(1.2.3\) has no .*Wrapper.plan\(causal=\)"
-        ):
+        with pytest.raises(LibraryUnusable, match=r"\(1.2.3\) has no .*Wrapper.plan\(causal=\)"):
             open_library("flashinfer", CPU)
     for owner, name in (
         (module, "BatchPrefillWithPagedKVCacheWrapper"),

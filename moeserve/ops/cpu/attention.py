@@ -63,7 +63,6 @@ class CpuLatentAttention:
     def __init__(self, native: ModuleType, scale: float, latent_size: int) -> None:
         self._native = native
         self._reference = TorchLatentAttention(scale, latent_size)
-        self.gather = self._reference.gather
 
     def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
         self._native.write_cache(latent_TP[:, None], None, cache[:, None], None, step.cache_slots)

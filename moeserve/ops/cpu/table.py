@@ -12,7 +12,6 @@ from moeserve.ops.cpu.pairs import CpuPairs
 from moeserve.ops.cpu.products import CpuPacking, skip_expert_products
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import InlineStream
-from moeserve.ops.torch.dense_attention import attend_causally
 from moeserve.ops.torch.products import TorchProduct
 
 
@@ -30,7 +29,6 @@ def cpu_kernels(native: ModuleType) -> Kernels:
         draw_tokens=None,
         choose_expert_copies=rows.choose_expert_copies,
         pairs=CpuPairs(native),
-        attend_causally=attend_causally,
         side_stream=InlineStream(),
         make_router=functools.partial(CpuRouter, native),
         make_attention=functools.partial(CpuAttention, native),

@@ -97,7 +97,7 @@ class TorchLatentAttention:
             last_row = span.first_row + span.num_rows
             rows = slice(last_row - num_rows, last_row)
             position_R = torch.arange(span.context_len - num_rows, span.context_len, device=query_TNP.device)
-            latent_CP = self.gather(cache, block_ids_B, span.context_len)
+            latent_CP = gather_latents(cache, block_ids_B, span.context_len)
             attended_QL = attend_in_float32(
                 query_TNP[rows].flatten(0, 1),
                 latent_CP,
@@ -109,6 +109,8 @@ class TorchLatentAttention:
             out_TNL[rows] = attended_QL.unflatten(0, (num_rows, num_heads)).to(query_TNP.dtype)
         return out_TNL
 
-    def gather(self, cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
-        num_blocks = -(-context_len // cache.shape[1])
-        return cache[block_ids[:num_blocks]].flatten(0, 1)[:context_len]
+
+def gather_latents(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
+    """Return the vectors [C, P] of a chunk's C = context_len positions. `block_ids` is its block table row."""
+    num_blocks = -(-context_len // cache.shape[1])
+    return cache[block_ids[:num_blocks]].flatten(0, 1)[:context_len]

@@ -21,7 +21,16 @@ def attend_causally(
     window: int | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """See `DenseAttention`."""
+    """Attend from R rows, the last of C positions, to the keys and values of one context, each up to its own position.
+
+    Args:
+        query_RNH: query head n reads key-value head n // (N // G).
+        window: positions that a row attends to at most, its own included; None: all up to its own.
+        sinks_N: float32, one more score of each query head without a value, or None.
+
+    Returns:
+        [R, N, V] in the dtype of the queries.
+    """
     if sinks_N is not None:
         return _attend_with_sinks(query_RNH, key_GCH, value_GCV, scale, window, sinks_N)
     num_rows, context_len = query_RNH.shape[0], key_GCH.shape[1]

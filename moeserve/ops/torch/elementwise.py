@@ -48,7 +48,7 @@ def apply_rope(heads_TNH: Tensor, rotation: Rotation, out_TNH: Tensor | None = N
 
 
 def gate_rows(gates_T1: Tensor, rows_TD: Tensor) -> Tensor:
-    """See `GateRows`. On a CPU the last bit of a sigmoid may depend on the number of rows."""
+    """See `Kernels`. On a CPU the last bit of a sigmoid may depend on the number of rows."""
     return gates_T1.sigmoid() * rows_TD
 
 

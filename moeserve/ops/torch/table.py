@@ -11,7 +11,6 @@ from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import InlineStream
 from moeserve.ops.torch import elementwise
 from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
-from moeserve.ops.torch.dense_attention import attend_causally
 from moeserve.ops.torch.pairs import TorchPairs
 from moeserve.ops.torch.products import TorchProduct
 from moeserve.ops.torch.routing import TorchRouter
@@ -33,7 +32,6 @@ TORCH_KERNELS = Kernels(
     draw_tokens=None,
     choose_expert_copies=elementwise.choose_expert_copies,
     pairs=TorchPairs(),
-    attend_causally=attend_causally,
     side_stream=InlineStream(),
     make_router=TorchRouter,
     make_attention=TorchAttention,

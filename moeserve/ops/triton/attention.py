@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
-from moeserve.ops.torch.attention import TorchLatentAttention
 from moeserve.step_inputs import StepInputs
 from moeserve.triton_kernels.latent_attention import latent_attention, write_latents
 from moeserve.triton_kernels.paged_attention import paged_attention
@@ -57,8 +56,8 @@ class TritonLatentAttention:
     takes_all_rows = False
 
     def __init__(self, scale: float, latent_size: int) -> None:
-        self._reference = TorchLatentAttention(scale, latent_size)
-        self.gather = self._reference.gather
+        self._scale = scale
+        self._latent_size = latent_size
 
     def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
         write_latents(latent_TP, cache, step.cache_slots)
@@ -70,8 +69,8 @@ class TritonLatentAttention:
             step.block_table,
             step.row_starts,
             step.context_lens,
-            scale=self._reference.scale,
-            latent_size=self._reference.latent_size,
+            scale=self._scale,
+            latent_size=self._latent_size,
             max_rows_per_chunk=step.max_rows_per_chunk,
             max_context=step.block_table.shape[1] * cache.shape[1],
             max_rows=max_rows,
