@@ -279,7 +279,7 @@ def faults(
 def test_outputs(ranks: Ranks, num_ranks: int) -> None:
     """Both APIs and both modes, in bfloat16 and float8, equal the exact sum and all_to_all within rounding."""
     cases = [asdict(case) for case in CASES if len(case.experts) == num_ranks]
-    assert len(cases) >= 4
+    assert cases
     for found in ranks.run(num_ranks, "test_deepep:faults_of_cases", 120.0, cases=cases):
         assert found == []
 
