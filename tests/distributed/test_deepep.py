@@ -19,6 +19,7 @@ from deepep_stand_in import Buffer, ElasticBuffer, quantised, stand_in
 from joining import join
 from model_context import cpu_context
 from ranks import Place, Ranks
+from test_dispatch import StepOf, expert_output
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
@@ -69,14 +70,6 @@ class Case:
     def hidden_TD(self, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 + rank)
         return torch.randn(len(self.experts[rank]), WIDTH, generator=generator).to(torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class StepOf:
-    """The fields of a step that dispatch and a layer of experts read."""
-
-    tokens_per_rank: tuple[int, ...]
-    padding: None = None
 
 
 def any_tokens(num_tokens: list[int], num_logical: int, top_k: int, padding: float = 0.0) -> list[list[list[int]]]:
@@ -199,11 +192,6 @@ def rank_under_test(place: Place) -> Iterator[RankUnderTest]:
     for communicator in made.communicators:
         communicator.close()
     groups.leave("done")
-
-
-def expert_output(rows_RD: Tensor, logical: int) -> Tensor:
-    """An expert network whose result for a row does not depend on the number of rows."""
-    return rows_RD * (1.0 + 0.37 * logical) - 0.11 * (logical + 1) * rows_RD.abs()
 
 
 def serve(dispatcher: Dispatcher[Any], case: Case, rank: int) -> tuple[Tensor, list[int]]:

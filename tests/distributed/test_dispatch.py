@@ -256,15 +256,6 @@ def check_traffic(case: Case, name: str, by_rank: list[list[Record]]) -> None:
             assert torch.equal(sent, hidden_TD[needed])
 
 
-@pytest.mark.parametrize("name", ["local", *DISTRIBUTED])
-@pytest.mark.parametrize("case", [c for c in CASES.values() if c.num_ranks == 1], ids=["one rank"])
-def test_group_of_one(case: Case, name: str) -> None:
-    group = groups_of_one_rank().ep
-    output_TD, counts = serve(group, case, make_dispatcher(name, group, case.placement))
-    assert bytes_of(output_TD) == bytes_of(expected(case, 0))
-    check_counts(case, [counts])
-
-
 def test_local_with_copies_and_padding() -> None:
     case = Case([[0, 1, 0, 2]], 3, [[[0, 1], [-1, -1], [0, 2], [1, -1]]], 2, "bfloat16")
     output_TD, counts = serve(groups_of_one_rank().ep, case, make_dispatcher("local", None, case.placement))
@@ -282,30 +273,6 @@ def test_copies_take_turns() -> None:
         )
         num_each = sum(map(len, tokens)) // 4
         assert [counts for _, counts in ranks] == [[num_each], [num_each, 0], [num_each], [num_each]]
-
-
-def test_bytes_sent() -> None:
-    """Four ranks with one expert each send 8 tokens each to experts 0 and 1: rows go to ranks 0 and 1 only."""
-    case = Case([[0], [1], [2], [3]], 4, [[[0, 1]] * 8] * 4, 2, "bfloat16")
-
-    def traffic(name: str, is_small: bool = False) -> list[int]:
-        def serve_rank(group: ThreadGroup) -> list[Record]:
-            serve(group, case, make_dispatcher(name, group, case.placement))
-            return group.records
-
-        with of_size(is_small):
-            by_rank = run(4, serve_rank)
-        num_bytes = [0] * len(by_rank[0])
-        for source, records in enumerate(by_rank):
-            for index, record in enumerate(records):
-                num_bytes[index] += sum(rows.nbytes for to, rows in enumerate(record.sent) if to != source)
-        return num_bytes
-
-    row, routing = WIDTH * 2, 4 * 8 * 3 * 2 * 8
-    assert traffic("all_to_all") == [routing, (2 * 8 + 2 * 16) * row, (2 * 8 + 2 * 16) * row]
-    assert traffic("allgather") == [routing + 4 * 8 * 3 * row, (2 * 8 + 2 * 16) * row]
-    for name in DISTRIBUTED:
-        assert traffic(name, is_small=True) == [routing + 4 * 8 * 3 * row, 4 * 3 * 16 * row]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,9 +14,8 @@ from collective_checks import check_collectives
 from joining import join
 from ranks import Place, Ranks
 
-from moeserve.distributed.connect import Rendezvous, TransportName, connect
+from moeserve.distributed.connect import TransportName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
-from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.store import start_store
 from moeserve.errors import DistributedError
 
@@ -26,9 +25,8 @@ TRANSPORTS = ("auto", "gloo")  # the first is shared memory here
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_collectives(ranks: Ranks, num_ranks: int, transport: str) -> None:
-    ranks.run(num_ranks, "test_group:run_collectives", transport=transport)
+def test_collectives(ranks: Ranks, transport: str) -> None:
+    ranks.run(4, "test_group:run_collectives", transport=transport)
 
 
 def run_collectives(place: Place, transport: TransportName) -> None:
@@ -209,14 +207,6 @@ def connect_twice(place: Place) -> str:
     return error_of(lambda: join(place))
 
 
-def test_an_unreachable_store_is_named() -> None:
-    store = start_store()
-    port = store.port
-    del store
-    with pytest.raises(DistributedError, match=f"rank 0 .*127.0.0.1:{port}"):
-        connect(Mesh(tp=1, dp=1), 0, Rendezvous("127.0.0.1", port, 5.0))
-
-
 def error_of(call: Any) -> str:
     """Return the message of a DistributedError, or "" without one."""
     try:
@@ -258,14 +248,9 @@ def perform(groups: Groups, operation: str) -> None:
             groups.ep.all_to_all(torch.ones(4, 3), [1] * 4, [1] * 4).wait()
         case "all_reduce":
             groups.ep.all_reduce(torch.ones(100_000))
-        case "barrier":
-            groups.ep.barrier()
 
 
-@pytest.mark.parametrize(
-    ("operation", "transport"),
-    [("all_to_all", "auto"), ("all_reduce", "auto"), ("barrier", "auto"), ("all_reduce", "gloo")],
-)
+@pytest.mark.parametrize(("operation", "transport"), [("all_to_all", "auto"), ("all_reduce", "gloo")])
 def test_a_rank_that_dies_is_named_at_once(ranks: Ranks, operation: str, transport: str) -> None:
     arguments: dict[str, Any] = dict(how="dies", operation=operation, transport=transport, timeout_s=10.0)
     outcomes = ranks.start(4, "test_group:outlive", victim=2, **arguments).outcomes()
@@ -293,9 +278,8 @@ def test_a_stuck_rank_is_named_at_the_timeout(ranks: Ranks, transport: str) -> N
     assert any("within 1 s" in outcome.value[1] for outcome in others)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_slow_rank_is_no_failure(ranks: Ranks, transport: str) -> None:
-    arguments: dict[str, Any] = dict(operation="all_reduce", timeout_s=2.5, transport=transport)
+def test_a_slow_rank_is_no_failure(ranks: Ranks) -> None:
+    arguments: dict[str, Any] = dict(operation="all_reduce", timeout_s=2.0, transport="auto")
     values = ranks.run(4, "test_group:outlive", victim=1, how="is late", **arguments)
     assert [message for _, message in values] == [""] * 4
 
@@ -342,12 +326,8 @@ def make_call(groups: Groups, name: str, operation: str, argument: Any) -> None:
             groups.begin_step(argument)
         case "reduce":
             group.all_reduce(torch.ones(argument))
-        case "reduce bfloat16":
-            group.all_reduce(torch.ones(argument, dtype=torch.bfloat16))
         case "gather":
             group.all_gather(torch.ones(argument[group.rank_in_group], 2), argument)
-        case "scatter":
-            group.reduce_scatter(torch.ones(sum(argument), 2), argument)
         case "broadcast":
             group.broadcast(torch.ones(2), argument)
         case "exchange":
@@ -361,9 +341,7 @@ def make_call(groups: Groups, name: str, operation: str, argument: Any) -> None:
     [
         ([["tp", "barrier", 0]], [["tp", "minimum", 7]], ["barrier of group 'tp'", "all_reduce_minimum of group 'tp'"]),
         ([["tp", "reduce", [2, 8]]], [["tp", "reduce", [8, 2]]], ["float32 [2, 8]", "float32 [8, 2]"]),
-        ([["tp", "reduce", [4]]], [["tp", "reduce bfloat16", [4]]], ["float32 [4]", "bfloat16 [4]"]),
         ([["tp", "gather", [1, 2]]], [["tp", "gather", [1, 3]]], ["sizes [1, 2]", "sizes [1, 3]"]),
-        ([["tp", "scatter", [1, 2]]], [["tp", "scatter", [2, 1]]], ["sizes [1, 2]", "sizes [2, 1]"]),
         ([["tp", "broadcast", 0]], [["tp", "broadcast", 1]], ["source 0", "source 1"]),
         (
             [["tp", "exchange", [[1, 2], [1, 1]]]],

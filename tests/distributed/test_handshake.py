@@ -72,9 +72,8 @@ def join_without_addresses(place: Place, limited: int) -> bool:
         resource.setrlimit(resource.RLIMIT_AS, usual)
 
 
-@pytest.mark.parametrize("elsewhere", [0, 1])
-def test_an_unreachable_rank_makes_all_use_gloo(ranks: Ranks, elsewhere: int) -> None:
-    assert ranks.run(3, "test_handshake:join_from_elsewhere", elsewhere=elsewhere) == [False] * 3
+def test_an_unreachable_rank_makes_all_use_gloo(ranks: Ranks) -> None:
+    assert ranks.run(3, "test_handshake:join_from_elsewhere", elsewhere=0) == [False] * 3
 
 
 def join_from_elsewhere(place: Place, elsewhere: int) -> bool:
@@ -177,9 +176,11 @@ def test_strangers_get_nothing_and_delay_nobody(ranks: Ranks) -> None:
 
 def join_among_strangers(place: Place) -> bool:
     """Join while strangers are connected to rank 0, which have sent nothing or something without the secret."""
+    store = store_of(place)
     if place.rank == 0:
+        store.set("pid", str(os.getpid()))
         return join(place).world.supports_cpu_graphs
-    name = name_of_rank_0(store_of(place))
+    name = name_of_rank_0(store)
     with contextlib.ExitStack() as strangers:
         for message in (b"", b"hello", b"0" * 32 + b"1"):
             stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -198,6 +199,7 @@ def join_behind_a_crowd(place: Place) -> bool:
     """Join when the queue of rank 0 is full of strangers, and rank 0 accepts nobody for a while."""
     store = store_of(place)
     if place.rank == 0:
+        store.set("pid", str(os.getpid()))
         connect_all = handshake._Handshake.connect_all
 
         def connect_late(self: handshake._Handshake) -> None:
@@ -226,10 +228,10 @@ def store_of(place: Place) -> Store:
 
 def name_of_rank_0(store: Store) -> bytes:
     """Return the name of the socket on which rank 0 of two listens, having registered rank 1 so that it goes on."""
-    known = listening_names()
+    pid = int(store.get("pid"))
     deadline = time.monotonic() + 10
     store.set("rank/1", "")
-    while not (names := listening_names() - known):
+    while not (names := listening_names([pid])):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     (name,) = names

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -30,7 +29,6 @@ SETTINGS: dict[str, Any] = dict(
 )
 CORES = 2  # of each host, for Ray
 SHARED_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
-SSHD = "/usr/sbin/sshd"
 NUM_TOKENS = 8
 THREADS = {"OMP_NUM_THREADS": "1"}
 LONG = 240  # tokens: for steps to be under way when something dies
@@ -39,11 +37,9 @@ RANK, ENGINE = "ray::RankActor", "ray::EngineActor"
 
 
 class Cluster:
-    """Hosts with `moeserve launch` on each, or on the first with the names of the others. The program runs there."""
+    """Hosts with `moeserve launch` on each. The program runs on the first."""
 
-    def __init__(
-        self, machines: list[Host], folder: Path, *, cores: int = CORES, remote_shell: str | None = None
-    ) -> None:
+    def __init__(self, machines: list[Host], folder: Path) -> None:
         self.hosts = machines
         self._folder = folder
         self._commands = folder / "commands"
@@ -51,14 +47,9 @@ class Cluster:
         os.mkfifo(self._commands)
         self._num_answers = 0
         program = [sys.executable, str(PROGRAM), str(self._commands), str(self._answers)]
-        launch = [sys.executable, "-m", "moeserve", "launch", "--num-cpus", str(cores)]
-        if remote_shell is None:
-            launch += ["--head", machines[0].address, "--nodes", str(len(machines))]
-            started_on, environment = machines, THREADS | SHARED_TOKEN
-        else:
-            launch += ["--remote-shell", remote_shell, "--hosts", *(host.address for host in machines[1:])]
-            started_on, environment = machines[:1], THREADS
-        self.launches = [host.start([*launch, "--", *program], self.log(host), **environment) for host in started_on]
+        launch = [sys.executable, "-m", "moeserve", "launch", "--num-cpus", str(CORES)]
+        launch += ["--head", machines[0].address, "--nodes", str(len(machines)), "--", *program]
+        self.launches = [host.start(launch, self.log(host), **THREADS, **SHARED_TOKEN) for host in machines]
         self._pipe = os.open(self._commands, os.O_RDWR)  # does not wait for the reader
 
     def log(self, host: Host) -> Path:
@@ -218,70 +209,6 @@ def test_a_removed_placement_group_is_reserved_again(cluster: Cluster, reference
     assert cluster.ask("remove groups")["groups"] == 2
     cluster.wait_for(lambda: not any(cluster.ranks(host) for host in cluster.hosts), 30)
     assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("namespaces")
-def test_a_node_that_cannot_read_the_model_ends_the_launch_with_its_name(reference: Reference, tmp_path: Path) -> None:
-    with hosts(2) as machines:
-        hide = ["mount", "-t", "tmpfs", "none", str(reference.folder)]
-        subprocess.run(machines[1].command(hide), check=True)
-        launch = [sys.executable, "-m", "moeserve", "launch", "--head", machines[0].address, "--nodes", "2"]
-        launch += ["--num-cpus", "1", "--model", str(reference.folder), "--", "false"]
-        logs = [tmp_path / host.address for host in machines]
-        head, other = [
-            host.start(launch, log, **THREADS, **SHARED_TOKEN) for host, log in zip(machines, logs, strict=True)
-        ]
-        assert head.wait(60) == 1
-        message = logs[0].read_text()
-        assert f"node {machines[1].address} (host2) cannot read the model: " in message
-        assert other.wait(60) == 0
-        assert "the model cannot be read: " in logs[1].read_text()
-        assert not any("ray" in command for host in machines for command in host.processes().values())
-
-
-@pytest.fixture(scope="module")
-def remote_shell(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Host], str]:
-    """Return a function that starts an ssh server on a host and returns the ssh command that it accepts."""
-    if not Path(SSHD).exists() or shutil.which("ssh") is None:
-        pytest.skip("needs ssh and its server: apt install openssh-server openssh-client")
-    folder = tmp_path_factory.mktemp("ssh")
-    key = folder / "key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-
-    def start(host: Host) -> str:
-        Path("/run/sshd").mkdir(exist_ok=True)
-        settings = {"AuthorizedKeysFile": f"{key}.pub", "StrictModes": "no", "UsePAM": "no", "PidFile": "none"}
-        options = [option for name, value in settings.items() for option in ("-o", f"{name}={value}")]
-        host.start([SSHD, "-D", "-e", "-h", str(key), *options], folder / "server.log")
-        return (
-            f"ssh -i {key} -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile={folder}/known "
-            "-o ConnectionAttempts=20"
-        )
-
-    return start
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("namespaces")
-def test_a_launch_over_ssh_and_a_replica_on_two_hosts(
-    reference: Reference, tmp_path: Path, remote_shell: Callable[[Host], str]
-) -> None:
-    prompts = reference.prompts(3, 40, 17)
-    with hosts(2) as machines:
-        cluster = Cluster(machines, tmp_path, cores=1, remote_shell=remote_shell(machines[1]))
-        try:
-            with engine(
-                cluster, reference, 2, 1, executor="auto", ray_compiled_graph=False
-            ):  # each host has room for one rank
-                assert [len(cluster.ranks(host)) for host in machines] == [1, 1]
-                given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
-                assert given.get("tokens") == expected(reference, prompts), given
-        finally:
-            cluster.end()
-        assert "the ranks of replica 0 are on several nodes" in cluster.log(machines[0]).read_text()
-        cluster.launches[0].wait(30)
-        cluster.wait_for(lambda: not any("ray" in found for found in machines[1].processes().values()), 30)
 
 
 @pytest.mark.soak
