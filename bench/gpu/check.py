@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu.inputs import Source
+from moeserve.bench.gpu.parts import is_cuda_error
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
@@ -50,12 +51,8 @@ class Case:
             yield f"{result}, {self.name}", compare(actual, expected[result], self.slack)
 
 
-@dataclass(frozen=True)
-class Check:
-    """Operations with new random inputs in every run."""
-
-    name: str
-    cases: Callable[[Source, bool], Iterator[Case]]  # (source, True for shapes that take seconds in the interpreter)
+# (source, True for small shapes, since others take minutes in the interpreter) -> cases with new random inputs
+Check = Callable[[Source, bool], Iterator[Case]]
 
 
 def run_check(
@@ -72,36 +69,32 @@ def run_check(
         Exception: a CUDA error. Other errors fail the check only.
     """
     ratios: dict[str, float] = {}
-    row: dict[str, Any] = {"name": check.name}
+    row: dict[str, Any] = {}
     try:
-        for case in check.cases(source, is_small):
+        for case in check(source, is_small):
             ratios |= case.ratios(kernels)
             if seconds_left() <= 0:
                 row["left_out"] = f"everything after {case.name!r}: no time was left"
                 break
     except Exception as error:
-        if "CUDA error" in str(error):
+        if is_cuda_error(error):
             raise
-        row["error"] = f"{type(error).__name__}: {error}"[:2000]
-        row["trace"] = traceback.format_exc(limit=-4)
+        row |= {"error": f"{type(error).__name__}: {error}"[:2000], "log": traceback.format_exc(limit=-4)}
     if not ratios and "error" not in row:
-        return row | {"status": "left out", "reason": "no library that takes these shapes is installed"}
-    row["num_cases"] = len(ratios)
-    row["wrong"] = [name for name, ratio in ratios.items() if ratio > 1][:20]
+        return {"status": "left out", "reason": "no library that takes these shapes is installed"}
+    wrong = [name for name, ratio in ratios.items() if ratio > 1][:20]
+    row |= {"status": "failed" if wrong or "error" in row else "passed", "num_cases": len(ratios), "wrong": wrong}
     if ratios:
-        row["worst"] = max(ratios, key=ratios.__getitem__)
-        row["error_ratio"] = ratios[row["worst"]]
-    return row | {"status": "failed" if row["wrong"] or "error" in row else "passed"}
+        worst = max(ratios, key=ratios.__getitem__)
+        row |= {"worst": worst, "error_ratio": ratios[worst]}
+        row["lines"] = [f"{len(ratios)} cases, worst {ratios[worst]:.3g} of the tolerance ({worst})"]
+    return row
 
 
 def in_float32(value: Any) -> Any:
     """Return an input with its tensors in float32, and with zeros for NaN. Integers and float64 are unchanged."""
-    if isinstance(value, Tensor):
-        return (
-            value.float().nan_to_num(0.0)
-            if value.is_floating_point() and value.element_size() < 4
-            else (value.nan_to_num(0.0) if value.is_floating_point() else value)
-        )
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return (value.float() if value.element_size() < 4 else value).nan_to_num(0.0)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = {field.name: in_float32(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return type(value)(**changed)

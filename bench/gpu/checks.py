@@ -17,35 +17,37 @@ from moeserve.bench.gpu.costs import (
     LATENT_SHAPES,
     MOE_SHAPES,
     VOCAB_SIZES,
-    AttentionShape,
     Chunks,
     LatentShape,
     MoEShape,
+    attention_shape,
 )
 from moeserve.bench.gpu.inputs import (
     Source,
     context_slots,
     dequantized,
+    draw_attention,
+    draw_cache,
     draw_routed,
     draw_rows,
     draw_weights,
-    layer_shape,
     num_cache_blocks,
 )
 from moeserve.bench.gpu.libraries import installed_libraries
-from moeserve.ops import interfaces
 from moeserve.ops.interfaces import (
+    AttentionShape,
     ClampedSwiGLU,
     Gather,
     Kernels,
     Keys,
     KeyValueCache,
     OpenWeights,
+    Product,
     Rotation,
     RouterConfig,
 )
 from moeserve.ops.libraries.attention import LibraryChoice
-from moeserve.ops.libraries.attention_times import AttentionProblem, StepKind
+from moeserve.ops.libraries.interface import AttentionProblem, StepKind
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.triton.table import TRITON_KERNELS
 from moeserve.step_inputs import StepInputs
@@ -66,8 +68,8 @@ LARGE_CHUNKS: dict[str, Chunks] = {
     "mixed": [(1, 3000), (65, 65), (1, 1), (130, 2178)],
 }
 SMALL_ATTENTION = {
-    "windowed": AttentionShape(4, 2, 16, window=11, has_sinks=True),
-    "plain": AttentionShape(3, 1, 20),
+    "windowed": attention_shape(4, 2, 16, window=11, has_sinks=True),
+    "plain": attention_shape(3, 1, 20),
 }
 SMALL_EXPERTS = {
     "Mixtral-8x7B": MoEShape(3, 48, 24, 2),
@@ -115,21 +117,19 @@ def attention(
     chunk_lists = SMALL_CHUNKS if is_small else LARGE_CHUNKS
     for (name, shape), (kind, chunks) in itertools.product(shapes.items(), chunk_lists.items()):
         chosen = [(num_rows, context) for num_rows, context in chunks if num_rows or has_empty_chunks]
-        step, layer = source.step(chosen, block_size), layer_shape(shape, source.dtype)
-        cache_shape = (num_cache_blocks(step), shape.num_kv_heads, block_size, shape.head_size)
-        cache = KeyValueCache(*(source.normal(*cache_shape).fill_(torch.nan) for _ in range(2)))
+        step, layer = source.step(chosen, block_size), dataclasses.replace(shape, dtype=source.dtype)
+        cache, used = (draw_cache(source, layer, step, block_size) for _ in range(2))
         slots = context_slots(step, block_size)
-        for part in (cache.keys, cache.values):
-            rows = source.normal(len(slots), shape.num_kv_heads, shape.head_size)
-            part.transpose(1, 2)[slots // block_size, slots % block_size] = rows
-        query = source.normal(len(step.positions), shape.num_heads, shape.head_size)
-        sinks = source.normal(shape.num_heads, dtype=torch.float32, scale=2.0) if shape.has_sinks else None
+        places = slots // block_size, slice(None), slots % block_size
+        for part, drawn in ((cache.keys, used.keys), (cache.values, used.values)):
+            part.fill_(torch.nan)[places] = drawn[places]
+        query, sinks = draw_attention(source, layer, step)
         yield Case(f"{name}, {kind}", run_attend, (layer, query, cache, step, sinks))
 
 
 def run_attend(
     kernels: Kernels,
-    layer: interfaces.AttentionShape,
+    layer: AttentionShape,
     query_TNH: Tensor,
     cache: KeyValueCache,
     step: StepInputs,
@@ -145,13 +145,12 @@ def cache_writes(source: Source, is_small: bool) -> Iterator[Case]:
     large = ((1, 32, 8, 128, 64), (4097, 64, 8, 64, 32), (128, 96, 8, 128, 32), (77, 16, 16, 192, 32))
     for shape, is_interleaved in itertools.product(small if is_small else large, (False, True)):
         num_tokens, num_heads, num_kv_heads, head_size, num_pairs = shape
-        layer = layer_shape(AttentionShape(num_heads, num_kv_heads, head_size), source.dtype)
+        layer = attention_shape(num_heads, num_kv_heads, head_size, dtype=source.dtype)
         fused = source.normal(num_tokens, num_heads + 2 * num_kv_heads, head_size)
         angles = source.uniform(num_tokens, num_pairs) * 6.3
         step = source.step([(num_tokens, num_tokens + 1)], BLOCK_SIZE)
         step = dataclasses.replace(step, cache_slots=step.cache_slots.masked_fill(step.positions % 5 == 1, -1))
-        blocks = (num_cache_blocks(step), num_kv_heads, BLOCK_SIZE, head_size)
-        cache = KeyValueCache(source.normal(*blocks), source.normal(*blocks))
+        cache = draw_cache(source, layer, step, BLOCK_SIZE)
         rotation = Rotation(angles.cos(), angles.sin(), is_interleaved)
         name = f"{' x '.join(map(str, shape))}{' interleaved' if is_interleaved else ''}"
         yield Case(name, run_cache_writes, (layer, fused, rotation, cache, step))
@@ -159,7 +158,7 @@ def cache_writes(source: Source, is_small: bool) -> Iterator[Case]:
 
 def run_cache_writes(
     kernels: Kernels,
-    layer: interfaces.AttentionShape,
+    layer: AttentionShape,
     fused: Tensor,
     rotation: Rotation,
     cache: KeyValueCache,
@@ -204,7 +203,7 @@ def library_attention(source: Source, is_small: bool) -> Iterator[Case]:
     Where no row may read there are zeros, since FlashInfer multiplies them by zero.
     """
     for library, block_size in itertools.product(installed_libraries(source.device), LIBRARY_BLOCK_SIZES):
-        choice = LibraryChoice(TRITON_KERNELS, [library], None, block_size)
+        choice = LibraryChoice(TRITON_KERNELS, library, block_size)
         table = dataclasses.replace(TRITON_KERNELS, make_attention=choice.make_attention)
         for case in attention(source, is_small, block_size, has_empty_chunks=False):
             layer, query, cache, step, sinks = case.inputs
@@ -315,7 +314,7 @@ def products(source: Source, is_small: bool, *, name: str, is_fp8: bool) -> Iter
         yield Case(title, run_multiply, (facts(source, 1), rows), slack)
 
 
-def make_product(kernels: Kernels, weights: OpenWeights) -> interfaces.Product:
+def make_product(kernels: Kernels, weights: OpenWeights) -> Product:
     return kernels.make_product(dequantized(weights) if kernels.name == "torch" else weights)
 
 
@@ -392,15 +391,15 @@ def run_draw(
 
 # The longest first, so that the processes that share them end together. One check for each model's products: several
 # processes share the compilation of their kernels.
-CHECKS = (
-    *(Check(f"products, fp8, {name}", partial(products, name=name, is_fp8=True)) for name in reversed(FP8_SHAPES)),
-    *(Check(f"products, {name}", partial(products, name=name, is_fp8=False)) for name in reversed(MOE_SHAPES)),
-    Check("pairs", pairs),
-    Check("routing", routing),
-    Check("attention", attention),
-    Check("latent attention", latent_attention),
-    Check("attention of other libraries", library_attention),
-    Check("tokens", tokens),
-    Check("norms", norms),
-    Check("rotary embedding and cache writes", cache_writes),
-)
+CHECKS: dict[str, Check] = {
+    **{f"products, fp8, {name}": partial(products, name=name, is_fp8=True) for name in reversed(FP8_SHAPES)},
+    **{f"products, {name}": partial(products, name=name, is_fp8=False) for name in reversed(MOE_SHAPES)},
+    "pairs": pairs,
+    "routing": routing,
+    "attention": attention,
+    "latent attention": latent_attention,
+    "attention of other libraries": library_attention,
+    "tokens": tokens,
+    "norms": norms,
+    "rotary embedding and cache writes": cache_writes,
+}

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moeserve.ops.interfaces import ClampedSwiGLU, GatedActivation, RouterConfig, SwiGLU
+import torch
+
+from moeserve.ops.interfaces import AttentionShape, ClampedSwiGLU, GatedActivation, RouterConfig, SwiGLU
 
 Format = Literal["bf16", "fp8"]
 Chunks = Sequence[tuple[int, int]]  # of each request: rows, and length of the context including them
-ELEMENT_SIZE = {"bf16": 2, "fp8": 1}
 RESULT_SIZE = 2  # bytes: results are bf16 in both formats
 SCALE_BLOCK = 128  # values of a row, or rows and columns of a weight, that share a scale of 4 bytes
 
@@ -31,23 +32,22 @@ class MoEShape:
 
 
 @dataclass(frozen=True)
-class AttentionShape:
-    """One layer's grouped-query attention."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    window: int | None = None
-    has_sinks: bool = False
-
-
-@dataclass(frozen=True)
 class LatentShape:
     """One layer's latent attention."""
 
     num_heads: int
     latent_size: int = 512
     rotary_size: int = 64
+
+
+def attention_shape(num_heads: int, num_kv_heads: int, head_size: int, **more: Any) -> AttentionShape:
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        scale=head_size**-0.5,
+        **{"dtype": torch.bfloat16} | more,
+    )
 
 
 MOE_SHAPES = {
@@ -57,9 +57,9 @@ MOE_SHAPES = {
     "gpt-oss-20b": MoEShape(32, 2880, 2880, 4, ClampedSwiGLU(alpha=1.702, limit=7.0), has_bias=True),
 }
 ATTENTION_SHAPES = {
-    "Mixtral-8x7B": AttentionShape(32, 8, 128),
-    "Qwen3-30B-A3B": AttentionShape(32, 4, 128),
-    "gpt-oss-20b": AttentionShape(64, 8, 64, window=128, has_sinks=True),
+    "Mixtral-8x7B": attention_shape(32, 8, 128),
+    "Qwen3-30B-A3B": attention_shape(32, 4, 128),
+    "gpt-oss-20b": attention_shape(64, 8, 64, window=128, has_sinks=True),
 }
 LATENT_SHAPES = {"DeepSeek-V2-Lite": LatentShape(16), "DeepSeek-V3": LatentShape(128)}
 DEEPSEEK_V3_ROUTER = RouterConfig(
@@ -82,13 +82,10 @@ class GpuLimits:
 
     copy_bandwidth: float  # bytes/s, reads and writes counted
     bf16_rate: float  # operations/s of a dense product; a multiply-add counts as two
-    fp8_rate: float | None  # None: torch has no such product here
+    fp8_rate: float
 
     def rate(self, format: Format) -> float:
-        """Return operations per second. Without an 8-bit product, twice the rate of bf16, as in the hardware."""
-        if format == "bf16":
-            return self.bf16_rate
-        return 2 * self.bf16_rate if self.fp8_rate is None else self.fp8_rate
+        return self.bf16_rate if format == "bf16" else self.fp8_rate
 
 
 @dataclass(frozen=True)
@@ -98,9 +95,6 @@ class Work:
     num_bytes: float
     operations: float = 0.0
     format: Format = "bf16"
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.num_bytes + other.num_bytes, self.operations + other.operations, self.format)
 
     def memory_seconds(self, limits: GpuLimits) -> float:
         return self.num_bytes / limits.copy_bandwidth
@@ -124,36 +118,30 @@ class Bar:
         return {"figure": self.figure, "least": self.least, "reached": reached, "is_met": is_met}
 
 
-def products_work(shape: MoEShape, *, num_tokens: int, num_hit: int, format: Format) -> Work:
-    """Return the work of both grouped products of a layer: weights, rows and results.
+def experts_work(shape: MoEShape, *, num_tokens: int, num_hit: int, format: Format) -> Work:
+    """Return the work of a layer after routing: order of pairs, both products, and weighted sum of outputs.
 
     Args:
         num_hit: experts that have rows. Each token is read once.
     """
     num_rows = num_tokens * shape.top_k
-    size = ELEMENT_SIZE[format]
-    work = Work(0.0, 0.0, format)
+    size = 2 if format == "bf16" else 1
+    num_bytes = 2 * 8 * num_rows  # order
+    num_bytes += RESULT_SIZE * shape.hidden * (num_rows + num_tokens) + (8 + 4) * num_rows  # weighted sum
+    operations = 0.0
     for num_outputs, num_inputs, columns, num_read in (
         (2 * shape.width, shape.hidden, shape.width, num_tokens),
         (shape.hidden, shape.width, shape.hidden, num_rows),
     ):
-        num_bytes = num_hit * num_outputs * num_inputs * size + num_read * num_inputs * size
+        num_bytes += num_hit * num_outputs * num_inputs * size + num_read * num_inputs * size
         if format == "fp8":
             num_blocks, parts = -(-num_inputs // SCALE_BLOCK), num_outputs // columns
             num_bytes += 4 * num_blocks * (num_hit * parts * -(-columns // SCALE_BLOCK) + num_read)
         elif shape.has_bias:
             num_bytes += num_hit * num_outputs * size
         num_bytes += num_rows * columns * RESULT_SIZE
-        work += Work(num_bytes, 2.0 * num_rows * num_outputs * num_inputs, format)
-    return work
-
-
-def experts_work(shape: MoEShape, *, num_tokens: int, num_hit: int) -> Work:
-    """Return the work of a layer after routing, in bf16: order of pairs, products, and weighted sum of outputs."""
-    num_pairs = num_tokens * shape.top_k
-    order = Work(2 * 8 * num_pairs)
-    weighted_sum = Work(RESULT_SIZE * shape.hidden * (num_pairs + num_tokens) + (8 + 4) * num_pairs)
-    return order + products_work(shape, num_tokens=num_tokens, num_hit=num_hit, format="bf16") + weighted_sum
+        operations += 2.0 * num_rows * num_outputs * num_inputs
+    return Work(num_bytes, operations, format)
 
 
 def attention_work(shape: AttentionShape, chunks: Chunks) -> Work:
@@ -186,12 +174,8 @@ def attended_positions(num_rows: int, context: int, window: int | None) -> int:
     return sum(number if window is None else min(number, window) for number in positions)
 
 
-def products_bar(num_tokens: int, format: Format) -> Bar | None:
-    """Return the bar of a layer's products: a share of the memory bound for few tokens, a rate for many."""
-    if num_tokens <= 16:
-        return Bar("fraction_of_memory_bound", 0.70)
-    if num_tokens == 128:
-        return Bar("fraction_of_memory_bound", 0.85)
-    if num_tokens >= 4096:
-        return Bar("operations_per_second", 500e12 if format == "bf16" else 1000e12)
-    return None
+def experts_bar(num_tokens: int, format: Format) -> Bar:
+    """Return the bar of a layer's experts: a share of the memory bound for few tokens, a rate for many."""
+    if num_tokens <= 128:
+        return Bar("fraction_of_memory_bound", 0.70 if num_tokens <= 16 else 0.85)
+    return Bar("operations_per_second", 500e12 if format == "bf16" else 1000e12)

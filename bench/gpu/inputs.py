@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moeserve.bench.gpu.costs import AttentionShape, Chunks, MoEShape
-from moeserve.ops import interfaces
-from moeserve.ops.interfaces import GatedActivation, OpenWeights
+from moeserve.bench.gpu.costs import Chunks, MoEShape
+from moeserve.ops.interfaces import AttentionShape, GatedActivation, Keys, KeyValueCache, OpenWeights
 from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.ops.weight_blocks import BLOCK, CODES, LARGEST_CODE, num_blocks
 from moeserve.step_inputs import ChunkSpan, StepInputs
@@ -33,10 +32,6 @@ class Source:
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.device, dtype=dtype)
 
-    def order(self, number: int) -> Tensor:
-        """Return the numbers below `number` in random order."""
-        return torch.randperm(number, generator=self.generator, device=self.device)
-
     def codes(self, *shape: int) -> Tensor:
         """Draw 8-bit floats of magnitudes below 2: without the exponent's highest bit, none is NaN."""
         drawn = torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator, device=self.device)
@@ -47,8 +42,8 @@ class Source:
 
     def step(self, chunks: Chunks, block_size: int) -> StepInputs:
         """Return a step whose requests have scattered blocks. It is for attention, which reads no token ids."""
-        counts = [num_needed(context, block_size) for _, context in chunks]
-        ids = self.order(sum(counts) + 3)[: sum(counts)]
+        counts = [-(-context // block_size) for _, context in chunks]
+        ids = torch.randperm(sum(counts) + 3, generator=self.generator, device=self.device)[: sum(counts)]
         table = torch.zeros(len(chunks), max(counts), dtype=torch.int32, device=self.device)
         spans: list[ChunkSpan] = []
         starts, slots, positions = [0], [], []
@@ -77,11 +72,6 @@ def gpu_source(seed: int) -> Source:
     return Source(device, torch.Generator(device).manual_seed(seed), torch.bfloat16)
 
 
-def num_needed(context: int, block_size: int) -> int:
-    """Return the blocks that a context fills. The last one may be partial."""
-    return -(-context // block_size)
-
-
 def num_cache_blocks(step: StepInputs) -> int:
     return int(step.block_table.max()) + 1
 
@@ -95,16 +85,17 @@ def context_slots(step: StepInputs, block_size: int) -> Tensor:
     return torch.cat(slots)
 
 
-def layer_shape(shape: AttentionShape, dtype: torch.dtype) -> interfaces.AttentionShape:
-    return interfaces.AttentionShape(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
-        dtype=dtype,
-        scale=shape.head_size**-0.5,
-        window=shape.window,
-        has_sinks=shape.has_sinks,
-    )
+def draw_cache(source: Source, shape: AttentionShape, step: StepInputs, block_size: int) -> KeyValueCache:
+    """Draw the keys and values of all blocks."""
+    sizes = num_cache_blocks(step), shape.num_kv_heads, block_size, shape.head_size
+    return KeyValueCache(source.normal(*sizes), source.normal(*sizes))
+
+
+def draw_attention(source: Source, shape: AttentionShape, step: StepInputs) -> tuple[Tensor, Tensor | None]:
+    """Draw queries, and attention sinks if the shape has them."""
+    query_TNH = source.normal(len(step.positions), shape.num_heads, shape.head_size)
+    sinks_N = source.normal(shape.num_heads, dtype=torch.float32, scale=2.0) if shape.has_sinks else None
+    return query_TNH, sinks_N
 
 
 def draw_weights(
@@ -174,6 +165,6 @@ def draw_routed(source: Source, shape: MoEShape, num_tokens: int, *, num_others:
         num_others: experts of other ranks, whose pairs are -1 at the end of the order.
     """
     drawn = source.uniform(num_tokens, shape.num_experts + num_others).topk(shape.top_k, dim=1)
-    keys = interfaces.Keys(shape.num_experts, num_known=shape.num_experts + num_others)
+    keys = Keys(shape.num_experts, num_known=shape.num_experts + num_others)
     order_P, counts_E = TORCH_KERNELS.pairs.order(drawn.indices, keys)
     return Routed(drawn.indices, drawn.values / drawn.values.sum(1, keepdim=True), order_P, counts_E)

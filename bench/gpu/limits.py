@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ FLUSHED_BYTES = 2**27  # read between calls: larger than any L2 cache
 NUM_REPLAYS = 7
 GRAPH_SECONDS = 0.01  # approximate length of one replay
 MAX_CALLS = 20  # in one graph
-LONG_CALL_SECONDS = 0.02  # longer calls are replayed fewer times
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
@@ -31,21 +30,14 @@ def gpu_environment() -> dict[str, Any]:
     versions = {name: installed_version(name) or None for name in ("triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")}
     found["versions"] |= versions | {"cuda": torch.version.cuda}
     properties = torch.cuda.get_device_properties(0)
+    driver = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", DRIVER_FILE.read_text()) if DRIVER_FILE.exists() else None
     found["gpu"] = {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "memory": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "l2_bytes": getattr(properties, "L2_cache_size", None),
-        "driver": driver_version(DRIVER_FILE),
+        "driver": driver and driver[1],
     }
     return found
-
-
-def driver_version(path: Path) -> str | None:
-    """Return the version of the kernel module, from the file in which it reports it."""
-    match = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", path.read_text()) if path.exists() else None
-    return match[1] if match else None
 
 
 def measure_limits() -> GpuLimits:
@@ -57,19 +49,20 @@ def measure_limits() -> GpuLimits:
     output = torch.empty_like(left)
     operations = 2.0 * PRODUCT_SIZE**3
     bf16_rate = operations / event_seconds(lambda: torch.mm(left, right.T, out=output))
-    fp8_rate = None
     try:
         left_8, right_8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).T
         one = torch.ones((), device="cuda")
         options: dict[str, Any] = dict(scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
         fp8_rate = operations / event_seconds(lambda: torch._scaled_mm(left_8, right_8, **options))
-    except RuntimeError:  # a GPU or a torch without it
-        pass
+    except RuntimeError:  # a GPU or a torch without 8-bit products
+        fp8_rate = 2 * bf16_rate
     return GpuLimits(2.0 * COPIED_BYTES / copy_seconds, bf16_rate, fp8_rate)
 
 
-def limits_row(name: str, limits: GpuLimits) -> dict[str, Any]:
-    return {"name": name, "status": "measured", "limits": asdict(limits)}
+def limits_row(limits: GpuLimits) -> dict[str, Any]:
+    rates = f"{limits.bf16_rate / 1e12:.0f} TFLOP/s in bf16, {limits.fp8_rate / 1e12:.0f} in fp8"
+    line = f"{limits.copy_bandwidth / 1e9:,.0f} GB/s copied, {rates}"
+    return {"status": "measured", "limits": vars(limits), "lines": [line]}
 
 
 def event_seconds(call: Callable[[], object], num_calls: int = 10) -> float:
@@ -92,18 +85,15 @@ class ColdTimer:
 
     def __init__(self, device: str = "cuda") -> None:
         self._flushed = torch.ones(FLUSHED_BYTES // 4, dtype=torch.int32, device=device)
-        self._flush_seconds: dict[int, float] = {}
+        self._flush_seconds = functools.cache(functools.partial(replay_seconds, self.flush))
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Return the seconds of one call: of replays with flushes, minus those of the flushes alone."""
         call()  # compiles
         once = event_seconds(call, num_calls=3)
         num_calls = max(1, min(MAX_CALLS, int(GRAPH_SECONDS / max(once, 1e-6))))
-        if num_calls not in self._flush_seconds:
-            self._flush_seconds[num_calls] = replay_seconds(self.flush, num_calls)
-        num_replays = 3 if once > LONG_CALL_SECONDS else NUM_REPLAYS
-        both = replay_seconds(lambda: self._cold(call), num_calls, num_replays)
-        return max(both - self._flush_seconds[num_calls], 1e-9)
+        both = replay_seconds(lambda: self._cold(call), num_calls)
+        return max(both - self._flush_seconds(num_calls), 1e-9)
 
     def seconds_without_graph(self, call: Callable[[], object]) -> float:
         """Return the seconds of a call that waits for the GPU, so that no graph can hold it."""
@@ -118,7 +108,7 @@ class ColdTimer:
         self._flushed.sum()
 
 
-def replay_seconds(call: Callable[[], object], num_calls: int, num_replays: int = NUM_REPLAYS) -> float:
+def replay_seconds(call: Callable[[], object], num_calls: int) -> float:
     """Return the seconds of one call in a graph of several."""
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
@@ -130,4 +120,4 @@ def replay_seconds(call: Callable[[], object], num_calls: int, num_replays: int 
     with torch.cuda.graph(graph):
         for _ in range(num_calls):
             call()
-    return event_seconds(graph.replay, num_calls=num_replays) / num_calls
+    return event_seconds(graph.replay, num_calls=NUM_REPLAYS) / num_calls

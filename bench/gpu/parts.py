@@ -1,129 +1,150 @@
-"""The items of each part, and the process that works through its share of them. Started by `supervise.py`."""
+"""The parts of the GPU benchmark, each in processes of its own.
+
+A process prints its plan, each item that it begins, and the rows of results: lines of JSON after a mark. Everything
+else that it prints is its log. A process that dies, or that a CUDA error has made useless, is started again for the
+items that it has not begun, so a fault fails one item only.
+"""
 
 from __future__ import annotations
 
 import argparse
+import collections
+import functools
+import json
+import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from moeserve.bench.gpu.supervise import PART_NAMES, PartName, Progress, Row, append_line
+from moeserve.config.environment import environment_without
 
-Rows = Callable[[], Iterator[Row]]  # runs one item of a part
+MARK = "@moeserve "
+FINISHING_SHARE = 0.15  # of a part's time, after which nothing more is begun
+STUCK_SHARE = 0.7  # of a part's time: an item that has run so long has failed
+END_SECONDS = 10.0  # until a killed process and its children have closed their output
+
+Row = dict[str, Any]
 SecondsLeft = Callable[[], float]
-UNUSABLE = 3  # exit code after a CUDA error, which makes later calls of the same process fail too
+Item = tuple[str, Callable[[], Iterable[Row]]]  # a name, and what measures it
 
 
-def items_of(part: PartName, seed: int, seconds_left: SecondsLeft) -> list[tuple[str, Rows]]:
-    """Return the items of a part by name. Imports only what this part needs."""
-    match part:
-        case "checks":
-            from moeserve.bench.gpu.check import run_check
-            from moeserve.bench.gpu.checks import CHECKS
-            from moeserve.bench.gpu.inputs import gpu_source
+@dataclass(frozen=True)
+class Part:
+    """A part's share of the time, and the number of processes that work on it at once."""
 
-            def check_rows(index: int) -> Iterator[Row]:
-                yield run_check(CHECKS[index], gpu_source(seed + index), seconds_left)
-
-            return [(check.name, partial(check_rows, index)) for index, check in enumerate(CHECKS)]
-        case "engine" | "ranks":
-            from moeserve.bench.gpu.engine import COMPARISONS, RANK_COMPARISONS, compare
-
-            comparisons = COMPARISONS if part == "engine" else RANK_COMPARISONS
-
-            def comparison_rows(index: int) -> Iterator[Row]:
-                yield compare(comparisons[index], "cuda", seed)
-
-            return [(each.name, partial(comparison_rows, index)) for index, each in enumerate(comparisons)]
-        case "kernels":
-            return [("kernel times", partial(kernel_rows, seed, seconds_left))]
-        case "throughput":
-            from moeserve.bench.gpu.throughput import MODELS
-
-            return [(model.name, partial(throughput_rows, index, seconds_left)) for index, model in enumerate(MODELS)]
+    name: str
+    share: float
+    num_processes: int  # parts that are not timed compile their kernels in parallel
+    num_gpus: int = 1  # that it needs
 
 
-def kernel_rows(seed: int, seconds_left: SecondsLeft) -> Iterator[Row]:
-    """Time all kernels with the same limits, which are measured again at the end."""
-    from moeserve.bench.gpu import kernels
-    from moeserve.bench.gpu.inputs import gpu_source
-    from moeserve.bench.gpu.limits import ColdTimer, limits_row, measure_limits
-
-    limits = measure_limits()
-    yield limits_row("limits before", limits)
-    timer = ColdTimer()
-    for item in kernels.items(gpu_source(seed), kernels.Sizes()):
-        if seconds_left() <= 0:
-            yield {"name": item.name, "status": "left out", "reason": "no time was left"}
-        else:
-            try:
-                yield kernels.measure(item, timer, limits)
-            except Exception as error:
-                yield failure_row(item.name, error)
-                if is_cuda_error(error):
-                    raise
-    yield limits_row("limits after", measure_limits())
+PARTS = (
+    Part("checks", 0.26, num_processes=6),
+    Part("engine", 0.22, num_processes=10),  # one for each family and dtype
+    Part("ranks", 0.22, num_processes=4, num_gpus=2),
+    Part("kernels", 0.28, num_processes=1),
+    Part("throughput", 0.24, num_processes=1),
+)
 
 
-def throughput_rows(index: int, seconds_left: SecondsLeft) -> Iterator[Row]:
-    """Measure one model. The time that is left is shared among it and the later models."""
-    from moeserve.bench.gpu import throughput
-    from moeserve.bench.gpu.limits import limits_row, measure_limits
+def run_part(
+    part: Part,
+    seconds: float,
+    seed: int,
+    report: Callable[[Row], None],
+    command: Sequence[str] = (sys.executable, "-m", "moeserve.bench.gpu.parts"),
+) -> list[Row]:
+    """Run a part for at most `seconds`. Report each row at once, and return all of them.
 
-    model = throughput.MODELS[index]
-    ends_with = seconds_left() * (1 - 1 / (len(throughput.MODELS) - index))
-    limits = measure_limits()
-    yield limits_row(f"limits before {model.name}", limits)
-    yield from throughput.measure(model, limits, lambda: seconds_left() - ends_with)
-
-
-def work_through(items: Sequence[tuple[str, Rows]], path: Path, seconds_left: SecondsLeft) -> None:
-    """Run each item that the file does not have yet, and write its rows.
-
-    Raises:
-        SystemExit: after a CUDA error, since this process cannot use the GPU any more.
+    Args:
+        command: is extended by the part's name and options.
     """
-    done = Progress(path)
-    done.read()
-    append_line(path, {"planned": [name for name, _ in items]})
-    for name, rows in items:
-        if name in done.begun:
-            continue
-        append_line(path, {"begun": name})
-        error: Exception | None = None
-        if seconds_left() <= 0:
-            append_line(path, {"done": {"name": name, "status": "left out", "reason": "no time was left"}})
+    rows: list[Row] = []
+    lock = threading.Lock()
+
+    def add(row: Row) -> None:
+        with lock:
+            rows.append(row)
+            report(row)
+
+    ends_at = time.monotonic() + seconds
+    last_begin = ends_at - FINISHING_SHARE * seconds
+    threads = []
+    for index in range(part.num_processes):
+        options = [part.name, f"--seed={seed}", f"--ends-at={last_begin:.3f}", f"--share={index}/{part.num_processes}"]
+        arguments = ([*command, *options], f"a process of {part.name}", seconds, ends_at, add)
+        threads.append(threading.Thread(target=run_share, args=arguments, daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(max(0.0, ends_at + END_SECONDS - time.monotonic()))
+        if thread.is_alive():
+            add({"name": f"a process of {part.name}", "status": "failed", "error": "it does not end"})
+    return rows
+
+
+def run_share(
+    command: Sequence[str], own_name: str, seconds: float, ends_at: float, add: Callable[[Row], None]
+) -> None:
+    """Run one process, and its successors after faults, until all of its items are done or the time is over."""
+    plan: list[str] = []
+    num_begun = 0
+    while True:
+        num_before, began_at = num_begun, time.monotonic()
+        log: collections.deque[str] = collections.deque(maxlen=30)
+        process = subprocess.Popen(
+            [*command, f"--skip={num_begun}"],
+            env=environment_without("TRITON_INTERPRET"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        timer = threading.Timer(max(0.0, ends_at - time.monotonic()), process.kill)
+        timer.start()
+        assert process.stdout
+        for line in process.stdout:
+            if not line.startswith(MARK):
+                log.append(line)
+                continue
+            match json.loads(line.removeprefix(MARK)):
+                case {"plan": plan}:
+                    pass
+                case {"begun": num_begun}:
+                    began_at = time.monotonic()
+                case row:
+                    add(row)
+        code = process.wait()
+        timer.cancel()
+        if code == 0:
+            return
+        name = plan[num_begun - 1] if num_begun > num_before else own_name
+        is_over, ran = time.monotonic() >= ends_at, time.monotonic() - began_at
+        if is_over and ran < STUCK_SHARE * seconds:
+            add(left_out(name, f"the part's {seconds:.0f} s were over"))
         else:
-            try:
-                for row in rows():
-                    append_line(path, {"done": row})
-            except Exception as caught:
-                error = caught
-                append_line(path, {"done": failure_row(name, error)})
-        append_line(path, {"ended": name})
-        if error is not None and is_cuda_error(error):
-            sys.exit(UNUSABLE)
+            error = f"its process ended with exit code {code} after {ran:.0f} s"
+            add({"name": name, "status": "failed", "error": error, "log": "".join(log)})
+        if is_over or num_begun == num_before or num_begun == len(plan):
+            for name in plan[num_begun:]:
+                add(left_out(name, "its process ended before it"))
+            return
 
 
-def failure_row(name: str, error: Exception) -> Row:
-    message = f"{type(error).__name__}: {error}"[:2000]
-    return {"name": name, "status": "failed", "error": message, "trace": traceback.format_exc(limit=-4)}
-
-
-def is_cuda_error(error: Exception) -> bool:
-    return "CUDA error" in str(error) or "CUDA driver error" in str(error)
+# What follows runs in the processes of a part.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m moeserve.bench.gpu.parts", description="Run by `run.py`.")
-    parser.add_argument("part", choices=PART_NAMES)
+    parser.add_argument("part", choices=[part.name for part in PARTS])
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--ends-at", type=float, required=True, help="monotonic clock after which nothing is begun")
-    parser.add_argument("--share", default="0/1", metavar="I/N", help="items I, I + N, I + 2 N ...")
-    parser.add_argument("--rows", type=Path, required=True, help="file to which lines are appended")
+    parser.add_argument("--share", required=True, metavar="I/N", help="items I, I + N, I + 2 N ...")
+    parser.add_argument("--skip", type=int, required=True, help="items that were begun before")
     options = parser.parse_args(arguments)
 
     def seconds_left() -> float:
@@ -131,7 +152,71 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return ends_at - time.monotonic()
 
     first, step = map(int, options.share.split("/"))
-    work_through(items_of(options.part, options.seed, seconds_left)[first::step], options.rows, seconds_left)
+    items = list(items_of(options.part, options.seed, seconds_left))
+    work_through(items[first::step], options.skip, seconds_left)
+
+
+def work_through(items: Sequence[Item], num_skipped: int, seconds_left: SecondsLeft) -> None:
+    """Run each item and print its rows.
+
+    Raises:
+        Exception: a CUDA error, after which this process cannot use the GPU any more.
+    """
+    send({"plan": [name for name, _ in items]})
+    for index, (name, rows) in enumerate(items[num_skipped:], num_skipped):
+        send({"begun": index + 1})
+        try:
+            for row in rows() if seconds_left() > 0 else [left_out(name, "no time was left")]:
+                send({"name": name} | row)
+        except Exception as error:
+            if is_cuda_error(error):
+                raise
+            message, trace = f"{type(error).__name__}: {error}"[:2000], traceback.format_exc(limit=-4)
+            send({"name": name, "status": "failed", "error": message, "log": trace})
+
+
+def send(line: Row) -> None:
+    print(f"\n{MARK}{json.dumps(line, default=str)}", flush=True)
+
+
+def left_out(name: str, reason: str) -> Row:
+    return {"name": name, "status": "left out", "reason": reason}
+
+
+def is_cuda_error(error: Exception) -> bool:
+    return "CUDA error" in str(error) or "CUDA driver error" in str(error)
+
+
+def items_of(part: str, seed: int, seconds_left: SecondsLeft) -> Iterator[Item]:
+    """Yield the items of a part. Imports only what this part needs."""
+    match part:
+        case "checks":
+            from moeserve.bench.gpu.check import run_check
+            from moeserve.bench.gpu.checks import CHECKS
+            from moeserve.bench.gpu.inputs import gpu_source
+
+            def check_rows(name: str, index: int) -> Iterator[Row]:
+                yield run_check(CHECKS[name], gpu_source(seed + index), seconds_left)
+
+            for index, name in enumerate(CHECKS):
+                yield name, functools.partial(check_rows, name, index)
+        case "engine" | "ranks":
+            from moeserve.bench.gpu.engine import COMPARISONS, RANK_COMPARISONS, Comparison, compare
+
+            def comparison_rows(comparison: Comparison) -> Iterator[Row]:
+                yield compare(comparison, "cuda", seed)
+
+            for comparison in COMPARISONS if part == "engine" else RANK_COMPARISONS:
+                yield comparison.name, functools.partial(comparison_rows, comparison)
+        case "kernels":
+            from moeserve.bench.gpu.kernels import timed_items
+
+            yield from timed_items(seed)
+        case "throughput":
+            from moeserve.bench.gpu.throughput import MODELS, measure
+
+            for index, model in enumerate(MODELS):
+                yield model.name, functools.partial(measure, model, len(MODELS) - index, seconds_left)
 
 
 if __name__ == "__main__":

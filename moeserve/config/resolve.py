@@ -103,7 +103,7 @@ def resolve(
         dtype=dtype,
         quantization=model.quantization,
         device=device,
-        attention_backend="measured" if model.attention_backend == "auto" else model.attention_backend,
+        attention_backend="triton" if model.attention_backend == "auto" else model.attention_backend,
         load_format=model.load_format,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
         seed=model.seed or 0,

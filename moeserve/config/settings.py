@@ -13,7 +13,7 @@ DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["int8", "int4", "fp8"]
 DispatcherName = Literal["local", "allgather", "all_to_all", "deepep"]
-AttentionName = Literal["measured", "triton", "flashinfer", "varlen"]  # attention kernels on a GPU
+AttentionName = Literal["triton", "flashinfer", "varlen"]  # attention kernels on a GPU
 
 
 def setting(default: Any, help: str) -> Any:
@@ -41,8 +41,8 @@ class ModelSettings:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "device of all tensors; auto: cpu")
     attention_backend: Literal["auto", "triton", "flashinfer", "varlen"] = setting(
         "auto",
-        "attention kernels on a GPU; triton: moeserve's own; flashinfer, varlen (torch): that library if it can run, "
-        "else triton; auto: the fastest that bench.gpu.tune_attention measured, else triton",
+        "attention kernels on a GPU; triton: moeserve's own; flashinfer, varlen (torch): that library for the steps "
+        "that it supports, triton for others; auto: triton",
     )
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights; only config.json is read")
     packed_cache: int | str = setting(

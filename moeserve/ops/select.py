@@ -51,8 +51,7 @@ def select_kernels(
     """Return the kernels for a device. Called once per rank.
 
     Args:
-        attention_library: on a GPU, the library that serves grouped-query attention; "measured": for each shape the
-            one that was measured to be fastest; "triton": our own kernels.
+        attention_library: on a GPU, the library that serves grouped-query attention; "triton": our own kernels.
         block_size: positions of a block of the KV cache; needed for any other library than our own.
 
     Raises:
@@ -61,7 +60,7 @@ def select_kernels(
     table = TABLES[device.type]()
     if table.name == "torch" and device.type != "meta":
         logger.info("the kernels for device %s are not built or installed: plain torch runs instead, slower", device)
-    if attention_library == "triton" or (attention_library == "measured" and table.name != "triton"):
+    if attention_library == "triton":
         return table
     from moeserve.ops.libraries.attention import with_attention_library
 

@@ -124,7 +124,7 @@ def _select_kernels(config: EngineConfig, description: registry.Description, dev
     """
     if any(isinstance(layer.attention, AttentionConfig) for layer in description.model.layers):
         return select_kernels(device, config.attention_backend, config.block_size)
-    if config.attention_backend not in ("measured", "triton"):
+    if config.attention_backend != "triton":
         logger.info("latent attention runs on our kernels, not on %s", config.attention_backend)
     return select_kernels(device)
 

@@ -18,16 +18,16 @@ from moeserve.layers.weights import allocate_weights
 from moeserve.moe.dispatch.base import PackedTokens, SlottedTokens
 from moeserve.moe.experts import Experts
 from moeserve.ops.interfaces import KeyValueCache, SwiGLU
-from moeserve.ops.libraries import attention as libraries
-from moeserve.ops.libraries import attention_times
 from moeserve.ops.libraries import flashinfer as flashinfer_attention
 from moeserve.ops.libraries.attention import LibraryAttention
+from moeserve.ops.select import select_kernels
 from moeserve.ops.triton import pairs as triton_pairs
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
 from moeserve.ops.triton.pairs import TritonPairs
 from moeserve.ops.triton.products import TritonProduct
 from moeserve.triton_kernels import grouped_matmul
 from moeserve.triton_kernels.tuning import Config, Problem, config_by_rule
+from moeserve.worker import loading
 from moeserve.worker.cuda_graphs import CudaGraphs
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import run_all_sizes
@@ -130,7 +130,7 @@ def test_random_tokens_do_not_depend_on_the_kernels(
 
 @pytest.fixture
 def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_stand_ins.FlashInfer:
-    """Install a stand-in for FlashInfer that supports float32 and any size, with faster measured times than ours."""
+    """Install a stand-in for FlashInfer that supports float32 and any size, and select it."""
     package = attention_stand_ins.FlashInfer(
         dtypes=(torch.float32,), chunk_head_sizes=tuple(range(1, 65)), head_multiple=1
     )
@@ -151,19 +151,8 @@ def flashinfer(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> attention_
         return cache
 
     monkeypatch.setattr(Attention, "make_cache", make_cache)
-    faster = {attention_times.OWN: 2.0, f"flashinfer {attention_stand_ins.VERSION}": 1.0}
-    monkeypatch.setattr(libraries, "load_times", lambda path: Everything({"decode": faster, "chunks": faster}))
+    monkeypatch.setattr(loading, "select_kernels", lambda device, _, size: select_kernels(device, "flashinfer", size))
     return package
-
-
-class Everything(dict[str, Any]):
-    """The same times for all shapes."""
-
-    def __init__(self, times: Any) -> None:
-        super().__init__(any=times)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self["any"]
 
 
 @pytest.mark.parametrize(("name", "is_captured"), [("mixtral-window", True), ("gpt-oss", False)])

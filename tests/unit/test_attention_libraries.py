@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,22 +21,11 @@ from moeserve.config.settings import AttentionName
 from moeserve.errors import SettingsError
 from moeserve.ops import select
 from moeserve.ops.interfaces import AttentionBackend, AttentionShape, Kernels, KeyValueCache
-from moeserve.ops.libraries import attention_times
 from moeserve.ops.libraries import flashinfer as flashinfer_attention
 from moeserve.ops.libraries import varlen as varlen_attention
 from moeserve.ops.libraries.attention import LibraryAttention, LibraryChoice, open_library
-from moeserve.ops.libraries.attention_times import (
-    OWN,
-    AttentionProblem,
-    StepKind,
-    Times,
-    fastest,
-    load_times,
-    save_times,
-    times_path,
-)
 from moeserve.ops.libraries.flashinfer import open_flashinfer
-from moeserve.ops.libraries.interface import AttentionLibrary, LibraryUnusable
+from moeserve.ops.libraries.interface import AttentionLibrary, AttentionProblem, LibraryUnusable, StepKind
 from moeserve.ops.libraries.varlen import Varlen
 from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.attention import TorchAttention
@@ -170,7 +159,7 @@ def test_padding_changes_no_other_row(name: str, flashinfer: attention_stand_ins
 
 
 def test_a_step_is_planned_once_for_all_layers_of_a_shape(flashinfer: attention_stand_ins.FlashInfer) -> None:
-    choice = LibraryChoice(TORCH_KERNELS, [open_flashinfer(CPU)], None, 16)
+    choice = LibraryChoice(TORCH_KERNELS, open_flashinfer(CPU), 16)
     problems = [PROBLEM, PROBLEM, changed(window=4), changed(window=4)]
     layers = [choice.make_attention(problem.shape) for problem in problems]
     for seed, chunks in enumerate(([(3, 20), (2, 2)], [(3, 20), (2, 2)], [(40, 40)])):
@@ -313,39 +302,21 @@ class Constant:
 
 
 def zeros(shape: AttentionShape) -> AttentionBackend:
-    attend = Constant(OWN, 0.0).make_attend(PROBLEM, "decode")
+    attend = Constant("own", 0.0).make_attend(PROBLEM, "decode")
     return cast(Any, SimpleNamespace(attend=attend, rotate_and_write=None))
 
 
 OWN_KERNELS = dataclasses.replace(TORCH_KERNELS, name="triton", make_attention=zeros)
-A, B = Constant("a 1", 1.0), Constant("b 1", 2.0)
 
 
-def answers(libraries: Sequence[Constant], times: Times | None, shape: AttentionShape = SHAPE) -> tuple[float, float]:
-    """Return the number that a decode step gets, and the one that chunks get; ours is 0."""
-    layer = LibraryChoice(OWN_KERNELS, libraries, times, 16).make_attention(shape)
-    cases = [case_of(PROBLEM, chunks) for chunks in ([(1, 20), (1, 3)], [(2, 20), (1, 3)])]
-    decode, chunks = (float(attended(case, layer.attend).mean()) for case in cases)
-    return decode, chunks
-
-
-def test_a_named_library_serves_where_it_can(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("refused", [(), ("chunks",), ("decode",), ("chunks", "decode")])
+def test_a_library_serves_where_it_can(refused: tuple[StepKind, ...], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert answers([A], None) == (1.0, 1.0)
-    assert answers([dataclasses.replace(A, refused=("chunks",))], None) == (1.0, 0.0)
-    assert "no chunks" in caplog.text
-    assert answers([dataclasses.replace(A, refused=("chunks", "decode"))], None) == (0.0, 0.0)
-
-
-def test_the_fastest_measured_library_serves() -> None:
-    times = {
-        PROBLEM.key: {"decode": {OWN: 3.0, "a 1": 2.0, "b 1": 1.0}, "chunks": {OWN: 1.0, "a 1": 2.0, "b 1": 3.0}},
-    }
-    assert answers([A, B], times) == (2.0, 0.0)
-    assert answers([A], times) == (1.0, 0.0)
-    assert answers([dataclasses.replace(A, refused=("decode",)), B], times) == (2.0, 0.0)
-    assert answers([A, dataclasses.replace(B, label="b 2")], times) == (1.0, 0.0), "another version was not measured"
-    assert answers([A, B], times, dataclasses.replace(SHAPE, window=7)) == (0.0, 0.0), "another shape was not measured"
+    layer = LibraryChoice(OWN_KERNELS, Constant("a 1", 1.0, refused), 16).make_attention(SHAPE)
+    for kind, chunks in (("decode", [(1, 20), (1, 3)]), ("chunks", [(2, 20), (1, 3)])):
+        served = attended(case_of(PROBLEM, chunks), layer.attend)
+        assert torch.all(served == (0.0 if kind in refused else 1.0))
+        assert (f"no {kind}" in caplog.text) == (kind in refused)
 
 
 def test_a_step_without_tokens_or_with_an_empty_chunk_is_no_decode_step() -> None:
@@ -355,97 +326,26 @@ def test_a_step_without_tokens_or_with_an_empty_chunk_is_no_decode_step() -> Non
     check(case_of(PROBLEM, [(1, 20), (0, 5)]), layer.attend)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "usable", "expected"),
-    [
-        ({}, ["a"], OWN),
-        ({OWN: 1.0}, ["a"], OWN),
-        ({"a": 1.0}, ["a"], OWN),  # ours was not measured
-        ({OWN: 1.0, "a": 0.5}, ["a"], "a"),
-        ({OWN: 1.0, "a": 0.5}, [], OWN),
-        ({OWN: 1.0, "a": 0.96}, ["a"], OWN),  # noise
-        ({OWN: 1.0, "a": 0.5, "b": 0.4}, ["a", "b"], "b"),
-        ({OWN: 1.0, "a": 0.5, "b": 0.4}, ["a"], "a"),
-        ({OWN: 1.0, "b": 0.5, "a": 0.5}, ["b", "a"], "a"),
-    ],
-)
-def test_fastest(seconds: dict[str, float], usable: list[str], expected: str) -> None:
-    assert fastest(seconds, usable) == expected
-
-
-def test_a_file_of_times_keeps_other_problems(tmp_path: Path) -> None:
-    path = tmp_path / "deeper" / "times.json"
-    assert load_times(path) == {}
-    other = changed(window=128, has_sinks=True)
-    save_times(path, PROBLEM, {"decode": {"b 1": 2.0, OWN: 1.0}})
-    save_times(path, other, {"decode": {OWN: 3.0}, "chunks": {OWN: 4.0}})
-    save_times(path, PROBLEM, {"decode": {OWN: 5.0}})
-    assert load_times(path) == {
-        PROBLEM.key: {"decode": {OWN: 5.0}},
-        other.key: {"decode": {OWN: 3.0}, "chunks": {OWN: 4.0}},
-    }
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_every_part_of_a_problem_but_the_scale_has_times_of_its_own() -> None:
-    changes: list[dict[str, Any]] = [
-        dict(num_heads=8),
-        dict(num_kv_heads=4),
-        dict(head_size=128),
-        dict(dtype=torch.float16),
-        dict(block_size=32),
-        dict(window=7),
-        dict(has_sinks=True),
-    ]
-    assert len({PROBLEM.key, *(changed(**facts).key for facts in changes)}) == 8
-    assert changed(scale=1.0).key == PROBLEM.key
-
-
-@pytest.fixture
-def times_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The CPU has the kernels of a GPU, and a file of times."""
-    monkeypatch.setitem(select.TABLES, "cpu", lambda: OWN_KERNELS)
-    monkeypatch.setattr(attention_times, "TIMES_FOLDER", tmp_path)
-    return times_path(CPU)
-
-
 def selected(name: AttentionName) -> Kernels:
     return select_kernels(CPU, name, 16)
 
 
-def test_no_library_is_imported_that_is_not_faster(times_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeserve.ops.libraries.attention.open_library", lambda *args: pytest.fail(f"{args} opened"))
-    assert selected("measured") is OWN_KERNELS
-    save_times(times_file, PROBLEM, {"decode": {OWN: 1.0, LABEL: 2.0}})
-    assert selected("measured") is OWN_KERNELS
-    save_times(times_file, PROBLEM, {"decode": {OWN: 2.0, LABEL: 1.0}})
+@pytest.fixture
+def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has the kernels of a GPU."""
+    monkeypatch.setitem(select.TABLES, "cpu", lambda: OWN_KERNELS)
+
+
+def test_a_library_serves_only_if_it_is_named(own_kernels: None, flashinfer: attention_stand_ins.FlashInfer) -> None:
     assert selected("triton") is OWN_KERNELS
-
-
-def test_a_faster_library_is_opened(times_file: Path, flashinfer: attention_stand_ins.FlashInfer) -> None:
-    """Also where an even faster one is not installed any more."""
-    times = {"decode": {OWN: 3.0, LABEL: 2.0, "gone 1": 1.0}, "chunks": {OWN: 1.0, LABEL: 2.0}}
-    save_times(times_file, PROBLEM, cast(Any, times))
-    layer = selected("measured").make_attention(SHAPE)
+    layer = selected("flashinfer").make_attention(SHAPE)
     check(case_of(PROBLEM, [(1, 20), (1, 3)]), layer.attend)
-    assert not attended(case_of(PROBLEM, [(4, 20), (1, 3)]), layer.attend).any()
     assert (flashinfer.num_decodes, flashinfer.num_runs) == (1, 0)
-
-
-def test_a_faster_library_that_is_gone_is_logged(
-    times_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    save_times(times_file, PROBLEM, {"decode": {OWN: 2.0, LABEL: 1.0, "gone 1": 0.5}})
-    assert selected("measured") is OWN_KERNELS
-    assert "though flashinfer" in caplog.text
-    assert "though gone" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "varlen"])
 def test_a_named_library_must_be_installed(
-    name: AttentionName, times_file: Path, monkeypatch: pytest.MonkeyPatch
+    name: AttentionName, own_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
@@ -455,7 +355,6 @@ def test_a_named_library_must_be_installed(
 
 def test_libraries_need_triton(monkeypatch: pytest.MonkeyPatch, flashinfer: attention_stand_ins.FlashInfer) -> None:
     monkeypatch.setitem(select.TABLES, "cpu", lambda: TORCH_KERNELS)
-    assert selected("measured") is TORCH_KERNELS
     with pytest.raises(SettingsError, match="triton is not installed"):
         selected("flashinfer")
 

@@ -50,7 +50,7 @@ def assert_refused(*named: str, **options: Any) -> None:
 def test_defaults_come_from_the_checkpoint_and_the_machine() -> None:
     config = decide()
     assert (config.dtype, config.device, config.num_threads) == ("bfloat16", "cpu", 3)
-    assert (config.executor, config.dispatcher, config.attention_backend) == ("uniproc", "local", "measured")
+    assert (config.executor, config.dispatcher, config.attention_backend) == ("uniproc", "local", "triton")
     assert (config.max_model_len, config.max_model_len_may_shrink) == (512, True)
     assert config.tokenizer_path == "somewhere"
     assert decide(has_cuda=True).device == "cpu"  # a GPU is used only on request
@@ -184,7 +184,7 @@ def test_dispatcher_follows_device_and_ranks() -> None:
     assert decide(data_parallel_size=2).dispatcher == "all_to_all"
 
 
-@pytest.mark.parametrize(("given", "resolved"), [("auto", "measured"), ("triton", "triton"), ("varlen", "varlen")])
+@pytest.mark.parametrize(("given", "resolved"), [("auto", "triton"), ("varlen", "varlen")])
 def test_attention_backend_on_gpus(given: str, resolved: str) -> None:
     assert decide(attention_backend=given, **ON_GPU).attention_backend == resolved
 

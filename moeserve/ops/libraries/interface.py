@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from moeserve.ops.interfaces import KeyValueCache
-from moeserve.ops.libraries.attention_times import AttentionProblem, StepKind
+from moeserve.ops.interfaces import AttentionShape, KeyValueCache
 from moeserve.step_inputs import StepInputs
+
+StepKind = Literal["decode", "chunks"]  # one row in each chunk; anything else
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """The facts on which a library's support depends."""
+
+    shape: AttentionShape
+    block_size: int  # of the KV cache
 
 
 class LibraryUnusable(Exception):
@@ -29,7 +39,7 @@ class AttentionLibrary(Protocol):
 
     @property
     def label(self) -> str:
-        """Name and version, the key of its measured times."""
+        """Name and version."""
         ...
 
     def why_unavailable(self, problem: AttentionProblem, kind: StepKind) -> str | None:

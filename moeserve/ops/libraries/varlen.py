@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.interfaces import KeyValueCache
-from moeserve.ops.libraries.attention_times import AttentionProblem, StepKind
-from moeserve.ops.libraries.interface import Attend, LibraryUnusable, capability
+from moeserve.ops.libraries.interface import Attend, AttentionProblem, LibraryUnusable, StepKind, capability
 from moeserve.step_inputs import StepInputs
 
 # T tokens, N query heads, G key-value heads, H head size
