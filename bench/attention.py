@@ -25,18 +25,9 @@ import torch
 from torch import Tensor
 
 from moeserve.bench.gpu.inputs import Source, num_cache_blocks
-from moeserve.bench.harness import (
-    Row,
-    call_timer,
-    environment,
-    interleave,
-    make_parser,
-    number,
-    ratio_of_medians,
-    save,
-    show,
-)
+from moeserve.bench.harness import Row, call_timer, interleave, make_parser, ratio_of_medians
 from moeserve.bench.limits import measure_limits
+from moeserve.bench.report import show_and_save
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
@@ -60,28 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("the C++ kernels are not built, so there is nothing to compare with torch")
     set_num_threads(options.threads)
     limits = asdict(measure_limits())
-    show(
-        f"{options.threads} threads, {limits['read_bandwidth']:.1f} GB/s of memory reads, "
-        f"{limits['matmul_rate']:.0f} GFLOP/s of bf16 products"
-    )
-    show(f"{'':<48}{'torch, us':>11}{'C++, us':>11}{'speed-up':>10}{'of the limit':>14}")
-    machine = environment()
-    for shape in attention_shapes():
-        rows = measure(shape, options.rounds, limits)
-        torch_row, kernel_row = rows
-        show(
-            f"{shape.name:<48}{number(torch_row['median_us']):>11}{number(kernel_row['median_us']):>11}"
-            f"{kernel_row['ratio']:>10.1f}{kernel_row['fraction_of_limit']:>14.0%}"
-        )
-        save(options.json, [row | {"environment": machine} for row in rows])
+    rows = [row for shape in attention_shapes() for row in measure(shape, options.rounds, limits)]
+    show_and_save(options.json, rows)
 
 
 @torch.inference_mode()
 def measure(shape: Shape, num_rounds: int, limits: Row) -> list[Row]:
     """Return one row for torch and one for C++."""
     measures = {name: call_timer(call, SAMPLE_SECONDS) for name, call in attention_calls(shape).items()}
-    interleave(measures, 1)
-    samples = interleave(measures, num_rounds)
+    samples = interleave(measures, num_rounds, warms_up=True)
     limit_seconds = max(
         shape.key_value_bytes / limits["read_bandwidth"] / 1e9, shape.num_operations / limits["matmul_rate"] / 1e9
     )
@@ -115,12 +93,6 @@ class Shape:
     head_size: int = 64
     latent_size: int | None = None
     block_size: int = 16
-
-    @property
-    def name(self) -> str:
-        kind = "grouped-query" if self.latent_size is None else "latent"
-        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"
-        return f"{kind}, {heads}, {self.batch} x {self.num_rows} of {self.context_len}"
 
     @property
     def num_operations(self) -> int:

@@ -13,29 +13,21 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from moeserve.config.environment import cache_folder
 from moeserve.errors import CheckpointError
 
-CheckpointName = Literal["mixtral-mini", "deepseek-mini", "qwen3-mini", "mixtral-small", "mixtral-tiny"]
-INDEX_FILE = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 512 * 2**20
 
-
-def make_checkpoint(
-    name: CheckpointName, folder: Path | None = None, *, seed: int = 0, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> Path:
+def make_checkpoint(name: str, folder: Path | None = None) -> Path:
     """Write a checkpoint in Hugging Face layout with transformers, or find it already written.
 
     The files are written to a temporary folder, which is renamed once complete.
 
     Args:
         folder: the target; None: a folder in moeserve's cache.
-        max_shard_bytes: maximum bytes of one safetensors file, unless a single tensor is larger.
 
     Returns:
         The folder of the checkpoint.
@@ -46,24 +38,24 @@ def make_checkpoint(
     import transformers
 
     folder = folder or cache_folder() / "bench" / name
-    config = model_config(name)
+    config = CONFIGS[name]
     if folder.exists() and any(folder.iterdir()):
-        _require_same(folder, config, seed)
+        path = folder / "config.json"
+        if not path.exists() or json.loads(path.read_text()) != config:
+            raise CheckpointError(f"{folder} holds something other than {name}; delete it or name another folder")
         return folder
 
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     (partial / "config.json").write_text(json.dumps(config))
-    random_state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.from_pretrained(partial), dtype=torch.bfloat16
-    )
-    torch.set_rng_state(random_state)
-    model.save_pretrained(partial, max_shard_size=max_shard_bytes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(partial), dtype=torch.bfloat16
+        )
+    model.save_pretrained(partial, max_shard_size=2**29)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_index(partial, seed)
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)
@@ -76,12 +68,10 @@ def find_checkpoint(name: str) -> Path:
     Raises:
         CheckpointError: `name` is neither a known name nor the folder of a checkpoint.
     """
-    known: tuple[CheckpointName, ...] = get_args(CheckpointName)
-    for synthetic in known:
-        if name == synthetic:
-            return make_checkpoint(synthetic)
+    if name in CONFIGS:
+        return make_checkpoint(name)
     if not (Path(name) / "config.json").exists():
-        raise CheckpointError(f"{name}: no such checkpoint; known names are {', '.join(known)}")
+        raise CheckpointError(f"{name}: no such checkpoint; known names are {', '.join(CONFIGS)}")
     return Path(name)
 
 
@@ -89,26 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m moeserve.bench.checkpoints", description="Write a synthetic checkpoint."
     )
-    parser.add_argument("name", choices=get_args(CheckpointName))
+    parser.add_argument("name", choices=CONFIGS)
     parser.add_argument("folder", type=Path, nargs="?", help="default: a folder in moeserve's cache")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    print(make_checkpoint(options.name, options.folder, seed=options.seed))
-
-
-def model_config(name: CheckpointName) -> dict[str, Any]:
-    """Return the config.json of a synthetic checkpoint. Keys have the names that transformers 4.57 and 5 both read."""
-    match name:
-        case "mixtral-mini":
-            return _config("mixtral", "MixtralForCausalLM", MIXTRAL)
-        case "mixtral-small":  # a quarter of the layers, for benchmarks that load several engines at once
-            return model_config("mixtral-mini") | {"num_hidden_layers": 4}
-        case "mixtral-tiny":
-            return model_config("mixtral-mini") | MIXTRAL_TINY
-        case "deepseek-mini":
-            return _config("deepseek_v3", "DeepseekV3ForCausalLM", DEEPSEEK)
-        case "qwen3-mini":
-            return _config("qwen3_moe", "Qwen3MoeForCausalLM", QWEN3)
+    print(make_checkpoint(options.name, options.folder))
 
 
 def small_mixtral_config(
@@ -116,7 +90,7 @@ def small_mixtral_config(
 ) -> dict[str, Any]:
     """Return a Mixtral config.json for engines with `load_format="dummy"`: top-2 of the experts, heads of 64 or 32."""
     num_heads = max(4, hidden_size // 64)
-    return model_config("mixtral-mini") | {
+    return MIXTRAL | {
         "hidden_size": hidden_size,
         "intermediate_size": expert_size,
         "num_attention_heads": num_heads,
@@ -126,10 +100,6 @@ def small_mixtral_config(
         "num_local_experts": num_experts,
         "vocab_size": vocab_size,
     }
-
-
-def _config(model_type: str, architecture: str, own: dict[str, Any]) -> dict[str, Any]:
-    return COMMON | own | {"model_type": model_type, "architectures": [architecture]}
 
 
 COMMON: dict[str, Any] = {
@@ -148,7 +118,9 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-MIXTRAL: dict[str, Any] = {
+MIXTRAL: dict[str, Any] = COMMON | {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
     "intermediate_size": 3584,
     "num_key_value_heads": 4,
     "head_dim": 64,
@@ -163,7 +135,7 @@ MIXTRAL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MIXTRAL_TINY: dict[str, Any] = {
+MIXTRAL_TINY: dict[str, Any] = MIXTRAL | {
     "vocab_size": 160,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -173,7 +145,9 @@ MIXTRAL_TINY: dict[str, Any] = {
     "head_dim": 16,
     "num_local_experts": 4,
 }
-DEEPSEEK: dict[str, Any] = {  # the proportions of DeepSeek-V3, narrower and with fewer layers
+DEEPSEEK: dict[str, Any] = COMMON | {  # the proportions of DeepSeek-V3, narrower and with fewer layers
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
     "intermediate_size": 2816,
     "moe_intermediate_size": 512,
     "num_nextn_predict_layers": 0,
@@ -198,7 +172,9 @@ DEEPSEEK: dict[str, Any] = {  # the proportions of DeepSeek-V3, narrower and wit
     "rope_scaling": None,
     "attention_bias": False,
 }
-QWEN3: dict[str, Any] = {  # many small experts
+QWEN3: dict[str, Any] = COMMON | {  # many small experts
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
     "intermediate_size": 3072,  # of dense layers, of which there are none
     "moe_intermediate_size": 384,
     "num_key_value_heads": 4,
@@ -218,30 +194,13 @@ QWEN3: dict[str, Any] = {  # many small experts
 }
 
 
-def _write_index(folder: Path, seed: int) -> None:
-    """Record the seed in the index of the shards, which is made for a single file too."""
-    path = folder / INDEX_FILE
-    if path.exists():
-        index = json.loads(path.read_text())
-    else:
-        (shard,) = folder.glob("*.safetensors")
-        with safe_open(shard, framework="pt") as tensors:
-            index = {"metadata": {}, "weight_map": dict.fromkeys(tensors.keys(), shard.name)}
-    index["metadata"]["seed"] = seed
-    path.write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _require_same(folder: Path, config: dict[str, Any], seed: int) -> None:
-    """Refuse a folder with another checkpoint. A complete index implies that all shards are there."""
-    try:
-        same_config = json.loads((folder / "config.json").read_text()) == config
-        same_seed = json.loads((folder / INDEX_FILE).read_text())["metadata"]["seed"] == seed
-    except (OSError, ValueError, KeyError):
-        same_config = same_seed = False
-    if not (same_config and same_seed):
-        raise CheckpointError(
-            f"{folder} holds something other than this checkpoint with seed {seed}; delete it or name another folder"
-        )
+CONFIGS: dict[str, dict[str, Any]] = {  # keys have the names that transformers 4.57 and 5 both read
+    "mixtral-mini": MIXTRAL,
+    "deepseek-mini": DEEPSEEK,
+    "qwen3-mini": QWEN3,
+    "mixtral-small": MIXTRAL | {"num_hidden_layers": 4},  # for benchmarks that load several engines at once
+    "mixtral-tiny": MIXTRAL_TINY,
+}
 
 
 if __name__ == "__main__":

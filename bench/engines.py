@@ -7,97 +7,80 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Generic, TypeVar
 
 import torch
 
 import moeserve
 from moeserve.bench.decode import Generate, generate_with
+from moeserve.bench.harness import Round, Row, figures
+from moeserve.bench.limits import MachineLimits
 from moeserve.bench.peers.environments import PeerError
-from moeserve.bench.peers.peers import PeerName, start_peer
+from moeserve.bench.peers.peers import PEERS, start_peer
 from moeserve.config.settings import QuantizationName
 
-OwnName = Literal["moeserve", "moeserve-int8", "moeserve-int4"]
-EngineName = Literal[
-    "moeserve",
-    "moeserve-int8",
-    "moeserve-int4",
-    "llama.cpp-bf16",
-    "llama.cpp-q8_0",
-    "llama.cpp-q4_0",
-    "vllm",
-    "transformers",
-]
-ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
-QUANTIZATIONS: dict[OwnName, QuantizationName | None] = {
+QUANTIZATIONS: dict[str, QuantizationName | None] = {
     "moeserve": None,
     "moeserve-int8": "int8",
     "moeserve-int4": "int4",
 }
+ENGINE_NAMES = (*QUANTIZATIONS, *PEERS)
 WEIGHT_FORMATS: dict[str, str] = {  # of the engines whose weights are not bf16
     "moeserve-int8": "int8",
     "moeserve-int4": "int4",
     "llama.cpp-q8_0": "q8_0",
     "llama.cpp-q4_0": "q4_0",
 }
-BF16_PEERS = ("vllm", "llama.cpp-bf16", "transformers", "kt-kernel")
-BASELINES: dict[str, tuple[str, ...]] = {
-    "moeserve": BF16_PEERS,
-    "moeserve-int8": ("moeserve", "llama.cpp-q8_0"),
-    "moeserve-int4": ("moeserve", "llama.cpp-q4_0"),
-}
 
-Name = TypeVar("Name", bound=str)
-Started = TypeVar("Started")
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A loaded engine."""
+class Engine(Generic[Call]):
+    """A loaded engine, or loaded experts of one layer."""
 
     version: str
     settings: Mapping[str, Any]  # recorded in results
-    generate: Generate
+    run: Call  # returns the seconds that it took
+
+    def row(self, rounds: Sequence[Round], limit_rate: Callable[[MachineLimits], float]) -> Row:
+        return {"version": self.version, "settings": dict(self.settings), **figures(rounds, limit_rate)}
+
+
+def own_engine(call: Call) -> Engine[Call]:
+    return Engine(f"moeserve {moeserve.__version__}", {"threads": torch.get_num_threads()}, call)
 
 
 def start_engine(
-    name: EngineName, model: Path, stack: ExitStack, *, max_requests: int, max_request_tokens: int
-) -> Engine:
+    name: str, model: Path, stack: ExitStack, *, max_requests: int, max_request_tokens: int
+) -> Engine[Generate]:
     """Load the model into an engine, with torch's current number of threads. The stack closes the engine.
 
     Raises:
         PeerError: a peer is not installed, or cannot load the model.
     """
-    match name:
-        case "moeserve" | "moeserve-int8" | "moeserve-int4":
-            llm = moeserve.LLM(
-                model,
-                dtype="bfloat16",
-                quantization=QUANTIZATIONS[name],
-                device="cpu",
-                num_threads=torch.get_num_threads(),
-                max_model_len=max_request_tokens,
-                max_num_seqs=max_requests,
-                packed_cache=0,  # writing a packed copy would disturb other measurements
-            )
-            version, settings = f"moeserve {moeserve.__version__}", {"threads": torch.get_num_threads()}
-            return Engine(version, settings, generate_with(stack.enter_context(llm)))
-        case _:
-            peer_name: PeerName = name
-            peer = start_peer(
-                peer_name,
-                model,
-                num_threads=torch.get_num_threads(),
-                max_requests=max_requests,
-                max_request_tokens=max_request_tokens,
-            )
-            stack.enter_context(peer)
-            return Engine(peer.version, peer.settings, peer.seconds)
+    threads = torch.get_num_threads()
+    if name in QUANTIZATIONS:
+        llm = moeserve.LLM(
+            model,
+            dtype="bfloat16",
+            quantization=QUANTIZATIONS[name],
+            device="cpu",
+            num_threads=threads,
+            max_model_len=max_request_tokens,
+            max_num_seqs=max_requests,
+            packed_cache=0,  # writing a packed copy would disturb other measurements
+        )
+        return own_engine(generate_with(stack.enter_context(llm)))
+    peer = stack.enter_context(
+        start_peer(name, model, threads, max_requests=max_requests, max_request_tokens=max_request_tokens)
+    )
+    return Engine(peer.version, peer.settings, peer.seconds)
 
 
 def start_all(
-    names: Sequence[Name] | None, known: Sequence[Name], start: Callable[[Name], Started]
-) -> tuple[dict[Name, Started], dict[Name, str]]:
+    names: Sequence[str] | None, known: Sequence[str], start: Callable[[str], Engine[Call]]
+) -> tuple[dict[str, Engine[Call]], dict[str, str]]:
     """Start the engines in `names`; without names, all known ones except peers that cannot start.
 
     Returns:
@@ -106,8 +89,8 @@ def start_all(
     Raises:
         PeerError: a peer in `names` cannot start.
     """
-    started: dict[Name, Started] = {}
-    left_out: dict[Name, str] = {}
+    started: dict[str, Engine[Call]] = {}
+    left_out: dict[str, str] = {}
     for name in names or known:
         try:
             started[name] = start(name)
@@ -117,8 +100,3 @@ def start_all(
             left_out[name] = error.reason
             print(f"without {name}: {error}", file=sys.stderr, flush=True)
     return started, left_out
-
-
-def baseline_pairs(names: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Return the pairs of an engine and its baseline in which both are among `names`."""
-    return [(name, other) for name, others in BASELINES.items() if name in names for other in others if other in names]

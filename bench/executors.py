@@ -16,14 +16,15 @@ import contextlib
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from moeserve import LLM
 from moeserve.bench.checkpoints import small_mixtral_config
 from moeserve.bench.decode import Workload, generate_with, rate_measure
-from moeserve.bench.harness import Row, at_least, environment, interleave, make_parser, save, show
+from moeserve.bench.harness import Row, at_least, interleave, make_parser
+from moeserve.bench.report import show_and_save
 
 EXECUTORS: dict[str, dict[str, Any]] = {
     "mp": {"executor": "mp"},
@@ -45,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (model / "config.json").write_text(json.dumps(TINY))
         for tp, dp in LAYOUTS:
             row = measure(model, tp, dp, options.new_tokens, options.rounds)
-            show(as_text(row))
-            save(options.json, [row])
+            show_and_save(options.json, [row])
 
 
 def measure(model: Path, tp: int, dp: int, new_tokens: int, num_rounds: int) -> Row:
@@ -70,8 +70,8 @@ def measure(model: Path, tp: int, dp: int, new_tokens: int, num_rounds: int) -> 
             )
             workload = Workload(1, PROMPT_TOKENS, new_tokens, llm.config.vocab_size)
             rates[name] = rate_measure("decode", generate_with(llm), workload)
-        interleave(rates, 1)  # not counted
-        samples = {name: [1 / rate for rate in each] for name, each in interleave(rates, num_rounds).items()}
+        rounds = interleave(rates, num_rounds, warms_up=True)
+        samples = {name: [1 / rate for rate in each] for name, each in rounds.items()}
     return {
         "benchmark": "executors",
         "model": model.name,
@@ -85,17 +85,7 @@ def measure(model: Path, tp: int, dp: int, new_tokens: int, num_rounds: int) -> 
             }
             for name, seconds in samples.items()
         },
-        "environment": environment(),
     }
-
-
-def as_text(row: Mapping[str, Any]) -> str:
-    lines = [f"{row['model']}, tp {row['tp']}, dp {row['dp']}: one decode step"]
-    lines.append(f"{'':<24}{'ms':>8}{'added':>8}   rounds")
-    for name, figure in row["ways"].items():
-        rounds = " ".join(f"{seconds * 1e3:.1f}" for seconds in figure["rounds"])
-        lines.append(f"{name:<24}{figure['seconds'] * 1e3:>8.2f}{figure['added'] * 1e3:>8.2f}   {rounds}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,18 @@ def make_parser(module: str, description: str, *, rounds: int | None, threads: b
     return parser
 
 
+def add_choices(parser: argparse.ArgumentParser, flag: str, names: Iterable[str], default: str) -> None:
+    """Add a repeatable option that takes one of some names."""
+    listed = list(names)
+    help_text = f"repeatable (default: {default}) [{', '.join(listed)}]"
+    parser.add_argument(flag, action="append", choices=listed, metavar="NAME", help=help_text)
+
+
+def add_models(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
+    help_text = f"name or folder of a checkpoint, repeatable (default: {', '.join(default)})"
+    parser.add_argument("--model", action="append", help=help_text)
+
+
 def at_least(minimum: int) -> Callable[[str], int]:
     """Return an argparse type: an integer that must not be below `minimum`."""
 
@@ -78,8 +90,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 def environment() -> Row:
     """Return the machine, commit and versions of a result, ready for JSON.
 
-    Memory is in bytes, the date in UTC. The load is the average number of runnable threads over the last minute.
-    `kernel_isa` is the instruction set of the C++ kernels; `isa` lists what the processor has.
+    The load is the average number of runnable threads over the last minute.
     """
     model, flags = _processor()
     return {
@@ -87,12 +98,9 @@ def environment() -> Row:
         "commit": commit(),
         "cpu": model,
         "isa": [flag for flag in ISA_FLAGS if flag in flags],
-        "kernel_isa": _kernel_isa(),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: installed_version(name) or None for name in ("moeserve", "torch", "transformers")},
     }
@@ -102,28 +110,29 @@ def environment() -> Row:
 def commit() -> str | None:
     """Return the commit of this checkout, with "+changes" if files differ from it; None outside of a checkout."""
     folder = Path(__file__).resolve().parents[1]
-    if not (folder / ".git").exists():
-        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+changes", "--abbrev=12", "--exclude=*"]
     try:
-        found = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty=+changes", "--abbrev=12", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return found.stdout.strip() if (folder / ".git").exists() else None
 
 
-def interleave(measures: Mapping[str, Callable[[], Sample]], num_rounds: int) -> dict[str, list[Sample]]:
+def interleave(
+    measures: Mapping[str, Callable[[], Sample]], num_rounds: int, *, warms_up: bool = False
+) -> dict[str, list[Sample]]:
     """Take every measure once per round, so that a slow minute of the machine affects all of them alike.
 
     Every second round runs in reverse order, so that no measure always follows the same other one.
 
+    Args:
+        warms_up: take every measure once more before, which is not counted.
+
     Returns:
         The samples of each measure, in the order in which they were taken.
     """
+    if warms_up:
+        interleave(measures, 1)
     samples: dict[str, list[Sample]] = {name: [] for name in measures}
     for round_index in range(num_rounds):
         names = list(measures) if round_index % 2 == 0 else list(measures)[::-1]
@@ -187,22 +196,15 @@ def figures(rounds: Sequence[Round], limit_rate: Callable[[MachineLimits], float
     }
 
 
-def ratio(engines: Mapping[str, Mapping[str, Any]], name: str, baseline: str) -> Row:
-    """Return how many times as fast as the baseline an engine is; both have results of `figures`.
-
-    The machine's limits may have changed between the two samples of a round. `median_of_fractions` compares the
-    fractions of the limit that each reached at its own time.
-    """
-    pairs = list(zip(engines[name]["rounds"], engines[baseline]["rounds"], strict=True))
-    ratios = [own["rate"] / other["rate"] for own, other in pairs]
-    fractions = [own["fraction_of_limit"] / other["fraction_of_limit"] for own, other in pairs]
-    return {
-        "engine": name,
-        "baseline": baseline,
-        "median": statistics.median(ratios),
-        "median_of_fractions": statistics.median(fractions),
-        "rounds": ratios,
-    }
+def ratios(engines: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Return how many times as fast as each other engine those of moeserve are, with results of `figures`."""
+    found = []
+    for name, baseline in ((own, other) for own in engines for other in engines):
+        if name.startswith("moeserve") and not baseline.startswith("moeserve"):
+            pairs = zip(engines[name]["rounds"], engines[baseline]["rounds"], strict=True)
+            rounds = [own["rate"] / other["rate"] for own, other in pairs]
+            found.append({"engine": name, "baseline": baseline, "median": statistics.median(rounds), "rounds": rounds})
+    return found
 
 
 def ratio_of_medians(samples: Sequence[float], baseline: Sequence[float]) -> float:
@@ -252,16 +254,8 @@ def _processor() -> tuple[str, set[str]]:
     """Name and instruction set flags of the processor. The flags are known on Linux only."""
     cpuinfo = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
     flags = fields.get("flags") or fields.get("Features") or ""
     return fields.get("model name") or platform.processor() or platform.machine(), set(flags.split())
-
-
-def _kernel_isa() -> str | None:
-    from moeserve.ops.cpu.native import native_kernels
-
-    kernels = native_kernels()
-    return None if kernels is None else kernels.isa()

@@ -23,9 +23,10 @@ from dataclasses import asdict, dataclass
 
 from moeserve import LLM, SamplingParams
 from moeserve.bench.checkpoints import find_checkpoint
+from moeserve.bench.decode import Workload, draw_prompts
 from moeserve.bench.engines import QUANTIZATIONS
-from moeserve.bench.harness import Row, at_least, environment, interleave, make_parser, percentile, save, show
-from moeserve.bench.limits import LimitProbe, MachineLimits
+from moeserve.bench.harness import Row, add_models, at_least, interleave, make_parser, percentile
+from moeserve.bench.report import show_and_save
 from moeserve.errors import EngineError
 from moeserve.ops.threads import set_num_threads
 
@@ -35,37 +36,17 @@ NUM_WARM_UP = 2
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """The shape of the requests."""
-
-    num_requests: int
-    prompt_tokens: int
-    new_tokens: int
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class Arrival:
-    seconds: float  # after the start of the round
-    prompt: list[int]
-
-
-@dataclass(frozen=True)
 class Waits:
     """The waiting times of one round, in seconds."""
 
     first_token: list[float]  # of each request
     between_tokens: list[float]  # of all requests
     total: float  # until the last token
-    before: MachineLimits
-    after: MachineLimits
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("moeserve bench latency", "Time to first token and between tokens under load.", rounds=3)
-    parser.add_argument(
-        "--model", action="append", help=f"name or folder of a checkpoint, repeatable (default: {', '.join(MODELS)})"
-    )
+    add_models(parser, MODELS)
     parser.add_argument(
         "--engine",
         choices=list(QUANTIZATIONS),
@@ -83,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--rate must be more than 0")
 
     set_num_threads(options.threads)
-    probe = LimitProbe()
     for model in map(find_checkpoint, options.model or MODELS):
         with LLM(
             model,
@@ -94,28 +74,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_model_len=options.prompt_tokens + options.new_tokens,
             packed_cache=0,  # writing a packed copy would disturb the measurement
         ) as llm:
-            traffic = Traffic(options.requests, options.prompt_tokens, options.new_tokens, llm.config.vocab_size)
-            show(f"\n{model.name}, {options.engine}, {traffic.prompt_tokens} + {traffic.new_tokens} tokens")
-            show(f"{'requests/s':>10}{'first token':>14}{'p99':>11}{'between':>11}{'p99':>11}{'served':>16}")
-            for row in measure(llm, rates, traffic, options.rounds, probe):
-                row = {"benchmark": "latency", "model": model.name, "engine": options.engine, **row}
-                show(as_text(row))
-                save(options.json, [row])
+            traffic = Workload(options.requests, options.prompt_tokens, options.new_tokens, llm.config.vocab_size)
+            facts = {"benchmark": "latency", "model": model.name, "engine": options.engine}
+            show_and_save(options.json, [facts | row for row in measure(llm, rates, traffic, options.rounds)])
 
 
-def measure(llm: LLM, rates: Sequence[float], traffic: Traffic, num_rounds: int, probe: LimitProbe) -> list[Row]:
+def measure(llm: LLM, rates: Sequence[float], traffic: Workload, num_rounds: int) -> list[Row]:
     """Return one row for each rate."""
     random_source = random.Random(0)
-    serve(
-        llm, [Arrival(0.0, draw_prompt(traffic, random_source)) for _ in range(NUM_WARM_UP)], traffic.new_tokens, probe
-    )
 
     def one_round(rate: float) -> Waits:
-        return serve(llm, draw_arrivals(rate, traffic, random_source), traffic.new_tokens, probe)
+        arrivals = draw_arrivals(rate, traffic.batch, random_source)
+        return serve(llm, arrivals, draw_prompts(traffic, random_source), traffic.new_tokens)
 
+    serve(llm, [0.0] * NUM_WARM_UP, draw_prompts(traffic, random_source)[:NUM_WARM_UP], traffic.new_tokens)
     rounds = interleave({str(rate): functools.partial(one_round, rate) for rate in rates}, num_rounds)
-    machine = environment()
-    num_tokens = traffic.num_requests * traffic.new_tokens
+    num_tokens = traffic.batch * traffic.new_tokens
     return [
         {
             "requests_per_second": rate,
@@ -124,36 +98,37 @@ def measure(llm: LLM, rates: Sequence[float], traffic: Traffic, num_rounds: int,
             "between_tokens": spread([wait for waits in rounds[str(rate)] for wait in waits.between_tokens]),
             "tokens_per_second": statistics.median(num_tokens / waits.total for waits in rounds[str(rate)]),
             "rounds": [asdict(waits) for waits in rounds[str(rate)]],
-            "environment": machine,
         }
         for rate in rates
     ]
 
 
-def serve(llm: LLM, arrivals: Sequence[Arrival], new_tokens: int, probe: LimitProbe) -> Waits:
+def serve(llm: LLM, arrivals: Sequence[float], prompts: Sequence[list[int]], new_tokens: int) -> Waits:
     """Submit each request at its arrival time, and step the engine until all are served.
+
+    Args:
+        arrivals: seconds after the start of the round.
 
     Raises:
         EngineError: a request failed.
     """
-    before = probe.measure()
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     last_time: dict[str, float] = {}  # of each unfinished request: its arrival, or its last token
     first_token: list[float] = []
     between_tokens: list[float] = []
     has_token: set[str] = set()
-    waiting = list(arrivals)
+    waiting = list(zip(arrivals, prompts, strict=False))
     start = time.perf_counter()
     while waiting or last_time:
         now = time.perf_counter() - start
-        while waiting and waiting[0].seconds <= now:
-            arrival = waiting.pop(0)
-            (submission,) = llm.frontend.submit([{"prompt_token_ids": arrival.prompt}], params)
+        while waiting and waiting[0][0] <= now:
+            arrived_at, prompt = waiting.pop(0)
+            (submission,) = llm.frontend.submit([{"prompt_token_ids": prompt}], params)
             (request,) = submission.requests
             llm.core.add(request)
-            last_time[request.request_id] = arrival.seconds
+            last_time[request.request_id] = arrived_at
         if not last_time:
-            time.sleep(waiting[0].seconds - now)
+            time.sleep(waiting[0][0] - now)
             continue
         for update in llm.core.step():
             if update.error is not None:
@@ -168,32 +143,16 @@ def serve(llm: LLM, arrivals: Sequence[Arrival], new_tokens: int, probe: LimitPr
             if output is not None and output.finished:
                 del last_time[request_id]
                 llm.frontend.discard(output.prompt_id)
-    total = time.perf_counter() - start - arrivals[0].seconds
-    assert len(first_token) == len(arrivals)
-    assert len(between_tokens) == len(arrivals) * (new_tokens - 1)
-    return Waits(first_token, between_tokens, total, before, probe.measure())
+    return Waits(first_token, between_tokens, time.perf_counter() - start - arrivals[0])
 
 
-def draw_arrivals(rate: float, traffic: Traffic, random_source: random.Random) -> list[Arrival]:
+def draw_arrivals(rate: float, num_requests: int, random_source: random.Random) -> list[float]:
     """Draw the arrivals of a Poisson process of `rate` requests per second."""
-    gaps = (random_source.expovariate(rate) for _ in range(traffic.num_requests))
-    return [Arrival(seconds, draw_prompt(traffic, random_source)) for seconds in itertools.accumulate(gaps)]
-
-
-def draw_prompt(traffic: Traffic, random_source: random.Random) -> list[int]:
-    return random_source.choices(range(traffic.vocab_size), k=traffic.prompt_tokens)
+    return list(itertools.accumulate(random_source.expovariate(rate) for _ in range(num_requests)))
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(seconds), "p99": percentile(seconds, 0.99)}
-
-
-def as_text(row: Row) -> str:
-    waits = [row["first_token"]["median"], row["first_token"]["p99"]]
-    waits += [row["between_tokens"]["median"], row["between_tokens"]["p99"]]
-    shown = [f"{wait * 1e3:>8.0f} ms" for wait in waits]
-    served = f"{row['tokens_per_second']:>7.1f} tokens/s"
-    return f"{row['requests_per_second']:>10.2f}   " + "".join(shown) + served
 
 
 if __name__ == "__main__":

@@ -17,31 +17,29 @@ import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
-import moeserve
 from moeserve.bench.costs import FORMATS
-from moeserve.bench.engines import QUANTIZATIONS, WEIGHT_FORMATS, baseline_pairs, start_all
+from moeserve.bench.engines import QUANTIZATIONS, WEIGHT_FORMATS, Engine, own_engine, start_all
 from moeserve.bench.harness import (
     Row,
+    add_choices,
     at_least,
     comparison_text,
     environment,
-    figures,
     interleave_with_limits,
     make_parser,
-    ratio,
+    ratios,
     save,
     show,
 )
 from moeserve.bench.limits import LimitProbe, MachineLimits, Work
 from moeserve.bench.peers.adapters.experts import Shape, experts_method
 from moeserve.bench.peers.environments import PeerError
-from moeserve.bench.peers.peers import start_experts_peer
+from moeserve.bench.peers.peers import EXPERTS_PEERS, start_experts_peer
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.layers.context import ModelContext
@@ -54,8 +52,7 @@ from moeserve.ops.threads import set_num_threads
 
 # E experts, D model width, F expert width, T rows, K experts of a row
 
-ExpertsName = Literal["moeserve", "moeserve-int8", "moeserve-int4", "vllm", "kt-kernel"]
-EXPERTS_NAMES: tuple[ExpertsName, ...] = get_args(ExpertsName)
+NAMES = (*QUANTIZATIONS, *EXPERTS_PEERS)
 SHAPES = {
     "Mixtral-8x7B": Shape(num_experts=8, hidden=4096, width=14336, top_k=2),
     "DeepSeek-V2-Lite": Shape(num_experts=64, hidden=2048, width=1408, top_k=6),
@@ -64,41 +61,16 @@ SHAPES = {
 NUM_ROWS = (1, 16, 64, 256, 1024)
 SAMPLE_SECONDS = 0.3  # of one rate, at a third of the limit's speed; at least 2 calls
 MAX_CALLS = 50
-MAX_ERRORS: dict[QuantizationName | None, float] = {
-    None: 0.02,
-    "int8": 0.04,
-    "int4": 0.3,
-}  # relative, with random weights
+MAX_ERRORS = {None: 0.02, "int8": 0.04, "int4": 0.3}  # relative, with random weights
 
 Seconds = Callable[[int, int], list[float]]  # rows, calls -> seconds of each call
 
 
-@dataclass(frozen=True)
-class ExpertsEngine:
-    """The loaded experts of one layer."""
-
-    version: str
-    settings: dict[str, Any]
-    seconds: Seconds
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("moeserve bench moe", "Speed of the experts of one layer alone.", rounds=5)
-    parser.add_argument(
-        "--shape",
-        action="append",
-        choices=list(SHAPES),
-        metavar="NAME",
-        help=f"repeatable (default: all) [{', '.join(SHAPES)}]",
-    )
+    add_choices(parser, "--shape", SHAPES, "all")
     parser.add_argument("--rows", type=at_least(1), action="append", help=f"repeatable (default: {NUM_ROWS})")
-    parser.add_argument(
-        "--engine",
-        action="append",
-        choices=EXPERTS_NAMES,
-        metavar="NAME",
-        help=f"repeatable (default: all that are installed) [{', '.join(EXPERTS_NAMES)}]",
-    )
+    add_choices(parser, "--engine", NAMES, "all that are installed")
     options = parser.parse_args(arguments)
 
     set_num_threads(options.threads)
@@ -107,54 +79,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shape = SHAPES[shape_name]
         with ExitStack() as stack:
             start = functools.partial(start_experts, shape=shape, stack=stack)
-            engines, left_out = start_all(options.engine, EXPERTS_NAMES, start)
+            engines, left_out = start_all(options.engine, NAMES, start)
             for num_rows in options.rows or NUM_ROWS:
-                row = measure(shape_name, shape, num_rows, engines, options.rounds, probe) | {"left_out": left_out}
+                row = measure(shape, num_rows, engines, options.rounds, probe)
+                row |= {"shape_name": shape_name, "left_out": left_out}
                 show(f"\n{shape_name}, {num_rows} rows\n{comparison_text(row)}")
                 save(options.json, [row])
 
 
 def measure(
-    shape_name: str,
-    shape: Shape,
-    num_rows: int,
-    engines: Mapping[ExpertsName, ExpertsEngine],
-    num_rounds: int,
-    probe: LimitProbe,
+    shape: Shape, num_rows: int, engines: Mapping[str, Engine[Seconds]], num_rounds: int, probe: LimitProbe
 ) -> Row:
-    """Return the complete row of one shape and number of rows."""
+    """Return the row of one shape and number of rows."""
     expected = experts_work(shape, num_rows).seconds(probe.measure())
     num_calls = min(MAX_CALLS, max(2, round(SAMPLE_SECONDS / 3 / expected)))
 
-    def rate(engine: ExpertsEngine) -> float:
-        return num_rows / statistics.median(engine.seconds(num_rows, num_calls))
-
-    rounds = interleave_with_limits(
-        {name: functools.partial(rate, engine) for name, engine in engines.items()}, num_rounds, probe
-    )
+    def rate(engine: Engine[Seconds]) -> float:
+        return num_rows / statistics.median(engine.run(num_rows, num_calls))
 
     def limit_rate(name: str, limits: MachineLimits) -> float:
-        return num_rows / experts_work(shape, num_rows, FORMATS[WEIGHT_FORMATS.get(name, "bfloat16")].bits).seconds(
-            limits
-        )
+        bits = FORMATS[WEIGHT_FORMATS.get(name, "bfloat16")].bits
+        return num_rows / experts_work(shape, num_rows, bits).seconds(limits)
 
-    results: dict[str, Row] = {
-        name: {
-            "version": engine.version,
-            "settings": engine.settings,
-            **figures(rounds[name], functools.partial(limit_rate, name)),
-        }
-        for name, engine in engines.items()
-    }
+    measures = {name: functools.partial(rate, engine) for name, engine in engines.items()}
+    rounds = interleave_with_limits(measures, num_rounds, probe)
+    results = {name: engines[name].row(each, functools.partial(limit_rate, name)) for name, each in rounds.items()}
     return {
         "benchmark": "moe",
-        "shape_name": shape_name,
         "shape": asdict(shape),
         "num_rows": num_rows,
         "num_calls": num_calls,
         "unit": "rows/s",
         "engines": results,
-        "ratios": [ratio(results, *pair) for pair in baseline_pairs(results)],
+        "ratios": ratios(results),
         "environment": environment(),
     }
 
@@ -169,19 +126,16 @@ def experts_work(shape: Shape, num_rows: int, bits: float = FORMATS["bfloat16"].
     )
 
 
-def start_experts(name: ExpertsName, *, shape: Shape, stack: ExitStack) -> ExpertsEngine:
+def start_experts(name: str, *, shape: Shape, stack: ExitStack) -> Engine[Seconds]:
     """Load a layer of random weights, with torch's current number of threads. The stack closes it.
 
     Raises:
         PeerError: a peer is not installed, or cannot run these experts.
     """
-    match name:
-        case "moeserve" | "moeserve-int8" | "moeserve-int4":
-            settings = {"threads": torch.get_num_threads()}
-            return ExpertsEngine(f"moeserve {moeserve.__version__}", settings, own_experts(shape, QUANTIZATIONS[name]))
-        case _:
-            peer = stack.enter_context(start_experts_peer(name, asdict(shape), num_threads=torch.get_num_threads()))
-            return ExpertsEngine(peer.version, peer.settings, peer.experts_seconds)
+    if name in QUANTIZATIONS:
+        return own_engine(own_experts(shape, QUANTIZATIONS[name]))
+    peer = stack.enter_context(start_experts_peer(name, asdict(shape), torch.get_num_threads()))
+    return Engine(peer.version, peer.settings, peer.experts_seconds)
 
 
 @torch.inference_mode()

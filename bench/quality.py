@@ -19,7 +19,8 @@ from torch import Tensor
 
 from moeserve import LLM, SamplingParams
 from moeserve.api.default_model import default_model
-from moeserve.bench.harness import environment, make_parser, save, show
+from moeserve.bench.harness import make_parser
+from moeserve.bench.report import show_and_save
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
@@ -68,12 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     model = options.model or default_model()
     differences = compare(model, generated_texts(model, options.tokens))
-    show(f"{model.name}, beside bf16, {next(iter(differences.values())).num_positions} positions")
-    show(f"{'':8} {'divergence':>12} {'same token':>12}")
-    for name, difference in differences.items():
-        show(f"{name:8} {difference.mean_divergence:12.5f} {difference.share_same:12.1%}")
-    facts = {"benchmark": "quality", "model": model.name, "environment": environment()}
-    save(options.json, [facts | {"variant": name} | vars(difference) for name, difference in differences.items()])
+    facts = {"benchmark": "quality", "model": model.name}
+    rows = [facts | {"variant": name} | vars(difference) for name, difference in differences.items()]
+    show_and_save(options.json, rows)
 
 
 def generated_texts(model: Path, num_tokens: int) -> list[list[int]]:

@@ -5,12 +5,13 @@ The parent uses `Ranks`; each child runs `work`. Ranks without an order sleep.
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -51,37 +52,40 @@ from moeserve.worker.worker import Worker
 
 # T tokens of this rank, D model width, E experts, K experts per token
 
-DispatcherName = Literal["allgather", "all_to_all"]
-Collective = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
-DtypeName = Literal["float32", "bfloat16"]
+DISPATCHERS: dict[str, Callable[..., Dispatcher[Any]]] = {
+    "allgather": AllGatherDispatcher,
+    "all_to_all": AllToAllDispatcher,
+}
+SUMS = ("reduce_scatter", "all_reduce")
+LEAST_CALLS = 3  # of one sample
 WARM_UP_STEPS = 3
 
 
 class TimeAgreements(msgspec.Struct, frozen=True, kw_only=True, tag="agreements"):
     """Agree with the other replicas `num_calls` times, without a pause."""
 
-    num_calls: int
+    num_calls: int = LEAST_CALLS
 
 
 class TimeDispatch(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch"):
     """Dispatch random tokens to random experts and combine the unchanged rows, `num_calls` times."""
 
-    dispatcher: DispatcherName
+    dispatcher: str
     num_tokens: int  # of each rank
     hidden_size: int
     num_experts: int
     top_k: int
-    num_calls: int
+    num_calls: int = LEAST_CALLS
 
 
 class TimeCollective(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
     """Call a collective of all ranks `num_calls` times, without a pause."""
 
     transport: TransportName
-    operation: Collective
-    dtype: DtypeName
+    operation: str
+    dtype: str
     num_bytes: int  # all_reduce: of the tensor; otherwise: from each rank to each rank
-    num_calls: int
+    num_calls: int = LEAST_CALLS
 
 
 class RunSteps(msgspec.Struct, frozen=True, kw_only=True, tag="steps"):
@@ -93,13 +97,8 @@ class RunSteps(msgspec.Struct, frozen=True, kw_only=True, tag="steps"):
     hottest: float  # ratio of the longest to the shortest router row
 
 
-Order: TypeAlias = TimeAgreements | TimeDispatch | TimeCollective | RunSteps
-
-
-class Timing(msgspec.Struct, frozen=True, kw_only=True, tag="timing"):
-    """The measurement of one rank."""
-
-    seconds: list[float]  # of each call
+Timed: TypeAlias = TimeAgreements | TimeDispatch | TimeCollective
+Order: TypeAlias = Timed | RunSteps
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +118,7 @@ class Rebalanced(msgspec.Struct, frozen=True, kw_only=True, tag="rebalanced"):
     bytes_moved: int
 
 
-Answer: TypeAlias = Timing | Rebalanced
+Answer: TypeAlias = list[float] | Rebalanced  # seconds of each call, or steps
 
 
 class Ranks:
@@ -134,6 +133,7 @@ class Ranks:
         """
         options = parse_settings({"num_threads": 1} | settings)
         config: EngineConfig = resolve(options, read_facts(folder), MachineFacts(num_cores=usable_cores()))
+        self.num_ranks = config.tensor_parallel_size * config.data_parallel_size
         self._store = start_store()
         self._children: list[WatchedProcess[Answer]] = [
             start_process(
@@ -143,7 +143,7 @@ class Ranks:
                 Answer,
                 environment=environment_of_rank(config, usable_cores()),
             )
-            for rank in range(config.tensor_parallel_size * config.data_parallel_size)
+            for rank in range(self.num_ranks)
         ]
 
     def run(self, order: Order) -> list[Any]:
@@ -171,21 +171,11 @@ class Ranks:
         end_all(self._children)
 
 
-def median_seconds(timings: Sequence[Timing]) -> float:
-    """Return the median over all calls and ranks."""
-    return statistics.median(seconds for timing in timings for seconds in timing.seconds)
-
-
-def mean_seconds(timings: Sequence[Timing]) -> float:
-    """Return the mean over all calls and ranks."""
-    return statistics.mean(seconds for timing in timings for seconds in timing.seconds)
-
-
-def repeated(ranks: Ranks, order: Any, sample_seconds: float, least_calls: int) -> Callable[[], list[Timing]]:
+def repeated(ranks: Ranks, order: Timed, sample_seconds: float) -> Callable[[], list[list[float]]]:
     """Return a measure of the order, with as many calls as take about `sample_seconds`."""
-    first = msgspec.structs.replace(order, num_calls=least_calls)
-    ranks.run(first)  # connects, and touches memory
-    num_calls = max(least_calls, int(sample_seconds / mean_seconds(ranks.run(first))))
+    ranks.run(order)  # connects, and touches memory
+    seconds = statistics.mean(itertools.chain(*ranks.run(order)))
+    num_calls = max(LEAST_CALLS, int(sample_seconds / seconds))
     return lambda: ranks.run(msgspec.structs.replace(order, num_calls=num_calls))
 
 
@@ -224,25 +214,21 @@ def _timed(group: GroupCoordinator, num_calls: int, call: Callable[[], object]) 
     return seconds
 
 
-def time_agreements(groups: Groups, lockstep: Lockstep, num_calls: int) -> Timing:
+def time_agreements(groups: Groups, lockstep: Lockstep, num_calls: int) -> list[float]:
     intent = Intent(num_tokens=1, is_decode_only=True)
 
     def agree() -> None:
         lockstep.finish(gather(groups.dp, lockstep.begin(intent)))  # collective: the first ranks of all replicas
 
-    return Timing(seconds=_timed(groups.world, num_calls, agree))
+    return _timed(groups.world, num_calls, agree)
 
 
 @torch.inference_mode()
-def time_dispatch(groups: Groups, order: TimeDispatch) -> Timing:
+def time_dispatch(groups: Groups, order: TimeDispatch) -> list[float]:
     placement = Placement.even(order.num_experts, groups.ep.world_size)
-    kinds: dict[DispatcherName, Callable[..., Dispatcher[Any]]] = {
-        "allgather": AllGatherDispatcher,
-        "all_to_all": AllToAllDispatcher,
-    }
     device = torch.device("cpu")
     context = ModelContext(select_kernels(device), groups, torch.bfloat16, device)
-    dispatcher = kinds[order.dispatcher](groups.ep, placement, context)
+    dispatcher = DISPATCHERS[order.dispatcher](groups.ep, placement, context)
     hidden_TD, routing = random_tokens(order, groups.rank)
     step = _step((order.num_tokens,) * groups.ep.world_size)
 
@@ -251,23 +237,23 @@ def time_dispatch(groups: Groups, order: TimeDispatch) -> Timing:
         assert isinstance(arrived.tokens, PackedTokens)
         dispatcher.combine(arrived.tokens.rows_RD, arrived.handle).wait()  # collective: all ep ranks
 
-    return Timing(seconds=_timed(groups.world, order.num_calls, exchange))
+    return _timed(groups.world, order.num_calls, exchange)
 
 
-def time_collective(group: GroupCoordinator, order: TimeCollective) -> Timing:
+def time_collective(group: GroupCoordinator, order: TimeCollective) -> list[float]:
     num_ranks = group.world_size
     dtype = getattr(torch, order.dtype)
     num_values = order.num_bytes // dtype.itemsize
     sizes = [num_values] * num_ranks
     x = torch.ones(num_values, dtype=dtype)
     parts = x.repeat(num_ranks)
-    calls: Mapping[Collective, Callable[[], object]] = {  # collective: all ranks
+    calls: Mapping[str, Callable[[], object]] = {  # collective: all ranks
         "all_to_all": lambda: group.all_to_all(parts, sizes, sizes).wait(),
         "all_gather": lambda: group.all_gather(x, sizes),
         "reduce_scatter": lambda: group.reduce_scatter(parts, sizes),
         "all_reduce": lambda: group.all_reduce(x),
     }
-    return Timing(seconds=_timed(group, order.num_calls, calls[order.operation]))
+    return _timed(group, order.num_calls, calls[order.operation])
 
 
 def _connect(start: RankStart, transport: TransportName) -> GroupCoordinator:

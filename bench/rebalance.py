@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moeserve.bench.checkpoints import small_mixtral_config
-from moeserve.bench.harness import Row, at_least, environment, make_parser, percentile, save, show
+from moeserve.bench.harness import Row, at_least, make_parser, percentile
 from moeserve.bench.ranks import Ranks, Rebalanced, RunSteps
+from moeserve.bench.report import show_and_save
 
 MODEL = small_mixtral_config(hidden_size=512, expert_size=768, num_layers=6, num_experts=16, vocab_size=8192)
 
@@ -45,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 alternating = (False, True) if index % 2 else (True, False)
                 answers = {balances: run(model, num_ranks, order, balances) for balances in alternating}
                 rounds.append((answers[False], answers[True]))
-            row = as_row(num_ranks, order, rounds)
-            show(as_text(row))
-            save(options.json, [row])
+            show_and_save(options.json, [as_row(num_ranks, order, rounds)])
 
 
 def run(model: Path, num_ranks: int, order: RunSteps, balances: bool) -> Rebalanced:
@@ -104,20 +103,7 @@ def as_row(num_ranks: int, order: RunSteps, rounds: Sequence[tuple[Rebalanced, R
         "gains_over_without": gains_over_without,
         "layers_switched": balanced[0].num_layers_switched,
         "bytes_moved": balanced[0].bytes_moved,
-        "environment": environment(),
     }
-
-
-def as_text(row: Row) -> str:
-    lines = [f"{row['ranks']} ranks, {row['tokens']} tokens each"]
-    lines.append(f"{'':<10}{'fullest / mean':>15}{'p50, ms':>10}{'p99, ms':>10}{'steps':>7}")
-    for phase in ("without", "before", "during", "after"):
-        steps, balance = row[phase], row["max_over_mean"].get(phase)
-        shown = "" if balance is None else f"{balance:.2f}"
-        lines.append(f"{phase:<10}{shown:>15}{steps['p50'] * 1e3:>10.1f}{steps['p99'] * 1e3:>10.1f}{steps['steps']:>7}")
-    lines.append(f"tokens/s after: x {row['gain_over_without']:.2f} over without, x {row['gain']:.2f} over before")
-    lines.append(f"{row['layers_switched']} layers switched, {row['bytes_moved'] / 2**20:.0f} MiB moved")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -25,25 +26,18 @@ from typing import Any, Literal
 
 from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.costs import FORMATS, step_work
-from moeserve.bench.decode import Workload, draw_prompts, rate_measure
-from moeserve.bench.engines import (
-    BF16_PEERS,
-    ENGINE_NAMES,
-    WEIGHT_FORMATS,
-    Engine,
-    baseline_pairs,
-    start_all,
-    start_engine,
-)
+from moeserve.bench.decode import Generate, Workload, draw_prompts, rate_measure
+from moeserve.bench.engines import ENGINE_NAMES, WEIGHT_FORMATS, Engine, start_all, start_engine
 from moeserve.bench.harness import (
     Row,
+    add_choices,
+    add_models,
     at_least,
     comparison_text,
     environment,
-    figures,
     interleave_with_limits,
     make_parser,
-    ratio,
+    ratios,
     save,
     show,
 )
@@ -53,7 +47,8 @@ from moeserve.ops.threads import set_num_threads
 
 MODELS = ("mixtral-mini", "deepseek-mini", "qwen3-mini")
 BATCHES = (1, 8, 32)
-PREFILL_BATCH, PREFILL_TOKENS = 4, 512
+PREFILL_BATCH = 4
+BF16_PEERS = ("vllm", "llama.cpp-bf16", "transformers")
 DECODE_GOALS = {1: 1.15, 8: 1.3, 32: 1.8}  # times the best bf16 peer, by batch
 PREFILL_GOAL = 1.8
 GOAL_OF_LIMIT = 0.85
@@ -86,23 +81,15 @@ class Cell:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("moeserve bench throughput", "Tokens per second of moeserve and other engines.", rounds=5)
-    parser.add_argument(
-        "--model", action="append", help=f"name or folder of a checkpoint, repeatable (default: {', '.join(MODELS)})"
-    )
-    parser.add_argument(
-        "--engine",
-        action="append",
-        choices=ENGINE_NAMES,
-        metavar="NAME",
-        help=f"repeatable (default: all that are installed) [{', '.join(ENGINE_NAMES)}]",
-    )
+    add_models(parser, MODELS)
+    add_choices(parser, "--engine", ENGINE_NAMES, "all that are installed")
     parser.add_argument("--kind", choices=["decode", "prefill"], help="default: both")
     parser.add_argument(
         "--batch", type=at_least(1), action="append", help=f"requests decoded together (default: {BATCHES})"
     )
     parser.add_argument("--prompt-tokens", type=at_least(1), default=32, help="prompt length when decoding")
     parser.add_argument("--new-tokens", type=at_least(2), default=33, help="tokens of the longer decode run")
-    parser.add_argument("--prefill-tokens", type=at_least(1), default=PREFILL_TOKENS, help="prompt length of prefill")
+    parser.add_argument("--prefill-tokens", type=at_least(1), default=512, help="prompt length of prefill")
     options = parser.parse_args(arguments)
 
     set_num_threads(options.threads)
@@ -117,51 +104,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells.append(Cell("prefill", Workload(PREFILL_BATCH, options.prefill_tokens, 1, vocab_size)))
         cells = [cell for cell in cells if options.kind in (None, cell.kind)]
         with ExitStack() as stack:
-            longest = max(cell.workload.prompt_tokens + cell.workload.new_tokens for cell in cells)
-            most = max(cell.workload.batch for cell in cells)
-            engines, left_out = start_all(
-                options.engine,
-                ENGINE_NAMES,
-                lambda name: start_engine(name, model, stack, max_requests=most, max_request_tokens=longest),  # noqa: B023
+            start = functools.partial(
+                start_engine,
+                model=model,
+                stack=stack,
+                max_requests=max(cell.workload.batch for cell in cells),
+                max_request_tokens=max(cell.workload.prompt_tokens + cell.workload.new_tokens for cell in cells),
             )
+            engines, left_out = start_all(options.engine, ENGINE_NAMES, start)
             for cell in cells:
-                row = measure(model, cell, engines, left_out, options.rounds, probe)
+                row = measure(model, cell, engines, options.rounds, probe)
+                row |= {"goal": goal_of(cell, row["engines"], left_out), "left_out": left_out}
                 show(as_text(row))
                 save(options.json, [row])
 
 
 def measure(
-    model: Path,
-    cell: Cell,
-    engines: Mapping[str, Engine],
-    left_out: Mapping[str, str],
-    num_rounds: int,
-    probe: LimitProbe,
+    model: Path, cell: Cell, engines: Mapping[str, Engine[Generate]], num_rounds: int, probe: LimitProbe
 ) -> Row:
-    """Return the complete row of a cell. `left_out` has the reason for each engine that is missing."""
+    """Return the row of a cell."""
     for engine in engines.values():  # reads mapped files, starts threads, compiles kernels for this batch
-        engine.generate(draw_prompts(cell.workload, random.Random(1)), cell.workload.new_tokens)
-    measures = {name: rate_measure(cell.kind, engine.generate, cell.workload) for name, engine in engines.items()}
+        engine.run(draw_prompts(cell.workload, random.Random(1)), cell.workload.new_tokens)
+    measures = {name: rate_measure(cell.kind, engine.run, cell.workload) for name, engine in engines.items()}
     rounds = interleave_with_limits(measures, num_rounds, probe)
     results = {
-        name: {
-            "version": engines[name].version,
-            "settings": dict(engines[name].settings),
-            **figures(each, lambda limits, name=name: cell.limit_rate(model, name, limits)),  # type: ignore[misc]
-        }
-        for name, each in rounds.items()
+        name: engines[name].row(each, functools.partial(cell.limit_rate, model, name)) for name, each in rounds.items()
     }
     return {
         "benchmark": "throughput",
         "model": model.name,
         "cell": cell.name,
-        "kind": cell.kind,
         "unit": "tokens/s",
         "workload": asdict(cell.workload),
         "engines": results,
-        "ratios": [ratio(results, *pair) for pair in baseline_pairs(results)],
-        "goal": goal_of(cell, results, left_out),
-        "left_out": dict(left_out),
+        "ratios": ratios(results),
         "environment": environment(),
     }
 
@@ -176,13 +152,12 @@ def goal_of(cell: Cell, results: Mapping[str, Mapping[str, Any]], left_out: Mapp
         own["rate"] / min(cell.goal * other["rate"], GOAL_OF_LIMIT * own["limit_rate"])
         for own, other in zip(results["moeserve"]["rounds"], results[best]["rounds"], strict=True)
     ]
-    missing = [name for name in BF16_PEERS if name in ENGINE_NAMES and name not in results]
     return {
         "best_peer": best,
         "ratio": cell.goal,
         "of_limit": GOAL_OF_LIMIT,
         "reached": statistics.median(reached),
-        "without": {name: left_out.get(name, "not selected") for name in missing},
+        "without": {name: left_out.get(name, "not selected") for name in BF16_PEERS if name not in results},
     }
 
 

@@ -1,8 +1,7 @@
 """Starts a peer in a process of its own and sends it requests.
 
-    with start_peer("llama.cpp-q8_0", make_checkpoint("mixtral-mini")) as peer:
-        tokens = peer.generate(prompts, 64)
-        seconds = peer.seconds(prompts, 64)
+    with start_peer("llama.cpp-q8_0", make_checkpoint("mixtral-mini"), num_threads=2) as peer:
+        tokens, seconds = peer.generate(prompts, 64)
 
 The threads of an engine may spin after their work, so a peer's processes are stopped by a signal between requests.
 Our own OpenMP variables are not passed on: within a request each engine's threads wait as its defaults have it.
@@ -24,61 +23,51 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from moeserve.bench.peers.environments import (
-    EnvironmentName,
     PeerError,
     is_installed,
     peers_folder,
     python_of,
     recommended_libraries,
 )
-from moeserve.machine import usable_cores
 
-PeerName = Literal[
-    "llama.cpp-bf16",
-    "llama.cpp-q8_0",
-    "llama.cpp-q4_0",
-    "vllm",
-    "transformers",
-]
-ExpertsPeerName = Literal["vllm", "kt-kernel"]
 FOLDER = Path(__file__).parent
 SECONDS_TO_END = 10.0  # between closing its input and killing it
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class Recipe:
     """The start of a peer."""
 
     adapter: str
-    environment: EnvironmentName
+    environment: str
     gguf_kind: str | None = None
     preloads: bool = False  # the libraries that its authors recommend
-    may_share: bool = False  # uses moeserve's environment if its own is not installed
 
     def python(self, folder: Path) -> Path:
-        if self.may_share and not is_installed(self.environment, folder):
+        """Return the Python of its environment. Without one, transformers uses moeserve's."""
+        if self.environment == "transformers" and not is_installed("transformers", folder):
             return Path(sys.executable)
         return python_of(self.environment, folder)
 
 
-RECIPES: dict[PeerName, _Recipe] = {
-    "llama.cpp-bf16": _Recipe("serve_llama_cpp", "llama.cpp", "bf16"),
-    "llama.cpp-q8_0": _Recipe("serve_llama_cpp", "llama.cpp", "q8_0"),
-    "llama.cpp-q4_0": _Recipe("serve_llama_cpp", "llama.cpp", "q4_0"),
-    "vllm": _Recipe("serve_vllm", "vllm", preloads=True),
-    "transformers": _Recipe("serve_transformers", "transformers", preloads=True, may_share=True),
+PEERS = {
+    "llama.cpp-bf16": Recipe("serve_llama_cpp", "llama.cpp", "bf16"),
+    "llama.cpp-q8_0": Recipe("serve_llama_cpp", "llama.cpp", "q8_0"),
+    "llama.cpp-q4_0": Recipe("serve_llama_cpp", "llama.cpp", "q4_0"),
+    "vllm": Recipe("serve_vllm", "vllm", preloads=True),
+    "transformers": Recipe("serve_transformers", "transformers", preloads=True),
 }
-EXPERTS_RECIPES: dict[ExpertsPeerName, _Recipe] = {
-    "vllm": _Recipe("serve_vllm", "vllm", preloads=True),
-    "kt-kernel": _Recipe("serve_kt_kernel", "kt-kernel"),
+EXPERTS_PEERS = {
+    "vllm": Recipe("serve_vllm", "vllm", preloads=True),
+    "kt-kernel": Recipe("serve_kt_kernel", "kt-kernel"),
 }
 
 
 class Peer:
-    """A loaded peer. Close it, or use it as a context manager."""
+    """A loaded peer, as a context manager."""
 
     def __init__(self, process: PeerProcess, answer: Mapping[str, Any]) -> None:
         self._process = process
@@ -86,18 +75,21 @@ class Peer:
         self.settings: dict[str, Any] = process.settings | answer["settings"]  # recorded in results
         self.startup_seconds: float = answer.get("startup_seconds", 0.0)  # from making the engine to its first token
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """Decode greedily, past the end of sequence. All prompts of a request have the same length."""
-        tokens: list[list[int]] = self._generate(prompts, num_tokens)["tokens"]
-        return tokens
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[list[int]], float]:
+        """Decode greedily, past the end of sequence. All prompts of a request have the same length.
+
+        Returns:
+            New tokens, and the seconds that the peer itself needs, without the transport of the request.
+        """
+        prompt_ids = [list(prompt) for prompt in prompts]
+        answer = self._process.request("generate", prompts=prompt_ids, num_tokens=num_tokens)
+        lengths = [len(output) for output in answer["tokens"]]
+        if lengths != [num_tokens] * len(prompts):
+            raise PeerError(f"expected {len(prompts)} x {num_tokens} tokens, got {lengths}")
+        return answer["tokens"], float(answer["seconds"])
 
     def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        """Return the seconds that the peer itself needs to generate, without the transport of the request."""
-        answer = self._generate(prompts, num_tokens)
-        if [len(output) for output in answer["tokens"]] != [num_tokens] * len(prompts):
-            lengths = [len(output) for output in answer["tokens"]]
-            raise PeerError(f"expected {len(prompts)} x {num_tokens} tokens, got {lengths}")
-        return float(answer["seconds"])
+        return self.generate(prompts, num_tokens)[1]
 
     def experts_seconds(self, num_rows: int, num_runs: int = 5) -> list[float]:
         """Return the seconds of each run of the experts over so many rows, with random routing.
@@ -116,15 +108,12 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self._process.close()
 
-    def _generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> Mapping[str, Any]:
-        return self._process.request("generate", prompts=[list(prompt) for prompt in prompts], num_tokens=num_tokens)
-
 
 def start_peer(
-    name: PeerName,
+    name: str,
     checkpoint: Path,
+    num_threads: int,
     *,
-    num_threads: int | None = None,
     max_requests: int = 32,
     max_request_tokens: int = 1024,
     folder: Path | None = None,
@@ -133,7 +122,6 @@ def start_peer(
 
     Args:
         checkpoint: a folder in Hugging Face layout. For llama.cpp a GGUF file is written beside it, once.
-        num_threads: None: as many as there are usable cores.
         max_requests: maximum prompts of one request.
         max_request_tokens: maximum tokens of one prompt with its output.
         folder: of the environments; None: the default.
@@ -141,16 +129,14 @@ def start_peer(
     Raises:
         PeerError: it is not installed, or cannot load the checkpoint.
     """
-    recipe = RECIPES[name]
-    model = checkpoint.absolute()
-    if recipe.gguf_kind:
-        model = make_gguf(checkpoint, recipe.gguf_kind, folder)
+    recipe = PEERS[name]
+    model = make_gguf(checkpoint, recipe.gguf_kind, folder) if recipe.gguf_kind else checkpoint.absolute()
     vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     process = PeerProcess(name, recipe, folder)
     answer = process.request(
         "load",
         model=str(model),
-        num_threads=num_threads or usable_cores(),
+        num_threads=num_threads,
         max_requests=max_requests,
         max_request_tokens=max_request_tokens,
         first_prompt=random.Random(0).choices(range(vocab_size), k=32),
@@ -158,9 +144,7 @@ def start_peer(
     return Peer(process, answer)
 
 
-def start_experts_peer(
-    name: ExpertsPeerName, shape: Mapping[str, int], *, num_threads: int | None = None, folder: Path | None = None
-) -> Peer:
+def start_experts_peer(name: str, shape: Mapping[str, int], num_threads: int) -> Peer:
     """Load one layer's experts with random bf16 weights into a peer.
 
     Args:
@@ -169,25 +153,22 @@ def start_experts_peer(
     Raises:
         PeerError: it is not installed, or cannot run these experts.
     """
-    process = PeerProcess(f"{name}-experts", EXPERTS_RECIPES[name], folder)
-    answer = process.request("load_experts", shape=dict(shape), num_threads=num_threads or usable_cores())
-    return Peer(process, answer)
+    process = PeerProcess(f"{name}-experts", EXPERTS_PEERS[name])
+    return Peer(process, process.request("load_experts", shape=dict(shape), num_threads=num_threads))
 
 
 def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
     """Write a checkpoint as a GGUF file beside it, or find it written. Quantised files are made from the bf16 file.
 
-    The file name holds a digest of the sources, so a changed checkpoint gets a new file.
+    The file name holds a digest of the checkpoint's files, so a changed checkpoint gets a new file.
 
     Raises:
         PeerError: llama.cpp is not installed, or the model family is not supported.
     """
     checkpoint = checkpoint.absolute()
-    digest = hashlib.sha256()
-    for source in (checkpoint / "config.json", checkpoint / "model.safetensors.index.json"):
-        digest.update(source.read_bytes())
-    digest.update((FOLDER / "adapters" / "write_gguf.py").read_bytes())
-    target = checkpoint.with_name(f"{checkpoint.name}-{digest.hexdigest()[:8]}.{kind}.gguf")
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(checkpoint.iterdir())]
+    digest = hashlib.sha256(f"{files}\n{(FOLDER / 'adapters' / 'write_gguf.py').read_text()}".encode()).hexdigest()[:8]
+    target = checkpoint.with_name(f"{checkpoint.name}-{digest}.{kind}.gguf")
     if target.exists():
         return target
     inputs = [str(checkpoint), str(target)]
@@ -204,7 +185,7 @@ def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
 class PeerProcess:
     """An adapter and the processes that it starts: one process group, which runs only during a request."""
 
-    def __init__(self, name: str, recipe: _Recipe, folder: Path | None = None) -> None:
+    def __init__(self, name: str, recipe: Recipe, folder: Path | None = None) -> None:
         folder = folder or peers_folder()
         python = recipe.python(folder)
         preloaded = recommended_libraries(python) if recipe.preloads else []
@@ -281,7 +262,7 @@ class PeerProcess:
         return self._process.stdin, self._process.stdout
 
 
-def _variables(environment: EnvironmentName, python: Path, preloaded: Sequence[str]) -> dict[str, str]:
+def _variables(environment: str, python: Path, preloaded: Sequence[str]) -> dict[str, str]:
     """Return the peer's environment: ours, without variables for OpenMP, Python and moeserve, plus its own."""
     ours = {
         name: value

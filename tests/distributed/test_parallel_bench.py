@@ -26,10 +26,12 @@ def test_failed_rank_ends_the_benchmark(tiny: Path) -> None:
         started.run(TimeDispatch(dispatcher="allgather", num_calls=2, **sizes))
 
 
-def test_all_tables_of_several_ranks(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tables_of_several_ranks(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes: dict[str, Any] = dict(
-        NUM_AGREEMENTS=20, TOKENS_PER_RANK=(8,), HIDDEN_SIZE=32, NUM_BYTES=(64,), SAMPLE_SECONDS=0.01,
-        LAYOUTS=((1, 2),), REQUESTS_PER_REPLICA=(2,), CACHE_MEMORY="4MiB",
+        TOKENS_PER_RANK=(8,), SHAPE=parallel.SHAPE | {"hidden_size": 32}, NUM_BYTES=(64,), SAMPLE_SECONDS=0.01,
+        LAYOUTS=({"data_parallel_size": 2},), REQUESTS_PER_REPLICA=(2,), CACHE_MEMORY="4MiB",
     )  # fmt: skip
     for name, value in sizes.items():
         monkeypatch.setattr(parallel, name, value)
@@ -42,11 +44,14 @@ def test_all_tables_of_several_ranks(tiny: Path, tmp_path: Path, monkeypatch: py
         ])  # fmt: skip
     finally:
         torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    for line in ("| 2 |", "| 2 ranks, 8 tokens |", "| 2 ranks, all_reduce, bfloat16 |", "tp 1, dp 2, all_to_all |"):
+        assert line in printed
     rows = read_jsonl(results)
     assert all(row["environment"]["load"] >= 0 for row in rows)
     tables = {name: [row for row in rows if row.get("table") == name] for name in ("agreement", "dispatch", "serving")}
     (agreement,) = tables["agreement"]
-    assert agreement["num_agreements"] == 20
+    assert agreement["num_replicas"] == 2
     assert 0 < agreement["median_us"] <= agreement["p99_us"]
 
     gathered, exchanged = tables["dispatch"]
@@ -54,9 +59,9 @@ def test_all_tables_of_several_ranks(tiny: Path, tmp_path: Path, monkeypatch: py
     assert exchanged["ratio"] == pytest.approx(gathered["median_us"] / exchanged["median_us"])
 
     collectives = [row for row in rows if row["benchmark"] == "collectives"]
-    assert len(collectives) == 2 * (len(parallel.OPERATIONS) + len(parallel.SUMS))  # sums in two dtypes
+    assert len(collectives) == 2 * (len(parallel.OPERATIONS) + 2)  # sums in two dtypes
     for shared, gloo in zip(collectives[::2], collectives[1::2], strict=True):
-        assert (shared["transport"], gloo["transport"]) == tuple(parallel.TRANSPORTS)
+        assert (shared["transport"], gloo["transport"]) == ("shared memory", "gloo")
         assert shared["ratio_to_gloo"] == pytest.approx(gloo["median_us"] / shared["median_us"])
 
     serving = {(row["what"], row["layout"]): row for row in tables["serving"]}

@@ -3,117 +3,57 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moeserve.bench import decode, harness
-from moeserve.bench.checkpoints import CheckpointName, find_checkpoint, make_checkpoint, model_config
+from moeserve.bench.checkpoints import CONFIGS, find_checkpoint, make_checkpoint
 from moeserve.bench.costs import FORMATS, step_work
 from moeserve.bench.decode import Workload
-from moeserve.bench.harness import Round
 from moeserve.bench.limits import LimitProbe, MachineLimits, Work, measure_limits
 from moeserve.errors import CheckpointError
 
-TINY_SHARD_BYTES = 50_000
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoints") / "mixtral-tiny"
-    return make_checkpoint("mixtral-tiny", folder, max_shard_bytes=TINY_SHARD_BYTES)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-def test_transformers_finds_every_tensor_and_no_other(tiny: Path) -> None:
-    model, report = MixtralForCausalLM.from_pretrained(tiny, dtype=torch.float32, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert not report["mismatched_keys"]
-    assert model.model.rotary_emb.inv_freq[1].item() == pytest.approx(1e6 ** (-2 / 16))
-    assert torch.isfinite(model(torch.arange(10)[None]).logits).all()
-
 
 @pytest.mark.parametrize(("name", "billions"), [("mixtral-mini", 1.52), ("deepseek-mini", 1.74), ("qwen3-mini", 1.32)])
-def test_transformers_reads_every_configuration(name: CheckpointName, billions: float, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(model_config(name)))
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert config.dtype == torch.bfloat16
+def test_checkpoints_have_the_documented_sizes(name: str, billions: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(billions * 1e9, rel=0.005)
 
 
-def test_same_seed_same_bytes(tiny: Path, tmp_path: Path) -> None:
-    again = make_checkpoint("mixtral-tiny", tmp_path / "again", max_shard_bytes=TINY_SHARD_BYTES)
-    other = make_checkpoint("mixtral-tiny", tmp_path / "other", seed=1, max_shard_bytes=TINY_SHARD_BYTES)
-    assert contents(again) == contents(tiny)
-    assert len(list(tiny.glob("*.safetensors"))) > 1
-    for name, shard in contents(other).items():
-        if name.endswith(".safetensors"):
-            assert shard != (tiny / name).read_bytes()
-
-
-def test_complete_checkpoint_is_reused_and_an_interrupted_one_is_not(tmp_path: Path) -> None:
-    interrupted = tmp_path / ".model.partial"
-    interrupted.mkdir()
-    (interrupted / "model-00001-of-00009.safetensors").write_bytes(b"half a shard")
-
-    folder = make_checkpoint("mixtral-tiny", tmp_path / "model")
-    assert not interrupted.exists()
-    assert not (folder / "model-00001-of-00009.safetensors").exists()
-
-    shard = next(folder.glob("*.safetensors"))
-    written_at = shard.stat().st_mtime_ns
-    assert make_checkpoint("mixtral-tiny", folder) == folder
-    assert shard.stat().st_mtime_ns == written_at
-
-
-def test_another_checkpoint_in_the_way_is_refused_and_left_alone(tiny: Path, tmp_path: Path) -> None:
-    before = contents(tiny)
-    with pytest.raises(CheckpointError, match="seed 7"):
-        make_checkpoint("mixtral-tiny", tiny, seed=7)
-    with pytest.raises(CheckpointError, match="mixtral-tiny"):
-        make_checkpoint("mixtral-mini", tiny)
-    assert contents(tiny) == before
-
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError):
-        make_checkpoint("mixtral-tiny", tmp_path)
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
-
-
-def test_named_checkpoint_is_made_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_made_once_and_never_over_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    interrupted = tmp_path / "bench" / ".mixtral-tiny.partial"
+    interrupted.mkdir(parents=True)
+    (interrupted / "model-00001-of-00009.safetensors").write_bytes(b"half a shard")
     folder = find_checkpoint("mixtral-tiny")
     assert folder == tmp_path / "bench" / "mixtral-tiny"
-    assert (folder / "config.json").exists()
+    (shard,) = folder.glob("*.safetensors")
+    written_at = shard.stat().st_mtime_ns
+    assert find_checkpoint("mixtral-tiny") == find_checkpoint(str(folder)) == folder
+    assert shard.stat().st_mtime_ns == written_at
+    again = make_checkpoint("mixtral-tiny", tmp_path / "again")
+    assert (again / shard.name).read_bytes() == shard.read_bytes()
+    with pytest.raises(CheckpointError, match="mixtral-mini"):
+        make_checkpoint("mixtral-mini", folder)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError):
+        make_checkpoint("mixtral-tiny", tmp_path / "other")
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
     with pytest.raises(CheckpointError, match="mixtral-huge"):
         find_checkpoint("mixtral-huge")
 
 
 def test_limits_are_plausible() -> None:
     probe = LimitProbe(buffer_bytes=1 << 22, matmul_size=128, num_passes=2)
-    for limits in (probe.measure(), probe.measure(), measure_limits(buffer_bytes=1 << 22, matmul_size=128)):
+    for limits in (probe.measure(), measure_limits(buffer_bytes=1 << 22, matmul_size=128)):
         assert 0 < limits.read_bandwidth < 100_000
         assert 0 < limits.matmul_rate < 1_000_000
-        assert limits.num_threads == torch.get_num_threads()
-
-
-def test_environment_records_machine_commit_and_versions() -> None:
-    facts = json.loads(json.dumps(harness.environment()))
-    assert facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    assert facts["date"].endswith("+00:00")
-    assert facts["cores"] >= 1
-    assert facts["memory"] > 2**28
-    assert facts["cpu"]
-    assert facts.keys() >= {"commit", "isa", "kernel_isa"}
 
 
 def test_every_second_round_runs_in_reverse() -> None:
@@ -123,10 +63,11 @@ def test_every_second_round_runs_in_reverse() -> None:
         calls.append(name)
         return figure + len(calls)
 
-    samples = harness.interleave({"a": lambda: measure("a", 10), "b": lambda: measure("b", 20)}, 3)
+    measures = {"a": lambda: measure("a", 10), "b": lambda: measure("b", 20)}
+    assert harness.interleave(measures, 3) == {"a": [11, 14, 15], "b": [22, 23, 26]}
     assert calls == ["a", "b", "b", "a", "a", "b"]
-    assert samples == {"a": [11, 14, 15], "b": [22, 23, 26]}
-    assert harness.ratio_of_medians(samples["b"], samples["a"]) == 23 / 14
+    assert [len(each) for each in harness.interleave(measures, 1, warms_up=True).values()] == [1, 1]
+    assert len(calls) == 10
 
 
 class Readings(LimitProbe):
@@ -140,45 +81,25 @@ class Readings(LimitProbe):
         return MachineLimits(read_bandwidth=10.0 * self.num_taken, matmul_rate=1000, num_threads=1)
 
 
-def test_limits_are_measured_between_any_two_rates() -> None:
-    probe = Readings()
-    rounds = harness.interleave_with_limits({"a": lambda: 1.0, "b": lambda: 2.0}, 2, probe)
-    assert probe.num_taken == 5
-    seen = {name: [(each.before.read_bandwidth, each.after.read_bandwidth) for each in rounds[name]] for name in "ab"}
-    assert seen == {"a": [(10, 20), (40, 50)], "b": [(20, 30), (30, 40)]}
-    assert [each.limits.read_bandwidth for each in rounds["a"]] == [15, 45]
-
-
 def test_fractions_and_ratios_are_taken_within_a_round() -> None:
-    def rounds(*pairs: tuple[float, float]) -> list[Round]:
-        limits = [MachineLimits(bandwidth, 1000, 1) for _, bandwidth in pairs]
-        return [Round(rate, limit, limit) for (rate, _), limit in zip(pairs, limits, strict=True)]
-
-    def bandwidth(limits: MachineLimits) -> float:
-        return limits.read_bandwidth
-
-    engines = {
-        "own": harness.figures(rounds((5, 10), (30, 50), (28, 40)), bandwidth),
-        "peer": harness.figures(rounds((4, 10), (10, 50), (40, 50)), bandwidth),
-    }
-    assert engines["own"]["rate"] == 28
-    assert engines["own"]["fraction_of_limit"] == pytest.approx(0.6)  # of .5, .6 and .7
-    assert [each["limit_rate"] for each in engines["own"]["rounds"]] == [10, 50, 40]
-    ratio = harness.ratio(engines, "own", "peer")
+    rates = {"moeserve": iter([5.0, 30.0, 28.0]), "peer": iter([4.0, 10.0, 40.0])}
+    measures = {name: of_name.__next__ for name, of_name in rates.items()}
+    rounds = harness.interleave_with_limits(measures, 3, Readings())
+    seen = [[(each.before.read_bandwidth, each.after.read_bandwidth) for each in taken] for taken in rounds.values()]
+    assert seen == [[(10, 20), (40, 50), (50, 60)], [(20, 30), (30, 40), (60, 70)]]
+    engines = {name: harness.figures(taken, lambda limits: limits.read_bandwidth) for name, taken in rounds.items()}
+    own = engines["moeserve"]
+    assert own["rate"] == 28
+    assert [each["limit_rate"] for each in own["rounds"]] == [15, 45, 55]
+    assert own["fraction_of_limit"] == pytest.approx(28 / 55)  # of 1/3, 2/3 and this
+    (ratio,) = harness.ratios(engines)
+    assert (ratio["engine"], ratio["baseline"]) == ("moeserve", "peer")
     assert ratio["rounds"] == pytest.approx([1.25, 3, 0.7])
     assert ratio["median"] == pytest.approx(1.25)  # not 28 / 10
-    assert ratio["median_of_fractions"] == pytest.approx(1.25)  # of 1.25, 3 and 0.875
 
 
-def test_rows_are_appended_as_json_lines(tmp_path: Path) -> None:
-    path = tmp_path / "results" / "decode.jsonl"
-    harness.save(path, [{"figure": 1}, {"figure": 2}])
-    harness.save(path, [{"figure": 3}])
-    harness.save(None, [{"figure": 4}])
-    assert [row["figure"] for row in harness.read_jsonl(path)] == [1, 2, 3]
-
-
-def test_work_of_a_step_is_a_recount_of_the_weights(tiny: Path) -> None:
+def test_work_of_a_step_is_a_recount_of_the_weights(tmp_path: Path) -> None:
+    tiny = make_checkpoint("mixtral-tiny", tmp_path / "tiny")
     layers, width, expert = 2, 64, 3 * 64 * 96
     norms, routers, head = layers * 2 * width + width, layers * 4 * width, 160 * width
     attention = layers * (2 * width * width + 2 * width * 32)
@@ -221,10 +142,8 @@ def test_rate_is_free_of_fixed_costs_and_prompts_are_never_repeated() -> None:
     rates = harness.interleave(measures, 2)
     assert rates["slow start"] == pytest.approx([300, 300])
     assert rates["slow steps"] == pytest.approx([150, 150])
-
     assert seen["slow start"] == seen["slow steps"]
     assert len({tuple(prompt) for prompt in seen["slow start"]}) == len(seen["slow start"]) == 2 * 2 * 3
-    assert {len(prompt) for prompt in seen["slow start"]} == {8}
 
     prefill = decode.rate_measure("prefill", lambda prompts, num_tokens: 0.5 * num_tokens, workload)
     assert prefill() == pytest.approx(3 * 8 / 0.5)
@@ -235,9 +154,3 @@ def test_rate_is_free_of_fixed_costs_and_prompts_are_never_repeated() -> None:
 def test_percentile_is_a_measured_value() -> None:
     values = [float(value) for value in range(200, 0, -1)]
     assert [harness.percentile(values, share) for share in (0.5, 0.99, 1.0)] == [100, 198, 200]
-    assert harness.percentile([7.0], 0.99) == 7
-
-
-def test_call_timer_returns_seconds_of_one_call() -> None:
-    measure = harness.call_timer(lambda _: time.sleep(0.002), 0.01)
-    assert 0.002 <= measure() < 0.2

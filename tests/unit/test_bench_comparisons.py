@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ import torch
 from moeserve import cli
 from moeserve.bench import attention, latency, moe, startup, throughput
 from moeserve.bench.checkpoints import make_checkpoint
-from moeserve.bench.engines import EngineName, start_all, start_engine
 from moeserve.bench.harness import read_jsonl
 from moeserve.bench.limits import LimitProbe
 from moeserve.bench.peers.adapters.experts import Shape
@@ -37,28 +35,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Small probes, no installed peers, and the number of threads as it was."""
-    for benchmark in (throughput, moe, latency):
+    for benchmark in (throughput, moe):
         monkeypatch.setattr(benchmark, "LimitProbe", SMALL_PROBE)
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     threads = torch.get_num_threads()
     yield
     set_num_threads(threads)
-
-
-def require_consistent(row: dict[str, Any]) -> None:
-    """Medians are those of the rounds, and fractions and ratios are taken within them."""
-    engines = row["engines"]
-    for figure in engines.values():
-        rounds = figure["rounds"]
-        assert figure["rate"] == statistics.median(each["rate"] for each in rounds)
-        fractions = [each["rate"] / each["limit_rate"] for each in rounds]
-        assert figure["fraction_of_limit"] == pytest.approx(statistics.median(fractions))
-        assert all(each["before"]["read_bandwidth"] > 0 for each in rounds)
-    for ratio in row["ratios"]:
-        own, other = (engines[ratio[which]]["rounds"] for which in ("engine", "baseline"))
-        ratios = [one["rate"] / two["rate"] for one, two in zip(own, other, strict=True)]
-        assert ratio["rounds"] == pytest.approx(ratios)
-        assert ratio["median"] == pytest.approx(statistics.median(ratios))
 
 
 def test_throughput_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,14 +53,13 @@ def test_throughput_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.C
     rows = {row["cell"]: row for row in read_jsonl(results)}
     assert list(rows) == ["decode, batch 2", "decode, batch 8", "prefill, batch 4"]
     for row in rows.values():
-        require_consistent(row)
         assert set(row["engines"]) == {"moeserve", "moeserve-int8", "transformers"}
         pairs = {(ratio["engine"], ratio["baseline"]) for ratio in row["ratios"]}
-        assert pairs == {("moeserve", "transformers"), ("moeserve-int8", "moeserve")}
+        assert pairs == {("moeserve", "transformers"), ("moeserve-int8", "transformers")}
         assert row["environment"]["threads"] == 1
+        assert {"cpu", "isa", "commit", "load", "versions"} <= row["environment"].keys()
         assert "transformers" in row["engines"]["transformers"]["version"]
-        assert row["engines"]["moeserve"]["settings"] == {"threads": 1}
-        assert row["engines"]["transformers"]["settings"]["threads"] == 1
+        assert {engine["settings"]["threads"] for engine in row["engines"].values()} == {1}
     assert rows["decode, batch 2"]["goal"] is None  # no bar is set for it
     goal = rows["decode, batch 8"]["goal"]
     own, peer = (rows["decode, batch 8"]["engines"][name]["rounds"] for name in ("moeserve", "transformers"))
@@ -89,36 +70,14 @@ def test_throughput_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.C
     assert goal["reached"] == pytest.approx(statistics.median(reached))
     assert goal["without"] == {"vllm": "not selected", "llama.cpp-bf16": "not selected"}
     printed = capsys.readouterr().out
-    assert "moeserve / transformers: " in printed
-    assert "reached: " in printed
-    assert "without vllm: not selected" in printed
+    for text in ("moeserve / transformers: ", "reached: ", "without vllm: not selected"):
+        assert text in printed
 
 
 def test_selected_peer_that_is_not_installed_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "throughput", "--model", str(tiny), "--engine", "vllm"]
     assert cli.main(arguments) == 1
     assert "python -m moeserve.bench.peers.install vllm" in capsys.readouterr().err
-
-
-def test_goal_names_missing_peers_with_their_reasons() -> None:
-    cell = throughput.Cell("prefill", throughput.Workload(4, 8, 1, 160))
-    figure = {"rate": 1.0, "rounds": [{"rate": 1.0, "limit_rate": 10.0}]}
-    results = {"moeserve": figure, "llama.cpp-bf16": figure, "transformers": figure}
-    goal = throughput.goal_of(cell, results, {"vllm": "not installed", "llama.cpp-q8_0": "not installed"})
-    assert goal
-    assert goal["without"] == {"vllm": "not installed"}
-    assert throughput.goal_of(cell, {"moeserve": figure}, {}) is None
-
-
-def test_peers_are_optional_without_a_selection(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    known: tuple[EngineName, ...] = ("moeserve", "vllm")
-    with ExitStack() as stack:
-        start = functools.partial(start_engine, model=tiny, stack=stack, max_requests=1, max_request_tokens=32)
-        engines, left_out = start_all(None, known, start)
-        assert list(engines) == ["moeserve"]
-        assert engines["moeserve"].generate([[1, 2, 3]], 4) > 0
-    assert "moeserve.bench.peers.install vllm" in left_out["vllm"]
-    assert "without vllm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
@@ -139,20 +98,26 @@ def test_own_experts_are_checked_against_float32(quantization: Any, monkeypatch:
         moe.own_experts(SHAPE, quantization)(5, 1)
 
 
-def test_experts_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a selection, peers that are not installed are left out."""
     monkeypatch.setitem(moe.SHAPES, "tiny", SHAPE)
     results = tmp_path / "moe.jsonl"
     moe.main(["--shape", "tiny", "--rows", "1", "--rows", "9", "--rounds", "2", "--json", str(results)])
     rows = read_jsonl(results)
     assert [row["num_rows"] for row in rows] == [1, 9]
     for row in rows:
-        require_consistent(row)
         assert set(row["engines"]) == {"moeserve", "moeserve-int8", "moeserve-int4"}
+        assert all(engine["fraction_of_limit"] > 0 for engine in row["engines"].values())
         assert set(row["left_out"]) == {"vllm", "kt-kernel"}
+    assert "without vllm" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(attention.KERNELS is attention.TORCH_KERNELS, reason="the C++ kernels are not built")
-def test_attention_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     decode = attention.Shape(batch=2, context_len=40)
     prefill = attention.Shape(1, 20, num_rows=20, num_kv_heads=1, head_size=576, latent_size=512)
     monkeypatch.setattr(attention, "attention_shapes", lambda: [decode, prefill])
@@ -167,6 +132,7 @@ def test_attention_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("C++", 1),
     ]
     assert all(row["fraction_of_limit"] > 0 for row in rows)
+    assert "latent, 16 heads of 576, prefill" in capsys.readouterr().out
 
 
 def test_work_of_experts_counts_those_that_are_chosen() -> None:
@@ -177,7 +143,7 @@ def test_work_of_experts_counts_those_that_are_chosen() -> None:
     assert moe.experts_work(SHAPE, 7).operations == 2 * 7 * 2 * weights
 
 
-def test_latency_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
+def test_latency_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "latency.jsonl"
     latency.main([
         "--model", str(tiny), "--rate", "20", "--rate", "200", "--requests", "6", "--prompt-tokens", "8",
@@ -192,17 +158,16 @@ def test_latency_from_end_to_end(tiny: Path, tmp_path: Path) -> None:
             values = [value for waits in row["rounds"] for value in waits[wait]]
             assert min(values) >= 0
             assert row[wait] == {"median": statistics.median(values), "p99": max(values)}
+    assert "| mixtral-tiny, moeserve | 20 |" in capsys.readouterr().out
 
 
 def test_arrivals_have_the_given_rate() -> None:
-    traffic = latency.Traffic(num_requests=4000, prompt_tokens=1, new_tokens=2, vocab_size=9)
-    arrivals = latency.draw_arrivals(50.0, traffic, latency.random.Random(3))
-    assert len(arrivals) / arrivals[-1].seconds == pytest.approx(50, rel=0.1)
-    assert sorted(arrivals, key=lambda arrival: arrival.seconds) == arrivals
+    arrivals = latency.draw_arrivals(50.0, 4000, latency.random.Random(3))
+    assert len(arrivals) / arrivals[-1] == pytest.approx(50, rel=0.1)
+    assert sorted(arrivals) == arrivals
 
 
-def test_startup_from_end_to_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+def test_startup_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "startup.jsonl"
     startup.main(["--model", str(tiny), "--rounds", "1", "--threads", "1", "--json", str(results)])
     rows = read_jsonl(results)
@@ -210,9 +175,7 @@ def test_startup_from_end_to_end(tiny: Path, tmp_path: Path, monkeypatch: pytest
     for row in rows:
         assert 0 < row["loading"] < row["seconds"]
         assert row["imports"] > row["loading"]  # torch takes longer than this model
-    assert list((tmp_path / "cache" / "bench").iterdir()) == []  # its own copies are gone
-
-
-def test_failed_start_raises(tmp_path: Path) -> None:
+    assert list((tmp_path / "bench").iterdir()) == []  # its own copies are gone
+    assert "checkpoint, cold" in capsys.readouterr().out
     with pytest.raises(startup.EngineError, match="nothing"):
-        startup.start_once(tmp_path / "nothing", tmp_path, None, 1, startup.Source(packed=False, cold=False))
+        startup.start_once(tmp_path / "nothing", tmp_path, {}, is_packed=False, is_cold=False)

@@ -11,13 +11,10 @@ norms and routers become float32, which llama.cpp requires. llama.cpp itself qua
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,46 +41,28 @@ def main() -> None:
     partial.rename(target)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of the file, whose data is made when it is written."""
-
-    name: str
-    shape: tuple[int, ...]
-    make: Callable[[], np.ndarray]
-    is_float32: bool = False
-
-
 def write(checkpoint: Path, target: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"])
     if architecture is None:
         raise SystemExit(f"{checkpoint}: model_type {config['model_type']!r} is none of {', '.join(ARCHITECTURES)}")
-    writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=False)
+    writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=True)
     writer.add_file_type(MOSTLY_BF16)
     writer.add_tokenizer_model("no_vocab")
     _add_settings(writer, config, architecture)
-
-    index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
-    entries = list(_entries(Tensors(checkpoint, index["weight_map"]), config, architecture))
-    for entry in entries:  # all shapes before any data: one tensor is in memory at a time
-        size = math.prod(entry.shape)
-        dtype: type[np.generic]
-        if entry.is_float32:
-            kind, shape, dtype, num_bytes = gguf.GGMLQuantizationType.F32, entry.shape, np.float32, 4 * size
-        else:  # numpy has no bf16, so the writer takes the shape in bytes
-            kind, dtype, num_bytes = gguf.GGMLQuantizationType.BF16, np.uint8, 2 * size
-            shape = (*entry.shape[:-1], 2 * entry.shape[-1])
-        writer.add_tensor_info(entry.name, shape, np.dtype(dtype), num_bytes, raw_dtype=kind)
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for name, weights in _tensors(checkpoint, config, architecture):
+        own_name = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
+        if own_name is None:
+            raise SystemExit(f"GGUF has no name for {name}")
+        if weights.ndim == 1 or name.endswith(".gate.weight"):
+            writer.add_tensor(own_name, _float32(weights))
+        else:  # numpy has no bf16, so the writer takes bytes
+            data = np.ascontiguousarray(weights).view(np.uint8)
+            writer.add_tensor(own_name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for entry in entries:
-        weights = entry.make()
-        assert weights.shape == entry.shape
-        writer.write_tensor_data(
-            _float32(weights) if entry.is_float32 else np.ascontiguousarray(weights).view(np.uint8)
-        )
+    writer.write_tensors_to_file()
     writer.close()
 
 
@@ -137,62 +116,27 @@ def _add_settings(writer: Any, config: dict[str, Any], architecture: Any) -> Non
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
-def _entries(tensors: Tensors, config: dict[str, Any], architecture: Any) -> Iterator[Entry]:
-    """Yield the tensors of the file: those of the checkpoint, with the experts of a projection stacked into one."""
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+def _tensors(checkpoint: Path, config: dict[str, Any], architecture: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the checkpoint's names and tensors as GGUF has them, with the experts of a projection stacked into one."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-
-    def gguf_name(name: str) -> str:
-        found = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
-        if found is None:
-            raise SystemExit(f"GGUF has no name for {name}")
-        return str(found)
-
-    stacks: dict[str, list[str]] = {}  # names of all experts, by the name of their projection without the expert
-    for name in tensors.names:
-        shape, read = tensors.shape(name), functools.partial(tensors.read, name)
+    tensors = _read(checkpoint)
+    stacks: dict[str, dict[int, np.ndarray]] = {}  # by the projection's name without the expert, and by expert
+    for name, weights in tensors.items():
         if match := EXPERT_PATTERN.match(name):
-            stacks.setdefault(f"{match[1]}.{match[3]}", []).append(name)
-        elif name.endswith("kv_b_proj.weight"):
-            num_heads, key_size, value_size = (
-                config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
-            )
-            keys, values = (
-                functools.partial(part, read, num_heads, key_size) for part in (_latent_keys, _latent_values)
-            )
-            yield Entry(gguf_name(name.replace("kv_b", "k_b")), (num_heads, shape[1], key_size), keys)
-            yield Entry(gguf_name(name.replace("kv_b", "v_b")), (num_heads, value_size, shape[1]), values)
+            stacks.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = weights
+        elif name.endswith("kv_b_proj.weight"):  # its keys' half transposed, as it is applied to queries
+            parts_HPD = weights.reshape(config["num_attention_heads"], -1, weights.shape[1])
+            key_size = config["qk_nope_head_dim"]
+            yield name.replace("kv_b", "k_b"), parts_HPD[:, :key_size].transpose(0, 2, 1)
+            yield name.replace("kv_b", "v_b"), parts_HPD[:, key_size:]
+        elif architecture == gguf.MODEL_ARCH.LLAMA and (num_heads := heads.get(name.split(".")[-2])):
+            # llama.cpp rotates neighbours here, transformers the two halves of a head
+            halves = weights.reshape(num_heads, 2, -1, weights.shape[1])
+            yield name, halves.swapaxes(1, 2).reshape(weights.shape)
         else:
-            projection = name.split(".")[-2]
-            if projection in heads and architecture == gguf.MODEL_ARCH.LLAMA:  # where llama.cpp rotates neighbours
-                read = functools.partial(_pair_neighbours, read, heads[projection])
-            yield Entry(gguf_name(name), shape, read, is_float32=len(shape) == 1 or name.endswith(".gate.weight"))
-    for projection, experts in stacks.items():
-        experts.sort(key=lambda name: int(name.split(".")[-3]))
-        stack = functools.partial(_stack, tensors, experts)
-        yield Entry(gguf_name(projection), (len(experts), *tensors.shape(experts[0])), stack)
-
-
-def _stack(tensors: Tensors, names: list[str]) -> np.ndarray:
-    return np.stack([tensors.read(name) for name in names])
-
-
-def _latent_keys(read: Callable[[], np.ndarray], num_heads: int, key_size: int) -> np.ndarray:
-    """Return the keys' half of the projection from the latent, transposed, as it is applied to queries."""
-    weight = read()
-    return weight.reshape(num_heads, -1, weight.shape[1])[:, :key_size].transpose(0, 2, 1)
-
-
-def _latent_values(read: Callable[[], np.ndarray], num_heads: int, key_size: int) -> np.ndarray:
-    weight = read()
-    return weight.reshape(num_heads, -1, weight.shape[1])[:, key_size:]
-
-
-def _pair_neighbours(read: Callable[[], np.ndarray], num_heads: int) -> np.ndarray:
-    """Reorder rows [H * P, D]: from heads whose two halves are rotated together to heads with neighbouring pairs."""
-    weight = read()
-    halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
+            yield name, weights
+    for name, experts in stacks.items():
+        yield name, np.stack([experts[expert] for expert in sorted(experts)])
 
 
 def _float32(weights: np.ndarray) -> np.ndarray:
@@ -201,30 +145,19 @@ def _float32(weights: np.ndarray) -> np.ndarray:
     return (weights.astype(np.uint32) << 16).view(np.float32)  # bf16 is the upper half of a float32
 
 
-class Tensors:
-    """The mapped tensors of a checkpoint. bf16 is read as uint16, since numpy has no bf16."""
-
-    def __init__(self, folder: Path, weight_map: dict[str, str]) -> None:
-        self._found: dict[str, tuple[np.ndarray, str, tuple[int, ...]]] = {}
-        for shard in sorted(set(weight_map.values())):
-            data = np.memmap(folder / shard, np.uint8, mode="r")
-            header_bytes = int(data[:8].view(np.uint64)[0])
-            header = json.loads(data[8 : 8 + header_bytes].tobytes())
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    begin, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
-                    self._found[name] = data[begin:end], entry["dtype"], tuple(entry["shape"])
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._found)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._found[name][2]
-
-    def read(self, name: str) -> np.ndarray:
-        data, dtype, shape = self._found[name]
-        return data.view({"BF16": np.uint16, "F32": np.float32}[dtype]).reshape(shape)
+def _read(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Map the tensors of a checkpoint. bf16 is read as uint16, since numpy has no bf16."""
+    found = {}
+    for shard in sorted(checkpoint.glob("*.safetensors")):
+        data = np.memmap(shard, np.uint8, mode="r")
+        start = 8 + int(data[:8].view(np.uint64)[0])
+        header = json.loads(data[8:start].tobytes())
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            dtype = {"BF16": np.uint16, "F32": np.float32}[entry["dtype"]]
+            found[name] = data[start + begin : start + end].view(dtype).reshape(entry["shape"])
+    return found
 
 
 if __name__ == "__main__":
