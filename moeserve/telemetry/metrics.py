@@ -70,15 +70,10 @@ class MetricsServer:
         if not 0 <= port <= MAX_PORT:
             raise SettingsError(f"port {shown(port)} cannot serve metrics; choose from 0 (any) to {MAX_PORT}")
         registry = CollectorRegistry()
-        self._counters = [
-            (Counter(name, help, registry=registry), value) for name, (help, value) in COUNTERS.items()
-        ]
-        self._gauges = [
-            (Gauge(name, help, registry=registry), value) for name, (help, value) in GAUGES.items()
-        ]
+        self._counters = [(Counter(name, help, registry=registry), value) for name, (help, value) in COUNTERS.items()]
+        self._gauges = [(Gauge(name, help, registry=registry), value) for name, (help, value) in GAUGES.items()]
         self._layer_gauges = [
-            (Gauge(name, help, ["layer"], registry=registry), value)
-            for name, (help, value) in LAYER_GAUGES.items()
+            (Gauge(name, help, ["layer"], registry=registry), value) for name, (help, value) in LAYER_GAUGES.items()
         ]
         try:
             self._server, self._thread = start_http_server(port, address, registry)
