@@ -121,7 +121,7 @@ void bind_shared_memory(nb::module_& module) {
           [](SharedMemory& self, int element, const Tensor& sent, const Tensor& out, Sizes sizes, int64_t row_bytes) {
             const Sizes bytes = scaled(std::move(sizes), row_bytes);
             return begin(self, [&self, element, sent, out, bytes] {
-              return self.begin_sum_of_parts(static_cast<Element>(element), source_of(sent), target_of(out), bytes);
+              return self.begin_sum_of_parts(static_cast<ElementType>(element), source_of(sent), target_of(out), bytes);
             });
           },
           "element"_a, "sent"_a, "out"_a, "sizes"_a, "row_bytes"_a,
@@ -130,7 +130,7 @@ void bind_shared_memory(nb::module_& module) {
           "begin_sum",
           [](SharedMemory& self, int element, const Tensor& sent, const Tensor& out, int64_t num_bytes) {
             return begin(self, [&self, element, sent, out, num_bytes] {
-              return self.begin_sum(static_cast<Element>(element), source_of(sent), target_of(out), num_bytes);
+              return self.begin_sum(static_cast<ElementType>(element), source_of(sent), target_of(out), num_bytes);
             });
           },
           "element"_a, "sent"_a, "out"_a, "num_bytes"_a, "All-reduce. Return the number of the operation.")

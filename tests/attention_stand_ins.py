@@ -97,19 +97,9 @@ class FlashInfer:
         bmm1_scale: float = 1.0,
         bmm2_scale: float = 1.0,
         window_left: int = -1,
-        out: Any = None,
-        out_dtype: Any = None,
-        o_sf_scale: Any = None,
-        o_sf_vec_size: Any = None,
         sinks: Any = None,
         kv_layout: str = "HND",
-        enable_pdl: bool | None = None,
         backend: str = "auto",
-        q_len_per_req: int | None = 1,
-        o_scale: float | None = 1.0,
-        mask: Any = None,
-        max_q_len: int | None = None,
-        cum_seq_lens_q: Any = None,
     ) -> Tensor:
         self.num_decodes += 1
         need(backend in ("auto", "xqa"), f"Backend {backend} not supported on this GPU")
@@ -119,7 +109,7 @@ class FlashInfer:
         page_size, head_dim = keys.shape[2:]
         need(page_size in (16, 32, 64, 128), f"Invalid page_size: {page_size}, only 16, 32, 64, 128 are supported")
         need(head_dim % self.head_multiple == 0 and head_dim <= 256, f"Invalid head_dim: {head_dim}")
-        need(bmm2_scale == 1.0 and q_len_per_req == 1, "this stand-in supports nothing else")
+        need(bmm2_scale == 1.0, "this stand-in supports nothing else")
         batch = len(query)
         need(batch > 0, "an empty batch is undefined")
         need(block_tables.dtype == torch.int32 and block_tables.is_contiguous(), "block_tables are int32, contiguous")
@@ -185,22 +175,12 @@ class PrefillWrapper:
         num_kv_heads: int,
         head_dim_qk: int,
         page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: Any = None,
-        packed_custom_mask: Any = None,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
         window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
-        o_data_type: torch.dtype | None = None,
         non_blocking: bool = True,
-        fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
         self.package.num_plans += 1
@@ -271,13 +251,11 @@ class Varlen:
         max_q: int,
         max_k: int,
         *,
-        return_aux: Any = None,
         scale: float | None = None,
         window_size: tuple[int, int] = (-1, -1),
         enable_gqa: bool = False,
         seqused_k: Tensor | None = None,
         block_table: Tensor | None = None,
-        num_splits: int | None = None,
     ) -> Tensor:
         need(block_table is not None and seqused_k is not None, "block_table requires seqused_k")
         assert block_table is not None

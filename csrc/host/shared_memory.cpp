@@ -28,8 +28,10 @@ int64_t rounded_up(int64_t num_bytes, int64_t unit) { return (num_bytes + unit -
 
 // The additions per element do not depend on W.
 template <int W, typename T>
-MOESERVE_INLINE void add_all(const char* const* parts, int num_parts, char* out, int64_t num_elements) {
+MOESERVE_INLINE void add_parts([[maybe_unused]] ElementType element, const char* const* parts, int num_parts, char* out,
+                               int64_t num_bytes) {
   T* const result = reinterpret_cast<T*>(out);
+  const int64_t num_elements = num_bytes / static_cast<int64_t>(sizeof(T));
   int64_t i = 0;
   for (; i + 2 * W <= num_elements; i += 2 * W) {
     Pair<W> sum = load_pair<W>(reinterpret_cast<const T*>(parts[0]) + i);
@@ -47,25 +49,16 @@ MOESERVE_INLINE void add_all(const char* const* parts, int num_parts, char* out,
   }
 }
 
-template <int W>
-MOESERVE_INLINE void add_elements(Element element, const char* const* parts, int num_parts, char* out, int64_t bytes) {
-  if (element == Element::kBFloat16) {
-    add_all<W, BFloat16>(parts, num_parts, out, bytes / 2);
-  } else {
-    add_all<W, float>(parts, num_parts, out, bytes / 4);
-  }
-}
-
-MOESERVE_DEFINE_VARIANTS(add_elements,
-                         (Element element, const char* const* parts, int num_parts, char* out, int64_t bytes),
-                         (element, parts, num_parts, out, bytes))
+MOESERVE_DEFINE_TYPED_VARIANTS(add_parts, element,
+                               (ElementType element, const char* const* parts, int num_parts, char* out,
+                                int64_t num_bytes),
+                               (element, parts, num_parts, out, num_bytes))
 
 }  // namespace
 
-void add_in_order(Element element, const std::vector<const char*>& parts, char* out, int64_t num_bytes) {
+void add_in_order(ElementType element, const std::vector<const char*>& parts, char* out, int64_t num_bytes) {
   const int num_parts = static_cast<int>(parts.size());
-  const auto add = choose_add_elements(current_isa());
-  add(element, parts.data(), num_parts, out, num_bytes);
+  choose_add_parts_of_type(current_isa())(element, parts.data(), num_parts, out, num_bytes);
 }
 
 // --- layout of the memory
@@ -207,7 +200,7 @@ uint64_t SharedMemory::begin_gather(const char* sent, char* received, const std:
   return start(operation, sent, own_target, bytes_of_rank[rank_]);
 }
 
-uint64_t SharedMemory::begin_sum_of_parts(Element element, const char* sent, char* out,
+uint64_t SharedMemory::begin_sum_of_parts(ElementType element, const char* sent, char* out,
                                           const std::vector<int64_t>& bytes_of_rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Operation& operation = new_operation();
@@ -222,7 +215,7 @@ uint64_t SharedMemory::begin_sum_of_parts(Element element, const char* sent, cha
   return start(operation, nullptr, nullptr, 0);
 }
 
-uint64_t SharedMemory::begin_sum(Element element, const char* sent, char* out, int64_t num_bytes) {
+uint64_t SharedMemory::begin_sum(ElementType element, const char* sent, char* out, int64_t num_bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Operation& operation = new_operation();
   operation.sends_same = true;

@@ -19,13 +19,13 @@
 #include <mutex>
 #include <vector>
 
-namespace moeserve {
+#include "cpu/element_type.h"
 
-enum class Element : int { kFloat32 = 0, kBFloat16 = 1 };
+namespace moeserve {
 
 // Compute out = ((parts[0] + parts[1]) + parts[2]) + ..., added in float32 and rounded once. `out` may be one of the
 // parts.
-void add_in_order(Element element, const std::vector<const char*>& parts, char* out, int64_t num_bytes);
+void add_in_order(ElementType element, const std::vector<const char*>& parts, char* out, int64_t num_bytes);
 
 // The layout of the memory of each rank, the same on all ranks of a group.
 struct Slots {
@@ -71,9 +71,10 @@ class SharedMemory {
                           const std::vector<int64_t>& receive_bytes);
   uint64_t begin_gather(const char* sent, char* received, const std::vector<int64_t>& bytes_of_rank);
   // Reduce-scatter: `out` becomes the sum of the parts for this rank.
-  uint64_t begin_sum_of_parts(Element element, const char* sent, char* out, const std::vector<int64_t>& bytes_of_rank);
+  uint64_t begin_sum_of_parts(ElementType element, const char* sent, char* out,
+                              const std::vector<int64_t>& bytes_of_rank);
   // All-reduce. `out` must not be `sent`.
-  uint64_t begin_sum(Element element, const char* sent, char* out, int64_t num_bytes);
+  uint64_t begin_sum(ElementType element, const char* sent, char* out, int64_t num_bytes);
 
   // Move data until the operation is done. Returns kInterrupted at least every 50 ms. After kTimeout, kLost and
   // kMismatch this rank has left the group, so that the others fail as well. `is_measured`: include the time in
@@ -112,7 +113,7 @@ class SharedMemory {
     uint64_t number = 0;
     bool sends_same = false;  // all ranks receive the same bytes, written once
     bool adds = false;        // received data is summed instead of copied
-    Element element = Element::kFloat32;
+    ElementType element = ElementType::kFloat32;
     std::vector<Part> parts;  // by rank
     char* out = nullptr;      // result of a sum
     const char* own = nullptr;

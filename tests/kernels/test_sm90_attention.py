@@ -53,7 +53,6 @@ SMALL_SHAPES = {
     "small gpt-oss": Shape(4, 2, 16, window=9, has_sinks=True),
     "small DeepSeek": Shape(4, 1, 32, extra_size=8),
 }
-FLOATS = {"scale": "fp32"}
 
 
 def configs(shape: Shape, element_size: int = 2) -> tuple[Any, Any, Any]:
@@ -88,7 +87,7 @@ def compile_kernel(kernel: Any, shape: Shape, constexprs: dict[str, Any], option
         elif name.endswith("_ptr"):
             signature[name] = pointers.get(name, f"*{dtype}")
         else:
-            signature[name] = FLOATS.get(name, "i32")
+            signature[name] = "fp32" if name == "scale" else "i32"
     counts = {
         "num_chunks", "num_heads", "num_kv_heads", "num_splits", "num_tiles", "table_stride", "max_attended_rows",
     }  # fmt: skip
@@ -107,62 +106,39 @@ def sizes(shape: Shape) -> dict[str, Any]:
     )
 
 
-def compile_tiles(shape: Shape, dtype: str = "bf16") -> MachineCode:
-    from moeserve.triton_kernels.paged_kernels import CHUNKS_AT_ONCE, attend_tile_kernel
+def compiled(kind: str, shape: Shape, dtype: str = "bf16") -> MachineCode:
+    """Compile the kernel of chunks of many rows ("tiles") or of one row ("splits")."""
+    from moeserve.triton_kernels.paged_kernels import CHUNKS_AT_ONCE, attend_split_kernel, attend_tile_kernel
 
-    config, _, _ = configs(shape, 4 if dtype == "fp32" else 2)
-    constexprs = sizes(shape) | {
-        "BLOCK_M": config.block_pairs,
-        "BLOCK_C": config.block_positions,
-        "CHUNKS_AT_ONCE": CHUNKS_AT_ONCE,
-    }
-    return compile_kernel(attend_tile_kernel, shape, constexprs, config.compile_options, dtype)
-
-
-def compile_splits(shape: Shape, dtype: str = "bf16") -> MachineCode:
-    from moeserve.triton_kernels.paged_kernels import attend_split_kernel
-
-    _, config, splits = configs(shape, 4 if dtype == "fp32" else 2)
-    constexprs = sizes(shape) | {
-        "BLOCK_M": config.block_pairs,
-        "BLOCK_C": config.block_positions,
-        "PIECE_SIZE": splits.piece_size,
-        "MAX_SPLITS": splits.max_splits,
-    }
-    return compile_kernel(attend_split_kernel, shape, constexprs, config.compile_options, dtype)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_chunks_of_many_rows_use_wgmma(name: str) -> None:
-    code = compile_tiles(SHAPES[name])
+    tile_config, split_config, splits = configs(shape, 4 if dtype == "fp32" else 2)
+    if kind == "tiles":
+        kernel, config, own = attend_tile_kernel, tile_config, {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}
+    else:
+        kernel, config = attend_split_kernel, split_config
+        own = {"PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}
+    blocks = {"BLOCK_M": config.block_pairs, "BLOCK_C": config.block_positions}
+    code: MachineCode = compile_kernel(kernel, shape, sizes(shape) | blocks | own, config.compile_options, dtype)
     assert code.spilled_bytes == 0
     assert code.shared_bytes <= MAX_SHARED_BYTES
-    assert code.num_wgmma > 0
-    assert code.num_cp_async > 0
+    return code
 
 
+@pytest.mark.parametrize("kind", ["tiles", "splits"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_chunks_of_one_row_fit(name: str) -> None:
-    code = compile_splits(SHAPES[name])
-    assert code.spilled_bytes == 0
-    assert code.shared_bytes <= MAX_SHARED_BYTES
+def test_production_shapes_copy_asynchronously_and_use_wgmma_for_many_rows(name: str, kind: str) -> None:
+    code = compiled(kind, SHAPES[name])
     assert code.num_cp_async > 0
+    assert kind == "splits" or code.num_wgmma > 0
 
 
-@pytest.mark.parametrize("name", SMALL_SHAPES)
-def test_small_models_fit(name: str) -> None:
-    for code in (compile_tiles(SMALL_SHAPES[name]), compile_splits(SMALL_SHAPES[name])):
-        assert code.spilled_bytes == 0
-        assert code.shared_bytes <= MAX_SHARED_BYTES
-
-
-@pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V3", "small DeepSeek"])
-def test_float32_fits_and_uses_no_tensor_cores(name: str) -> None:
-    shape = (SHAPES | SMALL_SHAPES)[name]
-    for code in (compile_tiles(shape, "fp32"), compile_splits(shape, "fp32")):
-        assert code.spilled_bytes == 0
-        assert code.shared_bytes <= MAX_SHARED_BYTES
-        assert "mma" not in code.ptx, "tensor cores have no float32"
+@pytest.mark.parametrize("kind", ["tiles", "splits"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "bf16") for name in SMALL_SHAPES), *((name, "fp32") for name in ("gpt-oss", "DeepSeek-V3"))],
+)
+def test_small_models_and_float32_fit(name: str, dtype: str, kind: str) -> None:
+    code = compiled(kind, (SHAPES | SMALL_SHAPES)[name], dtype)
+    assert dtype == "bf16" or "mma" not in code.ptx, "tensor cores have no float32"
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V3"])

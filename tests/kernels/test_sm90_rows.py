@@ -64,26 +64,20 @@ def test_rms_norm(pointer: str, width: int, has_update: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "top_k", "scoring", "num_groups", "num_chosen_groups", "experts_rating_group", "has_correction"),
+    ("num_experts", "top_k", "scoring", "groups", "has_correction"),
     [
-        (8, 2, "softmax", 1, 1, 1, False),  # Mixtral
-        (160, 6, "softmax", 8, 3, 1, False),  # DeepSeek-V2
-        (256, 8, "sigmoid", 8, 4, 2, True),  # DeepSeek-V3
-        (32, 4, "softmax_of_chosen", 1, 1, 1, False),  # gpt-oss
-        (512, 16, "softmax", 1, 1, 1, False),
+        (160, 6, "softmax", (8, 3, 1), False),  # DeepSeek-V2
+        (256, 8, "sigmoid", (8, 4, 2), True),  # DeepSeek-V3
+        (32, 4, "softmax_of_chosen", (1, 1, 1), False),  # gpt-oss
+        (512, 16, "softmax", (1, 1, 1), False),
     ],
 )
 def test_routing(
-    num_experts: int,
-    top_k: int,
-    scoring: str,
-    num_groups: int,
-    num_chosen_groups: int,
-    experts_rating_group: int,
-    has_correction: bool,
+    num_experts: int, top_k: int, scoring: str, groups: tuple[int, int, int], has_correction: bool
 ) -> None:
     from moeserve.triton_kernels.routing import launch_sizes, route_kernel
 
+    num_groups, num_chosen_groups, experts_rating_group = groups
     types = dict(logits_ptr="*fp32", experts_ptr="*i64", weights_ptr="*fp32", scale="fp32")
     sizes = launch_sizes(num_experts, num_groups, top_k)
     options = {"num_warps": sizes.pop("num_warps")}
