@@ -18,7 +18,7 @@ from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.order_check import OrderCheck
 from moeserve.distributed.store import RankStore, format_ranks, own_address
 from moeserve.distributed.torch_group import as_torch_group
-from moeserve.distributed.transport import HostDeviceTransport, Transport, TransportError, TransportUnavailable
+from moeserve.distributed.transport import Transport, TransportError, TransportUnavailable
 from moeserve.errors import DistributedError
 from moeserve.machine import host_identity
 
@@ -84,8 +84,13 @@ def connect(
     def coordinator(name: str, ranks: tuple[int, ...]) -> GroupCoordinator:
         connection = None
         if len(ranks) > 1:
-            make_torch_group = connector.torch_group_factory(name, ranks)
-            connection = GroupConnection(connector.transport(name, ranks), rank_store, order_check, make_torch_group)
+            connection = GroupConnection(
+                connector.host_transport(name, ranks),
+                rank_store,
+                order_check,
+                connector.device_transport(name, ranks),
+                connector.torch_group_factory(name, ranks),
+            )
         nodes = tuple(hosts.index(hosts[member]) for member in ranks)
         group = GroupCoordinator(name=name, rank=rank, ranks=ranks, node_of_rank=nodes, connection=connection)
         group.barrier()  # collective: all ranks of the group; a broken connection fails here, not in the first step
@@ -107,7 +112,7 @@ class _Connector:
     hosts: list[str]  # by rank
     rank_store: RankStore
     address: str
-    host_transport: TransportName
+    transport_name: TransportName
     device: torch.device
     host_connections: dict[tuple[int, ...], shared_memory.SharedMemoryConnection | gloo.GlooConnection] = field(
         default_factory=dict
@@ -118,19 +123,19 @@ class _Connector:
     def timeout_s(self) -> float:
         return self.rank_store.timeout_s
 
-    def transport(self, name: str, ranks: tuple[int, ...]) -> Transport:
-        """Return the transport of a group, over the connection with its members."""
+    def host_transport(self, name: str, ranks: tuple[int, ...]) -> Transport:
+        """Return the transport of a group's tensors on the CPU, over the connection with its members."""
         if ranks not in self.host_connections:
             self.host_connections[ranks] = self._connect_hosts(name, ranks)
         connection, measures_waits = self.host_connections[ranks], name in MEASURED_GROUPS
-        host: Transport
         if isinstance(connection, gloo.GlooConnection):
-            host = gloo.GlooTransport(connection, measures_waits=measures_waits)
-        else:
-            host = shared_memory.SharedMemoryTransport(connection, measures_waits=measures_waits)
-        if self.device.type == "cpu":
-            return host
-        return HostDeviceTransport(host, self._nccl_transport(name, ranks) if name in GROUPS_OF_LAYERS else None)
+            return gloo.GlooTransport(connection, measures_waits=measures_waits)
+        return shared_memory.SharedMemoryTransport(connection, measures_waits=measures_waits)
+
+    def device_transport(self, name: str, ranks: tuple[int, ...]) -> Transport | None:
+        """Return the transport of a group's tensors on GPUs. None if it carries none."""
+        is_needed = self.device.type != "cpu" and name in GROUPS_OF_LAYERS
+        return self._nccl_transport(name, ranks) if is_needed else None
 
     def gloo_group(self, name: str, ranks: tuple[int, ...]) -> ProcessGroupGloo:
         store, index = self._store_of(name, ranks), ranks.index(self.rank)
@@ -152,7 +157,7 @@ class _Connector:
     def _connect_hosts(
         self, name: str, ranks: tuple[int, ...]
     ) -> shared_memory.SharedMemoryConnection | gloo.GlooConnection:
-        if self.host_transport == "auto":
+        if self.transport_name == "auto":
             store = self._store_of(f"memory/{name}", ranks)
             try:
                 return shared_memory.connect(

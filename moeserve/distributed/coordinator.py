@@ -21,12 +21,22 @@ from moeserve.errors import DistributedError
 
 @dataclass(frozen=True)
 class GroupConnection:
-    """The objects through which the coordinator of several ranks reaches the others."""
+    """The objects through which the coordinator of several ranks reaches the others.
 
-    transport: Transport
+    All ranks of a collective have their tensors on the same kind of device.
+    """
+
+    transport: Transport  # carries tensors on the CPU
     store: RankStore
     order_check: OrderCheck | None
-    make_torch_group: Callable[[], Any] | None = None  # of groups between GPUs, for libraries
+    device_transport: Transport | None = None  # carries tensors on this rank's GPU
+    make_torch_group: Callable[[], Any] | None = None  # makes the group of the ranks' GPUs for libraries
+
+    def transport_of(self, x: Tensor) -> Transport:
+        if x.device.type == "cpu":
+            return self.transport
+        assert self.device_transport is not None, f"this group carries tensors on the CPU only, not on {x.device}"
+        return self.device_transport
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ class GroupCoordinator:
         self._count_and_check("all_reduce", x.dtype, x.shape)
         self.num_bytes_sent += x.nbytes * (self.world_size - 1)
         try:
-            reduced = self._transport.all_reduce(x)
+            reduced = self._connected.transport_of(x).all_reduce(x)
         except TransportError as error:
             self._fail("all_reduce", self._position(), error)
         self._prepare_replay("all_reduce")
@@ -125,7 +135,7 @@ class GroupCoordinator:
         self._count_and_check("reduce_scatter", x.dtype, x.shape[1:], sizes)
         self._count_rows_sent(x, sizes)
         try:
-            reduced = self._transport.reduce_scatter(x, sizes)
+            reduced = self._connected.transport_of(x).reduce_scatter(x, sizes)
         except TransportError as error:
             self._fail("reduce_scatter", self._position(), error)
         self._prepare_replay("reduce_scatter")
@@ -142,7 +152,7 @@ class GroupCoordinator:
         self._count_and_check("all_to_all", x.dtype, x.shape[1:], (), send_sizes, receive_sizes)
         self._count_rows_sent(x, send_sizes)
         try:
-            pending = self._transport.begin_all_to_all(x, send_sizes, receive_sizes)
+            pending = self._connected.transport_of(x).begin_all_to_all(x, send_sizes, receive_sizes)
         except TransportError as error:
             self._fail("all_to_all", self._position(), error)
         return self._pending_tensor(pending, "all_to_all")
@@ -200,23 +210,27 @@ class GroupCoordinator:
         """True if CPU graphs can capture and replay collectives of this group."""
         if self.world_size == 1:
             return True
-        return self._connected.order_check is None and self._transport.supports_cpu_graphs
+        connection = self._connected
+        if connection.order_check is not None or connection.device_transport is not None:
+            return False
+        return connection.transport.supports_cpu_graphs
 
     @property
     def supports_cuda_graphs(self) -> bool:
         """True if CUDA graphs can capture and replay collectives of this group with tensors on GPUs."""
         if self.world_size == 1:
             return True
-        return self._connected.order_check is None and self._transport.supports_cuda_graphs
+        connection = self._connected
+        return connection.order_check is None and connection.device_transport is not None
 
     def raise_failure(self) -> None:
         """Raise DistributedError if a collective on a GPU was aborted: its stream continues, without a valid result.
 
         Call it when the host has waited for the GPU, before results are used. Costs next to nothing.
         """
-        if self._connection is not None:
+        if self._connection is not None and self._connection.device_transport is not None:
             try:
-                self._connection.transport.raise_failure()
+                self._connection.device_transport.raise_failure()
             except TransportError as error:
                 self._fail("a collective", f"up to {self._position()}", error)
 
@@ -226,6 +240,8 @@ class GroupCoordinator:
         Ranks that wait for this one fail at once.
         """
         if self._connection is not None:
+            if self._connection.device_transport is not None:
+                self._connection.device_transport.close()
             self._connection.transport.close()
             self._connection = None
 
@@ -235,16 +251,12 @@ class GroupCoordinator:
             raise DistributedError(f"rank {self.rank}: group {self.name!r} is closed")
         return self._connection
 
-    @property
-    def _transport(self) -> Transport:
-        return self._connected.transport
-
     def _gather_scalars(self, x: Tensor, operation: Operation) -> Tensor:
         return self._begin_all_gather(x, [1] * self.world_size, operation).wait()
 
     def _begin_all_gather(self, x: Tensor, sizes: Sequence[int], operation: Operation) -> PendingTensor:
         try:
-            pending = self._transport.begin_all_gather(x, sizes)
+            pending = self._connected.transport_of(x).begin_all_gather(x, sizes)
         except TransportError as error:
             self._fail(operation, self._position(), error)
         return self._pending_tensor(pending, operation)
@@ -264,14 +276,15 @@ class GroupCoordinator:
 
     def _prepare_replay(self, operation: Operation) -> None:
         """While a CPU graph is captured, register the error of the last collective for replays."""
-        if not self._transport.is_capturing:
+        transport = self._connected.transport
+        if not transport.is_capturing:
             return
         layer = self.layer
 
         def fail(cause: str) -> NoReturn:
             self._fail(operation, _format_position(self.num_begun, self.step, layer), TransportError(cause))
 
-        self._transport.on_replay_failure(fail)
+        transport.on_replay_failure(fail)
 
     def _count_rows_sent(self, x: Tensor, sizes: Sequence[int]) -> None:
         if len(x):

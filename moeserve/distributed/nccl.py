@@ -108,10 +108,6 @@ class NcclTransport(Transport):
         self._waiter(self._begin(lambda: self._process_group.allreduce([total], options)))()
         return total
 
-    @property
-    def supports_cuda_graphs(self) -> bool:
-        return True
-
     def raise_failure(self) -> None:
         """Raise TransportError if a collective was aborted: its stream continues, without a valid result.
 

@@ -71,11 +71,6 @@ class Transport(Protocol):
         return False
 
     @property
-    def supports_cuda_graphs(self) -> bool:
-        """True if collectives of fixed sizes can be captured in a CUDA graph and replayed by all ranks."""
-        return False
-
-    @property
     def is_capturing(self) -> bool:
         """True while this thread captures a CPU graph."""
         return False
@@ -87,62 +82,6 @@ class Transport(Protocol):
     def raise_failure(self) -> None:
         """Raise TransportError if a collective on a device failed after it had returned: its result is garbage."""
         return
-
-
-class HostDeviceTransport(Transport):
-    """Sends tensors on the CPU through one transport, and tensors on this rank's GPU through another.
-
-    All ranks of a collective have their tensors on the same kind of device. Ranks with a GPU use no CPU graphs.
-    """
-
-    def __init__(self, host: Transport, device: Transport | None) -> None:
-        """
-        Args:
-            device: None if the group carries no tensors on GPUs.
-        """
-        self._host = host
-        self._device = device
-
-    def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
-        return self._transport_of(x).begin_all_gather(x, sizes)
-
-    def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
-        return self._transport_of(x).begin_all_to_all(x, send_sizes, receive_sizes)
-
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        return self._transport_of(x).reduce_scatter(x, sizes)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._transport_of(x).all_reduce(x)
-
-    def begin_step(self) -> None:
-        self._host.begin_step()
-
-    def seconds_waited(self) -> list[float]:
-        return self._host.seconds_waited()
-
-    @property
-    def progresses_in_background(self) -> bool:
-        return self._host.progresses_in_background
-
-    @property
-    def supports_cuda_graphs(self) -> bool:
-        return self._device is not None and self._device.supports_cuda_graphs
-
-    def raise_failure(self) -> None:
-        if self._device is not None:
-            self._device.raise_failure()
-
-    def close(self) -> None:
-        if self._device is not None:
-            self._device.close()
-        self._host.close()
-
-    def _transport_of(self, x: Tensor) -> Transport:
-        if x.device.type == "cpu":
-            return self._host
-        assert self._device is not None, f"this group carries tensors on the CPU only, not on {x.device}"
-        return self._device
 
 
 def all_gather(transport: Transport, x: Tensor, sizes: Sequence[int]) -> Tensor:

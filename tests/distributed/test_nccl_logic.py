@@ -15,13 +15,12 @@ from ranks import Place, Ranks
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from moeserve.distributed import connect as connect_module
 from moeserve.distributed import gloo, nccl, symmetric_memory
 from moeserve.distributed.coordinator import GroupConnection, GroupCoordinator
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.nccl import NcclTransport
 from moeserve.distributed.store import RankStore
-from moeserve.distributed.transport import HostDeviceTransport, Transport, TransportError
+from moeserve.distributed.transport import Transport, TransportError
 from moeserve.errors import DistributedError
 
 CPU = torch.device("cpu")
@@ -99,11 +98,6 @@ def check_connection(place: Place, adds: bool) -> str:
     if not adds:
         process_group.allreduce = lambda tensors, options: None
     transport = NcclTransport(process_group, 20.0)
-    assert (transport.seconds_waited(), transport.supports_cpu_graphs, transport.supports_cuda_graphs) == (
-        [],
-        False,
-        True,
-    )
     try:
         transport.check(CPU)
     except TransportError as error:
@@ -114,14 +108,12 @@ def check_connection(place: Place, adds: bool) -> str:
 # ---- groups with tensors on the host and on a device
 
 
-class ByDtype(HostDeviceTransport):
-    """Sends integers as if they were on the host, and all other tensors as if they were on a GPU."""
-
-    def _transport_of(self, x: Tensor) -> Transport:
-        if x.dtype in (torch.int64, torch.uint8):
-            return self._host
-        assert self._device is not None
-        return self._device
+def transport_by_dtype(self: GroupConnection, x: Tensor) -> Transport:
+    """Send integers as if they were on the host, and all other tensors as if they were on a GPU."""
+    if x.dtype in (torch.int64, torch.uint8):
+        return self.transport
+    assert self.device_transport is not None
+    return self.device_transport
 
 
 made: list[NcclStandIn] = []
@@ -141,7 +133,6 @@ def gpu_stand_in() -> Iterator[None]:
     with (
         mock.patch.object(nccl, "make_process_group", make),
         mock.patch.object(NcclTransport, "check", lambda self, device: check(self, CPU)),
-        mock.patch.object(connect_module, "HostDeviceTransport", ByDtype),
     ):
         yield
 
@@ -151,6 +142,9 @@ def join_with_gpus(place: Place, tp: int) -> Groups:
         return join(place, tp, device=torch.device("meta"))
 
 
+by_dtype = mock.patch.object(GroupConnection, "transport_of", transport_by_dtype)
+
+
 @pytest.mark.parametrize(("num_ranks", "tp", "num_process_groups"), [(2, 1, 1), (4, 2, 2)])
 def test_groups_carry_tensors_of_both_devices(ranks: Ranks, num_ranks: int, tp: int, num_process_groups: int) -> None:
     """Groups with equal members share a process group, which is aborted once."""
@@ -158,6 +152,7 @@ def test_groups_carry_tensors_of_both_devices(ranks: Ranks, num_ranks: int, tp: 
     assert found == [[1] * num_process_groups] * num_ranks
 
 
+@by_dtype
 def use_both_devices(place: Place, tp: int) -> list[int]:
     """Return how often each process group was aborted."""
     groups = join_with_gpus(place, tp)
@@ -189,6 +184,7 @@ def test_a_failure_on_the_device_is_raised_later(ranks: Ranks, error: str, words
             assert words in message
 
 
+@by_dtype
 def fail_on_the_device(place: Place, error: str) -> list[str]:
     groups = join_with_gpus(place, tp=place.num_ranks)
     groups.begin_step(7)
@@ -244,6 +240,7 @@ def test_small_sums_use_symmetric_memory(ranks: Ranks) -> None:
     assert calls == [["all_reduce (6, 64)", "all_reduce (6, 64)", "close"]] * 3
 
 
+@by_dtype
 def use_symmetric_memory(place: Place) -> list[str]:
     """Return the calls after connecting."""
     symmetric_memories.clear()

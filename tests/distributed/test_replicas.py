@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
-import subprocess
-import sys
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rank_processes import assert_gone, free_blocks, living_ranks
 from reference_models import Reference
@@ -153,31 +154,55 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_as_with_one_rank(referenc
     assert_gone([process for process in living_ranks() if process not in before])
 
 
-SCRIPT = """
-import sys, time
-from moeserve import LLM, SamplingParams
-llm = LLM({model!r}, data_parallel_size=2, **{settings!r})
-print(llm.generate({prompts!r}, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].token_ids, flush=True)
-stream = llm.stream({prompts!r}[0], SamplingParams(temperature=0, max_tokens=200))
-next(stream)
-time.sleep(60)
-"""
+def test_updates_that_arrive_before_another_request_are_returned_once(llm: LLM, reference: Reference) -> None:
+    prompts = reference.prompts(9, 14, 11)
+    streams = []
+    for prompt in prompts:
+        streams.append(llm.stream(prompt, SamplingParams(temperature=0, max_tokens=40)))
+        next(streams[-1])
+        time.sleep(0.1)  # more tokens arrive, and nobody reads them before the next request
+    assert [list(stream)[-1].outputs[0].token_ids for stream in streams] == [
+        reference.greedy(prompt, 40) for prompt in prompts
+    ]
 
 
-def test_a_script_needs_no_main_guard_and_leaves_nothing_when_killed(reference: Reference) -> None:
-    """Read from standard input, as in a notebook, and killed during a stream."""
-    prompts = reference.prompts(7)
-    script = SCRIPT.format(settings=SETTINGS, model=str(reference.folder), prompts=prompts)
-    with subprocess.Popen(
-        [sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(script)
-        process.stdin.close()
-        answer = process.stdout.readline()
-        processes = living_ranks(process.pid)
-        assert len(processes) == 2
-        process.kill()
-        assert json.loads(answer) == expected(reference, prompts)[0]
-        assert_gone(processes)
+def cores_used_by(processes: list[psutil.Process], seconds: float) -> float:
+    """Return the mean number of cores that this process and others use while this one sleeps."""
+    pids = [os.getpid(), *(process.pid for process in processes)]
+
+    def seconds_used() -> float:
+        files = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+        return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+    before, started = seconds_used(), time.monotonic()
+    time.sleep(seconds)
+    return (seconds_used() - before) / (time.monotonic() - started)
+
+
+def test_idle_replicas_use_less_than_a_hundredth_of_a_core(llm: LLM) -> None:
+    llm.generate([[3, 4, 5]], GREEDY, use_tqdm=False)
+    time.sleep(0.5)
+    used = [cores_used_by(living_ranks(), 1) for _ in range(3)]
+    assert statistics.median(used) < 0.01, used
+
+
+def seconds_to_answer(llm: LLM, pauses: list[float]) -> list[float]:
+    """Return the seconds of a request of one token, after each pause."""
+    found = []
+    for pause in pauses:
+        time.sleep(pause)
+        started = time.monotonic()
+        llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        found.append(time.monotonic() - started)
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("pauses", [[1.0, 1.3, 0.7, 1.7, 2.2], [60.0] * 5])
+def test_idle_replicas_wake_at_once(llm: LLM, pauses: list[float]) -> None:
+    """A wake-up that is lost costs up to a second. The time of a request without a pause is deducted."""
+    usual = statistics.median(seconds_to_answer(llm, [0.0] * 20))
+    answers = seconds_to_answer(llm, pauses)
+    assert statistics.median(answers) - usual < 0.05, (answers, usual)
+    assert sorted(answers)[-2] - usual < 0.2, (answers, usual)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -48,13 +47,6 @@ assert {*POINTS_OF_A_STEP, "moving", "loading", "agreement"} == POINTS.keys()
 @pytest.fixture(scope="module")
 def reference(reference_named: Callable[[str], Reference]) -> Reference:
     return reference_named("mixtral")
-
-
-@pytest.fixture(scope="module")
-def four(reference: Reference) -> Iterator[LLM]:
-    """Four replicas of one rank."""
-    with LLM(reference.folder, data_parallel_size=4, **SETTINGS) as llm:
-        yield llm
 
 
 @pytest.fixture
@@ -345,71 +337,14 @@ def test_a_rank_stopped_inside_a_layer_is_named_after_the_timeout(
     reference: Reference, plant: Callable[..., Planted], traces: Traces
 ) -> None:
     planted = plant(rank=2, point="experts", call=2, action="stop")
-    with LLM(reference.folder, **TWO_BY_TWO, collective_timeout=4, enforce_eager=True, **SETTINGS) as llm:
+    with LLM(reference.folder, **TWO_BY_TWO, collective_timeout=5, enforce_eager=True, **SETTINGS) as llm:
         traces.record()
         streams = started_streams(llm, reference, 4)
         planted.trigger()
         with pytest.raises(EngineError) as failure:
             list(streams[0])
-        assert planted.seconds_since() >= 4
+        assert planted.seconds_since() >= 5
     error = str(failure.value)
     assert re.search(r"rank.* 2\b", error), error
     assert re.search(r"reduce_scatter of group '\w+' \(.*step \d+, layer \d\)", error), error
     traces.assert_none()
-
-
-# ---- Idle replicas
-
-
-def test_updates_that_arrive_before_another_request_are_returned_once(four: LLM, reference: Reference) -> None:
-    prompts = reference.prompts(9, 14, 11)
-    streams = []
-    for prompt in prompts:
-        streams.append(four.stream(prompt, SamplingParams(temperature=0, max_tokens=40)))
-        next(streams[-1])
-        time.sleep(0.1)  # more tokens arrive, and nobody reads them before the next request
-    assert [list(stream)[-1].outputs[0].token_ids for stream in streams] == [
-        reference.greedy(prompt, 40) for prompt in prompts
-    ]
-
-
-def cores_used_by(processes: list[psutil.Process], seconds: float) -> float:
-    """Return the mean number of cores that this process and others use while this one sleeps."""
-    pids = [os.getpid(), *(process.pid for process in processes)]
-
-    def seconds_used() -> float:
-        files = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-        return sum(int(file.read_text().split()[0]) for file in files) / 1e9
-
-    before, started = seconds_used(), time.monotonic()
-    time.sleep(seconds)
-    return (seconds_used() - before) / (time.monotonic() - started)
-
-
-def test_idle_replicas_use_less_than_a_hundredth_of_a_core(four: LLM) -> None:
-    four.generate([[3, 4, 5]], GREEDY, use_tqdm=False)
-    time.sleep(0.5)
-    used = [cores_used_by(living_ranks(), 1) for _ in range(3)]
-    assert statistics.median(used) < 0.01, used
-
-
-def seconds_to_answer(llm: LLM, pauses: list[float]) -> list[float]:
-    """Return the seconds of a request of one token, after each pause."""
-    found = []
-    for pause in pauses:
-        time.sleep(pause)
-        started = time.monotonic()
-        llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        found.append(time.monotonic() - started)
-    return found
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("pauses", [[1.0, 1.3, 0.7, 1.7, 2.2], [60.0] * 5])
-def test_idle_replicas_wake_at_once(four: LLM, pauses: list[float]) -> None:
-    """A wake-up that is lost costs up to a second. The time of a request without a pause is deducted."""
-    usual = statistics.median(seconds_to_answer(four, [0.0] * 20))
-    answers = seconds_to_answer(four, pauses)
-    assert statistics.median(answers) - usual < 0.05, (answers, usual)
-    assert sorted(answers)[-2] - usual < 0.2, (answers, usual)

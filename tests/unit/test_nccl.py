@@ -18,30 +18,26 @@ from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.distributed import nccl, symmetric_memory
+from moeserve.distributed.coordinator import GroupConnection
 from moeserve.distributed.groups import groups_of_one_rank, unconnected
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.nccl import NcclTransport
 from moeserve.distributed.symmetric_memory import ALIGNMENT, MAX_BYTES, OneShotAllReduce, TorchSymmetricMemory
 from moeserve.distributed.torch_group import as_torch_group
-from moeserve.distributed.transport import HostDeviceTransport, TransportError, TransportUnavailable
+from moeserve.distributed.transport import TransportError, TransportUnavailable
 from moeserve.errors import SettingsError
 from moeserve.worker.process import take_device
 
 # ---- transports by device
 
 
-@pytest.mark.parametrize(
-    ("operation", "sizes"),
-    [("begin_all_gather", [[1]]), ("begin_all_to_all", [[1], [1]]), ("reduce_scatter", [[1]]), ("all_reduce", [])],
-)
-def test_tensors_use_the_transport_of_their_device(operation: str, sizes: list[list[int]]) -> None:
+def test_tensors_use_the_transport_of_their_device() -> None:
     host, device = mock.Mock(), mock.Mock()
-    both = HostDeviceTransport(host, device)
     x, on_device = torch.ones(1), torch.ones(1, device="meta")
-    assert getattr(both, operation)(x, *sizes) is getattr(host, operation).return_value
-    assert getattr(both, operation)(on_device, *sizes) is getattr(device, operation).return_value
+    both = GroupConnection(host, mock.Mock(), None, device)
+    assert (both.transport_of(x), both.transport_of(on_device)) == (host, device)
     with pytest.raises(AssertionError, match="CPU only, not on meta"):
-        getattr(HostDeviceTransport(host, None), operation)(on_device, *sizes)
+        GroupConnection(host, mock.Mock(), None).transport_of(on_device)
 
 
 def test_a_rank_alone_supports_graphs_and_cannot_fail() -> None:
