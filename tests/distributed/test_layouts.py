@@ -1,43 +1,29 @@
-"""The model divided over ranks: the tokens of transformers in all layouts, with both dispatchers and with placements.
+"""The model divided over ranks: the tokens of transformers in all layouts, with both dispatchers and expert copies.
 
 Pairs of parameters occur together, not all combinations: see `CASES`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
-from joining import join
-from ranks import Place, Ranks
+import worker_groups
+from ranks import Ranks
 from reference_models import Reference
-from small_steps import MIDDLE, border, bytes_of_tokens, check_ways
+from small_steps import MIDDLE, check_ways
+from worker_groups import Arrival, Story, Timetable
 
-from moeserve.config.resolve import MachineFacts, resolve
-from moeserve.config.validation import parse_settings
-from moeserve.distributed.groups import Groups, groups_of_one_rank
-from moeserve.models.registry import read_facts
-from moeserve.protocol import Chunk, SampleSpec, StepPlan
+from moeserve.protocol import Request, RequestUpdate
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.lockstep import Intent, Lockstep
-from moeserve.worker.worker import Worker
 
 NUM_TOKENS = 12
-BLOCK_SIZE = 8
-BLOCKS_PER_PROMPT = 8
 LENGTHS = (1, 9, 23, 17)
-GREEDY = RequestParams(temperature=0, logprobs=0)
-
-Prompt = list[int]
-Generated = tuple[
-    list[list[int]],  # by prompt: tokens
-    list[list[float]],  # and the log-probability of each
-    list[int],  # by step: tokens of all ranks
-]
+PARAMS = RequestParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1)
+OPTIONS: dict[str, Any] = dict(
+    max_model_len=64, block_size=8, kv_cache_memory="8MiB", debug_collectives=True, collective_timeout=30
+)
 
 DISPATCHERS = ("allgather", "all_to_all")
 LAYOUTS = ((4, 1), (2, 2), (1, 8))  # tp, dp; some of 8 ranks have no experts
@@ -63,74 +49,6 @@ CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in ("qwen2-moe", "olmoe
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads
 
 
-def generate_here(
-    place: Place, tp: int, dp: int, folder: str, dispatcher: str, max_small_tokens: int | None, **what: Any
-) -> Generated:
-    """Run `generate` on one of several ranks."""
-    torch.set_num_threads(1)
-    groups = join(place, tp, timeout_s=30, check_order=True)
-    max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(folder, max_small_tokens)
-    ways: list[bool] = []
-    with border(max_small_bytes, ways.append):
-        found = generate(groups, folder, dispatcher, **what)
-    check_ways(found[2], ways, max_small_tokens)
-    return found
-
-
-def generate(
-    groups: Groups,
-    folder: str,
-    dispatcher: str,
-    prompts: list[list[Prompt]],
-    num_redundant: int = 0,
-    loads: list[list[float]] | tuple[()] = (),
-) -> Generated:
-    """Generate greedily from the prompts of this rank's replica, beginning one more prompt in every step.
-
-    The first rank of the replica returns log-probabilities, the others none.
-    """
-    options = {"dtype": "float32", "block_size": BLOCK_SIZE, "kv_cache_memory": "8MiB", "num_threads": 1}
-    config = resolve(parse_settings(options), read_facts(folder), MachineFacts(num_cores=1))
-    config = dataclasses.replace(
-        config, dispatcher=dispatcher, num_redundant_experts=num_redundant, expert_loads=tuple(map(tuple, loads))
-    )
-    worker = Worker(config, groups, show_progress=False)
-    replica, num_replicas = groups.mesh.coordinates(groups.rank).dp, groups.mesh.dp
-    mine = prompts[replica]
-    lockstep = Lockstep(rank=replica, num_replicas=num_replicas)
-    tokens: list[list[int]] = [[] for _ in mine]
-    logprobs: list[list[float]] = [[] for _ in mine]
-    num_tokens: list[int] = []
-    while True:
-        step = len(num_tokens)
-        chunks, running = [], []
-        for index, prompt in enumerate(mine[: step + 1]):
-            if len(tokens[index]) == NUM_TOKENS:
-                continue
-            new = [tokens[index][-1]] if tokens[index] else prompt
-            start = len(prompt) + len(tokens[index]) - len(new) if tokens[index] else 0
-            blocks = list(range(index * BLOCKS_PER_PROMPT, (index + 1) * BLOCKS_PER_PROMPT))
-            sample = SampleSpec(params=GREEDY, seed=0, position=len(tokens[index]))
-            chunks.append(Chunk(token_ids=new, start=start, block_ids=blocks, sample=sample))
-            running.append(index)
-        plan = StepPlan(step=step, chunks=chunks)
-        row = torch.tensor([lockstep.begin(Intent(num_tokens=plan.num_tokens, is_decode_only=False))])
-        rows = groups.dp.all_gather(row, (1,) * num_replicas)
-        agreement = lockstep.finish(rows.tolist())
-        if agreement.is_idle:
-            return tokens, logprobs, num_tokens
-        result = worker.execute(plan, agreement)
-        for index, given in zip(running, result.chunks, strict=False):
-            assert given.logprobs is not None
-            logprobs[index].append(given.logprobs.logprobs[0])
-        # The first rank of a replica samples, and sends the tokens to the others, as a plan would.
-        chosen = [given.token_id for given in result.chunks] or [0] * len(running)
-        chosen = groups.tp.broadcast(torch.tensor(chosen, dtype=torch.int64), 0).tolist()
-        for index, token_id in zip(running, chosen, strict=True):
-            tokens[index].append(token_id)
-        num_tokens.append(sum(agreement.num_tokens))
-
-
 @pytest.mark.parametrize(("name", "tp", "dp", "dispatcher", "num_redundant", "max_small_tokens"), CASES)
 def test_tokens_of_transformers(
     ranks: Ranks,
@@ -142,31 +60,47 @@ def test_tokens_of_transformers(
     num_redundant: int,
     max_small_tokens: int | None,
 ) -> None:
-    """Log-probabilities are those of one rank."""
+    """A request begins in every round. Log-probabilities are those of one rank."""
     reference = reference_named(name)
-    folder = str(reference.folder)
     prompts = reference.clear_prompts(LENGTHS, NUM_TOKENS)
-    prompts_of_replica = [prompts[replica::dp] or prompts[:1] for replica in range(dp)]
-    if dp > 1:
-        prompts_of_replica[-1] = prompts_of_replica[-1][:1]  # one replica ends long before the others
-    if dp > 2:
-        prompts_of_replica[1] = []  # and one has no prompt at all
-    arguments: dict[str, Any] = dict(folder=folder, dispatcher=dispatcher, max_small_tokens=max_small_tokens)
-    arguments |= dict(num_redundant=num_redundant, loads=uneven_loads(folder) if num_redundant else [])
-    by_rank = ranks.run(tp * dp, "test_layouts:generate_here", tp=tp, dp=dp, prompts=prompts_of_replica, **arguments)
-    _, alone, _ = generate(groups_of_one_rank(), folder, "local", [prompts])
-    for rank, (tokens, logprobs, _) in enumerate(by_rank):
-        mine = prompts_of_replica[rank // tp]
-        assert tokens == [reference.greedy(prompt, NUM_TOKENS) for prompt in mine]
-        if rank % tp == 0:
-            for prompt, found in zip(mine, logprobs, strict=True):
-                assert found == pytest.approx(alone[prompts.index(prompt)], abs=1e-5, rel=0)
+
+    def play(tp: int, dp: int, **options: Any) -> list[Story]:
+        busy = [replica for replica in range(dp) if dp < 3 or replica != 1]  # one replica of many has no request
+        arrivals = [
+            Arrival(
+                round=index,
+                replica=busy[index % len(busy)],
+                request=Request(request_id=str(index), prompt_token_ids=prompt, params=PARAMS, seed=0),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        return worker_groups.run(
+            ranks,
+            tp * dp,
+            Timetable(arrivals=arrivals),
+            folder=str(reference.folder),
+            tp=tp,
+            options=OPTIONS | options,
+            max_small_tokens=max_small_tokens,
+        )
+
+    stories = play(tp, dp, dispatcher=dispatcher, num_redundant_experts=num_redundant)
+    worker_groups.check_counts(stories, tp, reference.model.config.num_experts_per_tok)
+    check_ways([sum(num_tokens) for num_tokens in stories[0].steps], stories[0].ways, max_small_tokens)
+    updates, alone = updates_of(stories), updates_of(play(1, 1, dispatcher="local"))
+    for index, prompt in enumerate(prompts):
+        tokens = [token for update in updates[str(index)] for token in update.token_ids]
+        assert tokens == reference.greedy(prompt, NUM_TOKENS)
+        assert logprobs_of(updates[str(index)]) == pytest.approx(logprobs_of(alone[str(index)]), abs=1e-5, rel=0)
 
 
-def uneven_loads(folder: str) -> list[list[float]]:
-    """Return loads with hot experts, different ones in each layer."""
-    facts = read_facts(folder)
-    return [
-        [math.exp(-((expert + layer) % facts.num_experts)) for expert in range(facts.num_experts)]
-        for layer in range(facts.num_sparse_layers)
-    ]
+def updates_of(stories: Sequence[Story]) -> dict[str, list[RequestUpdate]]:
+    updates: dict[str, list[RequestUpdate]] = {}
+    for story in stories:
+        for update in story.updates:
+            updates.setdefault(update.request_id, []).append(update)
+    return updates
+
+
+def logprobs_of(updates: Sequence[RequestUpdate]) -> list[float]:
+    return [each.logprobs[0] for update in updates for each in update.logprobs]
