@@ -20,7 +20,7 @@ from model_context import cpu_context
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.errors import SettingsError
 from moeserve.moe.dispatch.deepep.communicator import DeepEPShape, from_float8, to_float8
-from moeserve.moe.dispatch.deepep.factory import choose_package, open_communicator
+from moeserve.moe.dispatch.deepep.factory import choose_package, open_communicator, open_deepep
 from moeserve.moe.dispatch.deepep.support import offered_api, why_shape_unsupported, why_unsupported
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -133,7 +133,7 @@ def group_with(others: Sequence[int] = (), node_of_rank: Sequence[int] = NODES) 
 
 def test_all_ranks_must_use_the_same_api() -> None:
     """Other ranks found no package (0), one with the elastic API (1), or one with the legacy API (2)."""
-    choose = functools.partial(choose_package, device=GPU, is_required=True)
+    choose = functools.partial(choose_package, device=GPU)
     with gpu((9, 0)):
         assert choose(SHAPE, group_with([1]), deep_ep=ELASTIC) is ELASTIC
         assert choose(SHAPE, group_with([2]), deep_ep=LEGACY) is LEGACY
@@ -145,11 +145,13 @@ def test_all_ranks_must_use_the_same_api() -> None:
 
 
 def test_fallback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    group, context = groups_of_one_rank().ep, cpu_context()
     with caplog.at_level(logging.INFO):
-        assert choose_package(SHAPE, groups_of_one_rank().ep, CPU, is_required=False, deep_ep=LEGACY) is None
+        assert open_deepep(SHAPE, group, context, is_required=False, is_deterministic=True) is None
     (message,) = caplog.messages
-    assert "cpu" in message
     assert "all_to_all" in message
+    with pytest.raises(SettingsError, match="all_to_all"):
+        open_deepep(SHAPE, group, context, is_required=True, is_deterministic=True)
 
 
 class ProcessGroup(SimpleNamespace):
@@ -166,7 +168,7 @@ class ProcessGroup(SimpleNamespace):
 
 def opened(package: ModuleType, shape: DeepEPShape, group: Any, **options: Any) -> Any:
     process_group = cast(Any, ProcessGroup())
-    return open_communicator(package, shape, process_group, group, cpu_context(), **(dict(is_required=True) | options))
+    return open_communicator(package, shape, process_group, group, cpu_context(), **options)
 
 
 @pytest.mark.parametrize("low_latency_tokens", [0, 128])
@@ -210,7 +212,7 @@ class WithoutNvlink(ElasticBuffer):
 
 
 @pytest.mark.parametrize(("is_broken", "others"), [(True, [0]), (True, [1]), (False, [0])])
-def test_buffer_that_cannot_be_opened(is_broken: bool, others: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_buffer_that_cannot_be_opened(is_broken: bool, others: list[int]) -> None:
     """Either all ranks use a buffer or none."""
     package = stand_in(ElasticBuffer)
     if is_broken:
@@ -218,9 +220,6 @@ def test_buffer_that_cannot_be_opened(is_broken: bool, others: list[int], caplog
     reason = "No NVLink connection between 0 and 1" if is_broken else "another rank"
     with pytest.raises(SettingsError, match=f"{reason}.*all_to_all"):
         opened(package, SHAPE, group_with(others))
-    with caplog.at_level(logging.INFO):
-        assert opened(package, SHAPE, group_with(others), is_required=False) is None
-    assert [reason in message for message in caplog.messages] == [True]
     assert opened(ELASTIC, SHAPE, group_with([1])) is not None
 
 

@@ -55,39 +55,30 @@ def open_deepep(
     Raises:
         SettingsError: DeepEP is required and cannot be used.
     """
-    deep_ep = choose_package(shape, group, context.device, is_required=is_required)
-    if deep_ep is None:
+    try:
+        deep_ep = choose_package(shape, group, context.device)
+        process_group = group.make_torch_group()
+        communicator = open_communicator(
+            deep_ep, shape, process_group, group, context, is_deterministic=is_deterministic
+        )
+    except SettingsError as error:
+        if is_required:
+            raise
+        logger.info("rank %d uses all_to_all: %s", group.rank, error)
         return None
-    communicator = open_communicator(
-        deep_ep,
-        shape,
-        group.make_torch_group(),
-        group,
-        context,
-        is_required=is_required,
-        is_deterministic=is_deterministic,
-    )
-    return None if communicator is None else DeepEPDispatchers(communicator, group, context)
+    return DeepEPDispatchers(communicator, group, context)
 
 
 def choose_package(
-    shape: DeepEPShape,
-    group: GroupCoordinator,
-    device: torch.device,
-    *,
-    is_required: bool,
-    deep_ep: ModuleType | None = None,
-) -> ModuleType | None:
-    """Return the package if all ranks can use it through the same API; otherwise log the reason and return None.
-
-    Collective: all ep ranks.
+    shape: DeepEPShape, group: GroupCoordinator, device: torch.device, deep_ep: ModuleType | None = None
+) -> ModuleType:
+    """Return the package if all ranks can use it through the same API. Collective: all ep ranks.
 
     Args:
-        is_required: see `open_deepep`.
         deep_ep: the package; None: import it.
 
     Raises:
-        SettingsError: it is required and cannot be used.
+        SettingsError: on all ranks, if one of them cannot use it.
     """
     reason = why_unsupported(shape, device, group.node_of_rank, deep_ep)
     package, api_number = None, 0
@@ -97,12 +88,7 @@ def choose_package(
     lowest, highest = group.all_reduce_minimum(api_number), -group.all_reduce_minimum(-api_number)
     if lowest == highest and package is not None:
         return package
-    _report_unused(
-        group,
-        reason or ("packages on other ranks offer another API" if lowest else OTHERS_REFUSE),
-        is_required=is_required,
-    )
-    return None
+    raise _unusable(reason or ("packages on other ranks offer another API" if lowest else OTHERS_REFUSE))
 
 
 def open_communicator(
@@ -112,9 +98,8 @@ def open_communicator(
     group: GroupCoordinator,
     context: ModelContext,
     *,
-    is_required: bool,
     is_deterministic: bool = True,
-) -> DeepEPCommunicator | None:
+) -> DeepEPCommunicator:
     """Open the buffer for all layers, on all ranks or on none, before any graph is captured.
 
     DeepEP's constructor looks for the connections between GPUs and hosts and raises any error where one is missing. If
@@ -123,11 +108,10 @@ def open_communicator(
     Args:
         deep_ep: the result of `choose_package`.
         process_group: the torch.distributed group of `group`'s ranks in their order, with NCCL.
-        is_required: see `open_deepep`.
         is_deterministic: see `ElasticCommunicator`; ignored among ranks of several hosts.
 
     Raises:
-        SettingsError: it is required and cannot be opened.
+        SettingsError: on all ranks, if one of them cannot open it.
     """
     communicator: DeepEPCommunicator | None = None
     reason = OTHERS_REFUSE
@@ -141,17 +125,14 @@ def open_communicator(
             communicator = LegacyCommunicator(deep_ep, shape, process_group, group.rank_in_group, context)
     except Exception as error:
         reason = f"its buffer cannot be opened: {type(error).__name__}: {' '.join(str(error).split())}"
-    if group.all_reduce_minimum(int(communicator is not None)):
+    if group.all_reduce_minimum(int(communicator is not None)) and communicator is not None:
         return communicator
     # A buffer that this rank opened is not closed here, because closing takes all ranks.
-    _report_unused(group, reason, is_required=is_required)
-    return None
+    raise _unusable(reason)
 
 
-def _report_unused(group: GroupCoordinator, reason: str, *, is_required: bool) -> None:
-    if is_required:
-        raise SettingsError(f"dispatcher='deepep' cannot be used: {reason}. Use 'all_to_all' or 'auto'")
-    logger.info("rank %d: DeepEP is not used: %s. Using all_to_all", group.rank, reason)
+def _unusable(reason: str) -> SettingsError:
+    return SettingsError(f"dispatcher='deepep' cannot be used: {reason}. Use 'all_to_all' or 'auto'")
 
 
 def _api(deep_ep: ModuleType) -> Api:
