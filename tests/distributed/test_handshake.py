@@ -229,9 +229,10 @@ def store_of(place: Place) -> Store:
 def name_of_rank_0(store: Store) -> bytes:
     """Return the name of the socket on which rank 0 of two listens, having registered rank 1 so that it goes on."""
     pid = int(store.get("pid"))
+    known = listening_names([pid])
     deadline = time.monotonic() + 10
     store.set("rank/1", "")
-    while not (names := listening_names([pid])):
+    while not (names := listening_names([pid]) - known):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     (name,) = names
