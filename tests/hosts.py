@@ -11,14 +11,12 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 SUBNET = "10.77.0"
-RELAY = Path(__file__).parent / "lossy_link.py"
 # Folders that a host has for itself.
 OWN_FOLDERS = ("/tmp/ray", "/dev/shm")
 
@@ -89,26 +87,6 @@ class Host:
         """Set the cable "up" or "down"."""
         _ip("-n", self.bridge, "link", "set", f"v{self.name}", state)
 
-    @contextlib.contextmanager
-    def bad_cable(self, *, delay_ms: float, loss: float, seed: int = 0) -> Iterator[None]:
-        """Delay, reorder and drop packets to and from this host."""
-        cable, plug = f"v{self.name}", f"p{self.name}"
-        in_bridge = ["-n", self.bridge]
-        _ip(*in_bridge, "link", "add", plug, "type", "veth", "peer", "name", f"q{self.name}")
-        _ip(*in_bridge, "link", "set", cable, "nomaster")
-        _ip(*in_bridge, "link", "set", f"q{self.name}", "master", self.bridge.removeprefix("moe-"), "up")
-        _ip(*in_bridge, "link", "set", plug, "up")
-        carry = [sys.executable, str(RELAY), cable, plug, str(delay_ms), str(loss), str(seed)]
-        relay = subprocess.Popen(["ip", "netns", "exec", self.bridge, *carry])
-        try:
-            yield
-            assert relay.poll() is None, "the relay has ended"
-        finally:
-            relay.kill()
-            relay.wait()
-            _ip(*in_bridge, "link", "delete", plug)
-            _ip(*in_bridge, "link", "set", cable, "master", self.bridge.removeprefix("moe-"))
-
     def end(self) -> None:
         """Kill the init of this host: all its processes end with process 1."""
         with contextlib.suppress(ProcessLookupError):
@@ -152,7 +130,6 @@ def _host(name: str, address: str, bridge: str, in_bridge: list[str]) -> Host:
     _ip(*own, "link", "set", "eth0", "up")
     _ip(*own, "link", "set", "lo", "up")
     inside = ["ip", "netns", "exec", f"moe-{name}"]
-    subprocess.run([*inside, sys.executable, str(RELAY), "eth0"], check=True)
     mounts = " && ".join(f"mkdir -p {folder} && mount -t tmpfs none {folder}" for folder in OWN_FOLDERS)
     script = f"{mounts} && hostname host{address.rsplit('.', 1)[1]} && exec sleep infinity"
     unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--ipc", "--uts"]

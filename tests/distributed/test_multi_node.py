@@ -194,16 +194,6 @@ def test_other_failures_are_named_as_well(
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("replicas")
-@pytest.mark.parametrize("seed", range(10))
-def test_a_slow_and_lossy_link_changes_no_token(cluster: Cluster, reference: Reference, seed: int) -> None:
-    prompts = reference.prompts(3, 20, seed=seed)
-    with cluster.hosts[1].bad_cable(delay_ms=2, loss=0.005, seed=seed):
-        given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
-    assert given.get("tokens") == expected(reference, prompts), given
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("replicas")
 def test_a_removed_placement_group_is_reserved_again(cluster: Cluster, reference: Reference) -> None:
     prompts = reference.prompts(5, 9, 12)
     assert cluster.ask("remove groups")["groups"] == 2
