@@ -62,20 +62,14 @@ tokenizers: $(INSTALLED)
 PYTEST := OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest
 # Two workers take files in the order of the command, where those that take long come first.
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
-# These measure time and end processes, so nothing runs beside them.
-ALONE := $(addprefix tests/distributed/test_,engine_process.py group.py handshake.py multi_node.py processes.py \
-	ranks.py replicas.py shared_memory.py) $(addprefix tests/reliability/test_,ctrl_c.py faults.py)
-
 # All phases run; then the failures of all are shown. Triton's interpreter, which runs GPU kernels on a CPU, is chosen for
 # a whole process.
 test: SHELL := /bin/bash
 test: setup
 	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
 	@mkdir -p build; rm -f build/test-*.log; set -o pipefail; failed=0; \
-	$(PYTEST) $(TWO_WORKERS) $(addprefix --ignore=,$(ALONE)) $(addprefix tests/,e2e distributed reliability kernels unit) \
-		2>&1 | tee build/test-1.log || failed=1; \
+	$(PYTEST) $(TWO_WORKERS) $(addprefix tests/,e2e distributed reliability kernels unit) 2>&1 | tee build/test-1.log || failed=1; \
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/triton 2>&1 | tee build/test-2.log || failed=1; \
-	$(PYTEST) $(ALONE) 2>&1 | tee build/test-3.log || failed=1; \
 	grep -hE '^(FAILED|ERROR) ' build/test-*.log || echo "No test failed."; exit $$failed
 
 # The kernels and the engine as on a processor without AVX-512: all tests that depend on the instruction set.
