@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterable
 
 import psutil
 
@@ -24,6 +26,12 @@ def living_ranks(of: int | None = None) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def shared_memory_of(pids: Iterable[int]) -> list[str]:
+    """Return the files in /dev/shm that belong to moeserve or to these processes."""
+    marks = ["moeserve", *map(str, pids)]
+    return [name for name in os.listdir("/dev/shm") if any(mark in name for mark in marks)]
 
 
 def lives(process: psutil.Process) -> bool:

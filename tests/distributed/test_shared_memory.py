@@ -18,6 +18,7 @@ import pytest
 import torch
 from collective_checks import same_bytes
 from joining import join
+from rank_processes import shared_memory_of
 from ranks import Place, Ranks
 from test_handshake import listening_names
 from torch import Tensor
@@ -325,7 +326,6 @@ def fail_and_stay(place: Place) -> list[Any]:
 def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> None:
     seed, dice = 0, random.Random(0)
     victim = dice.randrange(4)
-    before = set(os.listdir("/dev/shm"))
     own = Ranks()  # without groups of earlier tests
     try:
         run = own.start(4, "test_shared_memory:exchange_until_it_fails", seed=seed, folder=str(tmp_path))
@@ -341,14 +341,13 @@ def test_a_killed_rank_is_named_at_once_and_nothing_is_left(tmp_path: Path) -> N
             assert 0 <= failed_at - killed_at < 2.5
             assert used == [4, 0]  # memories of four ranks, once for all groups: mapped, and their files closed
             assert left == [0, 0]
-        assert set(os.listdir("/dev/shm")) <= before
+        assert shared_memory_of(process.pid for process in run.processes) == []
     finally:
         own.close()
 
 
 def test_ranks_killed_at_any_moment_leave_nothing(tmp_path: Path) -> None:
     """Also during the handshake: kill them at several moments after the first rank has a memory."""
-    before = set(os.listdir("/dev/shm"))
     names: set[bytes] = set()
     for moment in (0.0, 0.004, 0.05):
         own = Ranks()
@@ -361,11 +360,11 @@ def test_ranks_killed_at_any_moment_leave_nothing(tmp_path: Path) -> None:
             for process in run.processes:
                 process.kill()
             assert all(outcome.error for outcome in run.outcomes())
+            assert shared_memory_of(pids) == []
         finally:
             own.close()
     assert names
     assert not names & listening_names()
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 def exchange_until_it_fails(place: Place, seed: int, folder: str) -> list[Any]:

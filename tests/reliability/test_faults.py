@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from planted import POINTS, Fault, Planted
-from rank_processes import lives, living_ranks
+from rank_processes import lives, living_ranks, shared_memory_of
 from reference_models import Reference
 
 from moeserve import LLM, EngineError, SamplingParams, SettingsError
@@ -89,7 +89,6 @@ class Traces:
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         monkeypatch.setenv("TMPDIR", str(self.temporary))
-        self._shared_memory = set(os.listdir("/dev/shm"))
         self._ranks = living_ranks()
         self._own_ports = ports_of([psutil.Process()])
         self.processes: list[psutil.Process] = []
@@ -112,7 +111,7 @@ class Traces:
             assert time.monotonic() < deadline, left
             time.sleep(0.02)
         assert os.listdir(self.temporary) == []
-        assert set(os.listdir("/dev/shm")) <= self._shared_memory
+        assert shared_memory_of(process.pid for process in self.processes) == []
 
 
 @pytest.fixture
