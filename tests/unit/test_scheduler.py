@@ -102,6 +102,20 @@ def test_at_most_max_num_seqs_run_in_order_of_arrival() -> None:
     assert [update.request_id for update in run(scheduler)] == ["a", "b", "d", "d"]
 
 
+def test_prompt_logprobs_half_collected_at_a_preemption_are_neither_lost_nor_repeated() -> None:
+    scheduler = make_scheduler(num_blocks=16, block_size=1, max_model_len=16, max_num_batched_tokens=2)
+    scheduler.add(request("a", 2, max_tokens=12))
+    scheduler.add(request("b", PROMPT, prompt_logprobs=0, max_tokens=2))
+    computed, sent = [], []
+    while scheduler.has_work:
+        plan, updates = step(scheduler)
+        computed += [chunk.start for chunk in plan.chunks if chunk.num_prompt_logprobs is not None]
+        sent += [[row.token_ids[0] for row in update.prompt_logprobs] for update in updates if update.request_id == "b"]
+    assert scheduler.num_preemptions == 1
+    assert computed == [0, 1, 2, 3, 4, 5, 6, 0, 2, 4, 6, 8]
+    assert sent == [PROMPT[1:], []]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "num_cached"),
     [
