@@ -15,7 +15,7 @@ from reference_models import Reference
 from moeserve import LLM, EngineError, SamplingParams
 from moeserve.outputs import RequestOutput
 
-NUM_THREADS = 8
+NUM_THREADS = 4
 NUM_ROUNDS = 2
 ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
