@@ -164,25 +164,18 @@ def moves(before: Placement, after: Placement, node_of_rank: Sequence[int] = ())
         for expert in set(slots):
             holders[expert].append(rank)
     node_of_rank = node_of_rank or (0,) * before.num_ranks
-    changed = [
-        (rank, slot, new)
-        for rank, (old_slots, new_slots) in enumerate(zip(before.logical_of_slot, after.logical_of_slot, strict=True))
-        for slot, (old, new) in enumerate(zip(old_slots, new_slots, strict=True))
-        if old != new
-    ]
-    sources = []
-    for rank, _, expert in changed:
-        near = [holder for holder in holders[expert] if node_of_rank[holder] == node_of_rank[rank]]
-        sources.append([rank] if rank in near else near or holders[expert])
     num_sent = [0] * before.num_ranks
     found = []
-    # Moves without a choice go first, so that the others can avoid their senders.
-    for index in sorted(range(len(changed)), key=lambda index: len(sources[index])):
-        to_rank, slot, expert = changed[index]
-        from_rank = min(sources[index], key=num_sent.__getitem__)
-        num_sent[from_rank] += from_rank != to_rank
-        found.append(Move(to_rank=to_rank, slot=slot, expert=expert, from_rank=from_rank))
-    return tuple(sorted(found, key=lambda move: (move.to_rank, move.slot)))
+    for rank, (old_slots, new_slots) in enumerate(zip(before.logical_of_slot, after.logical_of_slot, strict=True)):
+        for slot, (old, expert) in enumerate(zip(old_slots, new_slots, strict=True)):
+            if old == expert:
+                continue
+            near = [holder for holder in holders[expert] if node_of_rank[holder] == node_of_rank[rank]]
+            sources = [rank] if rank in near else near or holders[expert]
+            from_rank = min(sources, key=num_sent.__getitem__)
+            num_sent[from_rank] += from_rank != rank
+            found.append(Move(to_rank=rank, slot=slot, expert=expert, from_rank=from_rank))
+    return tuple(found)
 
 
 def place_experts(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from moeserve.expert_placement.eplb import imbalance, rank_loads, rebalance
 from moeserve.expert_placement.placement import Placement
 
-MIN_GAIN = 0.02  # in the imbalance of a layer
-DECAY = 0.5  # of older counts, per window
+MIN_GAIN = 0.02  # least improvement of a layer's imbalance
+DECAY = 0.5  # factor on older counts, per window
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Proposal:
     """A better placement of one layer."""
 
     placement: Placement
-    rows_saved: float  # by which its fullest rank has less to compute
+    rows_saved: float  # reduction of the fullest rank's rows
 
 
 def add_window(loads: Sequence[float], counts: Sequence[float]) -> list[float]:

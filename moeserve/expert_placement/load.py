@@ -6,8 +6,9 @@ collective, in steps on which all replicas have agreed. Padding goes to no exper
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,9 @@ from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
 from moeserve.telemetry.expert_load import LoadWindow
 
-# e local experts
+# e local experts, E logical experts
 
 NANOSECONDS = 10**9
-NUM_FIXED = 2  # figures of each rank that are always gathered: bytes sent, nanoseconds of its steps
 
 
 class ExpertLoad:
@@ -45,15 +45,6 @@ class Collected:
     figures_of_rank: tuple[tuple[int, ...], ...]  # by rank, the figures that it passed to `collect`
 
 
-@dataclass(frozen=True)
-class _LayerRows:
-    of_rank: list[int]
-    of_expert: list[int]
-
-    def __add__(self, other: _LayerRows) -> _LayerRows:
-        return _LayerRows(_sum(self.of_rank, other.of_rank), _sum(self.of_expert, other.of_expert))
-
-
 class LoadMeter:
     """One rank's record of the steps since the counts were last gathered."""
 
@@ -65,15 +56,14 @@ class LoadMeter:
         self._load_of_layer = load_of_layer
         self._groups = groups
         self._first_step = 0
-        self._rows_before_switch: dict[int, _LayerRows] = {}  # by layer
         self._start_window()
 
     def add_step(self, num_tokens: Sequence[int], seconds: float, padded_to: int | None = None) -> None:
         """Count an executed step.
 
         Args:
-            num_tokens: of each replica.
-            seconds: that it took on this rank.
+            num_tokens: by replica.
+            seconds: duration on this rank.
             padded_to: rows that each replica ran; None: as many as tokens.
         """
         self._num_steps += 1
@@ -82,13 +72,21 @@ class LoadMeter:
         self._num_idle_steps += sum(count == 0 for count in num_tokens)
         self._seconds += seconds
 
+    def keep_counts(self, layer: int) -> None:
+        """Keep a layer's counts by expert before its slots get other experts. All ranks call it in the same step."""
+        load = self._load_of_layer[layer]
+        kept_E = self._kept_of_layer.setdefault(layer, torch.zeros(load.placement.num_logical, dtype=torch.int64))
+        experts = load.placement.logical_of_slot[self._groups.ep.rank_in_group]
+        kept_E.index_add_(0, torch.tensor(experts, dtype=torch.int64), load.rows_e.cpu())
+        load.rows_e.zero_()
+
     def collect(self, placement_epoch: int, figures: Sequence[int] = ()) -> Collected | None:
         """Return the figures of all ranks since the last call, and start a new window. None: no layer has experts.
 
         Collective: all ranks.
 
         Args:
-            placement_epoch: of the placement in use.
+            placement_epoch: epoch of the placement in use.
             figures: further figures to send to all ranks; equally many on each.
         """
         if not self._load_of_layer:
@@ -98,84 +96,65 @@ class LoadMeter:
         before = self._waited + [0.0] * (len(waited) - len(self._waited))
         waited_ns = [round((now - then) * NANOSECONDS) for now, then in zip(waited, before, strict=True)]
         own = [ep.num_bytes_sent - self._bytes, round(self._seconds * NANOSECONDS), *figures, *waited_ns]
-        numbers_of_rank = self._gather(own, list(self._load_of_layer))
-        first_wait = NUM_FIXED + len(figures)
-        window = self._window(numbers_of_rank, first_wait, len(own), placement_epoch)
-        self._first_step += self._num_steps
-        self._rows_before_switch = {}
-        self._start_window()
-        return Collected(window, tuple(tuple(numbers[NUM_FIXED:first_wait]) for numbers in numbers_of_rank))
-
-    def collect_layer(self, layer: int) -> None:
-        """Gather a layer's counts before its slots get other experts. Collective: all ranks."""
-        rows = self._rows(layer, self._gather([], [layer]))
-        if layer in self._rows_before_switch:
-            rows += self._rows_before_switch[layer]
-        self._rows_before_switch[layer] = rows
-        self._load_of_layer[layer].rows_e.zero_()
-
-    def _gather(self, own: list[int], layers: Sequence[int]) -> list[list[int]]:
-        """Return by rank: its `own` figures, equally many on each, and then the rows of its slots, layer by layer."""
-        loads = [self._load_of_layer[layer] for layer in layers]
-        mine = torch.cat([torch.tensor(own, dtype=torch.int64), *(load.rows_e.cpu() for load in loads)])
-        sizes = [
-            len(own) + sum(load.placement.num_slots[rank] for load in loads)
-            for rank in range(self._groups.world.world_size)
-        ]
-        # collective: all ranks
-        return [numbers.tolist() for numbers in self._groups.world.all_gather(mine, sizes).split(sizes)]
-
-    def _rows(self, layer: int, rows_of_slots: Sequence[Sequence[int]]) -> _LayerRows:
-        """Add up a layer's rows, which are given by rank and slot."""
-        placement = self._load_of_layer[layer].placement
-        of_expert = [0] * placement.num_logical
-        for slots, rows in zip(placement.logical_of_slot, rows_of_slots, strict=True):
-            for expert, count in zip(slots, rows, strict=True):
-                of_expert[expert] += count
-        return _LayerRows(list(map(sum, rows_of_slots)), of_expert)
-
-    def _window(
-        self, numbers_of_rank: Sequence[Sequence[int]], first_wait: int, first_row: int, placement_epoch: int
-    ) -> LoadWindow:
-        """Build the window. Each rank's numbers hold its waits from `first_wait` on, its rows from `first_row` on."""
-        tokens_of_expert, tokens_of_rank = [], []
-        starts = [first_row] * len(numbers_of_rank)
-        for layer, load in self._load_of_layer.items():
-            ends = _sum(starts, load.placement.num_slots)
-            spans = zip(numbers_of_rank, starts, ends, strict=True)
-            rows = self._rows(layer, [numbers[start:end] for numbers, start, end in spans])
-            if layer in self._rows_before_switch:
-                rows += self._rows_before_switch[layer]
-            tokens_of_expert.append(tuple(rows.of_expert))
-            tokens_of_rank.append(tuple(rows.of_rank))
-            starts = ends
-        # By exchange: another rank may be the fullest one in each layer.
-        waits = zip(*(numbers[first_wait:first_row] for numbers in numbers_of_rank), strict=True)
-        return LoadWindow(
+        readers = [iter(numbers) for numbers in self._gather(own)]
+        num_bytes, nanoseconds, *others = zip(*(itertools.islice(reader, len(own)) for reader in readers), strict=True)
+        rows_of_layer = [self._read_rows(layer, readers) for layer in self._load_of_layer]
+        window = LoadWindow(
             first_step=self._first_step,
             num_steps=self._num_steps,
             ended_at=time.time(),
-            seconds=max(numbers[1] for numbers in numbers_of_rank) / NANOSECONDS,
+            seconds=max(nanoseconds) / NANOSECONDS,
             placement_epoch=placement_epoch,
             num_tokens=self._num_tokens,
             num_padding_tokens=self._num_padding_tokens,
             num_idle_steps=self._num_idle_steps,
-            bytes_dispatched=sum(numbers[0] for numbers in numbers_of_rank),
-            straggler_seconds=sum(sum(of_rank) / len(of_rank) - min(of_rank) for of_rank in waits) / NANOSECONDS,
+            bytes_dispatched=sum(num_bytes),
+            # By exchange: another rank may be the fullest one in each layer.
+            straggler_seconds=sum(sum(of_rank) / len(of_rank) - min(of_rank) for of_rank in others[len(figures) :])
+            / NANOSECONDS,
             layers=tuple(self._load_of_layer),
-            tokens_of_expert=tuple(tokens_of_expert),
-            tokens_of_rank=tuple(tokens_of_rank),
+            tokens_of_expert=tuple(of_expert for of_expert, _ in rows_of_layer),
+            tokens_of_rank=tuple(of_rank for _, of_rank in rows_of_layer),
             logical_of_slot=tuple(load.placement.logical_of_slot for load in self._load_of_layer.values()),
         )
+        self._first_step += self._num_steps
+        self._start_window()
+        figures_of_rank = tuple(zip(*others[: len(figures)], strict=True)) or ((),) * len(readers)
+        return Collected(window, figures_of_rank)
+
+    def _gather(self, own: list[int]) -> list[list[int]]:
+        """Return by rank: its `own` figures, equally many on each, and then its rows.
+
+        Layer by layer, the rows are those of the rank's slots, then those of all experts if they were kept.
+        """
+        mine = [torch.tensor(own, dtype=torch.int64)]
+        sizes = [len(own)] * self._groups.world.world_size
+        for layer, load in self._load_of_layer.items():
+            mine.append(load.rows_e.cpu())
+            sizes = [size + num_slots for size, num_slots in zip(sizes, load.placement.num_slots, strict=True)]
+            if layer in self._kept_of_layer:
+                mine.append(self._kept_of_layer[layer])
+                sizes = [size + load.placement.num_logical for size in sizes]
+        # collective: all ranks
+        return [numbers.tolist() for numbers in self._groups.world.all_gather(torch.cat(mine), sizes).split(sizes)]
+
+    def _read_rows(self, layer: int, readers: Sequence[Iterator[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return a layer's rows by expert and by rank, from the numbers of each rank."""
+        placement = self._load_of_layer[layer].placement
+        of_expert, of_rank = [0] * placement.num_logical, [0] * placement.num_ranks
+        kept = range(placement.num_logical) if layer in self._kept_of_layer else ()
+        for rank, (slots, reader) in enumerate(zip(placement.logical_of_slot, readers, strict=True)):
+            for expert in (*slots, *kept):
+                rows = next(reader)
+                of_expert[expert] += rows
+                of_rank[rank] += rows
+        return tuple(of_expert), tuple(of_rank)
 
     def _start_window(self) -> None:
         for load in self._load_of_layer.values():
             load.rows_e.zero_()
+        self._kept_of_layer: dict[int, Tensor] = {}  # rows by expert from before switches: [E]
         self._num_steps = self._num_tokens = self._num_padding_tokens = self._num_idle_steps = 0
         self._seconds = 0.0
         self._waited = self._groups.ep.seconds_waited()
         self._bytes = self._groups.ep.num_bytes_sent
-
-
-def _sum(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    return [a + b for a, b in zip(one, other, strict=True)]

@@ -21,9 +21,9 @@ from moeserve.expert_placement.gain import Proposal, add_window, excess_rows, is
 from moeserve.expert_placement.placement import Placement
 from moeserve.telemetry.expert_load import LoadWindow
 
-SHARE_OF_A_STEP = 0.1  # that sending may take
-INITIAL_BYTES_PER_SECOND = 1e9  # until a transfer was measured
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**16, 2**24  # that a rank sends or receives in a step
+SHARE_OF_A_STEP = 0.1  # the most that sending may take
+INITIAL_BYTES_PER_SECOND = 1e9  # assumed until a transfer was measured
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**16, 2**24  # limits of what a rank sends or receives in a step
 PIECE_ALIGNMENT = 64
 FEMTOSECONDS = 10**15
 
@@ -61,7 +61,7 @@ class Change:
     layer: int
     proposal: Proposal
     moves: tuple[Move, ...]  # by receiving rank and slot
-    source_slots: tuple[int, ...]  # of each move: the slot on the sending rank
+    source_slots: tuple[int, ...]  # by move, the slot on the sending rank
 
     @classmethod
     def between(cls, layer: int, before: Placement, proposal: Proposal, node_of_rank: Sequence[int]) -> Change:
@@ -112,8 +112,8 @@ class Rebalancer:
             layers: those with experts, by their index in the model. Their weights are loaded and packed.
             horizon: steps within which a new placement must save more time than it costs.
         """
-        self.epoch = 0  # of the placement in use: the number of switched layers
-        self.held_epoch = 0  # of the newest placement whose weights have all arrived here
+        self.epoch = 0  # epoch of the placement in use: the number of switched layers
+        self.held_epoch = 0  # epoch of the newest placement whose weights have all arrived here
         self.bytes_moved = 0  # between different ranks, over all ranks
         self._layers = layers
         self._groups = groups
@@ -132,7 +132,7 @@ class Rebalancer:
         self._excess_of_model = 0.0  # rows, over all layers
         self._changes: deque[Change] = deque()  # accepted; the first one is in progress
         self._num_arrived = 0  # bytes of each expert of the first change
-        self._seconds_per_byte = 1 / INITIAL_BYTES_PER_SECOND  # of the slowest rank
+        self._seconds_per_byte = 1 / INITIAL_BYTES_PER_SECOND  # on the slowest rank
         self._own_seconds_per_byte = self._seconds_per_byte
         self._step_seconds = 0.0
 

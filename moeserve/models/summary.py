@@ -32,7 +32,7 @@ class Part:
     name: str
     dtype: DtypeName
     num_parameters: int
-    num_active: int  # used by one token: one row of the embedding, and the experts that are chosen
+    num_active: int  # parameters that one token uses: one row of the embedding, and the experts that are chosen
     num_bytes: int
 
 
@@ -44,7 +44,7 @@ class Summary:
     parts: tuple[Part, ...]
     num_layers: int
     num_sparse_layers: int  # layers with experts
-    cache_bytes_per_token: int  # of all layers
+    cache_bytes_per_token: int  # sum of all layers
 
     @property
     def num_parameters(self) -> int:

@@ -33,7 +33,7 @@ class Outcome:
     """Results of serving the traffic. Times are in virtual seconds."""
 
     num_finished: int
-    prompt_tokens: int  # of finished requests, as the next two
+    prompt_tokens: int  # prompt tokens of finished requests; the next two fields also count finished requests only
     cached_tokens: int  # prompt tokens found in the prefix cache when the request was first admitted
     output_tokens: int
     seconds: float  # from the first arrival to the last end

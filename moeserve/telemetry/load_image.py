@@ -68,7 +68,7 @@ def _draw(
     names: tuple[str, str],
     mean_axis: int = 1,
 ) -> None:
-    """Draw counts over their mean along `mean_axis` on a logarithmic scale. `names`: of columns and rows."""
+    """Draw counts over their mean along `mean_axis` on a logarithmic scale. `names` label columns and rows."""
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator
 

@@ -58,7 +58,7 @@ class MetricsServer:
         """
         Args:
             port: 0 chooses a free one.
-            address: of this host; "0.0.0.0" listens on all interfaces.
+            address: an address of this host; "0.0.0.0" listens on all interfaces.
 
         Raises:
             SettingsError: prometheus_client is not installed, or the port or address is invalid or in use.

@@ -17,7 +17,7 @@ class LoadObserver:
         """
         Args:
             path: a file to which each window is appended as a line; None: no file.
-            port: of the metrics, on the loopback interface; None: no metrics.
+            port: port on the loopback interface that serves metrics; None: no metrics.
 
         Raises:
             SettingsError: the file cannot be written, the port is in use, or prometheus_client is missing.

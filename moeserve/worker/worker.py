@@ -121,7 +121,7 @@ class Worker:
 
     def _switch_placement(self, agreement: Agreement) -> None:
         if self.rebalancer and self.rebalancer.may_switch(agreement.placement_epoch):
-            self.load_meter.collect_layer(self.rebalancer.next_layer)  # collective: all ranks
+            self.load_meter.keep_counts(self.rebalancer.next_layer)
             self.rebalancer.switch()
 
     def _collect_load(self, agreement: Agreement) -> None:
