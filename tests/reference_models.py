@@ -118,12 +118,14 @@ SHAPES = {
         tie_word_embeddings=True,
         seed=5,
     ),
-    "mixtral-window": shape("Mixtral", sizes(hidden=36, layers=3), local_experts(3, 1), heads(3, 3), sliding_window=11),
-    "mixtral-llama3-rotary": shape(
+    "mixtral-window": shape(
         "Mixtral",
-        local_experts(2, 2),
-        heads(4, 1),
+        sizes(hidden=36, layers=3),
+        local_experts(3, 1),
+        heads(3, 3),
         rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+        sliding_window=11,
+        seed=13,
     ),
     # V2-Lite: queries are not compressed; experts are chosen from all groups
     "deepseek-v2-lite": shape(
@@ -147,18 +149,6 @@ SHAPES = {
         topk_method="group_limited_greedy",
         max_position_embeddings=1280,
         seed=5,
-    ),
-    # an epsilon that shows in norms: those of the compressed queries and latents do not use it
-    "deepseek-v2-plain-rotary": shape(
-        "DeepseekV2",
-        sizes(hidden=33, vocab=127),
-        latent(3, query=16, kv=18, key=6, rotary=10, value=12),
-        grouped_experts(8, 3, shared=2, width=16, dense=1, groups=(2, 1), scale=1.5),
-        rope(rope_theta=500.0),
-        topk_method="group_limited_greedy",
-        rms_norm_eps=0.01,
-        tie_word_embeddings=True,
-        seed=3,
     ),
     # V3 and R1: experts of the best 2 of 4 groups, 3 dense layers in front
     "deepseek-v3": shape(
@@ -375,23 +365,25 @@ class Reference:
         assert largest.indices[:, 0].tolist() == continuation
         return float((largest.values[:, 0] - largest.values[:, 1]).min())
 
-    def experts(self, token_ids: list[int]) -> list[torch.Tensor]:
-        """Return the chosen experts [T, K] of each layer that has experts."""
-        chosen: list[torch.Tensor] = []
+    def expert_counts(self, sequences: Sequence[list[int]]) -> list[list[int]]:
+        """Return the number of tokens that chose each expert, by layer that has experts."""
+        counts = [torch.zeros(len(router.weight), dtype=torch.int64) for router in self._routers()]
+        for sequence in sequences:
+            for count, (_, chosen) in zip(counts, self._routed(sequence), strict=True):
+                count += chosen.flatten().bincount(minlength=len(count))
+        return [count.tolist() for count in counts]
+
+    def _routed(self, token_ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the inputs [T, D] of each router and the experts [T, K] that it chose."""
+        routed: list[tuple[torch.Tensor, torch.Tensor]] = []
         hooks = [
-            router.register_forward_hook(lambda router, arguments, output: chosen.append(output[2]))
+            router.register_forward_hook(lambda router, arguments, output: routed.append((arguments[0], output[2])))
             for router in self._routers()
         ]
         self.logits(token_ids)
         for hook in hooks:
             hook.remove()
-        return chosen
-
-    def expert_counts(self, sequences: Sequence[list[int]]) -> list[list[int]]:
-        """Return the number of tokens that chose each expert, by layer that has experts."""
-        num_experts = len(self._routers()[0].weight)
-        layers = zip(*map(self.experts, sequences), strict=True)
-        return [sum(chosen.flatten().bincount(minlength=num_experts) for chosen in layer).tolist() for layer in layers]
+        return routed
 
     def _routers(self) -> list[nn.Module]:
         routers = [module for module in self.model.modules() if type(module).__name__.endswith("Router")]
@@ -400,22 +392,14 @@ class Reference:
 
     def num_undecided(self, token_ids: list[int]) -> int:
         """Return how many tokens would change experts, in all layers, with router inputs off by ROUTER_NOISE."""
-        generator = torch.Generator().manual_seed(0)
-        undecided = []
-
-        def compare(router: nn.Module, arguments: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> None:
-            (hidden,) = arguments
-            experts = output[2].sort(dim=-1).values
+        generator, num_undecided = torch.Generator().manual_seed(0), 0
+        for router, (hidden, chosen) in zip(self._routers(), self._routed(token_ids), strict=True):
             for _ in range(8):
                 noise = ROUTER_NOISE * torch.randn(hidden.shape, generator=generator)
-                others = router.forward(hidden * (1 + noise))[2].sort(dim=-1).values
-                undecided.append(int((experts != others).any(-1).sum()))
-
-        hooks = [router.register_forward_hook(compare) for router in self._routers()]
-        self.logits(token_ids)
-        for hook in hooks:
-            hook.remove()
-        return sum(undecided)
+                with torch.no_grad():
+                    others = router.forward(hidden * (1 + noise))[2]
+                num_undecided += int((chosen.sort(dim=-1).values != others.sort(dim=-1).values).any(-1).sum())
+        return num_undecided
 
     def prompts(self, *lengths: int, seed: int = 0) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)

@@ -72,17 +72,10 @@ def _make(weights: Path, model: Path, show_progress: bool) -> None:
     if show_progress:
         print(f"building the default model in {model} (only once)", file=sys.stderr)
     try:
-        upcycle(
-            weights,
-            partial / NAME,
-            num_experts=4,
-            top_k=2,
-            mode="replicate",
-            dtype="bfloat16",
-            show_progress=show_progress,
-        )
-        generation = partial / NAME / "generation_config.json"
-        generation.write_text(json.dumps(read_json(generation) | SAMPLING, indent=2) + "\n")
+        upcycle(weights, partial / NAME, num_experts=4, top_k=2, dtype="bfloat16", show_progress=show_progress)
+        config = read_json(partial / NAME / "config.json")
+        generation = SAMPLING | {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        (partial / NAME / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         (partial / NAME).rename(model)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -99,16 +92,13 @@ def _is_complete(model: Path) -> bool:
 
 def _installed_weights() -> Path:
     """Return the GGUF file of the installed package, without importing it, which would need llama.cpp."""
-    needs_gguf = importlib.util.find_spec("gguf") is None
-    commands = [INSTALL_GGUF] if needs_gguf else []
     package = importlib.util.find_spec(PACKAGE)
     folders = [] if package is None else [Path(folder) for folder in package.submodule_search_locations or []]
     files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
-    if not files:
-        commands.append(INSTALL_WEIGHTS)
-    if commands:
+    if not files or importlib.util.find_spec("gguf") is None:
         raise CheckpointError(
-            "the weights of the default model are not installed; name a model, or run: " + " && ".join(commands)
+            "the weights of the default model are not installed; name a model, or run: "
+            f"{INSTALL_GGUF} && {INSTALL_WEIGHTS}"
         )
     return files[0]
 

@@ -8,7 +8,6 @@ published modules are listed here by module name.
 from __future__ import annotations
 
 import base64
-import binascii
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ from moeserve.errors import CheckpointError, shown
 from moeserve.models.config_values import read_json
 
 FILE_NAME = "tiktoken.model"
-MAX_FILE_BYTES = 32 * 1024 * 1024  # Kimi's file has 2.8 million bytes
-MAX_TOKEN_BYTES = 1024
-COPY_AGAIN = "copy the file again from where the checkpoint came from"
 
 # Moonshot's split: runs of Han characters, words of other letters with their contractions, digits by three, the rest.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -64,161 +60,83 @@ def load_tiktoken(folder: Path) -> Any | None:
     split = SPLIT_OF_MODULE.get(_code_module(config))
     if split is None:
         return None
-
     path = folder / FILE_NAME
     ranks = read_ranks(path)
-    named = _named_tokens(config_path, config)
-    added = _added_tokens(config_path, config, frozenset(named.values()), len(ranks))
-
-    from transformers import PreTrainedTokenizerFast  # takes seconds to import
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    converter = TikTokenConverter(vocab_file=str(path), pattern=split)
-    # The reader of the tiktoken library caches files by path, so it would miss that a file was replaced.
-    vars(converter)["load_tiktoken_bpe"] = lambda _: ranks
-    backend = converter.converted()
-    backend.add_tokens(added)
-    for token_id, token in enumerate(added, start=len(ranks)):
-        if backend.token_to_id(token.content) != token_id:
-            raise CheckpointError(
-                f"{path} has {token.content!r} as an ordinary token too, with rank "
-                f"{backend.token_to_id(token.content)}, but {config_path} has it as token {token_id}; {COPY_AGAIN}"
-            )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=_chat_template(folder, config_path, config),
-        clean_up_tokenization_spaces=False,
-        **named,
-    )
-    tokenizer.name_or_path = str(folder)  # set later: as an argument it would make transformers query its hub
-    return tokenizer
+    try:
+        return _build(folder, config, split, ranks)
+    except Exception as error:  # of any type: values of a wrong type, and tokens that do not fit the vocabulary
+        raise CheckpointError(
+            f"{config_path} does not fit the {len(ranks)} tokens of {path}: {error!r:.200}; copy both files again from "
+            "where the checkpoint came from"
+        ) from error
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Return the tokens of a tiktoken file with their ranks, which are their ids: each of 0, 1, ... once, in any order.
 
     Raises:
-        CheckpointError: the file is too large, or a line is damaged; the message names the line.
+        CheckpointError: the file is damaged.
     """
-    size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise CheckpointError(f"{path} is {size} bytes, too large for a vocabulary; at most {MAX_FILE_BYTES} are read")
-    lines = [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), start=1) if line]
+    lines = [line for line in path.read_bytes().splitlines() if line]
     ranks: dict[bytes, int] = {}
-    line_of_rank: dict[int, int] = {}
-    for number, line in lines:
-        where = f"{path}: line {number}"
-        fields = line.split()
-        if len(fields) != 2 or not fields[1].isdigit():
-            raise CheckpointError(f"{where} is {shown(line)}, not a token in base64 and its rank; {COPY_AGAIN}")
-        try:
-            token = base64.b64decode(fields[0], validate=True)
-        except binascii.Error as error:
-            raise CheckpointError(
-                f"{where} has {shown(fields[0])}, which is not base64 ({error}); {COPY_AGAIN}"
-            ) from None
-        if not 1 <= len(token) <= MAX_TOKEN_BYTES:  # Python 3.10 reads '==' as no bytes
-            raise CheckpointError(
-                f"{where} has a token of {len(token)} bytes; it must have 1 to {MAX_TOKEN_BYTES}; {COPY_AGAIN}"
-            )
-        rank = int(fields[1][:10])  # ten digits are out of range in any file
-        if rank >= len(lines):
-            raise CheckpointError(f"{where} has rank {rank}, but the file has {len(lines)} tokens; {COPY_AGAIN}")
-        duplicate = line_of_rank.get(rank) or line_of_rank.get(ranks.get(token, -1))
-        if duplicate is not None:
-            raise CheckpointError(f"{where} repeats the token or the rank of line {duplicate}; {COPY_AGAIN}")
-        line_of_rank[rank] = number
-        ranks[token] = rank
+    try:
+        for line in lines:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {shown(line)} is not a token in base64 and its rank ({error})") from None
+    if sorted(ranks.values()) != list(range(len(lines))):
+        raise CheckpointError(f"{path} is damaged: it does not hold {len(lines)} tokens with ranks from 0, each once")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} of the 256 one-byte tokens, such as 0x{missing[0]:02X}; {COPY_AGAIN}"
-        )
+        raise CheckpointError(f"{path} is damaged: it lacks one-byte tokens, such as 0x{missing[0]:02X}")
     return ranks
 
 
 def _code_module(config: dict[str, Any]) -> str:
     """Return the module that auto_map names for the tokenizer, such as tokenization_kimi; "" if it names none."""
-    auto_map = config.get("auto_map")
-    entry = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None
-    classes = entry if isinstance(entry, list) else [entry]
-    reference = next((name for name in classes if isinstance(name, str)), "")
-    return reference.rpartition("--")[2].partition(".")[0]  # owner/repository--module.Class
+    match config.get("auto_map"):
+        case {"AutoTokenizer": str(reference)} | {"AutoTokenizer": [str(reference), *_]}:
+            return reference.rpartition("--")[2].partition(".")[0]  # owner/repository--module.Class
+    return ""
 
 
-def _named_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return bos_token and the like, as far as the config has them."""
-    names = {}
-    for key in NAMED_TOKENS:
-        value = config.get(key)
-        content = value.get("content") if isinstance(value, dict) else value
-        if content is None:
-            continue
-        if not isinstance(content, str):
-            raise CheckpointError(f"{path}: {key}={shown(value)} must be the text of a token")
-        names[key] = content
-    return names
+def _build(folder: Path, config: dict[str, Any], split: str, ranks: dict[bytes, int]) -> Any:
+    from transformers import PreTrainedTokenizerFast  # takes seconds to import
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
-
-def _added_tokens(path: Path, config: dict[str, Any], named_tokens: frozenset[str], num_ranks: int) -> list[AddedToken]:
-    """Return the tokens that follow the ranks, in the order of their ids."""
-    entries = config.get("added_tokens_decoder", {})
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: added_tokens_decoder={shown(entries)} must map token ids to tokens")
-    last_id = num_ranks + NUM_SPECIAL_TOKENS - 1
-    contents = {token_id: f"<|reserved_token_{token_id}|>" for token_id in range(num_ranks, last_id + 1)}
-    special = set(named_tokens)
-    for key, entry in entries.items():
-        content = entry.get("content") if isinstance(entry, dict) else None
-        if not isinstance(content, str) or not content or not _is_unicode(content):
-            raise CheckpointError(f"{path}: added_tokens_decoder[{key!r:.60}]={shown(entry)} has no content")
-        token_id = int(key) if key.isascii() and key.isdigit() and len(key) <= 9 else -1
-        if token_id not in contents:
-            raise CheckpointError(
-                f"{path}: added_tokens_decoder has {shown(content)} with id {key:.60}, but {FILE_NAME} has {num_ranks} "
-                f"tokens, so ids from {num_ranks} to {last_id} are expected. One of the files is incomplete or belongs "
-                "to another checkpoint: copy both again from where the checkpoint came from"
-            )
-        contents[token_id] = content
+    named = {
+        key: value["content"] if isinstance(value, dict) else value
+        for key in NAMED_TOKENS
+        if (value := config.get(key)) is not None
+    }
+    ids = range(len(ranks), len(ranks) + NUM_SPECIAL_TOKENS)
+    contents = {token_id: f"<|reserved_token_{token_id}|>" for token_id in ids}
+    special = set(named.values())
+    for key, entry in config.get("added_tokens_decoder", {}).items():
+        if int(key) not in ids:
+            raise ValueError(f"added_tokens_decoder has token {key}, but ids from {ids[0]} to {ids[-1]} are expected")
+        contents[int(key)] = entry["content"]
         if entry.get("special") is True:
-            special.add(content)
+            special.add(entry["content"])
+    unknown = special - set(contents.values())
+    if unknown:
+        raise ValueError(f"added_tokens_decoder lacks {sorted(unknown)}")
 
-    id_of_content: dict[str, int] = {}
-    for token_id, content in contents.items():
-        if id_of_content.setdefault(content, token_id) != token_id:
-            raise CheckpointError(
-                f"{path}: added_tokens_decoder has {shown(content)} with two ids, {id_of_content[content]} and "
-                f"{token_id}; {COPY_AGAIN}"
-            )
-    for content in named_tokens - id_of_content.keys():
-        raise CheckpointError(
-            f"{path} names the token {shown(content)}, which is not in its added_tokens_decoder; {COPY_AGAIN}"
-        )
-    return [AddedToken(content, special=content in special, normalized=False) for content in contents.values()]
-
-
-def _is_unicode(text: str) -> bool:
-    """Return False for a text with half of a surrogate pair, which JSON can spell."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _chat_template(folder: Path, config_path: Path, config: dict[str, Any]) -> Any:
-    """Return the template in chat_template.jinja, or else that of the config: one text, or several with names."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is not UTF-8 text ({error}); {COPY_AGAIN}") from None
-    template = config.get("chat_template")
-    entries = template if isinstance(template, list) else []
-    is_list = bool(entries) and all(
-        isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-        for entry in entries
+    converter = TikTokenConverter(vocab_file=str(folder / FILE_NAME), pattern=split)
+    # The reader of the tiktoken library caches files by path, so it would miss that a file was replaced.
+    vars(converter)["load_tiktoken_bpe"] = lambda _: ranks
+    backend = converter.converted()
+    backend.add_tokens([AddedToken(token, special=token in special, normalized=False) for token in contents.values()])
+    for token_id, token in contents.items():
+        if backend.token_to_id(token) != token_id:
+            raise ValueError(f"{token!r} is token {backend.token_to_id(token)} as well as {token_id}")
+    template = folder / "chat_template.jinja"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=template.read_text(encoding="utf-8") if template.is_file() else config.get("chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
     )
-    if template is not None and not isinstance(template, str) and not is_list:
-        raise CheckpointError(
-            f"{config_path}: chat_template={shown(template)} must be a text, or a list of "
-            '{"name": ..., "template": ...}'
-        )
-    return template
+    tokenizer.name_or_path = str(folder)  # set later: as an argument it would make transformers query its hub
+    return tokenizer

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moeserve.api.byte_alphabet import byte_of_character
-from moeserve.api.chat_messages import check_messages, check_template_arguments, check_tools
+from moeserve.api.chat_messages import check_messages, check_tools
 from moeserve.api.detokenizer import (
     REPLACEMENT_CHARACTER,
     STEPWISE_DECODERS,
@@ -21,24 +20,13 @@ from moeserve.api.detokenizer import (
 from moeserve.api.tiktoken_file import load_tiktoken
 from moeserve.errors import CheckpointError, RequestError
 
-# Vocabularies that transformers reads wrongly: it omits the space that a SentencePiece model puts before a text, and
+# transformers reads these vocabularies wrongly: it omits the space that a SentencePiece model puts before a text, and
 # guesses how text is split before it is looked up in a tiktoken file. tiktoken.model is read if tokenizer_config.json
 # names the split; see tiktoken_file.py.
-UNREAD_VOCABULARY_FILES = {
-    "tokenizer.model": "a SentencePiece or tiktoken vocabulary",
-    "spiece.model": "a SentencePiece vocabulary",
-    "tiktoken.model": "a tiktoken vocabulary",
-}
+UNREAD_VOCABULARY_FILES = ("tokenizer.model", "spiece.model", "tiktoken.model")
 # Files that are a tokenizer, the best first, and files that only accompany one.
-VOCABULARY_FILES = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", *UNREAD_VOCABULARY_FILES)
-COMPANION_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "merges.txt",
-)
+VOCABULARY_FILES = ("tokenizer.json", *UNREAD_VOCABULARY_FILES, "tekken.json", "vocab.json", "vocab.txt")
+COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 
 
 class TextCodec:
@@ -89,39 +77,34 @@ class TextCodec:
         root = Path(folder)
         if not root.is_dir():
             raise CheckpointError(f"tokenizer {folder!r}: there is no such folder")
-        vocabularies = [name for name in VOCABULARY_FILES if (root / name).is_file()]
-        companions = [name for name in COMPANION_FILES if (root / name).is_file()]
-        if not vocabularies and not companions:
+        found = [name for name in (*VOCABULARY_FILES, *COMPANION_FILES) if (root / name).is_file()]
+        if not found:
             return None
-        if not vocabularies:
-            raise CheckpointError(
-                f"{root / companions[0]} belongs to a tokenizer, but the folder has no vocabulary: "
-                f"add tokenizer.json, or remove {', '.join(companions)} to work with token ids only"
-            )
-        tokenizer = load_tiktoken(root) if vocabularies == ["tiktoken.model"] else None
-        if tokenizer is not None:
-            return cls(tokenizer, adds_bos=_adds_bos(root))
-        unread = [name for name in vocabularies if name in UNREAD_VOCABULARY_FILES]
-        if unread and "tokenizer.json" not in vocabularies:
-            raise CheckpointError(
-                f"{root / unread[0]} is {UNREAD_VOCABULARY_FILES[unread[0]]}, which moeserve does not read: "
-                "add the tokenizer.json of the checkpoint, or of another with the same vocabulary; "
-                f"or remove {', '.join([*vocabularies, *companions])} to work with token ids only"
-            )
+        remedy = (
+            "add the tokenizer.json of the checkpoint, or of another with the same vocabulary; or remove "
+            f"{', '.join(found)} to work with token ids only"
+        )
+        vocabulary = found[0]
+        tokenizer = load_tiktoken(root) if vocabulary == "tiktoken.model" else None
+        if tokenizer is None and vocabulary in (*UNREAD_VOCABULARY_FILES, *COMPANION_FILES):
+            raise CheckpointError(f"{root} has no tokenizer but {vocabulary}, which moeserve cannot read: {remedy}")
+        if tokenizer is None:
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds to import
 
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds to import
-
-        # tokenizer.json is complete. A class named beside it may belong to another family and change its meaning.
-        loader = PreTrainedTokenizerFast if "tokenizer.json" in vocabularies else AutoTokenizer
-        try:
-            tokenizer = loader.from_pretrained(folder, use_fast=True, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # a damaged file raises an error of any type
-            raise CheckpointError(_damage(root, [*vocabularies, *companions], error)) from error
-        if not tokenizer.is_fast:
-            raise CheckpointError(
-                f"{root / vocabularies[0]} gives a tokenizer without a fast version ({type(tokenizer).__name__}); "
-                "add the tokenizer.json of the checkpoint"
-            )
+            # tokenizer.json is complete. A class named beside it may belong to another family and change its meaning.
+            loader = PreTrainedTokenizerFast if vocabulary == "tokenizer.json" else AutoTokenizer
+            try:
+                tokenizer = loader.from_pretrained(
+                    folder, use_fast=True, trust_remote_code=False, local_files_only=True
+                )
+            except Exception as error:  # a damaged file raises an error of any type
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise CheckpointError(f"{root / vocabulary} cannot be loaded ({reason:.400}): {remedy}") from error
+            if not tokenizer.is_fast:
+                raise CheckpointError(
+                    f"{root / vocabulary} gives a tokenizer without a fast version ({type(tokenizer).__name__}): "
+                    f"{remedy}"
+                )
         return cls(tokenizer, adds_bos=_adds_bos(root))
 
     def encode(self, text: str) -> list[int]:
@@ -178,7 +161,6 @@ class TextCodec:
         """
         messages = check_messages(messages)
         tools = check_tools(tools)
-        arguments = check_template_arguments(template_arguments)
         if not (chat_template or self.has_chat_template):
             raise RequestError(
                 "the checkpoint's tokenizer has no chat template; pass chat_template, or write the conversation as "
@@ -191,12 +173,12 @@ class TextCodec:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
-                **arguments,
+                **(template_arguments or {}),
             )
         except ImportError:
             raise  # jinja2 is missing
-        except Exception as error:  # raised by the template, or an error of any type in its expressions
-            raise RequestError(f"the chat template refuses the messages: {error}") from error
+        except Exception as error:  # raised by the template, or an error of any type in its expressions or arguments
+            raise RequestError(f"the chat template cannot render the messages: {error}") from error
         return self._ids(text, add_special_tokens=False)
 
     def token(self, token_id: int) -> str | None:
@@ -230,10 +212,18 @@ class TextCodec:
             return text.encode("utf-8")
         token = self.token(token_id)
         assert token is not None, f"token {token_id} has a text but is not in the vocabulary"
-        byte_of = byte_of_character()
+        byte_of = _byte_of_character()
         if all(character in byte_of for character in token):
             return bytes(byte_of[character] for character in token)
         return token.encode("utf-8")  # an added token, stored as plain text
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """Return the byte of each of the 256 characters of a byte-level vocabulary."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
@@ -249,22 +239,3 @@ def _adds_bos(root: Path) -> bool:
     path = root / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return isinstance(config, dict) and config.get("add_bos_token") is True
-
-
-def _damage(root: Path, names: list[str], error: Exception) -> str:
-    """Return the error message for a tokenizer that cannot be loaded, with the damaged file if it is known."""
-    for name in [*names, "config.json"]:
-        path = root / name
-        if path.suffix == ".json" and path.is_file():
-            try:
-                json.loads(path.read_text(encoding="utf-8"))
-            except (ValueError, OSError) as cause:
-                return f"{path} is damaged ({cause}); copy the file again from where the checkpoint came from"
-    if "trust_remote_code" in str(error):
-        return (
-            f"the tokenizer in {root} comes as Python code, which moeserve does not run from a checkpoint; "
-            "add a tokenizer.json and name no auto_map in tokenizer_config.json"
-        )
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    remedy = "" if "tokenizer.json" in names else "; add the checkpoint's tokenizer.json"
-    return f"the tokenizer in {root / names[0]} cannot be loaded: {reason:.400}{remedy}"

@@ -83,9 +83,7 @@ def resolve(
         parallel.rebalance == "auto" or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
     )
     _check_device(model, device, dtype, machine)
-    _check_layout(parallel, checkpoint.tensor_parallel_sizes, machine)
-    if device == "cuda":
-        _check_gpus(parallel, machine)
+    _check_layout(parallel, checkpoint.tensor_parallel_sizes, machine, device)
     _check_expert_placement(parallel, checkpoint, device)
     if needs_load and not checkpoint.num_sparse_layers:
         raise SettingsError(
@@ -239,9 +237,10 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
         )
 
 
-def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: MachineFacts) -> None:
+def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: MachineFacts, device: str) -> None:
     """Raise SettingsError for a layout that this checkpoint, this machine or this version cannot run."""
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
+    layout, nodes, num_gpus = shown_layout(tp, dp), machine.cores_of_nodes, machine.num_gpus
     if parallel.pipeline_parallel_size > 1:
         raise SettingsError(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}: pipeline parallelism is not supported; use 1, "
@@ -253,53 +252,33 @@ def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: M
             f"use one of {', '.join(map(str, sizes))}"
         )
     if tp * dp > 1 and parallel.executor == "uniproc":
+        raise SettingsError(f"executor='uniproc' runs one rank, but {layout} needs {tp * dp}; use executor='mp'")
+    num_threads = parallel.num_threads or 1
+    if nodes is None and tp * dp > (most := _most_ranks(machine.num_cores)):
         raise SettingsError(
-            f"executor='uniproc' runs one rank, but {shown_layout(tp, dp)} needs {tp * dp}; use executor='mp'"
+            f"{layout} needs {tp * dp} ranks, but this process may use {machine.num_cores} CPU cores; use at most "
+            f"{most} ranks (one per core for speed), or executor='ray' and more hosts"
         )
-    if machine.cores_of_nodes is not None:
-        _check_room(tp, dp, parallel.num_threads or 1, machine.cores_of_nodes)
-    elif tp * dp > _most_ranks(machine.num_cores):
-        most = _most_ranks(machine.num_cores)
+    if nodes is not None and tp * dp > (room := sum(cores // num_threads for cores in nodes)):
         raise SettingsError(
-            f"{shown_layout(tp, dp)} needs {tp * dp} ranks, but this process may use {machine.num_cores} CPU cores; "
-            f"use at most {most} ranks (one per core for speed), or executor='ray' and more hosts"
+            f"{layout} needs {tp * dp} ranks with num_threads={num_threads}, but the nodes of the Ray cluster have "
+            f"{', '.join(map(str, nodes))} CPUs, room for {room}; use fewer ranks or threads, or more nodes"
         )
-
-
-def _check_room(tp: int, dp: int, num_threads: int, cores_of_nodes: Sequence[int]) -> None:
-    """Raise SettingsError for more ranks than a Ray cluster has cores for."""
-    room = sum(cores // num_threads for cores in cores_of_nodes)
-    if tp * dp > room:
-        raise SettingsError(
-            f"{shown_layout(tp, dp)} needs {tp * dp} ranks with num_threads={num_threads}, but the nodes of the Ray "
-            f"cluster have {', '.join(map(str, cores_of_nodes))} CPUs, room for {room}; use fewer ranks or threads, "
-            "or more nodes"
-        )
-
-
-def _check_gpus(parallel: ParallelSettings, machine: MachineFacts) -> None:
-    """Raise SettingsError for several ranks on GPUs that cannot communicate, or that this host has too few of."""
-    tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
-    if tp * dp > 1 and not machine.has_nccl:
-        raise SettingsError(f"{shown_layout(tp, dp)}: torch {WITHOUT_NCCL}")
-    # With Ray, other hosts have GPUs too.
-    if machine.cores_of_nodes is None and machine.num_gpus is not None and tp * dp > machine.num_gpus:
-        raise SettingsError(too_few_gpus(tp, dp, machine.num_gpus))
+    if device == "cuda" and tp * dp > 1 and not machine.has_nccl:
+        raise SettingsError(f"{layout}: torch {WITHOUT_NCCL}")
+    if device == "cuda" and nodes is None and num_gpus is not None and tp * dp > num_gpus:
+        raise SettingsError(too_few_gpus(tp, dp, num_gpus))
 
 
 def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFacts, device: str) -> None:
     """Raise SettingsError for redundant experts or rebalancing that this layout cannot have."""
     num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     num_redundant = parallel.num_redundant_experts
-    if num_redundant and num_ranks == 1:
-        raise SettingsError(
-            f"num_redundant_experts={num_redundant} needs several ranks, and there is one; use 0, or more ranks"
-        )
     most = checkpoint.num_experts * (num_ranks - 1)  # one copy of each expert per rank
     if num_redundant > most:
         raise SettingsError(
             f"num_redundant_experts={num_redundant}: {num_ranks} ranks have room for {most} redundant copies of "
-            f"{checkpoint.num_experts} experts, one per rank; use at most {most}"
+            f"{checkpoint.num_experts} experts, one of each expert per rank; use at most {most}"
         )
     if parallel.rebalance == "auto" and device == "cuda":
         raise SettingsError(

@@ -56,16 +56,11 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     if not index_path.is_file():
         single = folder / "model.safetensors"
         if not single.is_file():
-            shards = sorted(path.name for path in folder.glob("*.safetensors"))
-            found = f" It holds {list_names(shards)}, but no index of them." if shards else ""
             raise CheckpointError(
-                f"{folder} holds neither model.safetensors nor model.safetensors.index.json.{found} "
-                "Fetch the checkpoint's safetensors files; other formats are not read"
+                f"{folder} holds neither model.safetensors nor model.safetensors.index.json; fetch the checkpoint's "
+                "safetensors files and their index; other formats are not read"
             )
-        stored = _read_header(single)
-        if not stored:
-            raise CheckpointError(f"{single} holds no tensors; fetch it again")
-        return stored
+        return _read_header(single)
     shard_of_name = read_json(index_path).get("weight_map")
     if not isinstance(shard_of_name, dict) or not shard_of_name:
         raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")

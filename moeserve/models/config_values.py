@@ -13,18 +13,14 @@ from moeserve.layers.rotary import LinearScaling, Llama3Scaling, RotaryConfig, Y
 
 LARGEST_NUMBER = 1e30
 MAX_INTEGER = 2**31 - 1
-MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: the file is too large, is not JSON, or holds no object.
+        CheckpointError: the file is not JSON, or holds no object.
     """
-    size = path.stat().st_size
-    if size > MAX_CONFIG_BYTES * (8 if path.name.endswith(".index.json") else 1):
-        raise CheckpointError(f"{path} is {size} bytes, too large for a file of settings; fetch it again")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -35,15 +31,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigValues:
-    """The values of a config.json, or of the metadata of a GGUF file.
+    """The values of a config.json, of an object in it, or of the metadata of a GGUF file.
 
     Each getter checks type and range, and raises CheckpointError with file, key and value. A default is used where the
     key is missing or null.
     """
 
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+    def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
         self.path = path
         self.values = values
+        self._prefix = prefix  # of keys in errors
 
     @classmethod
     def of_folder(cls, folder: Path) -> ConfigValues:
@@ -53,7 +50,10 @@ class ConfigValues:
 
     def wrong(self, key: str, why: str) -> CheckpointError:
         """Return an error that names file, key and value."""
-        return CheckpointError(f"{self.path}: {key}={shown(self.values.get(key))} {why}")
+        return CheckpointError(f"{self.path}: {self._prefix}{key}={shown(self.values.get(key))} {why}")
+
+    def missing(self, key: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {self._prefix}{key} is missing")
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INTEGER) -> int:
         value = self._get(key, default)
@@ -67,12 +67,15 @@ class ConfigValues:
     def nullable_integer(self, key: str, *, low: int = 1, high: int = MAX_INTEGER) -> int | None:
         """Return an integer or None. The key must be present: a missing one is an error."""
         if key not in self.values:
-            raise CheckpointError(f"{self.path}: {key} is missing; it must be an integer or null")
+            raise self.missing(key)
         return self.optional_integer(key, low=low, high=high)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number above 0."""
-        return self._number(key, self._get(key, default))
+    def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
+        value = self._get(key, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not above < value < LARGEST_NUMBER:
+            raise self.wrong(key, f"must be a number above {above:g}")
+        return float(value)
 
     def optional_number(self, key: str) -> float | None:
         return None if self.values.get(key) is None else self.number(key)
@@ -150,18 +153,15 @@ class ConfigValues:
             raise self.wrong(key, f"must list layers from 0 to {num_layers - 1}")
         return frozenset(value)
 
-    def rotary_settings(self) -> tuple[str, dict[str, Any]]:
-        """Return `rope_parameters` (transformers 5) or `rope_scaling` (before), whichever is used, with its key."""
+    def rotary_settings(self) -> ConfigValues:
+        """Return the object under `rope_parameters` (transformers 5) or `rope_scaling` (before), whichever is used."""
         key = "rope_parameters" if self.values.get("rope_parameters") is not None else "rope_scaling"
-        given = self.values.get(key) or {}
-        if not isinstance(given, dict):
+        settings = self.values.get(key) or {}
+        if not isinstance(settings, dict):
             raise self.wrong(key, "must be an object or null")
-        return key, given
-
-    def rotary_type(self) -> str:
-        """Return the kind of scaling of rotary frequencies, such as "default" or "yarn"."""
-        _, given = self.rotary_settings()
-        return str(given.get("rope_type", given.get("type", "default")))
+        if "rope_type" not in settings:
+            settings = {**settings, "rope_type": settings.get("type", "default")}
+        return ConfigValues(self.path, settings, f"{key}.")
 
     def rotary(
         self,
@@ -181,111 +181,74 @@ class ConfigValues:
                 ignoring `partial_rotary_factor`.
             default_theta: base of the frequencies if the config has none; None: it must have one.
         """
-        _, given = self.rotary_settings()
+        settings = self.rotary_settings()
+        # Older configs have these two beside the object.
+        both = ConfigValues(self.path, self.values | {k: v for k, v in settings.values.items() if v is not None})
         dim, source = head_dim, f"{head_dim_key}={head_dim}"
         if default_fraction is not None:
-            fraction = given.get("partial_rotary_factor", self.values.get("partial_rotary_factor", default_fraction))
-            fraction = self._number("partial_rotary_factor", fraction)
+            fraction = both.number("partial_rotary_factor", default_fraction)
             if fraction > 1:
-                raise self.wrong("partial_rotary_factor", "must be at most 1")
+                raise both.wrong("partial_rotary_factor", "must be at most 1")
             dim, source = int(head_dim * fraction), f"{source} and partial_rotary_factor={fraction:g}"
         if dim % 2 or dim == 0:
             raise CheckpointError(
                 f"{self.path}: {source} gives a rotary embedding of {dim} values; it needs an even number"
             )
-        theta = given.get("rope_theta", self.values.get("rope_theta", default_theta))
-        if theta is None:
-            raise CheckpointError(f"{self.path}: rope_theta is missing")
-        return RotaryConfig(
-            dim=dim,
-            theta=self._number("rope_theta", theta, above=1.0),
-            scaling=_read_scaling(_Scaling(self)),
-            is_interleaved=is_interleaved,
-        )
+        theta = both.number("rope_theta", default_theta, above=1.0)
+        return RotaryConfig(dim=dim, theta=theta, scaling=_read_scaling(settings), is_interleaved=is_interleaved)
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self.path}: {key} is missing")
+            raise self.missing(key)
         return value
 
-    def _number(self, key: str, value: Any, above: float = 0.0) -> float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not above < value < LARGEST_NUMBER:
-            raise CheckpointError(f"{self.path}: {key}={shown(value)} must be a number above {above:g}")
-        return float(value)
 
-
-class _Scaling:
-    """The object under `rope_parameters` or `rope_scaling`."""
-
-    def __init__(self, config: ConfigValues) -> None:
-        self._config = config
-        self._key, self.given = config.rotary_settings()
-        self.kind = config.rotary_type()
-
-    def wrong(self, why: str) -> CheckpointError:
-        return self._config.wrong(self._key, why)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a number above 0, or the default, which may be 0."""
-        value = self.given.get(name)
-        if value is None or (value == 0 and default == 0):
-            if default is None:
-                raise self.wrong(f"lacks {name!r}")
-            return default
-        return self._config._number(f"{self._key}.{name}", value)
-
-
-def _read_scaling(values: _Scaling) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+def _read_scaling(settings: ConfigValues) -> LinearScaling | Llama3Scaling | YarnScaling | None:
     """Return how a config scales rotary frequencies."""
-    match values.kind:
+    match settings.values["rope_type"]:
         case "default":
             return None
         case "linear":
-            return LinearScaling(values.number("factor"))
+            return LinearScaling(settings.number("factor"))
         case "llama3":
-            low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
+            low, high = settings.number("low_freq_factor"), settings.number("high_freq_factor")
             if high <= low:
-                raise values.wrong("needs high_freq_factor above low_freq_factor")
+                raise settings.wrong("high_freq_factor", f"must be above low_freq_factor={low:g}")
             return Llama3Scaling(
-                factor=values.number("factor"),
+                factor=settings.number("factor"),
                 low_freq_factor=low,
                 high_freq_factor=high,
-                original_max_position_embeddings=int(values.number("original_max_position_embeddings")),
+                original_max_position_embeddings=settings.integer("original_max_position_embeddings"),
             )
         case "yarn":
-            return _read_yarn(values)
-        case other:
-            raise values.wrong(f"has type {other!r}, which is not supported; supported: default, linear, llama3, yarn")
+            return _read_yarn(settings)
+    raise settings.wrong("rope_type", "is not supported; supported: default, linear, llama3, yarn")
 
 
-def _read_yarn(values: _Scaling) -> YarnScaling:
-    factor = values.number("factor")
+def _read_yarn(settings: ConfigValues) -> YarnScaling:
+    factor = settings.number("factor")
     if factor < 1:
-        raise values.wrong(f"has factor={factor:g}; yarn needs a factor of at least 1")
-    truncate = values.given.get("truncate", True)
-    if not isinstance(truncate, bool):
-        raise values.wrong("needs truncate to be true or false")
-    beta_fast, beta_slow = values.number("beta_fast", 32.0), values.number("beta_slow", 1.0)
+        raise settings.wrong("factor", "must be at least 1 for yarn")
+    beta_fast, beta_slow = settings.number("beta_fast", 32.0), settings.number("beta_slow", 1.0)
     if beta_fast < beta_slow:
-        raise values.wrong("needs beta_fast of at least beta_slow")
+        raise settings.wrong("beta_fast", f"must be at least beta_slow={beta_slow:g}")
 
     # DeepSeek's configs divide the attention temperature between the rotary values and the scores.
-    of_values, of_scores = values.number("mscale", 0.0), values.number("mscale_all_dim", 0.0)
+    of_values, of_scores = settings.optional_number("mscale"), settings.optional_number("mscale_all_dim")
     if of_values and of_scores:
         attention_factor = _temperature(factor, of_values) / _temperature(factor, of_scores)
     else:
         attention_factor = _temperature(factor, 1.0)
     return YarnScaling(
         factor=factor,
-        original_max_position_embeddings=int(values.number("original_max_position_embeddings")),
+        original_max_position_embeddings=settings.integer("original_max_position_embeddings"),
         beta_fast=beta_fast,
         beta_slow=beta_slow,
-        truncate=truncate,
-        attention_factor=values.number("attention_factor", attention_factor),
+        truncate=settings.flag("truncate", True),
+        attention_factor=settings.number("attention_factor", attention_factor),
         score_factor=_temperature(factor, of_scores) ** 2 if of_scores else 1.0,
     )
 

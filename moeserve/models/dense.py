@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import safe_open
 from torch import Tensor
 
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError
-from moeserve.models.checkpoint import read_headers
-from moeserve.models.config_values import ConfigValues, read_json
+from moeserve.models.checkpoint import list_names, open_shard, read_headers
+from moeserve.models.config_values import ConfigValues
 
 DENSE_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-ROTARY_KEYS = ("rope_theta", "partial_rotary_factor", "type", "rope_type")  # of a scaling, without its numbers
-TOKENIZER_FILES = (
+ROTARY_KEYS = ("rope_theta", "partial_rotary_factor", "type")  # rotary settings that are no part of a scaling
+COMPANION_FILES = (
+    "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -31,7 +31,6 @@ TOKENIZER_FILES = (
 # Defaults of transformers for keys that config.json lacks
 DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_MISTRAL_WINDOW = 4096
-NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class DenseConfig:
     sliding_window: int | None
     tie_word_embeddings: bool
     bos_token_id: int | None
-    eos_token_id: int | list[int] | None
+    eos_token_id: list[int] | None
     pad_token_id: int | None
     dtype: DtypeName
 
@@ -82,50 +81,34 @@ class DenseCheckpoint(Protocol):
 
     path: Path
     config: DenseConfig
-    generation: dict[str, Any]  # contents of its generation_config.json
     shapes: dict[str, tuple[int, ...]]  # of every stored tensor, by Hugging Face name
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, in memory of its own or mapped from the file."""
         ...
 
-    def write_tokenizer(self, folder: Path) -> None:
-        """Write tokenizer.json and its companions into `folder`, if the checkpoint has a tokenizer."""
+    def write_companions(self, folder: Path) -> None:
+        """Write the tokenizer and generation_config.json into `folder`, as far as the checkpoint has them."""
         ...
 
 
 def check_dense(dense: DenseCheckpoint) -> None:
-    """Raise CheckpointError if numbers of the config contradict each other or the stored tensors."""
-    config, shapes = dense.config, dense.shapes
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise CheckpointError(
-            f"{dense.path}: num_key_value_heads={config.num_key_value_heads} must divide "
-            f"num_attention_heads={config.num_attention_heads}"
-        )
-    if config.head_dim % 2:
-        raise CheckpointError(f"{dense.path}: head_dim={config.head_dim} must be even for rotary embedding")
-    known: set[str] = set()
-    missing: list[str] = []
-    for name, expected in config.tensors():
-        known.add(name)
-        if name not in shapes:
-            missing.append(name)
-            if len(missing) == NAMES_SHOWN:  # a config may claim billions of layers: do not list them all
-                break
-        elif shapes[name] != expected:
-            raise CheckpointError(
-                f"{dense.path}: tensor {name!r} has shape {list(shapes[name])}, its config needs {list(expected)}"
-            )
+    """Raise CheckpointError if the stored tensors are not those that the config needs."""
+    expected, shapes = dict(dense.config.tensors()), dense.shapes
+    missing = sorted(expected.keys() - shapes.keys())
     if missing:
-        raise CheckpointError(f"{dense.path} lacks tensors that its config needs: {', '.join(missing)}")
-
+        raise CheckpointError(f"{dense.path} lacks tensors that its config needs: {list_names(missing)}")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{dense.path}: tensor {name!r} has shape {list(shapes[name])}, its config needs {list(shape)}"
+            )
     # transformers ignores these two as well: frequencies are computed, and a tied head is the embedding.
-    extra = sorted(name for name in shapes.keys() - known if "rotary_emb" not in name and name != "lm_head.weight")
+    extra = sorted(name for name in shapes.keys() - expected if "rotary_emb" not in name and name != "lm_head.weight")
     if extra:
-        reason = "a Mixtral model has no biases" if any(name.endswith(".bias") for name in extra) else "it is unknown"
         raise CheckpointError(
-            f"{dense.path} holds tensors that a Mixtral checkpoint cannot take over ({reason}): "
-            f"{', '.join(extra[:NAMES_SHOWN])}; only plain Llama and Mistral models can be upcycled"
+            f"{dense.path} holds tensors that a Mixtral model does not have, such as biases: {list_names(extra)}; only "
+            "plain Llama and Mistral models can be upcycled"
         )
 
 
@@ -139,36 +122,20 @@ class DenseFolder:
             raise CheckpointError(f"{folder} holds no config.json{hint}")
         self.path = folder
         self.config = _read_config(ConfigValues.of_folder(folder))
-        generation_path = folder / "generation_config.json"
-        self.generation = read_json(generation_path) if generation_path.is_file() else special_token_ids(self.config)
         self._stored = read_headers(folder)
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def tensor(self, name: str) -> Tensor:
         # Reopened for each tensor, so that mapped pages already read do not accumulate in memory.
-        with safe_open(self._stored[name].shard, framework="pt") as tensors:
+        with open_shard(self._stored[name].shard) as tensors:
             tensor: Tensor = tensors.get_tensor(name)
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} is {tensor.dtype}; give a float32, bfloat16 or float16 checkpoint"
-            )
         return tensor
 
-    def write_tokenizer(self, folder: Path) -> None:
-        for pattern in TOKENIZER_FILES:
+    def write_companions(self, folder: Path) -> None:
+        for pattern in COMPANION_FILES:
             for path in self.path.glob(pattern):
                 if path.is_file():
                     shutil.copyfile(path, folder / path.name)
-
-
-def special_token_ids(config: DenseConfig) -> dict[str, Any]:
-    """Return the contents of a generation_config.json for a checkpoint without one."""
-    ids = {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": config.pad_token_id,
-    }
-    return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
 
 def _read_config(config: ConfigValues) -> DenseConfig:
@@ -182,35 +149,33 @@ def _read_config(config: ConfigValues) -> DenseConfig:
     config.require("hidden_act", "silu")
     config.require("attention_bias", False)
     config.require("mlp_bias", False)
-    if config.values.get("quantization_config") is not None:
-        raise config.wrong("quantization_config", "is not supported; give a float32, bfloat16 or float16 checkpoint")
+    config.refuse("quantization_config")
 
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
     head_dim = config.optional_integer("head_dim") or hidden_size // num_heads
     rotary = config.rotary(head_dim, default_fraction=1.0, default_theta=DEFAULT_ROPE_THETA)
-    key, settings = config.rotary_settings()
+    settings = config.rotary_settings()
     if rotary.dim != head_dim:
-        raise config.wrong(key, "rotates only a part of each head, which a Mixtral model cannot do")
-    scaling = {name: value for name, value in settings.items() if name not in ROTARY_KEYS}
+        raise settings.wrong("partial_rotary_factor", "is not supported: a Mixtral model rotates whole heads")
+    scaling = {name: value for name, value in settings.values.items() if name not in ROTARY_KEYS}
     # null means no window, unlike a missing key
     window = config.optional_integer("sliding_window") if "sliding_window" in config.values else DEFAULT_MISTRAL_WINDOW
-    eos = config.token_ids("eos_token_id")
     return DenseConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
-        num_hidden_layers=config.integer("num_hidden_layers"),
+        num_hidden_layers=config.integer("num_hidden_layers", high=2**12),
         num_attention_heads=num_heads,
         num_key_value_heads=config.integer("num_key_value_heads", default=None if is_mistral else num_heads),
         head_dim=head_dim,
         max_position_embeddings=config.integer("max_position_embeddings"),
         rms_norm_eps=config.number("rms_norm_eps"),
         rope_theta=rotary.theta,
-        rope_scaling=None if rotary.scaling is None else {"rope_type": config.rotary_type(), **scaling},
+        rope_scaling=None if rotary.scaling is None else scaling,
         sliding_window=window if is_mistral else None,
         tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
         bos_token_id=config.token_id("bos_token_id"),
-        eos_token_id=eos[0] if len(eos) == 1 else eos or None,
+        eos_token_id=config.token_ids("eos_token_id") or None,
         pad_token_id=config.token_id("pad_token_id"),
         dtype=config.dtype(default="float32"),
     )

@@ -77,12 +77,6 @@ class ModelConfig:
     def refusal_to_divide(self, num_ranks: int) -> str | None:
         """Return why the heads cannot be divided over `num_ranks` tp ranks; None if they can."""
         for layer in self.layers:
-            attention = layer.attention
-            if attention.can_divide(num_ranks):
-                continue
-            if attention.num_heads % num_ranks:
-                return f"{attention.num_heads} attention heads cannot be divided evenly over {num_ranks} ranks"
-            assert isinstance(attention, AttentionConfig)
-            heads = f"{attention.num_kv_heads} key-value heads"
-            return f"{heads} can neither be divided nor copied evenly over {num_ranks} ranks"
+            if not layer.attention.can_divide(num_ranks):
+                return f"the attention heads or key-value heads cannot be divided evenly over {num_ranks} ranks"
         return None

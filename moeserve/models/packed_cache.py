@@ -7,15 +7,14 @@ complete, so a process that is killed leaves no damaged entry.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -29,20 +28,15 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # bytes; kernels need every tensor to begin at a multiple of it
 PARTIAL = ".partial"
-LOCK = ".lock"
-LOCK_POLL_SECONDS = 0.1
+ABANDONED_SECONDS = 3600  # since the last write to a partial file, after which its process must have died
 BLOCK_BYTES = 16 * 2**20  # written between two syncs; writing can be cancelled in between
 HEADER_BYTES = 1 << 20  # of a shard, hashed by its fingerprint
-
-
-def _never() -> bool:
-    return False
 
 
 class PackedWeightCache:
     """A folder of packed weights of at most `max_bytes`. The least recently used entries are evicted.
 
-    Any number of processes may use the folder; one at a time writes. Mapped entries stay readable after eviction.
+    Any number of processes may use the folder. Mapped entries stay readable after eviction.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -73,7 +67,7 @@ class PackedWeightCache:
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
-    def store(self, key: str, tensors: Mapping[str, Tensor], is_cancelled: Callable[[], bool] = _never) -> bool:
+    def store(self, key: str, tensors: Mapping[str, Tensor], is_cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Write an entry of contiguous tensors, unless it exists. Return True if it exists now; if not, log the reason.
 
         Tensors are stored as bytes, padded to a multiple of `ALIGNMENT`.
@@ -89,68 +83,43 @@ class PackedWeightCache:
                 *map(shown_bytes, (num_bytes, self.max_bytes)),
             )
             return False
+        partial = self.folder / f"{key}.{secrets.token_hex(4)}{PARTIAL}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self._locked(is_cancelled) as is_locked:
-                is_stored = is_locked and self._store_locked(key, header, tensors, num_bytes, is_cancelled)
+            if self._path(key).exists():  # another process has written it meanwhile
+                return True
+            self._evict(num_bytes)
+            free = shutil.disk_usage(self.folder).free
+            if num_bytes > free // 2:
+                logger.info("packed weights are not cached: only %s are free in %s", shown_bytes(free), self.folder)
+                return False
+            with partial.open("xb") as file:
+                is_complete = _write(file, header, tensors, is_cancelled)
+            if is_complete:
+                os.replace(partial, self._path(key))
         except OSError as error:
             logger.warning("packed weights are not cached: %s cannot be written (%s)", self.folder, error)
             return False
-        if not is_stored and is_cancelled():
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+        if not is_complete:
             logger.info(
                 "packed weights are not cached: the model was shut down before %s were written; a longer run caches "
                 "them",
                 shown_bytes(num_bytes),
             )
-        return is_stored
-
-    @contextlib.contextmanager
-    def _locked(self, is_cancelled: Callable[[], bool]) -> Iterator[bool]:
-        """Hold the lock of all writers, which the system releases when a process dies. Yield False if cancelled."""
-        with (self.folder / LOCK).open("ab") as file:
-            while not is_cancelled():
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    time.sleep(LOCK_POLL_SECONDS)
-                else:
-                    yield True
-                    return
-            yield False
-
-    def _store_locked(
-        self,
-        key: str,
-        header: bytes,
-        tensors: Mapping[str, Tensor],
-        num_bytes: int,
-        is_cancelled: Callable[[], bool],
-    ) -> bool:
-        for path in self.folder.glob(f"*{PARTIAL}"):  # of writers that died: the lock is held here
-            path.unlink(missing_ok=True)
-        if self._path(key).exists():  # another process has written it meanwhile
-            return True
-        self._evict(num_bytes)
-        free = shutil.disk_usage(self.folder).free
-        if num_bytes > free // 2:
-            logger.info("packed weights are not cached: only %s are free in %s", shown_bytes(free), self.folder)
-            return False
-        with tempfile.NamedTemporaryFile(dir=self.folder, prefix=f"{key}.", suffix=PARTIAL, delete=False) as file:
-            is_complete = False
-            try:
-                is_complete = _write(file, header, tensors, is_cancelled)
-                if is_complete:
-                    os.replace(file.name, self._path(key))
-            finally:
-                if not is_complete:
-                    Path(file.name).unlink(missing_ok=True)
         return is_complete
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
 
     def _evict(self, num_bytes: int) -> None:
-        """Delete the least recently used entries until `num_bytes` fit."""
+        """Delete what killed processes left, and the least recently used entries until `num_bytes` fit."""
+        for path in self.folder.glob(f"*{PARTIAL}"):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
         found = []
         for path in self.folder.glob("*.safetensors"):
             with contextlib.suppress(FileNotFoundError):  # deleted by the user or by `remove`
@@ -203,13 +172,16 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 def _write(file: IO[bytes], header: bytes, tensors: Mapping[str, Tensor], is_cancelled: Callable[[], bool]) -> bool:
     """Write an entry and sync it to disk. Return False if cancelled."""
     num_unsynced = file.write(header)
-    for piece in _pieces(tensors.values()):
-        if is_cancelled():
-            return False
-        num_unsynced += file.write(piece)
-        if num_unsynced >= BLOCK_BYTES:  # a single sync at the end would take long and could not be cancelled
-            _sync(file)
-            num_unsynced = 0
+    for tensor in tensors.values():
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), BLOCK_BYTES):
+            if is_cancelled():
+                return False
+            num_unsynced += file.write(data[start : start + BLOCK_BYTES])
+            if num_unsynced >= BLOCK_BYTES:  # a single sync at the end would take long and could not be cancelled
+                _sync(file)
+                num_unsynced = 0
+        file.write(bytes(_padded(tensor.nbytes) - tensor.nbytes))
     _sync(file)
     return True
 
@@ -217,12 +189,3 @@ def _write(file: IO[bytes], header: bytes, tensors: Mapping[str, Tensor], is_can
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _pieces(tensors: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
-    """Yield the tensors' bytes and padding, at most `BLOCK_BYTES` at a time."""
-    for tensor in tensors:
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(data), BLOCK_BYTES):
-            yield data[start : start + BLOCK_BYTES]
-        yield bytes(_padded(tensor.nbytes) - tensor.nbytes)

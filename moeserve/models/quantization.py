@@ -6,26 +6,24 @@ format for quantising activations are not applied.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from moeserve.errors import CheckpointError, shown
+from moeserve.errors import CheckpointError
 from moeserve.models.config_values import ConfigValues
 
 # O rows, I columns, B blocks in a row, G blocks in a column, or groups of 32 values in a row, e experts
 
 PLAIN_DTYPES = ("F32", "F16", "BF16")
-FP8_SCALE_SUFFIX = "_scale_inv"
-FP8_BLOCK = [128, 128]
 FP8_NAN = 0x7F  # E4M3 has no infinities, and one NaN of each sign
-MXFP4_BLOCKS_SUFFIX, MXFP4_SCALES_SUFFIX = "_blocks", "_scales"
 MXFP4_GROUP = 32  # values that share a scale
 E8M0_NAN = 255
 FP4_MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1, by code; codes 8 to 15 are their negatives
@@ -62,6 +60,8 @@ ReadRows = Callable[[StoredTensor, int, int], Tensor]  # (tensor, start, stop) -
 class CheckpointTensor(Protocol):
     """A tensor of the model, stored plain or encoded."""
 
+    is_encoded: ClassVar[bool]
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The decoded shape. Valid after `check`."""
@@ -77,15 +77,29 @@ class CheckpointTensor(Protocol):
         """Return [stop - start, *shape[1:]], slices of the first dimension; encoded tensors in float32."""
 
 
-class WeightFormat(Protocol):
-    """The form in which a checkpoint stores its weights."""
+@dataclass(frozen=True)
+class WeightFormat:
+    """The form in which a checkpoint stores its weights: plain, or some weights encoded with tensors of scales.
 
-    @property
-    def stored_as(self) -> str | None:
-        """The encoding in words; None for weights that are not encoded."""
+    An encoded weight P is stored as P + `values_suffix` and P + `scales_suffix`.
+    """
+
+    stored_as: str | None = None  # the encoding in words; None for weights that are not encoded
+    encoded: Callable[[StoredTensor, StoredTensor], CheckpointTensor] | None = None  # (values, scales) -> the weight
+    values_suffix: str = ""
+    scales_suffix: str = ""
 
     def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
-        """Return the model's tensors by name. Raise CheckpointError if a part of one is missing."""
+        """Return the model's tensors by name. A part whose partner is missing stays a tensor of its own."""
+        tensors: dict[str, CheckpointTensor] = {name: PlainTensor(tensor) for name, tensor in stored.items()}
+        if self.encoded is not None:
+            for name in stored:
+                weight = name.removesuffix(self.scales_suffix)
+                values = stored.get(weight + self.values_suffix)
+                if weight != name and values is not None:
+                    del tensors[name], tensors[values.name]
+                    tensors[weight] = self.encoded(values, stored[name])
+        return tensors
 
 
 def read_weight_format(config: ConfigValues) -> WeightFormat:
@@ -97,16 +111,23 @@ def read_weight_format(config: ConfigValues) -> WeightFormat:
     config.refuse("compression_config")  # the key of compressed-tensors before quantization_config
     quantization = config.values.get("quantization_config")
     if quantization is None:
-        return PlainFormat()
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method == "fp8":
-        return _read_fp8(config, quantization)
-    if method == "mxfp4":
-        return Mxfp4Format()
+        return WeightFormat()
+    match quantization:
+        case {"quant_method": "mxfp4"}:
+            return WeightFormat("mxfp4", Mxfp4Tensor, "_blocks", "_scales")
+        # Matrices in fp8 have scales, so lists of those that are not converted need not be read.
+        case {"quant_method": "fp8", "weight_block_size": [int(height), int(width)]} if (
+            height >= 1
+            and width >= 1
+            and quantization.get("activation_scheme", "dynamic") == "dynamic"
+            and quantization.get("fmt", "e4m3") == "e4m3"
+        ):
+            encoded = functools.partial(Fp8Tensor, block=(height, width))
+            return WeightFormat(f"fp8 in blocks of {height} x {width}", encoded, "", "_scale_inv")
     raise config.wrong(
         "quantization_config",
-        f"has quant_method {shown(method)}, which is not supported; supported: fp8 in blocks, mxfp4, "
-        "or none (float32, bfloat16 or float16 weights)",
+        "is not supported; supported: fp8 (e4m3, dynamic activations, weight_block_size such as [128, 128]), mxfp4, or "
+        "none (float32, bfloat16 or float16 weights)",
     )
 
 
@@ -141,6 +162,7 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 class PlainTensor:
     """A tensor that is not encoded."""
 
+    is_encoded: ClassVar[bool] = False
     stored: StoredTensor
 
     @property
@@ -163,6 +185,7 @@ class PlainTensor:
 class Fp8Tensor:
     """A matrix [O, I] of E4M3 codes with a scale for each block."""
 
+    is_encoded: ClassVar[bool] = True
     weight: StoredTensor
     scale: StoredTensor
     block: tuple[int, int]  # rows and columns; the last blocks may be smaller
@@ -208,6 +231,7 @@ class Fp8Tensor:
 class Mxfp4Tensor:
     """Matrices [e, I, O], stored transposed as E2M1 codes [e, O, G, 16] with a scale for each 32 values along I."""
 
+    is_encoded: ClassVar[bool] = True
     blocks: StoredTensor
     scales: StoredTensor
 
@@ -237,80 +261,3 @@ class Mxfp4Tensor:
             # A NaN in a weight turns the output of every token into NaN.
             raise self.scales.wrong(f"holds a scale of {E8M0_NAN}, which is NaN; fetch it again")
         return decode_mxfp4(read_rows(self.blocks, start, stop), scales).transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class PlainFormat:
-    """Weights that are not encoded."""
-
-    stored_as: None = None
-
-    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
-        return {name: PlainTensor(tensor) for name, tensor in stored.items()}
-
-
-@dataclass(frozen=True)
-class Fp8Format:
-    """DeepSeek's format: a matrix with a tensor of scales is in E4M3, other tensors are plain."""
-
-    block: tuple[int, int]
-
-    @property
-    def stored_as(self) -> str:
-        return f"fp8 in blocks of {self.block[0]} x {self.block[1]}"
-
-    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
-        tensors: dict[str, CheckpointTensor] = {}
-        for name, tensor in stored.items():
-            scale = stored.get(name + FP8_SCALE_SUFFIX)
-            if scale is not None:
-                tensors[name] = Fp8Tensor(tensor, scale, self.block)
-            elif tensor.dtype == "F8_E4M3":
-                raise tensor.wrong(f"is F8_E4M3 but the checkpoint lacks its scales, {name + FP8_SCALE_SUFFIX!r}")
-            elif not name.endswith(FP8_SCALE_SUFFIX):
-                tensors[name] = PlainTensor(tensor)
-            elif name.removesuffix(FP8_SCALE_SUFFIX) not in stored:
-                raise tensor.wrong(f"holds scales of {name.removesuffix(FP8_SCALE_SUFFIX)!r}, which is missing")
-        return tensors
-
-
-@dataclass(frozen=True)
-class Mxfp4Format:
-    """gpt-oss's format: weight P is stored as P_blocks and P_scales, other tensors are plain."""
-
-    stored_as: str = "mxfp4"
-
-    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
-        tensors: dict[str, CheckpointTensor] = {}
-        for name, tensor in stored.items():
-            if name.endswith(MXFP4_BLOCKS_SUFFIX):
-                base = name.removesuffix(MXFP4_BLOCKS_SUFFIX)
-                tensors[base] = Mxfp4Tensor(tensor, _partner(tensor, base + MXFP4_SCALES_SUFFIX, stored))
-            elif name.endswith(MXFP4_SCALES_SUFFIX):
-                _partner(tensor, name.removesuffix(MXFP4_SCALES_SUFFIX) + MXFP4_BLOCKS_SUFFIX, stored)
-            else:
-                tensors[name] = PlainTensor(tensor)
-        return tensors
-
-
-def _partner(tensor: StoredTensor, name: str, stored: Mapping[str, StoredTensor]) -> StoredTensor:
-    if name not in stored:
-        raise tensor.wrong(f"needs {name!r}, which is missing; fetch the checkpoint again")
-    return stored[name]
-
-
-def _read_fp8(config: ConfigValues, quantization: dict[str, Any]) -> Fp8Format:
-    # Matrices in fp8 have scales, so lists of those that are not converted need not be read.
-    key = "quantization_config"
-    for name, supported in (("activation_scheme", "dynamic"), ("fmt", "e4m3")):
-        value = quantization.get(name, supported)
-        if value != supported:
-            raise config.wrong(key, f"has {name} {shown(value)}, which is not supported; supported: {supported}")
-    block = quantization.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size >= 1 for size in block):
-        raise config.wrong(
-            key,
-            f"has weight_block_size {shown(block)}; supported: fp8 in blocks, with a block's rows and columns, such as "
-            f"{FP8_BLOCK}",
-        )
-    return Fp8Format((block[0], block[1]))

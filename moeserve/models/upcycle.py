@@ -11,6 +11,7 @@ Source: "Sparse Upcycling" (arXiv 2212.05055).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -19,18 +20,18 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from moeserve.config.settings import DtypeName
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models.dense import DenseCheckpoint, DenseConfig, DenseFolder, check_dense
 from moeserve.models.gguf_file import GgufFile
+from moeserve.models.weight_loading import progress_bar
 
 UpcycleMode = Literal["replicate", "split"]
 
@@ -68,10 +69,6 @@ def upcycle(
         CheckpointError: the dense checkpoint is damaged or cannot be converted, or `out` cannot be written.
     """
     top_k = _checked_top_k(num_experts, top_k, mode)
-    if dtype not in ("auto", *get_args(DtypeName)):
-        raise SettingsError(f"dtype={dtype!r} must be auto, {', '.join(get_args(DtypeName))}")
-    if not 0 <= seed < 2**63:
-        raise SettingsError(f"seed={seed} must be from 0 to 2**63 - 1")
     dense, out = Path(dense), Path(os.path.abspath(out))
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise CheckpointError(f"{out} exists already and is not an empty folder; remove it or choose another name")
@@ -80,13 +77,10 @@ def upcycle(
     check_dense(source)
     dtype_name = source.config.dtype if dtype == "auto" else dtype
     recipe = _Recipe(num_experts, top_k, mode, getattr(torch, dtype_name), seed)
-    num_bytes = _num_bytes(source.config, recipe)
     try:
         with _all_or_nothing(out) as folder:
-            _refuse_full_disk(folder, num_bytes)
-            source.write_tokenizer(folder)  # first, so that an error comes before the long part
-            _write_shards(folder, source, recipe, num_bytes, show_progress=show_progress)
-            _write_json(folder / "generation_config.json", source.generation)
+            source.write_companions(folder)  # first, so that an error comes before the long part
+            _write_shards(folder, source, recipe, show_progress=show_progress)
             _write_json(folder / "config.json", _mixtral_config(source.config, recipe, dtype_name))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"writing {out} failed: {error}") from error
@@ -107,8 +101,6 @@ class _Recipe:
 
 
 def _checked_top_k(num_experts: int, top_k: int | None, mode: str) -> int:
-    if mode not in get_args(UpcycleMode):
-        raise SettingsError(f"mode={mode!r} must be one of: {', '.join(get_args(UpcycleMode))}")
     if num_experts < 1:
         raise SettingsError(f"num_experts={num_experts} must be at least 1")
     if top_k is None:
@@ -129,17 +121,6 @@ def _open(dense: Path) -> DenseCheckpoint:
     if not dense.is_dir():
         raise CheckpointError(f"{dense} does not exist; give a GGUF file, or a folder in Hugging Face layout")
     return DenseFolder(dense)
-
-
-def _num_bytes(config: DenseConfig, recipe: _Recipe) -> int:
-    """Return the size of all tensors to be written."""
-    num_values = config.num_hidden_layers * recipe.num_experts * config.hidden_size  # routers
-    for name, shape in config.tensors():
-        if ".mlp." in name:
-            num_values += recipe.num_experts * recipe.expert_width(config) * config.hidden_size
-        else:
-            num_values += torch.Size(shape).numel()
-    return num_values * recipe.dtype.itemsize
 
 
 def _mixtral_tensors(dense: DenseCheckpoint, recipe: _Recipe) -> Iterator[tuple[str, Tensor]]:
@@ -186,83 +167,44 @@ def _converted(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return converted
 
 
-def _write_shards(
-    folder: Path, dense: DenseCheckpoint, recipe: _Recipe, num_bytes: int, *, show_progress: bool
-) -> None:
+def _write_shards(folder: Path, dense: DenseCheckpoint, recipe: _Recipe, *, show_progress: bool) -> None:
     """Write the tensors in shards of at most MAX_SHARD_BYTES (a larger tensor gets its own), and their index."""
-    shards: list[list[str]] = []  # tensor names of each written shard
+    shard_of_name: dict[str, str] = {}
     waiting: dict[str, Tensor] = {}
-
-    def unnumbered(shard: int) -> Path:
-        return folder / f"{shard}.safetensors"
+    num_waiting_bytes = total_size = 0
 
     def write_waiting() -> None:
-        path = unnumbered(len(shards))
+        path = folder / f"model-{len(set(shard_of_name.values())) + 1:05}.safetensors"
         save_file(waiting, path, metadata={"format": "pt"})
         path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only their owner may read
-        shards.append(list(waiting))
+        shard_of_name.update(dict.fromkeys(waiting, path.name))
         waiting.clear()
 
-    num_waiting_bytes = 0
-    with tqdm(
-        total=num_bytes,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        desc="upcycle",
-        disable=None if show_progress else True,
-    ) as progress:
+    with progress_bar("upcycle", total=None, is_shown=show_progress) as progress:
         for name, tensor in _mixtral_tensors(dense, recipe):
             if waiting and num_waiting_bytes + tensor.nbytes > MAX_SHARD_BYTES:
                 write_waiting()
                 num_waiting_bytes = 0
             waiting[name] = tensor
             num_waiting_bytes += tensor.nbytes
+            total_size += tensor.nbytes
             progress.update(tensor.nbytes)
         write_waiting()
-
-    weight_map: dict[str, str] = {}
-    for shard, names in enumerate(shards):
-        file_name = f"model-{shard + 1:05}-of-{len(shards):05}.safetensors"
-        unnumbered(shard).rename(folder / file_name)
-        weight_map |= dict.fromkeys(names, file_name)
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": total_size}, "weight_map": shard_of_name}
     _write_json(folder / "model.safetensors.index.json", index)
 
 
 def _mixtral_config(config: DenseConfig, recipe: _Recipe, dtype_name: DtypeName) -> dict[str, Any]:
-    """Return config.json, with rotary settings and dtype under the names of transformers 5 and of older versions."""
-    scaling = config.rope_scaling
-    return {
+    """Return config.json. Rotary settings and dtype have their older names, which every transformers reads."""
+    values = dataclasses.asdict(config)
+    del values["dtype"]
+    return values | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
         "intermediate_size": recipe.expert_width(config),
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
         "num_local_experts": recipe.num_experts,
         "num_experts_per_tok": recipe.top_k,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
-        "router_jitter_noise": 0.0,
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "sliding_window": config.sliding_window,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta},
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": config.pad_token_id,
-        "dtype": dtype_name,
         "torch_dtype": dtype_name,
     }
 
@@ -279,24 +221,7 @@ def _all_or_nothing(out: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        for path in partial.iterdir():
-            _flush_to_disk(path)
         partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _flush_to_disk(path: Path) -> None:
-    """Wait until a file is on disk, so that a power cut cannot leave an empty one under its name."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _refuse_full_disk(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise CheckpointError(
-            f"{folder.parent} has {free / 1e9:.2f} GB free, but the checkpoint takes {num_bytes / 1e9:.2f} GB; "
-            "free some space or choose another folder"
-        )

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -23,7 +23,7 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint import Checkpoint, list_names, open_shard
-from moeserve.models.quantization import CheckpointTensor, Fp8Tensor, PlainTensor, ReadRows, StoredTensor
+from moeserve.models.quantization import CheckpointTensor, Fp8Tensor, ReadRows, StoredTensor
 from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,6 @@ class Destinations:
 
     into: dict[str, list[Destination]]
     is_ignored: Callable[[str], bool] = _none_is_ignored  # names that a checkpoint may hold but this rank does not need
-    # Tensors that a checkpoint may hold a second time, under these names. Their values must be the same.
-    duplicates: dict[str, Destination] = field(default_factory=dict)
 
 
 def _do_nothing(place: Destination) -> None:
@@ -104,26 +102,29 @@ def load_weights(
         CheckpointError: missing or unknown tensors, a wrong shape or dtype, or an encoded NaN.
     """
     into = destinations.into
-    duplicates = {name: place for name, place in destinations.duplicates.items() if name in checkpoint.names}
     _check(checkpoint, destinations)
     num_bytes = sum(place.memory.nbytes for places in into.values() for place in places)
-    _report_decoding(checkpoint, into, num_bytes)
+    if any(checkpoint.tensors[name].is_encoded and not into[name][0].is_in_blocks for name in into):
+        logger.warning(
+            "%s stores its weights as %s, %s on disk; they are dequantised and take %s in memory",
+            checkpoint.folder,
+            checkpoint.stored_as,
+            shown_bytes(checkpoint.stored_bytes),
+            shown_bytes(num_bytes),
+        )
 
     shards = _Shards()
-    with tqdm(
-        total=num_bytes,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        desc="weights",
-        disable=None if show_progress else True,  # None: shown on a terminal only
-    ) as progress:
+    with progress_bar("weights", total=num_bytes, is_shown=show_progress) as progress:
         for name in sorted(into, key=lambda name: checkpoint.tensors[name].shard):
             for place in into.pop(name):
                 _fill(place, checkpoint.tensors[name], shards.read_rows, progress)
                 on_filled(place)
-        for name, place in duplicates.items():
-            _compare(name, place, checkpoint, shards)
+
+
+def progress_bar(title: str, *, total: int | None, is_shown: bool) -> tqdm:
+    """Return a progress bar of bytes, which only a terminal shows."""
+    disable = None if is_shown else True
+    return tqdm(desc=title, total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=disable)
 
 
 def fill_randomly(model: nn.Module, seed: int) -> None:
@@ -153,8 +154,7 @@ def _check(checkpoint: Checkpoint, destinations: Destinations) -> None:
     """Raise CheckpointError if names, shapes or dtypes are not those that the model needs."""
     folder, into = checkpoint.folder, destinations.into
     missing = sorted(into.keys() - checkpoint.names)
-    unknown = checkpoint.names - into.keys() - destinations.duplicates.keys()
-    extra = sorted(name for name in unknown if not destinations.is_ignored(name))
+    extra = sorted(name for name in checkpoint.names - into.keys() if not destinations.is_ignored(name))
     remedy = "fetch the whole checkpoint again, config.json and weights together"
     if missing:
         raise CheckpointError(
@@ -226,42 +226,3 @@ def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, pro
 def _has_same_blocks(tensor: CheckpointTensor) -> TypeGuard[Fp8Tensor]:
     """Return True if codes and scales can be copied as they are stored."""
     return isinstance(tensor, Fp8Tensor) and tensor.block == (BLOCK, BLOCK)
-
-
-def _compare(name: str, place: Destination, checkpoint: Checkpoint, shards: _Shards) -> None:
-    """Raise CheckpointError if a duplicate differs from what was loaded."""
-    tensor, memory = checkpoint.tensors[name], place.memory
-    tensor.check()
-    is_same = tensor.shape == place.shape
-    step = max(1, PIECE_VALUES * len(memory) // max(1, memory.numel()))
-    first = place.part[0].start if place.part else 0
-    for start in range(0, len(memory) if is_same else 0, step):
-        piece = memory[start : start + step]
-        stored = tensor.read(shards.read_rows, first + start, first + start + len(piece))
-        is_same &= torch.equal(piece, stored.to(piece))
-    if not is_same:
-        raise CheckpointError(
-            f"{checkpoint.folder}: config.json has tie_word_embeddings=true, but {name!r} differs from the embedding; "
-            "set tie_word_embeddings to false to use the checkpoint's own output head"
-        )
-
-
-def _report_decoding(checkpoint: Checkpoint, into: dict[str, list[Destination]], num_bytes: int) -> None:
-    """Warn about dequantised weights: a machine with memory for the files may lack it for the model."""
-    encoded = {name: into[name][0] for name in into if not isinstance(checkpoint.tensors[name], PlainTensor)}
-    if not encoded or any(place.is_in_blocks for place in encoded.values()):
-        return
-    dtypes = sorted({str(place.memory.dtype).removeprefix("torch.") for place in encoded.values()})
-    could_be_kept = any(
-        place.memory.device.type == "cuda" and _has_same_blocks(checkpoint.tensors[name])
-        for name, place in encoded.items()
-    )
-    logger.warning(
-        "%s stores its weights as %s, %s on disk; they are dequantised to %s and take %s in memory%s",
-        checkpoint.folder,
-        checkpoint.stored_as,
-        shown_bytes(checkpoint.stored_bytes),
-        " and ".join(dtypes),
-        shown_bytes(num_bytes),
-        "; quantization='fp8' keeps them as they are stored" if could_be_kept else "",
-    )

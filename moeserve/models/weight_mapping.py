@@ -41,19 +41,22 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
         f"model.layers.{index}." for index in range(num_layers, num_layers + model.config.num_skipped_layers)
     )
 
+    if model.config.tie_word_embeddings:  # older checkpoints hold the embedding a second time
+        ignored.add("lm_head.weight")
+
     def is_ignored(name: str) -> bool:
         return name in ignored or name.startswith(skipped) or bool(_FREQUENCIES.fullmatch(name))
 
-    duplicates = {"lm_head.weight": _embedding(model)} if model.config.tie_word_embeddings else {}
-    return Destinations(into, is_ignored, duplicates)
+    return Destinations(into, is_ignored)
 
 
 def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator[Row]:
-    yield "model.embed_tokens.weight", _embedding(model)
+    embedding, vocab_size = model.embedding, model.config.vocab_size
+    yield "model.embed_tokens.weight", rows(embedding.weight, embedding.share, vocab_size)
     yield "model.norm.weight", whole(model.norm.weight)
     if not model.config.tie_word_embeddings:
         head = model.head
-        yield "lm_head.weight", rows(head.weight, head.share, model.config.vocab_size, head.weights)
+        yield "lm_head.weight", rows(head.weight, head.share, vocab_size, head.weights)
     for index, (layer, config) in enumerate(zip(model.layers, model.config.layers, strict=True)):
         prefix = f"model.layers.{index}"
         yield f"{prefix}.input_layernorm.weight", whole(layer.attention_norm.weight)
@@ -69,10 +72,6 @@ def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator
             case MoELayer() as moe, _:
                 used = next((n for n in family.names if f"{prefix}.{n.router}.weight" in names), family.names[0])
                 yield from _moe(prefix, moe, used, names)
-
-
-def _embedding(model: Decoder) -> Destination:
-    return rows(model.embedding.weight, model.embedding.share, model.config.vocab_size)
 
 
 def _attention(prefix: str, attention: Attention) -> Iterator[Row]:

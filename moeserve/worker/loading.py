@@ -65,7 +65,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
     wait_for_cache_writers(cancelled_only=True)  # they hold the weights of a deleted model
     free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
     if memory.peak > free:
-        raise CheckpointError(_too_large(config, context, memory, free))
+        raise CheckpointError(_too_large(config, memory, free))
     groups.world.barrier()  # collective: all ranks; all measure free memory before any rank fills it
     allocate_parameters(model, context)
     if config.load_format == "dummy":
@@ -129,21 +129,15 @@ def _select_kernels(config: EngineConfig, description: registry.Description, dev
     return select_kernels(device)
 
 
-def _too_large(config: EngineConfig, context: ModelContext, memory: LoadingMemory, free: int) -> str:
+def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
     """Return an error message for weights that do not fit, with remedies."""
     share = f" for each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
     form = f"{config.dtype}, quantised to {config.quantization}" if config.quantization else config.dtype
-    more = memory.peak - memory.kept
-    meanwhile = f" and {shown_bytes(more)} more while they are loaded" if more else ""
-    trials = ["a machine with more memory", "a smaller model"]
-    if context.dtype in context.kernels.batch_invariant_dtypes and config.quantization != "int4":
-        trials.append('quantization="int4"' if config.quantization else 'quantization="int8" or "int4"')
-    if config.device == "cuda" and config.quantization is None:
-        trials.append('quantization="fp8"')
     return (
-        f"the weights of {config.model_path} do not fit in memory: they take {shown_bytes(memory.kept)} as "
-        f"{form}{meanwhile}{share}, but {shown_bytes(free)} are free{share}. Use {', '.join(trials)}, or "
-        "dtype=bfloat16 if the checkpoint is float32; `moeserve inspect` lists the sizes of its parts"
+        f"the weights of {config.model_path} do not fit in memory: as {form} they take {shown_bytes(memory.kept)}, and "
+        f"{shown_bytes(memory.peak)} while they are loaded{share}, but {shown_bytes(free)} are free{share}. Use a "
+        "machine with more memory, a smaller model or dtype, or a smaller quantization (int8 or int4 on CPUs, fp8 on "
+        "GPUs); `moeserve inspect` lists the sizes of its parts"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from moeserve import (
     CacheTooSmallError,
     CheckpointError,
     EngineError,
-    MoeserveError,
     RequestError,
     SamplingParams,
     SettingsError,
@@ -39,94 +38,43 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
-def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    path = folder / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    change(tensors)
-    save_file(tensors, path)
-
-
 def refusal(folder: Path | str, **settings: Any) -> str:
     with pytest.raises(CheckpointError) as error:
         LLM(folder, **settings)
     return str(error.value)
 
 
-def test_missing_folder() -> None:
-    assert "no/such/folder is not a folder" in refusal("no/such/folder")
-
-
-def test_folder_without_config(tmp_path: Path) -> None:
-    assert "holds no config.json" in refusal(tmp_path)
-
-
-def test_config_that_is_not_json(broken: Path) -> None:
+def test_folders_that_are_no_checkpoint(broken: Path, tmp_path: Path) -> None:
+    assert "no/such/folder" in refusal("no/such/folder")
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in refusal(tmp_path / "empty")
     (broken / "config.json").write_text("{")
     assert "config.json is not valid JSON" in refusal(broken)
 
 
-def test_unsupported_architecture_lists_the_supported(broken: Path) -> None:
-    edit_config(broken, architectures=["GPT2LMHeadModel"])
-    message = refusal(broken)
-    assert "'GPT2LMHeadModel' is not supported" in message
-    assert "MixtralForCausalLM" in message
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], []])
+def test_an_unsupported_architecture_is_named(broken: Path, architectures: list[str]) -> None:
+    edit_config(broken, architectures=architectures)
+    assert all(name in refusal(broken) for name in architectures or ["architectures=[]"])
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("name", "tensor", "says"),
     [
-        ({"architectures": []}, "architectures=[]"),
-        ({"hidden_size": ...}, "hidden_size is missing"),
-        ({"hidden_size": "wide"}, "hidden_size='wide'"),
-        ({"hidden_size": -32}, "hidden_size=-32"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_local_experts=4"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
-        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "must be a multiple of num_attention_heads=5"),
-        ({"head_dim": 7}, "head_dim=7"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"hidden_act": []}, "hidden_act=[]"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
-        ({"dtype": "int8"}, "dtype='int8'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "lacks 'factor'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "default, linear, llama3, yarn"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "lacks 'factor'"),
-        ({"rope_parameters": None}, "rope_theta is missing"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config="),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
+        ("model.layers.1.block_sparse_moe.experts.2.w3.weight", None, ["lacks 1 tensors"]),
+        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(32), ["holds 1 tensors"]),
+        ("model.norm.weight", torch.ones(31), ["[31]", "[32]"]),
+        ("model.norm.weight", torch.ones(32, dtype=torch.int64), ["I64"]),
     ],
 )
-def test_wrong_config_values_are_named(broken: Path, changes: dict[str, Any], says: str) -> None:
-    edit_config(broken, **changes)
+def test_a_missing_unknown_or_wrong_tensor_is_named(
+    broken: Path, name: str, tensor: torch.Tensor | None, says: list[str]
+) -> None:
+    path = broken / "model.safetensors"
+    tensors = {key: value.clone() for key, value in load_file(path).items()} | {name: tensor}
+    save_file({key: value for key, value in tensors.items() if value is not None}, path)
     message = refusal(broken)
-    assert says in message
-    assert "config.json" in message
-
-
-def test_missing_tensor_is_named(broken: Path) -> None:
-    edit_tensors(broken, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.2.w3.weight"))
-    message = refusal(broken)
-    assert "lacks 1 tensors" in message
-    assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in message
-
-
-def test_extra_tensor_is_named(broken: Path) -> None:
-    edit_tensors(broken, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}))
-    message = refusal(broken)
-    assert "holds 1 tensors that its config.json does not account for" in message
-    assert "model.layers.0.self_attn.q_proj.bias" in message
-
-
-def test_misshapen_tensor_is_named_with_both_shapes(broken: Path) -> None:
-    edit_tensors(broken, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
-    message = refusal(broken)
-    assert "'model.norm.weight'" in message
-    assert "[31]" in message
-    assert "[32]" in message
-
-
-def test_tensor_of_a_wrong_dtype_is_named(broken: Path) -> None:
-    edit_tensors(broken, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)}))
-    assert "'model.norm.weight' is I64" in refusal(broken)
+    assert all(text in message for text in [name, *says])
 
 
 def test_truncated_shard_is_named(broken: Path) -> None:
@@ -142,23 +90,20 @@ def test_no_weights_at_all(broken: Path) -> None:
     assert "neither model.safetensors nor model.safetensors.index.json" in refusal(broken)
 
 
-@pytest.mark.parametrize("file_name", ["../model.safetensors", "/etc/passwd", "model.bin", "sub/x.safetensors"])
-def test_index_that_leads_out_of_the_folder(broken: Path, file_name: str) -> None:
-    index = {"weight_map": {"model.norm.weight": file_name}}
-    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert f"{file_name!r} is not the name of a safetensors file in this folder" in refusal(broken)
-
-
-def test_index_that_names_a_missing_shard(broken: Path) -> None:
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model-00001-of-00002.safetensors is missing" in refusal(broken)
-
-
-def test_index_that_names_a_tensor_in_the_wrong_shard(broken: Path) -> None:
-    index = {"weight_map": {"model.nrom.weight": "model.safetensors"}}
-    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "places tensor 'model.nrom.weight' in model.safetensors" in refusal(broken)
+@pytest.mark.parametrize(
+    ("name", "file_name", "says"),
+    [
+        *(("model.norm.weight", leading_out, "is not the name of") for leading_out in ("../model.safetensors", "/x")),
+        ("model.norm.weight", "model.bin", "is not the name of"),
+        ("model.norm.weight", "model-00001-of-00002.safetensors", "is missing"),
+        ("model.nrom.weight", "model.safetensors", "'model.nrom.weight'"),
+    ],
+)
+def test_a_wrong_index_is_refused(broken: Path, name: str, file_name: str, says: str) -> None:
+    (broken / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: file_name}}))
+    message = refusal(broken)
+    assert file_name in message
+    assert says in message
 
 
 def test_wrong_generation_config(broken: Path) -> None:
@@ -166,11 +111,6 @@ def test_wrong_generation_config(broken: Path) -> None:
     assert "generation_config.json: temperature=-1.0" in refusal(broken)
     (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": "end"}))
     assert "eos_token_id='end'" in refusal(broken)
-
-
-def test_an_unknown_setting_is_refused_with_the_nearest(plain: Reference) -> None:
-    with pytest.raises(SettingsError, match=r"'max_model_length'.*'max_model_len'"):
-        LLM(plain.folder, max_model_length=100)
 
 
 def test_an_unknown_value_of_rebalance_is_refused_with_the_choices(plain: Reference) -> None:
@@ -201,48 +141,22 @@ def llm(plain: Reference) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "says"),
+    ("prompt", "params", "says"),
     [
-        ([[]], "empty"),
-        ({"prompt_token_ids": []}, "empty"),
-        (["text"], "no tokenizer"),
-        (list(range(3, 67)), "64 tokens"),
-        ([5, 101], "101"),
-        ([5, -1], "-1"),
-        ([5, 2.5], "2.5"),
-        ({"prompt_tokens": [5]}, "prompt_token_ids"),
-        (7, "7"),
+        ([[]], {}, "empty"),
+        (["text"], {}, "no tokenizer"),
+        ([[5, 6], [5, 101], [7]], {}, "prompt 1"),
+        ([5], {"stop_token_ids": [101]}, "stop_token_ids names token 101"),
+        ([5], {"stop_token_ids": list(range(101)), "min_tokens": 1}, "min_tokens=1 excludes the 101 tokens"),
     ],
 )
-def test_bad_prompts_leave_the_engine_unchanged(llm: LLM, plain: Reference, prompt: Any, says: str) -> None:
-    with pytest.raises(RequestError) as error:
-        llm.generate(prompt, GREEDY)
-    assert says in str(error.value)
+def test_bad_prompts_and_parameters_leave_the_engine_unchanged(
+    llm: LLM, plain: Reference, prompt: Any, params: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says):
+        llm.generate(prompt, SamplingParams(**params))
     assert_alive(llm, plain)
-
-
-def test_no_prompts_are_nothing_to_do(llm: LLM) -> None:
     assert llm.generate([]) == []
-
-
-def test_one_bad_prompt_keeps_the_whole_call_from_starting(llm: LLM, plain: Reference) -> None:
-    with pytest.raises(RequestError, match="prompt 1"):
-        llm.generate([[5, 6], [5, 1000], [7]], GREEDY)
-    assert_alive(llm, plain)
-
-
-def test_parameters_that_do_not_fit_the_vocabulary(llm: LLM, plain: Reference) -> None:
-    with pytest.raises(RequestError, match="stop_token_ids names token 101"):
-        llm.generate([[5]], SamplingParams(stop_token_ids=[101]))
-    with pytest.raises(RequestError, match="logit_bias names token 500"):
-        llm.generate([[5]], SamplingParams(logit_bias={500: 1.0}))
-    with pytest.raises(RequestError, match="min_tokens=1 excludes the 101 tokens"):
-        llm.generate([[5]], SamplingParams(stop_token_ids=list(range(101)), min_tokens=1))
-    with pytest.raises(RequestError, match="no tokenizer"):
-        llm.generate([[5]], SamplingParams(stop="x"))
-    with pytest.raises(RequestError, match="no tokenizer"):
-        llm.chat([{"role": "user", "content": "hi"}])
-    assert_alive(llm, plain)
 
 
 def test_a_failed_step_ends_its_requests_and_the_engine_continues(
@@ -272,13 +186,6 @@ def test_ctrl_c_ends_the_call_and_the_engine_continues(
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[7], [8]], GREEDY)
     assert_alive(llm, plain)
-
-
-def test_errors_have_common_bases() -> None:
-    for error in (SettingsError, CheckpointError, RequestError, CacheTooSmallError):
-        assert issubclass(error, MoeserveError)
-        assert issubclass(error, ValueError)
-    assert issubclass(EngineError, MoeserveError)
 
 
 def assert_alive(llm: LLM, plain: Reference) -> None:
@@ -312,22 +219,7 @@ def test_abort_by_name_ends_a_stream(llm: LLM, plain: Reference) -> None:
     assert_alive(llm, plain)
 
 
-def test_as_many_parameters_as_prompts_are_needed(llm: LLM, plain: Reference) -> None:
-    with pytest.raises(RequestError, match="1 prompts came with 0 sampling_params"):
-        llm.generate([5, 6], [])
-    assert_alive(llm, plain)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_hidden_layers": 2_000_000_000},
-        {"vocab_size": 2_000_000_000},
-        {"num_local_experts": 2_000_000_000},
-        {"hidden_size": 2_000_000_000},
-        {"rms_norm_eps": 10**400},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"num_local_experts": 2_000_000_000}, {"rms_norm_eps": 10**400}])
 def test_absurd_sizes_are_refused_before_memory_is_taken(broken: Path, changes: dict[str, Any]) -> None:
     edit_config(broken, **changes)
     assert next(iter(changes)) in refusal(broken)

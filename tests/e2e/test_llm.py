@@ -181,11 +181,6 @@ def test_several_conversations_at_once(llm: LLM) -> None:
     assert "Berlin" in answers[1].outputs[0].text
 
 
-def test_defaults_come_from_the_checkpoint(llm: LLM) -> None:
-    assert llm.get_default_sampling_params().temperature < 1
-    assert llm.generate("Hello")[0].finished
-
-
 def test_a_malformed_conversation_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"messages\[0\]"):
         llm.chat([{"rolle": "user", "content": "hi"}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import subprocess
@@ -18,7 +17,6 @@ from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
 from moeserve.models import packed_cache_writer
-from moeserve.models.packed_cache import LOCK
 from moeserve.models.packed_cache_writer import CacheWriter, wait_for_cache_writers
 from moeserve.worker import loading
 
@@ -64,8 +62,7 @@ def entries_in(cache: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("mixtral", dict(dtype="float32")),
-        ("mixtral-odd", dict(dtype="bfloat16")),
+        ("mixtral-odd", dict(dtype="float32")),
         ("deepseek-v3", dict(dtype="bfloat16")),
         ("deepseek-v3", dict(quantization="int4")),
         ("gpt-oss", dict(quantization="int4")),
@@ -86,15 +83,10 @@ def test_other_settings_and_contents_get_separate_entries(
     reference_named: Callable[[str], Reference], num_loads: list[int], cache: Path, tmp_path: Path
 ) -> None:
     reference = reference_named("mixtral")
-    for options in (
-        dict(dtype="float32"),
-        dict(dtype="bfloat16"),
-        dict(quantization="int8"),
-        dict(quantization="int4"),
-    ):
+    for options in (dict(dtype="float32"), dict(quantization="int8"), dict(quantization="int4")):
         outputs(reference, **options)
-    assert num_loads == [4]
-    assert len(entries_in(cache)) == 4
+    assert num_loads == [3]
+    assert len(entries_in(cache)) == 3
     (shard,) = reference.folder.glob("*.safetensors")
     times = shard.stat()
     try:
@@ -102,71 +94,49 @@ def test_other_settings_and_contents_get_separate_entries(
         outputs(reference, dtype="float32")
     finally:
         os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert num_loads == [5]
+    assert num_loads == [4]
 
 
 def test_the_cache_can_be_switched_off(
     reference_named: Callable[[str], Reference], num_loads: list[int], cache: Path
 ) -> None:
-    for _ in range(2):
-        outputs(reference_named("mixtral"), packed_cache=0)
-    assert num_loads == [2]
+    outputs(reference_named("mixtral"), packed_cache=0)
     assert not cache.exists()
 
 
-def test_a_damaged_entry_is_replaced(
-    reference_named: Callable[[str], Reference], num_loads: list[int], cache: Path
-) -> None:
-    reference = reference_named("mixtral")
-    first = outputs(reference)
-    (entry,) = entries_in(cache)
-    entry.write_bytes(entry.read_bytes()[:-100])
-    assert outputs(reference) == first
-    assert num_loads == [2]
-    assert outputs(reference) == first
-    assert num_loads == [2]
-
-
-def test_an_entry_of_another_model_is_replaced(
-    reference_named: Callable[[str], Reference], num_loads: list[int], cache: Path
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_an_entry_that_is_damaged_or_of_another_model_is_replaced(
+    is_damaged: bool, reference_named: Callable[[str], Reference], num_loads: list[int], cache: Path
 ) -> None:
     first = outputs(reference_named("mixtral"))
     (entry,) = entries_in(cache)
-    outputs(reference_named("gpt-oss"))
-    (other,) = set(entries_in(cache)) - {entry}
-    entry.write_bytes(other.read_bytes())
-    assert outputs(reference_named("mixtral")) == first
-    assert num_loads == [3]
-    assert outputs(reference_named("mixtral")) == first
-    assert num_loads == [3]
+    if is_damaged:
+        entry.write_bytes(entry.read_bytes()[:-100])
+    else:
+        outputs(reference_named("gpt-oss"))
+        (other,) = set(entries_in(cache)) - {entry}
+        entry.write_bytes(other.read_bytes())
+    num_before = num_loads[0]
+    for _ in range(2):
+        assert outputs(reference_named("mixtral")) == first
+        assert num_loads == [num_before + 1]
 
 
-@pytest.mark.parametrize("waits_for", ["the first requests", "another writer"])
 @pytest.mark.parametrize("is_shut_down", [True, False])
 def test_caching_does_not_keep_a_deleted_model_in_memory(
-    waits_for: str,
-    is_shut_down: bool,
-    plain: Reference,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    is_shut_down: bool, plain: Reference, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    cache.mkdir(parents=True)
-    with (cache / LOCK).open("ab") as lock:
-        if waits_for == "another writer":
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        else:
-            monkeypatch.setattr(packed_cache_writer, "DELAY_SECONDS", 600.0)
-        llm = LLM(plain.folder, num_threads=1)
-        llm.generate([[3, 1, 4]], GREEDY)
-        assert is_writing()
-        if is_shut_down:
-            llm.shutdown()
-            assert not is_writing()
-        del llm
-        wait_for_cache_writers(cancelled_only=True)  # as the next start does
+    monkeypatch.setattr(packed_cache_writer, "DELAY_SECONDS", 600.0)
+    llm = LLM(plain.folder, num_threads=1)
+    llm.generate([[3, 1, 4]], GREEDY)
+    assert is_writing()
+    if is_shut_down:
+        llm.shutdown()
         assert not is_writing()
+    del llm
+    wait_for_cache_writers(cancelled_only=True)  # as the next start does
+    assert not is_writing()
     assert "shut down" in caplog.text
     assert entries_in(cache) == []
 

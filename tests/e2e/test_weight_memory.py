@@ -48,9 +48,7 @@ def loaded_bytes(folder: Path, **options: Any) -> int:
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("float32", "int4")]
-)
+@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", None), ("bfloat16", "int8"), ("float32", "int4")])
 def test_bytes_counted_are_bytes_loaded(reference: Reference, dtype: str, quantization: str | None) -> None:
     memory = counted(reference.folder, dtype, quantization)
     assert memory.kept == loaded_bytes(reference.folder, dtype=dtype, quantization=quantization)
@@ -116,9 +114,9 @@ print(max(sizes) - before)
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 200 MB in two shards, with one layer in both."""
+    """A model of 100 MB in two shards, with one layer in both."""
     folder = tmp_path_factory.mktemp("large")
-    save_large_mixtral(folder, hidden_size=512, expert_width=1024, max_shard_size="120MB")
+    save_large_mixtral(folder, hidden_size=512, expert_width=512, max_shard_size="60MB")
     return folder
 
 
@@ -129,31 +127,25 @@ def test_loading_takes_no_more_memory_than_was_counted(large: Path, quantization
     command = [sys.executable, "-c", MEASURE_PEAK, str(large), *([quantization] if quantization else [])]
     measured = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     memory = counted(large, "bfloat16", quantization)
-    assert 0.8 * memory.kept < measured < memory.peak + 16 * 2**20
+    assert 0.8 * memory.kept < measured < memory.peak + 8 * 2**20
 
 
 @needs_kernels
-def test_weights_that_do_not_fit_are_refused_with_remedies(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, int8, int4 = (counted(deep, "bfloat16", quantization) for quantization in (None, "int8", "int4"))
-    assert int4.kept < int4.peak < int8.kept < int8.peak < plain.kept
+def test_weights_that_do_not_fit_are_refused(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, int4 = (counted(deep, "bfloat16", quantization) for quantization in (None, "int4"))
+    assert int4.kept < int4.peak < plain.kept
     options = dict(dtype="bfloat16", num_threads=1, packed_cache=0, kv_cache_memory="1MiB")
 
     monkeypatch.setattr(loading, "free_memory", lambda: int4.peak)
     LLM(deep, quantization="int4", **options).shutdown()
-    with pytest.raises(CheckpointError, match=r"int8 .*quantization=\"int4\""):
-        LLM(deep, quantization="int8", **options)
-    with pytest.raises(CheckpointError, match=r"bfloat16 .*quantization=\"int8\" or \"int4\""):
+    with pytest.raises(CheckpointError, match=r"bfloat16 .*int8 or int4"):
         LLM(deep, **options)
-    monkeypatch.setattr(loading, "free_memory", lambda: int4.peak - 1)
-    with pytest.raises(CheckpointError, match="int4") as refusal:
-        LLM(deep, quantization="int4", **options)
-    assert "quantization=" not in str(refusal.value)  # there is no smaller format
-
-    monkeypatch.setattr(loading, "free_memory", lambda: plain.peak)
-    LLM(deep, **options).shutdown()
     # All random weights are drawn before the first is packed.
-    with pytest.raises(CheckpointError, match="int4"):
+    with pytest.raises(CheckpointError, match="quantised to int4"):
         LLM(deep, quantization="int4", load_format="dummy", **options)
+    monkeypatch.setattr(loading, "free_memory", lambda: int4.peak - 1)
+    with pytest.raises(CheckpointError, match="quantised to int4"):
+        LLM(deep, quantization="int4", **options)
 
 
 def test_quantization_without_kernels_is_refused(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:

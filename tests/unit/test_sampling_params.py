@@ -39,97 +39,58 @@ EVERYTHING = SamplingParams(
 )
 
 
-def test_defaults_are_those_of_vllm() -> None:
+def test_defaults_of_parameters_are_those_of_requests() -> None:
+    assert SamplingParams().for_engine() == RequestParams()
+    assert (SamplingParams().max_tokens, SamplingParams().temperature) == (16, 1.0)  # as in vLLM
+    assert SamplingParams().stop_token_ids is not SamplingParams().stop_token_ids
+
+
+# Values that are refused, and values at the bounds that are accepted.
+VALUES: dict[str, tuple[list[Any], list[Any]]] = {
+    "n": ([0, -1, LIMITS.max_n + 1, 1.0, True, None, "1", "x" * 10**5], [1, LIMITS.max_n]),
+    "temperature": ([-0.1, 100.5, math.nan, math.inf, 10**400, True, None, "hot", [1.0]], [0, 1e-300, 100.0]),
+    "top_p": ([0.0, -0.1, 1.001, math.nan, math.inf, None, "0.9"], [1e-9, 1]),
+    "top_k": ([-2, 2**63, 10**30, 1.5, True, None], [-1, 0, 2**63 - 1]),
+    "min_p": ([-0.01, 1.01, math.nan, None], [0, 1.0]),
+    "seed": ([-(2**63) - 1, 2**64, 0.5, True, "7"], [None, -(2**63), 2**64 - 1]),
+    "max_tokens": ([0, -1, 2**63, 5.0, True], [1, None, 2**63 - 1]),
+    "min_tokens": ([-1, 2**63, 1.0, None, False], [0, 16]),
+    "include_stop_str_in_output": ([1, None, "yes"], [True]),
+    "ignore_eos": ([0, None, "x" * 20], [True]),
+    "skip_special_tokens": ([1, None], [False]),
+    "logprobs": ([-1, LIMITS.max_logprobs + 1, True, 1.0], [None, 0, LIMITS.max_logprobs]),
+    "prompt_logprobs": ([-1, LIMITS.max_logprobs + 1, True, 1.0], [None, 0, LIMITS.max_logprobs]),
+    "presence_penalty": ([-2.5, 2.5, math.nan, None], [-2.0, 2]),
+    "frequency_penalty": ([-2.5, 2.5, math.nan, None], [-2.0, 2]),
+    "repetition_penalty": ([0.0, -1.0, 100.5, math.nan, None], [1e-9, 100]),
+    "stop": ([5, True, b"end", {"end": 1}], [["a", "b"]]),
+    "stop_token_ids": ([5, "ab", b"ab", {1: 2}], [[0, 2**63 - 1]]),
+    "logit_bias": ([5, [1], "1"], [{1: 100.0, 2: -100}]),
+}
+
+
+@pytest.mark.parametrize("name", list(VALUES))
+def test_values_out_of_range_are_refused_by_name_and_value(name: str) -> None:
     params = SamplingParams()
-    assert dataclasses.asdict(params) == {
-        "n": 1,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "seed": None,
-        "max_tokens": 16,
-        "min_tokens": 0,
-        "stop": [],
-        "stop_token_ids": [],
-        "include_stop_str_in_output": False,
-        "ignore_eos": False,
-        "skip_special_tokens": True,
-        "logprobs": None,
-        "prompt_logprobs": None,
-        "logit_bias": {},
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-    }
-    assert params.for_engine() == RequestParams()
-    assert params.stop_token_ids is not SamplingParams().stop_token_ids
-
-
-@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_each_penalty_needs_the_tokens_before(penalty: str) -> None:
-    assert not RequestParams().has_penalties
-    assert RequestParams(**{penalty: 0.5}).has_penalties
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("n", [0, -1, LIMITS.max_n + 1, 1.0, True, None, "1"]),
-        ("temperature", [-0.1, 100.5, math.nan, math.inf, -math.inf, 10**400, True, None, "hot", [1.0]]),
-        ("top_p", [0.0, -0.1, 1.001, math.nan, math.inf, None, "0.9"]),
-        ("top_k", [-2, 2**63, 10**30, 1.5, True, None]),
-        ("min_p", [-0.01, 1.01, math.nan, None]),
-        ("seed", [-(2**63) - 1, 2**64, 0.5, True, "7"]),
-        ("max_tokens", [0, -1, 2**63, 5.0, True]),
-        ("min_tokens", [-1, 2**63, 1.0, None, False]),
-        ("include_stop_str_in_output", [1, None, "yes"]),
-        ("ignore_eos", [0, None, "x" * 20]),
-        ("skip_special_tokens", [1, None]),
-        ("logprobs", [-1, LIMITS.max_logprobs + 1, True, 1.0]),
-        ("prompt_logprobs", [-1, LIMITS.max_logprobs + 1, True, 1.0]),
-        ("presence_penalty", [-2.5, 2.5, math.nan, None]),
-        ("frequency_penalty", [-2.5, 2.5, math.nan, None]),
-        ("repetition_penalty", [0.0, -1.0, 100.5, math.nan, None]),
-        ("stop", [5, True, b"end", {"end": 1}]),
-        ("stop_token_ids", [5, "ab", b"ab", {1: 2}]),
-        ("logit_bias", [5, [1], "1"]),
-    ],
-)
-def test_a_value_out_of_range_is_refused_by_name_and_value(name: str, values: list[Any]) -> None:
-    params = SamplingParams()
-    for value in values:
+    refused_values, accepted_values = VALUES[name]
+    for value in refused_values:
         for refused in (lambda: SamplingParams(**{name: value}), lambda: setattr(params, name, value)):  # noqa: B023
             with pytest.raises(RequestError) as refusal:
                 refused()
             assert str(refusal.value).startswith(f"{name}={value!r:.57}"), refusal.value
+            assert len(str(refusal.value)) < 200
     assert params == SamplingParams()
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("n", [1, LIMITS.max_n]),
-        ("temperature", [0, 0.0, 1e-300, 100.0]),
-        ("top_p", [1e-9, 1, 1.0]),
-        ("top_k", [-1, 0, 1, 2**63 - 1]),
-        ("min_p", [0, 1.0]),
-        ("seed", [None, 0, -(2**63), 2**64 - 1]),
-        ("max_tokens", [1, None, 2**63 - 1]),
-        ("min_tokens", [0, 16]),
-        ("logprobs", [None, 0, LIMITS.max_logprobs]),
-        ("prompt_logprobs", [None, 0, LIMITS.max_logprobs]),
-        ("presence_penalty", [-2.0, 2]),
-        ("frequency_penalty", [-2.0, 2]),
-        ("repetition_penalty", [1e-9, 100]),
-    ],
-)
-def test_values_at_the_bounds_are_accepted(name: str, values: list[Any]) -> None:
-    params = SamplingParams()
-    for value in values:
+    for value in accepted_values:
         setattr(params, name, value)
         assert params == SamplingParams(**{name: value})
         assert getattr(params, name) == value
+
+
+def test_other_forms_of_a_value_are_converted() -> None:
+    assert SamplingParams(stop="end").stop == ["end"]
+    assert SamplingParams(stop=("a", "b")).stop == ["a", "b"]
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()
+    assert SamplingParams(logit_bias=json.loads('{"7": 1, "50256": -100}')).logit_bias == {7: 1, 50256: -100}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +109,6 @@ def test_values_at_the_bounds_are_accepted(name: str, values: list[Any]) -> None
         ({"logit_bias": {1.5: 1.0}}, "logit_bias key=1.5"),
         ({"logit_bias": {True: 1.0}}, "logit_bias key=True"),
         ({"logit_bias": {math.inf: 1.0}}, "logit_bias key=inf"),
-        ({"logit_bias": {None: 1.0}}, "logit_bias key=None"),
         ({"logit_bias": {"the": 1.0}}, "logit_bias key='the'"),
         ({"logit_bias": {2**63: 1.0}}, f"logit_bias key={2**63}"),
         ({"logit_bias": {"9" * 30: 1.0}}, "logit_bias key='999"),
@@ -166,36 +126,12 @@ def test_values_inside_lists_and_pairs_are_refused(params: dict[str, Any], messa
     assert len(str(refusal.value)) < 200
 
 
-def test_a_long_value_does_not_make_a_long_message() -> None:
-    for name in ("temperature", "n", "ignore_eos", "logit_bias"):
-        with pytest.raises(RequestError) as refusal:
-            SamplingParams(**{name: "x" * 100_000})
-        assert len(str(refusal.value)) < 200
-
-
 def test_an_unknown_name_is_an_error_with_the_nearest_name() -> None:
-    for mistyped, meant in [
-        ("temprature", "temperature"),
-        ("max_token", "max_tokens"),
-        ("top-p", "top_p"),
-        ("stop_tokens_ids", "stop_token_ids"),
-        ("Seed", "seed"),
-    ]:
+    for mistyped, meant in [("temprature", "temperature"), ("top-p", "top_p"), ("Seed", "seed")]:
         with pytest.raises(RequestError, match=f"'{mistyped}'.*'{meant}'"):
             SamplingParams(**{mistyped: 1})
     with pytest.raises(RequestError, match=r"'zzz'.*temperature"):
         SamplingParams(zzz=1)
-
-
-def test_one_stop_text_or_many_and_none_for_nothing() -> None:
-    assert SamplingParams(stop="end").stop == ["end"]
-    assert SamplingParams(stop=("a", "b")).stop == ["a", "b"]
-    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()
-
-
-def test_keys_of_logit_bias_may_be_texts_as_in_json() -> None:
-    from_json = json.loads('{"7": 1, "50256": -100}')
-    assert SamplingParams(logit_bias=from_json).logit_bias == {7: 1, 50256: -100}
 
 
 def test_numbers_of_numpy_become_plain_ones() -> None:

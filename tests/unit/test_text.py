@@ -75,8 +75,7 @@ def fast_tokenizer(tokenizer: Tokenizer, **options: Any) -> Any:
 
 def word_tokenizer(words: list[str], decoder: Any) -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token=words[0]))
-    if decoder is not None:
-        tokenizer.decoder = decoder
+    tokenizer.decoder = decoder
     return tokenizer
 
 
@@ -89,12 +88,8 @@ def llama_decoder() -> Any:
 FAMILIES: dict[str, Callable[[], Tokenizer]] = {
     "byte-level": byte_level_tokenizer,
     "llama": lambda: sentencepiece_tokenizer(llama_decoder()),
-    "gemma": lambda: sentencepiece_tokenizer(
-        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    ),
     "metaspace": lambda: sentencepiece_tokenizer(decoders.Metaspace()),
     "wordpiece": lambda: word_tokenizer(["[UNK]", "the", "##re", ".", "n't", "'", "do", "##"], decoders.WordPiece()),
-    "no decoder": lambda: word_tokenizer(["<unk>", "a", "bc", " "], None),
 }
 
 
@@ -137,7 +132,7 @@ def id_of(codec: TextCodec, token: str) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_random_tokens_come_out_as_the_tokenizer_decodes_them(
     codec_of: dict[str, TextCodec], reference_of: dict[str, Any], family: str, data: st.DataObject
 ) -> None:
@@ -157,20 +152,18 @@ def test_random_tokens_come_out_as_the_tokenizer_decodes_them(
     assert codec.decode(token_ids, skip_special_tokens=skip) == final
 
 
-@pytest.mark.parametrize("family", ["byte-level", "llama", "gemma", "metaspace"])
-@pytest.mark.parametrize("sentence", SENTENCES)
-def test_encoded_text_comes_back(
-    codec_of: dict[str, TextCodec], reference_of: dict[str, Any], family: str, sentence: str
-) -> None:
-    codec = codec_of[family]
-    token_ids = codec.encode(sentence)
-    assert token_ids == reference_of[family].encode(sentence)
-    assert "".join(pieces(codec, token_ids)) == reference_of[family].decode(token_ids, skip_special_tokens=True)
+@pytest.mark.parametrize("family", ["byte-level", "llama", "metaspace"])
+def test_encoded_text_comes_back(codec_of: dict[str, TextCodec], reference_of: dict[str, Any], family: str) -> None:
+    codec, reference = codec_of[family], reference_of[family]
+    for sentence in SENTENCES:
+        token_ids = codec.encode(sentence)
+        assert token_ids == reference.encode(sentence)
+        assert "".join(pieces(codec, token_ids)) == reference.decode(token_ids, skip_special_tokens=True)
 
 
 @given(text=st.text(max_size=20))
 @example(text="a\ufffd😀\ufffd")  # a replacement character that the model wrote itself
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_byte_level_holds_back_only_an_incomplete_character(codec_of: dict[str, TextCodec], text: str) -> None:
     codec = codec_of["byte-level"]
     id_of_byte = {codec.token_bytes(i): i for i in range(codec.num_tokens) if len(codec.token_bytes(i)) == 1}
@@ -180,22 +173,6 @@ def test_byte_level_holds_back_only_an_incomplete_character(codec_of: dict[str, 
     for count, piece in enumerate(list(pieces(codec, token_ids))[:-1], start=1):
         given_so_far += piece
         assert given_so_far == content[:count].decode(errors="ignore")
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma"])
-@given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_sentencepiece_holds_back_only_a_run_of_bytes(
-    codec_of: dict[str, TextCodec], family: str, data: st.DataObject
-) -> None:
-    codec = codec_of[family]
-    token_ids = data.draw(st.lists(st.integers(3, codec.num_tokens - 1), max_size=30))
-    given_so_far = ""
-    for count, piece in enumerate(list(pieces(codec, token_ids))[:-1], start=1):
-        given_so_far += piece
-        token = codec.token(token_ids[count - 1])
-        if token is not None and not token.startswith("<0x"):
-            assert given_so_far == codec.decode(token_ids[:count])
 
 
 def test_one_bad_byte_changes_its_whole_run(codec_of: dict[str, TextCodec]) -> None:
@@ -237,9 +214,8 @@ def test_token_text_keeps_the_leading_space(codec_of: dict[str, TextCodec], fami
     assert codec.token_text(codec.num_tokens + 5) == ""
 
 
-def test_num_tokens_counts_added_tokens(codec_of: dict[str, TextCodec], reference_of: dict[str, Any]) -> None:
+def test_num_tokens_counts_added_tokens(codec_of: dict[str, TextCodec]) -> None:
     codec = codec_of["byte-level"]
-    assert codec.num_tokens == len(reference_of["byte-level"])
     assert codec.token(codec.num_tokens - 1) == "größe"
     assert codec.token(codec.num_tokens) is None
 
@@ -275,7 +251,7 @@ def expected_with_stops(texts: list[str], stops: list[str], min_tokens: int, kee
     keep=st.booleans(),
 )
 @example(tokens=[2, 5], stops=["baab", "aa"], min_tokens=0, keep=True)  # the one that begins later ends first
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_stop_strings_end_the_text_where_a_character_by_character_search_does(
     tokens: list[int], stops: list[str], min_tokens: int, keep: bool
 ) -> None:
@@ -300,44 +276,12 @@ def test_stop_strings_end_the_text_where_a_character_by_character_search_does(
     assert (output.text, found, count) == (expected, expected_stop, expected_count)
 
 
-def test_a_stop_string_is_found_across_tokens_and_cut(codec_of: dict[str, TextCodec]) -> None:
-    codec = codec_of["byte-level"]
-    output = OutputText(codec, SamplingParams(stop=["!!", "world, th"]))
-    found = [output.add(token_id) for token_id in codec.encode("Hello world, this is")]
-    assert next(stop for stop in found if stop) == "world, th"
-    assert output.text == "Hello "
-
-
-def test_a_stop_string_may_begin_but_not_end_within_min_tokens() -> None:
-    codec = letters_codec(["x", "y"])
-    params = SamplingParams(stop="xy", min_tokens=2, max_tokens=None)
-    output = OutputText(codec, params)
-    assert [output.add(token) for token in (1, 2, 1)] == [None, None, None]
-    assert output.text == "xy"
-    assert output.add(2) == "xy"
-    assert output.text == "xy"
-
-    output = OutputText(codec, params)
-    assert [output.add(token) for token in (2, 1, 2)] == [None, None, "xy"]
-    assert output.text == "y"
-
-
-@pytest.mark.parametrize(("keep", "expected"), [(False, "Hello"), (True, "Hello\n")])
-def test_a_line_end_written_as_a_byte_token_stops_at_once(
-    codec_of: dict[str, TextCodec], keep: bool, expected: str
-) -> None:
+def test_a_line_end_written_as_a_byte_token_stops_at_once(codec_of: dict[str, TextCodec]) -> None:
+    """Half a character is held back, so it is no stop string."""
     codec = codec_of["llama"]
-    token_ids = [*codec.encode("Hello"), id_of(codec, "<0x0A>")]
-    output = OutputText(codec, SamplingParams(stop="\n", include_stop_str_in_output=keep))
-    assert [output.add(token_id) for token_id in token_ids][-1] == "\n"
-    assert output.text == expected
-
-
-def test_an_incomplete_character_is_no_stop_string(codec_of: dict[str, TextCodec]) -> None:
-    codec = codec_of["llama"]
-    output = OutputText(codec, SamplingParams(stop="\ufffd"))
-    assert [output.add(id_of(codec, f"<0x{byte:02X}>")) for byte in "é".encode()] == [None, None]
-    output.finish()
+    output = OutputText(codec, SamplingParams(stop=["\n", "\ufffd"]))
+    tokens = ["<0xC3>", "<0xA9>", "<0x0A>"]
+    assert [output.add(id_of(codec, token)) for token in tokens] == [None, None, "\n"]
     assert output.text == "é"
 
 
@@ -375,16 +319,15 @@ def test_half_a_surrogate_pair_is_refused(codec_of: dict[str, TextCodec]) -> Non
         codec_of["byte-level"].encode("ab\ud83d")
 
 
-@pytest.mark.parametrize("family", ["byte-level", "llama"])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_chat_prompt_is_what_transformers_makes(
-    codec_of: dict[str, TextCodec], reference_of: dict[str, Any], family: str, add_generation_prompt: bool
+    codec_of: dict[str, TextCodec], reference_of: dict[str, Any], add_generation_prompt: bool
 ) -> None:
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "world"}]
-    expected = reference_of[family].apply_chat_template(
+    expected = reference_of["llama"].apply_chat_template(
         messages, add_generation_prompt=add_generation_prompt, return_dict=False
     )
-    assert codec_of[family].chat_prompt(messages, add_generation_prompt=add_generation_prompt) == expected
+    assert codec_of["llama"].chat_prompt(messages, add_generation_prompt=add_generation_prompt) == expected
 
 
 def test_chat_content_may_be_a_list_of_texts(codec_of: dict[str, TextCodec]) -> None:
@@ -401,18 +344,11 @@ def test_chat_content_may_be_a_list_of_texts(codec_of: dict[str, TextCodec]) -> 
         ("Hello", "messages='Hello' must be a list"),
         ([], "at least one"),
         (["Hello"], r"messages\[0\]='Hello' must be a dict"),
-        (
-            [{"role": "user", "contnet": "Hello"}],
-            r"messages\[0\] has no 'content'; for 'contnet', did you mean 'content'",
-        ),
-        ([{"content": "Hello"}], "has no 'role'"),
+        ([{"role": "user", "contnet": "Hello"}], r"messages\[0\]=.*'content'|\"content\""),
         ([{"role": 3, "content": "Hello"}], "role=3 must be a text"),
-        (
-            [{"role": "user", "content": "a"}, {"role": "user", "content": 3}],
-            r"messages\[1\]: content=3 must be a text",
-        ),
-        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], r"content\[0\]=.*only text"),
-        ([{"role": "robot", "content": "Hello"}], "refuses the messages: no robots here"),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": 3}], r"messages\[1\]: content=3"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "content=.*only text"),
+        ([{"role": "robot", "content": "Hello"}], "messages: no robots here"),
     ],
 )
 def test_a_malformed_conversation_is_refused_by_name(
@@ -422,18 +358,16 @@ def test_a_malformed_conversation_is_refused_by_name(
         codec_of["byte-level"].chat_prompt(messages)
 
 
-def test_a_checkpoint_without_chat_template_says_what_to_do(tmp_path: Path) -> None:
-    codec = TextCodec.load(save(byte_level_tokenizer(), tmp_path, chat_template=None))
-    assert codec is not None
-    with pytest.raises(RequestError, match=r"chat_template.* generate"):
-        codec.chat_prompt([{"role": "user", "content": "Hello"}])
-
-
-def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
-    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [(None, r"chat_template.* generate"), ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe")],
+)
+def test_a_missing_template_or_one_that_leaves_its_sandbox_is_refused(
+    template: str | None, says: str, tmp_path: Path
+) -> None:
     codec = TextCodec.load(save(byte_level_tokenizer(), tmp_path, chat_template=template))
     assert codec is not None
-    with pytest.raises(RequestError, match="unsafe"):
+    with pytest.raises(RequestError, match=says):
         codec.chat_prompt([{"role": "user", "content": "Hello"}])
 
 
@@ -465,11 +399,11 @@ def remote_code(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_short, r"tokenizer\.json is damaged \(.*line \d+"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer\.json cannot be loaded: \w+"),
-        (lambda folder: (folder / "tokenizer_config.json").write_text("{no"), r"tokenizer_config\.json is damaged"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer_config\.json belongs .* no vocabulary"),
-        (remote_code, "comes as Python code"),
+        (cut_short, r"tokenizer\.json cannot be loaded \(.*line \d+"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), r"tokenizer\.json cannot be loaded \(\w+"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("{no"), "cannot be loaded"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), r"tokenizer_config\.json.*: add the tokenizer\.json"),
+        (remote_code, "cannot be loaded"),
     ],
 )
 def test_a_damaged_tokenizer_is_named(
@@ -483,18 +417,9 @@ def test_a_damaged_tokenizer_is_named(
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("tokenizer.model", "a SentencePiece or tiktoken vocabulary"),
-        ("spiece.model", "a SentencePiece vocabulary"),
-        ("tiktoken.model", "a tiktoken vocabulary"),
-    ],
-)
+@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "tiktoken.model"])
 @pytest.mark.parametrize("has_code", [False, True])
-def test_a_vocabulary_that_does_not_say_how_text_is_cut_is_refused(
-    tmp_path: Path, name: str, kind: str, has_code: bool
-) -> None:
+def test_a_vocabulary_that_does_not_say_how_text_is_cut_is_refused(tmp_path: Path, name: str, has_code: bool) -> None:
     """transformers takes this file, under each of the names, and makes up the rest. Kimi-K2 comes so, with code."""
     lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
     (tmp_path / name).write_text("".join(lines))
@@ -502,34 +427,26 @@ def test_a_vocabulary_that_does_not_say_how_text_is_cut_is_refused(
         config = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}, "tokenizer_class": "Own"}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         (tmp_path / "tokenization_own.py").write_text("raise SystemExit('the code of the checkpoint was run')")
-    with pytest.raises(CheckpointError, match=rf"{name} is {kind}.* add the tokenizer\.json .* token ids only"):
+    with pytest.raises(CheckpointError, match=rf"{name}, .* add the tokenizer\.json .* token ids only"):
         TextCodec.load(str(tmp_path))
-
-
-def test_a_vocabulary_beside_tokenizer_json_does_no_harm(folders: dict[str, str], tmp_path: Path) -> None:
-    folder = tmp_path / "both"
-    shutil.copytree(folders["llama"], folder)
-    (folder / "tokenizer.model").write_text("not read")
-    codec = TextCodec.load(str(folder))
-    assert codec is not None
-    assert codec.encode("Hello") == AutoTokenizer.from_pretrained(folders["llama"]).encode("Hello")
 
 
 def test_a_tokenizer_without_a_fast_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
     (tmp_path / "vocab.txt").write_text("")
-    with pytest.raises(CheckpointError, match=r"without a fast version \(ByT5Tokenizer\); add the tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"without a fast version \(ByT5Tokenizer\)"):
         TextCodec.load(str(tmp_path))
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "qwen3_moe"])
-def test_the_vocabulary_file_decides_and_not_the_class_named_beside_it(
-    folders: dict[str, str], tmp_path: Path, model_type: str
+def test_tokenizer_json_decides_and_not_the_class_or_vocabulary_beside_it(
+    folders: dict[str, str], tmp_path: Path
 ) -> None:
     """DeepSeek names Llama's class beside a byte-level vocabulary."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(folders["byte-level"], folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    for name in ("tokenizer.model", "tiktoken.model"):
+        (folder / name).write_text("not read")
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}))
     codec = TextCodec.load(str(folder))

