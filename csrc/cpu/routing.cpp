@@ -193,9 +193,8 @@ MOESERVE_INLINE void sigmoid(float* numbers, int64_t count, std::vector<float>& 
   for (int64_t i = 0; i < count; ++i) numbers[i] = (numbers[i] > 0.0f ? 1.0f : x[i]) / (1.0f + x[i]);
 }
 
-// Return an integer that compares like the number, with NaN above all numbers.
+// Return an integer that compares like the number, with NaN above all numbers. No sum that begins with 0 is -0.
 MOESERVE_INLINE int32_t order_key(float number) {
-  number += 0.0f;  // -0 and 0 are equal
   int32_t bits;
   std::memcpy(&bits, &number, sizeof(bits));
   bits = bits >= 0 ? bits : bits ^ 0x7FFFFFFF;

@@ -1,4 +1,4 @@
-"""The number of CPU threads that operations use: one for torch and for the C++ kernels, which have separate pools."""
+"""The number of CPU threads that operations use: one number for torch and the C++ kernels, which share the threads."""
 
 from __future__ import annotations
 

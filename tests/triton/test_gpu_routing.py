@@ -54,9 +54,8 @@ def test_ties_and_extremes(scoring: Any) -> None:
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_infinite_logits_give_valid_experts(scoring: Any) -> None:
-    for bad in (math.inf, -math.inf):
-        logits_TE = torch.full((1, 6), bad)
-        rules: Any = dict(num_groups=1, num_chosen_groups=1, experts_rating_group=1, is_normalized=False, scale=1.0)
-        experts_TK, _ = route(logits_TE, None, top_k=3, scoring=scoring, **rules)
+def test_equal_infinite_logits_and_zeros_of_both_signs_are_ties(scoring: Any) -> None:
+    rules: Any = dict(num_groups=1, num_chosen_groups=1, experts_rating_group=1, is_normalized=False, scale=1.0)
+    for logits in ([math.inf] * 6, [-math.inf] * 6, [0.0, -0.0] * 3):
+        experts_TK, _ = route(torch.tensor([logits]), None, top_k=3, scoring=scoring, **rules)
         assert experts_TK.tolist() == [[0, 1, 2]]
