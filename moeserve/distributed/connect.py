@@ -60,7 +60,7 @@ def connect(
 
     Args:
         check_order: ranks compare each collective with the others' before they begin it. Slow, for debugging.
-        transport: of tensors on the CPU.
+        transport: the transport of tensors on the CPU.
         device: this rank's GPU, which no other rank has and which is current in this thread; the groups that layers use
             then carry tensors on it too. Or the CPU.
 

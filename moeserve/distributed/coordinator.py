@@ -77,8 +77,8 @@ class GroupCoordinator:
     ) -> None:
         """
         Args:
-            rank: of this process in the world.
-            ranks: of the group, ascending.
+            rank: the rank of this process in the world.
+            ranks: the ranks of the group, ascending.
             node_of_rank: by rank in the group: the index of its host.
             connection: None if there are no other ranks, or none that is connected.
         """

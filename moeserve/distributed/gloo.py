@@ -32,7 +32,7 @@ from moeserve.memory import new_empty
 MAX_EXTRA_BYTES = 2**20
 
 TIMER_SLACK_NS = 100_000_000
-PR_SET_TIMERSLACK = 29  # of Linux' prctl
+PR_SET_TIMERSLACK = 29  # an option of Linux' prctl
 
 
 @dataclass
@@ -52,7 +52,7 @@ class GlooTransport(Transport):
         self._measures_waits = measures_waits
         self._num_ranks = connection.process_group.size()
         self._rank = connection.process_group.rank()
-        self._seconds_waited: list[float] = []  # by index of the operation in its step
+        self._seconds_waited: list[float] = []  # indexed by the number of the operation in its step
         self._num_begun = 0  # operations of this step
 
     def begin_all_gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:

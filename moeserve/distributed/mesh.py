@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -63,13 +62,6 @@ class Mesh:
         """Return the ranks of the axis' group that contains `rank`, ascending."""
         key = self._group_key(axis, rank)
         return tuple(other for other in range(self.world_size) if self._group_key(axis, other) == key)
-
-    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of an axis, ordered by first rank. Each rank is in exactly one."""
-        members = defaultdict(list)
-        for rank in range(self.world_size):
-            members[self._group_key(axis, rank)].append(rank)
-        return tuple(map(tuple, members.values()))
 
     def _group_key(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """Return the coordinates that all ranks of a group have in common."""

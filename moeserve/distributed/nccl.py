@@ -139,7 +139,7 @@ class NcclTransport(Transport):
         results = [gathered, exchanged, flat, self.reduce_scatter(ones, equal), self.all_reduce(ones)]
         try:
             sums = [float(each.sum()) for each in results]
-        except RuntimeError as error:  # of the device, found when the host waits
+        except RuntimeError as error:  # an error of the device, found when the host waits
             raise TransportError(cause_of(error, self._timeout_s)) from error
         self.raise_failure()
         n = self._num_ranks

@@ -94,7 +94,7 @@ def connect(
         except BaseException:
             peers.close()
             raise
-    except RuntimeError as error:  # of the store
+    except RuntimeError as error:  # the store raises it
         raise TransportError(f"not all ranks connected within {timeout_s:g} s") from error
     return SharedMemoryConnection(memory, peers, ranks, rank_in_group, timeout_s)
 

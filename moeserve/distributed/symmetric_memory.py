@@ -22,9 +22,9 @@ from moeserve.distributed.handshake import agree
 from moeserve.distributed.torch_group import as_torch_group
 from moeserve.distributed.transport import TransportError, TransportUnavailable
 
-MAX_BYTES = 2**18  # of a tensor; the time of larger ones is that of their bytes
+MAX_BYTES = 2**18  # the largest tensor; larger ones take the time of their bytes
 ALIGNMENT = 16  # bytes that the kernel reads at once
-MAX_RANKS = 8  # of one host, each of which reads the memory of all others
+MAX_RANKS = 8  # each of which reads the memory of all others
 DTYPES = (torch.float32, torch.bfloat16)
 
 # Memory of closed groups, never freed: to free it torch waits for the device, where a kernel may wait for a dead rank.
@@ -65,7 +65,7 @@ def connect(
             refusal = " ".join(str(error).split()) or type(error).__name__
         try:
             agree(PrefixStore(f"stage{stage}", store), rank_in_group, num_ranks, refusal, timeout_s)
-        except RuntimeError as error:  # of the store
+        except RuntimeError as error:  # the store raises it
             raise TransportError(f"not all ranks connected within {timeout_s:g} s") from error
 
     def check_requirements() -> None:
@@ -155,7 +155,7 @@ class TorchSymmetricMemory:
     def __init__(self, process_group: Any) -> None:
         """
         Args:
-            process_group: of the same ranks, from `nccl.make_process_group`; torch reads names from it only.
+            process_group: the same ranks' group from `nccl.make_process_group`; torch reads names from it only.
         """
         self._backend = process_group
         self._group: Any = None

@@ -31,7 +31,7 @@ class Launch:
     hosts: Sequence[str]  # the other nodes, for the remote shell; empty: this command is run on them by others
     remote_shell: str  # command line, without the host's name
     interface: str | None  # name or subnet
-    num_cpus: int | None  # of this node, for Ray; None: those that this process may use
+    num_cpus: int | None  # the CPUs of this node that Ray uses; None: those that this process may use
     model: str | None  # folder that each node must be able to read
     timeout_s: float  # for nodes to join
     command: Sequence[str]  # empty: the cluster runs until it is interrupted

@@ -18,7 +18,7 @@ from moeserve.errors import EngineError, SettingsError
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_END = 10.0
-NUM_LINES_SHOWN = 15  # of the output of a command that failed
+NUM_LINES_SHOWN = 15  # the last lines of the output of a command that failed
 PR_SET_PDEATHSIG = 1  # Linux
 
 

@@ -46,7 +46,7 @@ class Parent:
     def __init__(self, connection: socket.socket, launch: Launch, pidfd: int | None) -> None:
         """
         Args:
-            pidfd: of the parent; None where the system has none.
+            pidfd: the pidfd of the parent; None where the system has none.
         """
         self.name = launch.name
         self._config = launch.config

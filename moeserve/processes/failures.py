@@ -21,7 +21,7 @@ FORWARDING_FILES = (
 class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
     """How a process failed."""
 
-    name: str  # of the process, as messages show it: "rank 3"
+    name: str  # the process's name in messages: "rank 3"
     cause: str  # one line: "killed by SIGKILL", "ValueError: ..."
     is_consequence: bool = False  # another rank failed first: a DistributedError
     error: str | None = None  # name of the class, if it is one of moeserve/errors.py

@@ -29,10 +29,10 @@ def start_process(
 
     Args:
         target: "module:function"; the function is called with a `child.Parent`.
-        name: of the process in messages: "rank 3".
+        name: the process's name in messages: "rank 3".
         config: anything that msgspec can encode; the function reads it with `Parent.config`.
         incoming: type of the messages that the process sends; None if it sends none.
-        environment: of the process.
+        environment: the environment variables of the process.
 
     Raises:
         EngineError: this Python cannot start another.

@@ -61,7 +61,7 @@ class WatchedProcess(Generic[Incoming]):
     def __init__(self, name: str, connection: socket.socket, incoming: Any, handle: ProcessHandle) -> None:
         """
         Args:
-            name: of the process in messages to people: "rank 3".
+            name: the process's name in messages: "rank 3".
             connection: this side of its channel.
             incoming: type of the messages that the process sends; None if it sends only failure reports.
         """

@@ -46,7 +46,7 @@ class StepOutcome(msgspec.Struct, frozen=True):
     """The answer of a rank to a step."""
 
     result: StepResult | None
-    error: str = ""  # of a step that ran to its end without a result
+    error: str = ""  # why a step that ran to its end has no result
 
 
 class ActorProcess:
@@ -218,7 +218,7 @@ class ActorHandle:
             self._cause = exit_cause(error)
         except OSError as error:  # closed here
             self._cause = str(error)
-        except Exception as error:  # of any kind: the actor cannot be reached
+        except Exception as error:  # whatever it is, the actor cannot be reached
             self._cause = f"it cannot be reached through Ray any more ({type(error).__name__}: {first_line(error)})"
         finally:
             with self._lock:

@@ -26,7 +26,7 @@ class RayExecutor:
     def __init__(self, starts: Sequence[RankStart], ranks: Sequence[Any], *, show_progress: bool) -> None:
         """
         Args:
-            starts: of the replica's ranks, by tp.
+            starts: the starts of the replica's ranks, by tp.
             ranks: their actors.
         """
         config = starts[0].config
@@ -83,6 +83,6 @@ def _compiled(ranks: Sequence[Any], timeout_s: float) -> Any:
         with InputNode() as step:
             outputs = MultiOutputNode([rank.execute.bind(step) for rank in ranks])
         return outputs.experimental_compile()
-    except Exception as error:  # of any kind: plain calls do the same
+    except Exception as error:  # plain calls do the same, so any error will do
         logger.warning("Ray cannot compile a graph here (%s), so steps are sent by plain calls", first_line(error))
         return None

@@ -38,7 +38,7 @@ def start_ray_group(
     """Start all actors and make them load the model, and return without waiting for that.
 
     Args:
-        engine_class: of the engine of a replica; has a method `serve(starts: list[bytes], ranks, show_progress)`.
+        engine_class: the actor of a replica's engine; has a method `serve(starts: list[bytes], ranks, show_progress)`.
 
     Raises:
         SettingsError: the nodes differ, or cannot read the model.

@@ -30,7 +30,7 @@ class PendingAllToAll:
     """A dispatch in progress."""
 
     pending_UD: PendingTensor
-    token_of_row_R: Tensor  # of packed row r, index among the U tokens
+    token_of_row_R: Tensor  # the index, among the U tokens, of each packed row's token
     counts_e: Tensor
     handle: ExchangeHandle
     pairs: PairKernels

@@ -25,7 +25,7 @@ from moeserve.step_inputs import StepInputs
 # T tokens of this rank, N tokens of all ranks, D model width, K experts per token, X values with the bits of K int64,
 # V = X + D, P = N * K pairs of all ranks, p = T * K pairs of this rank, R pairs that this rank computes
 
-MAX_SMALL_BYTES = 2**19  # of the rows of all pairs of a small step
+MAX_SMALL_BYTES = 2**19  # the rows of all pairs of a small step
 # The same for a step that is padded for a graph. Sending more takes longer than a graph saves: 0.2 ms at 300 GB/s, in
 # which Python launches a layer.
 MAX_CAPTURED_BYTES = 2**26
@@ -34,7 +34,7 @@ MAX_CAPTURED_BYTES = 2**26
 @dataclass(frozen=True)
 class SmallHandle:
     weights_TK: Tensor
-    pair_of_row_P: Tensor  # of each row that this rank computes; -1 for the others
+    pair_of_row_P: Tensor  # the pair of each row that this rank computes; -1 for the others
     pairs_per_rank: list[int]
     dtype: torch.dtype
 

@@ -94,6 +94,6 @@ class Dispatcher(Protocol[Handle]):
         """True if a CUDA graph can hold such a step, padded, and saves time. The answer is the same on all ranks.
 
         Args:
-            bytes_per_token: of one row for each of a token's experts.
+            bytes_per_token: the bytes of one row for each of a token's experts.
         """
         ...

@@ -71,7 +71,7 @@ class DispatchShape:
 
     hidden_size: int
     top_k: int
-    dtype: torch.dtype  # of the hidden states
+    dtype: torch.dtype  # the dtype of hidden states
     num_slots: tuple[int, ...]  # physical experts of each rank
     max_tokens_per_rank: int  # most tokens that a rank brings to a step
 

@@ -19,7 +19,7 @@ from moeserve.moe.dispatch.base import PendingDispatch, PendingOutput, share_of_
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_BLOCK = 128  # values of a row that share a scale, as in DeepEP's kernels
-MIN_MAGNITUDE = 1e-10  # of a block, so that a block of zeros has a scale
+MIN_MAGNITUDE = 1e-10  # the least magnitude of a block, so that a block of zeros has a scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class DeepEPShape:
 
     hidden_size: int
     top_k: int
-    dtype: torch.dtype  # of the hidden states
+    dtype: torch.dtype  # the dtype of hidden states
     num_slots: tuple[int, ...]  # physical experts of each rank
     max_tokens_per_rank: int  # most tokens that a rank brings to a step
     low_latency_tokens: int = 128  # most tokens per rank of a low-latency step; 0: no such steps
@@ -70,7 +70,7 @@ class DeepEPCommunicator(Protocol):
     """
 
     shape: DeepEPShape
-    num_bytes: int  # of GPU memory outside torch's allocator
+    num_bytes: int  # GPU memory outside torch's allocator
 
     def is_capturable(self, tokens_per_rank: Sequence[int]) -> bool:
         """True if such a step runs without waiting for the host, so that a CUDA graph can hold it."""

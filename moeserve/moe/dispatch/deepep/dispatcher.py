@@ -33,7 +33,7 @@ class DeepEPDispatcher:
     ) -> None:
         """
         Args:
-            placement: of this layer, with equally many slots on each rank.
+            placement: the placement of this layer, with equally many slots on each rank.
             communicator: shared by all layers.
         """
         assert placement.num_slots == communicator.shape.num_slots, (placement.num_slots, communicator.shape.num_slots)

@@ -40,7 +40,7 @@ class PendingElasticDispatch:
     """A dispatch in progress."""
 
     received: Tensor | tuple[Tensor, Tensor]  # [R, D], or float8 and scales
-    expected_rows: int | None  # of small steps, whose rows are mostly spare; None: no spare rows
+    expected_rows: int | None  # the rows that count in a small step, where most are spare; None: no spare rows
     event: Event
     handle: ElasticHandle
     dtype: torch.dtype

@@ -29,7 +29,7 @@ MAX_LOW_LATENCY_RESULTS = 2  # in use at a time: DeepEP has two buffers
 @dataclass(frozen=True)
 class NormalHandle:
     handle: tuple[Any, ...]
-    pair_of_row_R: Tensor  # of packed row r: pair n * K + k of the N tokens
+    pair_of_row_R: Tensor  # the pair (n * K + k of the N tokens) of each packed row
     weights_NK: Tensor
 
 
@@ -98,7 +98,7 @@ class LegacyCommunicator:
         Args:
             deep_ep: the package.
             process_group: the torch.distributed group of the ep ranks in their order, with NCCL.
-            rank: of this process in the group.
+            rank: the rank of this process in the group.
         """
         self.shape = shape
         self.has_streams = context.device.type == "cuda"
