@@ -10,11 +10,11 @@ keys and values.
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from moeserve import LLM, SamplingParams
 
@@ -32,34 +32,28 @@ class Workload:
     vocab_size: int
 
 
-def decode_rate(generate: Generate, workload: Workload, random_source: random.Random) -> float:
-    """Return new tokens per second of all requests together."""
-    long_seconds = run_seconds(generate, workload, workload.new_tokens, random_source)
-    short_seconds = run_seconds(generate, workload, 1, random_source)
-    if long_seconds <= short_seconds:
-        raise RuntimeError(
-            f"{workload.new_tokens} tokens took {long_seconds:.3g} s and 1 token {short_seconds:.3g} s, which is too "
-            "short to measure; use more new tokens"
-        )
-    return workload.batch * (workload.new_tokens - 1) / (long_seconds - short_seconds)
+def rate_measure(
+    kind: Literal["decode", "prefill"], generate: Generate, workload: Workload, *, seed: int = 0
+) -> Callable[[], float]:
+    """Return a measure of tokens per second of all requests together.
 
+    Engines with the same seed get the same prompts in the same order.
+    """
+    random_source = random.Random(seed)
 
-def prefill_rate(generate: Generate, workload: Workload, random_source: random.Random) -> float:
-    """Return prompt tokens per second of all requests together."""
-    return workload.batch * workload.prompt_tokens / run_seconds(generate, workload, 1, random_source)
+    def seconds(num_tokens: int) -> float:
+        return generate(draw_prompts(workload, random_source), num_tokens)
 
+    def decode() -> float:
+        both, prompt = seconds(workload.new_tokens), seconds(1)
+        if both <= prompt:
+            raise RuntimeError(
+                f"{workload.new_tokens} tokens took {both:.3g} s and 1 token {prompt:.3g} s, which is too short to "
+                "measure; use more new tokens"
+            )
+        return workload.batch * (workload.new_tokens - 1) / (both - prompt)
 
-RATES = {"decode": decode_rate, "prefill": prefill_rate}
-
-
-def rate_measure(kind: str, generate: Generate, workload: Workload, *, seed: int = 0) -> Callable[[], float]:
-    """Return a measure of the rate `kind`. Engines with the same seed get the same prompts in the same order."""
-    return functools.partial(RATES[kind], generate, workload, random.Random(seed))
-
-
-def run_seconds(generate: Generate, workload: Workload, num_tokens: int, random_source: random.Random) -> float:
-    """Return the seconds in which a batch of new prompts gets `num_tokens` tokens each."""
-    return generate(draw_prompts(workload, random_source), num_tokens)
+    return decode if kind == "decode" else lambda: workload.batch * workload.prompt_tokens / seconds(1)
 
 
 def draw_prompts(workload: Workload, random_source: random.Random) -> list[list[int]]:

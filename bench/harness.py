@@ -240,16 +240,6 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def comparison_text(row: Mapping[str, Any]) -> str:
-    """Format the engines and ratios of a row for a terminal."""
-    lines = [f"{'':<16}{row['unit']:>10}{'of limit':>10}   rounds"]
-    for name, figure in row["engines"].items():
-        rounds = " ".join(number(each["rate"]) for each in figure["rounds"])
-        lines.append(f"{name:<16}{number(figure['rate']):>10}{figure['fraction_of_limit']:>10.0%}   {rounds}")
-    lines += [f"{each['engine']} / {each['baseline']}: {each['median']:.2f}" for each in row["ratios"]]
-    return "\n".join(lines)
-
-
 def _processor() -> tuple[str, set[str]]:
     """Name and instruction set flags of the processor. The flags are known on Linux only."""
     cpuinfo = Path("/proc/cpuinfo")

@@ -28,18 +28,15 @@ from moeserve.bench.harness import (
     Row,
     add_choices,
     at_least,
-    comparison_text,
-    environment,
     interleave_with_limits,
     make_parser,
     ratios,
-    save,
-    show,
 )
 from moeserve.bench.limits import LimitProbe, MachineLimits, Work
 from moeserve.bench.peers.adapters.experts import Shape, experts_method
 from moeserve.bench.peers.environments import PeerError
 from moeserve.bench.peers.peers import EXPERTS_PEERS, start_experts_peer
+from moeserve.bench.report import show_and_save
 from moeserve.config.settings import QuantizationName
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.layers.context import ModelContext
@@ -83,8 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for num_rows in options.rows or NUM_ROWS:
                 row = measure(shape, num_rows, engines, options.rounds, probe)
                 row |= {"shape_name": shape_name, "left_out": left_out}
-                show(f"\n{shape_name}, {num_rows} rows\n{comparison_text(row)}")
-                save(options.json, [row])
+                show_and_save(options.json, [row])
 
 
 def measure(
@@ -109,10 +105,8 @@ def measure(
         "shape": asdict(shape),
         "num_rows": num_rows,
         "num_calls": num_calls,
-        "unit": "rows/s",
         "engines": results,
         "ratios": ratios(results),
-        "environment": environment(),
     }
 
 

@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -144,7 +144,7 @@ def measure_serving(model: Path, num_rounds: int, new_tokens: int, prefill_token
     vocab_size = describe(model).model.vocab_size
     for layout in LAYOUTS:  # one layout at a time: each engine holds the whole model
         tp, dp = layout.get("tensor_parallel_size", 1), layout.get("data_parallel_size", 1)
-        workloads = [
+        workloads: list[tuple[Literal["decode", "prefill"], Workload]] = [
             ("decode", Workload(count * dp, PROMPT_TOKENS, new_tokens, vocab_size)) for count in REQUESTS_PER_REPLICA
         ]
         workloads.append(("prefill", Workload(dp, prefill_tokens, 1, vocab_size)))

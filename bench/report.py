@@ -80,7 +80,8 @@ def show_and_save(path: Path | None, rows: Sequence[Row], machine: Row | None = 
     rows = [row | {"environment": machine or environment()} for row in rows]
     save(path, rows)
     for benchmark, found in by(rows, "benchmark").items():
-        show("\n" + "\n\n".join(TABLES[benchmark](found)))
+        texts = [text for text in TABLES[benchmark](found) if not text.startswith("![")]
+        show("\n" + "\n\n".join(texts))
 
 
 def rows_of(rows: Iterable[Row], benchmark: str) -> list[Row]:

@@ -33,15 +33,12 @@ from moeserve.bench.harness import (
     add_choices,
     add_models,
     at_least,
-    comparison_text,
-    environment,
     interleave_with_limits,
     make_parser,
     ratios,
-    save,
-    show,
 )
 from moeserve.bench.limits import LimitProbe, MachineLimits
+from moeserve.bench.report import show_and_save
 from moeserve.models.registry import describe
 from moeserve.ops.threads import set_num_threads
 
@@ -115,8 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for cell in cells:
                 row = measure(model, cell, engines, options.rounds, probe)
                 row |= {"goal": goal_of(cell, row["engines"], left_out), "left_out": left_out}
-                show(as_text(row))
-                save(options.json, [row])
+                show_and_save(options.json, [row])
 
 
 def measure(
@@ -134,11 +130,9 @@ def measure(
         "benchmark": "throughput",
         "model": model.name,
         "cell": cell.name,
-        "unit": "tokens/s",
         "workload": asdict(cell.workload),
         "engines": results,
         "ratios": ratios(results),
-        "environment": environment(),
     }
 
 
@@ -159,17 +153,6 @@ def goal_of(cell: Cell, results: Mapping[str, Mapping[str, Any]], left_out: Mapp
         "reached": statistics.median(reached),
         "without": {name: left_out.get(name, "not selected") for name in BF16_PEERS if name not in results},
     }
-
-
-def as_text(row: Mapping[str, Any]) -> str:
-    workload, machine = row["workload"], row["environment"]
-    tokens = f"{workload['prompt_tokens']} + {workload['new_tokens']} tokens"
-    lines = [f"\n{row['model']}, {row['cell']}, {tokens}, {machine['threads']} threads", comparison_text(row)]
-    if goal := row["goal"]:
-        aim = f"{goal['ratio']} x {goal['best_peer']}, or {goal['of_limit']:.0%} of the limit"
-        lines.append(f"goal: {aim}; reached: {goal['reached']:.2f} of it")
-        lines += [f"  without {name}: {reason}" for name, reason in goal["without"].items()]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

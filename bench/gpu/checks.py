@@ -124,18 +124,11 @@ def attention(
         for part, drawn in ((cache.keys, used.keys), (cache.values, used.values)):
             part.fill_(torch.nan)[places] = drawn[places]
         query, sinks = draw_attention(source, layer, step)
-        yield Case(f"{name}, {kind}", run_attend, (layer, query, cache, step, sinks))
-
-
-def run_attend(
-    kernels: Kernels,
-    layer: AttentionShape,
-    query_TNH: Tensor,
-    cache: KeyValueCache,
-    step: StepInputs,
-    sinks_N: Tensor | None,
-) -> Results:
-    return {"attend": kernels.make_attention(layer).attend(query_TNH, cache, step, sinks_N)}
+        yield Case(
+            f"{name}, {kind}",
+            lambda kernels, layer, *inputs: {"attend": kernels.make_attention(layer).attend(*inputs)},
+            (layer, query, cache, step, sinks),
+        )
 
 
 def cache_writes(source: Source, is_small: bool) -> Iterator[Case]:
@@ -311,7 +304,8 @@ def products(source: Source, is_small: bool, *, name: str, is_fp8: bool) -> Iter
         slots = draw_rows(source, shape.num_experts * num_slots, num_inputs, is_fp8=is_fp8)
         yield Case(title, run_multiply_slots, (weights, slots.unflatten(0, (-1, num_slots)), counts), slack)
         rows = draw_rows(source, num_slots, num_inputs, is_fp8=is_fp8)
-        yield Case(title, run_multiply, (facts(source, 1), rows), slack)
+        run = lambda kernels, weights, rows: {"multiply": make_product(kernels, weights).multiply(rows)}  # noqa: E731
+        yield Case(title, run, (facts(source, 1), rows), slack)
 
 
 def make_product(kernels: Kernels, weights: OpenWeights) -> Product:
@@ -336,15 +330,15 @@ def run_multiply_slots(kernels: Kernels, weights: OpenWeights, slots_eSI: Tensor
     return {"multiply_slots": torch.cat(used)}
 
 
-def run_multiply(kernels: Kernels, weights: OpenWeights, rows_TI: Tensor) -> Results:
-    return {"multiply": make_product(kernels, weights).multiply(rows_TI)}
-
-
 def tokens(source: Source, is_small: bool) -> Iterator[Case]:
     """Greedy tokens, the first of equal maxima, and draws with each filter."""
     for width in (3, 300) if is_small else VOCAB_SIZES.values():
         for num_rows in (2,) if is_small else (1, 64):
-            yield Case(f"{num_rows} x {width}", run_row_maximum, (source.normal(num_rows, width, scale=3.0),))
+            yield Case(
+                f"{num_rows} x {width}",
+                lambda kernels, rows: dict(zip(("row_maximum", "its index"), kernels.row_maximum(rows), strict=True)),
+                (source.normal(num_rows, width, scale=3.0),),
+            )
     filters = ((0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (50, 0.8, 0.01))
     for width, (top_k, top_p, min_p) in itertools.product((40,) if is_small else VOCAB_SIZES.values(), filters):
         num_rows = 2 if is_small else 64
@@ -355,11 +349,6 @@ def tokens(source: Source, is_small: bool) -> Iterator[Case]:
         uniform_R = source.uniform(num_rows, dtype=torch.float64)
         inputs = (scores, source.uniform(num_rows) * 1.5 + 0.3, top_k_R, top_p_R, min_p_R, uniform_R)
         yield Case(f"top_k {top_k}, top_p {top_p}, min_p {min_p}, {num_rows} x {width}", run_draw, inputs)
-
-
-def run_row_maximum(kernels: Kernels, rows_RV: Tensor) -> Results:
-    largest, indices = kernels.row_maximum(rows_RV)
-    return {"row_maximum": largest, "index of row_maximum": indices}
 
 
 def run_draw(

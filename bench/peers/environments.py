@@ -13,8 +13,6 @@ moeserve itself needs.
 from __future__ import annotations
 
 import ctypes.util
-import hashlib
-import sys
 from pathlib import Path
 
 from moeserve.config.environment import cache_folder
@@ -27,7 +25,7 @@ ENVIRONMENTS = {  # the module that must be importable after the installation
     "kt-kernel": "kt_kernel",
     "transformers": "transformers",
 }
-STAMP = "installed"  # written last; holds the digest of what was installed
+STAMP = "installed.txt"  # written last: the requirements
 
 
 class PeerError(MoeserveError, RuntimeError):
@@ -43,12 +41,6 @@ class PeerError(MoeserveError, RuntimeError):
 
 def requirements(name: str) -> Path:
     return REQUIREMENTS / f"{name}.txt"
-
-
-def digest(name: str) -> str:
-    """Return a digest that changes with the requirements and with Python's version."""
-    text = f"{sys.version_info[:2]}\n{requirements(name).read_text()}"
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def peers_folder() -> Path:
@@ -69,7 +61,7 @@ def python_of(name: str, folder: Path | None = None) -> Path:
 def is_installed(name: str, folder: Path | None = None) -> bool:
     """True if the environment exists with its current requirements."""
     stamp = (folder or peers_folder()) / name / STAMP
-    return stamp.exists() and stamp.read_text() == digest(name)
+    return stamp.exists() and stamp.read_text() == requirements(name).read_text()
 
 
 def recommended_libraries(python: Path) -> list[str]:

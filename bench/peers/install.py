@@ -23,7 +23,6 @@ from moeserve.bench.peers.environments import (
     ENVIRONMENTS,
     STAMP,
     PeerError,
-    digest,
     is_installed,
     peers_folder,
     python_of,
@@ -64,7 +63,7 @@ def install(name: str, folder: Path | None = None, *, pip_options: Sequence[str]
         with log.open("w") as output:
             run([*pip, *pip_options, "-r", str(requirements(name))], log, output.fileno())
             run([python, "-c", f"import {ENVIRONMENTS[name]}"], log, output.fileno())
-        (home / STAMP).write_text(digest(name))
+        shutil.copy(requirements(name), home / STAMP)
     return python_of(name, folder)
 
 

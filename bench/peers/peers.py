@@ -66,49 +66,6 @@ EXPERTS_PEERS = {
 }
 
 
-class Peer:
-    """A loaded peer, as a context manager."""
-
-    def __init__(self, process: PeerProcess, answer: Mapping[str, Any]) -> None:
-        self._process = process
-        self.version: str = answer["version"]
-        self.settings: dict[str, Any] = process.settings | answer["settings"]  # recorded in results
-        self.startup_seconds: float = answer.get("startup_seconds", 0.0)  # from making the engine to its first token
-
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[list[int]], float]:
-        """Decode greedily, past the end of sequence. All prompts of a request have the same length.
-
-        Returns:
-            New tokens, and the seconds that the peer itself needs, without the transport of the request.
-        """
-        prompt_ids = [list(prompt) for prompt in prompts]
-        answer = self._process.request("generate", prompts=prompt_ids, num_tokens=num_tokens)
-        lengths = [len(output) for output in answer["tokens"]]
-        if lengths != [num_tokens] * len(prompts):
-            raise PeerError(f"expected {len(prompts)} x {num_tokens} tokens, got {lengths}")
-        return answer["tokens"], float(answer["seconds"])
-
-    def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        return self.generate(prompts, num_tokens)[1]
-
-    def experts_seconds(self, num_rows: int, num_runs: int = 5) -> list[float]:
-        """Return the seconds of each run of the experts over so many rows, with random routing.
-
-        Raises:
-            PeerError: the results are wrong.
-        """
-        answer = self._process.request("experts", num_rows=num_rows, num_runs=num_runs)
-        if not answer["relative_error"] < 0.02:  # bf16 keeps 8 bits, 0.4%
-            raise PeerError(f"its results differ from float32 by {answer['relative_error']:.1%}")
-        return [float(seconds) for seconds in answer["seconds"]]
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.close()
-
-
 def start_peer(
     name: str,
     checkpoint: Path,
@@ -132,8 +89,7 @@ def start_peer(
     recipe = PEERS[name]
     model = make_gguf(checkpoint, recipe.gguf_kind, folder) if recipe.gguf_kind else checkpoint.absolute()
     vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    process = PeerProcess(name, recipe, folder)
-    answer = process.request(
+    return Peer(name, recipe, folder).load(
         "load",
         model=str(model),
         num_threads=num_threads,
@@ -141,7 +97,6 @@ def start_peer(
         max_request_tokens=max_request_tokens,
         first_prompt=random.Random(0).choices(range(vocab_size), k=32),
     )
-    return Peer(process, answer)
 
 
 def start_experts_peer(name: str, shape: Mapping[str, int], num_threads: int) -> Peer:
@@ -153,8 +108,8 @@ def start_experts_peer(name: str, shape: Mapping[str, int], num_threads: int) ->
     Raises:
         PeerError: it is not installed, or cannot run these experts.
     """
-    process = PeerProcess(f"{name}-experts", EXPERTS_PEERS[name])
-    return Peer(process, process.request("load_experts", shape=dict(shape), num_threads=num_threads))
+    peer = Peer(f"{name}-experts", EXPERTS_PEERS[name])
+    return peer.load("load_experts", shape=dict(shape), num_threads=num_threads)
 
 
 def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
@@ -182,18 +137,19 @@ def make_gguf(checkpoint: Path, kind: str, folder: Path | None = None) -> Path:
     return target
 
 
-class PeerProcess:
+class Peer:
     """An adapter and the processes that it starts: one process group, which runs only during a request."""
 
     def __init__(self, name: str, recipe: Recipe, folder: Path | None = None) -> None:
         folder = folder or peers_folder()
         python = recipe.python(folder)
         preloaded = recommended_libraries(python) if recipe.preloads else []
-        is_shared = python == Path(sys.executable)
-        self.settings: dict[str, Any] = {
-            "environment": "moeserve's" if is_shared else "its own",
+        self.version = ""  # until it has loaded a model
+        self.settings: dict[str, Any] = {  # recorded in results
+            "environment": "moeserve's" if python == Path(sys.executable) else "its own",
             "preloaded": [Path(library).name for library in preloaded],
         }
+        self.startup_seconds = 0.0  # from making the engine to its first token
         self._name = name
         self._log = folder / "logs" / f"{name}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -210,6 +166,51 @@ class PeerProcess:
                 text=True,
                 preexec_fn=os.setpgrp,
             )
+
+    def load(self, method: str, **options: Any) -> Peer:
+        """Load a model, or the experts of a layer.
+
+        Raises:
+            PeerError: it cannot.
+        """
+        answer = self.request(method, **options)
+        self.version = answer["version"]
+        self.settings |= answer["settings"]
+        self.startup_seconds = answer.get("startup_seconds", 0.0)
+        return self
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[list[int]], float]:
+        """Decode greedily, past the end of sequence. All prompts of a request have the same length.
+
+        Returns:
+            New tokens, and the seconds that the peer itself needs, without the transport of the request.
+        """
+        prompt_ids = [list(prompt) for prompt in prompts]
+        answer = self.request("generate", prompts=prompt_ids, num_tokens=num_tokens)
+        lengths = [len(output) for output in answer["tokens"]]
+        if lengths != [num_tokens] * len(prompts):
+            raise PeerError(f"expected {len(prompts)} x {num_tokens} tokens, got {lengths}")
+        return answer["tokens"], float(answer["seconds"])
+
+    def seconds(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+        return self.generate(prompts, num_tokens)[1]
+
+    def experts_seconds(self, num_rows: int, num_runs: int = 5) -> list[float]:
+        """Return the seconds of each run of the experts over so many rows, with random routing.
+
+        Raises:
+            PeerError: the results are wrong.
+        """
+        answer = self.request("experts", num_rows=num_rows, num_runs=num_runs)
+        if not answer["relative_error"] < 0.02:  # bf16 keeps 8 bits, 0.4%
+            raise PeerError(f"its results differ from float32 by {answer['relative_error']:.1%}")
+        return [float(seconds) for seconds in answer["seconds"]]
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def pid(self) -> int:

@@ -178,7 +178,7 @@ def test_part_continues_after_faults_and_stops_what_hangs(tmp_path: Path) -> Non
     reported: list[str] = []
     command = (sys.executable, str(program))
     part = Part("checks", 1.0, num_processes=5)
-    found = run_part(part, 20.0, 7, lambda row: reported.append(row["name"]), command)
+    found = run_part(part, 12.0, 7, lambda row: reported.append(row["name"]), command)
     rows = {row["name"]: row for row in found}
     assert sorted(reported) == sorted(rows)
     statuses = dict(a="passed", b="failed", c="passed", d="failed", e="passed", f="failed", g="failed", h="passed")

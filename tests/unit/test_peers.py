@@ -21,12 +21,11 @@ from moeserve.bench.peers.environments import (
     ENVIRONMENTS,
     STAMP,
     PeerError,
-    digest,
     recommended_libraries,
     requirements,
 )
 from moeserve.bench.peers.install import install
-from moeserve.bench.peers.peers import PEERS, PeerProcess, make_gguf, start_peer
+from moeserve.bench.peers.peers import PEERS, Peer, make_gguf, start_peer
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +34,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[PeerProcess]:
+def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Peer]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    process = PeerProcess("transformers", PEERS["transformers"], tmp_path)
-    yield process
-    process.close()
+    with Peer("transformers", PEERS["transformers"], tmp_path) as process:
+        yield process
 
 
 def wait_until_stopped(pid: int) -> None:
@@ -71,7 +69,7 @@ def test_a_peer_computes_the_model(checkpoint: Path, tmp_path: Path) -> None:
     assert gaps.max() < 0.2
 
 
-def test_a_peer_is_stopped_between_requests_and_ended_by_close(process: PeerProcess) -> None:
+def test_a_peer_is_stopped_between_requests_and_ended_by_close(process: Peer) -> None:
     for _ in range(2):
         with pytest.raises(PeerError, match="nonsense"):
             process.request("nonsense")
@@ -85,7 +83,7 @@ def test_a_peer_is_stopped_between_requests_and_ended_by_close(process: PeerProc
     process.close()  # again does no harm
 
 
-def test_peer_that_died_raises_with_the_end_of_its_log(process: PeerProcess, tmp_path: Path) -> None:
+def test_peer_that_died_raises_with_the_end_of_its_log(process: Peer, tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     (tmp_path / "logs" / "transformers.log").write_text("first\nlast line\n")
     with pytest.raises(PeerError, match=r"ended with -9.*\n[^$]*last line"):
@@ -115,15 +113,12 @@ def test_transformers_runs_in_its_own_environment_once_that_is_installed(tmp_pat
     (home / "lib" / "libiomp5.so").touch()  # which the loader passes over
     (home / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (home / "bin" / "python").chmod(0o755)
-    (home / STAMP).write_text(digest("transformers"))
-    process = PeerProcess("transformers", PEERS["transformers"], tmp_path)
-    try:
-        assert process.settings["environment"] == "its own"
-        assert process.settings["preloaded"][-1] == "libiomp5.so"
+    (home / STAMP).write_text(requirements("transformers").read_text())
+    with Peer("transformers", PEERS["transformers"], tmp_path) as peer:
+        assert peer.settings["environment"] == "its own"
+        assert peer.settings["preloaded"][-1] == "libiomp5.so"
         with pytest.raises(PeerError, match="nonsense"):
-            process.request("nonsense")
-    finally:
-        process.close()
+            peer.request("nonsense")
 
 
 def test_missing_environment_names_the_command_that_installs_it(tmp_path: Path, checkpoint: Path) -> None:
