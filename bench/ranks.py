@@ -114,8 +114,6 @@ class Rebalanced(msgspec.Struct, frozen=True, kw_only=True, tag="rebalanced"):
     before: Steps
     during: list[float]  # seconds of the steps during which experts were planned or moved
     after: Steps
-    num_layers_switched: int
-    bytes_moved: int
 
 
 Answer: TypeAlias = list[float] | Rebalanced  # seconds of each call, or steps
@@ -342,8 +340,6 @@ def run_steps(worker: Worker, groups: Groups, start: RankStart, order: RunSteps)
         before=Steps(seconds=before, max_over_mean=max_over_mean),
         during=during,
         after=Steps(seconds=after, max_over_mean=load_since_last()),
-        num_layers_switched=rebalancer.epoch if rebalancer else 0,
-        bytes_moved=rebalancer.bytes_moved if rebalancer else 0,
     )
 
 

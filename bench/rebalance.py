@@ -98,11 +98,7 @@ def as_row(num_ranks: int, order: RunSteps, rounds: Sequence[tuple[Rebalanced, R
             "after": statistics.median(each.after.max_over_mean for each in balanced),
         },
         "gain": statistics.median(gains),
-        "gains": gains,
         "gain_over_without": statistics.median(gains_over_without),
-        "gains_over_without": gains_over_without,
-        "layers_switched": balanced[0].num_layers_switched,
-        "bytes_moved": balanced[0].bytes_moved,
     }
 
 

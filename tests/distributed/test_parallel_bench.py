@@ -89,5 +89,4 @@ def test_rebalancing_is_timed_before_during_and_after(tmp_path: Path) -> None:
     assert row["without"]["steps"] == row["before"]["steps"] == row["after"]["steps"] == 4
     assert row["during"]["steps"] >= 1
     assert row["max_over_mean"]["without"] > 1
-    assert row["layers_switched"] > 0
-    assert row["bytes_moved"] > 0
+    assert row["max_over_mean"]["after"] < row["max_over_mean"]["before"]
