@@ -21,7 +21,7 @@ from moeserve.protocol import (
 )
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.lockstep import ROW_SIZE, Agreement, Intent, IntentFlags, Lockstep
-from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica
+from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 NO_FLAGS = IntentFlags()
@@ -134,7 +134,7 @@ class Driven:
         except StopIteration:
             self.effect = None
 
-    def step(self, *messages: ReplicaMessage, other: IntentFlags = NO_FLAGS) -> None:
+    def step(self, *messages: ReplicaMessage, fails: bool = False, other: IntentFlags = NO_FLAGS) -> None:
         """Drive one round."""
         self.deliver()
         assert isinstance(self.effect, Receive)
@@ -151,7 +151,8 @@ class Driven:
             planned = plan.chunks if plan else []
             chunks = [ChunkResult(token_id=None if chunk.sample is None else 7) for chunk in planned]
             load = of_counts([[agreement.step]], [[agreement.step]]) if agreement.collects_load else None
-            self.answer(StepResult(step=plan.step if plan else 0, chunks=chunks, load=load))
+            result = StepResult(step=plan.step if plan else 0, chunks=chunks, load=load)
+            self.answer(StepFailed("not a number") if fails else result)
 
     def deliver(self) -> None:
         assert isinstance(self.effect, Deliver)
@@ -177,6 +178,17 @@ def test_a_step_with_a_longer_chunk_is_not_decode_only() -> None:
         replica.step(*messages)
     assert [agreement.num_tokens[0] for agreement in replica.agreements] == [2, 1, 4, 2]
     assert [agreement.is_decode_only for agreement in replica.agreements] == [False, True, False, True]
+
+
+def test_a_failed_step_ends_its_own_requests_only() -> None:
+    replica = Driven()
+    replica.step(AddRequest(request("a", 2)), AddRequest(request("b", 2)), fails=True)  # b did not fit into the step
+    replica.step()
+    assert replica.updates == [RequestUpdate(request_id="a", finish_reason="abort", error="not a number")]
+    replica.deliver()
+    assert replica.updates[1:] == [RequestUpdate(request_id="b", token_ids=[7])]
+    assert replica.scheduler.live_request_ids == ["b"]
+    replica.scheduler.check_invariants()
 
 
 def test_two_requests_with_one_id_end_once() -> None:
