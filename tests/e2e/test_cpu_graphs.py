@@ -105,9 +105,9 @@ def test_few_graphs_of_small_steps_are_kept(plain: Reference, monkeypatch: pytes
     with started(plain, enforce_eager=True) as llm:
         expected = generate_twice(llm, prompts)
     monkeypatch.setattr(cpu_graphs, "MAX_CPU_GRAPHS", 2)
-    monkeypatch.setattr(cpu_graphs, "MAX_TOKENS", 3)
+    monkeypatch.setattr(cpu_graphs, "MAX_TOKENS", 5)
     with started(plain) as llm:
-        llm.generate(prompts[:4], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))  # steps of four tokens
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))  # steps of six tokens
         assert sizes_of(llm) == set()
         assert generate_twice(llm, prompts) == expected
         assert list(captured(llm)) == [(2, (2,)), (1, (1,))]  # the batch shrinks in the end
