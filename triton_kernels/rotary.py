@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -12,22 +10,17 @@ from torch import Tensor
 # T tokens, N query heads, G key-value heads, H head size, F rotated pairs: the first 2 * F numbers of a head
 
 
-@dataclass(frozen=True)
-class Config:
-    """Tile of one program, which processes some heads of one token."""
+def launch_sizes(num_pairs: int, num_copied: int) -> dict[str, int]:
+    """Return the tile of one program, which processes BLOCK_N heads of one token, and its number of warps.
 
-    BLOCK_N: int  # heads
-    BLOCK_F: int  # power of two, at least F
-    BLOCK_H: int  # power of two, at least the numbers of a head that are copied; 0: none
-    num_warps: int
-
-
-def choose_config(num_pairs: int, num_copied: int) -> Config:
-    """Return the tile for heads of which 2 * num_pairs numbers are rotated, and num_copied are copied."""
+    Args:
+        num_pairs: half of the numbers of a head that are rotated. BLOCK_F is a power of two that holds them.
+        num_copied: numbers of a head that are copied. BLOCK_H is a power of two that holds them, or 0.
+    """
     block_pairs = triton.next_power_of_2(num_pairs)
     block_copied = triton.next_power_of_2(num_copied) if num_copied else 0
     num_heads = max(1024 // max(2 * block_pairs, block_copied), 1)
-    return Config(BLOCK_N=num_heads, BLOCK_F=block_pairs, BLOCK_H=block_copied, num_warps=2)
+    return {"BLOCK_N": num_heads, "BLOCK_F": block_pairs, "BLOCK_H": block_copied, "num_warps": 2}
 
 
 def rotary(
@@ -57,8 +50,8 @@ def rotary(
         return out_TNH
     is_in_place = out_TNH.data_ptr() == heads_TNH.data_ptr()
     assert not is_in_place or out_TNH.stride() == heads_TNH.stride(), "the output overlaps the heads with other strides"
-    config = choose_config(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs)
-    rotary_kernel[(num_tokens, triton.cdiv(num_heads, config.BLOCK_N))](
+    sizes = launch_sizes(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs)
+    rotary_kernel[(num_tokens, triton.cdiv(num_heads, sizes["BLOCK_N"]))](
         heads_TNH,
         cosines_TF,
         sines_TF,
@@ -71,10 +64,7 @@ def rotary(
         out_TNH.stride(0),
         out_TNH.stride(1),
         IS_INTERLEAVED=is_interleaved,
-        BLOCK_N=config.BLOCK_N,
-        BLOCK_F=config.BLOCK_F,
-        BLOCK_H=config.BLOCK_H,
-        num_warps=config.num_warps,
+        **sizes,
     )
     return out_TNH
 
@@ -119,8 +109,8 @@ def rotary_with_cache_write(
     assert slots_T.is_contiguous(), f"strides {slots_T.stride()}"
     if num_tokens == 0:
         return query_TNH
-    config = choose_config(num_pairs, head_size)
-    num_programs = triton.cdiv(num_heads, config.BLOCK_N) + triton.cdiv(num_kv_heads, config.BLOCK_N)
+    sizes = launch_sizes(num_pairs, head_size)
+    num_programs = triton.cdiv(num_heads, sizes["BLOCK_N"]) + triton.cdiv(num_kv_heads, sizes["BLOCK_N"])
     rotary_with_cache_write_kernel[(num_tokens, num_programs)](
         query_TNH,
         key_TGH,
@@ -148,10 +138,7 @@ def rotary_with_cache_write(
         value_cache.stride(1),
         value_cache.stride(2),
         IS_INTERLEAVED=is_interleaved,
-        BLOCK_N=config.BLOCK_N,
-        BLOCK_F=config.BLOCK_F,
-        BLOCK_H=config.BLOCK_H,
-        num_warps=config.num_warps,
+        **sizes,
     )
     return query_TNH
 

@@ -14,8 +14,6 @@ moves by less than 1e-6 of the total mass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -28,18 +26,13 @@ NAN_KEY = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@dataclass(frozen=True)
-class Config:
-    """Scores that the program of a row reads at a time."""
+def launch_sizes(width: int) -> dict[str, int]:
+    """Return the scores that the program of a row reads at a time, and its warps.
 
-    BLOCK_V: int  # power of two
-    num_warps: int
-
-
-def choose_config(width: int) -> Config:
-    """Return the block for rows of this width: 8 numbers for each thread, whose three sums fit its registers."""
+    Each thread has 8 numbers, whose three sums fit its registers.
+    """
     block = min(max(triton.next_power_of_2(width), 256), 4096)
-    return Config(BLOCK_V=block, num_warps=max(block // 256, 1))
+    return {"BLOCK_V": block, "num_warps": max(block // 256, 1)}
 
 
 def row_maximum(rows_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,15 +53,13 @@ def row_maximum(rows_RV: Tensor) -> tuple[Tensor, Tensor]:
     indices_R = torch.empty(num_rows, dtype=torch.int64, device=rows_RV.device)
     if num_rows == 0:  # an empty grid cannot be launched
         return largest_R, indices_R
-    config = choose_config(width)
     row_maximum_kernel[(num_rows,)](
         rows_RV,
         largest_R,
         indices_R,
         rows_RV.stride(0),
         width,
-        BLOCK_V=config.BLOCK_V,
-        num_warps=config.num_warps,
+        **launch_sizes(width),
     )
     return largest_R, indices_R
 
@@ -114,15 +105,13 @@ def sample_rows(
     tokens_R = torch.empty(num_rows, dtype=torch.int64, device=scores_RV.device)
     if num_rows == 0:
         return tokens_R
-    config = choose_config(width)
     sample_kernel[(num_rows,)](
         scores_RV,
         *settings,
         tokens_R,
         scores_RV.stride(0),
         width,
-        BLOCK_V=config.BLOCK_V,
-        num_warps=config.num_warps,
+        **launch_sizes(width),
     )
     return tokens_R
 

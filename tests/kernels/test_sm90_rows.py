@@ -108,14 +108,15 @@ def test_routing(
     ],
 )
 def test_rotary(head_size: int, num_pairs: int, is_interleaved: bool, is_in_place: bool, pointer: str) -> None:
-    from moeserve.triton_kernels.rotary import choose_config, rotary_kernel
+    from moeserve.triton_kernels.rotary import launch_sizes, rotary_kernel
 
-    config = choose_config(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs)
+    sizes = launch_sizes(num_pairs, 0 if is_in_place else head_size - 2 * num_pairs)
+    options = {"num_warps": sizes.pop("num_warps")}
     compiled(
         rotary_kernel,
         dict(heads_ptr=pointer, cosines_ptr="*fp32", sines_ptr="*fp32", out_ptr=pointer),
-        dict(IS_INTERLEAVED=is_interleaved, BLOCK_N=config.BLOCK_N, BLOCK_F=config.BLOCK_F, BLOCK_H=config.BLOCK_H),
-        dict(num_warps=config.num_warps),
+        dict(IS_INTERLEAVED=is_interleaved, **sizes),
+        options,
         not_divisible=["num_heads", "num_pairs"],
     )
 
@@ -125,15 +126,16 @@ def test_rotary(head_size: int, num_pairs: int, is_interleaved: bool, is_in_plac
     [(128, 64, False, "*bf16"), (128, 32, True, "*bf16"), (16, 8, False, "*fp32")],
 )
 def test_rotary_with_cache_write(head_size: int, num_pairs: int, is_interleaved: bool, pointer: str) -> None:
-    from moeserve.triton_kernels.rotary import choose_config, rotary_with_cache_write_kernel
+    from moeserve.triton_kernels.rotary import launch_sizes, rotary_with_cache_write_kernel
 
-    config = choose_config(num_pairs, head_size)
+    sizes = launch_sizes(num_pairs, head_size)
+    options = {"num_warps": sizes.pop("num_warps")}
     types = {f"{name}_ptr": pointer for name in ("query", "key", "value", "key_cache", "value_cache")}
     compiled(
         rotary_with_cache_write_kernel,
         types | dict(cosines_ptr="*fp32", sines_ptr="*fp32", slots_ptr="*i64"),
-        dict(IS_INTERLEAVED=is_interleaved, BLOCK_N=config.BLOCK_N, BLOCK_F=config.BLOCK_F, BLOCK_H=config.BLOCK_H),
-        dict(num_warps=config.num_warps),
+        dict(IS_INTERLEAVED=is_interleaved, **sizes),
+        options,
         not_divisible=["num_heads", "num_kv_heads"],
     )
 
@@ -168,19 +170,21 @@ def test_quantisation_rounds_with_the_instruction() -> None:
 
 
 def test_draws() -> None:
-    from moeserve.triton_kernels.sampling import choose_config, sample_kernel
+    from moeserve.triton_kernels.sampling import launch_sizes, sample_kernel
 
-    config = choose_config(32000)
-    assert config == choose_config(262144)
+    sizes = launch_sizes(32000)
+    assert sizes == launch_sizes(262144)
+    options = {"num_warps": sizes.pop("num_warps")}
     types = {f"{name}_ptr": "*fp32" for name in ("temperature", "top_p", "min_p", "scores")}  # as of the engine
     types |= dict(uniform_ptr="*fp64", top_k_ptr="*i64", tokens_ptr="*i64")
-    compiled(sample_kernel, types, dict(BLOCK_V=config.BLOCK_V), dict(num_warps=config.num_warps))
+    compiled(sample_kernel, types, sizes, options)
 
 
 @pytest.mark.parametrize(("pointer", "width"), [("*bf16", 160), ("*fp32", 151936)])
 def test_row_maximum(pointer: str, width: int) -> None:
-    from moeserve.triton_kernels.sampling import choose_config, row_maximum_kernel
+    from moeserve.triton_kernels.sampling import launch_sizes, row_maximum_kernel
 
-    config = choose_config(width)
+    sizes = launch_sizes(width)
+    options = {"num_warps": sizes.pop("num_warps")}
     types = dict(rows_ptr=pointer, largest_ptr="*fp32", indices_ptr="*i64")
-    compiled(row_maximum_kernel, types, dict(BLOCK_V=config.BLOCK_V), dict(num_warps=config.num_warps))
+    compiled(row_maximum_kernel, types, sizes, options)

@@ -14,7 +14,7 @@ from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.protocol import SampleSpec
 from moeserve.sampling_params import RequestParams
 from moeserve.triton_kernels import sampling
-from moeserve.triton_kernels.sampling import Config, row_maximum, sample_rows
+from moeserve.triton_kernels.sampling import row_maximum, sample_rows
 from moeserve.worker import sampler
 
 # R rows, V width of a row
@@ -25,7 +25,7 @@ ROUNDING = 1e-6  # share of a row's mass; closer to a border than this, rounding
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide rows into several blocks, the last of which is partial."""
-    monkeypatch.setattr(sampling, "choose_config", lambda width: Config(BLOCK_V=128, num_warps=1))
+    monkeypatch.setattr(sampling, "launch_sizes", lambda width: {"BLOCK_V": 128, "num_warps": 1})
 
 
 def drawn(scores_RV: Tensor, params: list[RequestParams], numbers: list[float]) -> list[int]:
