@@ -62,6 +62,7 @@ tokenizers: $(INSTALLED)
 PYTEST := OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest
 # Two workers take files in the order of the command, where those that take long come first.
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+
 # All phases run; then the failures of all are shown. Triton's interpreter, which runs GPU kernels on a CPU, is chosen for
 # a whole process.
 test: SHELL := /bin/bash
