@@ -84,7 +84,7 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "SECONDS_TO_RESTART", 0.05)
+    monkeypatch.setattr(replicas, "SECONDS_TO_RESTART", 0.5)
     monkeypatch.setattr(replicas, "SECONDS_BETWEEN_STARTS", 0.005)
     monkeypatch.setattr(replicas, "SECONDS_TO_END", 0.0)
 
