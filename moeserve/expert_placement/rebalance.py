@@ -61,13 +61,6 @@ class Change:
     layer: int
     proposal: Proposal
     moves: tuple[Move, ...]  # by receiving rank and slot
-    source_slots: tuple[int, ...]  # by move, the slot on the sending rank
-
-    @classmethod
-    def between(cls, layer: int, before: Placement, proposal: Proposal, node_of_rank: Sequence[int]) -> Change:
-        found = moves(before, proposal.placement, node_of_rank)
-        source_slots = tuple(before.logical_of_slot[move.from_rank].index(move.expert) for move in found)
-        return cls(layer, proposal, found, source_slots)
 
     @property
     def max_moves_of_rank(self) -> int:
@@ -192,16 +185,13 @@ class Rebalancer:
         change = self._changes[0]
         started = time.perf_counter()
         size = self._piece_size(change)
-        outgoing = [
-            (move, slot)
-            for move, slot in zip(change.moves, change.source_slots, strict=True)
-            if move.from_rank == self._rank
-        ]
+        outgoing = [move for move in change.moves if move.from_rank == self._rank]
+        own_experts = self._layers[change.layer].local_experts
         sent = self._outgoing[: size * len(outgoing)]
-        for part, (_, slot) in zip(sent.view(len(outgoing), size), outgoing, strict=True):
-            self._copy_part(change.layer, slot, self._num_arrived, part)
+        for part, move in zip(sent.view(len(outgoing), size), outgoing, strict=True):
+            self._copy_part(change.layer, own_experts.index(move.expert), self._num_arrived, part)
         ranks = range(self._groups.world.world_size)
-        send_sizes = [size * sum(move.to_rank == rank for move, _ in outgoing) for rank in ranks]
+        send_sizes = [size * sum(move.to_rank == rank for move in outgoing) for rank in ranks]
         receive_sizes = [size * sum(move.from_rank == rank for move in self._incoming(change)) for rank in ranks]
         # collective: all ranks
         pending = self._groups.world.all_to_all(sent, send_sizes, receive_sizes)
@@ -242,7 +232,8 @@ class Rebalancer:
         before, loads = self._layers[layer].placement, self._loads[layer]
         self._excess_of_model += excess_rows(loads, before)
         if proposal := propose(loads, before):
-            self._planned.append(Change.between(layer, before, proposal, self._groups.world.node_of_rank))
+            node_of_rank = self._groups.world.node_of_rank
+            self._planned.append(Change(layer, proposal, moves(before, proposal.placement, node_of_rank)))
 
     def _decide(self) -> None:
         """Accept the planned changes that save more time than they cost, and drop the others."""

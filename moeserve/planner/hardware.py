@@ -108,11 +108,9 @@ def read_hardware(name: str) -> Hardware:
         return TABLE[name.lower()]
     path = Path(name)
     if path.suffix != ".json":
-        ending = nearest(name, TABLE)
-        measured = " (a CPU is described in a file, by what was measured on it: see docs/planning.md)"
         raise SettingsError(
-            f"hardware={shown(name)} is not in the table: {ending}{'' if ending.endswith('?') else '.'} Or give a "
-            f".json file that describes it{measured if name.lower() == 'cpu' else ''}"
+            f"hardware={shown(name)} is neither a .json file (which can describe a CPU, see docs/planning.md) nor in "
+            f"the table: {nearest(name, TABLE)}"
         )
     try:
         return msgspec.json.decode(path.read_bytes(), type=Hardware)

@@ -7,7 +7,7 @@ from pathlib import Path
 from moeserve.errors import SettingsError
 from moeserve.expert_placement.eplb import eplb, rank_loads
 from moeserve.telemetry.expert_load import LoadWindow, read_windows, summed
-from moeserve.telemetry.load_image import as_png
+from moeserve.telemetry.load_image import load_figure
 from moeserve.telemetry.load_table import as_text
 
 
@@ -21,18 +21,14 @@ def show(path: Path, *, png_path: Path | None = None, num_redundant: int | None 
             experts; None: not shown.
 
     Raises:
-        SettingsError: a file cannot be read or written, the picture's name does not end in .png, matplotlib is missing,
-            or the number of slots is impossible.
+        SettingsError: a file cannot be read or written, matplotlib is missing, or the number of slots is impossible.
     """
-    if png_path is not None and png_path.suffix.lower() != ".png":
-        raise SettingsError(f"the picture cannot be written to {png_path}: its name must end in .png")
     windows = read_windows(path)
     planned = None if num_redundant is None else plan(summed(windows), num_redundant)
     if png_path is None:
         return as_text(windows, planned)
-    content = as_png(windows, planned)
     try:
-        png_path.write_bytes(content)
+        load_figure(windows, planned).savefig(png_path, format="png", dpi=120)
     except OSError as error:
         raise SettingsError(f"cannot write {png_path}: {error.strerror}") from None
     return str(png_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,13 +17,6 @@ if TYPE_CHECKING:
 EXPERT_SCALE, RANK_SCALE = 8.0, 2.0  # colours run from 1 / scale of the mean to scale times the mean
 NO_LOAD_COLOUR = "#7d8a97"
 WIDTH, MAP_HEIGHT = 11.0, 3.6  # inches
-
-
-def as_png(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]] | None = None) -> bytes:
-    """Return `load_figure` as a PNG file."""
-    content = io.BytesIO()
-    load_figure(windows, planned).savefig(content, format="png", dpi=120)
-    return content.getvalue()
 
 
 def load_figure(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]] | None = None) -> Figure:

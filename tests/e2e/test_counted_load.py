@@ -18,7 +18,7 @@ from moeserve.telemetry.expert_load import LoadWindow, read_windows, summed
 SETTINGS: dict[str, Any] = dict(
     dtype="float32", kv_cache_memory="8MiB", max_model_len=256, max_num_batched_tokens=32, enable_prefix_caching=False
 )
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 
 
 def recount(reference: Reference, prompts: list[list[int]]) -> list[list[int]]:
@@ -36,14 +36,14 @@ def generate(llm: LLM, prompts: list[list[int]]) -> None:
     [
         ("mixtral-odd", {}),
         ("mixtral-odd", {"data_parallel_size": 2, "num_redundant_experts": 3}),
-        ("deepseek-v3-four-heads", {"tensor_parallel_size": 2, "dispatcher": "allgather", "debug_collectives": True}),
+        ("deepseek-v3-four-heads", {"tensor_parallel_size": 2, "dispatcher": "allgather"}),
     ],
 )
 def test_counts_are_those_of_the_routers(
     name: str, settings: dict[str, Any], reference_named: Callable[[str], Reference]
 ) -> None:
     reference = reference_named(name)
-    prompts = reference.prompts(3, 40, 17, 24, 9, 31)
+    prompts = reference.prompts(3, 40, 17)
     expected = recount(reference, prompts)
     num_ranks = settings.get("tensor_parallel_size", 1) * settings.get("data_parallel_size", 1)
     num_computed = sum(map(len, prompts)) + len(prompts) * (NUM_TOKENS - 1)
