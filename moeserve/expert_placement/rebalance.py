@@ -107,7 +107,6 @@ class Rebalancer:
         """
         self.epoch = 0  # epoch of the placement in use: the number of switched layers
         self.held_epoch = 0  # epoch of the newest placement whose weights have all arrived here
-        self.bytes_moved = 0  # between different ranks, over all ranks
         self._layers = layers
         self._groups = groups
         self._horizon = horizon
@@ -223,7 +222,6 @@ class Rebalancer:
         seconds = piece.seconds + time.perf_counter() - started
         if num_bytes := max(len(piece.sent), len(received)):
             self._own_seconds_per_byte = seconds / num_bytes
-        self.bytes_moved += piece.size * sum(move.from_rank != move.to_rank for move in piece.change.moves)
         self._num_arrived = piece.start + piece.size
         if self._num_arrived == self._slot_bytes[piece.change.layer]:
             self.held_epoch = self.epoch + 1
