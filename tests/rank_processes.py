@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable
 
@@ -30,8 +31,9 @@ def living_ranks(of: int | None = None) -> list[psutil.Process]:
 
 def shared_memory_of(pids: Iterable[int]) -> list[str]:
     """Return the files in /dev/shm that belong to moeserve or to these processes."""
-    marks = ["moeserve", *map(str, pids)]
-    return [name for name in os.listdir("/dev/shm") if any(mark in name for mark in marks)]
+    numbers = set(map(str, pids))  # whole ones: the names of Ray's files have long numbers
+    names = os.listdir("/dev/shm")
+    return [name for name in names if "moeserve" in name or numbers & set(re.findall(r"\d+", name))]
 
 
 def lives(process: psutil.Process) -> bool:
