@@ -161,10 +161,10 @@ def check_failure(cluster: Cluster, reference: Reference, fault: Callable[[Host]
     assert fault(victim) != 0  # the number of killed processes, if it kills
     failed = cluster.answer(30)
     noticed = time.monotonic() - started
+    victim.link("up")
     assert "EngineError" in failed["error"]
     assert victim.address in failed["error"]
     assert noticed < 10, failed["error"]
-    victim.link("up")
     given = cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)
     assert given.get("tokens") == expected(reference, prompts), given
 

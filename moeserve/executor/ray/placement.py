@@ -6,7 +6,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -36,20 +36,22 @@ class Place:
     node: Node
 
 
-def reserve(config: EngineConfig, nodes: Sequence[Node], reserved: list[PlacementGroup]) -> list[Place]:
+def reserve(
+    config: EngineConfig, list_nodes: Callable[[], Sequence[Node]], reserved: list[PlacementGroup]
+) -> list[Place]:
     """Return a place for each rank, by rank: those of this node first, then by address and bundle.
 
     The placement group that this process is in is used if there is one; else a group is reserved for each replica.
 
     Args:
-        nodes: the living nodes, this one first.
+        list_nodes: returns the living nodes, this one first.
         reserved: groups that were reserved are appended, also when an error is raised.
 
     Raises:
         SettingsError: the placement group that this process is in is too small.
         EngineError: the cluster has too few free resources.
     """
-    tp = config.tensor_parallel_size
+    tp, nodes = config.tensor_parallel_size, list_nodes()
     bundle = {"CPU": float(config.num_threads)} | ({"GPU": 1.0} if config.device == "cuda" else {})
     if (adopted := get_current_placement_group()) is not None:
         places = _places_in(adopted, bundle, nodes)
@@ -65,7 +67,6 @@ def reserve(config: EngineConfig, nodes: Sequence[Node], reserved: list[Placemen
         name = f"moeserve-{secrets.token_hex(4)}"
         reserved.append(placement_group([bundle] * tp, strategy=strategy, name=name))
     deadline = time.monotonic() + SECONDS_TO_RESERVE
-    replicas = []
     for group in reserved:
         if not group.wait(max(0.1, deadline - time.monotonic())):
             raise EngineError(
@@ -73,7 +74,8 @@ def reserve(config: EngineConfig, nodes: Sequence[Node], reserved: list[Placemen
                 f"{_shown(bundle)} each: {_shown(ray.available_resources())} of {_shown(ray.cluster_resources())} are "
                 "free; end what uses them, or use fewer ranks or threads"
             )
-        replicas.append(_places_in(group, bundle, nodes))
+    nodes = list_nodes()  # one may have joined meanwhile
+    replicas = [_places_in(group, bundle, nodes) for group in reserved]
     replicas.sort(key=lambda places: [_order_of(place.node, nodes) for place in places])
     return [place for places in replicas for place in places]
 

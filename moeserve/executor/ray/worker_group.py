@@ -50,7 +50,7 @@ def start_ray_group(
     # Ranks on a failed node time out, while the others report errors at once: wait before naming the cause.
     group = WorkerGroup(SECONDS_OF_SILENCE + SECONDS_OF_A_READ, lambda: _release(reserved))
     try:
-        places = reserve(config, cluster.nodes(), reserved)
+        places = reserve(config, cluster.nodes, reserved)
         _start_actors(group, config, places, engine_class)
         _check_nodes(group, config.model_path, places)
         warn_of_split_replicas(places, config.tensor_parallel_size)
