@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CodeType
 
-_FUNCTIONS = {"__builtins__": {}, "max": max, "min": min}
+Value = Callable[[Mapping[str, float]], float]
+_OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
+_FUNCTIONS: dict[str, Callable[..., float]] = {"max": max, "min": min}
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class Formula:
 
     @property
     def value(self) -> float:
-        return float(eval(_compiled(self.template), _FUNCTIONS, self.numbers))
+        return float(_parsed(self.template)(self.numbers))
 
     def as_text(self) -> str:
         shown = shown_seconds(self.value) if self.unit == "s" else f"{self.value:.4g} {self.unit}".rstrip()
@@ -32,9 +41,25 @@ class Formula:
 
 
 @functools.cache
-def _compiled(template: str) -> CodeType:
+def _parsed(template: str) -> Value:
     expression = template.replace(" x ", " * ").replace("^", "**").replace("{", "").replace("}", "")
-    return compile(expression, "<formula>", "eval")
+    return _value_of(ast.parse(expression, mode="eval").body)
+
+
+def _value_of(node: ast.expr) -> Value:
+    """Return a function from the numbers to the value of an expression."""
+    match node:
+        case ast.Constant(value=(int() | float()) as constant):
+            return lambda _: constant
+        case ast.Name(id=name):
+            return operator.itemgetter(name)
+        case ast.BinOp(left=left, op=symbol, right=right):
+            operation, first, second = _OPERATIONS[type(symbol)], _value_of(left), _value_of(right)
+            return lambda numbers: operation(first(numbers), second(numbers))
+        case ast.Call(func=ast.Name(id=name), args=arguments):
+            function, values = _FUNCTIONS[name], [_value_of(argument) for argument in arguments]
+            return lambda numbers: function(*(value(numbers) for value in values))
+    raise AssertionError(f"not a formula: {ast.unparse(node)}")
 
 
 def shown_seconds(seconds: float) -> str:

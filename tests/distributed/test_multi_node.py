@@ -146,8 +146,8 @@ def test_an_engine_adopts_the_placement_group_that_it_is_in(cluster: Cluster, re
 
 @pytest.fixture(scope="module")
 def replicas(cluster: Cluster, reference: Reference) -> Iterator[None]:
-    """Two replicas of one rank, each on one host."""
-    with engine(cluster, reference, 1, 2, num_threads=2):
+    """Two replicas of two ranks, each on one host."""
+    with engine(cluster, reference, 2, 2, num_threads=1):
         yield
 
 
@@ -174,7 +174,7 @@ def test_replicas_on_two_hosts_give_the_tokens_of_one_rank_and_outlive_a_killed_
     cluster: Cluster, reference: Reference
 ) -> None:
     prompts = reference.prompts(3, 40, 17, 24, 9, 31)
-    assert [len(cluster.ranks(host)) for host in cluster.hosts] == [1, 1]
+    assert [len(cluster.ranks(host)) for host in cluster.hosts] == [2, 2]
     assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
     check_failure(cluster, reference, lambda host: host.kill(RANK))
 

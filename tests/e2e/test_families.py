@@ -114,6 +114,27 @@ def logits_of(llm: LLM, token_ids: list[int], chunk: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.parametrize("reference", ATTENTION_KINDS, indirect=True)
+def test_prompt_logprobs_equal_the_reference(reference: Reference) -> None:
+    prompt = reference.prompts(70, seed=4)[0]
+    assert reference.num_undecided(prompt) == 0
+    wanted = reference.logits(prompt).log_softmax(-1)
+    with LLM(reference.folder, dtype="float32", max_num_batched_tokens=19, kv_cache_memory=CACHE) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2, logprobs=2)
+        output = llm.generate([prompt], params)[0]
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    for position, given in enumerate(output.prompt_logprobs[1:]):
+        assert given is not None
+        assert given[prompt[position + 1]].logprob == pytest.approx(
+            float(wanted[position, prompt[position + 1]]), abs=1e-4
+        )
+        best = int(wanted[position].argmax())
+        assert given[best].rank == 1
+    first = output.outputs[0].logprobs[0]  # type: ignore[index]
+    assert first[output.outputs[0].token_ids[0]].logprob == pytest.approx(float(wanted[-1].max()), abs=1e-4)
+
+
 def test_bf16_is_as_close_to_float32_as_transformers_bf16_is(reference: Reference) -> None:
     """Mean difference to float32 of the log-probabilities of a text's tokens: at most twice transformers' own."""
     prompts = reference.prompts(64, 64, 64, 64, seed=7)

@@ -131,7 +131,7 @@ def test_contents_of_ranks(tmp_path: Path) -> None:
         (4097, None, "ranks=4097"),
         (12, 5, "tp=5.*1, 2, 4"),
         (12, 0, "tp=0.*1, 2, 4"),
-        (12, 6, "32 attention heads.*1, 2, 4"),
+        (12, 6, "tp=6.*1, 2, 4"),
     ],
 )
 def test_impossible_arguments(

