@@ -1,4 +1,4 @@
-"""Cores, memory and packages that the machine, and a container around this process, leave to it."""
+"""Cores, free memory and package versions of this host, within the limits of this process's container."""
 
 from __future__ import annotations
 

@@ -39,6 +39,8 @@ EXTERNAL = {
 EXTERNAL_FLAGS = {"--extra-index-url", "--local-dir", "--min-nodes", "--no-deps"}
 EXTERNAL_FOLDERS = ("deep_ep/", "flashinfer/", "torch/", "FAST25-release/")
 
+PLAIN_BASES = {"<Protocol", "<Struct", "<Generic", "<object"}  # without members that documents name
+
 
 def tracked_files() -> list[str]:
     """Return every file that git tracks or would track, relative to the repository's root."""
@@ -78,12 +80,36 @@ def words_of_code(tree: ast.Module) -> Iterator[str]:
                 yield from value.split(".")
 
 
+def parameters_of_code(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of parameters and of annotated fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def members_of_classes(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
+    """Yield each class with the names of its members. A base is among them, as "<name"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            members = {"<" + ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases} - PLAIN_BASES
+            for part in ast.walk(node):
+                if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                    members.add(part.name)
+                elif isinstance(part, ast.Attribute | ast.Name) and isinstance(part.ctx, ast.Store):
+                    members.add(part.attr if isinstance(part, ast.Attribute) else part.id)
+            yield node.name, members
+
+
 class Tree:
     """The names that documents may use.
 
     Attributes:
         files: tracked paths, and every suffix of each (`moe/layer.py` for `moeserve/moe/layer.py`).
         words: identifiers of the code.
+        parameters: names of parameters and of annotated fields, which include all settings.
+        members: what each class of the code has, those of its bases included.
         flags: options of the command line and of the scripts, with their dashes.
         commands: subcommands of `moeserve`.
         benchmarks: subcommands of `moeserve bench`.
@@ -93,6 +119,8 @@ class Tree:
     def __init__(self, files: list[str], *, with_tests: bool) -> None:
         """Read the files. Without tests, their code counts only as far as it defines functions and classes."""
         self.files: set[str] = set()
+        self.parameters: set[str] = set()
+        self.members: dict[str, set[str]] = {}
         self.words: set[str] = {*dir(builtins), *keyword.kwlist, *sys.stdlib_module_names, *EXTERNAL}
         for name in files:
             parts = name.split("/")
@@ -104,13 +132,17 @@ class Tree:
                 self.words.update(re.findall(r"^ *(?:def|class) (\w+)", _read(name), re.MULTILINE))
                 continue
             if path.suffix == ".py":
-                self.words.update(words_of_code(ast.parse(_read(name))))
+                module = ast.parse(_read(name))
+                self.words.update(words_of_code(module))
+                self.parameters.update(parameters_of_code(module))
+                for class_name, members in members_of_classes(module):
+                    self.members.setdefault(class_name, set()).update(members)
             elif path.suffix in (".cpp", ".h", ".toml", ".sh", ".yaml", ".txt") or name in ("Makefile", "LICENSE"):
                 self.words.update(re.findall(r"[A-Za-z_]\w*", _read(name)))
         scripts = [name for name in files if name.endswith((".py", ".sh"))]
         sources = [_read(name) for name in scripts if with_tests or not name.startswith("tests/")]
         self.flags = {flag for source in sources for flag in FLAG.findall(source)} | EXTERNAL_FLAGS
-        self.flags |= {"--" + word.replace("_", "-") for word in self.words}
+        self.flags |= {"--" + name.replace("_", "-") for name in _names_of_settings(files)}
         self.commands = {Path(name).stem for name in files if re.fullmatch(r"moeserve/cli/(?!parser)[a-z]+[.]py", name)}
         (names,) = re.findall(r"^CommandName = Literal\[(.*)\]$", _read("bench/commands.py"), re.MULTILINE)
         self.benchmarks = set(re.findall(r"\w+", names))
@@ -132,13 +164,26 @@ class Tree:
         for quoted in QUOTED.findall(text):
             yield from self.missing_commands(quoted)
             if match := re.match(r"([A-Za-z_]\w*)=", quoted):
-                if match[1] not in self.words:
+                if match[1] not in self.parameters | EXTERNAL and not match[1].isupper():
                     yield f"the setting {match[1]}"
             elif IDENTIFIER.fullmatch(quoted):
                 words = quoted.removesuffix("()").removesuffix("_total").split(".")  # Prometheus adds _total
                 unknown = [word for word in words if word not in self.words]
-                if unknown and not PATH.fullmatch(quoted):
+                if (unknown or not self.is_member(words)) and not PATH.fullmatch(quoted):
                     yield f"`{quoted}`"
+
+    def is_member(self, words: list[str]) -> bool:
+        """True unless the first word is a class of the code that lacks the second word."""
+        return len(words) < 2 or words[0] not in self.members or self._has(words[0], words[1])
+
+    def _has(self, class_name: str, member: str) -> bool:
+        """Return True if the class or a base has the member, or has a base from elsewhere."""
+        members = self.members.get(class_name)
+        return (
+            members is None
+            or member in members
+            or any(self._has(base[1:], member) for base in members if base[0] == "<")
+        )
 
     def missing_commands(self, line: str) -> Iterator[str]:
         """Yield the subcommands and targets of a command line that do not exist."""
@@ -161,6 +206,19 @@ class Tree:
             else:
                 links = [link for link in LINK.findall(line) if not (ROOT / name).parent.joinpath(link).exists()]
                 yield from ((number, f"the link {link}") for link in links)
+
+
+def _names_of_settings(files: list[str]) -> Iterator[str]:
+    """Yield the fields of the classes that `add_flags` makes flags of."""
+    modules = [ast.parse(_read(name)) for name in files if name.startswith("moeserve/") and name.endswith(".py")]
+    nodes = [node for module in modules for node in ast.walk(module)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "add_flags"]
+    names = {argument.id for call in calls for argument in call.args if isinstance(argument, ast.Name)}
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and (node.name in names or node.name.endswith("Settings")):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign):
+                    yield ast.unparse(field.target)
 
 
 def _read(name: str) -> str:

@@ -1,4 +1,7 @@
-"""Tiny random checkpoints of every family, and their results in transformers in float32."""
+"""Tiny random checkpoints of every family, and their results in transformers in float32.
+
+Most of the file is the table of shapes, which tests of all folders name.
+"""
 
 from __future__ import annotations
 

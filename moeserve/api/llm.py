@@ -153,14 +153,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        **template: Any,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several.
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
             sampling_params, use_tqdm: as for `generate`.
-            template: `chat_template`, `tools`, `add_generation_prompt` and `chat_template_kwargs` of `chat_prompt`.
+            chat_template, tools, add_generation_prompt, chat_template_kwargs: as for `chat_prompt`.
 
         Raises:
             RequestError, EngineError: as `generate`; also if there is no chat template.
@@ -170,7 +173,16 @@ class LLM:
             raise RequestError(f"messages={shown(given)} must be a list of messages; pass a text to generate")
         is_one = isinstance(messages, Mapping) or not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
-        prompts = [self.chat_prompt(conversation, **template) for conversation in conversations]
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                chat_template=chat_template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(

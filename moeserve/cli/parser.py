@@ -42,6 +42,9 @@ class _Formatter(argparse.HelpFormatter):
         return super()._format_action_invocation(action)
 
 
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}  # as in vLLM
+
+
 def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_defaults: bool = True) -> None:
     """Add one flag for each field of a dataclass. A flag that is not given is absent from the parsed options."""
     hints = get_type_hints(settings, include_extras=True)
@@ -64,7 +67,8 @@ def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_
         if shows_defaults and field.default is not dataclasses.MISSING and field.default is not None:
             options["help"] += f" (default: {field.default})"
         options["help"] = options["help"].replace("%", "%%")
-        group.add_argument(f"--{field.name.replace('_', '-')}", **options)
+        short = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
+        group.add_argument(*short, f"--{field.name.replace('_', '-')}", **options)
 
 
 def _metavar(name: str) -> str:

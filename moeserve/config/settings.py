@@ -39,7 +39,7 @@ class ModelSettings:
         "weights); on a GPU: fp8 (one scale per 128 x 128 weights, used unchanged where the checkpoint has them)",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "device of all tensors; auto: cpu")
-    attention_backend: Literal["auto", "triton", "flashinfer", "varlen"] = setting(
+    attention_backend: Literal["auto", AttentionName] = setting(
         "auto",
         "attention kernels on a GPU; triton: moeserve's own; flashinfer, varlen (torch): that library for the steps "
         "that it supports, triton for others; auto: triton",
@@ -103,7 +103,7 @@ class ParallelSettings:
     network_interface: str | None = setting(
         None, "with Ray: network interface by name (eth1) or subnet (10.1.0.0/16); none: the addresses that Ray uses"
     )
-    dispatcher: Literal["auto", "local", "allgather", "all_to_all", "deepep"] = setting(
+    dispatcher: Literal["auto", DispatcherName] = setting(
         "auto",
         "how tokens are dispatched to experts; local: one rank, no exchange; allgather: every rank gets every token; "
         "all_to_all: every rank gets the tokens of its experts; deepep: the same between GPUs, by DeepEP; auto: on "

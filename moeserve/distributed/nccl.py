@@ -1,8 +1,8 @@
 """The transport over NCCL, torch's library for tensors on GPUs.
 
-NCCL carries float16, bfloat16, float32, float64, 8-bit floats, int8, uint8, int32, int64 and bool. Its errors are
-RuntimeErrors; a thread of torch's finds what fails on the device, after the call has returned. The process group may be
-any of torch's that has the methods used here: the tests use gloo's.
+NCCL carries float16, bfloat16, float32, float64, 8-bit floats, int8, uint8, int32, int64 and bool. Errors are
+RuntimeErrors. torch's watchdog thread detects a failure on the device after the call has returned. Any torch process
+group with the methods used here works: the tests pass gloo's.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Transport(Protocol):
         raise AssertionError(f"CPU graphs cannot capture the collectives of {type(self).__name__}")
 
     def raise_failure(self) -> None:
-        """Raise TransportError if a collective on a device failed after it had returned: its result is garbage."""
+        """Raise TransportError if a collective on a device failed after it had returned: its result is invalid."""
         return
 
 

@@ -22,7 +22,7 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """True if there is a request whose end was not returned."""
+        """True if a request has not ended, or its end has not been returned yet."""
         ...
 
     def add(self, request: Request) -> None:

@@ -41,7 +41,7 @@ def excess_rows(loads: Sequence[float], placement: Placement) -> float:
 
 
 def propose(loads: Sequence[float], placement: Placement) -> Proposal | None:
-    """Return a placement of few moves that is better by more than rows vary by chance; None if there is none.
+    """Propose a better placement for one layer. Return None unless it gains more than chance explains.
 
     Args:
         loads: rows by expert, as counted.

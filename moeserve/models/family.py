@@ -23,7 +23,6 @@ class MoENames:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "mlp.shared_experts"
-    shared_gate: str = "mlp.shared_expert_gate"
     is_interleaved: bool = False  # one tensor for all experts, [experts, inputs, outputs], gate and up outputs in turn
 
 

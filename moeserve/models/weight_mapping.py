@@ -137,7 +137,7 @@ def _moe(prefix: str, moe: MoELayer, names: MoENames, names_in_checkpoint: Colle
         mlp = moe.shared_experts.mlp
         yield from _mlp(f"{prefix}.{names.shared}", mlp, mlp.width.stop)
         if moe.shared_experts.gate is not None:
-            yield from _linear(f"{prefix}.{names.shared_gate}", moe.shared_experts.gate)
+            yield from _linear(f"{prefix}.mlp.shared_expert_gate", moe.shared_experts.gate)
     experts = f"{prefix}.{names.experts}"
     if names.is_interleaved:
         yield from _interleaved_experts(experts, moe)

@@ -176,7 +176,7 @@ class _Run:
         self._prompt_tokens = self._cached_tokens = self._output_tokens = self._num_finished = 0
         self._first_token_s, self._output_token_s = array("d"), array("d")
         self._step_s, self._fullest = array("d"), array("d")
-        self._tokens_run = self._empty_turns = self._max_blocks_used = 0
+        self._tokens_run = self._idle_steps = self._max_blocks_used = 0
         self._busy_s = 0.0
         self._balance_at_start = balance.expected
         self._balance_s = 0.0  # expected balance times seconds of steps
@@ -228,7 +228,7 @@ class _Run:
         self._busy_s += seconds
         self._balance_s += expected * seconds
         self._tokens_run += round(load.num_tokens)
-        self._empty_turns += self._num_replicas - len(plans)
+        self._idle_steps += self._num_replicas - len(plans)
         used = [self._config.num_blocks - self._group.num_free_blocks(rank) for rank in plans]
         self._max_blocks_used = max(self._max_blocks_used, *used)
 
@@ -276,7 +276,7 @@ class _Run:
             step_s=Percentiles.of(self._step_s),
             fullest_rank=Percentiles.of(self._fullest),
             tokens_per_step=self._tokens_run / num_steps,
-            empty_turn_share=self._empty_turns / (num_steps * self._num_replicas),
+            idle_step_share=self._idle_steps / (num_steps * self._num_replicas),
             num_replicas_used=self._router.num_used,
             num_preemptions=self._group.num_preemptions,
             cache_used_most=self._max_blocks_used / self._config.num_blocks,

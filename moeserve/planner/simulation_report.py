@@ -45,7 +45,7 @@ class Outcome:
     step_s: Percentiles
     fullest_rank: Percentiles  # rows over the mean in each step, by placement and chance
     tokens_per_step: float
-    empty_turn_share: float  # share of all replicas' turns in which one had nothing to run while another had
+    idle_step_share: float  # share of all replicas' steps in which one had nothing to run while another had
     num_replicas_used: int
     num_preemptions: int
     cache_used_most: float  # maximum share of one replica's blocks
@@ -84,7 +84,7 @@ def as_text(found: Simulation) -> str:
         f"{'prompt tokens':<28}{outcome.prompt_tokens} ({outcome.cached_tokens} from the prefix cache)",
         f"{'output tokens':<28}{outcome.output_tokens}, {outcome.output_tokens_per_s:.0f} in a second",
         f"{'steps':<28}{outcome.num_steps}, of {outcome.tokens_per_step:.1f} tokens",
-        f"{'empty turns':<28}{outcome.empty_turn_share:.1%}; {outcome.num_replicas_used} of {found.dp} replicas served",
+        f"{'idle steps':<28}{outcome.idle_step_share:.1%}; {outcome.num_replicas_used} of {found.dp} replicas served",
         f"{'KV cache in use':<28}at most {outcome.cache_used_most:.1%} of a replica's; "
         f"{outcome.num_preemptions} preemptions",
         "",

@@ -4,7 +4,8 @@ Names, shapes, dtypes and limits follow https://github.com/deepseek-ai/DeepEP (d
 deep_ep/buffers/legacy.py, deep_ep/buffers/elastic.py, csrc/elastic/buffer.hpp of 2.x and its documents), with only the
 arguments that moeserve passes. Whatever is not promised is made as bad as possible: unwritten memory holds NaN, rows of
 an expert have any order, results arrive only at the wait, and inputs must not change before it. Ranks that call
-different kernels, which would deadlock, get an error.
+different kernels, which would deadlock, get an error. The two APIs share their ranks and checks, so
+they are in one file.
 """
 
 from __future__ import annotations

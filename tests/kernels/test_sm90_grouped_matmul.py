@@ -53,7 +53,7 @@ ELEMENTS = {
 
 
 def product(name: str, num_tokens: int, is_gated: bool, kind: str | None = None) -> tuple[Problem, dict[str, Any]]:
-    """Return a product of a model and its other arguments of `compiled`."""
+    """Return one grouped product of a published model, and the keyword arguments of `compiled` for it."""
     model = MODELS[name]
     layer = model.layer if kind is None else dataclasses.replace(model.layer, kind=kind)
     problem = layer.problems(num_tokens)[0 if is_gated else 1]

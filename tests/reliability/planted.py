@@ -107,7 +107,7 @@ def _plant(fault: Fault, folder: Path) -> None:
 
 
 def _wrap(point: str, before: Callable[[], None]) -> None:
-    """Call a function before each call of another."""
+    """Call `before` ahead of every call of the function at `point`."""
     module, path = POINTS[point]
     owner: Any = sys.modules[module]
     *classes, name = path.split(".")

@@ -44,7 +44,7 @@ def parse_generate(*arguments: str) -> argparse.Namespace:
         (["generate", "--prompt", "x", "--dtype", "fp8"], ["--dtype", "'fp8'", "bfloat16"]),
         (["generate", "--prompt", "x", "--stop-token-ids", "a"], ["--stop-token-ids", "an integer"]),
         (["generate", "--prompt", "x", "--zzzz"], ["unknown flag --zzzz: see --help"]),
-        (["generate", "--prompt", "x", "-tp", "2"], ["unknown flag -tp: see --help"]),
+        (["generate", "--prompt", "x", "-qq", "2"], ["unknown flag -qq: see --help"]),
         (["viz", "loads.jsonl", "--pgn", "x"], ["--pgn", "--png?"]),
         (["viz"], ["LOADS"]),
         (["viz", "loads.jsonl", "--num-redundant-experts", "-1"], ["'-1'", "an integer from 0"]),

@@ -76,7 +76,7 @@ def test_driving_all_replicas_gives_the_same_outcome(costs: LayoutCosts, seed: i
     fast = served(traffic, costs, cache_tokens=640)
     assert fast == served(traffic, costs, cache_tokens=640, drives_all=True)
     assert fast.cached_tokens
-    assert fast.empty_turn_share
+    assert fast.idle_step_share
     sparse = drawn_traffic(seed, 10, seconds=30)
     assert served(sparse, costs) == served(sparse, costs, drives_all=True)
 
@@ -194,7 +194,7 @@ class TestCommand:
         assert outputs[0] == outputs[1] != outputs[2]
         assert cli.main(["simulate", str(folder), *self.ARGUMENTS, *self.EXPERTS]) == 0
         text = capsys.readouterr().out
-        for name in ("1 x 8 h800, tp 1, dp 8", "time to the first token", "empty turns", "on average"):
+        for name in ("1 x 8 h800, tp 1, dp 8", "time to the first token", "idle steps", "on average"):
             assert name in text
         found = json.loads(outputs[0])
         asked = [each for each in sample_traffic().requests if each.arrival_s / 4 < 3]
