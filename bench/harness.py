@@ -197,7 +197,7 @@ def figures(rounds: Sequence[Round], limit_rate: Callable[[MachineLimits], float
 
 
 def ratios(engines: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Return how many times as fast as each other engine those of moeserve are, with results of `figures`."""
+    """Return the speed-up of each variant of moeserve over each other engine, from what `figures` returned."""
     found = []
     for name, baseline in ((own, other) for own in engines for other in engines):
         if name.startswith("moeserve") and not baseline.startswith("moeserve"):

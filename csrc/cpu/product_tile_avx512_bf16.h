@@ -190,7 +190,7 @@ MOESERVE_TARGET_AVX512_BF16 inline void widen_panel(WeightFormat format, const c
   }
 }
 
-// Process all inputs of int4 panels group by group, prefetching as with kAhead.
+// Multiply all inputs of int4 panels, group by group. Memory is prefetched as for the other formats, see kAhead.
 template <int kRows>
 MOESERVE_DOT void dot_int4(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_inputs,
                            const Prefetch& next, float* targets) {

@@ -21,7 +21,7 @@ WITHIN: dict[Axis, tuple[int, ...]] = {"dp": (0,), "pp": (1,), "tp": (2,), "ep":
 
 
 def groups_of_table(table: np.ndarray, within: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """Return all groups: move the axes within a group to the end, and cut the table into rows."""
+    """Return all groups. The axes that vary within a group are moved to the end; then each row is one group."""
     others = [axis for axis in range(3) if axis not in within]
     size = int(np.prod([table.shape[axis] for axis in within]))
     return {tuple(row) for row in table.transpose(*others, *within).reshape(-1, size).tolist()}
