@@ -24,6 +24,8 @@ def tree() -> check_documents.Tree:
         ("MOESERVE_NOTHING", ["MOESERVE_NOTHING"]),
         ("moeserve/nowhere.py and --no-such-flag-at-all", ["nowhere.py", "--no-such-flag-at-all"]),
         ("`no_such_name` and `no_such_setting=1`", ["no_such_name", "no_such_setting"]),
+        ("`LLM.generate`, `rebalance=1`, --max-num-seqs, --skew", []),
+        ("`LLM.commit`, `Scheduler=1` and --hidden-size", ["--hidden-size", "LLM.commit", "Scheduler"]),  # code words
     ],
 )
 def test_missing_names_are_found(tree: check_documents.Tree, text: str, missing: list[str]) -> None:
