@@ -27,8 +27,8 @@ from moeserve.bench.decode import Workload, draw_prompts
 from moeserve.bench.engines import QUANTIZATIONS
 from moeserve.bench.harness import Row, add_models, at_least, interleave, make_parser, percentile
 from moeserve.bench.report import show_and_save
-from moeserve.errors import EngineError
 from moeserve.ops.threads import set_num_threads
+from moeserve.sampling_params import RequestOutputKind
 
 MODELS = ("mixtral-mini",)
 RATES = (0.25, 0.5, 1.0)  # requests per second
@@ -112,7 +112,8 @@ def serve(llm: LLM, arrivals: Sequence[float], prompts: Sequence[list[int]], new
     Raises:
         EngineError: a request failed.
     """
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    session = llm.session
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     last_time: dict[str, float] = {}  # of each unfinished request: its arrival, or its last token
     first_token: list[float] = []
     between_tokens: list[float] = []
@@ -123,26 +124,22 @@ def serve(llm: LLM, arrivals: Sequence[float], prompts: Sequence[list[int]], new
         now = time.perf_counter() - start
         while waiting and waiting[0][0] <= now:
             arrived_at, prompt = waiting.pop(0)
-            (submission,) = llm.frontend.submit([{"prompt_token_ids": prompt}], params)
-            (request,) = submission.requests
-            llm.core.add(request)
-            last_time[request.request_id] = arrived_at
+            (prompt_id,) = session.submit([{"prompt_token_ids": prompt}], params)
+            last_time[prompt_id] = arrived_at
         if not last_time:
             time.sleep(waiting[0][0] - now)
             continue
-        for update in llm.core.step():
-            if update.error is not None:
-                raise EngineError(update.error)
-            output = llm.frontend.update(update)
+        for prompt_id in session.poll():
+            session.raise_error(prompt_id)
+            output = session.new_output(prompt_id)
             now = time.perf_counter() - start
-            request_id = update.request_id
-            for _ in update.token_ids:
-                (between_tokens if request_id in has_token else first_token).append(now - last_time[request_id])
-                has_token.add(request_id)
-                last_time[request_id] = now
+            for _ in [] if output is None else output.outputs[0].token_ids:
+                (between_tokens if prompt_id in has_token else first_token).append(now - last_time[prompt_id])
+                has_token.add(prompt_id)
+                last_time[prompt_id] = now
             if output is not None and output.finished:
-                del last_time[request_id]
-                llm.frontend.discard(output.prompt_id)
+                del last_time[prompt_id]
+                session.discard([prompt_id])
     return Waits(first_token, between_tokens, time.perf_counter() - start - arrivals[0])
 
 

@@ -26,9 +26,11 @@ from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.machine import usable_cores
 from moeserve.models.registry import read_facts
-from moeserve.protocol import Chunk, StepPlan
+from moeserve.protocol import Registration, StepPlan
+from moeserve.sampling_params import RequestParams
 from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.request_table import RequestTable
 from moeserve.worker.step_replay import EagerSteps, StepContext
 
 # L positions, V vocabulary, P positions of all texts
@@ -105,10 +107,20 @@ def log_probabilities(model: Path, texts: list[list[int]], settings: dict[str, s
         max_blocks=num_blocks,
         device=torch.device("cpu"),
     )
-    runner = ModelRunner(loaded, context, replay)
+    table = RequestTable(1, num_blocks)
+    runner = ModelRunner(loaded, context, replay, table)
     for text in texts:
-        plan = StepPlan(step=0, chunks=[Chunk(token_ids=text, start=0, block_ids=list(range(num_blocks)), sample=None)])
-        hidden_LD = replay(runner.build_inputs(plan, (len(text),)))
+        prompt = Registration(
+            slot=0,
+            token_ids=text,
+            num_prompt_tokens=len(text),
+            block_ids=list(range(num_blocks)),
+            params=RequestParams(),
+            seed=0,
+            end_token_ids=[],
+        )
+        plan = StepPlan(step=0, slots=[0], starts=[0], lengths=[len(text)], registrations=[prompt])
+        hidden_LD = replay(runner.build_inputs(table.apply(plan), (len(text),)))
         yield loaded.logits(hidden_LD).float().log_softmax(-1)
 
 

@@ -26,7 +26,6 @@ from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.store import start_store
-from moeserve.engine.process import gather
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
 from moeserve.machine import usable_cores
@@ -42,8 +41,9 @@ from moeserve.processes.child import Parent
 from moeserve.processes.failures import as_error, root_cause
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import WatchedProcess, collect_failures, end_all, wait_for_messages
-from moeserve.protocol import Chunk, StepPlan
-from moeserve.scheduling.lockstep import Agreement, Intent, Lockstep
+from moeserve.protocol import Registration, StepPlan
+from moeserve.sampling_params import RequestParams
+from moeserve.scheduling.lockstep import Intent, IntentFlags, Round, agree, make_row
 from moeserve.step_inputs import StepInputs
 from moeserve.telemetry.expert_load import LoadWindow, ranks_max_over_mean
 from moeserve.worker.process import join
@@ -185,13 +185,12 @@ def work(parent: Parent) -> None:
     channel = parent.channel(Order)
     set_num_threads(start.config.num_threads)
     groups = join(start)
-    lockstep = Lockstep(rank=start.dp_index, num_replicas=start.config.data_parallel_size)
     group_of_transport: dict[TransportName, GroupCoordinator] = {"auto": groups.world}
     while True:
         for order in channel.receive(None):
             match order:
                 case TimeAgreements(num_calls=num_calls):
-                    channel.send(time_agreements(groups, lockstep, num_calls))
+                    channel.send(time_agreements(groups, num_calls))
                 case TimeDispatch():
                     channel.send(time_dispatch(groups, order))
                 case TimeCollective(transport=transport):
@@ -212,13 +211,15 @@ def _timed(group: GroupCoordinator, num_calls: int, call: Callable[[], object]) 
     return seconds
 
 
-def time_agreements(groups: Groups, lockstep: Lockstep, num_calls: int) -> list[float]:
-    intent = Intent(num_tokens=1, is_decode_only=True)
+def time_agreements(groups: Groups, num_calls: int) -> list[float]:
+    num_replicas = groups.dp.world_size
+    row = make_row(Intent(num_tokens=1, is_decode_only=True), number=0, replica=groups.dp.rank_in_group)
 
-    def agree() -> None:
-        lockstep.finish(gather(groups.dp, lockstep.begin(intent)))  # collective: the first ranks of all replicas
+    def reach_agreement() -> None:
+        rows = groups.dp.all_gather(torch.tensor([row]), [1] * num_replicas).tolist()  # collective: all dp ranks
+        agree(rows, number=0, num_replicas=num_replicas)
 
-    return _timed(groups.world, num_calls, agree)
+    return _timed(groups.world, num_calls, reach_agreement)
 
 
 @torch.inference_mode()
@@ -304,21 +305,19 @@ def run_steps(worker: Worker, groups: Groups, start: RankStart, order: RunSteps)
         nonlocal step_index, window
         step_index += 1
         began = time.perf_counter()
-        # collective: all ranks. The replicas of an engine would agree on this.
+        # collective: all ranks. An engine learns this from the outcome of an earlier round.
         epoch = groups.world.all_reduce_minimum(rebalancer.held_epoch if rebalancer else 0)
-        agreement = Agreement(
-            step=step_index,
-            num_tokens=(order.num_tokens,) * start.config.data_parallel_size,
-            collects_load=collects_load,
-            is_idle=False,
+        intent = Intent(
+            num_tokens=order.num_tokens,
             is_decode_only=False,
-            is_shutdown=False,
-            failed_ranks=(),
             placement_epoch=epoch,
-            padded_tokens=order.num_tokens,
+            flags=IntentFlags(requests_load=collects_load),
         )
+        row = make_row(intent, number=step_index - 1, replica=start.dp_index)
         plan = _prefill_plan(random_source, start, step_index, order.num_tokens)
-        window = worker.execute(plan, agreement).load or window
+        result = worker.execute(Round(row=row, plan=plan)).result
+        assert result is not None
+        window = result.load or window
         return time.perf_counter() - began
 
     def load_since_last() -> float:
@@ -347,7 +346,16 @@ def _prefill_plan(random_source: random.Random, start: RankStart, step: int, num
     """A step with one prompt of random tokens."""
     num_blocks = -(-num_tokens // start.config.block_size)
     token_ids = [random_source.randrange(start.config.vocab_size) for _ in range(num_tokens)]
-    return StepPlan(step=step, chunks=[Chunk(token_ids=token_ids, start=0, block_ids=list(range(num_blocks)))])
+    registration = Registration(
+        slot=0,
+        token_ids=[*token_ids, 0],  # one more than the chunk, so that nothing is sampled
+        num_prompt_tokens=num_tokens + 1,
+        block_ids=list(range(num_blocks)),
+        params=RequestParams(),
+        seed=0,
+        end_token_ids=[],
+    )
+    return StepPlan(step=step, slots=[0], starts=[0], lengths=[num_tokens], registrations=[registration])
 
 
 def _skew_routers(model: Decoder, hottest: float) -> None:

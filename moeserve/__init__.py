@@ -13,6 +13,7 @@ from moeserve.errors import (
 )
 
 if TYPE_CHECKING:
+    from moeserve.api.async_llm import AsyncLLM
     from moeserve.api.llm import LLM
     from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
     from moeserve.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CacheTooSmallError",
     "CheckpointError",
     "CompletionOutput",
@@ -37,6 +39,7 @@ __all__ = [
 # Imported when used: LLM imports torch, which takes a second, and kernels are checked on machines without msgspec.
 _MODULES = {
     "LLM": "moeserve.api.llm",
+    "AsyncLLM": "moeserve.api.async_llm",
     "CompletionOutput": "moeserve.outputs",
     "Logprob": "moeserve.outputs",
     "RequestOutput": "moeserve.outputs",

@@ -23,44 +23,45 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     seed: int  # 0 to 2**64 - 1: params.seed, or derived from the engine's
     eos_token_ids: list[int] = []  # empty where params.ignore_eos
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
+    output_token_ids: list[int] = []  # generated elsewhere before: the request continues after them
 
 
-class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample the token that follows a chunk."""
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a running request that every rank of its replica keeps, as it is when the request is admitted.
 
+    From then on the ranks append blocks that plans name and the tokens that they sample.
+    """
+
+    slot: int  # of the ranks' table; whatever was there before is forgotten
+    token_ids: list[int]  # prompt and output
+    num_prompt_tokens: int
+    block_ids: list[int]
     params: RequestParams
     seed: int
-    position: int  # number of output tokens before it; (seed, position) determines a random choice
-    barred_token_ids: list[int] = []  # stop tokens, while below min_tokens
-    prompt_token_ids: list[int] = []  # empty unless params.has_penalties
-    output_token_ids: list[int] = []  # empty unless params.has_penalties
-
-
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of one request that one step computes: a part of its prompt, or its newest token."""
-
-    token_ids: list[int]
-    start: int  # position of the first of them in the request
-    block_ids: list[int]  # KV blocks of positions 0 to start + len(token_ids) - 1
-    sample: SampleSpec | None = None  # None: more of the prompt follows
-    num_prompt_logprobs: int | None = None
-    prompt_targets: list[int] = []  # tokens that rows 0, 1, ... predict; empty unless num_prompt_logprobs is set
+    end_token_ids: list[int]  # excluded from sampling while below params.min_tokens
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of one replica in one step. Ranks keep no state of a request between steps."""
+    """The work of one replica in one step: chunks of tokens of registered requests, one chunk for each request.
+
+    A chunk that ends at the last token that the ranks know, sampled ones included, samples the next token.
+    """
 
     step: int
-    chunks: list[Chunk]
+    slots: list[int]  # the request of each chunk
+    starts: list[int]  # position of each chunk's first token in its request
+    lengths: list[int]  # tokens of each chunk
+    registrations: list[Registration] = []
+    new_blocks: list[tuple[int, list[int]]] = []  # slots, and the KV blocks that are appended to their requests'
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        return sum(self.lengths)
 
     @property
     def is_decode_only(self) -> bool:
         """True if each request computes one token."""
-        return all(len(chunk.token_ids) == 1 for chunk in self.chunks)
+        return self.num_tokens == len(self.lengths)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -76,7 +77,8 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
 
     token_id: int | None = None  # the token that follows it, if one was sampled
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = []  # one per prompt target
+    prompt_logprobs: list[TokenLogprobs] = []  # one for each prompt token that a row of the chunk predicts
+    error: str | None = None  # why its request cannot go on, for example because its logits are NaN
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,4 +136,4 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: int  # of KV cache, including those that the prefix cache uses
     num_waiting: int  # requests
     num_running: int  # requests
-    step: int  # agreements made so far; grows even while all replicas idle
+    num_rounds: int  # that have ended; grows even while all replicas idle

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -17,6 +18,14 @@ from moeserve.errors import RequestError, nearest, shown
 T = TypeVar("T")
 Check = Callable[[str, Any], Any]  # takes a parameter's name and value; returns the normalised value
 MAX_INTEGER = 2**63 - 1
+
+
+class RequestOutputKind(Enum):
+    """Which outputs a stream yields."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new since the last one
+    FINAL_ONLY = 2  # only the complete one
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +83,12 @@ def _integer(low: int, high: int = MAX_INTEGER, *, optional: bool = False) -> Ch
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"{name}={shown(value)} must be True or False")
+    return value
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    if not isinstance(value, RequestOutputKind):
+        raise RequestError(f"{name}={shown(value)} must be a RequestOutputKind")
     return value
 
 
@@ -186,6 +201,9 @@ class SamplingParams:
     stop_token_ids: list[int] = _parameter([], _token_ids, "token id that ends the output")
     include_stop_str_in_output: bool = _parameter(False, _boolean, "keep the stop text in the output")
     ignore_eos: bool = _parameter(False, _boolean, "continue after the end-of-sequence token")
+    output_kind: RequestOutputKind = _parameter(
+        RequestOutputKind.CUMULATIVE, _output_kind, "what a stream yields: CUMULATIVE, DELTA or FINAL_ONLY"
+    )
     skip_special_tokens: bool = _parameter(True, _boolean, "leave special tokens out of the text")
     logprobs: int | None = _parameter(
         None,

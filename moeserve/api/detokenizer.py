@@ -76,9 +76,12 @@ class StepwiseDetokenizer:
         self._context: list[int] = []  # the tokens of the previous piece; the last of them is no byte token
         self._context_length = 0  # characters of the context when decoded alone
         self._held: list[int] = []
+        self._run = _ByteRun()  # of the held tokens, if they are bytes after a context
 
     @property
     def held_text(self) -> str:
+        if self._context and self._run.num_tokens == len(self._held):
+            return self._run.text
         text = self._decode_held()
         return "" if REPLACEMENT_CHARACTER in text else text
 
@@ -88,9 +91,11 @@ class StepwiseDetokenizer:
             return ""  # invisible to the decoder, so it does not end a run of bytes
         self._held.append(token_id)
         if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
+            self._run.add(int(token[3:5], 16))
             return ""
         text = self._decode_held()
         if text:
+            self._run = _ByteRun()
             self._context, self._held = self._held, []
             self._context_length = len(self._vocabulary.decode(self._context, skip_special_tokens=False))
         return text
@@ -103,6 +108,29 @@ class StepwiseDetokenizer:
             return ""
         text = self._vocabulary.decode(self._context + self._held, skip_special_tokens=False)
         return text[self._context_length :]
+
+
+class _ByteRun:
+    """Consecutive byte tokens. Decoding the whole run at each of its tokens would take quadratic time."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._characters = codecs.getincrementaldecoder("utf-8")("strict")
+        self._text: str | None = ""  # None: the bytes are not valid UTF-8
+
+    @property
+    def text(self) -> str:
+        """The text of the run; empty if it is invalid or ends within a character."""
+        is_incomplete = bool(self._characters.getstate()[0])
+        return "" if self._text is None or is_incomplete else self._text
+
+    def add(self, byte: int) -> None:
+        self.num_tokens += 1
+        if self._text is not None:
+            try:
+                self._text += self._characters.decode(bytes([byte]))
+            except UnicodeDecodeError:
+                self._text = None
 
 
 def is_stepwise(decoder: list[dict[str, Any]]) -> bool:

@@ -6,15 +6,17 @@ import hashlib
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
 from moeserve.api.output_text import OutputText
 from moeserve.api.prompts import EncodedPrompt, PromptEncoder, Prompts, pair_prompts
 from moeserve.api.tokenizer import TextCodec
+from moeserve.errors import RequestError
 from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from moeserve.protocol import Request, RequestUpdate, TokenLogprobs
-from moeserve.sampling_params import SamplingParams
+from moeserve.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,7 @@ class Submission:
     requests: list[Request]  # one per output
 
 
-@dataclass(frozen=True)
-class PromptProgress:
-    """The state of a prompt after an update of one of its requests."""
-
-    prompt_id: str
-    finished: bool  # all outputs of the prompt have ended
-    abort_request_id: str | None = None  # the engine must end this request: its text contains a stop string
+EncodedPrompts: TypeAlias = list[tuple[EncodedPrompt, SamplingParams]]
 
 
 class Frontend:
@@ -66,42 +62,48 @@ class Frontend:
         self._output_of_request: dict[str, tuple[_PromptInFlight, _OutputInFlight]] = {}  # unfinished requests only
 
     @property
-    def prompt_ids(self) -> list[str]:
-        """The prompts that were submitted and not discarded."""
-        return list(self._prompts)
-
-    @property
     def unfinished_prompts(self) -> AbstractSet[str]:
         """The prompts that were submitted, and have neither finished nor been discarded."""
         return self._unfinished_prompts
 
-    def submit(self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]) -> list[Submission]:
-        """Make the requests of one or many prompts, in order.
+    def encode(self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]) -> EncodedPrompts:
+        """Check and tokenize one or many prompts, in order. Thread-safe: nothing changes here.
 
         Args:
             prompts: a `Prompt` or a list of them; a list of integers is one prompt.
             sampling_params: one `SamplingParams` for all prompts, or a list with one for each.
 
         Raises:
-            RequestError: a prompt or a sampling parameter cannot be served. No prompt of the call is then kept.
+            RequestError: a prompt or a sampling parameter cannot be served.
         """
         pairs = pair_prompts(prompts, sampling_params)
         encoded = []
         for index, (prompt, params) in enumerate(pairs):
             self._encoder.check_params(params)
-            encoded.append(self._encoder.encode("prompt" if len(pairs) == 1 else f"prompt {index}", prompt))
-        return [self._register(prompt, params) for prompt, (_, params) in zip(encoded, pairs, strict=True)]
+            name = "prompt" if len(pairs) == 1 else f"prompt {index}"
+            encoded.append((self._encoder.encode(name, prompt), params))
+        return encoded
 
-    def update(self, update: RequestUpdate) -> PromptProgress | None:
-        """Apply the engine's update of one request.
+    def register(self, prompts: EncodedPrompts, prompt_id: str | None = None) -> list[Submission]:
+        """Make the requests of prompts, in order.
+
+        Args:
+            prompt_id: of the only prompt; None: a new one for each.
+
+        Raises:
+            RequestError: the id is in use.
+        """
+        if prompt_id in self._prompts:
+            raise RequestError(f"request {prompt_id!r} is still being served; give each request an id of its own")
+        return [self._register(prompt, params, prompt_id) for prompt, params in prompts]
+
+    def update(self, update: RequestUpdate) -> bool:
+        """Apply the engine's update of an unfinished request.
 
         Returns:
-            None for a request that has ended here already, while the engine was one step ahead.
+            True if the engine must end the request, because its text contains a stop string.
         """
-        found = self._output_of_request.get(update.request_id)
-        if found is None:
-            return None
-        prompt, output = found
+        prompt, output = self._output_of_request[update.request_id]
         if output.index == 0:
             prompt.update(update, self._codec)
         output.update(update, self._codec)
@@ -109,16 +111,18 @@ class Frontend:
             del self._output_of_request[update.request_id]
             if prompt.finished:
                 self._unfinished_prompts.discard(prompt.prompt_id)
-        ended_here = output.finish_reason is not None and update.finish_reason is None
-        return PromptProgress(
-            prompt_id=prompt.prompt_id,
-            finished=prompt.finished,
-            abort_request_id=update.request_id if ended_here else None,
-        )
+        return output.finish_reason is not None and update.finish_reason is None
 
     def output(self, prompt_id: str) -> RequestOutput:
         """Return all outputs of a prompt, complete so far. The object does not change later."""
         return self._prompts[prompt_id].snapshot()
+
+    def new_output(self, prompt_id: str) -> RequestOutput | None:
+        """Return what the outputs of a prompt have gained since the last call. None: nothing.
+
+        That is everything so far, only what is new, or nothing before the end, as its `output_kind` says.
+        """
+        return self._prompts[prompt_id].new_output()
 
     def unfinished(self, prompt_id: str) -> list[str]:
         """Return the requests of a prompt that have not ended; none if there is no such prompt."""
@@ -126,9 +130,10 @@ class Frontend:
         outputs = [] if prompt is None else prompt.outputs
         return [output.request_id for output in outputs if output.finish_reason is None]
 
-    def prompt_of(self, request_id: str) -> str:
-        """Return the prompt of an unfinished request."""
-        return self._output_of_request[request_id][0].prompt_id
+    def prompt_of(self, request_id: str) -> str | None:
+        """Return the prompt of a request; None if the request has ended."""
+        found = self._output_of_request.get(request_id)
+        return None if found is None else found[0].prompt_id
 
     def discard(self, prompt_id: str) -> list[str]:
         """Forget a prompt. Returns its unfinished requests, which the engine must end."""
@@ -139,10 +144,10 @@ class Frontend:
             del self._output_of_request[request_id]
         return unfinished
 
-    def _register(self, prompt: EncodedPrompt, params: SamplingParams) -> Submission:
+    def _register(self, prompt: EncodedPrompt, params: SamplingParams, prompt_id: str | None) -> Submission:
         number = self._num_prompts
         self._num_prompts += 1
-        prompt_id = str(number)
+        prompt_id = str(number) if prompt_id is None else prompt_id
         first_params = params.for_engine()
         # All outputs have the same prompt: only the first one computes its log-probabilities.
         other_params = msgspec.structs.replace(first_params, prompt_logprobs=None)
@@ -199,12 +204,18 @@ class _OutputInFlight:
             if self._text is not None:
                 self._text.finish()
 
-    def snapshot(self) -> CompletionOutput:
+    @property
+    def size(self) -> tuple[int, int, bool]:
+        """The number of tokens and of characters, and True at the end."""
+        return len(self._token_ids), 0 if self._text is None else len(self._text.text), self.finish_reason is not None
+
+    def snapshot(self, first_token: int = 0, first_character: int = 0) -> CompletionOutput:
+        """Return the output from a token and a character on."""
         return CompletionOutput(
             index=self.index,
-            text="" if self._text is None else self._text.text,
-            token_ids=self._token_ids.copy(),
-            logprobs=None if self._logprobs is None else self._logprobs.copy(),
+            text="" if self._text is None else self._text.text[first_character:],
+            token_ids=self._token_ids[first_token:],
+            logprobs=None if self._logprobs is None else self._logprobs[first_token:],
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
@@ -220,6 +231,8 @@ class _PromptInFlight:
         self.prompt_id = prompt_id
         self.outputs = outputs
         self._prompt = prompt
+        self._output_kind = params.output_kind
+        self._sizes_taken = [(0, 0, False)] * len(outputs)  # by `new_output`
         self._needs_logprobs = params.prompt_logprobs is not None
         self._logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_cached_tokens = 0
@@ -235,12 +248,26 @@ class _PromptInFlight:
             # The first token follows nothing, so it has no log-probability.
             self._logprobs = [None, *(_logprob_of_token(logprobs, codec) for logprobs in update.prompt_logprobs)]
 
+    def new_output(self) -> RequestOutput | None:
+        """See `Frontend.new_output`."""
+        sizes = [output.size for output in self.outputs]
+        changed = [index for index, size in enumerate(sizes) if size != self._sizes_taken[index]]
+        if not changed or (self._output_kind is RequestOutputKind.FINAL_ONLY and not self.finished):
+            return None
+        taken, self._sizes_taken = self._sizes_taken, sizes
+        if self._output_kind is not RequestOutputKind.DELTA:
+            return self.snapshot()
+        return self._request_output([self.outputs[index].snapshot(*taken[index][:2]) for index in changed])
+
     def snapshot(self) -> RequestOutput:
+        return self._request_output([output.snapshot() for output in self.outputs])
+
+    def _request_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             request_id=self.prompt_id,
             prompt=self._prompt.text,
             prompt_token_ids=self._prompt.token_ids,
-            outputs=[output.snapshot() for output in self.outputs],
+            outputs=outputs,
             finished=self.finished,
             prompt_logprobs=self._logprobs,
             num_cached_tokens=self._num_cached_tokens,

@@ -12,10 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from moeserve.api.frontend import Frontend
 from moeserve.api.prompts import Prompt, Prompts
-from moeserve.api.session import Session
-from moeserve.api.startup import start
+from moeserve.api.startup import open_session
 from moeserve.config.settings import Settings
 from moeserve.config.validation import parse_settings
 from moeserve.errors import RequestError, SettingsError, shown
@@ -53,20 +51,11 @@ class LLM:
             show_progress: draw progress bars, on a terminal, while making the default model and loading weights.
             settings: see the class.
         """
-        started = start(parse_settings({"model": model, **settings}), show_progress=show_progress)
-        self.core = started.engine
+        opened = open_session(parse_settings({"model": model, **settings}), show_progress=show_progress)
+        self.session, self.codec, self._default_params = opened.session, opened.codec, opened.default_params
+        self._has_experts = opened.has_experts
+        self.core = self.session.engine
         self.config = self.core.config
-        self.codec = started.codec
-        self.frontend = Frontend(
-            self.codec,
-            vocab_size=self.config.vocab_size,
-            max_model_len=self.config.max_model_len,
-            eos_token_ids=started.eos_token_ids,
-            engine_seed=self.config.seed,
-        )
-        self._default_params = started.default_params
-        self._has_experts = started.has_experts
-        self._session = Session(self.core, self.frontend, started.observer)
 
     def __repr__(self) -> str:
         config = self.config
@@ -113,39 +102,34 @@ class LLM:
             EngineError: a step failed and ended its requests, or the engine was shut down. An engine of several ranks
                 takes no more requests after a rank has failed.
         """
-        prompt_ids = self._session.submit(prompts, self._default_params if sampling_params is None else sampling_params)
+        prompt_ids = self.session.submit(prompts, self._default_params if sampling_params is None else sampling_params)
         try:
             unfinished = prompt_ids
             with tqdm(total=len(prompt_ids), desc="prompts", disable=None if use_tqdm else True) as progress:
                 while unfinished:
                     num_before = len(unfinished)
-                    unfinished = self._session.advance(unfinished)
+                    unfinished = self.session.advance(unfinished)
                     progress.update(num_before - len(unfinished))
-            return [self._session.output(prompt_id) for prompt_id in prompt_ids]
+            return [self.session.output(prompt_id) for prompt_id in prompt_ids]
         finally:
-            self._session.discard(prompt_ids)
+            self.session.discard(prompt_ids)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, and yield its output, complete so far, whenever it has grown.
+        """Complete one prompt, and yield its output whenever it has grown: complete so far, or as `output_kind` says.
 
         Closing the iterator, or leaving it to the garbage collector, ends the request. Arguments and errors are those
         of `generate`; errors come with the first output.
         """
         params = self._default_params if sampling_params is None else sampling_params
-        prompt_ids = self._session.submit([prompt], params)
+        prompt_ids = self.session.submit([prompt], params)
         try:
-            num_tokens_shown = 0
-            is_finished = False
-            while not is_finished:
-                self._session.advance(prompt_ids)
-                output = self._session.output(prompt_ids[0])
-                is_finished = output.finished
-                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-                if is_finished or num_tokens > num_tokens_shown:
-                    num_tokens_shown = num_tokens
+            unfinished = prompt_ids
+            while unfinished:
+                unfinished = self.session.advance(prompt_ids)
+                if (output := self.session.new_output(prompt_ids[0])) is not None:
                     yield output
         finally:
-            self._session.discard(prompt_ids)
+            self.session.discard(prompt_ids)
 
     def chat(
         self,
@@ -223,7 +207,7 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """End a prompt in flight, named by its output's `request_id`. Its caller gets the output so far."""
-        self._session.abort(request_id)
+        self.session.abort(request_id)
 
     def expert_load(self) -> LoadWindow:
         """Return the tokens of each expert of each layer, over all ranks, since the last call or the start.
@@ -236,7 +220,7 @@ class LLM:
             EngineError: the engine was shut down, or has failed.
         """
         self._require_experts()
-        return self._session.expert_load()
+        return self.session.expert_load()
 
     def save_placement(self, path: str | os.PathLike[str]) -> None:
         """Write which rank holds which experts, for `rebalance=path` of a later engine with as many ranks and slots.
@@ -246,7 +230,7 @@ class LLM:
             EngineError: the engine was shut down, or has failed.
         """
         self._require_experts()
-        window = self._session.peek_expert_load()
+        window = self.session.peek_expert_load()
         write_placements(Path(path), [Placement(slots, window.num_experts) for slots in window.logical_of_slot])
 
     def shutdown(self) -> None:
@@ -255,7 +239,7 @@ class LLM:
         Calls of other threads return what was generated so far. A load file and metrics get the last expert loads.
         A small helper process, from which ranks are forked, stays for the next start until this Python exits.
         """
-        self._session.shutdown()
+        self.session.shutdown()
         wait_for_cache_writers(cancelled_only=True)
 
     def __enter__(self) -> LLM:
@@ -271,10 +255,10 @@ class LLM:
             raise SettingsError(f"the model in {self.config.model_path} has no experts")
 
 
-def _signature() -> inspect.Signature:
-    """Return the signature of `LLM` with every setting by name, for `help(LLM)` and editors."""
+def signature_with_settings(init: Any) -> inspect.Signature:
+    """Return the signature of a constructor with every setting by name, for `help` and editors."""
     keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = list(inspect.signature(LLM.__init__).parameters.values())[:-1]  # all but **settings
+    parameters = list(inspect.signature(init).parameters.values())[:-1]  # all but **settings
     for group in Settings.groups().values():
         for setting in dataclasses.fields(group):
             if setting.name != "model":
@@ -284,4 +268,4 @@ def _signature() -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-LLM.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+LLM.__init__.__signature__ = signature_with_settings(LLM.__init__)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""`Session`: one engine and its frontend, shared by all threads that use an `LLM`."""
+"""`Session`: one engine and its frontend, shared by all threads that use an `LLM` or an `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from moeserve.api.frontend import Frontend
 from moeserve.api.prompts import Prompts
 from moeserve.engine.base import Engine
-from moeserve.errors import EngineError
+from moeserve.errors import EngineError, MoeserveError, RequestError
 from moeserve.interrupts import interrupts_deferred
 from moeserve.outputs import RequestOutput
+from moeserve.protocol import Request
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.expert_load import LoadWindow, summed
 from moeserve.telemetry.observer import LoadObserver
@@ -21,66 +22,82 @@ from moeserve.telemetry.observer import LoadObserver
 class Session:
     """Prompts in flight on one engine. Any thread may call any method.
 
-    A lock is held for one engine step at a time. Each step serves the prompts of all callers, so a caller repeats
-    `advance` until its own prompts have finished, and never holds the lock in between.
+    One thread at a time runs the engine, in `poll`. Others only queue what it should do next, and wake it.
     """
 
     def __init__(self, engine: Engine, frontend: Frontend, observer: LoadObserver) -> None:
         self.engine = engine
         self.frontend = frontend
         self._observer = observer
-        self._lock = _FairLock()
-        # Prompts to end, True: and to forget. A stream may be garbage-collected while this very thread holds the lock,
-        # so ending a prompt only queues it.
+        self._engine_lock = _FairLock()
+        self._is_polling = False  # the thread that holds the lock may be waiting in the engine
+        self._frontend_lock = threading.Lock()  # never held while anything waits
+        self._to_add: deque[tuple[str, Request]] = deque()  # with the prompt
+        # Prompts to end, True: and to forget. A stream may be garbage-collected in any thread at any time, so ending a
+        # prompt only queues it.
         self._to_end: deque[tuple[str, bool]] = deque()
-        self._errors: dict[str, EngineError] = {}  # by prompt
+        self._errors: dict[str, MoeserveError] = {}  # by prompt
         self._load: LoadWindow | None = None  # since the last call of `expert_load`
 
-    def submit(self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]) -> list[str]:
-        """Start one or many prompts. Returns their ids; see `Frontend.submit` for arguments and errors."""
-        prompt_ids: list[str] = []
-        try:
-            with self._exclusive():
-                submissions = self.frontend.submit(prompts, sampling_params)
-                prompt_ids += [submission.prompt_id for submission in submissions]
-                for submission in submissions:
-                    for request in submission.requests:
-                        self.engine.add(request)
-        except BaseException:
-            self.discard(prompt_ids)
-            raise
-        return prompt_ids
+    @property
+    def has_work(self) -> bool:
+        """True if `poll` has something to do."""
+        return bool(self._to_add or self._to_end or self.frontend.unfinished_prompts)
+
+    def submit(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        prompt_id: str | None = None,
+    ) -> list[str]:
+        """Start one or many prompts, without waiting. Returns their ids; see `Frontend` for arguments and errors."""
+        encoded = self.frontend.encode(prompts, sampling_params)
+        with interrupts_deferred():
+            with self._frontend_lock:
+                submissions = self.frontend.register(encoded, prompt_id)
+                self._to_add += [(each.prompt_id, request) for each in submissions for request in each.requests]
+            self.wake()
+        return [submission.prompt_id for submission in submissions]
+
+    def poll(self) -> list[str]:
+        """Run the engine until there are new tokens or ends, or until something was queued.
+
+        Returns:
+            The prompts that have changed.
+        """
+        with self._exclusive():
+            return self._poll()
 
     def advance(self, prompt_ids: Sequence[str]) -> list[str]:
-        """Run one engine step, unless all of these prompts have finished. Returns those that have not.
-
-        A Ctrl-C ends the requests of this caller only.
+        """Run the engine for a moment, unless all of these prompts have finished. Returns those that have not.
 
         Raises:
             EngineError: the engine failed while it served one of them.
+            RequestError: the engine cannot serve one of them.
         """
         with self._exclusive():
             unfinished = self._unfinished(prompt_ids)
             if unfinished and self._errors.keys().isdisjoint(prompt_ids):
-                is_alone = len(unfinished) == len(self.frontend.unfinished_prompts)
-                try:
-                    self._step(interruptible=is_alone)
-                except EngineError as failure:  # it ended the requests of all callers
-                    for prompt_id in self.frontend.unfinished_prompts:
-                        self._errors.setdefault(prompt_id, failure)
+                self._poll()
             for prompt_id in prompt_ids:
-                if prompt_id in self._errors:
-                    error = self._errors[prompt_id]
-                    raise EngineError(str(error)) from error.__cause__  # several threads may raise it
-            unfinished = self._unfinished(prompt_ids)
-            if unfinished and not self.engine.has_work:
-                raise EngineError(f"the engine has lost the prompts {', '.join(unfinished)}; submit them again")
-            return unfinished
+                self.raise_error(prompt_id)
+            return self._unfinished(prompt_ids)
+
+    def raise_error(self, prompt_id: str) -> None:
+        """Raise the error that has ended a prompt, if there is one. Several threads may raise the same."""
+        if prompt_id in self._errors:
+            error = self._errors[prompt_id]
+            raise type(error)(str(error)) from error.__cause__
 
     def output(self, prompt_id: str) -> RequestOutput:
         """Return all outputs of a prompt, complete so far."""
-        with self._exclusive():
+        with self._frontend_lock:
             return self.frontend.output(prompt_id)
+
+    def new_output(self, prompt_id: str) -> RequestOutput | None:
+        """Return what a prompt's outputs have gained since the last call, as its `output_kind` says. None: nothing."""
+        with self._frontend_lock:
+            return self.frontend.new_output(prompt_id)
 
     def abort(self, prompt_id: str) -> None:
         """End a prompt, if it is in flight. Its outputs so far can still be read."""
@@ -96,17 +113,20 @@ class Session:
         Raises:
             EngineError: the engine was shut down, or has failed.
         """
+        self.wake()
         with self._exclusive():
             window, self._load = self._collect_load(), None
             return window
 
     def peek_expert_load(self) -> LoadWindow:
         """Return the same as `expert_load`, without starting a new period."""
+        self.wake()
         with self._exclusive():
             return self._collect_load()
 
     def shutdown(self) -> None:
         """End all requests and the engine. May be called twice."""
+        self.wake()
         with self._exclusive():
             if self._observer.is_enabled:
                 with contextlib.suppress(EngineError):  # the engine has failed, or was shut down before
@@ -116,30 +136,51 @@ class Session:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold the lock, and end queued prompts before and after. Ctrl-C is deferred meanwhile."""
+        """Use the engine alone. Ctrl-C is deferred meanwhile."""
         with interrupts_deferred():
-            with self._lock:
-                self._end_queued()
-                yield
-                self._end_queued()
-            self._end([])  # queued between the last line and the release of the lock
+            with self._engine_lock:
+                self._is_polling = True
+                try:
+                    self._handle_queues()
+                    yield
+                    self._handle_queues()
+                finally:
+                    self._is_polling = False
+            if self._to_end:  # queued since the last line that handles queues
+                self._end([])
+
+    def wake(self) -> None:
+        """Make the thread that runs the engine look at the queues. Without one, the next looks there first."""
+        if self._is_polling:
+            self.engine.wake()
 
     def _end(self, prompts: list[tuple[str, bool]]) -> None:
         with interrupts_deferred():
             self._to_end += prompts
-            while self._to_end and self._lock.acquire_at_once():  # otherwise the thread that holds the lock ends them
+            if self._is_polling:
+                self.engine.wake()
+            # Otherwise nobody may look at the queue for a long time. Whoever holds a lock will soon; it may be this
+            # thread, which the garbage collector has interrupted.
+            elif not self._frontend_lock.locked() and self._engine_lock.acquire_at_once():
                 try:
-                    self._end_queued()
+                    self._handle_queues()
                 finally:
-                    self._lock.release()
+                    self._engine_lock.release()
 
-    def _end_queued(self) -> None:
+    def _handle_queues(self) -> None:
+        while self._to_add:
+            prompt_id, request = self._to_add.popleft()
+            try:
+                self.engine.add(request)
+            except (EngineError, RequestError) as error:
+                self._errors.setdefault(prompt_id, error)
         while self._to_end:
             prompt_id, forgets = self._to_end.popleft()
-            request_ids = self.frontend.unfinished(prompt_id)
-            if forgets:
-                self._errors.pop(prompt_id, None)
-                self.frontend.discard(prompt_id)
+            with self._frontend_lock:
+                request_ids = self.frontend.unfinished(prompt_id)
+                if forgets:
+                    self._errors.pop(prompt_id, None)
+                    self.frontend.discard(prompt_id)
             with contextlib.suppress(EngineError):  # an engine that has failed has no requests
                 for request_id in request_ids:
                     self.engine.abort(request_id)
@@ -148,22 +189,38 @@ class Session:
         unfinished_prompts = self.frontend.unfinished_prompts
         return [prompt_id for prompt_id in prompt_ids if prompt_id in unfinished_prompts]
 
-    def _step(self, *, interruptible: bool) -> None:
-        for update in self.engine.step(interruptible=interruptible):
-            try:
-                progress = self.frontend.update(update)
-            except Exception as error:  # the other updates of the step must not be lost
-                failure = EngineError(f"the output could not be updated: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                self._errors.setdefault(self.frontend.prompt_of(update.request_id), failure)
-                continue
-            if progress is None:
-                continue
-            if update.error is not None:
-                self._errors.setdefault(progress.prompt_id, EngineError(update.error))
-            if progress.abort_request_id is not None:
-                self.engine.abort(progress.abort_request_id)
+    def _poll(self) -> list[str]:
+        try:
+            updates = self.engine.step()
+        except EngineError as error:  # it ended the requests of all callers
+            with self._frontend_lock:
+                concerned = list(self.frontend.unfinished_prompts)
+            for concerned_id in concerned:
+                self._errors.setdefault(concerned_id, error)
+            return concerned
+        changed: dict[str, None] = {}
+        to_abort: list[str] = []
+        with self._frontend_lock:
+            for update in updates:
+                prompt_id = self.frontend.prompt_of(update.request_id)
+                if prompt_id is None:  # it has ended here, while the engine was a step ahead
+                    continue
+                changed[prompt_id] = None
+                try:
+                    ended_here = self.frontend.update(update)
+                except Exception as error:  # the other updates of the step must not be lost
+                    failure = EngineError(f"the output could not be updated: {type(error).__name__}: {error}")
+                    failure.__cause__ = error
+                    self._errors.setdefault(prompt_id, failure)
+                    continue
+                if update.error is not None:
+                    self._errors.setdefault(prompt_id, EngineError(update.error))
+                if ended_here:
+                    to_abort.append(update.request_id)
+        for request_id in to_abort:
+            self.engine.abort(request_id)
         self._note_loads(self.engine.take_loads())
+        return list(changed)
 
     def _collect_load(self) -> LoadWindow:
         self.engine.collect_load()

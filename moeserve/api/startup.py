@@ -1,4 +1,4 @@
-"""Engine start: collect facts of the checkpoint and the machine, resolve the settings, and load the model."""
+"""Start of a session: collect facts of the checkpoint and the machine, resolve the settings, and load the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moeserve.api import default_model
+from moeserve.api.frontend import Frontend
+from moeserve.api.session import Session
 from moeserve.api.tokenizer import TextCodec
 from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve, wants_ray
 from moeserve.config.settings import EngineConfig, ParallelSettings, Settings
@@ -35,19 +37,17 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartedEngine:
-    """A running engine, with the parts of the checkpoint that stay outside it."""
+class OpenedSession:
+    """A session with a running engine, and the parts of the checkpoint that stay outside it."""
 
-    engine: Engine
-    observer: LoadObserver
+    session: Session
     codec: TextCodec | None  # None: the checkpoint has no tokenizer
     default_params: SamplingParams
-    eos_token_ids: list[int]
     has_experts: bool
 
 
-def start(settings: Settings, *, show_progress: bool) -> StartedEngine:
-    """Start the engine that settings describe.
+def open_session(settings: Settings, *, show_progress: bool) -> OpenedSession:
+    """Start the engine that settings describe, and a session with it.
 
     Everything that can be checked without weights is checked first, also before the default model is made.
 
@@ -80,16 +80,21 @@ def start(settings: Settings, *, show_progress: bool) -> StartedEngine:
         load_file = config.expert_load_file
         observer = LoadObserver(None if load_file is None else Path(load_file), config.metrics_port)
         cleanup.callback(observer.close)
-        started = StartedEngine(
-            engine=_start_engine(config, cluster, show_progress=show_progress),
-            observer=observer,
-            codec=codec,
-            default_params=default_params,
+        engine = _start_engine(config, cluster, show_progress=show_progress)
+        frontend = Frontend(
+            codec,
+            vocab_size=engine.config.vocab_size,
+            max_model_len=engine.config.max_model_len,
             eos_token_ids=sorted({*defaults.eos_token_ids, *(codec.eos_token_ids if codec else [])}),
-            has_experts=facts.num_sparse_layers > 0,
+            engine_seed=engine.config.seed,
         )
         cleanup.pop_all()
-        return started
+        return OpenedSession(
+            session=Session(engine, frontend, observer),
+            codec=codec,
+            default_params=default_params,
+            has_experts=facts.num_sparse_layers > 0,
+        )
 
 
 def _machine_facts(cluster: Cluster | None) -> MachineFacts:

@@ -40,7 +40,7 @@ def add_arguments(command: Parser) -> None:
         help=f"most tokens to generate (default: {MAX_TOKENS})",
     )
     # One text is printed, so there is one output. --seed is the engine's.
-    without = {"max_tokens", "n", "logprobs", "prompt_logprobs", "seed"}
+    without = {"max_tokens", "n", "logprobs", "prompt_logprobs", "seed", "output_kind"}
     add_flags(sampling, SamplingParams, without, shows_defaults=False)
     for group in Settings.groups().values():
         add_flags(command.add_argument_group(group.__doc__), group)

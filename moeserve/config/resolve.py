@@ -94,6 +94,7 @@ def resolve(
             f"max_model_len={model.max_model_len} is more than the checkpoint's max_position_embeddings "
             f"({checkpoint.max_position_embeddings}); choose at most that"
         )
+    executor = _choose_executor(parallel, num_ranks, machine.cores_of_nodes)
     return EngineConfig(
         model_path=checkpoint.path,
         tokenizer_path=model.tokenizer or checkpoint.path,
@@ -114,6 +115,8 @@ def resolve(
         enable_prefix_caching=cache.enable_prefix_caching,
         max_num_seqs=scheduler.max_num_seqs or (64 if device == "cpu" else 256),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),
+        async_scheduling=scheduler.async_scheduling,
+        max_concurrent_batches=scheduler.max_concurrent_batches or (2 if scheduler.async_scheduling else 1),
         tensor_parallel_size=parallel.tensor_parallel_size,
         data_parallel_size=parallel.data_parallel_size,
         enforce_eager=scheduler.enforce_eager,
@@ -121,7 +124,7 @@ def resolve(
         or _threads_per_rank(
             machine.cores_of_nodes or (machine.num_cores,), parallel.tensor_parallel_size, parallel.data_parallel_size
         ),
-        executor=_choose_executor(parallel, num_ranks, machine.cores_of_nodes),
+        executor=executor,
         ray_compiled_graph=parallel.ray_compiled_graph,
         network_interface=parallel.network_interface,
         dispatcher=_choose_dispatcher(parallel.dispatcher, num_ranks, device),
@@ -134,6 +137,9 @@ def resolve(
         rebalance="auto" if parallel.rebalance == "auto" else "off",
         rebalance_horizon=parallel.rebalance_horizon,
         collective_timeout=parallel.collective_timeout,
+        load_timeout=parallel.load_timeout,
+        step_timeout=parallel.step_timeout,
+        on_failure=_on_failure(parallel, executor),
         debug_collectives=parallel.debug_collectives,
         expert_load_window=telemetry.expert_load_window or (DEFAULT_LOAD_WINDOW if needs_load else 0),
         expert_load_file=telemetry.expert_load_file,
@@ -292,3 +298,9 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
             f"rebalance={shown(parallel.rebalance)} and expert_loads={shown(parallel.expert_loads)} both place the "
             "experts; leave one of them out"
         )
+
+
+def _on_failure(parallel: ParallelSettings, executor: str) -> Literal["end", "restart"]:
+    if parallel.on_failure != "auto":
+        return parallel.on_failure
+    return "restart" if executor == "ray" else "end"

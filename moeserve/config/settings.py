@@ -81,6 +81,12 @@ class SchedulerSettings:
     max_num_batched_tokens: PositiveInt | None = setting(
         None, "most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU"
     )
+    async_scheduling: bool = setting(
+        True, "plan the next step while one runs; otherwise only when the tokens of the last one are known"
+    )
+    max_concurrent_batches: PositiveInt | None = setting(
+        None, "most steps planned at once, the running one included; none: 2 with async scheduling, else 1"
+    )
     enforce_eager: bool = setting(
         False,
         "run every step eagerly; otherwise decode steps are captured once as CPU graphs or CUDA graphs and replayed",
@@ -136,6 +142,15 @@ class ParallelSettings:
         setting(  # well above the second that an idle replica sleeps
             300, "seconds that a rank waits for the others in one collective before it reports an error"
         )
+    )
+    load_timeout: PositiveInt = setting(3600, "seconds within which all ranks must have loaded the model")
+    step_timeout: PositiveInt = setting(
+        600, "seconds after which a step without a result, on ranks in other processes, is a failure of the engine"
+    )
+    on_failure: Literal["auto", "end", "restart"] = setting(
+        "auto",
+        "what follows when a rank has failed; end: all requests end with an error; restart: the ranks are started "
+        "again, and requests continue where they were; auto: restart with ray, else end",
     )
     debug_collectives: bool = setting(
         False, "check before each collective that all ranks are about to run the same one"
@@ -196,6 +211,8 @@ class EngineConfig:
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
+    async_scheduling: bool
+    max_concurrent_batches: int
     tensor_parallel_size: int
     data_parallel_size: int
     enforce_eager: bool
@@ -213,6 +230,9 @@ class EngineConfig:
     rebalance: Literal["off", "auto"]
     rebalance_horizon: int  # steps
     collective_timeout: int  # seconds
+    load_timeout: int  # seconds
+    step_timeout: int  # seconds
+    on_failure: Literal["end", "restart"]
     debug_collectives: bool
     expert_load_window: int  # steps; 0: only on request
     expert_load_file: str | None

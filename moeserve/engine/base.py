@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import secrets
+import weakref
 from typing import Protocol
 
 from moeserve.config.settings import EngineConfig
+from moeserve.errors import EngineError
 from moeserve.protocol import Request, RequestUpdate
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from moeserve.telemetry.expert_load import LoadWindow
@@ -16,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """Requests are added, and each `step` returns updates of some of them. One thread at a time may use it."""
+    """Requests are added, and each `step` returns updates of some of them.
+
+    One thread at a time may use it, except for `wake`.
+    """
 
     config: EngineConfig  # with the max_model_len that the KV cache allows
 
@@ -38,17 +44,19 @@ class Engine(Protocol):
         """End a request if it is still running. A later step returns its end."""
         ...
 
-    def step(self, *, interruptible: bool = True) -> list[RequestUpdate]:
-        """Return new tokens and ends of requests. Wait for the first ones if any request is in flight.
+    def step(self) -> list[RequestUpdate]:
+        """Return new tokens and ends of requests. Wait for the first ones, or for `wake`, if any is in flight.
 
-        A request that fails ends with an update that carries an error.
-
-        Args:
-            interruptible: a deferred Ctrl-C may end all requests. Otherwise one that would is raised after the step.
+        A request that fails ends with an update that carries an error. A deferred Ctrl-C is raised while waiting, and
+        changes nothing.
 
         Raises:
-            EngineError: a step failed; or the engine was shut down or has failed for good, and all ends were returned.
+            EngineError: the engine was shut down or has failed for good, and all ends were returned.
         """
+        ...
+
+    def wake(self) -> None:
+        """Make a `step` that waits, or else the next one that would, return. Any thread may call this."""
         ...
 
     def collect_load(self) -> None:
@@ -75,6 +83,43 @@ class Engine(Protocol):
         ...
 
 
+class WakeUp:
+    """Ends the wait of another thread."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self.fd)
+
+    def wake(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def take(self) -> bool:
+        """Return True if `wake` was called since the last `take`."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return False
+        return True
+
+
+class Ownership:
+    """Refuses an engine in a fork of the process that made it: its processes and threads are not there."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_owner(self) -> bool:
+        return os.getpid() == self._pid
+
+    def require(self) -> None:
+        if not self.is_owner:
+            raise EngineError(
+                f"this engine belongs to process {self._pid} and cannot be used in a fork of it, such as this process "
+                f"({os.getpid()}); make a new LLM here"
+            )
+
+
 def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
     """Return a scheduler without requests, with a random salt of its own for the prefix cache."""
     return Scheduler(
@@ -85,6 +130,7 @@ def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
+            plans_ahead=config.async_scheduling,
         ),
         secrets.token_bytes(32),
     )

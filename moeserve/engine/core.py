@@ -1,100 +1,144 @@
-"""The engine of one rank, in the process that uses it: schedule, execute, commit."""
+"""The engine of one rank, in the process that uses it."""
 
 from __future__ import annotations
 
-import contextlib
+import select
+from collections import deque
+from concurrent.futures import Future
 
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import fit_to_cache, log_lowered_length, new_scheduler
-from moeserve.errors import EngineError
+from moeserve.engine.base import Ownership, WakeUp, fit_to_cache, log_lowered_length, new_scheduler
+from moeserve.engine.effects import completed, perform
+from moeserve.errors import EngineError, RequestError
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed
-from moeserve.protocol import Request, RequestUpdate
-from moeserve.scheduling.lockstep import alone
+from moeserve.protocol import (
+    AbortRequest,
+    AddRequest,
+    CollectLoad,
+    ReplicaMessage,
+    Request,
+    RequestUpdate,
+    Shutdown,
+)
+from moeserve.scheduling.lockstep import Outcome
+from moeserve.scheduling.replica import Deliver, Events, Replica, Wait
 from moeserve.telemetry.expert_load import LoadWindow
 
 
 class EngineCore:
-    """See `Engine`."""
+    """See `Engine`. The replica's loop runs inside `step`; the rank computes in a thread meanwhile."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
         self.executor = UniprocExecutor(config, show_progress=show_progress)
         self.config = fit_to_cache(config, self.executor.num_blocks)
         log_lowered_length(config, self.config)
-        self.scheduler = new_scheduler(self.config, self.executor.num_blocks)
-        self._undelivered: list[RequestUpdate] = []  # ended outside a step: the next one returns them
+        self._replica = Replica(
+            new_scheduler(self.config, self.executor.num_blocks),
+            max_rounds=self.config.max_concurrent_batches,
+            load_window=self.config.expert_load_window,
+        )
+        self._ownership = Ownership()
+        self._wake_up = WakeUp()
+        self._loop = self._replica.run()
+        self._inbox: list[ReplicaMessage] = []
+        self._futures: deque[Future[Outcome]] = deque()
+        self._in_flight: dict[str, None] = {}  # requests whose end was not delivered
+        self._undelivered: list[RequestUpdate] = []  # not returned by `step` yet
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
-        self._steps_since_load = 0
-        self._is_open = True
+        self._awaits_load = False
+        self._num_free_blocks = self.executor.num_blocks
+        self._refusal = ""  # why no requests are accepted
+        self._wait: Wait | None = perform(self._loop, None, self.executor, self._futures, self._receive)
+
+    @property
+    def num_free_blocks(self) -> list[int]:
+        """KV cache blocks that are free, as in `Replicas`."""
+        return [self._num_free_blocks]
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self._in_flight or self._undelivered)
 
     def add(self, request: Request) -> None:
         self._require_open()
-        self.scheduler.add(request)
+        if request.request_id in self._in_flight:
+            raise RequestError(f"request {request.request_id!r} is still being served; give each request its own id")
+        self._in_flight[request.request_id] = None
+        self._inbox.append(AddRequest(request))
 
     def abort(self, request_id: str) -> None:
-        update = self.scheduler.abort(request_id)
-        if update is not None:
-            self._undelivered.append(update)
+        if request_id in self._in_flight:
+            self._inbox.append(AbortRequest(request_id))
 
-    def step(self, *, interruptible: bool = True) -> list[RequestUpdate]:
-        """Run one step. Return new tokens and ends of its requests.
-
-        Args:
-            interruptible: a deferred Ctrl-C is raised during the step and ends all requests.
-
-        Raises:
-            EngineError: the step failed. All requests have ended and their blocks are free; new ones may be added.
-                The next call returns the ends. Or the engine was shut down, and its last ends were returned.
-        """
+    def step(self) -> list[RequestUpdate]:
+        self._ownership.require()
+        while not self._undelivered and self._in_flight and not self._wake_up.take():
+            self._advance()
         updates, self._undelivered = self._undelivered, []
-        if not updates:
+        if not updates and not self._in_flight:
             self._require_open()
-        try:
-            plan = self.scheduler.schedule()
-            if plan is None:
-                return updates
-            collects_load = 0 < self.config.expert_load_window <= self._steps_since_load
-            self._steps_since_load = 1 if collects_load else self._steps_since_load + 1
-            with interrupts_allowed() if interruptible else contextlib.nullcontext():
-                agreement = alone(
-                    plan.step, plan.num_tokens, is_decode_only=plan.is_decode_only, collects_load=collects_load
-                )
-                result = self.executor.execute(plan, agreement)
-            self._loads += [] if result.load is None else [result.load]
-            return updates + self.scheduler.commit(plan, result)
-        except BaseException as error:
-            # The state of the scheduler and its cache is unknown after a failed step, so a new one replaces it.
-            request_ids = self.scheduler.live_request_ids
-            self.scheduler = new_scheduler(self.config, self.executor.num_blocks)
-            cause = (
-                f"a step failed, and its requests ended ({len(request_ids)} in all): {type(error).__name__}: {error}"
-            )
-            ended = [RequestUpdate(request_id=name, finish_reason="abort", error=cause) for name in request_ids]
-            self._undelivered = updates + ended
-            if not isinstance(error, Exception):
-                raise
-            raise EngineError(cause) from error
+        return updates
+
+    def wake(self) -> None:
+        self._wake_up.wake()
 
     def collect_load(self) -> None:
         self._require_open()
-        result = self.executor.execute(None, alone(0, 0, collects_load=True))
-        assert result.load is not None
-        self._loads.append(result.load)
-        self._steps_since_load = 0
+        self._awaits_load = True
+        self._inbox.append(CollectLoad())
 
     def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
+        while wait and self._awaits_load:
+            self._require_open()
+            self._advance()
         loads, self._loads = self._loads, []
         return loads
 
     def shutdown(self) -> None:
-        self._undelivered += self.scheduler.abort_all()
-        self._is_open = False
+        if self._refusal or not self._ownership.is_owner:  # a fork of the owner has no thread that computes
+            return
+        self._inbox.append(Shutdown())
+        while self._wait is not None and not self._refusal:
+            self._advance()
+        self._refusal = self._refusal or "the engine was shut down; make a new one"
         self.executor.shutdown()
 
+    def _advance(self) -> None:
+        """Wait for something to happen, and let the replica handle it. A failure ends all requests."""
+        assert self._wait is not None
+        try:
+            self.executor.progress()
+            outcomes = completed(self._futures)
+            if not self._inbox and not outcomes:
+                poll = select.poll()
+                for fd in (*self.executor.fds(), self._wake_up.fd):
+                    poll.register(fd, select.POLLIN)
+                with interrupts_allowed():
+                    poll.poll()
+                self.executor.progress()
+                outcomes = completed(self._futures)
+            messages, self._inbox = self._inbox, []
+            self._wait = perform(self._loop, Events(messages, outcomes), self.executor, self._futures, self._receive)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            self._refusal = f"the engine has failed and takes no requests; make a new one. The failure: {cause}"
+            self._receive(self._replica.end_all_requests(cause))
+            ended = [RequestUpdate(request_id=name, finish_reason="abort", error=cause) for name in self._in_flight]
+            self._undelivered += ended
+            self._in_flight = {}
+            self.executor.shutdown()
+
+    def _receive(self, delivery: Deliver) -> None:
+        self._undelivered += delivery.updates
+        self._num_free_blocks = delivery.stats.num_free_blocks
+        for update in delivery.updates:
+            if update.finish_reason is not None:
+                self._in_flight.pop(update.request_id, None)
+        self._loads += [] if delivery.load is None else [delivery.load]
+        self._awaits_load &= not delivery.answers
+
     def _require_open(self) -> None:
-        if not self._is_open:
-            raise EngineError("the engine was shut down; make a new one")
+        self._ownership.require()
+        if self._refusal:
+            raise EngineError(self._refusal)

@@ -1,27 +1,23 @@
-"""The process of one replica. It performs the effects that the loop in `scheduling/replica.py` yields:
-
-receive messages from the user's process, gather rows from all replicas, execute a step on the replica's ranks, deliver
-updates. A simulator in tests drives the same loop.
-"""
+"""The process of one replica. It schedules and computes nothing: the replica's ranks are processes of their own."""
 
 from __future__ import annotations
 
-from typing import Any
+import select
+import time
+from collections import deque
+from concurrent.futures import Future
 
-import torch
-
-from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.engine.base import fit_to_cache, new_scheduler
+from moeserve.engine.effects import completed, perform
 from moeserve.engine.protocol import Delivery, EngineStart, Ready
-from moeserve.errors import EngineError
+from moeserve.errors import DistributedError, EngineError
 from moeserve.executor.base import Executor
-from moeserve.executor.multiproc import MultiprocExecutor, start_workers
+from moeserve.executor.multiproc import MultiprocExecutor, start_ranks
 from moeserve.processes.channel import Channel
 from moeserve.processes.child import Parent
 from moeserve.protocol import ReplicaMessage, ReplicaStats, Shutdown, Wake
-from moeserve.scheduling.lockstep import Lockstep
-from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
-from moeserve.worker.process import join
+from moeserve.scheduling.lockstep import Outcome
+from moeserve.scheduling.replica import Deliver, Events, Replica
 from moeserve.worker.protocol import RankStart
 
 # The longest sleep of an idle replica between agreements with the others. Seconds.
@@ -29,75 +25,66 @@ HEARTBEAT_S = 1.0
 
 
 def run(parent: Parent) -> None:
-    """Serve one replica on this host until all replicas have agreed to shut down. This process runs its first rank."""
+    """Serve one replica on this host until all replicas have agreed to shut down."""
     start = parent.config(EngineStart)
-    workers = start_workers(start.driver)
-    parent.watch_children(workers)
+    ranks = start_ranks(start.first_rank)
+    parent.adopt(ranks)
     channel = parent.channel(ReplicaMessage)
-    groups = join(start.driver)
-    executor = MultiprocExecutor(start.driver.config, groups, workers, show_progress=start.show_progress)
-    replica, user = ready(channel, start.driver, executor.num_blocks)
-    drive(replica, user, groups.dp, executor)
-    parent.let_children_end()
+    executor = MultiprocExecutor(ranks)
+    serve(channel, start.first_rank, executor)
     executor.shutdown()
 
 
-def ready(channel: Channel[ReplicaMessage], start: RankStart, num_blocks: int) -> tuple[Replica, User]:
-    """Report that the model is loaded, and return what `drive` needs.
+def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor) -> None:
+    """Report that the model is loaded, and serve until all replicas have agreed to shut down.
 
     Args:
         start: of the replica's first rank.
-        num_blocks: KV cache blocks of each rank.
+
+    Raises:
+        EngineError: a rank, another replica or the user's process has failed.
     """
-    user = User(channel)
-    config = fit_to_cache(start.config, num_blocks)
+    config = fit_to_cache(start.config, executor.num_blocks)
     replica = Replica(
-        scheduler=new_scheduler(config, num_blocks),
-        lockstep=Lockstep(rank=start.dp_index, num_replicas=config.data_parallel_size),
+        new_scheduler(config, executor.num_blocks),
+        index=start.dp_index,
+        num_replicas=config.data_parallel_size,
+        max_rounds=config.max_concurrent_batches,
         load_window=config.expert_load_window,
     )
-    user.send(Ready(num_blocks))
-    return replica, user
-
-
-def drive(replica: Replica, user: User, replicas: GroupCoordinator, executor: Executor) -> None:
-    """Perform the effects of the replica's loop until it ends. An error of an effect also ends it."""
+    user = User(channel)
+    channel.send(Ready(executor.num_blocks))
+    futures: deque[Future[Outcome]] = deque()
     loop = replica.run()
-    answer: Any = None
-    effect: Effect | None
-    while True:
-        try:
-            effect = loop.send(answer)
-            if isinstance(effect, Deliver):
-                # Send a delivery only after the loop has continued without an error. If it raises instead, the parent
-                # reports the first cause of the failure, which this replica cannot determine.
-                delivery, effect = effect, next(loop, None)
-                user.deliver(delivery)
-        except StopIteration:
-            return
-        match effect:
-            case Receive(block=block, heartbeat=heartbeat):
-                answer = user.receive(block=block, heartbeat=heartbeat)
-            case Gather(row=row):
-                answer = gather(replicas, row)
-            case Execute(plan=plan, agreement=agreement):
-                try:
-                    answer = executor.execute(plan, agreement)
-                except EngineError as error:  # raised after every rank has done its part of the step
-                    answer = StepFailed(f"{executor.name}: {error}")
-            case Deliver():
-                raise AssertionError("two deliveries in a row")
-            case None:  # the loop has ended after an orderly last delivery
-                return
+    wait = perform(loop, None, executor, futures, user.deliver)
+    last_outcome_s = time.monotonic()
+    while wait is not None:
+        messages, outcomes = user.receive(), _outcomes(executor, futures)
+        if not messages and not outcomes:
+            timeout_s = config.step_timeout if futures else user.sleep_s(heartbeat=wait.heartbeat)
+            _wait(channel, executor, timeout_s)
+            messages, outcomes = user.receive(), _outcomes(executor, futures)
+        if outcomes or not futures:
+            last_outcome_s = time.monotonic()
+        elif time.monotonic() - last_outcome_s > config.step_timeout:
+            raise DistributedError(
+                f"replica {start.dp_index}: its ranks have not finished a step for {config.step_timeout} s "
+                "(step_timeout)"
+            )
+        wait = perform(loop, Events(messages, outcomes), executor, futures, user.deliver)
 
 
-def gather(replicas: GroupCoordinator, row: list[int]) -> list[list[int]]:
-    """Return the rows of all replicas, by rank."""
-    if replicas.world_size == 1:
-        return [row]
-    # collective: the first ranks of all replicas
-    rows: list[list[int]] = replicas.all_gather(torch.tensor([row]), [1] * replicas.world_size).tolist()
-    return rows
+def _outcomes(executor: Executor, futures: deque[Future[Outcome]]) -> list[Outcome]:
+    executor.progress()
+    return completed(futures)
+
+
+def _wait(channel: Channel[ReplicaMessage], executor: Executor, timeout_s: float | None) -> None:
+    poll = select.poll()
+    poll.register(channel, select.POLLIN | (select.POLLOUT if channel.has_unsent else 0))
+    for fd in executor.fds():
+        poll.register(fd, select.POLLIN)
+    poll.poll(None if timeout_s is None else timeout_s * 1000)
 
 
 class User:
@@ -105,33 +92,40 @@ class User:
 
     def __init__(self, channel: Channel[ReplicaMessage]) -> None:
         self._channel = channel
-        self._may_sleep = True
+        self._was_woken = False
         self._is_ending = False
         self._last_load: tuple[int, int, int] | None = None  # as it was delivered last
 
-    def receive(self, *, block: bool, heartbeat: bool) -> list[ReplicaMessage]:
-        """Perform `Receive`.
+    def receive(self) -> list[ReplicaMessage]:
+        """Return the messages that have arrived.
 
-        A replica that is woken may find the one with the request inside an agreement that began before the request
-        came. That agreement ends idle and the next one has the request, so a replica skips sleeping for two rounds
-        after a wake-up. After `Shutdown` it does not sleep at all: the others are about to receive it too.
+        Raises:
+            EngineError: the user's process has ended.
         """
-        timeout_s = 0.0 if not block or not self._may_sleep else HEARTBEAT_S if heartbeat else None
-        messages = self._channel.receive(timeout_s)
+        messages = self._channel.receive(0.0)
         if self._channel.is_closed:
             raise EngineError("the user's process has ended")
         self._is_ending |= any(isinstance(message, Shutdown) for message in messages)
-        self._may_sleep = not self._is_ending and not any(isinstance(message, Wake) for message in messages)
+        self._was_woken |= any(isinstance(message, Wake) for message in messages)
         return messages
 
-    def send(self, message: Ready | Delivery) -> None:
-        self._channel.send(message)
+    def sleep_s(self, *, heartbeat: bool) -> float | None:
+        """Return how long an idle replica may sleep. None: until something happens.
+
+        A replica that is woken may find the one with the request inside an agreement that began before the request
+        came. That agreement ends idle and the next one has the request, so a replica skips sleeping once after a
+        wake-up. After `Shutdown` it does not sleep at all: the others are about to receive it too.
+        """
+        if not heartbeat:
+            return None
+        was_woken, self._was_woken = self._was_woken, False
+        return 0.0 if was_woken or self._is_ending else HEARTBEAT_S
 
     def deliver(self, delivery: Deliver) -> None:
         """Send a delivery unless it repeats the last one, so that unread messages of idle replicas do not pile up."""
         load = _load_of(delivery.stats)
         if delivery.updates or delivery.load or load != self._last_load:
-            self.send(Delivery(delivery.updates, delivery.stats, delivery.load, delivery.answers))
+            self._channel.send(Delivery(delivery.updates, delivery.stats, delivery.load, delivery.answers))
             self._last_load = load
 
 

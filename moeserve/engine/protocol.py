@@ -14,8 +14,7 @@ from moeserve.worker.protocol import RankStart
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of an engine process."""
 
-    driver: RankStart  # rank tp = 0 of the replica
-    show_progress: bool  # of loading, on a terminal
+    first_rank: RankStart  # of the replica
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

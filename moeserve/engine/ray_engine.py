@@ -8,9 +8,7 @@ from typing import Any
 import msgspec
 
 from moeserve.config.settings import EngineConfig
-from moeserve.distributed.connect import Rendezvous, connect
-from moeserve.distributed.mesh import Mesh
-from moeserve.engine.process import drive, ready
+from moeserve.engine.process import serve
 from moeserve.engine.protocol import EngineMessage
 from moeserve.engine.replicas import Replicas
 from moeserve.executor.ray.actors import ActorProcess
@@ -36,20 +34,8 @@ class EngineActor(ActorProcess):
         channel = self._open_channel(ReplicaMessage)
         with self._reporting_failures():
             starts = [msgspec.msgpack.decode(data, type=RankStart) for data in encoded]
-            first = starts[0]
-            engines = connect(
-                Mesh(tp=1, dp=first.config.data_parallel_size),
-                first.dp_index,
-                Rendezvous(
-                    first.store_host,
-                    first.store_port,
-                    first.config.collective_timeout,
-                    key=f"{first.store_key}/engines",
-                ),
-            )
             executor = RayExecutor(starts, ranks, show_progress=show_progress)
-            replica, user = ready(channel, first, executor.num_blocks)
-            drive(replica, user, engines.dp, executor)
+            serve(channel, starts[0], executor)
             executor.shutdown()
         self._exit()
 
@@ -59,6 +45,5 @@ def ray_replicas(config: EngineConfig, cluster: Cluster, *, show_progress: bool)
     return Replicas(
         config,
         lambda: start_ray_group(config, cluster, EngineActor, show_progress=show_progress),
-        restarts=True,
         close=cluster.close,
     )

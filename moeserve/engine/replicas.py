@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import fit_to_cache, log_lowered_length
+from moeserve.engine.base import Ownership, WakeUp, fit_to_cache, log_lowered_length
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.errors import EngineError, RequestError
 from moeserve.interrupts import interrupts_allowed
-from moeserve.processes.failures import as_error, root_cause
+from moeserve.processes.channel import frame
+from moeserve.processes.failures import FailureReport, as_error, root_cause
 from moeserve.processes.supervision import WatchedProcess, wait_for_messages
 from moeserve.processes.worker_group import WorkerGroup
 from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Shutdown, Wake
@@ -26,17 +29,36 @@ logger = logging.getLogger(__name__)
 
 # Time for the replicas to finish their step and agree to end. Seconds.
 SECONDS_TO_END = 5.0
-# Time that a request waits until the resources of a failed worker group are back. Seconds.
+# Time in which the resources of a failed worker group must be back. Seconds.
 SECONDS_TO_RESTART = 110.0
 SECONDS_BETWEEN_STARTS = 1.0
+# Failures without a new token in between, after which requests end: one of them may be the cause.
+MAX_FRUITLESS_RESTARTS = 3
+# Times `step_timeout` without a message, after which the replicas' processes hang. They report ranks that hang earlier.
+MOST_SILENT_STEPS = 2
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """A request that has not ended."""
+
+    request: Request
+    engine: WatchedProcess[EngineMessage]  # of its replica
+    token_ids: list[int] = field(default_factory=list)  # received
+    is_aborted: bool = False  # its end is on its way
+
+    def resumed(self) -> Request:
+        """Return the request that continues after the tokens that were received."""
+        return msgspec.structs.replace(self.request, output_token_ids=self.request.output_token_ids + self.token_ids)
 
 
 class Replicas:
     """See `Engine`.
 
-    When a process fails, all requests end with an error that names it, all processes are ended, and further
-    requests are refused. An engine that restarts starts new processes at the next request instead. It retries for a
-    while, until the operator of the cluster has replaced a failed node.
+    When a process fails, all processes are ended. Then either all requests end with an error that names the process,
+    and further requests are refused; or, with on_failure="restart", new processes are started and the requests continue
+    after the tokens that were received. A restart is retried for a while, until the operator of the cluster has
+    replaced a failed node.
     """
 
     def __init__(
@@ -44,7 +66,6 @@ class Replicas:
         config: EngineConfig,
         start_group: Callable[[], WorkerGroup],
         *,
-        restarts: bool = False,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """Return when all replicas have loaded the model.
@@ -59,13 +80,16 @@ class Replicas:
         """
         self.config = config
         self._start_group = start_group
-        self._restarts = restarts
         self._close = close
-        self._owner = os.getpid()
+        self._ownership = Ownership()
+        self._wake_up = WakeUp()
         self._undelivered: list[RequestUpdate] = []  # received outside a step: the next one returns them
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
-        self._in_flight: dict[str, WatchedProcess[EngineMessage]] = {}  # by request: its replica
+        self._in_flight: dict[str, _InFlight] = {}
         self._awaits_load = False  # a window was requested and has not been received
+        self._has_sleepers = False  # a request was sent while others ran, without waking the other replicas
+        self._last_message_s = 0.0  # or the first request, if that was later
+        self._num_fruitless_restarts = 0
         self._refusal = ""  # why no requests are accepted
         self._is_shut_down = False
         try:
@@ -87,37 +111,37 @@ class Replicas:
         return list(self._num_free_blocks)
 
     def add(self, request: Request) -> None:
-        self._require_owner()
+        self._ownership.require()
         self._undelivered = self._receive()  # which returns what was undelivered before
-        if self._refusal and self._restarts and not self._is_shut_down:
-            self._restart()
+        if self._refusal and self.config.on_failure == "restart" and not self._is_shut_down:
+            self._restart()  # the last attempt was given up
+            self._refusal = ""
         self._require_open()
         if request.request_id in self._in_flight:
             raise RequestError(f"request {request.request_id!r} is still being served; give each request its own id")
-        chosen = self._group.engines[self._router.choose(request)]
-        self._in_flight[request.request_id] = chosen
-        chosen.channel.send(AddRequest(request))
-        self._wake_all_but(chosen)
+        self._send(request, is_only=not self._in_flight)
 
     def abort(self, request_id: str) -> None:
-        self._require_owner()
-        engine = self._in_flight.get(request_id)
-        if engine is not None:
-            engine.channel.send(AbortRequest(request_id))
+        self._ownership.require()
+        if (known := self._in_flight.get(request_id)) is not None:
+            known.is_aborted = True
+            known.engine.channel.send(AbortRequest(request_id))
 
-    def step(self, *, interruptible: bool = True) -> list[RequestUpdate]:
-        # A Ctrl-C while this process waits ends no request, so it may always be raised.
-        self._require_owner()
+    def step(self) -> list[RequestUpdate]:
+        self._ownership.require()
         updates = self._receive()
-        while not updates and self._in_flight:
-            wait_for_messages(self._group.members, None)
+        while not updates and self._in_flight and not self._wake_up.take():
+            self._wait()
             updates = self._receive()
-        if not updates:
+        if not updates and not self._in_flight:
             self._require_open()
         return updates
 
+    def wake(self) -> None:
+        self._wake_up.wake()
+
     def collect_load(self) -> None:
-        self._require_owner()
+        self._ownership.require()
         self._undelivered = self._receive()
         self._require_open()
         self._awaits_load = True
@@ -126,16 +150,16 @@ class Replicas:
         self._wake_all_but(first)
 
     def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
-        self._require_owner()
+        self._ownership.require()
         while wait and self._awaits_load:  # a periodic window may arrive before the requested one
             self._require_open()
-            wait_for_messages(self._group.members, None)
+            self._wait()
             self._undelivered = self._receive()
         loads, self._loads = self._loads, []
         return loads
 
     def shutdown(self) -> None:
-        if self._is_shut_down or os.getpid() != self._owner:  # a fork of the owner must leave the engine alone
+        if self._is_shut_down or not self._ownership.is_owner:  # a fork of the owner must leave the engine alone
             return
         self._is_shut_down = True
         if not self._refusal:
@@ -170,36 +194,63 @@ class Replicas:
         """Start new processes, and try again until the resources for them are there.
 
         Raises:
-            EngineError: they are not there in time. The next request tries again.
+            EngineError: they are not there in time.
         """
         deadline = time.monotonic() + SECONDS_TO_RESTART
         while True:
-            logger.warning("the engine has failed and is restarted")
             try:
                 with interrupts_allowed():
                     self._start()
-                self._refusal, self._awaits_load = "", False
+                self._awaits_load = False
                 return
             except (EngineError, ValueError) as error:  # a node that comes back may be incomplete for a while
                 if time.monotonic() > deadline:
-                    raise EngineError(f"the engine has failed and could not be restarted: {error}") from error
+                    raise EngineError(f"the engine could not be restarted: {error}") from error
                 logger.warning("restarting failed, trying again: %s", error)
                 with interrupts_allowed():
                     time.sleep(SECONDS_BETWEEN_STARTS)
 
     def _wait_until_ready(self) -> int:
-        waiting = {engine.name for engine in self._group.engines}
+        deadline = time.monotonic() + self.config.load_timeout
+        waiting = {engine.name: None for engine in self._group.engines}
         num_blocks = 0
         while waiting:
-            wait_for_messages(self._group.members, None)
+            if time.monotonic() >= deadline:
+                raise EngineError(
+                    f"{', '.join(waiting)}: the model was not loaded within {self.config.load_timeout} s; raise "
+                    "load_timeout if it needs more"
+                )
+            wait_for_messages(self._group.members, deadline - time.monotonic())
             for engine in self._group.engines:
                 for message in engine.receive():
                     if isinstance(message, Ready):  # a replica that is ready may send an empty delivery
                         num_blocks = message.num_blocks
-                        waiting.remove(engine.name)
+                        del waiting[engine.name]
             if self._group.has_failed:
                 raise as_error(root_cause(self._group.collect_failures()), "while the model was loaded")
         return num_blocks
+
+    def _send(self, request: Request, *, is_only: bool) -> None:
+        """Send a request to a replica.
+
+        Raises:
+            RequestError: it cannot be encoded. Nothing has changed.
+        """
+        try:
+            message = frame(AddRequest(request))
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"request {request.request_id!r} has a text that is not valid Unicode: {error}"
+            ) from None
+        if not self._in_flight:
+            self._last_message_s = time.monotonic()
+        engine = self._group.engines[self._router.choose(request)]
+        self._in_flight[request.request_id] = _InFlight(request, engine)
+        engine.channel.send_frame(message)
+        if is_only:
+            self._wake_all_but(engine)
+        else:
+            self._has_sleepers = True  # replicas that run requests keep all others awake
 
     def _wake_all_but(self, engine: WatchedProcess[Any]) -> None:
         """Wake replicas that may be asleep: no step begins without them."""
@@ -207,26 +258,54 @@ class Replicas:
             if other is not engine:
                 other.channel.send(Wake())
 
+    def _wait(self) -> None:
+        """Wait for messages. A replica that hangs is noticed by the others, or here if all are silent."""
+        wait_for_messages(self._group.members, self.config.step_timeout, self._wake_up.fd)
+
     def _receive(self) -> list[RequestUpdate]:
-        """Return all updates that have arrived, without waiting. A failure ends all requests."""
+        """Return all updates that have arrived, without waiting. A failure ends or resumes all requests."""
         updates, self._undelivered = self._undelivered, []
         if self._refusal:
             return updates
         updates += self._received()
-        if self._group.has_failed:
-            cause = root_cause(self._group.collect_failures())
-            error = str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight"))
-            self._refusal = f"the engine has failed and takes no requests; make a new one. The failure: {error}"
+        silent_s = time.monotonic() - self._last_message_s if self._in_flight else 0.0
+        if self._group.has_failed or silent_s > MOST_SILENT_STEPS * self.config.step_timeout:
+            silence = FailureReport(name="all replicas", cause=f"no message for {silent_s:.0f} s")
+            cause = root_cause(self._group.collect_failures() or [silence])
             updates += self._received()
-            updates += self._end_requests(error=error)
             self._end_group()
+            error = str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight"))
+            if self.config.on_failure == "end" or self._num_fruitless_restarts == MAX_FRUITLESS_RESTARTS:
+                updates += self._fail(error)
+            else:
+                logger.warning("the engine is restarted, and its requests continue. The failure: %s", error)
+                updates += self._resume()
         return updates
+
+    def _resume(self) -> list[RequestUpdate]:
+        """Restart, and send all requests again with the tokens that were received."""
+        self._num_fruitless_restarts += 1
+        try:
+            self._restart()
+        except EngineError as error:
+            return self._fail(str(error))
+        in_flight, self._in_flight = self._in_flight, {}
+        for known in in_flight.values():
+            if not known.is_aborted:
+                self._send(known.resumed(), is_only=not self._in_flight)
+        aborted = [name for name, known in in_flight.items() if known.is_aborted]
+        return [RequestUpdate(request_id=name, finish_reason="abort") for name in aborted]
+
+    def _fail(self, error: str) -> list[RequestUpdate]:
+        self._refusal = f"the engine has failed and takes no requests; make a new one. The failure: {error}"
+        return self._end_requests(error=error)
 
     def _received(self) -> list[RequestUpdate]:
         updates: list[RequestUpdate] = []
         for index, engine in enumerate(self._group.engines):
             for message in engine.receive():
                 assert isinstance(message, Delivery), message
+                self._last_message_s = time.monotonic()
                 self._num_free_blocks[index] = message.stats.num_free_blocks
                 self._router.note_free_blocks(index, message.stats.num_free_blocks)
                 self._loads += [] if message.load is None else [message.load]
@@ -237,24 +316,23 @@ class Replicas:
     def _of_live_requests(self, updates: Iterable[RequestUpdate]) -> Iterable[RequestUpdate]:
         """Yield the updates of requests that have not ended, and forget requests that end."""
         for update in updates:
-            if update.request_id not in self._in_flight:
+            known = self._in_flight.get(update.request_id)
+            if known is None:
                 continue
+            known.token_ids += update.token_ids
+            self._num_fruitless_restarts = 0
             has_ended = update.finish_reason is not None
             self._router.note_update(update.request_id, has_ended=has_ended)
             if has_ended:
                 del self._in_flight[update.request_id]
+                if self._has_sleepers:  # the request that kept replicas awake may have been this one
+                    self._has_sleepers = False
+                    self._wake_all_but(known.engine)
             yield update
 
     def _end_requests(self, *, error: str | None) -> list[RequestUpdate]:
         request_ids, self._in_flight = list(self._in_flight), {}
         return [RequestUpdate(request_id=name, finish_reason="abort", error=error) for name in request_ids]
-
-    def _require_owner(self) -> None:
-        if os.getpid() != self._owner:
-            raise EngineError(
-                f"this engine belongs to process {self._owner} and cannot be used in a fork of it, such as this "
-                f"process ({os.getpid()}); make a new LLM here"
-            )
 
     def _require_open(self) -> None:
         if self._refusal:

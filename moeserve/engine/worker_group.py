@@ -11,7 +11,7 @@ from moeserve.engine.protocol import EngineMessage, EngineStart
 from moeserve.machine import usable_cores
 from moeserve.processes.local import start_process
 from moeserve.processes.worker_group import WorkerGroup
-from moeserve.worker.protocol import RankStart, rank_name
+from moeserve.worker.protocol import RankStart
 
 
 def start_local_group(config: EngineConfig, *, show_progress: bool) -> WorkerGroup:
@@ -22,14 +22,19 @@ def start_local_group(config: EngineConfig, *, show_progress: bool) -> WorkerGro
     environment = environment_of_rank(config, usable_cores())
     try:
         for rank in range(0, config.num_ranks, config.tensor_parallel_size):
-            driver = RankStart(
-                config=config, rank=rank, store_host="127.0.0.1", store_port=stores[0].port, store_key=key
+            first_rank = RankStart(
+                config=config,
+                rank=rank,
+                store_host="127.0.0.1",
+                store_port=stores[0].port,
+                store_key=key,
+                show_progress=show_progress and rank == 0,
             )
             group.engines.append(
                 start_process(
                     "moeserve.engine.process:run",
-                    rank_name(config, rank),
-                    EngineStart(driver=driver, show_progress=show_progress and rank == 0),
+                    f"engine of replica {first_rank.dp_index}",
+                    EngineStart(first_rank=first_rank),
                     EngineMessage,
                     environment=environment,
                 )

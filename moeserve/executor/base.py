@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
-from moeserve.protocol import StepPlan, StepResult
-from moeserve.scheduling.lockstep import Agreement
+from moeserve.scheduling.lockstep import Outcome, Round
 
 
 class Executor(Protocol):
-    """Runs every rank of one replica. Its constructor returns when weights are loaded and the KV cache is sized."""
+    """Runs the ranks of one replica. Its constructor returns when they have loaded the model and sized the KV cache."""
 
-    name: str  # of the rank that samples, for messages
     num_blocks: int  # KV cache blocks of each rank
 
-    def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
-        """Run one step on all ranks and return the tokens that the first one sampled. No plan: a step of no tokens.
+    def submit(self, work: Round) -> Future[Outcome]:
+        """Send a round to all ranks, and return at once. They run rounds in order.
+
+        The future is completed by `progress`, with the outcome from the rank that samples or with the error that ends
+        this executor.
+        """
+        ...
+
+    def fds(self) -> Sequence[int]:
+        """Return file descriptors, one of which becomes readable when `progress` has something to do."""
+        ...
+
+    def progress(self) -> None:
+        """Complete the futures of rounds that have ended. Never waits.
 
         Raises:
-            EngineError: the model gave no numbers to sample from. Every rank has done its part of the step.
-            DistributedError: a rank did not receive the step, or a collective failed.
+            EngineError: a rank has failed.
         """
         ...
 
     def shutdown(self) -> None:
-        """End the ranks and free their memory, once all replicas have agreed to end. May be called twice."""
+        """End the ranks after a round in which all replicas agreed to end. May be called twice."""
         ...

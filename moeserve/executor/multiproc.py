@@ -1,77 +1,93 @@
-"""Runs the ranks of one replica on this host: the first in this process, each other in a process of its own.
-
-A step is one message of some hundred bytes to each worker. Workers do not answer: one that did not execute a step is
-missing in the step's first collective.
-"""
+"""Runs the ranks of one replica on this host, each in a process of its own."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from moeserve.config.environment import environment_of_rank
-from moeserve.config.settings import EngineConfig
-from moeserve.distributed.groups import Groups
 from moeserve.errors import DistributedError
 from moeserve.machine import usable_cores
 from moeserve.processes.channel import frame
 from moeserve.processes.local import start_process
-from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all
-from moeserve.protocol import StepPlan, StepResult
-from moeserve.scheduling.lockstep import Agreement
-from moeserve.worker.protocol import Leave, RankStart, Step, rank_name
-from moeserve.worker.worker import Worker
+from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all, wait_for_messages
+from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, rank_name
 
 
-def start_workers(driver: RankStart) -> list[WatchedProcess[Any]]:
-    """Start a process for each rank of the driver's replica except its own. They send nothing but failure reports."""
-    config = driver.config
+def start_ranks(first: RankStart) -> list[WatchedProcess[Any]]:
+    """Start the processes of all ranks of a replica.
+
+    Args:
+        first: the rank with tp = 0.
+    """
+    config = first.config
     environment = environment_of_rank(config, usable_cores())
     return [
         start_process(
             "moeserve.worker.process:run",
             rank_name(config, rank),
-            msgspec.structs.replace(driver, rank=rank),
-            None,
+            msgspec.structs.replace(first, rank=rank, show_progress=first.show_progress and rank == first.rank),
+            FromRank,
             environment=environment,
         )
-        for rank in range(driver.rank + 1, driver.rank + config.tensor_parallel_size)
+        for rank in range(first.rank, first.rank + config.tensor_parallel_size)
     ]
 
 
 class MultiprocExecutor:
-    """See `Executor`. This process runs rank tp = 0."""
+    """See `Executor`."""
 
-    def __init__(
-        self, config: EngineConfig, groups: Groups, workers: Sequence[WatchedProcess[Any]], *, show_progress: bool
-    ) -> None:
+    def __init__(self, ranks: Sequence[WatchedProcess[Any]]) -> None:
         """
         Args:
-            workers: the processes of the other ranks, from `start_workers`.
-        """
-        self.name = rank_name(config, groups.rank)
-        self._workers = workers
-        self._timeout_s = config.collective_timeout
-        self.worker = Worker(config, groups, show_progress=show_progress)
-        self.num_blocks = self.worker.num_blocks
+            ranks: from `start_ranks`. The first one samples.
 
-    def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
-        if self._workers:
-            step = frame(Step(plan=plan, agreement=agreement))
-            for worker in self._workers:
-                worker.channel.send_frame(step)
-            for worker in self._workers:
-                if not worker.channel.flush(self._timeout_s):
-                    raise DistributedError(
-                        f"{worker.name} did not receive step {agreement.step} within {self._timeout_s} seconds"
-                    )
-        return self.worker.execute(plan, agreement)
+        Raises:
+            DistributedError: one of them has failed.
+        """
+        self._ranks = ranks
+        self._pending: deque[Future[Outcome]] = deque()
+        loaded: dict[str, int] = {}
+        while len(loaded) < len(ranks):
+            wait_for_messages(ranks, None)
+            self._require_alive()
+            for rank in ranks:
+                for message in rank.receive():
+                    assert isinstance(message, Loaded), message
+                    loaded[rank.name] = message.num_blocks
+        (self.num_blocks,) = set(loaded.values())
+
+    def submit(self, work: Round) -> Future[Outcome]:
+        data = frame(work)
+        for rank in self._ranks:
+            rank.channel.send_frame(data)
+        self._pending.append(Future())
+        return self._pending[-1]
+
+    def fds(self) -> Sequence[int]:
+        return [fd for rank in self._ranks for fd in (rank.channel.fileno(), *rank.handle.watched_fds)]
+
+    def progress(self) -> None:
+        for outcome in self._ranks[0].receive():
+            assert isinstance(outcome, Outcome), outcome
+            self._pending.popleft().set_result(outcome)
+        for rank in self._ranks:
+            if rank.channel.has_unsent:
+                rank.channel.send_frame(b"")
+        self._require_alive()
 
     def shutdown(self) -> None:
-        for worker in self._workers:
-            worker.channel.send(Leave())
-        self.worker.close()  # collective: all ranks
-        end_all(self._workers, patience_s=SECONDS_TO_EXIT)
-        self._workers = ()
+        for rank in self._ranks:
+            rank.channel.send(Leave())
+        end_all(self._ranks, patience_s=SECONDS_TO_EXIT)
+        self._ranks = ()
+
+    def _require_alive(self) -> None:
+        for rank in self._ranks:
+            if rank.has_ended:
+                raise DistributedError(f"{rank.name} has ended")

@@ -1,27 +1,27 @@
-"""Replicas that run in lockstep in one process, with the real `Replica`, `Lockstep` and `Scheduler`, without a model.
+"""Replicas that run in lockstep in one process, with the real `Replica`, agreement and `Scheduler`, without a model.
 
-Only replicas with work are driven. A replica without work contributes the same row in every round, except for the step
-number, and delivers nothing. It stays asleep in its `Receive`, and a prepared row stands for it. `agree` is a function
-of the rows alone, so it is computed once for all replicas.
+Only replicas with work are driven. A replica without work contributes the same row in every round, except for the
+round's number, and delivers nothing. It stays asleep in its `Wait`, and a prepared row stands for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moeserve.protocol import AddRequest, ReplicaMessage, StepPlan, StepResult
-from moeserve.scheduling.lockstep import Agreement, Intent, Lockstep, agree
-from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica
+from moeserve.scheduling.lockstep import Agreement, Intent, Outcome, Round, agree, make_row
+from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit
 from moeserve.scheduling.scheduler import Scheduler
 
-_STEP = 1  # index of the step number in a row
+_NUMBER = 1  # index of the round's number in a row
 
 
 @dataclass(frozen=True)
-class Round:
-    """The agreement of all replicas, and the plans of those that have one."""
+class Step:
+    """The agreement of all replicas in a round, and the plans of those that have one."""
 
     agreement: Agreement
     plans: Mapping[int, StepPlan]  # by replica
@@ -33,145 +33,166 @@ class LockstepGroup:
     A replica is created when it is first driven, so those that never get a request take no memory.
     """
 
-    def __init__(self, num_replicas: int, make_scheduler: Callable[[], Scheduler], *, drives_all: bool = False) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        make_scheduler: Callable[[], Scheduler],
+        *,
+        max_rounds: int = 2,
+        drives_all: bool = False,
+    ) -> None:
         """
         Args:
-            drives_all: drive every replica in every round, and let each compute its own agreement. The results are
-                the same; tests compare them.
+            max_rounds: rounds of each replica in flight at once.
+            drives_all: drive every replica in every round. The results are the same; tests compare them.
         """
         self.num_replicas = num_replicas
-        self.step = 0  # number of rounds
+        self.num_rounds = 0
         self._make_scheduler = make_scheduler
+        self._max_rounds = max_rounds
         self._drives_all = drives_all
         self._members: dict[int, _Member] = {}
-        self._awake: list[_Member] = []  # in order of rank
+        self._awake: list[_Member] = []  # in order of replica
         self._woken: set[int] = set(range(num_replicas)) if drives_all else set()  # driven from the next round on
         nothing = Intent(num_tokens=0, is_decode_only=True)
-        self._rows_of_sleepers = [
-            Lockstep(rank=rank, num_replicas=num_replicas).begin(nothing) for rank in range(num_replicas)
-        ]
+        self._rows_of_sleepers = [make_row(nothing, number=0, replica=index) for index in range(num_replicas)]
         self._agreement: Agreement | None = None
+        self._num_active = 0  # rounds that were not idle, in a row
 
     @property
     def num_preemptions(self) -> int:
         return sum(member.scheduler.num_preemptions for member in self._members.values())
 
-    def num_free_blocks(self, rank: int) -> int:
+    def num_free_blocks(self, index: int) -> int:
         """Return the number of free blocks of a replica that has run a round."""
-        return self._members[rank].scheduler.num_free_blocks
+        return self._members[index].scheduler.num_free_blocks
 
-    def send(self, rank: int, request: AddRequest) -> None:
-        """Send a request to a replica, which receives it in the next round."""
-        self._member(rank).inbox.append(request)
-        self._woken.add(rank)
+    def send(self, index: int, request: AddRequest) -> None:
+        """Send a request to a replica, which plans it as soon as it may send another round."""
+        self._member(index).inbox.append(request)
+        self._woken.add(index)
 
-    def begin(self) -> Round:
-        """Begin a round: replicas receive messages, plan and agree. After an idle agreement there are no plans."""
+    def begin(self) -> Step:
+        """Begin a round: all replicas agree on the plans that they sent first. In an idle one there are none."""
         self._wake()
-        rows = self._rows()
-        agreement = agree(rows, step=self.step, num_replicas=self.num_replicas)
-        self._agreement = agreement
+        for row in self._rows_of_sleepers:
+            row[_NUMBER] = self.num_rounds
+        rows = self._rows_of_sleepers.copy()
         plans = {}
         for member in self._awake:
-            effect = member.generator.send(rows)
-            if isinstance(effect, Execute):
-                assert effect.agreement is agreement or effect.agreement == agreement, (effect, agreement)
-                if effect.plan is not None:
-                    plans[member.rank] = effect.plan
-            else:
-                member.delivery = effect  # all agreed to idle
-        self.step += 1
-        return Round(agreement, plans)
+            if not member.rounds and self._drives_all:
+                member.handle([])  # its sleep ends
+            if not member.rounds:  # it has nothing to run
+                continue
+            rows[member.index] = member.rounds[0].row
+            if not self._drives_all:  # it slept through other rounds
+                rows[member.index][_NUMBER] = self.num_rounds
+            if (plan := member.rounds[0].plan) is not None:
+                plans[member.index] = plan
+        self._agreement = agree(rows, number=self.num_rounds, num_replicas=self.num_replicas)
+        self.num_rounds += 1
+        self._num_active = 0 if self._agreement.is_idle else self._num_active + 1
+        return Step(self._agreement, plans)
 
     def finish(self, results: Mapping[int, StepResult]) -> list[tuple[int, Deliver]]:
-        """End the round, and return the rank and the delivery of each replica that took part.
+        """End the round, and return each replica that took part with its delivery.
 
         Args:
             results: the results of the plans, by replica.
         """
+        assert self._agreement is not None
         deliveries = []
         still_awake = []
         for member in self._awake:
-            delivery, member.delivery = member.delivery, None
-            if delivery is None:
-                delivery = member.generator.send(results.get(member.rank))
-            assert isinstance(delivery, Deliver), delivery
-            deliveries.append((member.rank, delivery))
-            receive = member.generator.send(None)
-            assert isinstance(receive, Receive), receive
+            outcomes = []
+            if member.rounds:
+                member.rounds.popleft()
+                result = None if self._agreement.is_idle else results.get(member.index, StepResult(step=0, chunks=[]))
+                outcomes.append(Outcome(agreement=self._agreement, result=result))
+            deliveries.append((member.index, member.handle(outcomes)))
             if member.scheduler.has_work or self._drives_all:
                 still_awake.append(member)
             else:
-                member.is_awake = False
+                member.sleep(self._agreement)
         self._awake = still_awake
         return deliveries
 
-    def agreement_of(self, step: int) -> Agreement:
-        """Return the agreement of the current round."""
-        assert self._agreement is not None
-        assert self._agreement.step == step, (self._agreement.step, step)
-        return self._agreement
-
     def _wake(self) -> None:
-        if not self._woken:
-            return
-        for rank in self._woken:
-            member = self._member(rank)
+        for index in self._woken:
+            member = self._member(index)
             if not member.is_awake:
                 member.is_awake = True
-                member.lockstep.step = self.step  # it slept through the rounds before
                 self._awake.append(member)
-        self._woken.clear()
-        self._awake.sort(key=lambda member: member.rank)
+                if self._agreement is not None and self._num_active:
+                    member.catch_up(self._agreement, self._num_active)
+                member.handle([])
+        if self._woken:
+            self._woken.clear()
+            self._awake.sort(key=lambda member: member.index)
 
-    def _rows(self) -> list[list[int]]:
-        for row in self._rows_of_sleepers:
-            row[_STEP] = self.step
-        rows = self._rows_of_sleepers.copy()
-        for member in self._awake:
-            inbox, member.inbox = member.inbox, []
-            gather = member.generator.send(inbox)
-            assert isinstance(gather, Gather), gather
-            rows[member.rank] = gather.row
-        return rows
-
-    def _member(self, rank: int) -> _Member:
-        if rank not in self._members:
+    def _member(self, index: int) -> _Member:
+        if index not in self._members:
             scheduler = self._make_scheduler()
-            if self._drives_all:
-                lockstep = Lockstep(rank=rank, num_replicas=self.num_replicas)
-            else:
-                lockstep = _SharedLockstep(rank, self)
-            generator = Replica(scheduler=scheduler, lockstep=lockstep).run()
-            first = next(generator)
-            assert isinstance(first, Deliver), first
-            receive = generator.send(None)
-            assert isinstance(receive, Receive), receive
-            self._members[rank] = _Member(rank, scheduler, lockstep, generator)
-        return self._members[rank]
-
-
-class _SharedLockstep(Lockstep):
-    """Uses the agreement that the group computed once for all replicas."""
-
-    def __init__(self, rank: int, group: LockstepGroup) -> None:
-        super().__init__(rank=rank, num_replicas=group.num_replicas)
-        self._group = group
-
-    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        agreement = self._group.agreement_of(self.step)
-        self.step += 1
-        return agreement
+            replica = Replica(scheduler, index=index, num_replicas=self.num_replicas, max_rounds=self._max_rounds)
+            self._members[index] = _Member(index, scheduler, replica.run())
+        return self._members[index]
 
 
 @dataclass(eq=False)
 class _Member:
-    """A replica, asleep in `Receive` between rounds."""
+    """A replica, in its `Wait` between rounds."""
 
-    rank: int
+    index: int
     scheduler: Scheduler
-    lockstep: Lockstep
-    generator: Generator[Effect, Any, None]
+    loop: Generator[Effect, Any, None]
     inbox: list[ReplicaMessage] = field(default_factory=list)
+    rounds: deque[Round] = field(default_factory=deque)  # in flight
     is_awake: bool = False
-    delivery: Effect | None = None  # after an idle round
+    has_started: bool = False
+
+    def handle(self, outcomes: list[Outcome]) -> Deliver:
+        """Hand messages and outcomes to the replica, and return its delivery."""
+        if not self.has_started:
+            self.has_started = True
+            self._run(None)
+        inbox, self.inbox = self.inbox, []
+        return self._run(Events(inbox, outcomes))
+
+    def catch_up(self, last: Agreement, num_active: int) -> None:
+        """Send the rounds without plans that a replica that was driven would have in flight after the last one.
+
+        Args:
+            num_active: rounds that were not idle, in a row. After the first one a replica sends rounds ahead.
+        """
+        inbox, self.inbox = self.inbox, []
+        self.handle([])
+        ran = Outcome(agreement=last, result=StepResult(step=0, chunks=[]))
+        if self.rounds and num_active > 1:
+            self.rounds.popleft()
+            self.handle([ran])
+        self.inbox = inbox
+        if self.rounds:
+            self.rounds.popleft()
+            self.handle([ran])
+
+    def sleep(self, agreement: Agreement) -> None:
+        """End the rounds that the replica has sent without a plan, as if all replicas had agreed to idle."""
+        idle = Outcome(agreement=replace(agreement, is_idle=True))
+        rounds, self.rounds = len(self.rounds), deque()
+        self.handle([idle] * rounds)
+        self.is_awake = False
+
+    def _run(self, events: Events | None) -> Deliver:
+        delivery: Deliver | None = None
+        effect = self.loop.send(events)
+        while True:
+            match effect:
+                case Submit(work=work):
+                    self.rounds.append(work)
+                case Deliver():
+                    assert delivery is None, "two deliveries without a wait between them"
+                    delivery = effect
+                case _:
+                    assert delivery is not None
+                    return delivery
+            effect = self.loop.send(None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 from array import array
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -172,6 +173,7 @@ class _Run:
         self._num_sent = 0
         self._in_flight: dict[str, _InFlight] = {}
         self._now = 0.0
+        self._ranks = defaultdict[int, _Ranks](_Ranks)  # by replica
         # Statistics:
         self._prompt_tokens = self._cached_tokens = self._output_tokens = self._num_finished = 0
         self._first_token_s, self._output_token_s = array("d"), array("d")
@@ -190,7 +192,8 @@ class _Run:
                 self._execute(this_round.plans)
                 continue
             self._group.finish({})
-            assert not self._in_flight, f"{len(self._in_flight)} requests are left, and no replica runs them"
+            if self._in_flight:  # they came while this round, without any plan, was in flight
+                continue
             if self._num_sent == len(requests):
                 return self._outcome()
             # All replicas sleep until the next arrival.
@@ -234,7 +237,7 @@ class _Run:
 
         self._now += seconds
         self._send_arrivals()
-        for rank, delivery in self._group.finish({rank: _result_of(plan) for rank, plan in plans.items()}):
+        for rank, delivery in self._group.finish({rank: self._ranks[rank].run(plan) for rank, plan in plans.items()}):
             self._router.note_free_blocks(rank, delivery.stats.num_free_blocks)
             for update in delivery.updates:
                 self._note_update(update)
@@ -299,14 +302,13 @@ def prompt_of(recorded: RecordedRequest, tokens_per_block: int, *, own_token: in
 def load_of(plan: StepPlan) -> ReplicaLoad:
     """Return the load of a plan. A chunk of a single token counts as decoding, longer ones as prompts."""
     num_decoding = decode_pairs = num_prefill = prefill_pairs = 0
-    for chunk in plan.chunks:
-        num_tokens = len(chunk.token_ids)
+    for start, num_tokens in zip(plan.starts, plan.lengths, strict=True):
         if num_tokens == 1:
             num_decoding += 1
-            decode_pairs += chunk.start + 1
+            decode_pairs += start + 1
         else:
             num_prefill += num_tokens
-            prefill_pairs += num_tokens * chunk.start + num_tokens * (num_tokens + 1) // 2
+            prefill_pairs += num_tokens * start + num_tokens * (num_tokens + 1) // 2
     return ReplicaLoad(
         num_decoding=num_decoding, decode_pairs=decode_pairs, num_prefill=num_prefill, prefill_pairs=prefill_pairs
     )
@@ -325,14 +327,24 @@ def _own_token(number: int) -> int:
     return -1 - number
 
 
-def _result_of(plan: StepPlan) -> StepResult:
-    return StepResult(
-        step=plan.step,
-        chunks=[
-            _NO_TOKEN if chunk.sample is None else ChunkResult(token_id=_own_token(chunk.sample.seed))
-            for chunk in plan.chunks
-        ],
-    )
+class _Ranks:
+    """The ranks of a replica, as far as its scheduler needs them: they sample a request's own token."""
+
+    def __init__(self) -> None:
+        self._request_of_slot: dict[int, tuple[int, int]] = {}  # its number, and how many tokens are known
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for new in plan.registrations:
+            self._request_of_slot[new.slot] = new.seed, len(new.token_ids)
+        chunks = []
+        for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True):
+            number, num_known = self._request_of_slot[slot]
+            if start + length < num_known:
+                chunks.append(_NO_TOKEN)
+            else:
+                self._request_of_slot[slot] = number, num_known + 1
+                chunks.append(ChunkResult(token_id=_own_token(number)))
+        return StepResult(step=plan.step, chunks=chunks)
 
 
 _NO_TOKEN = ChunkResult()

@@ -53,8 +53,6 @@ class Parent:
         self._socket = connection
         self._channel: Channel[Any] | None = None
         self._children: Sequence[WatchedProcess[Any]] = ()
-        self._children_may_end = threading.Event()
-        self._failing = threading.Lock()
         threading.Thread(
             target=_end_with_parent, args=(connection, pidfd, launch.parent_pid), name="watch-parent", daemon=True
         ).start()
@@ -73,38 +71,16 @@ class Parent:
         return self._channel
 
     def fail(self, reports: Sequence[FailureReport]) -> NoReturn:
-        """Report failures of this process and of its children to the parent, and end them all. First caller wins."""
-        self._failing.acquire()  # never released: a second caller waits until the process has ended
+        """Report failures of this process and of its children to the parent, and end them all."""
         reports = collect_failures(self._children, reports)
         for child in self._children:
             child.handle.kill()
         send_failures(self._channel or self.channel(None), reports)
         _exit(1)
 
-    def watch_children(self, children: Sequence[WatchedProcess[Any]]) -> None:
-        """Start to watch children: the end of one is reported to the parent and ends this process.
-
-        The main thread may see the failure first, as an error that `run` reports.
-        """
+    def adopt(self, children: Sequence[WatchedProcess[Any]]) -> None:
+        """Report the failures of children together with those of this process, and end them with it."""
         self._children = children
-
-        def watch() -> None:
-            poll = select.poll()
-            fds = [fd for child in children for fd in child.handle.watched_fds]
-            for fd in fds:
-                poll.register(fd, select.POLLIN)
-            has_fds = all(child.handle.watched_fds for child in children)
-            while not any(child.has_ended for child in children):
-                poll.poll(None if has_fds else POLL_INTERVAL_S * 1000)
-            if not self._children_may_end.is_set():
-                self.fail([])
-
-        if children:
-            threading.Thread(target=watch, name="watch-children", daemon=True).start()
-
-    def let_children_end(self) -> None:
-        """Stop treating the end of a child as a failure."""
-        self._children_may_end.set()
 
 
 def run(target: str, connection: socket.socket, parent_pidfd: int | None = None) -> NoReturn:

@@ -129,14 +129,16 @@ def collect_failures(
         _wait(running, left)
 
 
-def wait_for_messages(processes: Sequence[WatchedProcess[Any]], timeout_s: float | None) -> None:
-    """Wait for a message or the end of any process; also send what could not be sent before."""
+def wait_for_messages(processes: Sequence[WatchedProcess[Any]], timeout_s: float | None, *fds: int) -> None:
+    """Wait for a message or the end of any process, or until an fd is readable; send what could not be sent before."""
     # A message that `failures` has read does not make the socket readable again.
-    _wait(processes, 0.0 if any(process.has_messages for process in processes) else timeout_s)
+    _wait(processes, 0.0 if any(process.has_messages for process in processes) else timeout_s, *fds)
 
 
-def _wait(processes: Sequence[WatchedProcess[Any]], timeout_s: float | None) -> None:
+def _wait(processes: Sequence[WatchedProcess[Any]], timeout_s: float | None, *other_fds: int) -> None:
     poll = select.poll()
+    for fd in other_fds:
+        poll.register(fd, select.POLLIN)
     for process in processes:
         channel, fds = process.channel, process.handle.watched_fds
         if not channel.is_closed:

@@ -1,21 +1,23 @@
 """The agreement that all replicas reach before each step, as a pure function of one row of integers per replica.
 
-The experts of every layer are spread over all replicas, so a step is a sequence of collectives that every replica must
-enter, with or without requests of its own. A replica that enters one collective more or less than the others leaves
-all of them waiting forever. The following rules prevent that:
+The experts of every layer are spread over all replicas, so a step is a sequence of collectives that every rank must
+enter, with or without requests of its own. A rank that enters one collective more or less than the others leaves all
+of them waiting forever. The following rules prevent that:
 
-1. No replica decides alone. Before each step every replica contributes a row of integers to an all-gather. Every
+1. No replica decides alone. A replica sends its ranks rounds: a row of integers, and a plan if it has tokens to run. In
+   each round every rank all-gathers its replica's row with the ranks of the same tp index in the other replicas. Every
    decision that selects a collective (run or sleep, row counts, placement, shutdown) is `agree`, a function of the
    gathered rows and nothing else. The rows are the same everywhere, so the decisions are.
-2. A round is therefore either a gather, or a gather and a step, on all replicas alike. After it, all have entered the
+2. A round is therefore either a gather, or a gather and a step, on all ranks alike. After it, all have entered the
    same collectives, and the next one each of them enters is the next gather. By induction the sequences are always
-   equal. The step number in the rows checks this: replicas in different rounds are detected at the first gather.
-3. Every replica reaches its next gather without waiting for another replica. Between rounds it only sends updates,
-   receives messages and plans. A timer of its own ends its sleep. A lost, late or repeated message changes when the
-   next gather happens, not whether it happens.
+   equal. The round's number in the rows checks this: ranks in different rounds are detected at the first gather.
+3. Every replica sends its next round without waiting for another replica. It may send several before the outcome of the
+   first is known; ranks run them in order. A timer of its own ends its sleep. A lost, late or repeated message changes
+   when the next gather happens, not whether it happens.
 4. Nothing leaves a round half way: there is no return between the gather and the end of the step. A replica with an
-   internal error still enters the next gather to announce it, and all replicas stop after that round. A replica that
-   fails inside a collective, or dies, cannot announce it; then the supervisor of the processes ends the others.
+   internal error still sends a round to announce it, and all ranks stop in that round; rounds that were sent after it
+   are not run anywhere. A rank that fails inside a collective, or dies, cannot announce it; then the supervisor of the
+   processes ends the others.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeserve.errors import LockstepError
+import msgspec
 
-PROTOCOL_VERSION = 3
-ROW_SIZE = 7  # protocol version, step, replica, tokens, decode only, placement epoch, flags
+from moeserve.errors import LockstepError
+from moeserve.protocol import StepPlan, StepResult
+
+PROTOCOL_VERSION = 4
+ROW_SIZE = 7  # protocol version, round, replica, tokens, decode only, placement epoch, flags
 
 REQUESTS_SHUTDOWN, HAS_FAILED, REQUESTS_LOAD = 1, 2, 4  # bits of a row's last integer
 
@@ -54,7 +59,7 @@ class Intent:
 class Agreement:
     """The actions of all replicas in one step. All fields are equal on all replicas."""
 
-    step: int  # counts agreements, idle ones included
+    number: int  # of the round, counted from 0, idle ones included
     num_tokens: tuple[int, ...]  # by replica
     collects_load: bool  # all ranks exchange their expert loads before they run anything
     is_idle: bool  # no tokens and no collection: no step is executed
@@ -64,74 +69,64 @@ class Agreement:
     placement_epoch: int  # the newest that every replica holds
     padded_tokens: int  # the largest count of any replica, to which padded steps are sized
 
+    @property
+    def ends_all(self) -> bool:
+        """True if all replicas stop now. No later round takes place."""
+        return self.is_shutdown or bool(self.failed_ranks)
 
-def alone(step: int, num_tokens: int, *, is_decode_only: bool = False, collects_load: bool = False) -> Agreement:
-    """Return the agreement of an engine with a single replica."""
-    return Agreement(
-        step=step,
-        num_tokens=(num_tokens,),
-        collects_load=collects_load,
-        is_idle=num_tokens == 0 and not collects_load,
-        is_decode_only=is_decode_only,
-        is_shutdown=False,
-        failed_ranks=(),
-        placement_epoch=0,
-        padded_tokens=num_tokens,
+
+class Round(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
+    """The part of one replica in one round. Sent to each of its ranks."""
+
+    row: list[int]  # from `make_row`
+    plan: StepPlan | None  # None: the replica has nothing to run, but its ranks take part in the step
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
+    """What became of a round, from the rank that samples."""
+
+    agreement: Agreement
+    result: StepResult | None = None  # None: there was no step
+    error: str = ""  # of a step that failed on the only rank, which can go on; the result is then empty
+
+
+def make_row(intent: Intent, *, number: int, replica: int) -> list[int]:
+    """Return the row of ROW_SIZE integers that a replica contributes.
+
+    Args:
+        number: of the round, counted from 0.
+    """
+    flags = intent.flags
+    packed_flags = (
+        REQUESTS_SHUTDOWN * flags.requests_shutdown
+        + HAS_FAILED * flags.has_failed
+        + REQUESTS_LOAD * flags.requests_load
     )
+    return [
+        PROTOCOL_VERSION,
+        number,
+        replica,
+        intent.num_tokens,
+        int(intent.is_decode_only),
+        intent.placement_epoch,
+        packed_flags,
+    ]
 
 
-class Lockstep:
-    """One replica's side of the agreement. A round is `begin`, an all-gather of the rows, `finish`."""
+def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> Agreement:
+    """Return the agreement that follows from the rows of all replicas, in order of replica.
 
-    def __init__(self, *, rank: int, num_replicas: int) -> None:
-        """
-        Args:
-            rank: of this replica among the replicas.
-        """
-        assert 0 <= rank < num_replicas, (rank, num_replicas)
-        self.rank = rank
-        self.num_replicas = num_replicas
-        self.step = 0  # agreements made
-
-    def begin(self, intent: Intent) -> list[int]:
-        """Return the row of ROW_SIZE integers that this replica contributes."""
-        flags = intent.flags
-        packed_flags = (
-            REQUESTS_SHUTDOWN * flags.requests_shutdown
-            + HAS_FAILED * flags.has_failed
-            + REQUESTS_LOAD * flags.requests_load
-        )
-        return [
-            PROTOCOL_VERSION,
-            self.step,
-            self.rank,
-            intent.num_tokens,
-            int(intent.is_decode_only),
-            intent.placement_epoch,
-            packed_flags,
-        ]
-
-    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        """Return the agreement that follows from the rows of all replicas, in order of rank.
-
-        Raises:
-            LockstepError: the replicas are not in the same step, or not of the same version.
-        """
-        agreement = agree(rows, step=self.step, num_replicas=self.num_replicas)
-        self.step += 1
-        return agreement
-
-
-def agree(rows: Sequence[Sequence[int]], *, step: int, num_replicas: int) -> Agreement:
-    """See `Lockstep.finish`. All rows must have this `step`, so the result does not depend on the replica."""
+    Raises:
+        LockstepError: the rows are not of the round with this number, or not of the same version.
+    """
     if len(rows) != num_replicas or set(map(len, rows)) != {ROW_SIZE}:
         raise LockstepError(
             f"{len(rows)} rows of {sorted({len(row) for row in rows})} integers were gathered; "
             f"{num_replicas} replicas exchange {ROW_SIZE} each"
         )
-    versions, steps, ranks, num_tokens, decode_only, epochs, packed_flags = zip(*rows, strict=True)
+    versions, numbers, ranks, num_tokens, decode_only, epochs, packed_flags = zip(*rows, strict=True)
     _require_all("protocol version", versions, PROTOCOL_VERSION, "install the same version of moeserve everywhere")
-    _require_all("step", steps, step, "a replica entered an agreement too many or too few")
+    _require_all("round", numbers, number, "a replica entered a round too many or too few")
     if ranks != tuple(range(num_replicas)):
         raise LockstepError(f"the rows of replicas {list(ranks)} were gathered, in this order; it must be ascending")
     flags = set(packed_flags)  # few distinct values, even for hundreds of replicas
@@ -140,7 +135,7 @@ def agree(rows: Sequence[Sequence[int]], *, step: int, num_replicas: int) -> Agr
     if any(packed & HAS_FAILED for packed in flags):
         failed_ranks = tuple(rank for rank, packed in enumerate(packed_flags) if packed & HAS_FAILED)
     return Agreement(
-        step=step,
+        number=number,
         num_tokens=num_tokens,
         collects_load=collects_load,
         is_idle=not any(num_tokens) and not collects_load,

@@ -1,36 +1,29 @@
-"""The loop of one replica: receive messages, plan, agree, execute, commit, deliver.
+"""The loop of one replica: receive messages, plan, send rounds to the ranks, commit their outcomes, deliver updates.
 
 The loop performs no I/O. `Replica.run` is a generator: it yields an effect, its driver performs it and sends back the
-answer. The serving process and the simulator in tests therefore run the same code. There are no tensors, sockets or
-clocks in this file.
+answer. Engines of one rank and of many, and the simulators in tests, therefore run the same code. There are no tensors,
+sockets or clocks in this file.
 
-`lockstep.py` explains why no replica waits forever. This file adds to the argument: each round has exactly one
-`Gather`, and exactly one `Execute` unless all replicas agreed to idle. `Receive` is the only other effect that can
-wait, and with more than one replica it has a heartbeat.
+Rounds are sent before the outcomes of earlier ones are known, up to `max_rounds` in flight: ranks then find the next
+round as soon as they have finished one. `lockstep.py` explains why no rank waits forever. This file adds to the
+argument: the loop waits for nothing but `Wait`, and a replica without work that other replicas may need has either a
+round in flight or a heartbeat that ends its sleep.
 
 How to drive it::
 
     generator = replica.run()
     effect = next(generator)
     while True:                                   # until StopIteration: the replicas agreed to shut down
-        effect = generator.send(answer to effect) # or generator.throw(error)
+        effect = generator.send(answer to effect)
 
-Errors are thrown in at the effect that failed:
-
-- At `Gather` or `Execute`: this replica is permanently out of step. It yields one last `Deliver`, which ends all its
-  requests, and raises the error again. The process must then end, and with it the worker group.
-- At `Receive` or `Deliver`: no collective is under way. The replica enters the next `Gather` and announces its
-  failure. All replicas end after this round, each with a last `Deliver`. The same happens after an internal error.
-- The death of another replica is an error of the collective, at `Gather` or `Execute`. A replica asleep in `Receive`
-  is sent [] as by a heartbeat, and gets the error at the next `Gather`.
-
-If all collectives of a step completed but its result is unusable on this replica alone (such as NaN logits), send
-`StepFailed` instead of throwing an error.
+An error inside the loop is announced in the replica's next round, and all replicas end after it. A driver that cannot
+go on, because a rank has failed, drops the generator and calls `end_all_requests`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -47,40 +40,38 @@ from moeserve.protocol import (
     RequestUpdate,
     Shutdown,
     StepPlan,
-    StepResult,
     Wake,
 )
-from moeserve.scheduling.lockstep import Agreement, Intent, IntentFlags, Lockstep
+from moeserve.scheduling.lockstep import Intent, IntentFlags, Outcome, Round, make_row
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.telemetry.expert_load import LoadWindow
 
 
-@dataclass(frozen=True, kw_only=True)
-class Receive:
-    """Receive messages. The answer is those since the last `Receive`, in order of arrival: list[ReplicaMessage]."""
+@dataclass(frozen=True)
+class Events:
+    """What happened since the last `Wait`."""
 
-    block: bool  # if there are none, sleep until one comes
-    heartbeat: bool  # sleep no longer than a heartbeat, then answer []; False: sleep without limit
+    messages: list[ReplicaMessage]  # in order of arrival
+    outcomes: list[Outcome]  # of the oldest rounds in flight, in their order
 
 
 @dataclass(frozen=True)
-class Gather:
-    """All-gather a row. The answer is the rows of all replicas in order of rank: list[list[int]]."""
+class Wait:
+    """Wait for a message or an outcome. The answer is `Events`."""
 
-    row: list[int]
+    heartbeat: bool  # wait no longer than a heartbeat, then answer without events; False: wait without limit
 
 
 @dataclass(frozen=True)
-class Execute:
-    """Run a step, of zero tokens if there is no plan. The answer is a StepResult or StepFailed."""
+class Submit:
+    """Send a round to the ranks of the replica. The answer is None."""
 
-    plan: StepPlan | None  # plan.step counts this replica's plans, agreement.step everyone's rounds
-    agreement: Agreement
+    work: Round
 
 
 @dataclass(frozen=True)
 class Deliver:
-    """Send updates to the client. The answer is None. Yielded once per round, even if empty, and once at the end."""
+    """Send updates to the client. The answer is None. Yielded before each `Wait`, even if empty, and at the end."""
 
     updates: list[RequestUpdate]
     stats: ReplicaStats
@@ -88,32 +79,49 @@ class Deliver:
     answers: bool = False  # the load answers a `CollectLoad` that came before it was collected
 
 
-Effect: TypeAlias = Receive | Gather | Execute | Deliver
+Effect: TypeAlias = Wait | Submit | Deliver
 
 
 @dataclass(frozen=True)
-class StepFailed:
-    """All collectives of the step completed, but this replica cannot use its result."""
-
-    error: str
+class _RoundInFlight:
+    plan: StepPlan | None
+    requests_load: bool
 
 
 class Replica:
     """The requests of one replica from arrival to end, in step with all other replicas."""
 
-    def __init__(self, *, scheduler: Scheduler, lockstep: Lockstep, load_window: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        index: int = 0,
+        num_replicas: int = 1,
+        max_rounds: int = 2,
+        load_window: int = 0,
+    ) -> None:
         """
         Args:
+            index: of this replica among the replicas.
+            max_rounds: rounds in flight at once.
             load_window: steps after which expert loads are collected; 0: only on request.
         """
+        assert 0 <= index < num_replicas, (index, num_replicas)
         self._scheduler = scheduler
-        self._lockstep = lockstep
+        self._index = index
+        self._num_replicas = num_replicas
+        self._max_rounds = max_rounds
+        self._num_sent = 0  # rounds
+        self._rounds: deque[_RoundInFlight] = deque()
+        self._others_run = False  # by the last outcome
+        self._is_awake = num_replicas > 1  # a sleep has ended: ask the others once whether they have work
         self._live_request_ids: dict[str, None] = {}  # accepted requests that no update has ended
         self._updates: list[RequestUpdate] = []  # for the next `Deliver`
         self._shutdown_requested = False
         self._failure: Exception | None = None
+        self._is_failure_announced = False
         self._placement_epoch = 0  # the newest whose weights its ranks hold
-        self._load_window = load_window
+        self._load_window = load_window if index == 0 else 0  # one replica decides, so that all collect once
         self._steps_since_load = 0
         self._load_requested = False
         self._load_answers_request = False
@@ -124,80 +132,100 @@ class Replica:
 
         Raises:
             EngineError: another replica has failed.
-            LockstepError: the replicas are out of step.
-            Exception: the error that was thrown in, or an internal one.
+            Exception: an internal error.
         """
-        try:
-            yield from self._run_rounds()
-        except Exception as error:
-            self._end_all_requests(f"{type(error).__name__}: {error}")
-            yield self._deliver()
-            raise
-        yield self._deliver()
-
-    def _run_rounds(self) -> Generator[Effect, Any, None]:
-        plan, result, is_idle = None, None, False
         while True:
+            while (work := self._next_round()) is not None:
+                yield Submit(work)
+            yield self._deliver()
+            events: Events = yield Wait(heartbeat=self._num_replicas > 1 and not self._rounds)
+            self._is_awake |= self._num_replicas > 1 and not self._rounds
+            for outcome in events.outcomes:
+                ended = self._rounds.popleft()
+                if outcome.agreement.failed_ranks:
+                    failed = outcome.agreement.failed_ranks[0]
+                    raise self._failure or EngineError(f"replica {failed} failed; all must end with it")
+                if outcome.agreement.is_shutdown:
+                    yield self._deliver()
+                    return
+                self._guard(self._finish_round, ended, outcome)
+            for message in events.messages:
+                self._guard(self._handle, message)
+
+    def end_all_requests(self, error: str) -> Deliver:
+        """End all requests, and return the last delivery. The scheduler is not used, for it may be what failed."""
+        for request_id in list(self._live_request_ids):
+            self._queue_update(RequestUpdate(request_id=request_id, finish_reason="abort"), error=error)
+        return self._deliver()
+
+    def _guard(self, handle: Callable[..., None], *event: Any) -> None:
+        """Handle an event. An error is announced in the next round, so that all replicas end together."""
+        if self._failure is None:
             try:
-                plan = yield from self._prepare_round(plan, result, is_idle)
-            except Exception as error:  # announce it in the agreement, so that all replicas end together
-                plan, self._failure = None, error
-            # collective: all replicas
-            rows = yield Gather(self._lockstep.begin(self._intent(plan)))
-            agreement = self._lockstep.finish(rows)
-            if agreement.failed_ranks:
-                raise self._failure or EngineError(f"replica {agreement.failed_ranks[0]} failed; all must end with it")
-            if agreement.is_shutdown:
-                return
-            is_idle = agreement.is_idle
-            if agreement.collects_load:
-                self._load_answers_request |= self._load_requested
-                self._load_requested, self._steps_since_load = False, 0
-            self._steps_since_load += any(agreement.num_tokens)
-            # collective: all replicas, with or without a plan
-            result = None if is_idle else (yield Execute(plan, agreement))
-            if isinstance(result, StepResult):
-                self._placement_epoch = result.placement_epoch
-                if self._lockstep.rank == 0 and result.load is not None:
-                    self._load = result.load
+                handle(*event)
+            except Exception as error:
+                self._failure = error
 
-    def _prepare_round(
-        self, plan: StepPlan | None, result: StepResult | StepFailed | None, is_idle: bool
-    ) -> Generator[Effect, Any, StepPlan | None]:
-        """Commit the last step, deliver its updates, handle messages, and return the next plan.
-
-        This waits only if all replicas were idle, and then no longer than a heartbeat.
-        """
-        if plan is not None:
-            self._commit(plan, result)
-        yield self._deliver()
-        messages: list[ReplicaMessage] = yield Receive(
-            block=is_idle, heartbeat=is_idle and self._lockstep.num_replicas > 1
+    def _next_round(self) -> Round | None:
+        """Return the next round to send, if it can be sent now and anyone needs it."""
+        if len(self._rounds) == self._max_rounds or self._is_failure_announced:
+            return None
+        plan = None
+        if self._failure is None:
+            try:
+                plan = self._scheduler.schedule()
+            except Exception as error:
+                self._failure = error
+        requests_load = self._must_request_load()
+        announces = self._shutdown_requested or self._failure is not None or requests_load
+        others_may_run = self._others_run or (self._is_awake and not self._rounds)
+        if plan is None and not announces and not others_may_run:
+            return None
+        if self._shutdown_requested and plan is None and self._num_replicas == 1 and self._rounds:
+            return None  # one round is enough, once the results of the last plans are here
+        self._is_failure_announced = self._failure is not None
+        flags = IntentFlags(
+            requests_shutdown=self._shutdown_requested,
+            has_failed=self._failure is not None,
+            requests_load=requests_load,
         )
-        for message in messages:
-            self._handle(message)
-        return self._scheduler.schedule()
-
-    def _intent(self, plan: StepPlan | None) -> Intent:
-        return Intent(
+        intent = Intent(
             num_tokens=0 if plan is None else plan.num_tokens,
             is_decode_only=plan is None or plan.is_decode_only,
             placement_epoch=self._placement_epoch,
-            flags=IntentFlags(
-                requests_shutdown=self._shutdown_requested,
-                has_failed=self._failure is not None,
-                requests_load=self._load_requested or 0 < self._load_window <= self._steps_since_load,
-            ),
+            flags=flags,
         )
+        work = Round(row=make_row(intent, number=self._num_sent, replica=self._index), plan=plan)
+        self._num_sent += 1
+        self._rounds.append(_RoundInFlight(plan, requests_load))
+        return work
 
-    def _commit(self, plan: StepPlan, result: StepResult | StepFailed | None) -> None:
-        """Take in the result of a step. A failed step ends the requests that were in it, and no others."""
-        if isinstance(result, StepFailed):
-            for update in self._scheduler.abort_step():
-                self._queue_update(update, error=result.error)
+    def _must_request_load(self) -> bool:
+        if any(each.requests_load for each in self._rounds):
+            return False
+        return self._load_requested or 0 < self._load_window <= self._steps_since_load
+
+    def _finish_round(self, ended: _RoundInFlight, outcome: Outcome) -> None:
+        agreement, result = outcome.agreement, outcome.result
+        self._is_awake = False
+        self._others_run = self._num_replicas > 1 and not agreement.is_idle
+        if agreement.collects_load:
+            self._load_answers_request |= self._load_requested and ended.requests_load
+            self._load_requested &= not ended.requests_load
+            self._steps_since_load = 0
+        self._steps_since_load += any(agreement.num_tokens)
+        if result is not None:
+            self._placement_epoch = result.placement_epoch
+            if self._index == 0 and result.load is not None:
+                self._load = result.load
+        if ended.plan is None:
             return
-        assert result is not None, f"step {plan.step} has no result"
-        for update in self._scheduler.commit(plan, result):
+        if outcome.error:
+            for update in self._scheduler.abort_step():
+                self._queue_update(update, error=outcome.error)
+            return
+        assert result is not None, f"step {ended.plan.step} has no result"
+        for update in self._scheduler.commit(result):
             self._queue_update(update)
 
     def _handle(self, message: ReplicaMessage) -> None:
@@ -236,11 +264,6 @@ class Replica:
             self._live_request_ids.pop(update.request_id, None)
         self._updates.append(update if error is None else msgspec.structs.replace(update, error=error))
 
-    def _end_all_requests(self, error: str) -> None:
-        """End the requests in this file's own list: the scheduler may be what failed."""
-        for request_id in list(self._live_request_ids):
-            self._queue_update(RequestUpdate(request_id=request_id, finish_reason="abort"), error=error)
-
     def _deliver(self) -> Deliver:
         updates, self._updates = self._updates, []
         load, self._load = self._load, None
@@ -250,6 +273,6 @@ class Replica:
             num_free_blocks=self._scheduler.num_free_blocks,
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
-            step=self._lockstep.step,
+            num_rounds=self._num_sent - len(self._rounds),
         )
         return Deliver(updates, stats, load, answers)

@@ -5,27 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moeserve.outputs import FinishReason
-from moeserve.protocol import Chunk, Request, RequestUpdate, SampleSpec, TokenLogprobs
+from moeserve.protocol import Registration, Request, RequestUpdate, TokenLogprobs
 from moeserve.scheduling.block_pool import block_digests
+
+NO_SLOT = -1  # of a request that is not running
 
 
 @dataclass(eq=False)
 class LiveRequest:
-    """A request that has not ended. Only the scheduler changes it."""
+    """A request that has not ended, or that a plan in flight still names. Only the scheduler changes it."""
 
     request: Request
     arrival: int  # number of requests that came before it
     root_digest: bytes
-    token_ids: list[int] = field(init=False)  # prompt, then output
+    token_ids: list[int] = field(init=False)  # prompt, then output; those that are known here
     num_computed: int = 0  # tokens whose keys and values are in the cache
-    block_ids: list[int] = field(default_factory=list)  # replaced, never changed: plans share it
+    num_planned: int = 0  # these, and the tokens of plans in flight
+    num_unknown: int = 0  # output tokens that plans in flight sample
+    num_plans: int = 0  # in flight
+    block_ids: list[int] = field(default_factory=list)
+    slot: int = NO_SLOT  # of the ranks' tables
+    is_registered: bool = False  # the ranks' tables hold its state
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
+    num_passed: int = 0  # requests that were admitted before this one though they came later
     ended: bool = False
     _digests: list[bytes] = field(default_factory=list)  # of its first full blocks, computed on demand
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # collected until the first token
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.prompt_token_ids)
+        self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
 
     @property
     def request_id(self) -> str:
@@ -40,14 +48,34 @@ class LiveRequest:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_uncomputed(self) -> int:
-        """Known tokens that are not in the cache: at least one, because the newest is computed a step later."""
-        return len(self.token_ids) - self.num_computed
+    def num_unplanned(self) -> int:
+        """Tokens that exist, or will once the plans in flight have run, and that no plan computes yet."""
+        return len(self.token_ids) + self.num_unknown - self.num_planned
 
     @property
     def needs_every_prompt_row(self) -> bool:
         """True until the prompt log-probabilities are sent: no position of the prompt may then be skipped."""
         return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    def will_end(self, max_model_len: int) -> bool:
+        """True if the tokens that plans in flight sample bring the request to its length limit."""
+        num_tokens = len(self.token_ids) + self.num_unknown
+        return num_tokens == max_model_len or num_tokens - self.num_prompt_tokens == self.request.params.max_tokens
+
+    def registration(self) -> Registration:
+        """Return the state that ranks keep. No plan that names the request may be in flight."""
+        assert self.slot != NO_SLOT, self.request_id
+        assert self.num_plans == 0, self.request_id
+        request = self.request
+        return Registration(
+            slot=self.slot,
+            token_ids=self.token_ids,
+            num_prompt_tokens=self.num_prompt_tokens,
+            block_ids=self.block_ids.copy(),  # grows before the ranks read it
+            params=request.params,
+            seed=request.seed,
+            end_token_ids=[*request.eos_token_ids, *request.params.stop_token_ids],
+        )
 
     def digest(self, block_index: int, block_size: int) -> bytes:
         """Return the digest of a full block of known tokens. Each is computed once."""
@@ -57,36 +85,6 @@ class LiveRequest:
             known = self.token_ids[len(self._digests) * block_size :]
             self._digests += block_digests(parent, known, block_size)
         return self._digests[block_index]
-
-    def next_chunk(self, num_tokens: int) -> Chunk:
-        """Return the next `num_tokens` tokens to compute. If they include the last known one, a token is sampled."""
-        start, end = self.num_computed, self.num_computed + num_tokens
-        needs_rows = self.needs_every_prompt_row
-        return Chunk(
-            token_ids=self.token_ids[start:end],
-            start=start,
-            block_ids=self.block_ids,
-            sample=self._sample_spec() if end == len(self.token_ids) else None,
-            num_prompt_logprobs=self.request.params.prompt_logprobs if needs_rows else None,
-            # row p predicts token p + 1; the token after the prompt is sampled, not given
-            prompt_targets=self.token_ids[start + 1 : end + 1] if needs_rows else [],
-        )
-
-    def _sample_spec(self) -> SampleSpec:
-        request, params = self.request, self.request.params
-        has_penalties = params.has_penalties
-        return SampleSpec(
-            params=params,
-            seed=request.seed,
-            position=self.num_output_tokens,
-            barred_token_ids=[*request.eos_token_ids, *params.stop_token_ids] if self._is_below_min_tokens else [],
-            prompt_token_ids=request.prompt_token_ids if has_penalties else [],
-            output_token_ids=self.token_ids[self.num_prompt_tokens :] if has_penalties else [],
-        )
-
-    @property
-    def _is_below_min_tokens(self) -> bool:
-        return self.num_output_tokens < self.request.params.min_tokens
 
     def collect_prompt_logprobs(self, rows: list[TokenLogprobs]) -> None:
         self._prompt_logprobs += rows
@@ -109,7 +107,7 @@ class LiveRequest:
     def _finish_and_stop_reason(self, token_id: int, max_model_len: int) -> tuple[FinishReason | None, int | None]:
         """Return finish_reason (None to continue) and stop_reason if `token_id` is the next token."""
         request, params = self.request, self.request.params
-        if not self._is_below_min_tokens:
+        if self.num_output_tokens >= params.min_tokens:
             if token_id in request.eos_token_ids:
                 return "stop", None
             if token_id in params.stop_token_ids:
@@ -120,6 +118,8 @@ class LiveRequest:
 
     def reset_computed(self) -> None:
         """Return to the start after a preemption. The output is kept; all tokens will be computed again."""
-        self.num_computed = 0
+        self.num_computed = self.num_planned = 0
         self.block_ids = []
+        self.slot = NO_SLOT
+        self.is_registered = False
         self._prompt_logprobs = []  # not sent yet, so all of them will be computed again

@@ -1,19 +1,26 @@
 """Continuous batching: decides which tokens of which requests run in each step, and which KV cache blocks they use.
 
-Requests are served in order of arrival. The running ones are always the oldest: a request is admitted only after all
-before it, and the newest running one is preempted first. So the oldest request advances in every step, and no request
-waits forever.
+Requests are served in order of arrival. The running ones are nearly always the oldest: a request is admitted after all
+before it, unless one of those does not fit yet and a bounded number of later ones may pass it. The newest running one
+is preempted first. So the oldest request advances, and no request waits forever.
+
+Several plans may be in flight: `schedule` may be called again before the result of the last plan is committed. Ranks
+run plans in their order, so a plan may continue a request after a token that an earlier one has yet to sample. A block
+is given to another request only after all plans that name it for its last owner have been committed.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from moeserve.errors import RequestError
-from moeserve.protocol import Chunk, ChunkResult, Request, RequestUpdate, StepPlan, StepResult
+from moeserve.protocol import ChunkResult, Request, RequestUpdate, StepPlan, StepResult
 from moeserve.scheduling.block_pool import BlockPool, num_blocks_for, root_digest
-from moeserve.scheduling.request import LiveRequest
+from moeserve.scheduling.request import NO_SLOT, LiveRequest
+
+# Later requests that may be admitted before one that does not fit into the KV cache yet.
+MAX_PASSED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +33,25 @@ class SchedulerConfig:
     max_num_batched_tokens: int  # of one step
     max_model_len: int  # tokens of a request, prompt and output together
     enable_prefix_caching: bool
+    # Plan tokens whose predecessor is not sampled yet; False: wait until it is committed.
+    plans_ahead: bool = True
+
+
+@dataclass(frozen=True)
+class _PlannedChunk:
+    """A chunk of a plan in flight."""
+
+    request: LiveRequest
+    num_tokens: int
+    samples: bool
+    num_prompt_rows: int  # prompt tokens whose log-probabilities it returns
 
 
 class Scheduler:
     """Prompts in chunks and single decode tokens, within one token budget per step.
 
-    `schedule` and `commit` alternate. If a planned step could not be run, call `abort_step` or `abort_all` instead of
-    `commit`. All decisions follow from the calls made so far; there is no clock and no randomness.
+    Each plan that `schedule` returns is ended by `commit` or `abort_step`, in the order of the plans. All decisions
+    follow from the calls made so far; there is no clock and no randomness.
     """
 
     def __init__(self, config: SchedulerConfig, cache_salt: bytes) -> None:
@@ -47,20 +66,27 @@ class Scheduler:
         self.num_preemptions = 0
         self._cache_salt = cache_salt
         self._pool = BlockPool(config.num_blocks)
-        # Both in order of arrival. All running requests came before all waiting ones.
-        self._running: dict[str, LiveRequest] = {}
-        self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()
+        self._running: dict[str, LiveRequest] = {}  # in order of admission
+        self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()  # in order of arrival
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
         self._step = 0
-        self._in_flight: dict[LiveRequest, int] = {}  # tokens by request, in the plan not yet committed
+        self._plans: deque[list[_PlannedChunk]] = deque()  # in flight
+        self._ended_in_flight: set[LiveRequest] = set()  # ended, but a plan in flight names their blocks
 
     @property
     def has_work(self) -> bool:
+        """True if there is a request that has not ended."""
         return bool(self._running or self._waiting)
 
     @property
+    def num_plans(self) -> int:
+        """Plans in flight."""
+        return len(self._plans)
+
+    @property
     def live_request_ids(self) -> list[str]:
-        """Requests that have not ended, in order of arrival."""
+        """Requests that have not ended."""
         return [*self._running, *self._waiting]
 
     @property
@@ -87,7 +113,7 @@ class Scheduler:
             raise RequestError(f"{name} is still being served; give each request an id of its own")
         if num_tokens == 0:
             raise RequestError(f"{name}: the prompt has no tokens; it must have at least one")
-        if num_tokens >= self.config.max_model_len:
+        if num_tokens + len(request.output_token_ids) >= self.config.max_model_len:
             raise RequestError(
                 f"{name}: the prompt has {num_tokens} tokens; with max_model_len={self.config.max_model_len} at most "
                 f"{self.config.max_model_len - 1} fit, because one must be left for the output. Shorten the prompt"
@@ -97,122 +123,184 @@ class Scheduler:
         self._num_arrived += 1
 
     def abort(self, request_id: str) -> RequestUpdate | None:
-        """End a request and free its blocks. Return None if there is no such request.
-
-        This may be called between `schedule` and `commit`: the blocks are not allocated again before the next
-        `schedule`, and the step's result for this request is dropped.
-        """
+        """End a request and free its blocks. Return None if there is no such request."""
         request = self._running.get(request_id) or self._waiting.get(request_id)
         if request is None:
             return None
-        self._end(request)
-        return RequestUpdate(
-            request_id=request_id, finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0
-        )
+        return self._abort(request)
 
     def abort_all(self) -> list[RequestUpdate]:
-        """End every request. Nothing of a step in flight is kept."""
+        """End every request. Results of plans in flight must still be committed, and are dropped."""
         return [update for request_id in self.live_request_ids if (update := self.abort(request_id)) is not None]
 
-    def abort_step(self) -> list[RequestUpdate]:
-        """End the requests of the step in flight, and no others. Nothing of that step is kept."""
-        in_flight, self._in_flight = self._in_flight, {}
-        still_live = [request.request_id for request in in_flight if not request.ended]
-        return [update for request_id in still_live if (update := self.abort(request_id)) is not None]
-
     def schedule(self) -> StepPlan | None:
-        """Plan the next step and allocate the blocks it needs. Return None if there are no requests.
+        """Plan the next step and allocate the blocks it needs. Return None if no request can run now.
 
-        The plan has one chunk for each of the oldest requests, in order of arrival.
+        That is so if there are none, or if they wait for the results of plans in flight.
         """
-        assert all(request.ended for request in self._in_flight), f"step {self._step} is neither committed nor aborted"
-        planned: dict[LiveRequest, int] = {}
-        num_preemptions_before = self.num_preemptions
-        budget = self._continue_running(planned, self.config.max_num_batched_tokens)
-        if self.num_preemptions == num_preemptions_before:
+        new_blocks: list[tuple[int, list[int]]] = []
+        planned: list[tuple[LiveRequest, int]] = []
+        num_preemptions = self.num_preemptions
+        budget, has_room = self._continue_running(planned, new_blocks, self.config.max_num_batched_tokens)
+        if has_room and self.num_preemptions == num_preemptions:
             self._admit_waiting(planned, budget)
         if not planned:
-            assert not self.has_work, "there are requests, but none of them can run"
+            assert self._plans or not self.has_work, "there are requests, but none of them can run"
             return None
         self._step += 1
-        self._in_flight = planned
-        return StepPlan(step=self._step, chunks=[request.next_chunk(num) for request, num in planned.items()])
+        plan = StepPlan(
+            step=self._step,
+            slots=[request.slot for request, _ in planned],
+            starts=[request.num_planned for request, _ in planned],
+            lengths=[num_tokens for _, num_tokens in planned],
+            registrations=[request.registration() for request, _ in planned if not request.is_registered],
+            new_blocks=new_blocks,
+        )
+        self._plans.append([self._start_chunk(request, num_tokens) for request, num_tokens in planned])
+        return plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
-        """Apply the result of a step. Return the new tokens and ends; a partly computed prompt has no update."""
-        assert plan.step == result.step == self._step, f"step {self._step}: got plan {plan.step}, result {result.step}"
-        assert len(plan.chunks) == len(result.chunks) == len(self._in_flight), f"step {plan.step}: chunks are missing"
-        in_flight, self._in_flight = self._in_flight, {}
+    def commit(self, result: StepResult) -> list[RequestUpdate]:
+        """Apply the result of the oldest plan. Return new tokens and ends; a partly computed prompt has no update."""
+        chunks = self._plans.popleft()
+        step = self._step - len(self._plans)
+        assert result.step == step, f"step {step}: got the result of step {result.step}"
+        assert len(chunks) == len(result.chunks), f"step {step}: chunks are missing"
         updates = []
-        for request, chunk, chunk_result in zip(in_flight, plan.chunks, result.chunks, strict=True):
-            if request.ended:  # aborted meanwhile
-                continue
-            update = self._commit_chunk(request, chunk, chunk_result)
-            if update is not None:
+        for chunk, chunk_result in zip(chunks, result.chunks, strict=True):
+            self._finish_chunk(chunk)
+            if not chunk.request.ended and (update := self._commit_chunk(chunk, chunk_result)) is not None:
                 updates.append(update)
         return updates
+
+    def abort_step(self) -> list[RequestUpdate]:
+        """End the requests of the oldest plan, and no others. Nothing of that step is kept."""
+        chunks = self._plans.popleft()
+        for chunk in chunks:
+            self._finish_chunk(chunk)
+        still_live = [chunk.request.request_id for chunk in chunks if not chunk.request.ended]
+        return [update for request_id in still_live if (update := self.abort(request_id)) is not None]
+
+    def forget_ranks(self) -> None:
+        """Register all requests again, because the ranks have lost their state. No plan may be in flight."""
+        assert not self._plans, f"{len(self._plans)} plans are in flight"
+        for request in self._running.values():
+            request.is_registered = False
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent. For tests and debugging: visits every block."""
         live = [*self._running.values(), *self._waiting.values()]
-        arrivals = [request.arrival for request in live]
-        assert arrivals == sorted(set(arrivals)), "requests are not in order of arrival"
+        waiting_arrivals = [request.arrival for request in self._waiting.values()]
+        assert waiting_arrivals == sorted(set(waiting_arrivals)), "requests do not wait in order of arrival"
         assert len(self._running) <= self.config.max_num_seqs, f"{len(self._running)} requests run"
         assert not any(request.ended for request in live), "a request that ended is still queued"
+        slots = [*self._free_slots, *(request.slot for request in self._running.values())]
+        assert sorted(slots) == list(range(self.config.max_num_seqs)), f"slots are lost: {slots}"
+        in_flight = [chunk for chunks in self._plans for chunk in chunks]
+        for request in [*live, *self._ended_in_flight]:
+            own = [chunk for chunk in in_flight if chunk.request is request]
+            assert request.num_plans == len(own), request
+            assert request.num_planned == request.num_computed + sum(chunk.num_tokens for chunk in own), request
+            assert request.num_unknown == sum(chunk.samples for chunk in own), request
         for request in self._running.values():
-            num_tokens = request.num_computed + self._in_flight.get(request, 0)
-            assert num_tokens <= len(request.token_ids) < self.config.max_model_len, request
-            assert len(request.block_ids) == num_blocks_for(num_tokens, self.config.block_size), request
+            assert request.num_planned <= len(request.token_ids) + request.num_unknown <= self.config.max_model_len
+            assert len(request.block_ids) == num_blocks_for(request.num_planned, self.config.block_size), request
         for request in self._waiting.values():
-            assert request.num_computed == len(request.block_ids) == 0, request
-        self._pool.check_invariants(block_id for request in live for block_id in request.block_ids)
+            assert request.num_planned == len(request.block_ids) == 0, request
+            assert request.slot == NO_SLOT, request
+        holders = [*live, *self._ended_in_flight]
+        self._pool.check_invariants(block_id for request in holders for block_id in request.block_ids)
 
-    def _continue_running(self, planned: dict[LiveRequest, int], budget: int) -> int:
-        """Plan the running requests, oldest first. Return the rest of the budget."""
-        for request in list(self._running.values()):
-            num_tokens = min(request.num_uncomputed, budget)
-            if num_tokens == 0 or not self._make_room(request, num_tokens):
+    def _continue_running(
+        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: int
+    ) -> tuple[int, bool]:
+        """Plan the running requests, oldest first. A prompt leaves one token for each request that decodes after it.
+
+        Returns:
+            The rest of the budget, and False if a request cannot grow now, so that no newer one may get blocks.
+        """
+        ready = [request for request in self._running.values() if self._may_continue(request)]
+        num_left = len(ready)
+        for request in ready:
+            num_left -= 1
+            if request.slot == NO_SLOT:  # preempted in this call
+                continue
+            num_tokens = min(request.num_unplanned, max(1, budget - num_left), budget)
+            if num_tokens == 0:
                 break
-            self._plan(request, num_tokens, planned)
+            if not self._make_room(request, num_tokens):
+                return budget, False
+            if num_new := self._num_new_blocks(request, num_tokens):
+                added = self._pool.allocate(num_new)
+                request.block_ids += added
+                if request.is_registered:
+                    new_blocks.append((request.slot, added))
+            planned.append((request, num_tokens))
             budget -= num_tokens
-        return budget
+        return budget, True
+
+    def _may_continue(self, request: LiveRequest) -> bool:
+        """True if another token of the request can be planned now."""
+        if request.num_unknown and (not self.config.plans_ahead or request.will_end(self.config.max_model_len)):
+            return False
+        # Ranks forgot the request: all of its tokens must be known to register it again.
+        return request.num_unplanned > 0 and (request.is_registered or request.num_plans == 0)
 
     def _make_room(self, request: LiveRequest, num_tokens: int) -> bool:
-        """Preempt the newest running requests until `request` can grow. Return False if it was preempted itself.
+        """Preempt the newest running requests until `request` can grow. Return False if it cannot grow now.
 
-        Requests planned in this step are older than `request`, so none of them is preempted.
+        A request with plans in flight is not preempted: its blocks are in use. It gets no further plans, so it can be
+        preempted soon.
         """
-        while request.request_id in self._running:
-            if self._num_new_blocks(request, num_tokens) <= self._pool.num_free:
-                return True
-            self._preempt_newest()
-        return False
+        while self._num_new_blocks(request, num_tokens) > self._pool.num_free:
+            if self._ended_in_flight:  # their blocks come back with the results of plans in flight
+                return False
+            newest = next(reversed(self._running.values()))
+            if newest.num_plans:
+                return False
+            self._preempt(newest)
+            if newest is request:
+                return False
+        return True
 
-    def _preempt_newest(self) -> None:
-        """Return the newest running request to the head of the queue, to be computed again from its start."""
-        request_id, request = self._running.popitem()
-        self._waiting[request_id] = request
-        self._waiting.move_to_end(request_id, last=False)
-        self._pool.release(request.block_ids)
+    def _preempt(self, request: LiveRequest) -> None:
+        """Return a running request to its place in the queue, to be computed again from its start."""
+        del self._running[request.request_id]
+        self._release(request)
         request.reset_computed()
+        later = [other for other in self._waiting.values() if other.arrival > request.arrival]
+        self._waiting[request.request_id] = request
+        for other in later:
+            self._waiting.move_to_end(other.request_id)
         self.num_preemptions += 1
 
-    def _admit_waiting(self, planned: dict[LiveRequest, int], budget: int) -> None:
-        """Admit waiting requests, oldest first, until one does not fit."""
-        while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
-            request = next(iter(self._waiting.values()))
+    def _admit_waiting(self, planned: list[tuple[LiveRequest, int]], budget: int) -> None:
+        """Admit waiting requests, oldest first. A few may pass those that do not fit yet."""
+        passed: list[LiveRequest] = []
+        for request in list(self._waiting.values()):
+            if budget == 0 or len(self._running) == self.config.max_num_seqs:
+                return
             prefix = self._cached_prefix(request)
             if not self._has_room(request, prefix):
-                return
-            self._running[request.request_id] = self._waiting.pop(request.request_id)
+                if request.num_passed == MAX_PASSED:
+                    return
+                passed.append(request)
+                continue
+            for other in passed:
+                other.num_passed += 1
+            del self._waiting[request.request_id]
+            self._running[request.request_id] = request
             self._pool.share(prefix)
             request.block_ids = prefix
-            request.num_computed = len(prefix) * self.config.block_size
+            request.slot = self._free_slots.pop()
+            request.num_computed = request.num_planned = len(prefix) * self.config.block_size
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed
-            num_tokens = min(request.num_uncomputed, budget)
-            self._plan(request, num_tokens, planned)
+            num_tokens = min(request.num_unplanned, budget)
+            request.block_ids += self._pool.allocate(self._num_new_blocks(request, num_tokens))
+            planned.append((request, num_tokens))
             budget -= num_tokens
+            if any(other.num_passed == MAX_PASSED for other in passed):
+                return
 
     def _cached_prefix(self, request: LiveRequest) -> list[int]:
         """Return the longest run of cached blocks that a request begins with. Its last token is always computed."""
@@ -236,21 +324,39 @@ class Scheduler:
         num_taken = num_blocks_for(len(request.token_ids), self.config.block_size) - num_shared
         return num_taken + len(self._running) <= self._pool.num_free
 
-    def _plan(self, request: LiveRequest, num_tokens: int, planned: dict[LiveRequest, int]) -> None:
-        if num_new := self._num_new_blocks(request, num_tokens):
-            request.block_ids = [*request.block_ids, *self._pool.allocate(num_new)]
-        planned[request] = num_tokens
-
     def _num_new_blocks(self, request: LiveRequest, num_tokens: int) -> int:
-        return num_blocks_for(request.num_computed + num_tokens, self.config.block_size) - len(request.block_ids)
+        return num_blocks_for(request.num_planned + num_tokens, self.config.block_size) - len(request.block_ids)
 
-    def _commit_chunk(self, request: LiveRequest, chunk: Chunk, result: ChunkResult) -> RequestUpdate | None:
+    def _start_chunk(self, request: LiveRequest, num_tokens: int) -> _PlannedChunk:
+        end = request.num_planned + num_tokens
+        samples = num_tokens == request.num_unplanned
+        needs_rows = request.needs_every_prompt_row and request.num_unknown == 0
+        num_prompt_rows = num_tokens - samples if needs_rows else 0  # the last row predicts the sampled token
+        request.is_registered = True
+        request.num_planned = end
+        request.num_unknown += samples
+        request.num_plans += 1
+        return _PlannedChunk(request, num_tokens, samples, num_prompt_rows)
+
+    def _finish_chunk(self, chunk: _PlannedChunk) -> None:
+        """A plan that names the chunk's request is not in flight any more."""
+        request = chunk.request
+        request.num_plans -= 1
+        request.num_unknown -= chunk.samples
+        request.num_computed += chunk.num_tokens
+        if request in self._ended_in_flight and request.num_plans == 0:
+            self._ended_in_flight.discard(request)
+            self._pool.release(request.block_ids)
+
+    def _commit_chunk(self, chunk: _PlannedChunk, result: ChunkResult) -> RequestUpdate | None:
         """Apply the result of one chunk. Only now do its keys and values exist, so only now can others share them."""
-        assert (chunk.sample is None) == (result.token_id is None), f"{request.request_id}: token {result}"
-        assert len(result.prompt_logprobs) == len(chunk.prompt_targets), f"{request.request_id}: rows are missing"
-        first_block = request.num_computed // self.config.block_size
-        request.num_computed += len(chunk.token_ids)
+        request = chunk.request
+        if result.error is not None:
+            return self._abort(request, error=result.error)
+        assert chunk.samples == (result.token_id is not None), f"{request.request_id}: token {result}"
+        assert len(result.prompt_logprobs) == chunk.num_prompt_rows, f"{request.request_id}: rows are missing"
         if self.config.enable_prefix_caching:
+            first_block = (request.num_computed - chunk.num_tokens) // self.config.block_size
             for index in range(first_block, request.num_computed // self.config.block_size):
                 self._pool.register(request.block_ids[index], request.digest(index, self.config.block_size))
         request.collect_prompt_logprobs(result.prompt_logprobs)
@@ -261,8 +367,27 @@ class Scheduler:
             self._end(request)
         return update
 
+    def _abort(self, request: LiveRequest, error: str | None = None) -> RequestUpdate:
+        self._end(request)
+        return RequestUpdate(
+            request_id=request.request_id,
+            finish_reason="abort",
+            num_cached_tokens=request.num_cached_tokens or 0,
+            error=error,
+        )
+
     def _end(self, request: LiveRequest) -> None:
-        queue = self._running if request.request_id in self._running else self._waiting
-        del queue[request.request_id]
-        self._pool.release(request.block_ids)
         request.ended = True
+        if request.request_id in self._waiting:
+            del self._waiting[request.request_id]
+        else:
+            del self._running[request.request_id]
+            self._release(request)
+
+    def _release(self, request: LiveRequest) -> None:
+        """Free the slot of a request that no longer runs, and its blocks unless a plan in flight names them."""
+        self._free_slots.append(request.slot)
+        if request.num_plans:
+            self._ended_in_flight.add(request)
+        else:
+            self._pool.release(request.block_ids)

@@ -1,10 +1,11 @@
-"""Builds the tensors of a step from its plan, runs the model, and samples tokens."""
+"""Builds the tensors of a step from its chunks, runs the model, and samples tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,9 +13,10 @@ from torch.nn import functional
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import EngineError
 from moeserve.models.decoder import Decoder
-from moeserve.protocol import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
+from moeserve.protocol import ChunkResult, TokenLogprobs
 from moeserve.step_inputs import ChunkSpan, StepInputs
-from moeserve.worker.sampler import prompt_logprobs, sample
+from moeserve.worker.request_table import Chunk, RequestTable
+from moeserve.worker.sampler import SampledToken, prompt_logprobs, sample, sample_spec
 from moeserve.worker.step_replay import StepContext, StepReplay
 
 # Rows of prompt log-probabilities computed at once: a long prompt times a vocabulary would not fit.
@@ -22,94 +24,110 @@ PROMPT_ROWS = 64
 
 
 class ModelRunner:
-    """Executes plans on one rank. The first tp rank of a replica samples."""
+    """Executes steps on one rank. The first tp rank of a replica samples, and sends the tokens to the others."""
 
-    def __init__(self, model: Decoder, context: StepContext, replay: StepReplay) -> None:
+    def __init__(self, model: Decoder, context: StepContext, replay: StepReplay, table: RequestTable) -> None:
+        """
+        Args:
+            table: of the requests whose chunks are executed.
+        """
         self.model = model
         self.context = context
         self.replay = replay
+        self.table = table
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, num_tokens: tuple[int, ...], padded_to: int | None = None) -> StepResult:
-        """Run one step. Collective: all ranks.
+    def execute(
+        self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None
+    ) -> list[ChunkResult]:
+        """Run one step, and append the sampled tokens to the table. Collective: all ranks.
 
         Args:
-            num_tokens: of each replica's plan for this step, in order of dp rank.
+            num_tokens: of each replica's chunks in this step, in order of dp rank.
             padded_to: rows to which all replicas pad a decode step; None: no padding.
 
-        Raises:
-            EngineError: the logits are not finite. This rank has then entered all collectives of the step.
+        Returns:
+            The results on the rank that samples; nothing on the others.
         """
-        step = self.build_inputs(plan, num_tokens, padded_to)
+        step = self.build_inputs(chunks, num_tokens, padded_to)
         hidden_TD = self.replay(step)
-        if self.context.tp_rank != 0:
-            self._join_logits(plan, step, hidden_TD)
-            return StepResult(step=plan.step, chunks=[])
-
-        kernels = self.model.context.kernels
-        # Computing logits is collective, so all of them are computed before any error is raised.
-        specs = [chunk.sample for chunk in plan.chunks if chunk.sample is not None]
-        logits_LV = self.model.logits(step.rows_for_logits(hidden_TD)) if specs else None
-        failure: EngineError | None = None
-        prompts: list[list[TokenLogprobs]] = []
-        for chunk, span in zip(plan.chunks, step.spans[: len(plan.chunks)], strict=True):
-            prompts.append([])
-            for first, targets in _prompt_pieces(chunk):
-                rows_RV = self.model.logits(hidden_TD[span.first_row + first :][: len(targets)])
-                try:
-                    prompts[-1] += prompt_logprobs(rows_RV, targets, chunk.num_prompt_logprobs or 0, kernels)
-                except EngineError as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
-        sampled = iter([] if logits_LV is None else sample(logits_LV, specs, kernels))
+        # Computing logits is collective: on all tp ranks alike.
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        logits_LV = self.model.logits(step.rows_for_logits(hidden_TD)) if sampling else None
+        samples_here = self.context.tp_rank == 0
+        prompts = [
+            list(self._prompt_rows(chunk, hidden_TD[span.first_row :], samples_here))
+            for chunk, span in zip(chunks, step.spans[: len(chunks)], strict=True)
+        ]
+        sampled: list[SampledToken] = []
+        if samples_here and logits_LV is not None:
+            sampled = sample(logits_LV, [sample_spec(chunk.request) for chunk in sampling], self.model.context.kernels)
         self.model.groups.raise_failure()  # the tokens are on the host, so the GPU has finished the step
-        results = []
-        for chunk, prompt in zip(plan.chunks, prompts, strict=True):
-            if chunk.sample is None:
-                results.append(ChunkResult(prompt_logprobs=prompt))
-            else:
-                token = next(sampled)
-                results.append(ChunkResult(token_id=token.token_id, logprobs=token.logprobs, prompt_logprobs=prompt))
-        return StepResult(step=plan.step, chunks=results)
+        self._append_tokens(chunks, [token.token_id for token in sampled] or [0] * len(sampling))
+        if not samples_here:
+            return []
+        remaining = iter(sampled)
+        return [
+            _chunk_result(next(remaining) if chunk.samples else None, prompt)
+            for chunk, prompt in zip(chunks, prompts, strict=True)
+        ]
 
-    def build_inputs(self, plan: StepPlan, num_tokens: tuple[int, ...], padded_to: int | None = None) -> StepInputs:
-        """Return a plan as tensors on the device. See `execute`."""
-        size, mesh = self.context.block_size, self.context.mesh
-        token_ids: list[int] = []
-        positions: list[int] = []
-        cache_slots: list[int] = []
-        logits_rows: list[int] = []
-        spans: list[ChunkSpan] = []
-        for chunk in plan.chunks:
-            span = ChunkSpan(
-                first_row=len(token_ids),
-                num_rows=len(chunk.token_ids),
-                context_len=chunk.start + len(chunk.token_ids),
-            )
-            spans.append(span)
-            token_ids += chunk.token_ids
-            positions += range(chunk.start, span.context_len)
-            cache_slots += [
-                chunk.block_ids[position // size] * size + position % size
-                for position in range(chunk.start, span.context_len)
-            ]
-            if chunk.sample is not None:
-                logits_rows.append(len(token_ids) - 1)
-        max_blocks = max((len(chunk.block_ids) for chunk in plan.chunks), default=0)
-        block_table = [chunk.block_ids + [0] * (max_blocks - len(chunk.block_ids)) for chunk in plan.chunks]
+    def _append_tokens(self, chunks: Sequence[Chunk], token_ids: list[int]) -> None:
+        if token_ids:
+            # collective: tp ranks
+            shared = self.model.groups.tp.broadcast(torch.tensor(token_ids), 0)
+            self.table.append_tokens(chunks, token_ids if self.context.tp_rank == 0 else shared.tolist())
+
+    def _prompt_rows(self, chunk: Chunk, hidden_TD: Tensor, samples_here: bool) -> Iterator[list[TokenLogprobs] | str]:
+        """Yield log-probabilities of pieces of the prompt, or an error. Collective: tp ranks, in their logits."""
+        for first in range(0, len(chunk.prompt_targets), PROMPT_ROWS):
+            targets = chunk.prompt_targets[first : first + PROMPT_ROWS]
+            rows_RV = self.model.logits(hidden_TD[first:][: len(targets)])
+            if not samples_here:
+                continue
+            try:
+                yield prompt_logprobs(
+                    rows_RV, targets, chunk.request.params.prompt_logprobs or 0, self.model.context.kernels
+                )
+            except EngineError as error:
+                yield str(error)
+
+    def build_inputs(
+        self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None
+    ) -> StepInputs:
+        """Return chunks as tensors on the device. See `execute`."""
+        mesh, block_size = self.context.mesh, self.context.block_size
+        lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
+        row_starts = np.concatenate([[0], np.cumsum(lengths)])
+        starts = np.array([chunk.start for chunk in chunks], np.int64)
+        slots = np.array([chunk.slot for chunk in chunks], np.int64)
+        total = int(row_starts[-1])
+        positions = np.arange(total) + np.repeat(starts - row_starts[:-1], lengths)
+        blocks = self.table.block_table[np.repeat(slots, lengths), positions // block_size]
+        max_blocks = max((-(-chunk.end // block_size) for chunk in chunks), default=0)
+        spans = tuple(
+            ChunkSpan(first_row=first_row, num_rows=len(chunk.token_ids), context_len=chunk.end)
+            for first_row, chunk in zip(row_starts.tolist(), chunks, strict=False)
+        )
         step = StepInputs(
-            token_ids=self._tensor(token_ids, torch.int64),
-            positions=self._tensor(positions, torch.int64),
-            cache_slots=self._tensor(cache_slots, torch.int64),
-            row_starts=self._tensor([*(span.first_row for span in spans), len(token_ids)], torch.int32),
-            context_lens=self._tensor([span.context_len for span in spans], torch.int32),
-            block_table=self._tensor(block_table, torch.int32).view(len(spans), max_blocks),
-            logits_rows=self._tensor(logits_rows, torch.int64),
-            spans=tuple(spans),
-            tp_sizes=share_sizes(len(token_ids), mesh.tp),
+            token_ids=self._tensor([token_id for chunk in chunks for token_id in chunk.token_ids], np.int64),
+            positions=self._tensor(positions, np.int64),
+            cache_slots=self._tensor(blocks.astype(np.int64) * block_size + positions % block_size, np.int64),
+            row_starts=self._tensor(row_starts, np.int32),
+            context_lens=self._tensor(starts + lengths, np.int32),
+            block_table=self._tensor(self.table.block_table[slots, :max_blocks], np.int32),
+            logits_rows=self._tensor(
+                [
+                    span.first_row + span.num_rows - 1
+                    for chunk, span in zip(chunks, spans, strict=True)
+                    if chunk.samples
+                ],
+                np.int64,
+            ),
+            spans=spans,
+            tp_sizes=share_sizes(total, mesh.tp),
             tokens_per_rank=tuple(size for count in num_tokens for size in share_sizes(count, mesh.tp)),
-            own_rows=share_of(len(token_ids), self.context.tp_rank, mesh.tp),
+            own_rows=share_of(total, self.context.tp_rank, mesh.tp),
         )
         return step if padded_to is None else self._pad(step, padded_to)
 
@@ -135,20 +153,17 @@ class ModelRunner:
             own_rows=share_of(size, self.context.tp_rank, mesh.tp),
         )
 
-    def _join_logits(self, plan: StepPlan, step: StepInputs, hidden_TD: Tensor) -> None:
-        """Compute this rank's part of the logits that the sampling rank computes, in the same order."""
-        if any(chunk.sample is not None for chunk in plan.chunks):
-            self.model.logits(step.rows_for_logits(hidden_TD))
-        for chunk, span in zip(plan.chunks, step.spans[: len(plan.chunks)], strict=True):
-            for first, targets in _prompt_pieces(chunk):
-                self.model.logits(hidden_TD[span.first_row + first :][: len(targets)])
-
-    def _tensor(self, numbers: list[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype).to(self.context.device, non_blocking=True)
+    def _tensor(self, numbers: Any, dtype: Any) -> Tensor:
+        return torch.from_numpy(np.asarray(numbers, dtype)).to(self.context.device, non_blocking=True)
 
 
-def _prompt_pieces(chunk: Chunk) -> Iterator[tuple[int, list[int]]]:
-    """Yield pieces of the prompt tokens that need log-probabilities, each with its first row."""
-    if chunk.num_prompt_logprobs is not None:
-        for first in range(0, len(chunk.prompt_targets), PROMPT_ROWS):
-            yield first, chunk.prompt_targets[first : first + PROMPT_ROWS]
+def _chunk_result(token: SampledToken | None, prompt: list[list[TokenLogprobs] | str]) -> ChunkResult:
+    errors = [piece for piece in prompt if isinstance(piece, str)]
+    if token is not None and token.error is not None:
+        errors.append(token.error)
+    if errors:
+        return ChunkResult(error=errors[0])
+    rows = [row for piece in prompt for row in piece if isinstance(row, TokenLogprobs)]
+    if token is None:
+        return ChunkResult(prompt_logprobs=rows)
+    return ChunkResult(token_id=token.token_id, logprobs=token.logprobs, prompt_logprobs=rows)

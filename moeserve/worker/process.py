@@ -1,4 +1,4 @@
-"""The process of one worker rank: joins the others, builds the worker, executes the steps that it receives."""
+"""The process of one worker rank: joins the others, builds the worker, executes the rounds that it receives."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
 from moeserve.processes.child import Parent
-from moeserve.worker.protocol import Leave, RankStart, WorkerMessage
+from moeserve.worker.protocol import Leave, Loaded, RankStart, ToRank
 from moeserve.worker.worker import Worker
 
 
 def run(parent: Parent) -> None:
-    """Execute the steps that the driver of the replica sends, until it sends `Leave`."""
+    """Execute the rounds that the engine process sends, until it sends `Leave`."""
     start = parent.config(RankStart)
-    channel = parent.channel(WorkerMessage)
-    groups = join(start)
-    worker = Worker(start.config, groups, show_progress=False)
+    channel = parent.channel(ToRank)
+    worker = Worker(start.config, join(start), show_progress=start.show_progress)
+    channel.send(Loaded(worker.num_blocks))
     while True:
         for message in channel.receive(None):
             if isinstance(message, Leave):
-                worker.close()  # collective: all ranks
                 return
-            worker.execute(message.plan, message.agreement)
+            outcome = worker.execute(message)
+            if start.samples:
+                channel.send(outcome)
+            if outcome.agreement.ends_all:
+                worker.close()  # collective: all ranks
 
 
 def join(start: RankStart) -> Groups:

@@ -7,20 +7,21 @@ import functools
 from moeserve.config.settings import EngineConfig
 from moeserve.models.decoder import Decoder
 from moeserve.ops.torch.dense_attention import MAX_MASK_SIZE
-from moeserve.protocol import Chunk, SampleSpec, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.request_table import Chunk, RequestState, RequestTable
 from moeserve.worker.step_replay import EagerSteps, StepContext
 
 
-def make_probe(model: Decoder, context: StepContext) -> ModelRunner:
+def make_probe(model: Decoder, context: StepContext, max_num_seqs: int) -> ModelRunner:
     """Return a runner of a shallow copy of the model, whose KV cache has one block that all positions share."""
     shallow = model.with_one_layer_of_each_kind()
     caches = shallow.make_caches(1, context.block_size)
     for cache in caches:
         cache.clear()  # trial steps read positions that were never written
-    return ModelRunner(shallow, context, EagerSteps(shallow, caches))
+    table = RequestTable(max_num_seqs, context.max_blocks)  # all blocks are block 0
+    return ModelRunner(shallow, context, EagerSteps(shallow, caches), table)
 
 
 def profile_blocks(config: EngineConfig, probe: ModelRunner, bytes_per_token: int, reserved_bytes: int) -> int:
@@ -43,12 +44,11 @@ def run_all_sizes(probe: ModelRunner, config: EngineConfig) -> None:
     A kernel is compiled once for each of a few ranges of row counts.
     """
     for doublings in range((config.max_num_batched_tokens - 1).bit_length() + 1):
-        plan = largest_step(config, 2**doublings)
-        probe.execute(plan, (plan.num_tokens,) * probe.context.mesh.dp)
+        _run(probe, largest_step(config, 2**doublings))
 
 
-def largest_step(config: EngineConfig, max_tokens: int | None = None) -> StepPlan:
-    """Return a step that takes as much memory as any the scheduler may plan. All of its blocks are block 0.
+def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Chunk]:
+    """Return a step that takes as much memory as any the scheduler may plan.
 
     It has the maximum number of tokens and of sampled rows. Its first chunk ends the longest context, with the fewest
     rows that fill a piece of attention's work. On a GPU it returns log-probabilities, because the copies of the scores
@@ -67,18 +67,25 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> StepPla
             length = min(length, max(1, MAX_MASK_SIZE // config.max_model_len))
         num_left -= length
         context_len = config.max_model_len if index == 0 else length
-        chunks.append(
-            Chunk(
-                token_ids=[0] * length,
-                start=context_len - length,
-                block_ids=[0] * -(-context_len // config.block_size),
-                sample=SampleSpec(params=params, seed=0, position=0),
-            )
+        state = RequestState(
+            token_ids=[0] * context_len,
+            num_prompt_tokens=context_len,
+            num_blocks=0,
+            params=params,
+            seed=0,
+            end_token_ids=[],
         )
-    return StepPlan(step=0, chunks=chunks)
+        start = context_len - length
+        chunks.append(Chunk(index, start, token_ids=[0] * length, request=state, samples=True, prompt_targets=[]))
+    return chunks
 
 
-def _run_without_experts(probe: ModelRunner, plan: StepPlan) -> None:
+def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
+    num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    probe.execute(chunks, (num_tokens,) * probe.context.mesh.dp)
+
+
+def _run_without_experts(probe: ModelRunner, chunks: list[Chunk]) -> None:
     """Run a step without the experts' products, which would be most of an engine's start."""
     with probe.model.context.kernels.skip_expert_products():
-        probe.execute(plan, (plan.num_tokens,) * probe.context.mesh.dp)
+        _run(probe, chunks)

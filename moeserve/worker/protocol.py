@@ -1,4 +1,4 @@
-"""Messages to the process of a worker rank, from the process that started it."""
+"""Messages between the process of a rank and the engine process of its replica, in both directions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from moeserve.config.settings import EngineConfig
-from moeserve.protocol import StepPlan
-from moeserve.scheduling.lockstep import Agreement
+from moeserve.scheduling.lockstep import Outcome, Round
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,24 +18,32 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
     store_host: str
     store_port: int
     store_key: str = ""  # see `connect`
+    show_progress: bool = False  # of loading, on a terminal
 
     @property
     def dp_index(self) -> int:
         return self.rank // self.config.tensor_parallel_size
 
-
-class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """Execute this plan, or zero tokens without one."""
-
-    plan: StepPlan | None
-    agreement: Agreement
+    @property
+    def samples(self) -> bool:
+        """True if this rank samples its replica's tokens and sends the outcomes of rounds."""
+        return self.rank % self.config.tensor_parallel_size == 0
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """Exit, because the replica was shut down."""
+    """Exit. Sent after a round in which all replicas agreed to end."""
 
 
-WorkerMessage: TypeAlias = Step | Leave
+ToRank: TypeAlias = Round | Leave
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """Sent by a rank once, when it has loaded its part of the model."""
+
+    num_blocks: int  # of KV cache, the same on all ranks
+
+
+FromRank: TypeAlias = Loaded | Outcome
 
 
 def rank_name(config: EngineConfig, rank: int) -> str:

@@ -7,7 +7,7 @@ cumulative probabilities, most likely token first. Of equally likely tokens the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from moeserve.errors import EngineError
 from moeserve.ops.interfaces import DrawTokens, Kernels
-from moeserve.protocol import SampleSpec, TokenLogprobs
+from moeserve.protocol import TokenLogprobs
 from moeserve.sampling_params import RequestParams
+from moeserve.worker.request_table import RequestState
 
 # L rows of logits, R of them processed together, V vocabulary, H most likely tokens of a row, most likely first,
 # N tokens of a row whose log-probabilities are returned
@@ -28,6 +29,19 @@ PIECE_SIZE = {"cpu": 2**18, "cuda": 2**24}
 HEAD_SIZE = 256
 # Penalties must not make a score infinite, because the difference of two infinities is NaN.
 LARGEST_SCORE = torch.finfo(torch.float32).max
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """How to sample the next token of a request."""
+
+    params: RequestParams
+    seed: int
+    position: int  # number of output tokens before it; (seed, position) determines a random choice
+    barred_token_ids: Sequence[int] = ()  # stop tokens, while below min_tokens
+    prompt_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
+    output_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
 
 
 @dataclass(frozen=True)
@@ -35,33 +49,60 @@ class SampledToken:
     """The token sampled from one row."""
 
     token_id: int
-    logprobs: TokenLogprobs | None  # None unless params.logprobs is set
+    logprobs: TokenLogprobs | None = None  # None unless params.logprobs is set
+    error: str | None = None  # why there is no token; `token_id` is then 0
 
 
-def sample(logits_LV: Tensor, specs: list[SampleSpec], kernels: Kernels) -> list[SampledToken]:
+def sample_spec(request: RequestState) -> SampleSpec:
+    """Return how to sample the next token of a request."""
+    position, params = request.num_output_tokens, request.params
+    num_prompt_tokens = request.num_prompt_tokens if params.has_penalties else len(request.token_ids)
+    return SampleSpec(
+        params=params,
+        seed=request.seed,
+        position=position,
+        barred_token_ids=request.end_token_ids if position < params.min_tokens else (),
+        prompt_token_ids=request.token_ids[:num_prompt_tokens] if params.has_penalties else (),
+        output_token_ids=request.token_ids[num_prompt_tokens:],
+    )
+
+
+def sample(logits_LV: Tensor, specs: Sequence[SampleSpec], kernels: Kernels) -> list[SampledToken]:
     """Sample one token per row as `specs[row]` describes; see `SamplingParams` for the order of operations.
+
+    A row that contains NaN or infinity, or all of whose tokens are barred, gets an error.
 
     Args:
         logits_LV: [rows, vocabulary], any floating type and device. Not changed.
-
-    Raises:
-        EngineError: a row contains NaN or infinity, or all of its tokens are barred.
     """
     assert logits_LV.shape[0] == len(specs), f"{logits_LV.shape[0]} rows of logits for {len(specs)} specs"
-    chosen = _most_likely_token(logits_LV, kernels).tolist()
-    not_greedy = [row for row, spec in enumerate(specs) if spec.params.temperature > 0 or _changes_scores(spec)]
+    highest_L, most_likely_L = kernels.row_maximum(logits_LV)
+    errors = _errors_of_rows(highest_L, logits_LV.dtype)
+    chosen = most_likely_L.tolist()
+    not_greedy = [
+        row
+        for row, spec in enumerate(specs)
+        if row not in errors and (spec.params.temperature > 0 or _changes_scores(spec))
+    ]
     for rows in _pieces(not_greedy, logits_LV):
         tokens = _choose(logits_LV[rows].float(), [specs[row] for row in rows], kernels)
         for row, token_id in zip(rows, tokens, strict=True):
             chosen[row] = token_id
+            if token_id == NO_TOKEN:
+                errors[row] = (
+                    f"all {logits_LV.shape[1]} tokens are barred, so none can be chosen; bar fewer stop tokens"
+                )
 
     logprobs: dict[int, TokenLogprobs] = {}
-    needing = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+    needing = [row for row, spec in enumerate(specs) if row not in errors and spec.params.logprobs is not None]
     for rows in _pieces(needing, logits_LV):
         nums_top = [specs[row].params.logprobs or 0 for row in rows]
         logprobs_R = _token_logprobs(logits_LV[rows], [chosen[row] for row in rows], nums_top)
         logprobs.update(zip(rows, logprobs_R, strict=True))
-    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
+    return [
+        SampledToken(0, error=errors[row]) if row in errors else SampledToken(token_id, logprobs.get(row))
+        for row, token_id in enumerate(chosen)
+    ]
 
 
 def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int, kernels: Kernels) -> list[TokenLogprobs]:
@@ -71,7 +112,8 @@ def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int, kernels
         EngineError: a row contains NaN or infinity.
     """
     assert logits_RV.shape[0] == len(targets), f"{logits_RV.shape[0]} rows of logits for {len(targets)} targets"
-    _most_likely_token(logits_RV, kernels)
+    for error in _errors_of_rows(kernels.row_maximum(logits_RV)[0], logits_RV.dtype).values():
+        raise EngineError(error)
     logprobs: list[TokenLogprobs] = []
     for rows in _pieces(list(range(len(targets))), logits_RV):
         logprobs += _token_logprobs(logits_RV[rows], [targets[row] for row in rows], [num_top] * len(rows))
@@ -83,29 +125,25 @@ def uniform(seed: int, position: int) -> float:
     return int(np.random.Philox(key=seed, counter=position).random_raw() >> 11) * 2.0**-53
 
 
-def _most_likely_token(logits_LV: Tensor, kernels: Kernels) -> Tensor:
-    """Return the token of the highest logit of each row. Raises EngineError if one is NaN or infinite."""
-    highest_L, most_likely_L = kernels.row_maximum(logits_LV)
-    for row, highest in enumerate(highest_L.tolist()):
-        if not math.isfinite(highest):
-            raise EngineError(
-                f"the model produced {'NaN' if math.isnan(highest) else 'infinite'} logits in row {row} of "
-                f"{len(logits_LV)} ({logits_LV.dtype}); its weights may be damaged, or its numbers too large for "
-                "the dtype (float32 is the widest)"
-            )
-    return most_likely_L
+def _errors_of_rows(highest_L: Tensor, dtype: torch.dtype) -> dict[int, str]:
+    """Return an error for each row whose highest logit is NaN or infinite."""
+    return {
+        row: f"the model produced {'NaN' if math.isnan(highest) else 'infinite'} logits ({dtype}); its weights may be "
+        "damaged, or its numbers too large for the dtype (float32 is the widest)"
+        for row, highest in enumerate(highest_L.tolist())
+        if not math.isfinite(highest)
+    }
 
 
 def _choose(scores_RV: Tensor, specs: list[SampleSpec], kernels: Kernels) -> list[int]:
-    """Sample one token per row of float32 scores, which are changed in place."""
+    """Sample one token per row of float32 scores, which are changed in place. NO_TOKEN if all of a row are barred."""
     for row, spec in enumerate(specs):
         _adjust_scores(scores_RV[row], spec)
     highest_R, most_likely_R = kernels.row_maximum(scores_RV)
-    if highest_R.isneginf().any():
-        raise EngineError(f"all {scores_RV.shape[1]} tokens are barred, so none can be chosen; bar fewer stop tokens")
-
     chosen = most_likely_R.tolist()
-    random = [row for row, spec in enumerate(specs) if spec.params.temperature > 0]
+    for row in highest_R.isneginf().nonzero()[:, 0].tolist():
+        chosen[row] = NO_TOKEN
+    random = [row for row, spec in enumerate(specs) if spec.params.temperature > 0 and chosen[row] != NO_TOKEN]
     if random:
         drawn = _draw(scores_RV[random], highest_R[random], [specs[row] for row in random], kernels)
         for row, token_id in zip(random, drawn, strict=True):
@@ -124,7 +162,7 @@ def _adjust_scores(scores_V: Tensor, spec: SampleSpec) -> None:
     if bias:
         scores_V[_on(scores_V, list(bias))] += torch.tensor(list(bias.values()), device=scores_V.device)
     if params.repetition_penalty != 1.0:
-        seen = _on(scores_V, spec.prompt_token_ids + spec.output_token_ids)  # a token seen twice is written twice
+        seen = _on(scores_V, [*spec.prompt_token_ids, *spec.output_token_ids])  # a token seen twice is written twice
         scores = scores_V[seen].double()
         penalised = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
         scores_V[seen] = penalised.clamp(-LARGEST_SCORE, LARGEST_SCORE).float()
@@ -137,7 +175,7 @@ def _adjust_scores(scores_V: Tensor, spec: SampleSpec) -> None:
         scores_V[_on(scores_V, barred)] = -math.inf
 
 
-def _on(scores_V: Tensor, token_ids: list[int] | np.ndarray) -> Tensor:
+def _on(scores_V: Tensor, token_ids: Sequence[int] | np.ndarray) -> Tensor:
     """Return token ids as an index on the device of the scores."""
     return torch.from_numpy(np.asarray(token_ids, np.int64)).to(scores_V.device)
 

@@ -13,7 +13,6 @@ import torch
 
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import Groups
-from moeserve.errors import DistributedError, EngineError
 from moeserve.expert_placement.load import LoadMeter
 from moeserve.expert_placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
@@ -21,13 +20,14 @@ from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.threads import set_num_threads
 from moeserve.protocol import StepPlan, StepResult
-from moeserve.scheduling.lockstep import Agreement
+from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
+from moeserve.worker.request_table import RequestTable
 from moeserve.worker.step_replay import EagerSteps, ReplayFactory, StepContext
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Worker:
             device=torch.device(config.device),
         )
         replay = select_replay(config, model, groups, context)
-        probe = make_probe(model, context)
+        probe = make_probe(model, context, config.max_num_seqs)
         if kernels.compiles_on_first_use:
             run_all_sizes(probe, config)
         rebalances = config.rebalance == "auto"
@@ -72,46 +72,70 @@ class Worker:
         if kernels.needs_finite_caches:  # an external kernel may multiply what lies behind a context by zero
             for cache in caches:
                 cache.clear()
-        self.runner = ModelRunner(model, context, replay.make(caches))
+        table = RequestTable(config.max_num_seqs, context.max_blocks)
+        self.runner = ModelRunner(model, context, replay.make(caches), table)
+        self._num_rounds = 0
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
         if groups.rank == 0 and (reason := why_not_batch_invariant(config, kernels)):
             logger.info("the last bits of a request's results may depend on what runs beside it: %s", reason)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
-        """Run one step, without tokens if the replica has no plan. Collective: all ranks.
+    def execute(self, work: Round) -> Outcome:
+        """Agree with the other replicas, and run the step that follows. Collective: all ranks.
 
-        An agreed placement switch and an agreed collection of expert loads come first. The step ends there if no
-        replica has tokens.
+        Without any replica that has tokens or wants expert loads there is no step. After an agreement that ends the
+        engine there is no further round.
 
         Raises:
-            EngineError: the results of this replica are unusable. This rank has entered all collectives of the step.
+            LockstepError: the ranks are not in the same round.
             DistributedError: a collective failed.
+            Exception: the step failed while other ranks wait for this one in a collective.
         """
-        self.groups.begin_step(agreement.step)
+        self.groups.begin_step(self._num_rounds)
+        agreement = self._agree(work)
+        if agreement.is_idle or agreement.ends_all:
+            return Outcome(agreement=agreement)
         started = time.perf_counter()
         self._switch_placement(agreement)
         self._collect_load(agreement)
-        plan = plan or StepPlan(step=agreement.step, chunks=[])
-        result = StepResult(step=plan.step, chunks=[])
+        result = StepResult(step=0, chunks=[])
+        error = ""
         if any(agreement.num_tokens):
             padded_to = self.runner.replay.padded_size(agreement)
             moved_piece = self.rebalancer.begin_step() if self.rebalancer else None
-            failure: EngineError | None = None
-            try:
-                result = self.runner.execute(plan, agreement.num_tokens, padded_to)
-            except DistributedError:
-                raise
-            except EngineError as error:  # the rest of the step is collective
-                failure = error
+            result, error = self._run(work.plan, agreement, padded_to)
             if self.rebalancer:
                 self.rebalancer.finish_step(moved_piece)
             self.load_meter.add_step(agreement.num_tokens, time.perf_counter() - started, padded_to)
-            if failure is not None:
-                raise failure
         load, self._load = self._load, None
         epoch = self.rebalancer.held_epoch if self.rebalancer else 0
-        return msgspec.structs.replace(result, load=load, placement_epoch=epoch)
+        result = msgspec.structs.replace(result, load=load, placement_epoch=epoch)
+        return Outcome(agreement=agreement, result=result, error=error)
+
+    def _run(self, plan: StepPlan | None, agreement: Agreement, padded_to: int | None) -> tuple[StepResult, str]:
+        """Run a step with tokens. Return its result, and an error if it failed on a rank without others."""
+        step, chunks = (0, []) if plan is None else (plan.step, self.runner.table.apply(plan))
+        try:
+            results = self.runner.execute(chunks, agreement.num_tokens, padded_to)
+        except Exception as error:
+            if self.groups.world.world_size > 1:  # the others are in a collective, so all must end
+                raise
+            logger.exception("a step failed")
+            self.runner.table.append_tokens(chunks, [0] * sum(chunk.samples for chunk in chunks))  # for later plans
+            return StepResult(step=step, chunks=[]), f"a step failed: {type(error).__name__}: {error}"
+        return StepResult(step=step, chunks=results), ""
+
+    def _agree(self, work: Round) -> Agreement:
+        # collective: this rank and those of the same tp rank in all other replicas
+        rows = [work.row] if self.groups.dp.world_size == 1 else self._gathered(work.row)
+        agreement = agree(rows, number=self._num_rounds, num_replicas=self.groups.dp.world_size)
+        self._num_rounds += 1
+        return agreement
+
+    def _gathered(self, row: list[int]) -> list[list[int]]:
+        num_replicas = self.groups.dp.world_size
+        rows: list[list[int]] = self.groups.dp.all_gather(torch.tensor([row]), [1] * num_replicas).tolist()
+        return rows
 
     def close(self) -> None:
         """Release what all ranks hold together, at an orderly end. May be called twice. Collective: all ranks."""

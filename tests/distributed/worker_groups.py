@@ -1,12 +1,12 @@
 """Real replicas in the processes of `ranks.py`, with a client in each that follows a timetable known to all ranks.
 
-The first rank of each replica runs the loop of an engine process: `drive` with its `Replica`, `User` and
-`MultiprocExecutor`. The other ranks execute the steps that they receive over a socket. The client stands in for the
-user's process. Invariants are checked on the way, named as in `tests/reliability/replica_simulator.py`:
+The process of each replica's first rank runs the replica's loop, as an engine process does, and the rank in a thread.
+The other ranks execute the rounds that they receive over a socket. The client stands in for the user's process.
+Invariants are checked on the way, named as in `tests/reliability/replica_simulator.py`:
 
 - I1: all ranks execute the same steps (with an order check).
 - I2: each layer combines what it dispatched, once. `check_counts` checks that no row is lost between ranks.
-- I4: before each round the scheduler's invariants hold, and it has the requests whose end the client has not seen.
+- I4: the scheduler's invariants hold, and it has no requests but those whose end the client has not seen.
 - I5: a replica runs the tokens that it announced, and no step runs without a token.
 - I6: rounds are numbered consecutively.
 
@@ -16,11 +16,16 @@ The caller checks I3 and the tokens, from the updates. Steps of up to MIDDLE tok
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import random
+import select
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +41,9 @@ from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import Groups
 from moeserve.engine import process
 from moeserve.engine.base import new_scheduler
-from moeserve.engine.process import User, drive
+from moeserve.engine.effects import completed, perform
+from moeserve.engine.process import User
 from moeserve.engine.protocol import EngineMessage
-from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import read_facts
 from moeserve.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, PendingOutput
@@ -52,16 +57,14 @@ from moeserve.protocol import (
     Request,
     RequestUpdate,
     Shutdown,
-    StepPlan,
-    StepResult,
     Wake,
 )
-from moeserve.scheduling.lockstep import Agreement, Lockstep
-from moeserve.scheduling.replica import Deliver, Replica
+from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.scheduling.replica import Deliver, Events, Replica
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.process import join
-from moeserve.worker.protocol import Leave, RankStart, WorkerMessage
+from moeserve.worker.protocol import FromRank, Leave, RankStart, ToRank
 from moeserve.worker.worker import Worker
 
 HEARTBEAT_S = 0.01  # of a sleeping replica: shorter than an engine's, so that pauses are short
@@ -156,23 +159,36 @@ def lead(
     replica_type: type[Replica],
     story: Story,
 ) -> None:
-    """Run a replica's first rank."""
+    """Run a replica and its first rank, which computes in a thread."""
     dp_index, num_replicas = groups.dp.rank_in_group, config.data_parallel_size
     followers = accept_followers(groups)
-    executor = MultiprocExecutor(config, groups, followers, show_progress=False)  # type: ignore[arg-type]
-    assert num_blocks is None or num_blocks <= executor.num_blocks, (num_blocks, executor.num_blocks)
-    num_blocks = num_blocks or executor.num_blocks
-    layers = count_dispatches(executor.worker.runner.model)
+    worker = Worker(config, groups, show_progress=False)
+    assert num_blocks is None or num_blocks <= worker.num_blocks, (num_blocks, worker.num_blocks)
+    num_blocks = num_blocks or worker.num_blocks
     scheduler = new_scheduler(config, num_blocks)
-    lockstep = Lockstep(rank=dp_index, num_replicas=num_replicas)
     client = Client(dp_index, timetable, scheduler, num_blocks, random.Random(f"{seed} {dp_index}"), story)
-    checked = CheckedExecutor(executor, dp_index, layers, story)
-    drive(replica_type(scheduler=scheduler, lockstep=lockstep), client, groups.dp, checked)  # type: ignore[arg-type]
-    client.check_end()
+    executor = LeadingExecutor(worker, followers, dp_index, story)
+    replica = replica_type(
+        scheduler, index=dp_index, num_replicas=num_replicas, max_rounds=config.max_concurrent_batches
+    )
+    futures: deque[Future[Outcome]] = deque()
+    loop = replica.run()
+    wait = perform(loop, None, executor, futures, client.deliver)
+    while wait is not None:
+        client.send_due_messages(executor.num_rounds, is_alone=num_replicas == 1)
+        messages, outcomes = client.receive(), executor.finished(futures)
+        if not messages and not outcomes:
+            select.select([client, *executor.fds()], [], [], client.sleep_s(heartbeat=wait.heartbeat))
+            messages, outcomes = client.receive(), executor.finished(futures)
+        wait = perform(loop, Events(messages, outcomes), executor, futures, client.deliver)
+        client.check_invariants(has_plans=scheduler.num_plans > 0)
+    executor.end()
+    story.num_rounds = executor.num_rounds
     story.num_preemptions = scheduler.num_preemptions
+    client.check_end()
     for follower in followers:
-        follower.channel.send(Leave())
-        assert follower.channel.flush(5.0)
+        follower.send(Leave())
+        assert follower.flush(5.0)
 
 
 def follow(config: EngineConfig, groups: Groups, story: Story) -> None:
@@ -184,30 +200,78 @@ def follow(config: EngineConfig, groups: Groups, story: Story) -> None:
         for order in channel.receive(None):
             if isinstance(order, Leave):
                 return
-            worker.execute(order.plan, order.agreement)
-            note_step(story, order.agreement, layers)
+            note_step(story, worker.execute(order), layers)
         assert not channel.is_closed, "the first rank of the replica has gone"
 
 
-@dataclass(frozen=True)
-class Follower:
-    """A worker process, as far as an executor uses it."""
+class LeadingExecutor:
+    """Sends rounds to a replica's other ranks, runs them on the first rank in a thread, and checks them."""
 
-    name: str
-    channel: Channel[Any]
+    def __init__(self, worker: Worker, followers: Sequence[Channel[Any]], dp_index: int, story: Story) -> None:
+        self.num_blocks = worker.num_blocks
+        self.num_rounds = 0  # that have ended
+        self._worker = worker
+        self._followers = followers
+        self._dp_index = dp_index
+        self._story = story
+        self._layers = count_dispatches(worker.runner.model)
+        self._last_number = -1
+        self._pool = ThreadPoolExecutor(1)
+        self._ended_fd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def submit(self, work: Round) -> Future[Outcome]:
+        assert work.row[1] == self._last_number + 1, f"I6: round {work.row[1]} after {self._last_number}"
+        self._last_number = work.row[1]
+        work = msgspec.msgpack.decode(msgspec.msgpack.encode(work), type=Round)
+        for follower in self._followers:
+            follower.send(work)
+        future = self._pool.submit(self._run, work)
+        future.add_done_callback(lambda _: os.eventfd_write(self._ended_fd, 1))
+        return future
+
+    def fds(self) -> Sequence[int]:
+        return [self._ended_fd]
+
+    def finished(self, futures: deque[Future[Outcome]]) -> list[Outcome]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._ended_fd)
+        outcomes = completed(futures)
+        self.num_rounds += len(outcomes)
+        self._story.num_idle_rounds += sum(outcome.agreement.is_idle for outcome in outcomes)
+        return outcomes
+
+    def progress(self) -> None:
+        pass
+
+    def end(self) -> None:
+        """Wait for rounds that were sent after the last one: no rank runs them."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def shutdown(self) -> None:
+        pass
+
+    def _run(self, work: Round) -> Outcome:
+        outcome = self._worker.execute(work)
+        agreement = outcome.agreement
+        if agreement.ends_all:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        num_tokens, announced = 0 if work.plan is None else work.plan.num_tokens, agreement.num_tokens[self._dp_index]
+        assert num_tokens == announced, f"I5: {num_tokens} tokens are to run, and {announced} were agreed"
+        self._story.num_padding_steps += work.plan is None and not agreement.is_idle and not agreement.ends_all
+        note_step(self._story, outcome, self._layers)
+        return outcome
 
 
-def accept_followers(groups: Groups) -> list[Follower]:
+def accept_followers(groups: Groups) -> list[Channel[Any]]:
     """Return sockets to the replica's other ranks."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         groups.tp.broadcast(torch.tensor(listener.getsockname()[1]), 0)  # collective: all tp ranks
-        channels = [Channel(listener.accept()[0], WorkerMessage) for _ in groups.tp.ranks[1:]]
-    return [Follower(f"worker {index}", channel) for index, channel in enumerate(channels)]
+        return [Channel(listener.accept()[0], FromRank) for _ in groups.tp.ranks[1:]]
 
 
 def reach_leader(groups: Groups) -> Channel[Any]:
     port = int(groups.tp.broadcast(torch.tensor(0), 0))  # collective: all tp ranks
-    return Channel(socket.create_connection(("127.0.0.1", port)), WorkerMessage)
+    return Channel(socket.create_connection(("127.0.0.1", port)), ToRank)
 
 
 class Client(User):
@@ -243,21 +307,7 @@ class Client(User):
                     messages.append((arrival.abort_round, AbortRequest(arrival.request.request_id)))
         self.messages = sorted(messages, key=lambda message: message[0], reverse=True)  # the next one last
 
-    def receive(self, *, block: bool, heartbeat: bool) -> list[ReplicaMessage]:
-        self.story.slowest_round_s = max(self.story.slowest_round_s, time.monotonic() - self.round_began)
-        self.story.num_idle_rounds += block
-        self.check_invariants()
-        self.send_due_messages()
-        if block and not heartbeat:  # a replica that is alone sleeps until a message comes, and here time is rounds
-            self.far_end.send(Wake())
-        messages = super().receive(block=block, heartbeat=heartbeat)
-        self.round_began = time.monotonic()
-        return messages
-
     def deliver(self, delivery: Deliver) -> None:
-        self.round += 1
-        step = delivery.stats.step
-        assert step == self.round, f"I6: round {self.round} has number {step}"
         super().deliver(delivery)
         for message in self.far_end.receive():
             for update in message.updates:
@@ -265,60 +315,54 @@ class Client(User):
                 if update.finish_reason is not None:
                     self.unended.discard(update.request_id)
 
-    def send_due_messages(self) -> None:
+    def send_due_messages(self, num_rounds: int, *, is_alone: bool) -> None:
+        """Send what is due after this number of rounds."""
+        now = time.monotonic()
+        if num_rounds != self.round:
+            self.story.slowest_round_s = max(self.story.slowest_round_s, now - self.round_began)
+            self.round, self.round_began = num_rounds, now
+            if num_rounds in self.busy_rounds and self.dice.random() >= WAKE_LOSS:
+                self.far_end.send(Wake())
         if self.has_shut_down:
             return
-        while self.messages and self.messages[-1][0] <= self.round:
+        # A replica that is alone has no rounds without work, so time passes when there is none.
+        idles = is_alone and not self.unended
+        while self.messages and (self.messages[-1][0] <= num_rounds or idles):
             _, message = self.messages.pop()
             if isinstance(message, AddRequest):
                 self.unended.add(message.request.request_id)
+                idles = False
             self.far_end.send(message)
-        if self.round in self.busy_rounds and self.dice.random() >= WAKE_LOSS:
-            self.far_end.send(Wake())
-        if not (self.messages or self.unended) if self.shutdown_round is None else self.round >= self.shutdown_round:
+        if self.shutdown_round is None:
+            is_due = not (self.messages or self.unended)
+        else:
+            is_due = num_rounds >= self.shutdown_round or (is_alone and not (self.messages or self.unended))
+        if is_due:
             self.has_shut_down = True
             self.far_end.send(Shutdown())
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, *, has_plans: bool) -> None:
         try:
             self.scheduler.check_invariants()
         except AssertionError as error:
             raise AssertionError(f"I4: before round {self.round}: {error}") from error
         live = set(self.scheduler.live_request_ids)
-        assert live == self.unended, f"I4: the scheduler has {sorted(live)}, the client {sorted(self.unended)}"
-        if not live:
+        assert live <= self.unended, f"I4: the scheduler has {sorted(live)}, the client {sorted(self.unended)}"
+        if not live and not has_plans:
             assert self.scheduler.num_free_blocks == self.num_blocks, "I4: blocks are in use without requests"
 
     def check_end(self) -> None:
         """Check the state after the replica has shut down."""
-        self.story.num_rounds = self.round
         assert self.has_shut_down, f"I1: the replica left after round {self.round} without a shutdown"
-        self.check_invariants()
+        assert not self.unended, f"I3: requests have not ended: {sorted(self.unended)}"
+        self.check_invariants(has_plans=self.scheduler.num_plans > 0)
 
 
-class CheckedExecutor:
-    """Checks the steps of a replica's executor."""
-
-    def __init__(
-        self, executor: MultiprocExecutor, dp_index: int, layers: Sequence[CountedDispatcher], story: Story
-    ) -> None:
-        self.executor = executor
-        self.dp_index = dp_index
-        self.layers = layers
-        self.story = story
-
-    def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
-        num_tokens = 0 if plan is None else plan.num_tokens
-        announced = agreement.num_tokens[self.dp_index]
-        assert num_tokens == announced, f"I5: {num_tokens} tokens are to run, and {announced} were agreed"
-        assert any(agreement.num_tokens), "I5: a step of nothing but padding"
-        result = self.executor.execute(plan, agreement)
-        self.story.num_padding_steps += plan is None
-        note_step(self.story, agreement, self.layers)
-        return result
-
-
-def note_step(story: Story, agreement: Agreement, layers: Sequence[CountedDispatcher]) -> None:
+def note_step(story: Story, outcome: Outcome, layers: Sequence[CountedDispatcher]) -> None:
+    agreement = outcome.agreement
+    if agreement.is_idle or agreement.ends_all:
+        return
+    assert any(agreement.num_tokens), "I5: a step of nothing but padding"
     story.steps.append(agreement.num_tokens)
     story.routed.append([layer.take(layer.routed) for layer in layers])
     story.computed.append([layer.take(layer.computed) for layer in layers])

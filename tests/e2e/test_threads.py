@@ -75,7 +75,7 @@ def test_threads_get_the_results_of_one_call_after_the_other(llm: LLM) -> None:
         together = list(pool.map(lambda thread: calls_of_thread(llm, thread), range(NUM_THREADS)))
     assert together == expected
     llm.generate("To take the ends of aborted requests,", params(0, 0), use_tqdm=False)
-    assert not llm.frontend.prompt_ids
+    assert not llm.session.has_work
 
 
 @pytest.mark.ranks
@@ -99,11 +99,7 @@ def test_shutdown_ends_the_calls_of_other_threads(default_cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("signals", [True, False], ids=["SIGINT", "raised"])
-def test_ctrl_c_in_a_step_leaves_the_calls_of_other_threads(
-    plain: Reference, monkeypatch: pytest.MonkeyPatch, signals: bool
-) -> None:
-    """A Ctrl-C waits for the end of a step that others share. Another interruption ends their calls with an error."""
+def test_ctrl_c_of_one_call_leaves_those_of_other_threads(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted, other = plain.prompts(7, 9)
     started, resumed = threading.Event(), threading.Event()
     greedy = SamplingParams(temperature=0, max_tokens=8)
@@ -119,41 +115,18 @@ def test_ctrl_c_in_a_step_leaves_the_calls_of_other_threads(
         ended = pool.submit(last_output, llm)
         assert started.wait(60)
         executor: Any = llm.core.executor  # type: ignore[attr-defined]
-        execute = executor.execute
+        submit = executor.submit
 
-        def execute_interrupted(plan: Any, agreement: Any) -> Any:
-            if not signals:
-                raise KeyboardInterrupt
+        def submit_interrupted(work: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
-            return execute(plan, agreement)
+            return submit(work)
 
         with monkeypatch.context() as patch:
-            patch.setattr(executor, "execute", execute_interrupted)
+            patch.setattr(executor, "submit", submit_interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([interrupted], greedy, use_tqdm=False)
         resumed.set()
-        if signals:
-            assert ended.result(60) == plain.greedy(other, 8)
-        else:
-            with pytest.raises(EngineError, match="KeyboardInterrupt"):
-                ended.result(60)
+        assert ended.result(60) == plain.greedy(other, 8)
         assert llm.generate([interrupted], greedy, use_tqdm=False)[0].outputs[0].token_ids == plain.greedy(
             interrupted, 8
         )
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_of_a_single_caller_ends_the_step(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(plain.folder, dtype="float32") as llm:
-        executor: Any = llm.core.executor  # type: ignore[attr-defined]
-        num_passed = 0
-
-        def execute_interrupted(plan: Any, agreement: Any) -> None:
-            nonlocal num_passed
-            signal.raise_signal(signal.SIGINT)
-            num_passed += 1
-
-        monkeypatch.setattr(executor, "execute", execute_interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(plain.prompts(7), use_tqdm=False)
-        assert num_passed == 0

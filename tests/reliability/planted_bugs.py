@@ -1,4 +1,4 @@
-"""Replicas with one bug each, which the simulator and the exhaustive search must find.
+"""Replicas, schedulers and agreements with one bug each, which the simulator and the exhaustive search must find.
 
 Most of them are known from other engines with this kind of loop.
 """
@@ -6,16 +6,22 @@ Most of them are known from other engines with this kind of loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from moeserve.protocol import AbortRequest, ReplicaMessage, Request, RequestUpdate, StepPlan, StepResult
-from moeserve.scheduling.lockstep import REQUESTS_SHUTDOWN, Agreement, Intent, Lockstep
-from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
-from moeserve.scheduling.scheduler import Scheduler
+import msgspec
+from scenario import LOAD_WINDOW
+
+from moeserve.protocol import AbortRequest, ReplicaMessage, Request, RequestUpdate, StepPlan
+from moeserve.scheduling.lockstep import REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Outcome, Round, agree
+from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Wait
+from moeserve.scheduling.request import LiveRequest
+from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 
 Run = Generator[Effect, Any, None]
+Agree = Callable[..., Agreement]
+NOTHING = Events([], [])
 
 
 class Leave(Exception):
@@ -30,51 +36,56 @@ class Meddled(Replica):
 
     def run(self) -> Run:
         run = super().run()
-        answer, error = None, None
+        answer = None
         while True:
             try:
-                effect = run.send(answer) if error is None else run.throw(error)
-            except StopIteration:
-                return
-            answer, error = None, None
-            try:
+                effect = run.send(answer)
                 answer = yield from self.meddle(effect)
-            except Leave:
+            except (StopIteration, Leave):
                 return
-            except Exception as thrown:
-                error = thrown
 
 
-class SkipsPaddingStep(Meddled):
-    """It does not join a step without tokens of its own."""
+class SkipsPaddingRounds(Meddled):
+    """Its ranks do not get rounds in which it has nothing to run."""
 
     def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
-        if isinstance(effect, Execute) and effect.plan is None:
+        if isinstance(effect, Submit) and effect.work.plan is None:
             return None
         return (yield effect)
 
 
-class LeavesWithoutPlan(Meddled):
-    """It returns when it has nothing to run in an agreed step."""
+class LeavesWithoutWork(Meddled):
+    """It returns when a step has nothing to run for it."""
 
     def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
-        if isinstance(effect, Execute) and effect.plan is None:
+        answer = yield effect
+        if isinstance(answer, Events) and any(
+            not each.agreement.is_idle and each.result is not None and not each.result.chunks
+            for each in answer.outcomes
+        ):
             raise Leave
-        return (yield effect)
+        return answer
 
 
 class SpinsWhenIdle(Meddled):
     """It never sleeps."""
 
     def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
-        return (yield Receive(block=False, heartbeat=False) if isinstance(effect, Receive) else effect)
+        answer = yield effect
+        if isinstance(effect, Wait):
+            self._is_awake = True
+        return answer
+
+    def _finish_round(self, ended: Any, outcome: Outcome) -> None:
+        super()._finish_round(ended, outcome)
+        self._is_awake = True
 
 
 class NeedsWakeUps(Meddled):
     """It sleeps until a message comes, without a heartbeat."""
 
     def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
-        return (yield dataclasses.replace(effect, heartbeat=False) if isinstance(effect, Receive) else effect)
+        return (yield Wait(heartbeat=False) if isinstance(effect, Wait) else effect)
 
 
 class IgnoresHeartbeat(Meddled):
@@ -82,7 +93,7 @@ class IgnoresHeartbeat(Meddled):
 
     def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
         answer = yield effect
-        while isinstance(effect, Receive) and effect.block and not answer:
+        while isinstance(effect, Wait) and effect.heartbeat and answer == NOTHING:
             answer = yield effect
         return answer
 
@@ -92,55 +103,81 @@ class ReadsOneMessage(Meddled):
 
     def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
         answer = yield effect
-        return answer[:1] if isinstance(effect, Receive) else answer
-
-
-class HandlesMessagesInsideStep(Meddled):
-    """It handles messages between the agreement and the step, and then has fewer tokens than it announced."""
-
-    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
-        if isinstance(effect, Execute) and effect.plan is not None:
-            for message in (yield Receive(block=False, heartbeat=False)):
-                self._handle(message)
-            if not self._scheduler.has_work:
-                effect = Execute(None, effect.agreement)
-        answer = yield effect
-        if isinstance(effect, Execute) and effect.plan is None:
-            return StepFailed("nothing was run")
+        if isinstance(answer, Events):
+            return dataclasses.replace(answer, messages=answer.messages[:1])
         return answer
 
 
-class SwallowsCollectiveError(Replica):
-    """It goes on with the next round after a collective failed."""
+class ReadsOneOutcome(Meddled):
+    """It drops all but the first of several outcomes."""
+
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        answer = yield effect
+        if isinstance(answer, Events):
+            for _ in answer.outcomes[1:]:
+                self._rounds.popleft()
+            return dataclasses.replace(answer, outcomes=answer.outcomes[:1])
+        return answer
+
+
+class SendsPlanTwice(Meddled):
+    """It sends a plan again in the next round."""
+
+    last: StepPlan | None = None
+
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        if isinstance(effect, Submit):
+            repeated = self.last is not None and effect.work.plan is None
+            if repeated:
+                effect = Submit(Round(row=effect.work.row, plan=self.last))
+            self.last = None if repeated else effect.work.plan
+        return (yield effect)
+
+
+class EndsPlannedRequests(Meddled):
+    """It drops a plan whose requests were aborted after it was announced."""
+
+    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
+        if isinstance(effect, Submit) and effect.work.plan is not None and len(self._live_request_ids) == 1:
+            events = yield Wait(heartbeat=True)
+            if any(isinstance(message, AbortRequest) for message in events.messages):
+                effect = Submit(Round(row=effect.work.row, plan=None))
+            answer = yield effect
+            for message in events.messages:
+                self._handle(message)
+            return answer
+        return (yield effect)
+
+
+class GoesOnAfterFailure(Replica):
+    """It does not end when a replica has announced a failure."""
 
     def run(self) -> Run:
+        run = super().run()
+        answer = None
         while True:
             try:
-                yield from self._run_rounds()
-            except Exception as error:
-                self._end_all_requests(str(error))
-                for request_id in self._scheduler.live_request_ids:
-                    self._scheduler.abort(request_id)
-                yield self._deliver()
-                continue
-            yield self._deliver()
-            return
-
-
-class EndsWithoutUpdates(Replica):
-    """A failure ends it without ending its requests."""
-
-    def run(self) -> Run:
-        yield from self._run_rounds()
-        yield self._deliver()
+                effect = run.send(answer)
+            except StopIteration:
+                return
+            answer = yield effect
+            if isinstance(answer, Events):
+                outcomes = [
+                    msgspec.structs.replace(each, agreement=dataclasses.replace(each.agreement, failed_ranks=()))
+                    for each in answer.outcomes
+                ]
+                answer = Events(answer.messages, outcomes)
 
 
 class HidesFailure(Replica):
-    """It does not announce an internal error."""
+    """It does not announce an internal error, and goes on."""
 
-    def _intent(self, plan: StepPlan | None) -> Intent:
-        self._failure = None
-        return super()._intent(plan)
+    def _next_round(self) -> Round | None:
+        work = super()._next_round()
+        self._failure, self._is_failure_announced = None, False
+        if work is not None:
+            work.row[6] &= ~2
+        return work
 
 
 class LosesAbort(Replica):
@@ -163,29 +200,6 @@ class ReportsAbortOnly(Replica):
             super()._handle(message)
 
 
-class FreesTwice(Replica):
-    """An abort frees blocks twice."""
-
-    def _handle(self, message: ReplicaMessage) -> None:
-        running = self._scheduler._running.get(getattr(message, "request_id", ""))
-        super()._handle(message)
-        if running is not None and running.block_ids:
-            pool = self._scheduler._pool
-            pool._free[running.block_ids[0]] = None
-            pool._num_holders[running.block_ids[0]] -= 1
-
-
-class LeaksAtAbort(Replica):
-    """An abort does not free the last block."""
-
-    def _handle(self, message: ReplicaMessage) -> None:
-        if isinstance(message, AbortRequest):
-            request = self._scheduler._running.get(message.request_id)
-            if request is not None:
-                request.block_ids = request.block_ids[:-1]
-        super()._handle(message)
-
-
 class RaisesRequestError(Replica):
     """A bad request raises an exception."""
 
@@ -198,19 +212,9 @@ class EndsTwice(Replica):
     """At the end it reports requests again that had ended before."""
 
     def _queue_update(self, update: RequestUpdate, *, error: str | None = None) -> None:
-        unended = dict(self._live_request_ids)
         super()._queue_update(update, error=error)
-        self._live_request_ids = unended
-
-
-class LosesUpdatesOfFailedStep(Replica):
-    """It sends no updates for the requests of a failed step."""
-
-    def _commit(self, plan: StepPlan, result: StepResult | StepFailed | None) -> None:
-        if isinstance(result, StepFailed):
-            self._scheduler.abort_step()
-        else:
-            super()._commit(plan, result)
+        if update.finish_reason == "abort":
+            super()._queue_update(update, error=error)
 
 
 class LosesTokens(Replica):
@@ -222,129 +226,162 @@ class LosesTokens(Replica):
         return super()._deliver()
 
 
-class IgnoresOtherReplicas(Lockstep):
-    """It idles when it has nothing to run itself."""
+class CountsOnlySteps(Replica):
+    """The number of its rounds does not grow in idle rounds."""
 
-    def begin(self, intent: Intent) -> list[int]:
-        self.intent = intent
-        return super().begin(intent)
-
-    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        return dataclasses.replace(super().finish(rows), is_idle=self.intent.num_tokens == 0)
+    def _finish_round(self, ended: Any, outcome: Outcome) -> None:
+        super()._finish_round(ended, outcome)
+        self._num_sent -= outcome.agreement.is_idle
 
 
-class LeavesWithoutAgreement(IgnoresOtherReplicas):
-    """It leaves when it is told to shut down."""
+class RequestsLoadInEveryRound(Replica):
+    """It asks for expert loads again while a round in flight asks for them."""
 
-    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        return dataclasses.replace(Lockstep.finish(self, rows), is_shutdown=self.intent.flags.requests_shutdown)
+    def _must_request_load(self) -> bool:
+        return self._load_requested or 0 < self._load_window <= self._steps_since_load
 
 
-class LeavesAtAnyRequest(Lockstep):
+class FreesTwice(Scheduler):
+    """An abort frees a block twice."""
+
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        running = self._running.get(request_id)
+        update = super().abort(request_id)
+        if running is not None and running.block_ids and not running.num_plans:
+            self._pool._free[running.block_ids[0]] = None
+            self._pool._num_holders[running.block_ids[0]] -= 1
+        return update
+
+
+class LeaksAtAbort(Scheduler):
+    """An abort does not free the last block."""
+
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        request = self._running.get(request_id)
+        if request is not None:
+            request.block_ids = request.block_ids[:-1]
+        return super().abort(request_id)
+
+
+class LosesUpdatesOfFailedRows(Scheduler):
+    """It returns no update for a request whose row has an error."""
+
+    def commit(self, result: Any) -> list[RequestUpdate]:
+        return [update for update in super().commit(result) if update.error is None]
+
+
+class PlansBeyondTheEnd(Scheduler):
+    """It plans tokens after the last one that a request may have, and returns them."""
+
+    def _may_continue(self, request: LiveRequest) -> bool:
+        return request.num_unplanned > 0 and request.num_unknown < 2
+
+    def _commit_chunk(self, chunk: Any, result: Any) -> RequestUpdate | None:
+        update = super()._commit_chunk(chunk, result)
+        if update is not None and update.finish_reason is not None:
+            return msgspec.structs.replace(update, token_ids=[*update.token_ids, 1])
+        return update
+
+
+class ForgetsRequestsInFlight(Scheduler):
+    """An abort while a plan is in flight leaves the blocks with nobody."""
+
+    def _release(self, request: LiveRequest) -> None:
+        super()._release(request)
+        self._ended_in_flight.discard(request)
+
+
+def idles_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
+    """The ranks idle when their own replica has nothing to run."""
+    agreement = agree(rows, number=number, num_replicas=num_replicas)
+    return dataclasses.replace(agreement, is_idle=rows[index][3] == 0)
+
+
+def leaves_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
+    """The ranks leave when their own replica is told to shut down."""
+    agreement = agree(rows, number=number, num_replicas=num_replicas)
+    return dataclasses.replace(agreement, is_shutdown=bool(rows[index][6] & REQUESTS_SHUTDOWN))
+
+
+def leaves_at_any_request(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
     """All leave as soon as one is told to, before the others have read all of their messages."""
-
-    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        return dataclasses.replace(super().finish(rows), is_shutdown=any(row[6] & REQUESTS_SHUTDOWN for row in rows))
-
-
-class PadsWithoutAgreement(IgnoresOtherReplicas):
-    """It pads to its own number of tokens."""
-
-    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        return dataclasses.replace(Lockstep.finish(self, rows), padded_tokens=self.intent.num_tokens)
+    agreement = agree(rows, number=number, num_replicas=num_replicas)
+    return dataclasses.replace(agreement, is_shutdown=any(row[6] & REQUESTS_SHUTDOWN for row in rows))
 
 
-class CollectsWithoutAgreement(IgnoresOtherReplicas):
-    """It collects expert loads alone when it is asked to."""
-
-    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        return dataclasses.replace(Lockstep.finish(self, rows), collects_load=self.intent.flags.requests_load)
+def pads_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
+    """The ranks pad to the number of tokens of their own replica."""
+    return dataclasses.replace(agree(rows, number=number, num_replicas=num_replicas), padded_tokens=rows[index][3])
 
 
-class RunsPaddingAlone(Lockstep):
-    """It runs a step even if no replica has a token."""
-
-    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        return dataclasses.replace(super().finish(rows), is_idle=False)
-
-
-class CountsOnlySteps(Lockstep):
-    """The step number does not grow in idle rounds."""
-
-    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        agreement = super().finish(rows)
-        self.step -= agreement.is_idle
-        return agreement
+def collects_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
+    """The ranks collect expert loads alone when their replica asks for them."""
+    agreement = agree(rows, number=number, num_replicas=num_replicas)
+    return dataclasses.replace(agreement, collects_load=bool(rows[index][6] & REQUESTS_LOAD))
 
 
-class CountsAlone(Lockstep):
-    """The step number of one replica does not grow in idle rounds."""
-
-    def finish(self, rows: Sequence[Sequence[int]]) -> Agreement:
-        agreement = super().finish(rows)
-        self.step -= agreement.is_idle and self.rank == 1
-        return agreement
+def runs_padding_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
+    """A step is run even if no replica has a token."""
+    return dataclasses.replace(agree(rows, number=number, num_replicas=num_replicas), is_idle=False)
 
 
-class SkipsAgreement(Meddled):
-    """It skips the agreement if it announces the same number of tokens as in the last round."""
-
-    rows: Sequence[list[int]] = ()
-
-    def meddle(self, effect: Effect) -> Generator[Effect, Any, Any]:
-        if not isinstance(effect, Gather):
-            return (yield effect)
-        if self.rows and effect.row[3] > 0 and self.rows[effect.row[2]][3] == effect.row[3]:
-            return [[row[0], effect.row[1], *row[2:]] for row in self.rows]
-        self.rows = yield effect
-        return self.rows
+def runs_after_failure(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
+    """The ranks run a step although a replica has announced a failure."""
+    return dataclasses.replace(agree(rows, number=number, num_replicas=num_replicas), failed_ranks=())
 
 
 @dataclass(frozen=True)
 class Planted:
-    part: type[Replica] | type[Lockstep]
+    part: Any  # a class of replicas or schedulers, or an agreement
     names: set[str]  # invariants that the simulator may find violated first
-    script: str | None = None  # messages with which the search finds it
-    found_as: str = ""  # the invariant that the search finds violated
+
+    @property
+    def name(self) -> str:
+        return str(self.part.__name__)
+
+    @property
+    def agree_as(self) -> Agree | None:
+        return None if isinstance(self.part, type) else self.part
+
+    def make_replica(self, scheduler: Scheduler, **more: Any) -> Replica:
+        """Return a replica with this faulty part."""
+        if isinstance(self.part, type) and issubclass(self.part, Scheduler):
+            config: SchedulerConfig = scheduler.config
+            scheduler.__class__ = self.part
+            assert scheduler.config is config
+        kind = self.part if isinstance(self.part, type) and issubclass(self.part, Replica) else Replica
+        return kind(scheduler, load_window=LOAD_WINDOW, **more)
 
 
 PLANTED = [
-    Planted(SkipsPaddingStep, {"I1"}, "one busy", "I1"),
-    Planted(LeavesWithoutPlan, {"I1"}, "one busy", "I1"),
-    Planted(SpinsWhenIdle, {"idle"}, "one busy", "idle"),
-    Planted(NeedsWakeUps, {"deadlock"}, "one busy", "deadlock"),
-    Planted(IgnoresHeartbeat, {"deadlock"}, "one busy", "livelock"),
+    Planted(SkipsPaddingRounds, {"deadlock"}),
+    Planted(LeavesWithoutWork, {"I1"}),
+    Planted(SpinsWhenIdle, {"idle"}),
+    Planted(NeedsWakeUps, {"deadlock"}),
+    Planted(IgnoresHeartbeat, {"deadlock"}),
     Planted(ReadsOneMessage, {"I3", "I4"}),
-    Planted(HandlesMessagesInsideStep, {"I5"}, "abort", "I5"),
-    Planted(SwallowsCollectiveError, {"I7"}),
-    Planted(EndsWithoutUpdates, {"I3"}, "one busy", "I3"),
-    Planted(HidesFailure, {"I7"}, "one busy", "I7"),
-    Planted(LosesAbort, {"I4"}, "abort", "I4"),
-    Planted(ReportsAbortOnly, {"I3", "I4"}, "abort", "I3"),
-    Planted(FreesTwice, {"I4"}, "abort", "crash"),
-    Planted(LeaksAtAbort, {"I4"}),
-    Planted(RaisesRequestError, {"crash", "I4"}, "shutdown", "crash"),
-    Planted(EndsTwice, {"I3"}, "abort", "I3"),
-    Planted(LosesUpdatesOfFailedStep, {"I4"}, "one busy", "I4"),
+    Planted(ReadsOneOutcome, {"livelock"}),
+    Planted(SendsPlanTwice, {"I5"}),
+    Planted(EndsPlannedRequests, {"I4", "I5"}),
+    Planted(GoesOnAfterFailure, {"livelock"}),
+    Planted(HidesFailure, {"I7"}),
+    Planted(LosesAbort, {"I4"}),
+    Planted(ReportsAbortOnly, {"I3", "I4"}),
+    Planted(RaisesRequestError, {"I4", "crash"}),
+    Planted(EndsTwice, {"I3"}),
     Planted(LosesTokens, {"I3"}),
-    Planted(IgnoresOtherReplicas, {"I1"}, "one busy", "I1"),
-    Planted(LeavesWithoutAgreement, {"I1"}, "shutdown", "I1"),
-    Planted(LeavesAtAnyRequest, {"I3"}, "shutdown", "I3"),
-    Planted(PadsWithoutAgreement, {"I1"}, "one busy", "I1"),
-    Planted(CollectsWithoutAgreement, {"I1", "I5"}, "collect", "I1"),
-    Planted(RunsPaddingAlone, {"I5"}, "one busy", "I5"),
-    Planted(CountsOnlySteps, {"I6"}, "one busy", "I6"),
-    Planted(CountsAlone, {"I6"}, "one busy", "I6"),
-    Planted(SkipsAgreement, {"I1"}),
+    Planted(CountsOnlySteps, {"I6"}),
+    Planted(RequestsLoadInEveryRound, {"idle"}),
+    Planted(FreesTwice, {"I4"}),
+    Planted(LeaksAtAbort, {"I4"}),
+    Planted(LosesUpdatesOfFailedRows, {"I4"}),
+    Planted(PlansBeyondTheEnd, {"I3"}),
+    Planted(ForgetsRequestsInFlight, {"I4"}),
+    Planted(idles_alone, {"I1"}),
+    Planted(leaves_alone, {"I1"}),
+    Planted(leaves_at_any_request, {"I4"}),
+    Planted(pads_alone, {"I1"}),
+    Planted(collects_alone, {"I1", "I5"}),
+    Planted(runs_padding_alone, {"I5"}),
+    Planted(runs_after_failure, {"I7"}),
 ]
-
-
-def maker(part: type[Replica] | type[Lockstep]) -> Callable[[int, int, Scheduler], Replica]:
-    """Return a factory of replicas with this faulty part."""
-
-    def make(rank: int, num_replicas: int, scheduler: Scheduler) -> Replica:
-        lockstep_type = part if issubclass(part, Lockstep) else Lockstep
-        replica_type = part if issubclass(part, Replica) else Replica
-        return replica_type(scheduler=scheduler, lockstep=lockstep_type(rank=rank, num_replicas=num_replicas))
-
-    return make

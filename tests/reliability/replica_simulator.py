@@ -1,19 +1,19 @@
-"""Runs a worker group in virtual time, with faults: the real `Replica`, `Lockstep` and `Scheduler`, without a model.
+"""Runs a worker group in virtual time, with faults: the real `Replica`, agreement, `Scheduler` and `RequestTable`.
 
-This file supplies what surrounds the replicas: a client and its requests, messages in flight, collectives, stalls,
-failing and dying processes, and the watcher that notices a death. A scenario determines its run completely. After each
-event these invariants are checked:
+This file supplies what surrounds them: a client and its requests, messages in flight, ranks that run rounds in order,
+collectives, stalls, failing and dying processes, and the watcher that notices a death. The ranks of a replica are
+simulated as one. A scenario determines its run completely. After each event these invariants are checked:
 
-- I1: every replica enters the same sequence of collectives, and none leaves before the others.
+- I1: the ranks of all replicas enter the same sequence of collectives, and none leaves before the others.
 - I3: a request ends exactly once, with a reason; the tokens sent to its client are those computed.
 - I4: blocks in use equal the sum over live requests, and zero when idle; reported statistics are correct.
-- I5: a replica runs the tokens it announced. A step has at least one token, unless it collects expert loads.
-- I6: step numbers only grow.
-- I7: after a fault nothing new is admitted, and no further step is run.
+- I5: ranks run the tokens that their replica announced. A step has at least one token, unless it collects expert loads.
+- I6: the numbers of rounds only grow.
+- I7: no step is run in a round in which a replica has announced a failure, nor after it.
 - deadlock: with all processes alive, no collective stays open for longer than the slowest of them can take.
 - livelock: requests are served within a number of steps that follows from their lengths.
 - idle: without work a replica sleeps; the group agrees no more often than heartbeats and messages require.
-- crash: no replica ends with an error unless there was a fault.
+- crash: no process ends with an error unless there was a fault.
 
 Client, processes, faults and collectives share one clock and one queue of events, so they are in one file.
 """
@@ -26,7 +26,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from scenario import (
     BLOCK_SIZE,
@@ -61,37 +61,43 @@ from moeserve.protocol import (
     Wake,
 )
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.lockstep import REQUESTS_LOAD, REQUESTS_SHUTDOWN, Lockstep
-from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
+from moeserve.scheduling.lockstep import REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Outcome, Round, agree
+from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Wait
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.worker.request_table import RequestTable
 
-MakeReplica: TypeAlias = Callable[[int, int, Scheduler], Replica]
+
+class MakeReplica(Protocol):
+    def __call__(self, scheduler: Scheduler, *, index: int, num_replicas: int, max_rounds: int) -> Replica: ...
+
+
+Agree: TypeAlias = Callable[..., Agreement]  # as `agree`, and the replica whose ranks call it
 _QUIET_S = 4 * HEARTBEAT_S  # between the last end and the shutdown
-
-
-class CollectiveFailed(Exception):
-    """The error of a collective after another replica has died."""
 
 
 class SimulatedFault(Exception):
     """The error of an injected fault."""
 
 
-def simulate(scenario: Scenario, make_replica: MakeReplica | None = None) -> Report:
+def simulate(scenario: Scenario, make_replica: MakeReplica | None = None, agree_as: Agree | None = None) -> Report:
     """Run a scenario to its end.
 
     Args:
-        make_replica: makes a replica from rank, number of replicas and scheduler; None: as the engine does.
+        make_replica: None: as the engine does.
+        agree_as: the agreement as the ranks of a replica compute it; None: as the engine does.
 
     Raises:
         InvariantViolation: an invariant did not hold. Its message has the last events.
     """
-    return _Simulation(scenario, make_replica or _real_replica).run()
+    return _Simulation(scenario, make_replica or _real_replica, agree_as or _real_agreement).run()
 
 
-def _real_replica(rank: int, num_replicas: int, scheduler: Scheduler) -> Replica:
-    lockstep = Lockstep(rank=rank, num_replicas=num_replicas)
-    return Replica(scheduler=scheduler, lockstep=lockstep, load_window=LOAD_WINDOW)
+def _real_replica(scheduler: Scheduler, *, index: int, num_replicas: int, max_rounds: int) -> Replica:
+    return Replica(scheduler, index=index, num_replicas=num_replicas, max_rounds=max_rounds, load_window=LOAD_WINDOW)
+
+
+def _real_agreement(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
+    return agree(rows, number=number, num_replicas=num_replicas)
 
 
 @dataclass(eq=False)
@@ -99,33 +105,49 @@ class _ClientRequest:
     """The client's state of a request."""
 
     request: Request
-    rank: int
+    index: int  # of its replica
     sent_at: float
     token_ids: list[int] = field(default_factory=list)
     end: str | None = None
 
 
 @dataclass(eq=False)
-class _Process:
-    """The process of one replica, which drives its generator."""
+class _Ranks:
+    """The ranks of one replica. They run its rounds in order."""
 
-    rank: int
+    table: RequestTable
+    rounds: deque[Round] = field(default_factory=deque)  # arrived, and not begun
+    current: Round | None = None
+    agreement: Agreement | None = None  # of the current round
+    num_rounds: int = 0  # begun
+    num_collectives: int = 0  # entered
+    have_left: bool = False
+
+
+@dataclass(eq=False)
+class _Process:
+    """One replica: the process that drives its generator, and its ranks."""
+
+    index: int
     scheduler: Scheduler
     num_blocks: int
+    replica: Replica
     generator: Generator[Effect, Any, None]
+    ranks: _Ranks
     state: Literal["starting", "alive", "left", "dead"] = "starting"
-    effect: Effect | None = None
-    turn: int = 0  # grows with each answer, so that a late answer to an earlier effect is recognised
+    wait: Wait | None = None  # its effect, unless it is busy
+    turn: int = 0  # grows with each answer, so that a late answer to an earlier wait is recognised
     inbox: list[ReplicaMessage] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
     last_arrival_s: float = 0.0  # of messages to it, which stay in order
     last_delivery_s: float = 0.0  # of its last delivery
-    num_collectives: int = 0  # entered
-    is_inside: bool = False  # of a collective
-    last_step: int = -1
-    failed_step: int | None = None  # the round in which it announced its failure
-    has_failed_collective: bool = False  # an error was thrown into it at a collective
-    must_sleep: bool = False  # all agreed to idle, so it may only deliver and sleep
-    has_fault: bool = False  # it fails at the next opportunity
+    last_round_s: float = 0.0  # of rounds to its ranks, and
+    last_outcome_s: float = 0.0  # of their outcomes
+    plans_in_flight: deque[StepPlan | None] = field(default_factory=deque)
+    last_number: int = -1
+    has_announced_failure: bool = False
+    has_internal_fault: bool = False
+    has_rank_fault: bool = False  # its ranks fail at the next opportunity
     loses_updates: bool = False  # it was killed before its last updates were sent
     received: dict[str, None] = field(default_factory=dict)  # requests
     ended: dict[str, None] = field(default_factory=dict)  # those whose end it delivered
@@ -133,15 +155,16 @@ class _Process:
 
 @dataclass(eq=False)
 class _Collective:
-    """A collective of all replicas."""
+    """A collective of the ranks of all replicas."""
 
     kind: str
-    payloads: dict[int, Any] = field(default_factory=dict)  # by rank
+    payloads: dict[int, Any] = field(default_factory=dict)  # by replica
 
 
 class _Simulation:
-    def __init__(self, scenario: Scenario, make_replica: MakeReplica) -> None:
+    def __init__(self, scenario: Scenario, make_replica: MakeReplica, agree_as: Agree) -> None:
         self.scenario = scenario
+        self.agree_as = agree_as
         self.dice = random.Random(scenario.seed)
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -149,7 +172,7 @@ class _Simulation:
         self.num_queued = 0
         self.trace = hashlib.sha256()
         self.last_events: deque[str] = deque(maxlen=25)
-        self.processes = [self._new_process(rank, make_replica) for rank in range(scenario.num_replicas)]
+        self.processes = [self._new_process(index, make_replica) for index in range(scenario.num_replicas)]
         self.collectives: dict[int, _Collective] = {}  # open ones, by number
         self.requests: dict[str, _ClientRequest] = {}
         self.num_unended = 0
@@ -157,30 +180,37 @@ class _Simulation:
         self.shutdown_is_due = False
         self.fault_at: float | None = None
         self.worker_group_is_broken = False  # the watcher has noticed
-        self.failed_step: int | None = None  # all must leave after it
-        self.shutdown_is_agreed = False
-        self.leave_counts: dict[int, int] = {}  # collectives entered by those that left
+        self.failed_round: int | None = None  # nothing runs from this round on
+        self.leave_counts: dict[int, int] = {}  # collectives entered by ranks that left
         self.num_steps = 0
         self.num_idle_rounds = 0
+        self.num_rests = 0  # times that the group became idle
+        self.was_active = False
         self.num_asked = self.num_collections = 0  # for figures; without a step
         self.num_messages = 0
         self.step_bound = 0
         self.slowest_first_token_s = 0.0
 
-    def _new_process(self, rank: int, make_replica: MakeReplica) -> _Process:
+    def _new_process(self, index: int, make_replica: MakeReplica) -> _Process:
         num_blocks = self.dice.choice([10, 14, 20])
+        max_num_seqs = self.dice.choice([2, 4])
         scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=num_blocks,
                 block_size=BLOCK_SIZE,
-                max_num_seqs=self.dice.choice([2, 4]),
+                max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
                 max_model_len=MAX_MODEL_LEN,
                 enable_prefix_caching=self.dice.random() < 0.5,
+                plans_ahead=self.scenario.plans_ahead,
             ),
             b"simulated",
         )
-        return _Process(rank, scheduler, num_blocks, make_replica(rank, self.scenario.num_replicas, scheduler).run())
+        replica = make_replica(
+            scheduler, index=index, num_replicas=self.scenario.num_replicas, max_rounds=self.scenario.max_rounds
+        )
+        ranks = _Ranks(RequestTable(max_num_seqs, -(-MAX_MODEL_LEN // BLOCK_SIZE)))
+        return _Process(index, scheduler, num_blocks, replica, replica.run(), ranks)
 
     # Events and time
 
@@ -220,7 +250,7 @@ class _Simulation:
         return self.dice.uniform(0.00005, 0.002)
 
     def _work(self) -> float:
-        """Return the time of a replica's own work, sometimes with a stall."""
+        """Return the time of a process's own work, sometimes with a stall."""
         if self.dice.random() < self.scenario.stall_probability:
             return self.dice.uniform(0.0, MAX_STALL_S)
         return self.dice.uniform(0.0001, 0.001)
@@ -229,7 +259,7 @@ class _Simulation:
         scenario, dice = self.scenario, self.dice
         late = set(dice.sample(range(scenario.num_replicas), scenario.num_late))
         for process in self.processes:
-            latest = MAX_LATE_S if process.rank in late else 0.01
+            latest = MAX_LATE_S if process.index in late else 0.01
             self._after(dice.uniform(0.0, latest), self._start, process)
         busy = dice.sample(range(scenario.num_replicas), min(scenario.num_busy_replicas, scenario.num_replicas))
         bursts = [dice.uniform(0.0, scenario.span_s) for _ in range(scenario.num_bursts)]
@@ -245,7 +275,7 @@ class _Simulation:
 
     # The client
 
-    def _send_request(self, number: int, rank: int) -> None:
+    def _send_request(self, number: int, index: int) -> None:
         if self.client_has_stopped:
             return
         dice = self.dice
@@ -261,12 +291,13 @@ class _Simulation:
         )
         if self.num_unended == 0:  # the worker group may be asleep
             for process in self.processes:
-                if process.rank != rank and dice.random() >= self.scenario.wake_loss:
+                if process.index != index and dice.random() >= self.scenario.wake_loss:
                     self._send(process, Wake())
-        self.requests[request.request_id] = _ClientRequest(request, rank, self.now)
+        self.requests[request.request_id] = _ClientRequest(request, index, self.now)
         self.num_unended += 1
-        self.step_bound += most_steps(request)
-        self._send(self.processes[rank], AddRequest(request))
+        # Steps planned before the end of a request is known are run without it.
+        self.step_bound += most_steps(request) + self.scenario.max_rounds
+        self._send(self.processes[index], AddRequest(request))
         if dice.random() < COLLECTED_SHARE:
             self.num_asked += 1
             self._send(self.processes[0], CollectLoad())
@@ -275,7 +306,7 @@ class _Simulation:
 
     def _send_abort(self, request_id: str) -> None:
         if not self.client_has_stopped:
-            self._send(self.processes[self.requests[request_id].rank], AbortRequest(request_id))
+            self._send(self.processes[self.requests[request_id].index], AbortRequest(request_id))
 
     def _send_shutdown(self) -> None:
         if self.client_has_stopped:
@@ -325,10 +356,10 @@ class _Simulation:
 
     def _notice_exit(self, process: _Process) -> None:
         """Let the client notice that a process is gone, after its last updates."""
-        self._log(f"client: {process.rank} is gone")
+        self._log(f"client: {process.index} is gone")
         self.client_has_stopped = True
         for known in self.requests.values():
-            if known.rank == process.rank and known.end is None:
+            if known.index == process.index and known.end is None:
                 self._end(known, "error")
 
     # Faults
@@ -336,12 +367,23 @@ class _Simulation:
     def _inject_fault(self, process: _Process) -> None:
         if process.state != "alive":
             return
-        self._log(f"{process.rank}: fault {self.scenario.fault}")
-        process.has_fault = True
-        if self.scenario.fault == "kill" and self.dice.random() < 0.5:  # otherwise in its next step
-            process.has_fault = False
+        self._log(f"{process.index}: fault {self.scenario.fault}")
+        if self.scenario.fault == "internal":
+            process.has_internal_fault = True
+            self._make_fail(process)
+        elif self.scenario.fault == "kill" and self.dice.random() < 0.5:
             self.fault_at = self.now
             self._kill(process)
+        else:  # in its next step
+            process.has_rank_fault = True
+
+    def _make_fail(self, process: _Process) -> None:
+        """Make the next call of the scheduler raise an error."""
+
+        def fail(*_: Any) -> Any:
+            raise SimulatedFault("internal error")
+
+        process.scheduler.schedule = process.scheduler.commit = fail  # type: ignore[method-assign]
 
     def _kill(self, process: _Process) -> None:
         process.loses_updates = self.dice.random() < 0.5
@@ -356,224 +398,174 @@ class _Simulation:
         self._after(self.dice.uniform(0.0, DETECTION_S), self._notice_death)
 
     def _notice_death(self) -> None:
-        """Let the watcher end the worker group: collectives fail, or processes are killed."""
+        """Let the watcher end the worker group."""
         if self.worker_group_is_broken:
             return
         self._log("watcher: the worker group is broken")
         self.worker_group_is_broken = True
         for process in self.processes:
-            if process.state == "starting" or (process.state == "alive" and self.dice.random() < 0.3):
+            if process.state in ("starting", "alive"):
                 self._kill(process)
-            elif process.state == "alive" and process.is_inside:
-                self._after(self._latency(), self._fail_collective, process, process.turn)
-            elif isinstance(process.effect, Receive):
-                self._answer_later(process, self._latency(), self._take_inbox)
-
-    def _fail_collective(self, process: _Process, turn: int) -> None:
-        if process.turn == turn and process.state == "alive":
-            self._throw_fatal(process, CollectiveFailed("another replica died"))
-
-    def _throw_fatal(self, process: _Process, error: Exception) -> None:
-        process.has_failed_collective = True
-        process.is_inside = False
-        self._advance(process, error=error)
 
     # Processes
 
     def _start(self, process: _Process) -> None:
         if process.state == "starting":
-            self._log(f"{process.rank}: starts")
+            self._log(f"{process.index}: starts")
             process.state = "alive"
-            self._advance(process)
+            self._advance(process, None)
 
     def _arrive(self, process: _Process, message: ReplicaMessage) -> None:
         if process.state not in ("starting", "alive"):
             return
         self.num_messages += 1
-        self._log(f"{process.rank}: <- {type(message).__name__}")
+        self._log(f"{process.index}: <- {type(message).__name__}")
         process.inbox.append(message)
-        if isinstance(process.effect, Receive) and process.effect.block:
-            self._answer_later(process, self._work(), self._take_inbox)
+        self._wake(process)
 
-    def _take_inbox(self, process: _Process) -> list[ReplicaMessage]:
-        messages, process.inbox = process.inbox, []
-        process.received.update({m.request.request_id: None for m in messages if isinstance(m, AddRequest)})
-        return messages
+    def _wake(self, process: _Process) -> None:
+        if process.wait is not None:
+            self._after(self._work(), self._answer, process, process.turn)
 
-    def _answer_later(self, process: _Process, delay_s: float, answer: Callable[[_Process], Any]) -> None:
-        """Schedule an answer. Only the first answer to an effect counts."""
-        self._after(delay_s, self._answer, process, process.turn, answer)
-
-    def _answer(self, process: _Process, turn: int, answer: Callable[[_Process], Any]) -> None:
+    def _answer(self, process: _Process, turn: int) -> None:
+        """End a wait. Only the first answer counts."""
         if process.turn != turn or process.state != "alive":
             return
-        fails = (
-            self.scenario.fault == "internal" and process.has_fault and isinstance(process.effect, (Receive, Deliver))
-        )
-        if fails:
-            process.has_fault = False
-            process.failed_step = -1  # set at its next gather
-            self._advance(process, error=SimulatedFault("internal error"))
-        else:
-            self._advance(process, answer(process))
+        messages, process.inbox = process.inbox, []
+        outcomes, process.outcomes = process.outcomes, []
+        process.received.update({m.request.request_id: None for m in messages if isinstance(m, AddRequest)})
+        self._advance(process, Events(messages, outcomes))
 
-    def _advance(self, process: _Process, answer: Any = None, error: Exception | None = None) -> None:
-        """Send the answer to the replica, and start its next effect."""
+    def _advance(self, process: _Process, events: Events | None) -> None:
+        """Hand events to the replica, and perform its effects until it waits."""
         process.turn += 1
-        process.effect = None
-        try:
-            effect = process.generator.send(answer) if error is None else process.generator.throw(error)
-        except StopIteration:
-            self._leave(process)
-            return
-        except Exception as failure:
-            self._end_with_error(process, failure)
-            return
-        may_check = isinstance(effect, (Deliver, Gather))
-        if may_check and not process.has_failed_collective and self.failed_step is None:
+        process.wait = None
+        for _ in [] if events is None else events.outcomes:
+            process.plans_in_flight.popleft()
+        answer: Any = events
+        while True:
+            try:
+                effect = process.generator.send(answer)
+            except StopIteration:
+                self._leave(process)
+                return
+            except Exception as failure:
+                self._end_with_error(process, failure)
+                return
+            answer = None
+            self._check_scheduler(process)
+            match effect:
+                case Submit(work=work):
+                    self._submit(process, work, events)
+                case Deliver():
+                    self._deliver(process, effect)
+                case Wait(heartbeat=heartbeat):
+                    process.wait = effect
+                    if process.inbox or process.outcomes:
+                        self._wake(process)
+                    elif heartbeat:
+                        self._after(HEARTBEAT_S * self.dice.uniform(1.0, 1.05), self._answer, process, process.turn)
+                    return
+
+    def _check_scheduler(self, process: _Process) -> None:
+        if not process.has_internal_fault:
             try:
                 process.scheduler.check_invariants()
             except AssertionError as failure:
-                self._violated("I4", f"replica {process.rank}: {failure}")
-        process.effect = effect
-        self._log(f"{process.rank}: {type(effect).__name__}")
-        match effect:
-            case Deliver():
-                self._begin_deliver(process, effect)
-            case Receive():
-                self._begin_receive(process, effect)
-            case Gather():
-                self._begin_gather(process, effect)
-            case Execute():
-                self._begin_execute(process, effect)
+                self._violated("I4", f"replica {process.index}: {failure}")
 
-    def _leave(self, process: _Process) -> None:
-        """Check a replica that returned: it may only do so after an agreed shutdown."""
-        self._log(f"{process.rank}: left")
-        process.state = "left"
-        self.leave_counts[process.rank] = process.num_collectives
-        counts = set(self.leave_counts.values())
-        others = [other.rank for other in self.processes if other.num_collectives > process.num_collectives]
-        self._require(len(counts) == 1, "I1", f"replicas left after different rounds: {self.leave_counts}")
-        self._require(not others, "I1", f"replica {process.rank} left, and {others} wait for it")
+    def _submit(self, process: _Process, work: Round, events: Events | None) -> None:
+        self._log(f"{process.index}: submits {work.row}")
+        number = work.row[1]
         self._require(
-            not process.has_failed_collective, "I7", f"replica {process.rank} met a fault, and left without an error"
+            number > process.last_number, "I6", f"replica {process.index}: {number} after {process.last_number}"
         )
-        self._check_all_ended(process)
-        all_free = process.scheduler.num_free_blocks == process.num_blocks
-        self._require(all_free, "I4", f"replica {process.rank} left with blocks in use")
+        process.last_number = number
+        has_nothing = not work.row[3] and not work.row[6]
+        was_idle = events is not None and events.outcomes and all(each.agreement.is_idle for each in events.outcomes)
+        if has_nothing and was_idle and events is not None and not events.messages:
+            self._violated("idle", f"replica {process.index} goes on without sleeping, with nothing to do")
+        if process.has_internal_fault and not process.has_announced_failure:
+            process.has_announced_failure = True
+            if self.fault_at is None:
+                self.fault_at = self.now
+            if self.failed_round is None or number < self.failed_round:
+                self.failed_round = number
+        process.plans_in_flight.append(work.plan)
+        process.last_round_s = max(process.last_round_s, self.now + self._latency())
+        self._after(process.last_round_s - self.now, self._arrive_round, process, work)
 
-    def _end_with_error(self, process: _Process, failure: Exception) -> None:
-        """Check a replica that ended with an error."""
-        self._log(f"{process.rank}: failed: {type(failure).__name__}")
-        could_not_announce = process.failed_step == -1 and self.shutdown_is_agreed  # there was no further round
-        expected = process.has_failed_collective or self.failed_step is not None or could_not_announce
-        self._require(expected, "crash", f"replica {process.rank} ended by {type(failure).__name__}: {failure}")
-        self._check_all_ended(process)
-        self._die(process)
-
-    def _check_all_ended(self, process: _Process) -> None:
-        unended = list(process.received.keys() - process.ended.keys())
-        self._require(not unended, "I3", f"replica {process.rank} ended without ending {sorted(unended)}")
-
-    # Effects
-
-    def _begin_deliver(self, process: _Process, effect: Deliver) -> None:
+    def _deliver(self, process: _Process, effect: Deliver) -> None:
         for update in effect.updates:
             known = update.request_id in process.received and update.request_id not in process.ended
-            self._require(known, "I3", f"replica {process.rank} delivers an update of an unknown request: {update}")
+            self._require(known, "I3", f"replica {process.index} delivers an update of an unknown request: {update}")
             if update.finish_reason is not None:
                 process.ended[update.request_id] = None
         stats, num_live = effect.stats, len(process.received) - len(process.ended)
-        if not process.has_failed_collective and self.failed_step is None:
+        if not process.has_internal_fault:
             if stats.num_running + stats.num_waiting != num_live:
-                self._violated("I4", f"replica {process.rank} has {num_live} requests, and says {stats}")
-            if num_live == 0 and stats.num_free_blocks != process.num_blocks:
-                self._violated("I4", f"replica {process.rank} holds blocks without requests: {stats}")
+                self._violated("I4", f"replica {process.index} has {num_live} requests, and says {stats}")
+            has_plans = any(plan is not None for plan in process.plans_in_flight)
+            if num_live == 0 and not has_plans and stats.num_free_blocks != process.num_blocks:
+                self._violated("I4", f"replica {process.index} holds blocks without requests: {stats}")
         process.last_delivery_s = max(process.last_delivery_s, self.now + self._latency())
         self._after(process.last_delivery_s - self.now, self._receive_updates, process, effect.updates)
-        self._answer_later(process, self._work(), lambda process: None)
 
-    def _begin_receive(self, process: _Process, effect: Receive) -> None:
-        self._require_going_on(process, "listens")
-        if process.must_sleep:
-            self._require(effect.block, "idle", f"replica {process.rank} goes on without sleeping, with nothing to do")
-        process.must_sleep = False
-        if not effect.block or process.inbox or self.worker_group_is_broken:
-            self._answer_later(process, self._work(), self._take_inbox)
-        elif effect.heartbeat:
-            self._answer_later(process, HEARTBEAT_S * self.dice.uniform(1.0, 1.05), self._take_inbox)
+    def _leave(self, process: _Process) -> None:
+        """Check a replica that returned: it may only do so after an agreed shutdown."""
+        self._log(f"{process.index}: left")
+        process.state = "left"
+        self._require(process.ranks.have_left, "I1", f"replica {process.index} left before its ranks")
+        unended = list(process.received.keys() - process.ended.keys())
+        self._require(not unended, "I3", f"replica {process.index} ended without ending {sorted(unended)}")
+        all_free = process.scheduler.num_free_blocks == process.num_blocks
+        has_plans = any(plan is not None for plan in process.plans_in_flight)
+        self._require(all_free or has_plans, "I4", f"replica {process.index} left with blocks in use")
 
-    def _begin_gather(self, process: _Process, effect: Gather) -> None:
-        self._require_going_on(process, "gathers")
-        step = effect.row[1]
-        self._require(step > process.last_step, "I6", f"replica {process.rank}: step {step} after {process.last_step}")
-        process.last_step = step
-        if process.failed_step == -1:
-            process.failed_step = self.failed_step = step
-            self.fault_at = self.now
-        self._enter(process, "gather", effect.row)
-
-    def _begin_execute(self, process: _Process, effect: Execute) -> None:
-        self._require_going_on(process, "executes")
-        agreement, plan = effect.agreement, effect.plan
-        num_tokens = 0 if plan is None else sum(len(chunk.token_ids) for chunk in plan.chunks)
-        announced = agreement.num_tokens[process.rank]
-        if num_tokens != announced:
-            self._violated("I5", f"replica {process.rank} runs {num_tokens} tokens, and {announced} were agreed")
-        if not any(agreement.num_tokens) and not agreement.collects_load:
-            self._violated("I5", "a step of nothing but padding")
-        if self.failed_step is not None and agreement.step >= self.failed_step:
-            self._violated("I7", f"replica {process.rank} runs step {agreement.step} after a replica failed")
-        if self._fault_occurs(process, 1 / 3):
-            return
-        self._after(self._work(), self._enter_if, process, process.turn, "dispatch")
-
-    def _enter_if(self, process: _Process, turn: int, kind: str) -> None:
-        if process.turn == turn and process.state == "alive":
-            assert isinstance(process.effect, Execute)
-            self._enter(process, kind, process.effect.agreement)
-
-    def _fault_occurs(self, process: _Process, probability: float) -> bool:
-        """True if the fault occurs at this point of a forward pass, which then ends."""
-        occurs = process.has_fault and self.scenario.fault != "internal" and self.dice.random() < probability
-        if occurs:
-            process.has_fault = False
-            self.fault_at = self.now
-            if self.scenario.fault == "kill":
-                self._kill(process)
-            else:
-                self._throw_fatal(process, SimulatedFault("in a forward pass"))
-        return occurs
-
-    def _require_going_on(self, process: _Process, does: str) -> None:
+    def _end_with_error(self, process: _Process, failure: Exception) -> None:
+        """Check a replica that ended with an error."""
+        self._log(f"{process.index}: failed: {type(failure).__name__}")
         self._require(
-            not process.has_failed_collective, "I7", f"replica {process.rank} {does} after an error in a collective"
+            self.failed_round is not None, "crash", f"replica {process.index}: {type(failure).__name__}: {failure}"
         )
+        self._die(process)
 
-    # Collectives
+    # Ranks
 
-    def _enter(self, process: _Process, kind: str, payload: Any) -> None:
-        """Let a replica enter its next collective, in which it waits for all others."""
-        number = process.num_collectives
-        process.num_collectives += 1
-        process.is_inside = True
+    def _arrive_round(self, process: _Process, work: Round) -> None:
+        if process.state == "alive" and not process.ranks.have_left:
+            process.ranks.rounds.append(work)
+            self._begin_round(process)
+
+    def _begin_round(self, process: _Process) -> None:
+        ranks = process.ranks
+        if ranks.current is None and ranks.rounds and not ranks.have_left:
+            ranks.current = ranks.rounds.popleft()
+            self._after(self._work(), self._enter, process, "gather")
+
+    def _enter(self, process: _Process, kind: str) -> None:
+        """Let the ranks of a replica enter their next collective, in which they wait for all others."""
+        if process.state != "alive":
+            return
+        ranks, index = process.ranks, process.index
+        assert ranks.current is not None
+        payload: Any = ranks.current.row if kind == "gather" else ranks.agreement
+        number = ranks.num_collectives
+        ranks.num_collectives += 1
         if self.leave_counts:
-            self._violated("I1", f"replica {process.rank} enters {kind}, but {sorted(self.leave_counts)} have left")
+            self._violated("I1", f"replica {index} enters {kind}, but {sorted(self.leave_counts)} have left")
         collective = self.collectives.get(number)
         if collective is None:
             collective = self.collectives[number] = _Collective(kind)
             self._after(self._slack(), self._watch, number)
-        first = next(iter(collective.payloads), process.rank)
+        first = next(iter(collective.payloads), index)
         if collective.kind != kind:
-            self._violated("I1", f"collective {number}: {process.rank} enters {kind}, and {first} {collective.kind}")
+            self._violated("I1", f"collective {number}: {index} enters {kind}, and {first} {collective.kind}")
         if kind != "gather" and collective.payloads and payload != collective.payloads[first]:
-            what = f"collective {number}: {process.rank} enters {kind} for {payload}"
+            what = f"collective {number}: {index} enters {kind} for {payload}"
             self._violated("I1", f"{what}, and {first} for {collective.payloads[first]}")
-        collective.payloads[process.rank] = payload
-        if self.worker_group_is_broken:
-            self._after(self._latency(), self._fail_collective, process, process.turn)
-        elif len(collective.payloads) == self.scenario.num_replicas:
+        collective.payloads[index] = payload
+        if len(collective.payloads) == self.scenario.num_replicas:
             del self.collectives[number]
             self._complete(collective)
 
@@ -586,66 +578,132 @@ class _Simulation:
         collective = self.collectives.get(number)
         if collective is None or self.fault_at is not None:
             return
-        missing = {p.rank: p.effect for p in self.processes if p.rank not in collective.payloads}
+        missing = {p.index: p.ranks.current for p in self.processes if p.index not in collective.payloads}
         self._violated("deadlock", f"collective {number}, a {collective.kind}, waits for {missing}")
 
     def _complete(self, collective: _Collective) -> None:
         self._log(f"{collective.kind} is complete")
+        rows = []
         if collective.kind == "gather":
-            rows = [collective.payloads[rank] for rank in range(self.scenario.num_replicas)]
+            rows = [collective.payloads[index] for index in range(self.scenario.num_replicas)]
             self._count_round(rows)
         for process in self.processes:
-            if process.state != "alive":  # died inside
-                continue
             delay_s = self.dice.uniform(0.0001, 0.002)
             if collective.kind == "gather":
-                self._answer_later(process, delay_s, lambda process: self._outside(process, rows))
+                self._after(delay_s, self._agreed, process, rows)
             elif collective.kind == "dispatch":
-                self._after(delay_s, self._compute, process, process.turn)
+                self._after(delay_s, self._compute, process)
             else:
-                self._after(delay_s, self._finish_step, process, process.turn)
+                self._after(delay_s, self._finish_step, process)
 
-    def _outside(self, process: _Process, answer: Any) -> Any:
-        process.is_inside = False
-        return answer
+    def _agreed(self, process: _Process, rows: list[list[int]]) -> None:
+        if process.state != "alive":
+            return
+        ranks, scenario = process.ranks, self.scenario
+        assert ranks.current is not None
+        try:
+            ranks.agreement = agreement = self.agree_as(
+                rows, number=ranks.num_rounds, num_replicas=scenario.num_replicas, index=process.index
+            )
+        except Exception as error:
+            self._violated("I6", f"the ranks of replica {process.index}: {error}")
+            raise
+        ranks.num_rounds += 1
+        if agreement.is_idle or agreement.ends_all:
+            self._send_outcome(process, Outcome(agreement=agreement))
+            return
+        plan = ranks.current.plan
+        num_tokens, announced = 0 if plan is None else plan.num_tokens, agreement.num_tokens[process.index]
+        if num_tokens != announced:
+            self._violated("I5", f"replica {process.index} runs {num_tokens} tokens, and {announced} were agreed")
+        if not any(agreement.num_tokens) and not agreement.collects_load:
+            self._violated("I5", "a step of nothing but padding")
+        if self.failed_round is not None and agreement.number >= self.failed_round:
+            self._violated("I7", f"replica {process.index} runs round {agreement.number} after a replica failed")
+        if not self._fault_occurs(process, 1 / 3):
+            self._after(self._work(), self._enter, process, "dispatch")
+
+    def _fault_occurs(self, process: _Process, probability: float) -> bool:
+        """True if the fault occurs at this point of a forward pass. The process of the replica ends with its ranks."""
+        occurs = process.has_rank_fault and self.dice.random() < probability
+        if occurs:
+            process.has_rank_fault = False
+            self.fault_at = self.now
+            self._kill(process)
+        return occurs
 
     def _count_round(self, rows: list[list[int]]) -> None:
         if any(row[3] for row in rows):
+            self.was_active = True
             self.num_steps += 1
             if self.num_steps > self.step_bound:
                 self._violated("livelock", f"{self.num_steps} steps; {self.step_bound} are enough for all requests")
             return
-        self.shutdown_is_agreed = all(row[6] & REQUESTS_SHUTDOWN for row in rows)
+        if all(row[6] & REQUESTS_SHUTDOWN for row in rows):
+            return
         if any(row[6] & REQUESTS_LOAD for row in rows):
             self.num_collections += 1
             num_due = self.num_asked + self.num_steps // LOAD_WINDOW
             self._require(self.num_collections <= num_due, "idle", f"{self.num_collections} rounds only to collect")
             return
         self.num_idle_rounds += 1
-        for process in self.processes:
-            process.must_sleep = True
-        causes = self.num_messages + self.now / HEARTBEAT_S + 2
+        self.num_rests += self.was_active
+        self.was_active = False
+        # After a step, rounds may be in flight that turn out to be idle.
+        causes = self.num_messages + self.now / HEARTBEAT_S + 2 + self.num_rests * self.scenario.max_rounds
         self._require(self.num_idle_rounds <= causes, "idle", f"{self.num_idle_rounds} idle rounds")
 
-    def _compute(self, process: _Process, turn: int) -> None:
+    def _compute(self, process: _Process) -> None:
         """Run the experts, between dispatch and combine."""
-        if process.turn == turn and process.state == "alive" and not self._fault_occurs(process, 0.5):
-            self._enter_if(process, turn, "combine")
+        if process.state == "alive" and not self._fault_occurs(process, 0.5):
+            self._enter(process, "combine")
 
-    def _finish_step(self, process: _Process, turn: int) -> None:
-        if process.turn != turn or process.state != "alive" or self._fault_occurs(process, 1.0):
+    def _finish_step(self, process: _Process) -> None:
+        if process.state != "alive" or self._fault_occurs(process, 1.0):
             return
-        assert isinstance(process.effect, Execute)
-        plan = process.effect.plan
-        if plan is not None and self.dice.random() < self.scenario.local_failure_probability:
-            self._log(f"{process.rank}: the result is unusable")
-            self._answer(process, turn, lambda process: self._outside(process, StepFailed("not a number")))
-        else:
-            result = None if plan is None else _result_of(plan)
-            self._answer(process, turn, lambda process: self._outside(process, result))
+        ranks = process.ranks
+        assert ranks.current is not None
+        assert ranks.agreement is not None
+        plan = ranks.current.plan
+        result = StepResult(step=0, chunks=[]) if plan is None else self._run(ranks.table, plan)
+        self._send_outcome(process, Outcome(agreement=ranks.agreement, result=result))
+
+    def _run(self, table: RequestTable, plan: StepPlan) -> StepResult:
+        """Return the result of the simulated model."""
+        chunks = table.apply(plan)
+        results = [
+            ChunkResult(
+                token_id=sampled_token(chunk.request.seed, chunk.request.num_output_tokens) if chunk.samples else None
+            )
+            for chunk in chunks
+        ]
+        table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
+        if self.dice.random() < self.scenario.row_failure_probability:
+            results[self.dice.randrange(len(results))] = ChunkResult(error="not a number")
+        return StepResult(step=plan.step, chunks=results)
+
+    def _send_outcome(self, process: _Process, outcome: Outcome) -> None:
+        ranks = process.ranks
+        ranks.current = None
+        if outcome.agreement.ends_all:
+            ranks.have_left = True
+            if outcome.agreement.is_shutdown:
+                self.leave_counts[process.index] = ranks.num_collectives
+                counts = set(self.leave_counts.values())
+                self._require(len(counts) == 1, "I1", f"ranks left after different rounds: {self.leave_counts}")
+                others = [p.index for p in self.processes if p.ranks.num_collectives > ranks.num_collectives]
+                self._require(not others, "I1", f"the ranks of {process.index} left, and {others} wait for them")
+        process.last_outcome_s = max(process.last_outcome_s, self.now + self._latency())
+        self._after(process.last_outcome_s - self.now, self._arrive_outcome, process, outcome)
+        self._begin_round(process)
+
+    def _arrive_outcome(self, process: _Process, outcome: Outcome) -> None:
+        if process.state == "alive":
+            process.outcomes.append(outcome)
+            self._wake(process)
 
     def _closing_report(self) -> Report:
-        unfinished = {p.rank: p.effect for p in self.processes if p.state in ("starting", "alive")}
+        unfinished = {p.index: p.wait for p in self.processes if p.state in ("starting", "alive")}
         self._require(not unfinished, "deadlock", f"no events are left, and these wait: {unfinished}")
         unended = [request_id for request_id, known in self.requests.items() if known.end is None]
         self._require(not unended, "I3", f"requests never ended: {unended}")
@@ -659,10 +717,3 @@ class _Simulation:
             slowest_first_token_s=self.slowest_first_token_s,
             trace_digest=self.trace.hexdigest(),
         )
-
-
-def _result_of(plan: StepPlan) -> StepResult:
-    """Return the result of the simulated model."""
-    specs = [chunk.sample for chunk in plan.chunks]
-    tokens = [None if spec is None else sampled_token(spec.seed, spec.position) for spec in specs]
-    return StepResult(step=plan.step, chunks=[ChunkResult(token_id=token) for token in tokens])

@@ -39,6 +39,8 @@ class Scenario:
 
     num_replicas: int
     seed: int
+    max_rounds: int = 2
+    plans_ahead: bool = True
     num_requests: int = 40
     num_busy_replicas: int = 8  # replicas that get requests; the others run padding
     span_s: float = 3.0  # in which requests arrive,
@@ -47,7 +49,7 @@ class Scenario:
     refused_share: float = 0.05  # requests that every scheduler refuses
     wake_loss: float = 0.0
     stall_probability: float = 0.0  # per effect
-    local_failure_probability: float = 0.0  # per step: the result is unusable on one replica
+    row_failure_probability: float = 0.0  # per step of a replica: one request gets an error
     fault: Fault = "none"  # kill: the process dies; raise: an error in a forward pass; internal: in its own code
     fault_s: float = 0.0
     fault_replica: int = 0
@@ -64,6 +66,8 @@ class Scenario:
         return cls(
             num_replicas=num_replicas,
             seed=seed,
+            max_rounds=dice.choice([1, 2, 2, 3]),
+            plans_ahead=dice.random() < 0.7,
             num_requests=num_requests,
             num_busy_replicas=dice.choice([1, max(1, num_replicas // 4), num_replicas]),
             span_s=span_s,
@@ -72,7 +76,7 @@ class Scenario:
             refused_share=dice.choice([0.0, 0.1]),
             wake_loss=dice.choice([0.0, 0.3, 1.0]),
             stall_probability=dice.choice([0.0, 0.0, 1 / (50 * num_replicas)]),
-            local_failure_probability=dice.choice([0.0, 0.0, 0.02]),
+            row_failure_probability=dice.choice([0.0, 0.0, 0.02]),
             fault=dice.choice(["none", "none", "kill", "raise", "internal"]),
             fault_s=dice.uniform(0.0, end_s),
             fault_replica=dice.randrange(num_replicas),

@@ -13,9 +13,6 @@ import pytest
 from replica_simulator import simulate
 from scenario import HEARTBEAT_S, Fault, InvariantViolation, Scenario
 
-from moeserve.scheduling.lockstep import Lockstep
-from moeserve.scheduling.replica import Replica
-
 
 def run_scenarios(num_replicas: int, seeds: range, num_requests: int) -> Counter[str]:
     """Run random scenarios. Return how often each kind of event counts."""
@@ -120,19 +117,15 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     assert outputs[0][0] != outputs[0][1]
 
 
-@pytest.mark.parametrize(
-    ("part", "invariants"),
-    [(bug.part, bug.names) for bug in bugs.PLANTED],
-    ids=[bug.part.__name__ for bug in bugs.PLANTED],
-)
-def test_planted_bug_is_found(part: type[Replica] | type[Lockstep], invariants: set[str]) -> None:
-    assert first_violation(part) in invariants
+@pytest.mark.parametrize("bug", bugs.PLANTED, ids=[bug.name for bug in bugs.PLANTED])
+def test_planted_bug_is_found(bug: bugs.Planted) -> None:
+    assert first_violation(bug) in bug.names
 
 
-def first_violation(part: type[Replica] | type[Lockstep]) -> str:
+def first_violation(bug: bugs.Planted) -> str:
     for seed in range(60):
         try:
-            simulate(Scenario.drawn(8, seed, 40), bugs.maker(part))
+            simulate(Scenario.drawn(8, seed, 40), bug.make_replica, bug.agree_as)
         except InvariantViolation as violation:
             return violation.invariant
     return "60 scenarios did not find it"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from chunks import make_chunk
 from float8_checkpoints import encoded_and_decoded, large, write
 from reference_models import Reference, make_reference
 from torch import Tensor
@@ -24,7 +25,6 @@ from moeserve.config import resolve
 from moeserve.models.packing import weights_of
 from moeserve.ops.interfaces import Gather, OpenWeights, SwiGLU
 from moeserve.ops.triton.products import TritonBlockProduct, TritonProduct
-from moeserve.protocol import Chunk, StepPlan
 
 pytestmark = pytest.mark.usefixtures("torch_conversions", "gpu_kernels")
 
@@ -81,10 +81,10 @@ def logits_of(llm: LLM, prompts: list[list[int]]) -> list[Tensor]:
     """Return the logits [T, vocab_size] of each prompt, computed in one step."""
     runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
     assert max(map(len, prompts)) <= runner.context.block_size
-    chunks = [Chunk(token_ids=prompt, start=0, block_ids=[block]) for block, prompt in enumerate(prompts)]
-    plan = StepPlan(step=0, chunks=chunks)
+    chunks = [make_chunk(runner.table, block, prompt, 0, [block]) for block, prompt in enumerate(prompts)]
     with torch.inference_mode():
-        hidden = runner.model(runner.build_inputs(plan, (plan.num_tokens,)), runner.replay.caches)
+        step = runner.build_inputs(chunks, (sum(map(len, prompts)),))
+        hidden = runner.model(step, runner.replay.caches)
         return list(runner.model.logits(hidden).split([len(prompt) for prompt in prompts]))
 
 

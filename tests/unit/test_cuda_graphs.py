@@ -7,19 +7,20 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
+from chunks import make_chunk
 from torch import Tensor
 
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.distributed.mesh import Mesh
 from moeserve.moe.dispatch.factory import TorchDispatchers
 from moeserve.ops import side_stream
-from moeserve.protocol import Chunk, SampleSpec, StepPlan
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.lockstep import Intent, Lockstep
+from moeserve.scheduling.lockstep import Intent, agree, make_row
 from moeserve.step_inputs import StepInputs
 from moeserve.worker import cuda_graphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.request_table import RequestTable
 from moeserve.worker.step_replay import StepContext
 
 ONE_RANK = Mesh(tp=1, dp=1)
@@ -63,15 +64,16 @@ class Rank:
         context = StepContext(mesh=mesh, tp_rank=tp_rank, block_size=16, max_blocks=4, device=torch.device("cpu"))
         model = cast(Any, self.model)
         self.graphs = CudaGraphs(model, [], context, sizes, self.capture)
-        self.runner = ModelRunner(model, context, self.graphs)
+        self.table = RequestTable(8, 4)
+        self.runner = ModelRunner(model, context, self.graphs, self.table)
 
-
-def decode_plan(num_tokens: int) -> StepPlan:
-    sample = SampleSpec(params=RequestParams(temperature=0), seed=0, position=0)
-    chunks = [
-        Chunk(token_ids=[10 + row], start=row, block_ids=[row, row + 1], sample=sample) for row in range(num_tokens)
-    ]
-    return StepPlan(step=0, chunks=chunks)
+    def inputs(self, num_tokens: int, tokens_of_replicas: tuple[int, ...], padded_to: int | None = None) -> StepInputs:
+        """Return a decode step of this rank. Request r has token 10 + r at position r."""
+        greedy = RequestParams(temperature=0)
+        chunks = [
+            make_chunk(self.table, row, [10 + row], row, [row, row + 1], params=greedy) for row in range(num_tokens)
+        ]
+        return self.runner.build_inputs(chunks, tokens_of_replicas, padded_to)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +99,9 @@ def test_graphs_are_captured_from_the_largest_and_chosen_from_the_smallest() -> 
     assert rank.capture.captured == [8, 4, 2, 1]
 
     def padded_size(*tokens: int, is_decode_only: bool = True) -> int | None:
-        sides = [Lockstep(rank=rank, num_replicas=len(tokens)) for rank in range(len(tokens))]
         intents = [Intent(num_tokens=num, is_decode_only=is_decode_only or num < 3) for num in tokens]
-        rows = [side.begin(intent) for side, intent in zip(sides, intents, strict=True)]
-        (size,) = {rank.graphs.padded_size(side.finish(rows)) for side in sides}
-        return size
+        rows = [make_row(intent, number=0, replica=replica) for replica, intent in enumerate(intents)]
+        return rank.graphs.padded_size(agree(rows, number=0, num_replicas=len(rows)))
 
     assert [padded_size(count) for count in range(10)] == [None, 1, 2, 4, 4, 8, 8, 8, 8, None]
     assert padded_size(0, 3, 1) == 4
@@ -113,7 +113,7 @@ def test_inputs_of_a_replay() -> None:
     rank = Rank((2, 4))
     addresses = {step.token_ids.data_ptr() for step in rank.model.steps}
     for number, num_tokens in enumerate((4, 1, 3, 0), start=1):
-        result_TD = rank.graphs(rank.runner.build_inputs(decode_plan(num_tokens), (num_tokens,), 4))
+        result_TD = rank.graphs(rank.inputs(num_tokens, (num_tokens,), 4))
         assert rank.capture.replayed == [4] * number
         seen, missing = rank.model.steps[-1], 4 - num_tokens
         addresses.add(seen.token_ids.data_ptr())
@@ -134,7 +134,7 @@ def test_padding_is_divided_over_the_ranks_of_a_replica() -> None:
     padding = []
     for tp_rank in range(2):
         rank = Rank((5,), mesh, tp_rank)
-        step = rank.runner.build_inputs(decode_plan(3), (3, 1, 0), 5)
+        step = rank.inputs(3, (3, 1, 0), 5)
         assert rank.model.steps[0].tokens_per_rank == step.tokens_per_rank == (2, 3) * 3
         assert step.padding is not None
         padding += step.padding[step.own_rows].tolist()

@@ -12,16 +12,19 @@ from test_config import FACTS
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.engine import replicas
-from moeserve.engine.protocol import EngineMessage, Ready
+from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.engine.replicas import Replicas
 from moeserve.errors import CheckpointError, EngineError, SettingsError
 from moeserve.processes.channel import Channel
 from moeserve.processes.supervision import WatchedProcess
 from moeserve.processes.worker_group import WorkerGroup
-from moeserve.protocol import AddRequest, ReplicaMessage, Request, Shutdown
+from moeserve.protocol import AddRequest, ReplicaMessage, ReplicaStats, Request, RequestUpdate, Shutdown
 from moeserve.sampling_params import RequestParams
 
-CONFIG = resolve(parse_settings({"data_parallel_size": 2}), FACTS, MachineFacts(num_cores=2))
+CONFIG, RESTARTING = (
+    resolve(parse_settings({"data_parallel_size": 2, "on_failure": how}), FACTS, MachineFacts(num_cores=2))
+    for how in ("end", "restart")
+)
 
 
 class Engine:
@@ -43,6 +46,16 @@ class Engine:
         self._received += self._channel.receive()
         shown = [each.request.request_id if isinstance(each, AddRequest) else each for each in self._received]
         return [each for each in shown if isinstance(each, str | Shutdown)]
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests that were added."""
+        self._received += self._channel.receive()
+        return [each.request for each in self._received if isinstance(each, AddRequest)]
+
+    def send(self, update: RequestUpdate) -> None:
+        stats = ReplicaStats(num_free_blocks=1, num_waiting=0, num_running=1, num_rounds=1)
+        self._channel.send(Delivery([update], stats))
 
     def exit_cause(self) -> str | None:
         return self.cause
@@ -96,24 +109,40 @@ def machine() -> Machine:
 
 @pytest.fixture
 def engine(machine: Machine) -> Replicas:
-    return Replicas(CONFIG, machine.start, restarts=True, close=machine.close)
+    return Replicas(RESTARTING, machine.start, close=machine.close)
 
 
 def request(name: str) -> Request:
     return Request(request_id=name, prompt_token_ids=[1], params=RequestParams(), seed=0)
 
 
-def test_the_next_request_after_a_failure_starts_new_processes(engine: Replicas, machine: Machine) -> None:
-    for number in range(3):
-        engine.add(request(str(number)))
-        machine.engines[number].cause = f"cause {number}"
-    assert machine.num_starts == 3  # only a request starts processes again
-    engine.add(request("last"))
+def test_requests_continue_on_new_processes_after_the_tokens_that_came(engine: Replicas, machine: Machine) -> None:
+    for name in ("begun", "new", "aborted"):
+        engine.add(request(name))
+    machine.engines[0].send(RequestUpdate(request_id="begun", token_ids=[5, 6]))
+    assert [update.token_ids for update in engine.step()] == [[5, 6]]
+    engine.abort("aborted")
+    machine.engines[0].cause = "killed by SIGKILL"
+    (update,) = engine.step()
+    assert (update.request_id, update.finish_reason) == ("aborted", "abort")
+    assert machine.engines[1].received == ["begun", "new"]
+    assert [added.output_token_ids for added in machine.engines[1].requests] == [[5, 6], []]
+    machine.engines[1].send(RequestUpdate(request_id="begun", token_ids=[7]))
+    assert [update.token_ids for update in engine.step()] == [[7]]
+    machine.engines[1].cause = "killed by SIGKILL"
+    machine.lasting_fault = None
     engine.add(request("another"))
-    assert machine.engines[3].received == ["last", "another"]
-    updates = engine.step()
-    assert [update.request_id for update in updates] == ["0", "1", "2"]
-    assert all(f"rank 0: cause {number}" in str(update.error) for number, update in enumerate(updates))
+    assert [added.output_token_ids for added in machine.engines[2].requests] == [[5, 6, 7], [], []]
+
+
+def test_requests_end_after_several_failures_without_a_token(engine: Replicas, machine: Machine) -> None:
+    engine.add(request("poison"))
+    for number in range(replicas.MAX_FRUITLESS_RESTARTS + 1):
+        machine.engines[number].cause = f"cause {number}"
+        engine.add(request(str(number))) if number == 0 else engine.num_free_blocks
+    ends = engine.step()
+    assert {update.request_id for update in ends} >= {"poison"}
+    assert all(f"cause {replicas.MAX_FRUITLESS_RESTARTS}" in str(update.error) for update in ends)
 
 
 def test_ends_are_not_lost_where_no_new_processes_can_be_started(engine: Replicas, machine: Machine) -> None:
@@ -158,7 +187,7 @@ def test_a_fault_of_our_own_is_not_tried_again(engine: Replicas, machine: Machin
 def test_the_first_start_is_tried_once_and_closes_what_it_used(machine: Machine) -> None:
     machine.lasting_fault = CheckpointError("no such model")
     with pytest.raises(CheckpointError):
-        Replicas(CONFIG, machine.start, restarts=True, close=machine.close)
+        Replicas(RESTARTING, machine.start, close=machine.close)
     assert (machine.num_starts, machine.num_closed) == (1, 1)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from moeserve.api.frontend import Frontend, PromptProgress
+from moeserve.api.frontend import Frontend
 from moeserve.api.prompts import pair_prompts
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
@@ -43,11 +43,14 @@ def new_frontend(codec: TextCodec | None = CODEC, *, max_model_len: int = 100, e
 
 
 def requests_of(frontend: Frontend, prompts: Any, params: Any = None) -> list[Request]:
-    submissions = frontend.submit(prompts, params or SamplingParams())
+    submissions = frontend.register(frontend.encode(prompts, params or SamplingParams()))
     return [request for submission in submissions for request in submission.requests]
 
 
-def send(frontend: Frontend, request_id: str, text: str = "", **fields: Any) -> PromptProgress | None:
+def send(frontend: Frontend, request_id: str, text: str = "", **fields: Any) -> bool | None:
+    """Apply an update. Return True if the engine must end the request, None if it has ended here before."""
+    if frontend.prompt_of(request_id) is None:
+        return None
     token_ids = fields.pop("token_ids", None) or (CODEC.encode(text) if text else [])
     return frontend.update(RequestUpdate(request_id=request_id, token_ids=token_ids, **fields))
 
@@ -133,7 +136,7 @@ def test_each_prompt_gets_its_own_sampling_parameters() -> None:
 )
 def test_a_bad_prompt_is_refused_by_name(prompt: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        new_frontend().submit(prompt, SamplingParams())
+        new_frontend().encode(prompt, SamplingParams())
 
 
 @pytest.mark.parametrize(
@@ -147,17 +150,17 @@ def test_a_bad_prompt_is_refused_by_name(prompt: Any, message: str) -> None:
 )
 def test_sampling_parameters_outside_the_vocabulary_are_refused(params: dict[str, Any], message: str) -> None:
     frontend = Frontend(None, vocab_size=4, max_model_len=10, eos_token_ids=[], engine_seed=0)
-    frontend.submit([1], SamplingParams(stop_token_ids=[3], logprobs=4, prompt_logprobs=4))
+    frontend.encode([1], SamplingParams(stop_token_ids=[3], logprobs=4, prompt_logprobs=4))
     with pytest.raises(RequestError, match=message):
-        frontend.submit([1], SamplingParams(**params))
+        frontend.encode([1], SamplingParams(**params))
 
 
 def test_without_a_tokenizer_only_token_ids_are_served() -> None:
     frontend = new_frontend(None)
     with pytest.raises(RequestError, match="prompt='Hello' is a text, but there is no tokenizer"):
-        frontend.submit("Hello", SamplingParams())
+        frontend.encode("Hello", SamplingParams())
     with pytest.raises(RequestError, match=r"stop=.*needs a text.*use stop_token_ids"):
-        frontend.submit([1], SamplingParams(stop="a"))
+        frontend.encode([1], SamplingParams(stop="a"))
     requests_of(frontend, [1], SamplingParams(logprobs=0))
     send(frontend, "0", token_ids=[7], logprobs=[TokenLogprobs([7], [-1.0], [1])], finish_reason="length")
     (output,) = frontend.output("0").outputs
@@ -168,10 +171,10 @@ def test_without_a_tokenizer_only_token_ids_are_served() -> None:
 def test_a_bad_prompt_in_a_list_leaves_no_request_behind() -> None:
     frontend = new_frontend()
     with pytest.raises(RequestError):
-        frontend.submit(["a", "b", ""], SamplingParams())
+        frontend.encode(["a", "b", ""], SamplingParams())
     with pytest.raises(RequestError):
-        frontend.submit(["a", "b"], [SamplingParams(), SamplingParams(stop_token_ids=[999])])
-    assert [submission.prompt_id for submission in frontend.submit("a", SamplingParams())] == ["0"]
+        frontend.encode(["a", "b"], [SamplingParams(), SamplingParams(stop_token_ids=[999])])
+    assert [submission.prompt_id for submission in frontend.register(frontend.encode("a", SamplingParams()))] == ["0"]
     assert send(frontend, "1", "x") is None
 
 
@@ -204,9 +207,9 @@ def test_without_a_seed_every_output_differs_and_the_engine_seed_decides() -> No
 def test_an_output_grows_until_it_finishes() -> None:
     frontend = new_frontend()
     requests_of(frontend, "Hi")
-    assert send(frontend, "0", "ab", num_cached_tokens=1) == PromptProgress("0", finished=False)
+    assert send(frontend, "0", "ab", num_cached_tokens=1) is False
     before = frontend.output("0")
-    assert send(frontend, "0", "c", finish_reason="length") == PromptProgress("0", finished=True)
+    assert send(frontend, "0", "c", finish_reason="length") is False
     after = frontend.output("0")
 
     assert isinstance(after, RequestOutput)
@@ -236,7 +239,7 @@ def test_the_token_that_ends_an_output_is_an_id_and_on_request_text(token: int, 
     requests_of(frontend, "Hi", params)
     reason = None if token == EOS else token
     news = send(frontend, "0", token_ids=[*CODEC.encode("ab"), token], finish_reason="stop", stop_reason=reason)
-    assert news == PromptProgress("0", finished=True)
+    assert news is False
     assert text_and_reasons(frontend, "0") == ("ab" + ending, "stop", reason)
     assert frontend.output("0").outputs[0].token_ids[-1] == token
 
@@ -248,7 +251,7 @@ def test_a_stop_string_ends_the_output_and_the_request() -> None:
     send(frontend, "0", "abE", logprobs=logprobs)
     assert frontend.output("0").outputs[0].text == "ab"
     # Two more tokens came in the same step: they are dropped.
-    assert send(frontend, "0", "NDxy", logprobs=[*logprobs, logprobs[0]]) == PromptProgress("0", True, "0")
+    assert send(frontend, "0", "NDxy", logprobs=[*logprobs, logprobs[0]]) is True
     assert text_and_reasons(frontend, "0") == ("ab", "stop", "END")
     (output,) = frontend.output("0").outputs
     assert output.token_ids == CODEC.encode("abEND")
@@ -272,15 +275,13 @@ def test_the_beginning_of_a_stop_string_is_text_when_the_output_ends_otherwise()
 
 def test_the_outputs_of_one_prompt_gather_in_order() -> None:
     frontend = new_frontend()
-    (submission,) = frontend.submit("Hi", SamplingParams(n=3, prompt_logprobs=1, stop="!"))
+    (submission,) = frontend.register(frontend.encode("Hi", SamplingParams(n=3, prompt_logprobs=1, stop="!")))
     assert submission.prompt_id == "0"
     assert [request.request_id for request in submission.requests] == ["0-0", "0-1", "0-2"]
     assert [request.params.prompt_logprobs for request in submission.requests] == [1, None, None]
-    assert send(frontend, "0-2", "c", finish_reason="length", num_cached_tokens=1) == PromptProgress("0", False)
-    assert send(frontend, "0-0", "a!", num_cached_tokens=0) == PromptProgress("0", False, abort_request_id="0-0")
-    assert send(frontend, "0-1", "b", finish_reason="stop", token_ids=[*CODEC.encode("b"), EOS]) == PromptProgress(
-        "0", True
-    )
+    assert send(frontend, "0-2", "c", finish_reason="length", num_cached_tokens=1) is False
+    assert send(frontend, "0-0", "a!", num_cached_tokens=0) is True
+    assert send(frontend, "0-1", "b", finish_reason="stop", token_ids=[*CODEC.encode("b"), EOS]) is False
     result = frontend.output("0")
     assert [(output.index, output.text) for output in result.outputs] == [(0, "a"), (1, "b"), (2, "c")]
     assert result.finished
@@ -322,11 +323,11 @@ def test_prompt_logprobs_begin_with_none() -> None:
 
 def test_a_discarded_prompt_names_the_requests_to_end() -> None:
     frontend = new_frontend()
-    frontend.submit(["a", "b"], SamplingParams(n=2))
+    frontend.register(frontend.encode(["a", "b"], SamplingParams(n=2)))
     send(frontend, "0-1", "x", finish_reason="length")
     assert frontend.discard("0") == ["0-0"]
     assert send(frontend, "0-0", "y") is None
-    assert send(frontend, "1-0", "y") == PromptProgress("1", finished=False)
+    assert send(frontend, "1-0", "y") is False
     with pytest.raises(KeyError):
         frontend.output("0")
 
@@ -345,15 +346,16 @@ def test_outputs_do_not_depend_on_how_tokens_are_divided_into_updates(
     for divided in (sizes, [len(token_ids)]):
         frontend = new_frontend()
         requests_of(frontend, "Hi", SamplingParams(stop=stop, max_tokens=None))
-        rest, so_far, news = token_ids, "", None
+        rest, so_far = token_ids, ""
         for size in divided:
-            if news is None or not news.finished:
-                news = frontend.update(RequestUpdate(request_id="0", token_ids=rest[:size]))
+            if frontend.prompt_of("0") is not None:
+                frontend.update(RequestUpdate(request_id="0", token_ids=rest[:size]))
                 rest = rest[size:]
                 now = frontend.output("0").outputs[0].text
                 assert now.startswith(so_far)
                 so_far = now
-        frontend.update(RequestUpdate(request_id="0", token_ids=rest, finish_reason="length"))
+        if frontend.prompt_of("0") is not None:
+            frontend.update(RequestUpdate(request_id="0", token_ids=rest, finish_reason="length"))
         results.append(frontend.output("0"))
     assert results[0] == results[1]
     assert results[0].finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator
 from typing import Any
 
@@ -10,6 +11,7 @@ from load_windows import of_counts
 
 from moeserve.errors import EngineError, LockstepError
 from moeserve.protocol import (
+    AbortRequest,
     AddRequest,
     ChunkResult,
     CollectLoad,
@@ -20,22 +22,24 @@ from moeserve.protocol import (
     StepResult,
 )
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.lockstep import ROW_SIZE, Agreement, Intent, IntentFlags, Lockstep
-from moeserve.scheduling.replica import Deliver, Effect, Execute, Gather, Receive, Replica, StepFailed
+from moeserve.scheduling import lockstep
+from moeserve.scheduling.lockstep import ROW_SIZE, Agreement, Intent, IntentFlags, Outcome, Round, make_row
+from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Wait
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.worker.request_table import RequestTable
 
 NO_FLAGS = IntentFlags()
 NOTHING = Intent(num_tokens=0, is_decode_only=True)
 
 
+def rows_of(*intents: Intent, number: int = 0) -> list[list[int]]:
+    return [make_row(intent, number=number, replica=index) for index, intent in enumerate(intents)]
+
+
 def agree(*intents: Intent) -> Agreement:
-    """Return the agreement, which is the same on each replica."""
-    sides = [Lockstep(rank=rank, num_replicas=len(intents)) for rank in range(len(intents))]
-    rows = [side.begin(intent) for side, intent in zip(sides, intents, strict=True)]
+    rows = rows_of(*intents)
     assert {len(row) for row in rows} == {ROW_SIZE}
-    first, *others = [side.finish(rows) for side in sides]
-    assert all(other == first for other in others)
-    return first
+    return lockstep.agree(rows, number=0, num_replicas=len(intents))
 
 
 def flagged(**flags: bool) -> Intent:
@@ -45,7 +49,7 @@ def flagged(**flags: bool) -> Intent:
 def test_fields_of_an_agreement() -> None:
     decode = Intent(num_tokens=3, is_decode_only=True)
     assert agree(decode, Intent(num_tokens=9, is_decode_only=False, placement_epoch=2)) == Agreement(
-        step=0,
+        number=0,
         num_tokens=(3, 9),
         is_idle=False,
         is_decode_only=False,
@@ -72,24 +76,20 @@ def test_one_replica_can_request_load_but_shutdown_needs_all() -> None:
 
 @pytest.mark.parametrize(("place", "value"), [(0, 9), (1, 5)])
 def test_replicas_out_of_step_are_named(place: int, value: int) -> None:
-    sides = [Lockstep(rank=rank, num_replicas=3) for rank in range(3)]
-    rows = [side.begin(NOTHING) for side in sides]
+    rows = rows_of(NOTHING, NOTHING, NOTHING)
     rows[1][place] = value
-    for side in sides:
-        with pytest.raises(LockstepError, match=rf"{value} on replicas \[1\]"):
-            side.finish(rows)
+    with pytest.raises(LockstepError, match=rf"{value} on replicas \[1\]"):
+        lockstep.agree(rows, number=0, num_replicas=3)
 
 
 def test_rows_in_wrong_order_or_number_or_of_another_round_are_refused() -> None:
-    sides = [Lockstep(rank=rank, num_replicas=2) for rank in range(2)]
-    rows = [side.begin(NOTHING) for side in sides]
+    rows = rows_of(NOTHING, NOTHING)
     with pytest.raises(LockstepError, match=r"\[1, 0\]"):
-        sides[0].finish(rows[::-1])
+        lockstep.agree(rows[::-1], number=0, num_replicas=2)
     with pytest.raises(LockstepError, match="1 rows"):
-        sides[0].finish(rows[:1])
-    sides[0].finish(rows)
-    with pytest.raises(LockstepError, match="step 0"):
-        sides[0].finish(rows)
+        lockstep.agree(rows[:1], number=0, num_replicas=2)
+    with pytest.raises(LockstepError, match="round 0"):
+        lockstep.agree(rows, number=1, num_replicas=2)
 
 
 def request(request_id: str, num_prompt_tokens: int = 2, max_tokens: int = 4) -> Request:
@@ -102,9 +102,9 @@ def request(request_id: str, num_prompt_tokens: int = 2, max_tokens: int = 4) ->
 
 
 class Driven:
-    """Replica 0 of two. The other one is this test: it never has a plan."""
+    """Replica 0 of two, and its ranks. The other replica is this test: it never has a plan."""
 
-    def __init__(self, load_window: int = 0, max_num_batched_tokens: int = 2) -> None:
+    def __init__(self, load_window: int = 0, max_num_batched_tokens: int = 2, max_rounds: int = 1) -> None:
         self.scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=8,
@@ -116,85 +116,147 @@ class Driven:
             ),
             b"test",
         )
-        lockstep = Lockstep(rank=0, num_replicas=2)
-        self.other = Lockstep(rank=1, num_replicas=2)
-        replica = Replica(scheduler=self.scheduler, lockstep=lockstep, load_window=load_window)
+        replica = Replica(self.scheduler, index=0, num_replicas=2, max_rounds=max_rounds, load_window=load_window)
         self.run: Generator[Effect, Any, None] = replica.run()
-        self.agreements: list[Agreement] = []  # of steps that were executed
+        self.table = RequestTable(2, 4)
+        self.rounds: list[Round] = []  # in flight
+        self.num_rounds = 0  # that have ended
+        self.agreements: list[Agreement] = []  # of steps
         self.delivered: list[Deliver] = []
-        self.effect: Effect | None = next(self.run)
+        self.has_ended = False
+        self.handle(None)
 
     @property
     def updates(self) -> list[RequestUpdate]:
         return [update for delivery in self.delivered for update in delivery.updates]
 
-    def answer(self, answer: Any) -> None:
-        try:
-            self.effect = self.run.send(answer)
-        except StopIteration:
-            self.effect = None
+    def handle(self, events: Events | None) -> None:
+        """Hand events to the replica, and perform its effects until it waits or ends."""
+        answer = events
+        while True:
+            try:
+                effect = self.run.send(answer)
+            except StopIteration:
+                self.has_ended = True
+                return
+            answer = None
+            match effect:
+                case Submit(work=work):
+                    self.rounds.append(work)
+                case Deliver():
+                    self.delivered.append(effect)
+                case Wait():
+                    return
 
-    def step(self, *messages: ReplicaMessage, fails: bool = False, other: IntentFlags = NO_FLAGS) -> None:
-        """Drive one round."""
-        self.deliver()
-        assert isinstance(self.effect, Receive)
-        self.answer(list(messages))
-        assert isinstance(self.effect, Gather)
-        row = self.other.begin(Intent(num_tokens=0, is_decode_only=True, flags=other))
-        rows = [self.effect.row, row]
-        self.other.finish(rows)
-        self.answer(rows)
-        if isinstance(self.effect, Execute):
-            plan, agreement = self.effect.plan, self.effect.agreement
-            assert plan is not None or agreement.collects_load
-            self.agreements.append(agreement)
-            planned = plan.chunks if plan else []
-            chunks = [ChunkResult(token_id=None if chunk.sample is None else 7) for chunk in planned]
-            load = of_counts([[agreement.step]], [[agreement.step]]) if agreement.collects_load else None
-            result = StepResult(step=plan.step if plan else 0, chunks=chunks, load=load)
-            self.answer(StepFailed("not a number") if fails else result)
+    def step(self, *messages: ReplicaMessage, error: str = "", other: IntentFlags = NO_FLAGS) -> None:
+        """Deliver messages, and run the oldest round."""
+        if messages or not self.rounds:
+            self.handle(Events(list(messages), []))
+        self.handle(Events([], [self.outcome(error, other)]))
 
-    def deliver(self) -> None:
-        assert isinstance(self.effect, Deliver)
-        self.delivered.append(self.effect)
-        self.answer(None)
+    def outcome(self, error: str = "", other: IntentFlags = NO_FLAGS) -> Outcome:
+        """Run the oldest round. An error fails its first row."""
+        work = self.rounds.pop(0)
+        row = make_row(Intent(num_tokens=0, is_decode_only=True, flags=other), number=self.num_rounds, replica=1)
+        agreement = lockstep.agree([work.row, row], number=self.num_rounds, num_replicas=2)
+        self.num_rounds += 1
+        if agreement.is_idle or agreement.ends_all:
+            return Outcome(agreement=agreement)
+        self.agreements.append(agreement)
+        chunks = [] if work.plan is None else self.table.apply(work.plan)
+        results = [ChunkResult(token_id=7 if chunk.samples else None) for chunk in chunks]
+        self.table.append_tokens(chunks, [7] * sum(chunk.samples for chunk in chunks))
+        if error:
+            results[0] = ChunkResult(error=error)
+        load = of_counts([[agreement.number]], [[agreement.number]]) if agreement.collects_load else None
+        step = 0 if work.plan is None else work.plan.step
+        return Outcome(agreement=agreement, result=StepResult(step=step, chunks=results, load=load))
 
 
 def test_load_is_collected_after_each_window_of_steps_with_tokens() -> None:
     replica = Driven(load_window=2)
     replica.step()
-    replica.step(AddRequest(request("a", 2, max_tokens=9)))  # in steps 1 to 9
+    replica.step(AddRequest(request("a", 2, max_tokens=9)))  # in rounds 1 to 9
     for messages in ([], [], [], [CollectLoad()], [], [CollectLoad()], [], [], []):
         replica.step(*messages)
-    assert [agreement.step for agreement in replica.agreements if agreement.collects_load] == [3, 5, 7, 9]
+    collected = [agreement.number for agreement in replica.agreements if agreement.collects_load]
     answered = [delivery.answers for delivery in replica.delivered if delivery.load is not None]
-    assert answered == [False, True, True, False]  # a request during a window is answered at its end, at once or not
+    assert len(collected) == len(answered)
+    assert all(later - earlier <= 2 for earlier, later in itertools.pairwise(collected)), collected
+    assert sum(answered) == 2  # a request is answered once
+
+
+def test_two_rounds_in_flight_request_load_once() -> None:
+    replica = Driven(max_rounds=2)
+    replica.step()
+    replica.step(AddRequest(request("a", 2, max_tokens=9)))
+    replica.step(CollectLoad())
+    for _ in range(4):
+        replica.step()
+    assert sum(agreement.collects_load for agreement in replica.agreements) == 1
 
 
 def test_a_step_with_a_longer_chunk_is_not_decode_only() -> None:
     replica = Driven(max_num_batched_tokens=8)
-    arrivals: list[list[ReplicaMessage]] = [[AddRequest(request("a", 2))], [], [AddRequest(request("b", 3))], []]
-    for messages in arrivals:
+    for messages in ([AddRequest(request("a", 2))], [], [], []):
         replica.step(*messages)
-    assert [agreement.num_tokens[0] for agreement in replica.agreements] == [2, 1, 4, 2]
-    assert [agreement.is_decode_only for agreement in replica.agreements] == [False, True, False, True]
+    assert [agreement.num_tokens[0] for agreement in replica.agreements] == [2, 1, 1, 1]
+    assert [agreement.is_decode_only for agreement in replica.agreements] == [False, True, True, True]
 
 
-def test_a_failed_step_ends_its_own_requests_only() -> None:
-    replica = Driven()
-    replica.step(AddRequest(request("a", 2)), AddRequest(request("b", 2)), fails=True)  # b did not fit into the step
+def test_the_next_round_is_sent_before_the_outcome_of_the_last() -> None:
+    replica = Driven(max_rounds=2)
+    replica.step()  # an idle round
+    replica.handle(Events([AddRequest(request("a", 2, max_tokens=3))], []))
+    assert [work.plan.lengths for work in replica.rounds if work.plan] == [[2], [1]]
     replica.step()
-    assert replica.updates == [RequestUpdate(request_id="a", finish_reason="abort", error="not a number")]
-    replica.deliver()
-    assert replica.updates[1:] == [RequestUpdate(request_id="b", token_ids=[7])]
-    assert replica.scheduler.live_request_ids == ["b"]
+    assert [work.plan.starts for work in replica.rounds if work.plan] == [[2], [3]]
+    replica.step()
+    replica.step()
+    assert [update.token_ids for update in replica.updates] == [[7], [7], [7]]
+    assert replica.updates[-1].finish_reason == "length"
+
+
+def test_tokens_after_the_end_of_a_request_are_dropped() -> None:
+    replica = Driven(max_rounds=2)
+    replica.step()
+    ends_at_once = Request(
+        request_id="a", prompt_token_ids=[1], params=RequestParams(max_tokens=9), seed=1, eos_token_ids=[7]
+    )
+    replica.handle(Events([AddRequest(ends_at_once)], []))
+    replica.step()
+    replica.step()
+    assert [(update.token_ids, update.finish_reason) for update in replica.updates] == [([7], "stop")]
     replica.scheduler.check_invariants()
+    assert replica.scheduler.num_free_blocks == 8
+
+
+def test_an_abort_takes_effect_while_a_plan_is_in_flight() -> None:
+    replica = Driven(max_rounds=2)
+    replica.step()
+    replica.handle(Events([AddRequest(request("a"))], []))
+    replica.handle(Events([AbortRequest("a")], []))
+    assert [update.finish_reason for update in replica.updates] == ["abort"]
+    assert replica.scheduler.num_free_blocks < 8  # the plans name them
+    replica.step()
+    replica.step()
+    assert replica.scheduler.num_free_blocks == 8
+    assert len(replica.updates) == 1
+
+
+def test_an_unusable_row_ends_its_own_request_only() -> None:
+    replica = Driven(max_num_batched_tokens=8)
+    replica.step()
+    replica.step(AddRequest(request("a")), AddRequest(request("b")), error="not a number")
+    first, second = replica.updates
+    assert (first.request_id, first.finish_reason, first.error) == ("a", "abort", "not a number")
+    assert (second.request_id, second.token_ids, second.error) == ("b", [7], None)
+    assert replica.scheduler.live_request_ids == ["b"]
 
 
 def test_two_requests_with_one_id_end_once() -> None:
     replica = Driven()
     replica.step(AddRequest(request("a")), AddRequest(request("a")))
-    replica.deliver()
     assert [(update.request_id, update.finish_reason) for update in replica.updates] == [("a", "abort")]
     assert not replica.scheduler.has_work
 
@@ -208,14 +270,21 @@ def test_shutdown_ends_requests_at_once_and_the_loop_when_all_agree() -> None:
     assert ends.keys() == {"a", "late"}
     assert all("shut down" in (error or "") for error in ends.values())
     replica.step(other=IntentFlags(requests_shutdown=True))
-    replica.deliver()
-    assert replica.effect is None
+    assert replica.has_ended
 
 
 def test_the_failure_of_another_replica_is_named() -> None:
     replica = Driven()
-    replica.step(AddRequest(request("a")), other=IntentFlags(has_failed=True))
-    assert isinstance(replica.effect, Deliver)
-    assert "replica 1" in (replica.effect.updates[-1].error or "")
     with pytest.raises(EngineError, match="replica 1"):
-        next(replica.run)
+        replica.step(AddRequest(request("a")), other=IntentFlags(has_failed=True))
+
+
+def test_an_internal_error_is_announced_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = Driven(max_rounds=2)
+    replica.step(AddRequest(request("a")))
+    monkeypatch.setattr(replica.scheduler, "commit", lambda result: 1 / 0)
+    replica.step()
+    while not replica.rounds[0].row[-1]:
+        replica.step()
+    with pytest.raises(ZeroDivisionError):
+        replica.step()

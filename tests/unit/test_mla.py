@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from chunks import make_chunk
 from model_context import cpu_context
 from torch import Tensor
 
@@ -20,9 +21,9 @@ from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.select import select_kernels
 from moeserve.ops.torch.dense_attention import attend_causally
-from moeserve.protocol import Chunk, StepPlan
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.model_runner import ModelRunner
+from moeserve.worker.request_table import RequestTable
 from moeserve.worker.step_replay import StepContext
 
 CPU = torch.device("cpu")
@@ -46,12 +47,11 @@ def make_layer(config: LatentAttentionConfig) -> LatentAttention:
 
 def make_step(*chunks: tuple[int, int, list[int]]) -> StepInputs:
     """Return a step of chunks (start, rows, block ids)."""
-    plan = StepPlan(
-        step=0, chunks=[Chunk(token_ids=[0] * rows, start=start, block_ids=ids) for start, rows, ids in chunks]
-    )
+    table = RequestTable(max(1, len(chunks)), max((len(ids) for _, _, ids in chunks), default=1))
+    made = [make_chunk(table, slot, [0] * rows, start, ids) for slot, (start, rows, ids) in enumerate(chunks)]
     context = StepContext(mesh=Mesh(tp=1, dp=1), tp_rank=0, block_size=BLOCK_SIZE, max_blocks=0, device=CPU)
     unused = cast(Any, None)
-    return ModelRunner(unused, context, unused).build_inputs(plan, (0,))
+    return ModelRunner(unused, context, unused, table).build_inputs(made, (0,))
 
 
 def rotary(config: LatentAttentionConfig) -> Rotary:

@@ -13,7 +13,7 @@ import pytest
 
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
-from moeserve.protocol import Chunk, Request, SampleSpec, StepPlan
+from moeserve.protocol import Registration, Request, StepPlan
 from moeserve.sampling_params import RequestParams, SamplingParams
 
 EVERYTHING = SamplingParams(
@@ -202,13 +202,17 @@ REQUEST = Request(
     eos_token_ids=[2],
     cache_salt="häuser",
 )
-SAMPLE = SampleSpec(params=REQUEST.params, seed=2**63, position=4, barred_token_ids=[2], prompt_token_ids=[6, 7])
+REGISTRATION = Registration(
+    slot=3,
+    token_ids=[1, 2, 3],
+    num_prompt_tokens=2,
+    block_ids=[4, 1],
+    params=REQUEST.params,
+    seed=2**63,
+    end_token_ids=[2],
+)
 PLAN = StepPlan(
-    step=12,
-    chunks=[
-        Chunk(token_ids=[5], start=9, block_ids=[3, 1]),
-        Chunk(token_ids=[6, 7], start=0, block_ids=[2], sample=SAMPLE, num_prompt_logprobs=3, prompt_targets=[7]),
-    ],
+    step=12, slots=[0, 3], starts=[9, 0], lengths=[1, 3], registrations=[REGISTRATION], new_blocks=[(0, [7])]
 )
 
 

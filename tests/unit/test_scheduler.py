@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from moeserve.errors import RequestError
-from moeserve.protocol import Chunk, ChunkResult, Request, RequestUpdate, StepPlan, StepResult, TokenLogprobs
+from moeserve.protocol import ChunkResult, Request, RequestUpdate, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.scheduling.scheduler import MAX_PASSED, Scheduler, SchedulerConfig
+from moeserve.worker.request_table import Chunk, RequestTable
 
 EOS, STOP = 99, 98
 CONFIG = SchedulerConfig(
@@ -24,6 +26,7 @@ CONFIG = SchedulerConfig(
 )
 SIX_BLOCKS: dict[str, Any] = {"num_blocks": 6, "max_model_len": 24}
 PROMPT = list(range(10, 20))  # two full blocks and a half
+TABLES: WeakKeyDictionary[Scheduler, RequestTable] = WeakKeyDictionary()  # of the ranks
 
 
 def make_scheduler(**changes: Any) -> Scheduler:
@@ -44,28 +47,28 @@ def request(request_id: str, prompt: list[int] | int, *, cache_salt: str = "", *
     )
 
 
-def result_of(plan: StepPlan, token_id: int = 1) -> StepResult:
+def result_of(chunks: list[Chunk], step: int, token_id: int = 1) -> StepResult:
     """Return a result in which every sampled token is `token_id`, and prompt token t has the log-probability -t."""
 
     def chunk_result(chunk: Chunk) -> ChunkResult:
         rows = [TokenLogprobs([target], [-float(target)], [1]) for target in chunk.prompt_targets]
-        return ChunkResult(token_id=token_id if chunk.sample else None, prompt_logprobs=rows)
+        return ChunkResult(token_id=token_id if chunk.samples else None, prompt_logprobs=rows)
 
-    return StepResult(step=plan.step, chunks=[chunk_result(chunk) for chunk in plan.chunks])
+    return StepResult(step=step, chunks=[chunk_result(chunk) for chunk in chunks])
 
 
-def schedule(scheduler: Scheduler) -> StepPlan:
+def step(scheduler: Scheduler, token_id: int = 1) -> tuple[list[Chunk], list[RequestUpdate]]:
+    """Plan a step, run it on the table of the scheduler's ranks, and commit it. Return its chunks and the updates."""
     plan = scheduler.schedule()
     assert plan is not None
-    return plan
-
-
-def step(scheduler: Scheduler, token_id: int = 1) -> tuple[StepPlan, list[RequestUpdate]]:
-    plan = schedule(scheduler)
     scheduler.check_invariants()
-    updates = scheduler.commit(plan, result_of(plan, token_id))
+    table = TABLES.setdefault(scheduler, RequestTable(CONFIG.max_num_seqs, CONFIG.max_model_len))
+    chunks = table.apply(plan)
+    result = result_of(chunks, plan.step, token_id)
+    table.append_tokens(chunks, [token_id] * sum(chunk.samples for chunk in chunks))
+    updates = scheduler.commit(result)
     scheduler.check_invariants()
-    return plan, updates
+    return chunks, updates
 
 
 def run(scheduler: Scheduler, token_id: int = 1) -> list[RequestUpdate]:
@@ -76,12 +79,12 @@ def run(scheduler: Scheduler, token_id: int = 1) -> list[RequestUpdate]:
     return updates
 
 
-def starts(plan: StepPlan) -> list[int]:
-    return [chunk.start for chunk in plan.chunks]
+def starts(chunks: list[Chunk]) -> list[int]:
+    return [chunk.start for chunk in chunks]
 
 
-def lengths(plan: StepPlan) -> list[int]:
-    return [len(chunk.token_ids) for chunk in plan.chunks]
+def lengths(chunks: list[Chunk]) -> list[int]:
+    return [len(chunk.token_ids) for chunk in chunks]
 
 
 def test_running_requests_come_first_and_a_prompt_takes_the_rest_of_the_budget() -> None:
@@ -108,8 +111,8 @@ def test_prompt_logprobs_half_collected_at_a_preemption_are_neither_lost_nor_rep
     scheduler.add(request("b", PROMPT, prompt_logprobs=0, max_tokens=2))
     computed, sent = [], []
     while scheduler.has_work:
-        plan, updates = step(scheduler)
-        computed += [chunk.start for chunk in plan.chunks if chunk.num_prompt_logprobs is not None]
+        chunks, updates = step(scheduler)
+        computed += [chunk.start for chunk in chunks if chunk.prompt_targets]
         sent += [[row.token_ids[0] for row in update.prompt_logprobs] for update in updates if update.request_id == "b"]
     assert scheduler.num_preemptions == 1
     assert computed == [0, 1, 2, 3, 4, 5, 6, 0, 2, 4, 6, 8]
@@ -135,9 +138,9 @@ def test_prefix_hits(first: Request, second: Request, num_cached: int) -> None:
         scheduler.add(first)
         run(scheduler)
         scheduler.add(second)
-        plan, updates = step(scheduler)
+        chunks, updates = step(scheduler)
         expected = num_cached if enable_prefix_caching else 0
-        assert (plan.chunks[0].start, updates[0].num_cached_tokens) == (expected, expected)
+        assert (chunks[0].start, updates[0].num_cached_tokens) == (expected, expected)
 
 
 def test_blocks_of_an_aborted_prompt_are_shared() -> None:
@@ -155,8 +158,8 @@ def test_a_preempted_request_finds_its_blocks_in_the_cache_without_counting_hits
     scheduler.add(request("b", 12, max_tokens=6))
     prompt_starts, updates = [], []
     while scheduler.has_work:
-        plan, some = step(scheduler)
-        prompt_starts += [chunk.start for chunk in plan.chunks if len(chunk.token_ids) > 1]
+        chunks, some = step(scheduler)
+        prompt_starts += [chunk.start for chunk in chunks if len(chunk.token_ids) > 1]
         updates += some
     assert scheduler.num_preemptions == 1
     assert prompt_starts == [0, 0, 12]
@@ -181,8 +184,8 @@ def test_no_request_is_admitted_in_a_step_with_a_preemption() -> None:
         (request("a", 8), [request("b", 8)], 64, True),
         # the whole prompt must fit, even in chunks
         (request("a", 4), [request("b", 20)], 4, False),
-        # a short request does not overtake a long one
-        (request("a", 8), [request("b", 20), request("c", 1)], 64, False),
+        # a short request may pass a long one that does not fit
+        (request("a", 8), [request("b", 20), request("c", 1)], 64, True),
         # a prefix in use takes no room: two blocks are free
         (request("a", [*PROMPT, 1, 2, 3]), [request("b", [*PROMPT[:8], 5, 6, 7])], 64, True),
     ],
@@ -192,12 +195,36 @@ def test_admission_leaves_room_to_grow(
 ) -> None:
     scheduler = make_scheduler(**SIX_BLOCKS, max_num_batched_tokens=budget)
     scheduler.add(running)
-    plan, _ = step(scheduler)
-    while plan.chunks[0].sample is None:
-        plan, _ = step(scheduler)
+    while not step(scheduler)[0][0].samples:
+        pass
     for each in waiting:
         scheduler.add(each)
-    assert (len(step(scheduler)[0].chunks) > 1) == is_admitted
+    assert (len(step(scheduler)[0]) > 1) == is_admitted
+
+
+def test_a_long_request_is_passed_by_a_bounded_number_of_short_ones() -> None:
+    scheduler = make_scheduler(**SIX_BLOCKS)
+    scheduler.add(request("running", 8, max_tokens=15))
+    step(scheduler)
+    scheduler.add(request("long", 20, max_tokens=1))
+    for number in range(2 * MAX_PASSED):
+        scheduler.add(request(f"short {number}", 1, max_tokens=1))
+    ended = [update.request_id for update in run(scheduler) if update.finish_reason is not None]
+    assert ended.index("long") <= MAX_PASSED + 1
+
+
+def test_a_prompt_leaves_budget_to_requests_that_decode() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add(request("long", 12))
+    scheduler.add(request("a", 1))
+    step(scheduler)
+    step(scheduler)
+    step(scheduler)
+    assert lengths(step(scheduler)[0]) == [1, 1]
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add(request("a", 1))
+    scheduler.add(request("long", 12))
+    assert [lengths(step(scheduler)[0]) for _ in range(3)] == [[1, 3], [1, 3], [1, 3]]
 
 
 def test_a_free_cached_prefix_takes_room() -> None:
@@ -209,7 +236,7 @@ def test_a_free_cached_prefix_takes_room() -> None:
     step(scheduler)
     scheduler.add(request("c", prompt))  # three of its four blocks are cached, among the four that are free
     assert scheduler.num_free_blocks == 4
-    assert len(step(scheduler)[0].chunks) == 1
+    assert len(step(scheduler)[0]) == 1
 
 
 @pytest.mark.parametrize(("prompt", "mentioned"), [(0, "no tokens"), (64, "max_model_len=64")])

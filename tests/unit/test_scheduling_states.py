@@ -1,33 +1,27 @@
 """Random histories of the block pool and of the scheduler, compared with simple models.
 
-The scheduler's model executes each plan on a cache that records, slot by slot, which tokens its key and value were
-computed from. Whatever is shared, evicted, preempted or aborted, an attended slot must hold exactly the prefix of the
-request that attends to it.
+The scheduler's model executes plans in their order, some time after they were made, with a rank's request table and a
+cache that records for each position which tokens its key and value were computed from. Whatever is shared, evicted,
+preempted or aborted, an attended position must hold exactly the prefix of the request that attends to it.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from moeserve.protocol import (
-    Chunk,
-    ChunkResult,
-    Request,
-    RequestUpdate,
-    SampleSpec,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from moeserve.errors import RequestError
+from moeserve.protocol import ChunkResult, Request, RequestUpdate, StepPlan, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.block_pool import BlockPool, num_blocks_for
+from moeserve.scheduling.block_pool import BlockPool
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.worker.request_table import Chunk, RequestTable
 
 picks = st.integers(min_value=0, max_value=1000)  # an index, modulo the length of the list
 seldom = st.integers(0, 5).map(lambda number: number == 5)  # for rules that end most requests
@@ -111,34 +105,46 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 NUM_TOKEN_IDS = 12
 EOS, STOP = 10, 11
-Contents = tuple[str, tuple[int, ...]]  # of a slot: the salt, and all tokens up to its own
+Contents = tuple[str, tuple[int, ...]]  # of a cache position: the salt, and all tokens up to its own
 
 
 @dataclass(eq=False)
 class Expected:
-    """The state of a request as it follows from plans and updates alone."""
+    """The state of a request as it follows from updates alone."""
 
     request: Request
-    tokens: list[int]
-    num_computed: int = 0
-    num_cached: int = 0
     was_admitted: bool = False
+    num_cached: int = 0
+    num_output: int = 0
+    is_garbage: bool = False  # a step of it has failed, so plans that were made before that compute garbage
     updates: list[RequestUpdate] = field(default_factory=list)
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_token_ids)
-
-    @property
-    def needs_prompt_rows(self) -> bool:
-        return self.request.params.prompt_logprobs is not None and self.num_output == 0
 
     @property
     def ended(self) -> bool:
         return bool(self.updates) and self.updates[-1].finish_reason is not None
 
+    def tokens(self, end: int) -> tuple[int, ...]:
+        """Return the first tokens of the request, as if it never ended."""
+        prompt = self.request.prompt_token_ids
+        output = [
+            choose(self.request.seed, position, barred_at(self.request, position))
+            for position in range(end - len(prompt))
+        ]
+        return tuple(prompt + output)[:end]
+
     def contents(self, position: int) -> Contents:
-        return self.request.cache_salt, tuple(self.tokens[: position + 1])
+        return self.request.cache_salt, self.tokens(position + 1)
+
+
+@dataclass(eq=False)
+class PlanInFlight:
+    """A plan, the requests of its chunks, the blocks that it may touch, and its result once it was executed."""
+
+    plan: StepPlan
+    requests: list[Expected]
+    blocks: dict[int, int]  # to the slot that holds it
+    result: StepResult | None = None
+    failed: bool = False
 
 
 def barred_at(request: Request, position: int) -> list[int]:
@@ -185,175 +191,255 @@ def params(draw: st.DrawFn) -> RequestParams:
     )
 
 
-@st.composite
-def prompts(draw: st.DrawFn) -> list[int]:
-    """Prompts that often share a prefix with others."""
-    beginning = [draw(st.sampled_from([0, 1]))] * draw(st.sampled_from([2, 8, 0, 4, 6, 12, 16]))
-    return beginning + draw(st.lists(st.integers(0, 2), min_size=1, max_size=2))
-
-
-@st.composite
-def configs(draw: st.DrawFn) -> SchedulerConfig:
-    block_size, max_model_len = draw(st.integers(1, 4)), draw(st.integers(4, 32))
-    return SchedulerConfig(
-        num_blocks=num_blocks_for(max_model_len, block_size) + draw(st.integers(0, 3)),
-        block_size=block_size,
-        max_num_seqs=draw(st.sampled_from([5, 4, 3, 2, 1])),
-        max_num_batched_tokens=draw(st.sampled_from([8, 12, 32, 5, 3, 2, 1])),
-        max_model_len=max_model_len,
-        enable_prefix_caching=draw(st.sampled_from([True, True, False])),
-    )
-
-
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(config=configs())
-    def start(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self.scheduler = Scheduler(config, b"engine")
+    @initialize(
+        block_size=st.integers(1, 4),
+        max_model_len=st.integers(4, 32),
+        num_spare_blocks=st.integers(0, 3),
+        max_num_seqs=st.sampled_from([5, 4, 3, 2, 1]),
+        max_num_batched_tokens=st.sampled_from([8, 12, 32, 5, 3, 2, 1]),
+        enable_prefix_caching=st.sampled_from([True, True, False]),
+        max_plans=st.sampled_from([2, 2, 1, 3]),
+        plans_ahead=st.sampled_from([True, True, False]),
+    )
+    def start(
+        self,
+        block_size: int,
+        max_model_len: int,
+        num_spare_blocks: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
+        max_plans: int,
+        plans_ahead: bool,
+    ) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.max_plans = max_plans
+        max_blocks = -(-max_model_len // block_size)
+        self.config = SchedulerConfig(
+            num_blocks=max_blocks + num_spare_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            plans_ahead=plans_ahead,
+        )
+        self.scheduler = Scheduler(self.config, b"engine")
+        self.new_table = lambda: RequestTable(max_num_seqs, max_blocks)
+        self.table = self.new_table()
         self.live: list[Expected] = []  # in order of arrival
         self.past: list[Expected] = []
-        self.cache: dict[tuple[int, int], Contents] = {}  # slot, as block id and offset
-        self.plan: StepPlan | None = None
-        self.in_flight: list[Expected] = []  # whose chunks the plan has
+        self.of_slot: dict[int, Expected] = {}
+        self.blocks_of_slot: dict[int, list[int]] = {}
+        self.cache: dict[tuple[int, int], Contents] = {}  # by block id and offset
+        self.plans: deque[PlanInFlight] = deque()
         self.last_step = 0
 
     @rule(
-        prompt=prompts(),
-        continues=st.none() | picks,
+        base=st.sampled_from([0, 1]),
+        length=st.sampled_from([2, 8, 0, 4, 6, 12, 16]),
+        tail=st.lists(st.integers(0, 2), min_size=1, max_size=2),
         params=params(),
-        seed=st.integers(0, 40),
-        eos=st.sampled_from([[EOS], []]),
+        has_eos=st.booleans(),
         salt=st.sampled_from(["", "", "tenant"]),
         old_id=st.booleans(),
+        num_resumed=st.sampled_from([0, 0, 0, 1, 3]),
     )
     def add(
         self,
-        prompt: list[int],
-        continues: int | None,
+        base: int,
+        length: int,
+        tail: list[int],
         params: RequestParams,
-        seed: int,
-        eos: list[int],
+        has_eos: bool,
         salt: str,
         old_id: bool,
+        num_resumed: int,
     ) -> None:
-        """Add a request. Its prompt may begin with the tokens of another, and its id may be one of the past."""
+        self.add_prompt([base] * length + tail, params, has_eos, salt, old_id, num_resumed)
+
+    @precondition(lambda self: self.live or self.past)
+    @rule(pick=picks, length=st.integers(1, 32), params=params())
+    def add_continuation(self, pick: int, length: int, params: RequestParams) -> None:
         others = self.live + self.past
-        if continues is not None and others:
-            other = others[continues % len(others)]
-            prompt, salt = other.tokens[: 1 + continues % 32], other.request.cache_salt
+        other = others[pick % len(others)]
+        self.add_prompt(list(other.tokens(length)), params, True, other.request.cache_salt, False, 0)
+
+    def add_prompt(
+        self, prompt: list[int], params: RequestParams, has_eos: bool, salt: str, old_id: bool, num_resumed: int
+    ) -> None:
         live_ids = {known.request.request_id for known in self.live}
-        free_ids = [known.request.request_id for known in self.past if known.request.request_id not in live_ids]
+        free_ids = [o.request.request_id for o in self.past if o.request.request_id not in live_ids]
+        number = len(self.live) + len(self.past)
         request = Request(
-            request_id=free_ids[-1] if old_id and free_ids else f"request {len(others)}",
-            prompt_token_ids=prompt[: self.config.max_model_len - 1],
+            request_id=free_ids[-1] if old_id and free_ids else f"request {number}",
+            prompt_token_ids=prompt[: self.max_model_len - 1],
             params=params,
-            seed=seed,
-            eos_token_ids=eos,
+            seed=number,  # tells requests apart
+            eos_token_ids=[EOS] if has_eos else [],
             cache_salt=salt,
         )
-        self.scheduler.add(request)
-        self.live.append(Expected(request, list(request.prompt_token_ids)))
+        whole, _, _ = whole_output(request, self.max_model_len)
+        given = whole[: min(num_resumed, len(whole) - 1)]
+        self.scheduler.add(msgspec.structs.replace(request, output_token_ids=given))
+        self.live.append(Expected(request, num_output=len(given)))
+
+    @rule(length=st.integers(0, 3), uses_live_id=st.booleans())
+    def add_refused(self, length: int, uses_live_id: bool) -> None:
+        request_id = "refused"
+        length = 0 if length == 0 else self.max_model_len + length - 1
+        if uses_live_id and self.live:
+            request_id, length = self.live[0].request.request_id, 1
+        try:
+            self.scheduler.add(
+                Request(request_id=request_id, prompt_token_ids=[0] * length, params=RequestParams(), seed=0)
+            )
+        except RequestError:
+            return
+        raise AssertionError("a request was accepted that cannot run")
 
     @precondition(lambda self: self.live)
     @rule(pick=picks, happens=st.booleans())
     def abort(self, pick: int, happens: bool) -> None:
-        if happens:
-            known = self.live[pick % len(self.live)]
-            self.take_aborts([known], [self.scheduler.abort(known.request.request_id)])
+        if not happens:
+            return
+        known = self.live[pick % len(self.live)]
+        update = self.scheduler.abort(known.request.request_id)
+        assert update is not None
+        self.take_update(update)
+        assert known.updates[-1].finish_reason == "abort"
+
+    @rule(pick=picks)
+    def abort_unknown(self, pick: int) -> None:
+        live_ids = {known.request.request_id for known in self.live}
+        gone = [o.request.request_id for o in self.past if o.request.request_id not in live_ids]
+        assert self.scheduler.abort(gone[pick % len(gone)] if gone else "unknown") is None
 
     @rule(happens=seldom)
     def abort_all(self, happens: bool) -> None:
-        if happens:
-            self.take_aborts(self.live, self.scheduler.abort_all())
-
-    @precondition(lambda self: all(known.ended for known in self.in_flight))
-    @rule()
-    def schedule(self) -> None:
-        num_preemptions = self.scheduler.num_preemptions
-        self.plan = self.scheduler.schedule()
-        assert (self.plan is None) == (not self.live), "the oldest request must move on in every step"
-        num_running = self.scheduler.num_running
-        preempted = [known for known in self.live[num_running:] if known.num_computed > 0]
-        assert self.scheduler.num_preemptions - num_preemptions == len(preempted)
-        for known in preempted:
-            known.num_computed = 0
-        if self.plan is None:
-            self.in_flight = []
-            return
-        assert self.plan.step > self.last_step
-        self.last_step = self.plan.step
-        self.in_flight = self.live[: len(self.plan.chunks)]
-        for known, chunk in zip(self.in_flight, self.plan.chunks, strict=True):
-            self.check_chunk(known, chunk)
-            if not known.was_admitted:
-                known.was_admitted = True
-                known.num_cached = chunk.start
-        assert sum(len(chunk.token_ids) for chunk in self.plan.chunks) <= self.config.max_num_batched_tokens
-        assert len(self.plan.chunks) <= num_running <= self.config.max_num_seqs
-
-    @precondition(lambda self: self.plan is not None)
-    @rule()
-    def commit(self) -> None:
-        assert self.plan is not None
-        result = self.execute(self.plan)
-        expected = [
-            known
-            for known, chunk in zip(self.in_flight, self.plan.chunks, strict=True)
-            if chunk.sample and not known.ended
-        ]
-        updates = self.scheduler.commit(self.plan, result)
-        for known, chunk in zip(self.in_flight, self.plan.chunks, strict=True):
-            known.num_computed = chunk.start + len(chunk.token_ids)
-        for known, update in zip(expected, updates, strict=True):
-            self.take_update(known, update)
-        self.plan, self.in_flight = None, []
-
-    @precondition(lambda self: self.plan is not None)
-    @rule(happens=seldom, ends_all=st.booleans())
-    def fail(self, happens: bool, ends_all: bool) -> None:
-        """The step fails after it wrote garbage into its slots."""
         if not happens:
             return
-        assert self.plan is not None
-        for chunk in self.plan.chunks:
-            for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
-                self.cache[self.slot(chunk, position)] = ("garbage", ())
-        if ends_all:
-            self.abort_all(happens=True)
-        else:
-            still_live = [known for known in self.in_flight if not known.ended]
-            self.take_aborts(still_live, self.scheduler.abort_step())
-        self.plan, self.in_flight = None, []
+        updates = self.scheduler.abort_all()
+        assert sorted(update.request_id for update in updates) == sorted(o.request.request_id for o in self.live)
+        for update in updates:
+            self.take_update(update)
+            assert update.finish_reason == "abort"
 
-    @precondition(lambda self: all(known.ended for known in self.in_flight))
+    @precondition(lambda self: len(self.plans) < self.max_plans)
+    @rule()
+    def schedule(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert self.plans or not self.live, "with nothing in flight, the oldest request must move on"
+            return
+        assert plan.step == self.last_step + 1
+        self.last_step = plan.step
+        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.slots) <= self.scheduler.num_running <= self.config.max_num_seqs
+        blocks_in_flight = {block for other in self.plans for block in other.blocks}
+        for registration in plan.registrations:
+            known = next(known for known in self.live if known.request.seed == registration.seed)
+            self.of_slot[registration.slot] = known
+            shared = registration.block_ids[: plan.starts[plan.slots.index(registration.slot)] // self.block_size]
+            assert blocks_in_flight.isdisjoint(set(registration.block_ids) - set(shared)), "reused too early"
+            self.blocks_of_slot[registration.slot] = list(registration.block_ids)
+            if not known.was_admitted:
+                known.was_admitted, known.num_cached = True, plan.starts[plan.slots.index(registration.slot)]
+        for slot, block_ids in plan.new_blocks:
+            assert blocks_in_flight.isdisjoint(block_ids), "reused too early"
+            self.blocks_of_slot[slot] += block_ids
+        requests = [self.of_slot[slot] for slot in plan.slots]
+        assert len(set(requests)) == len(requests)
+        assert not any(known.ended for known in requests)
+        blocks = {block: slot for slot in plan.slots for block in self.blocks_of_slot[slot]}
+        self.plans.append(PlanInFlight(plan, requests, blocks))
+
+    @precondition(lambda self: any(each.result is None for each in self.plans))
+    @rule(fails=seldom, failing_row=picks, row_fails=seldom)
+    def execute(self, fails: bool = False, failing_row: int = 0, row_fails: bool = False) -> None:
+        """Run the oldest plan that has not run, on the rank's table and cache."""
+        each = next(each for each in self.plans if each.result is None)
+        chunks = self.table.apply(each.plan)
+        for known, chunk in zip(each.requests, chunks, strict=True):
+            self.check_chunk(known, chunk)
+            known.is_garbage |= fails
+            for position in range(0 if known.is_garbage else chunk.start):
+                assert self.cache.get(self.place(chunk, position)) == known.contents(position), "attends before"
+        for known, chunk in zip(each.requests, chunks, strict=True):
+            for position in range(chunk.start, chunk.end):
+                contents = ("garbage", ()) if known.is_garbage else known.contents(position)
+                self.cache[self.place(chunk, position)] = contents
+        for known, chunk in zip(each.requests, chunks, strict=True):
+            for position in range(0 if known.is_garbage else chunk.end):
+                assert self.cache[self.place(chunk, position)] == known.contents(position), "overwritten in the step"
+        results = [self.result_of(chunk) for chunk in chunks]
+        self.table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
+        if row_fails:
+            results[failing_row % len(results)] = ChunkResult(error="NaN")
+        each.failed = fails
+        each.result = StepResult(step=each.plan.step, chunks=results)
+
+    @precondition(lambda self: self.plans and self.plans[0].result is not None)
+    @rule()
+    def commit(self) -> None:
+        each = self.plans.popleft()
+        assert each.result is not None
+        if each.failed:
+            still_live = [known for known in each.requests if not known.ended]
+            updates = self.scheduler.abort_step()
+            assert [update.request_id for update in updates] == [known.request.request_id for known in still_live]
+        else:
+            results = zip(each.requests, each.result.chunks, strict=True)
+            expected = [
+                known for known, result in results if not known.ended and (result.error or result.token_id is not None)
+            ]
+            updates = self.scheduler.commit(each.result)
+            assert [update.request_id for update in updates] == [known.request.request_id for known in expected]
+        for update in updates:
+            self.take_update(update)
+
+    @precondition(lambda self: not self.plans)
+    @rule()
+    def ranks_lose_their_state(self) -> None:
+        self.table = self.new_table()
+        self.scheduler.forget_ranks()
+
     @rule(num_steps=st.integers(2, 8))
     def run(self, num_steps: int) -> None:
         """Run several whole steps, so that few rules make a long history."""
         for _ in range(num_steps):
-            self.schedule()
-            self.check_bookkeeping()
-            if self.plan is not None:
-                self.commit()
+            if len(self.plans) < self.max_plans:
+                self.schedule()
                 self.check_bookkeeping()
+            if self.plans:
+                self.finish_oldest()
+                self.check_bookkeeping()
+
+    def finish_oldest(self) -> None:
+        if self.plans[0].result is None:
+            self.execute()
+        self.commit()
 
     @invariant()
     def check_bookkeeping(self) -> None:
         self.scheduler.check_invariants()
+        assert self.scheduler.num_plans == len(self.plans)
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
         assert self.scheduler.has_work == bool(self.live)
-        if not self.live:
+        if not self.live and not self.plans:
             assert self.scheduler.num_free_blocks == self.config.num_blocks
 
     def teardown(self) -> None:
         """Every request that is not aborted finishes with the output it would have had alone."""
         if not hasattr(self, "scheduler"):
             return
-        if self.plan is not None:
-            self.commit()
-        for _ in range(len(self.live) * self.config.max_model_len):  # the oldest gains a token in each step
-            if self.live:
+        for _ in range(2 * len(self.live) * self.max_model_len + self.max_plans):  # the oldest gains a token each time
+            if len(self.plans) < self.max_plans:
                 self.schedule()
-                self.commit()
+            if self.plans:
+                self.finish_oldest()
         assert not self.live, "requests did not finish"
         self.check_bookkeeping()
         for known in self.past:
@@ -361,94 +447,61 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # Checks
 
-    def slot(self, chunk: Chunk, position: int) -> tuple[int, int]:
-        return chunk.block_ids[position // self.config.block_size], position % self.config.block_size
+    def place(self, chunk: Chunk, position: int) -> tuple[int, int]:
+        return int(self.table.block_table[chunk.slot, position // self.block_size]), position % self.block_size
 
     def check_chunk(self, known: Expected, chunk: Chunk) -> None:
         """Check that a chunk is what its request needs next."""
-        request, end = known.request, chunk.start + len(chunk.token_ids)
-        assert chunk.token_ids
-        assert chunk.token_ids == known.tokens[chunk.start : end]
-        if known.num_computed > 0:
-            assert chunk.start == known.num_computed
-        elif chunk.start > 0:
-            assert chunk.start % self.config.block_size == 0
-            assert self.config.enable_prefix_caching
-            assert not known.needs_prompt_rows
-        assert len(chunk.block_ids) == -(-end // self.config.block_size)
-        assert len(set(chunk.block_ids)) == len(chunk.block_ids)
-        assert chunk.prompt_targets == (known.tokens[chunk.start + 1 : end + 1] if known.needs_prompt_rows else [])
-        assert chunk.num_prompt_logprobs == (request.params.prompt_logprobs if known.needs_prompt_rows else None)
-        looks_back = request.params.has_penalties
-        spec = SampleSpec(
-            params=request.params,
-            seed=request.seed,
-            position=known.num_output,
-            barred_token_ids=barred_at(request, known.num_output),
-            prompt_token_ids=request.prompt_token_ids if looks_back else [],
-            output_token_ids=known.tokens[len(request.prompt_token_ids) :] if looks_back else [],
+        request, num_prompt = known.request, len(known.request.prompt_token_ids)
+        tokens = known.tokens(chunk.end)
+        assert tuple(chunk.token_ids) == tokens[chunk.start :] != ()
+        assert chunk.request.num_prompt_tokens == num_prompt
+        assert (chunk.request.params, chunk.request.seed) == (request.params, request.seed)
+        assert chunk.request.end_token_ids == [*request.eos_token_ids, *request.params.stop_token_ids]
+        assert chunk.samples == (chunk.end == len(chunk.request.token_ids))
+        assert chunk.end >= num_prompt or not chunk.samples
+        needs_rows = request.params.prompt_logprobs is not None and chunk.request.num_output_tokens == 0
+        assert tuple(chunk.prompt_targets) == (
+            known.tokens(min(chunk.end + 1, num_prompt))[chunk.start + 1 :] if needs_rows else ()
         )
-        assert chunk.sample == (spec if end == len(known.tokens) else None)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run a step on the model's cache, including requests that were aborted after it was planned.
-
-        Sharing a block too early, or with another prefix, shows as a wrong slot before or after the step's writes.
-        """
-        pairs = list(zip(self.in_flight, plan.chunks, strict=True))
-        for known, chunk in pairs:
-            for position in range(chunk.start):
-                assert self.cache.get(self.slot(chunk, position)) == known.contents(position), "attends before"
-        for known, chunk in pairs:
-            for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
-                self.cache[self.slot(chunk, position)] = known.contents(position)
-        for known, chunk in pairs:
-            for position in range(chunk.start + len(chunk.token_ids)):
-                assert self.cache[self.slot(chunk, position)] == known.contents(position), "overwritten in the step"
-        return StepResult(step=plan.step, chunks=[self.result_of(chunk) for chunk in plan.chunks])
 
     def result_of(self, chunk: Chunk) -> ChunkResult:
         rows = [prompt_row(target, chunk.start + row) for row, target in enumerate(chunk.prompt_targets)]
-        if chunk.sample is None:
+        if not chunk.samples:
             return ChunkResult(prompt_logprobs=rows)
-        spec = chunk.sample
-        token_id = choose(spec.seed, spec.position, spec.barred_token_ids)
-        logprobs = None if spec.params.logprobs is None else prompt_row(token_id, spec.position)
+        request, position = chunk.request, chunk.request.num_output_tokens
+        barred = request.end_token_ids if position < request.params.min_tokens else []
+        token_id = choose(request.seed, position, barred)
+        logprobs = None if request.params.logprobs is None else prompt_row(token_id, position)
         return ChunkResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=rows)
 
-    def take_update(self, known: Expected, update: RequestUpdate) -> None:
-        assert not known.ended, "a request ended twice"
-        assert update.request_id == known.request.request_id
+    def take_update(self, update: RequestUpdate) -> None:
+        (known,) = (known for known in self.live if known.request.request_id == update.request_id)
         assert update.num_cached_tokens == known.num_cached
         known.updates.append(update)
-        known.tokens += update.token_ids
         if known.ended:
             self.live.remove(known)
             self.past.append(known)
 
-    def take_aborts(self, aborted: list[Expected], updates: Sequence[RequestUpdate | None]) -> None:
-        for known, update in zip(list(aborted), updates, strict=True):
-            assert update is not None
-            assert update.finish_reason == "abort"
-            self.take_update(known, update)
-
     def check_output(self, known: Expected) -> None:
         """Check all updates of a request together."""
-        request, updates = known.request, known.updates
+        request, updates, first = known.request, known.updates, known.num_output
         assert [update.finish_reason is None for update in updates] == [True] * (len(updates) - 1) + [False]
         output = [token_id for update in updates for token_id in update.token_ids]
-        tokens, finish_reason, stop_reason = whole_output(request, self.config.max_model_len)
+        tokens, finish_reason, stop_reason = whole_output(request, self.max_model_len)
         if updates[-1].finish_reason == "abort":
-            assert output == tokens[: len(output)]
-            assert len(output) < len(tokens)
+            assert output == tokens[first : first + len(output)]
+            assert first + len(output) < len(tokens)
         else:
-            assert output == tokens
+            assert output == tokens[first:]
             assert (updates[-1].finish_reason, updates[-1].stop_reason) == (finish_reason, stop_reason)
         logprobs = [row for update in updates for row in update.logprobs]
-        assert logprobs == ([] if request.params.logprobs is None else [prompt_row(t, p) for p, t in enumerate(output)])
+        shown = [prompt_row(token_id, position) for position, token_id in enumerate(output, first)]
+        assert logprobs == ([] if request.params.logprobs is None else shown)
         given = [update.prompt_logprobs for update in updates if update.token_ids]
         if given:
-            targets = [] if request.params.prompt_logprobs is None else request.prompt_token_ids[1:]
+            has_rows = request.params.prompt_logprobs is not None and not first
+            targets = request.prompt_token_ids[1:] if has_rows else []
             assert given[0] == [prompt_row(target, position) for position, target in enumerate(targets)]
             assert not any(given[1:])
 

@@ -29,7 +29,10 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    def step(self, **_: Any) -> list[RequestUpdate]:
+    def wake(self) -> None:
+        pass
+
+    def step(self) -> list[RequestUpdate]:
         outcome = self.steps.popleft()
         if isinstance(outcome, Exception):
             raise outcome

@@ -23,15 +23,15 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeserve.addresses import address_on
-from moeserve.errors import DistributedError, EngineError
+from moeserve.errors import EngineError
 from moeserve.executor.ray.errors import exit_cause, first_line
 from moeserve.executor.ray.nodes import encoded_facts
 from moeserve.executor.ray.placement import Place
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, send_failures
-from moeserve.protocol import StepResult
-from moeserve.worker.protocol import RankStart, Step
+from moeserve.scheduling.lockstep import Round
+from moeserve.worker.protocol import RankStart
 
 # An actor that has not answered for this long has failed. Imports can block Python in an actor.
 SECONDS_OF_SILENCE = 7.0
@@ -40,13 +40,6 @@ SECONDS_UNTIL_ORPHANED = 30.0
 SECONDS_OF_A_READ = 1.0
 SECONDS_TO_START = 60.0  # for the process of an actor
 PIECE_BYTES = 2**20
-
-
-class StepOutcome(msgspec.Struct, frozen=True):
-    """The answer of a rank to a step."""
-
-    result: StepResult | None
-    error: str = ""  # why a step that ran to its end has no result
 
 
 class ActorProcess:
@@ -113,7 +106,7 @@ class RankActor(ActorProcess):
         self._store: Any = None
         self._worker: Any = None
         self._thread = threading.local()
-        self._num_threads = 1
+        self._num_threads, self._samples = 1, False
 
     def facts(self, model: str) -> bytes:
         """Return the `NodeFacts` of the actor's node."""
@@ -136,26 +129,22 @@ class RankActor(ActorProcess):
             from moeserve.worker.worker import Worker
 
             start = msgspec.msgpack.decode(data, type=RankStart)
-            self._num_threads = start.config.num_threads
+            self._num_threads, self._samples = start.config.num_threads, start.samples
             self._worker = Worker(start.config, join(start), show_progress=show_progress)
             return int(self._worker.num_blocks)
 
     def execute(self, data: bytes) -> bytes:
-        """Run one step. The answer of the rank that samples holds the result."""
+        """Run one round. The answer of the rank that samples is its outcome; that of the others is empty."""
         with self._reporting_failures():
             from moeserve.ops.threads import set_num_threads
 
             if not hasattr(self._thread, "is_set"):  # torch has a number of threads for each thread that calls it
                 set_num_threads(self._num_threads)
                 self._thread.is_set = True
-            step = msgspec.msgpack.decode(data, type=Step)
-            try:
-                outcome = StepOutcome(self._worker.execute(step.plan, step.agreement))
-            except DistributedError:
-                raise
-            except EngineError as error:  # raised after every rank has done its part of the step
-                outcome = StepOutcome(None, str(error))
-            return msgspec.msgpack.encode(outcome)
+            outcome = self._worker.execute(msgspec.msgpack.decode(data, type=Round))
+            if outcome.agreement.ends_all:
+                self._worker.close()  # collective: all ranks
+            return msgspec.msgpack.encode(outcome) if self._samples else b""
 
 
 class ActorHandle:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 import ray
 from ray.exceptions import RayError
 
-from moeserve.errors import DistributedError, EngineError
-from moeserve.executor.ray.actors import SECONDS_OF_SILENCE, StepOutcome
+from moeserve.errors import DistributedError
+from moeserve.executor.ray.actors import SECONDS_OF_SILENCE
 from moeserve.executor.ray.errors import first_line
-from moeserve.protocol import StepPlan, StepResult
-from moeserve.scheduling.lockstep import Agreement
-from moeserve.worker.protocol import RankStart, Step, rank_name
+from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.worker.protocol import RankStart, rank_name
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ class RayExecutor:
             ranks: their actors.
         """
         config = starts[0].config
-        self.name = rank_name(config, starts[0].rank)
+        self._name = rank_name(config, starts[0].rank)
         self._ranks = ranks
         self._timeout_s = config.collective_timeout + SECONDS_OF_SILENCE  # longer than ranks wait for each other
         loading = [
@@ -40,39 +44,61 @@ class RayExecutor:
         try:
             self.num_blocks = int(ray.get(loading)[0])
         except RayError as error:
-            raise DistributedError(f"{self.name}: a rank of the replica did not start ({first_line(error)})") from None
-        self._graph = _compiled(ranks, self._timeout_s) if config.ray_compiled_graph else None
+            raise DistributedError(f"{self._name}: a rank of the replica did not start ({first_line(error)})") from None
+        num_in_flight = config.max_concurrent_batches
+        self._graph = _compiled(ranks, self._timeout_s, num_in_flight) if config.ray_compiled_graph else None
+        self._pending: deque[Future[Outcome]] = deque()
+        self._sent: SimpleQueue[Any] = SimpleQueue()  # answers to rounds, to be waited for; None: the end
+        self._ended: deque[Outcome | DistributedError] = deque()  # of the oldest rounds, in order
+        self._ended_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        threading.Thread(target=self._await_answers, name="await-answers", daemon=True).start()
 
-    def execute(self, plan: StepPlan | None, agreement: Agreement) -> StepResult:
-        """Run a step on all ranks.
-
-        Raises:
-            EngineError: the model gave no numbers to sample from. Every rank has done its part of the step.
-            DistributedError: a rank has failed or did not answer in time.
-        """
-        data = msgspec.msgpack.encode(Step(plan=plan, agreement=agreement))
-        try:
-            if self._graph is not None:
+    def submit(self, work: Round) -> Future[Outcome]:
+        data = msgspec.msgpack.encode(work)
+        if self._graph is not None:
+            try:
                 answers = self._graph.execute(data)
+            except Exception as error:  # Ray raises many kinds
+                raise DistributedError(f"{self._name}: a round could not be sent ({first_line(error)})") from None
+        else:
+            answers = [rank.execute.remote(data) for rank in self._ranks]
+        future: Future[Outcome] = Future()
+        self._pending.append(future)
+        self._sent.put(answers)
+        return future
+
+    def fds(self) -> Sequence[int]:
+        return [self._ended_fd]
+
+    def progress(self) -> None:
+        if self._ended:
+            os.eventfd_read(self._ended_fd)
+        while self._ended:
+            future, ended = self._pending.popleft(), self._ended.popleft()
+            if isinstance(ended, Outcome):
+                future.set_result(ended)
             else:
-                answers = [rank.execute.remote(data) for rank in self._ranks]
-            answer = ray.get(list(answers), timeout=self._timeout_s)[0]
-        except Exception as error:  # Ray raises many kinds
-            raise DistributedError(
-                f"{self.name}: step {agreement.step} was not done by all ranks of the replica ({first_line(error)})"
-            ) from None
-        outcome = msgspec.msgpack.decode(answer, type=StepOutcome)
-        if outcome.result is None:
-            raise EngineError(outcome.error)
-        return outcome.result
+                future.set_exception(ended)
+
+    def _await_answers(self) -> None:
+        """Wait for the answers to rounds, in order, in a thread of its own."""
+        while (answers := self._sent.get()) is not None:
+            try:
+                outcome, *_ = ray.get(list(answers), timeout=self._timeout_s)
+                self._ended.append(msgspec.msgpack.decode(outcome, type=Outcome))
+            except Exception as error:  # Ray raises many kinds
+                cause = f"{self._name}: a round was not done by all ranks of the replica ({first_line(error)})"
+                self._ended.append(DistributedError(cause))
+            os.eventfd_write(self._ended_fd, 1)
 
     def shutdown(self) -> None:
+        self._sent.put(None)
         if self._graph is not None:
             self._graph.teardown()
             self._graph = None
 
 
-def _compiled(ranks: Sequence[Any], timeout_s: float) -> Any:
+def _compiled(ranks: Sequence[Any], timeout_s: float, num_in_flight: int) -> Any:
     """Return a compiled graph that sends a plan to all ranks and returns their answers; None if Ray has none."""
     try:
         from ray.dag import InputNode, MultiOutputNode
@@ -82,7 +108,7 @@ def _compiled(ranks: Sequence[Any], timeout_s: float) -> Any:
         context.submit_timeout = context.get_timeout = int(timeout_s)
         with InputNode() as step:
             outputs = MultiOutputNode([rank.execute.bind(step) for rank in ranks])
-        return outputs.experimental_compile()
+        return outputs.experimental_compile(_max_inflight_executions=num_in_flight + 1)
     except Exception as error:  # plain calls do the same, so any error will do
         logger.warning("Ray cannot compile a graph here (%s), so steps are sent by plain calls", first_line(error))
         return None

@@ -1,0 +1,183 @@
+"""`AsyncLLM`: the engine for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from moeserve.api.llm import signature_with_settings
+from moeserve.api.prompts import Prompt
+from moeserve.api.startup import open_session
+from moeserve.config.validation import parse_settings
+from moeserve.errors import EngineError, SettingsError
+from moeserve.outputs import RequestOutput
+from moeserve.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """A model that many asyncio tasks use at once; their requests share every engine step.
+
+        llm = AsyncLLM("path/to/Mixtral")
+        async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=8)):
+            print(output.outputs[0].text)
+        llm.shutdown()
+
+    The constructor returns when the model is loaded, and should not be called in an event loop. Tasks of several event
+    loops, in several threads, may use one object. Settings, and names where they are the same, are those of `LLM` and
+    of vLLM's AsyncLLM.
+
+    Raises:
+        SettingsError, CheckpointError, EngineError: as `LLM`.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] | None = None, *, show_progress: bool = True, **settings: Any
+    ) -> None:
+        """
+        Args:
+            model, show_progress, settings: as for `LLM`.
+        """
+        opened = open_session(parse_settings({"model": model, **settings}), show_progress=show_progress)
+        self.session, self._codec, self._default_params = opened.session, opened.codec, opened.default_params
+        self.config = self.session.engine.config
+        self._mailboxes: dict[str, _Mailbox] = {}  # by prompt
+        self._has_work = threading.Event()
+        self._is_closing = False
+        self._has_ended = False  # and delivers nothing more
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="moeserve session", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive() and not self._is_closing
+
+    @property
+    def errored(self) -> bool:
+        """True if the engine has failed and takes no requests."""
+        return self._failure is not None
+
+    @property
+    def dead_error(self) -> BaseException:
+        """The error of requests to an engine that has failed or was shut down."""
+        return self._failure or EngineError("the engine was shut down; make a new one")
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt, and yield its output when it has grown: complete so far, or as `output_kind` says.
+
+        A consumer that is slower than the engine gets several tokens at once. Cancelling the task, or closing the
+        iterator, ends the request.
+
+        Args:
+            prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
+            sampling_params: none: those of generation_config.json.
+            request_id: of the outputs, unique among the requests in flight; none: a new one.
+
+        Raises:
+            RequestError: the prompt, a parameter or the id cannot be served.
+            EngineError: a step failed and ended the request, or the engine has failed or was shut down.
+        """
+        if not self.is_running or self.errored:
+            raise EngineError(str(self.dead_error))
+        params = self._default_params if sampling_params is None else sampling_params
+        # Tokenizing a long prompt takes a while, and must not hold up the event loop.
+        (prompt_id,) = await asyncio.to_thread(self.session.submit, [prompt], params, request_id)
+        mailbox = _Mailbox(asyncio.get_running_loop())
+        try:
+            self._mailboxes[prompt_id] = mailbox
+            self._has_work.set()
+            is_finished = False
+            while not is_finished:
+                output = self.session.new_output(prompt_id)
+                if output is None:
+                    self.session.raise_error(prompt_id)
+                    if self._has_ended:
+                        raise EngineError(str(self.dead_error))
+                    await mailbox.changed.wait()
+                    mailbox.changed.clear()
+                else:
+                    is_finished = output.finished
+                    if is_finished:
+                        self.session.raise_error(prompt_id)
+                    yield output
+        finally:
+            self._mailboxes.pop(prompt_id, None)
+            self.session.discard([prompt_id])
+            self._has_work.set()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request in flight. Its iterator yields the output so far, and ends."""
+        self.session.abort(request_id)
+        self._has_work.set()
+
+    async def check_health(self) -> None:
+        """Raise EngineError if the engine cannot serve requests."""
+        if self.errored or not self.is_running:
+            raise EngineError(str(self.dead_error))
+
+    async def get_tokenizer(self) -> Any:
+        """Return the tokenizer, an object of transformers.
+
+        Raises:
+            SettingsError: there is no tokenizer.
+        """
+        if self._codec is None:
+            raise SettingsError("there is no tokenizer; name the folder of one as tokenizer")
+        return self._codec.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return a copy of the sampling parameters of generation_config.json, which `generate` uses by default."""
+        return self._default_params.copy()
+
+    def shutdown(self) -> None:
+        """End all requests and free the model. May be called twice."""
+        self._is_closing = True
+        self.session.wake()
+        self._has_work.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Run the engine while there are requests, and tell their tasks what has changed."""
+        try:
+            while not self._is_closing:
+                if not self.session.has_work:
+                    self._has_work.wait()
+                    self._has_work.clear()
+                    continue
+                self._notify(self.session.poll())
+        except BaseException as error:
+            self._failure = error
+        self.session.shutdown()
+        self.session.poll()  # takes the ends of all requests
+        self._has_ended = True
+        self._notify(list(self._mailboxes))
+
+    def _notify(self, prompt_ids: list[str]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
+        for prompt_id in prompt_ids:
+            if (mailbox := self._mailboxes.get(prompt_id)) is not None:
+                by_loop.setdefault(mailbox.loop, []).append(mailbox)
+        for loop, mailboxes in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_set_all, mailboxes)
+
+
+class _Mailbox:
+    """Where a task waits for new output of its request."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.changed = asyncio.Event()
+
+
+def _set_all(mailboxes: list[_Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.changed.set()
+
+
+AsyncLLM.__init__.__signature__ = signature_with_settings(AsyncLLM.__init__)  # type: ignore[attr-defined]
