@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class MoeserveError(Exception):
     """Base of all errors that moeserve raises on purpose."""
+
+    # If `LLM.generate` raised this: the outputs of all its prompts, complete except for those that failed.
+    outputs: Sequence[Any] = ()  # RequestOutput
 
 
 class SettingsError(MoeserveError, ValueError):

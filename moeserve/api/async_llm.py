@@ -58,12 +58,12 @@ class AsyncLLM:
     @property
     def errored(self) -> bool:
         """True if the engine has failed and takes no requests."""
-        return self._failure is not None
+        return self._failure is not None or (bool(self.session.engine.refusal) and not self._is_closing)
 
     @property
     def dead_error(self) -> BaseException:
         """The error of requests to an engine that has failed or was shut down."""
-        return self._failure or EngineError("the engine was shut down; make a new one")
+        return self._failure or EngineError(self.session.engine.refusal or "the engine is being shut down")
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
@@ -85,8 +85,7 @@ class AsyncLLM:
         if not self.is_running or self.errored:
             raise EngineError(str(self.dead_error))
         params = self._default_params if sampling_params is None else sampling_params
-        # Tokenizing a long prompt takes a while, and must not hold up the event loop.
-        (prompt_id,) = await asyncio.to_thread(self.session.submit, [prompt], params, request_id)
+        prompt_id = await self._submit(prompt, params, request_id)
         mailbox = _Mailbox(asyncio.get_running_loop())
         try:
             self._mailboxes[prompt_id] = mailbox
@@ -95,7 +94,7 @@ class AsyncLLM:
             while not is_finished:
                 output = self.session.new_output(prompt_id)
                 if output is None:
-                    self.session.raise_error(prompt_id)
+                    self.session.raise_error([prompt_id])
                     if self._has_ended:
                         raise EngineError(str(self.dead_error))
                     await mailbox.changed.wait()
@@ -103,7 +102,7 @@ class AsyncLLM:
                 else:
                     is_finished = output.finished
                     if is_finished:
-                        self.session.raise_error(prompt_id)
+                        self.session.raise_error([prompt_id])
                     yield output
         finally:
             self._mailboxes.pop(prompt_id, None)
@@ -140,6 +139,21 @@ class AsyncLLM:
         self.session.wake()
         self._has_work.set()
         self._thread.join()
+
+    async def _submit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> str:
+        """Start a prompt, and return its id. Tokenizing may take a while, and must not hold up the event loop."""
+        submission = asyncio.ensure_future(asyncio.to_thread(self.session.submit, [prompt], params, request_id))
+        try:
+            (prompt_id,) = await asyncio.shield(submission)
+        except asyncio.CancelledError:  # the thread goes on
+            submission.add_done_callback(self._discard_submitted)
+            raise
+        return prompt_id
+
+    def _discard_submitted(self, submission: asyncio.Future[list[str]]) -> None:
+        if submission.exception() is None:
+            self.session.discard(submission.result())
+            self._has_work.set()
 
     def _run(self) -> None:
         """Run the engine while there are requests, and tell their tasks what has changed."""

@@ -145,6 +145,8 @@ class Frontend:
         return unfinished
 
     def _register(self, prompt: EncodedPrompt, params: SamplingParams, prompt_id: str | None) -> Submission:
+        while prompt_id is None and str(self._num_prompts) in self._prompts:  # an id that a caller has chosen
+            self._num_prompts += 1
         number = self._num_prompts
         self._num_prompts += 1
         prompt_id = str(number) if prompt_id is None else prompt_id
@@ -153,7 +155,8 @@ class Frontend:
         other_params = msgspec.structs.replace(first_params, prompt_logprobs=None)
         requests = [
             Request(
-                request_id=prompt_id if params.n == 1 else f"{prompt_id}-{index}",
+                # Not from the prompt's id, which may be used again while the engine still ends the last one's requests.
+                request_id=str(number) if params.n == 1 else f"{number}-{index}",
                 prompt_token_ids=prompt.token_ids,
                 params=first_params if index == 0 else other_params,
                 seed=_request_seed(params.seed, self._engine_seed, number, index),

@@ -16,7 +16,7 @@ from moeserve.api.prompts import Prompt, Prompts
 from moeserve.api.startup import open_session
 from moeserve.config.settings import Settings
 from moeserve.config.validation import parse_settings
-from moeserve.errors import RequestError, SettingsError, shown
+from moeserve.errors import MoeserveError, RequestError, SettingsError, shown
 from moeserve.expert_placement.placement import Placement, write_placements
 from moeserve.models.packed_cache_writer import wait_for_cache_writers
 from moeserve.outputs import RequestOutput
@@ -98,9 +98,9 @@ class LLM:
             One output for each prompt, in their order.
 
         Raises:
-            RequestError: a prompt or a parameter cannot be served. Nothing was generated; the engine is unchanged.
-            EngineError: a step failed and ended its requests, or the engine was shut down. An engine of several ranks
-                takes no more requests after a rank has failed.
+            RequestError: a prompt or a parameter cannot be served. The engine is unchanged.
+            EngineError: a prompt failed, or the engine has failed or was shut down. The other prompts were completed
+                first, unless the engine has failed; the error's `outputs` has the outputs of all prompts.
         """
         prompt_ids = self.session.submit(prompts, self._default_params if sampling_params is None else sampling_params)
         try:
@@ -110,7 +110,13 @@ class LLM:
                     num_before = len(unfinished)
                     unfinished = self.session.advance(unfinished)
                     progress.update(num_before - len(unfinished))
-            return [self.session.output(prompt_id) for prompt_id in prompt_ids]
+            outputs = [self.session.output(prompt_id) for prompt_id in prompt_ids]
+            try:
+                self.session.raise_error(prompt_ids)
+            except MoeserveError as error:
+                error.outputs = outputs
+                raise
+            return outputs
         finally:
             self.session.discard(prompt_ids)
 
@@ -127,7 +133,9 @@ class LLM:
             while unfinished:
                 unfinished = self.session.advance(prompt_ids)
                 if (output := self.session.new_output(prompt_ids[0])) is not None:
+                    self.session.raise_error(prompt_ids)
                     yield output
+            self.session.raise_error(prompt_ids)
         finally:
             self.session.discard(prompt_ids)
 

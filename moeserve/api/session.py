@@ -42,7 +42,9 @@ class Session:
     @property
     def has_work(self) -> bool:
         """True if `poll` has something to do."""
-        return bool(self._to_add or self._to_end or self.frontend.unfinished_prompts)
+        if self._to_add or self._to_end or self.engine.has_work:
+            return True
+        return not self.frontend.unfinished_prompts <= self._errors.keys()
 
     def submit(
         self,
@@ -69,25 +71,23 @@ class Session:
             return self._poll()
 
     def advance(self, prompt_ids: Sequence[str]) -> list[str]:
-        """Run the engine for a moment, unless all of these prompts have finished. Returns those that have not.
-
-        Raises:
-            EngineError: the engine failed while it served one of them.
-            RequestError: the engine cannot serve one of them.
-        """
+        """Run the engine for a moment, unless all of these prompts have ended. Returns those that have not."""
         with self._exclusive():
-            unfinished = self._unfinished(prompt_ids)
-            if unfinished and self._errors.keys().isdisjoint(prompt_ids):
+            if self._unfinished(prompt_ids):
                 self._poll()
-            for prompt_id in prompt_ids:
-                self.raise_error(prompt_id)
             return self._unfinished(prompt_ids)
 
-    def raise_error(self, prompt_id: str) -> None:
-        """Raise the error that has ended a prompt, if there is one. Several threads may raise the same."""
-        if prompt_id in self._errors:
-            error = self._errors[prompt_id]
-            raise type(error)(str(error)) from error.__cause__
+    def raise_error(self, prompt_ids: Iterable[str]) -> None:
+        """Raise the first error that has ended one of these prompts. Several threads may raise the same.
+
+        Raises:
+            EngineError: the engine failed while it served the prompt.
+            RequestError: the engine cannot serve the prompt.
+        """
+        for prompt_id in prompt_ids:
+            if prompt_id in self._errors:
+                error = self._errors[prompt_id]
+                raise type(error)(str(error)) from error.__cause__
 
     def output(self, prompt_id: str) -> RequestOutput:
         """Return all outputs of a prompt, complete so far."""
@@ -187,7 +187,7 @@ class Session:
 
     def _unfinished(self, prompt_ids: Iterable[str]) -> list[str]:
         unfinished_prompts = self.frontend.unfinished_prompts
-        return [prompt_id for prompt_id in prompt_ids if prompt_id in unfinished_prompts]
+        return [name for name in prompt_ids if name in unfinished_prompts and name not in self._errors]
 
     def _poll(self) -> list[str]:
         try:
@@ -201,6 +201,9 @@ class Session:
         changed: dict[str, None] = {}
         to_abort: list[str] = []
         with self._frontend_lock:
+            if not self._to_add and not updates and not self.engine.has_work:
+                for lost in self._unfinished(self.frontend.unfinished_prompts):
+                    self._errors[lost] = EngineError(f"the engine has lost request {lost!r}: an error of moeserve")
             for update in updates:
                 prompt_id = self.frontend.prompt_of(update.request_id)
                 if prompt_id is None:  # it has ended here, while the engine was a step ahead

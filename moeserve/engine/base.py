@@ -25,10 +25,11 @@ class Engine(Protocol):
     """
 
     config: EngineConfig  # with the max_model_len that the KV cache allows
+    refusal: str  # why no requests are accepted; empty while they are
 
     @property
     def has_work(self) -> bool:
-        """True if a request has not ended, or its end has not been returned yet."""
+        """True if a request has not ended, or its end was not returned yet, or a step is in flight for it."""
         ...
 
     def add(self, request: Request) -> None:

@@ -48,7 +48,7 @@ class EngineCore:
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
         self._awaits_load = False
         self._num_free_blocks = self.executor.num_blocks
-        self._refusal = ""  # why no requests are accepted
+        self.refusal = ""  # why no requests are accepted
         self._wait: Wait | None = perform(self._loop, None, self.executor, self._futures, self._receive)
 
     @property
@@ -58,7 +58,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._undelivered)
+        return bool(self._in_flight or self._undelivered or self._futures)
 
     def add(self, request: Request) -> None:
         self._require_open()
@@ -73,7 +73,7 @@ class EngineCore:
 
     def step(self) -> list[RequestUpdate]:
         self._ownership.require()
-        while not self._undelivered and self._in_flight and not self._wake_up.take():
+        while not self._undelivered and self.has_work and not self._wake_up.take():
             self._advance()
         updates, self._undelivered = self._undelivered, []
         if not updates and not self._in_flight:
@@ -96,12 +96,12 @@ class EngineCore:
         return loads
 
     def shutdown(self) -> None:
-        if self._refusal or not self._ownership.is_owner:  # a fork of the owner has no thread that computes
+        if self.refusal or not self._ownership.is_owner:  # a fork of the owner has no thread that computes
             return
         self._inbox.append(Shutdown())
-        while self._wait is not None and not self._refusal:
+        while self._wait is not None and not self.refusal:
             self._advance()
-        self._refusal = self._refusal or "the engine was shut down; make a new one"
+        self.refusal = self.refusal or "the engine was shut down; make a new one"
         self.executor.shutdown()
 
     def _advance(self) -> None:
@@ -122,7 +122,7 @@ class EngineCore:
             self._wait = perform(self._loop, Events(messages, outcomes), self.executor, self._futures, self._receive)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            self._refusal = f"the engine has failed and takes no requests; make a new one. The failure: {cause}"
+            self.refusal = f"the engine has failed and takes no requests; make a new one. The failure: {cause}"
             self._receive(self._replica.end_all_requests(cause))
             ended = [RequestUpdate(request_id=name, finish_reason="abort", error=cause) for name in self._in_flight]
             self._undelivered += ended
@@ -140,5 +140,5 @@ class EngineCore:
 
     def _require_open(self) -> None:
         self._ownership.require()
-        if self._refusal:
-            raise EngineError(self._refusal)
+        if self.refusal:
+            raise EngineError(self.refusal)

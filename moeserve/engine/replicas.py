@@ -90,7 +90,7 @@ class Replicas:
         self._has_sleepers = False  # a request was sent while others ran, without waking the other replicas
         self._last_message_s = 0.0  # or the first request, if that was later
         self._num_fruitless_restarts = 0
-        self._refusal = ""  # why no requests are accepted
+        self.refusal = ""  # why no requests are accepted
         self._is_shut_down = False
         try:
             num_blocks = self._start()
@@ -113,9 +113,9 @@ class Replicas:
     def add(self, request: Request) -> None:
         self._ownership.require()
         self._undelivered = self._receive()  # which returns what was undelivered before
-        if self._refusal and self.config.on_failure == "restart" and not self._is_shut_down:
+        if self.refusal and self.config.on_failure == "restart" and not self._is_shut_down:
             self._restart()  # the last attempt was given up
-            self._refusal = ""
+            self.refusal = ""
         self._require_open()
         if request.request_id in self._in_flight:
             raise RequestError(f"request {request.request_id!r} is still being served; give each request its own id")
@@ -162,8 +162,8 @@ class Replicas:
         if self._is_shut_down or not self._ownership.is_owner:  # a fork of the owner must leave the engine alone
             return
         self._is_shut_down = True
-        if not self._refusal:
-            self._refusal = "the engine was shut down; make a new one"
+        if not self.refusal:
+            self.refusal = "the engine was shut down; make a new one"
             self._undelivered += self._end_requests(error=None)
             for engine in self._group.engines:
                 engine.channel.send(Shutdown())
@@ -265,7 +265,7 @@ class Replicas:
     def _receive(self) -> list[RequestUpdate]:
         """Return all updates that have arrived, without waiting. A failure ends or resumes all requests."""
         updates, self._undelivered = self._undelivered, []
-        if self._refusal:
+        if self.refusal:
             return updates
         updates += self._received()
         silent_s = time.monotonic() - self._last_message_s if self._in_flight else 0.0
@@ -297,7 +297,7 @@ class Replicas:
         return [RequestUpdate(request_id=name, finish_reason="abort") for name in aborted]
 
     def _fail(self, error: str) -> list[RequestUpdate]:
-        self._refusal = f"the engine has failed and takes no requests; make a new one. The failure: {error}"
+        self.refusal = f"the engine has failed and takes no requests; make a new one. The failure: {error}"
         return self._end_requests(error=error)
 
     def _received(self) -> list[RequestUpdate]:
@@ -335,5 +335,5 @@ class Replicas:
         return [RequestUpdate(request_id=name, finish_reason="abort", error=error) for name in request_ids]
 
     def _require_open(self) -> None:
-        if self._refusal:
-            raise EngineError(self._refusal)
+        if self.refusal:
+            raise EngineError(self.refusal)

@@ -239,7 +239,7 @@ class Replica:
             case Shutdown():
                 self._shutdown_requested = True
                 for update in self._scheduler.abort_all():
-                    self._queue_update(update, error="the engine was shut down")
+                    self._queue_update(update)
             case CollectLoad():
                 self._load_requested = True
             case Wake():

@@ -65,10 +65,11 @@ def end(prompt_id: str) -> RequestUpdate:
 def test_a_failed_step_leaves_finished_outputs(session: Session, engine: Engine) -> None:
     finished, failed = submit(session), submit(session)
     engine.steps += [[end(finished)], EngineError("disk on fire")]
-    assert session.advance([failed]) == [failed]  # the caller of the finished prompt has not taken its output yet
+    assert session.advance([failed, finished]) == [failed]
+    assert session.advance([failed, finished]) == []
     with pytest.raises(EngineError, match="disk on fire"):
-        session.advance([failed])
-    assert session.advance([finished]) == []
+        session.raise_error([failed])
+    session.raise_error([finished])  # nothing
     assert session.output(finished).outputs[0].token_ids == [2]
 
 
@@ -78,8 +79,9 @@ def test_an_update_that_fails_ends_its_prompt_only(session: Session, engine: Eng
     engine.has_work = False
     assert session.advance([good]) == []
     assert session.output(good).outputs[0].token_ids == [2]
+    assert session.advance([good, bad]) == []
     with pytest.raises(EngineError, match="IndexError") as caught:
-        session.advance([good, bad])
+        session.raise_error([good, bad])
     assert isinstance(caught.value.__cause__, IndexError)
     session.discard([bad])
     assert engine.aborted == [bad]  # the engine may not have ended it
@@ -89,5 +91,6 @@ def test_a_lost_request_is_an_engine_error(session: Session, engine: Engine) -> 
     lost = submit(session)
     engine.steps.append([])
     engine.has_work = False
+    assert session.advance([lost]) == []
     with pytest.raises(EngineError, match=lost):
-        session.advance([lost])
+        session.raise_error([lost])
