@@ -168,7 +168,7 @@ def _read_placements(parallel: ParallelSettings, facts: CheckpointFacts) -> tupl
         path,
         num_layers=facts.num_sparse_layers,
         num_experts=facts.num_experts,
-        num_ranks=parallel.tensor_parallel_size * parallel.data_parallel_size,
+        num_ranks=parallel.num_expert_ranks,
         num_redundant=parallel.num_redundant_experts,
     )
     return tuple(placement.to_json() for placement in found)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from moeserve.config.settings import PositiveInt
 from moeserve.config.validation import convert
 from moeserve.errors import SettingsError, nearest
 
@@ -42,7 +43,7 @@ class _Formatter(argparse.HelpFormatter):
         return super()._format_action_invocation(action)
 
 
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}  # as in vLLM
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp", "pipeline_parallel_size": "-pp"}  # as in vLLM
 
 
 def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_defaults: bool = True) -> None:
@@ -58,10 +59,11 @@ def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_
         elif get_origin(expected) is Literal:
             options |= {"choices": get_args(expected), "metavar": _metavar(field.name)}
             options["help"] += f" [{', '.join(get_args(expected))}]"
+        elif expected in (list[int], list[PositiveInt] | None):
+            options |= {"action": "extend", "type": reader(list[int]), "metavar": "N[,N...]"}
         elif "list" in str(expected):
-            is_ids = "int" in str(expected)
-            options |= {"action": "append", "type": reader(int if is_ids else str)}
-            options |= {"metavar": "ID" if is_ids else "TEXT", "help": f"{options['help']}; may be given several times"}
+            options |= {"action": "append", "type": reader(str), "metavar": "TEXT"}
+            options["help"] += "; may be given several times"
         else:
             options |= {"type": reader(expected), "metavar": _metavar(field.name)}
         if shows_defaults and field.default is not dataclasses.MISSING and field.default is not None:
@@ -76,10 +78,12 @@ def _metavar(name: str) -> str:
 
 
 def reader(expected: Any) -> Callable[[str], Any]:
-    """Return a function that converts a flag's text to a type, for argparse."""
+    """Return a function that converts a flag's text to a type, for argparse. Commas separate the entries of a list."""
 
     def read(text: str) -> Any:
         try:
+            if get_origin(expected) is list:
+                return [convert(each, *get_args(expected), strict=False) for each in text.split(",")]
             return convert(json.loads(text) if text.startswith("{") else text, expected, strict=False)
         except ValueError as error:  # also of JSON
             raise argparse.ArgumentTypeError(f"{text!r} {error}") from None

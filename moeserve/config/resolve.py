@@ -38,6 +38,7 @@ class CheckpointFacts:
     vocab_size: int
     max_position_embeddings: int
     tensor_parallel_sizes: tuple[int, ...]  # that divide its attention heads
+    num_layers: int
     num_sparse_layers: int  # layers with experts
     num_experts: int  # of each of these layers
 
@@ -74,7 +75,6 @@ def resolve(
     """
     model, cache, scheduler, parallel = settings.model, settings.cache, settings.scheduler, settings.parallel
     telemetry = settings.telemetry
-    num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "auto" else model.device
     dtype = cast(DtypeName, _DTYPE_OF_ALIAS.get(model.dtype, model.dtype))
     if model.dtype == "auto":
@@ -84,6 +84,9 @@ def resolve(
     )
     _check_device(model, device, dtype, machine)
     _check_layout(parallel, checkpoint.tensor_parallel_sizes, machine, device)
+    pipeline_layers = layers_of_stages(
+        checkpoint.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layers
+    )
     _check_expert_placement(parallel, checkpoint, device)
     if needs_load and not checkpoint.num_sparse_layers:
         raise SettingsError(
@@ -94,7 +97,9 @@ def resolve(
             f"max_model_len={model.max_model_len} is more than the checkpoint's max_position_embeddings "
             f"({checkpoint.max_position_embeddings}); choose at most that"
         )
-    executor = _choose_executor(parallel, num_ranks, machine.cores_of_nodes)
+    executor = _choose_executor(parallel, machine.cores_of_nodes)
+    # Tokens are sampled on the last stage, and the first needs them: no step can be planned ahead of its tokens.
+    plans_ahead = scheduler.async_scheduling and len(pipeline_layers) == 1
     return EngineConfig(
         model_path=checkpoint.path,
         tokenizer_path=model.tokenizer or checkpoint.path,
@@ -115,19 +120,17 @@ def resolve(
         enable_prefix_caching=cache.enable_prefix_caching,
         max_num_seqs=scheduler.max_num_seqs or (64 if device == "cpu" else 256),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),
-        async_scheduling=scheduler.async_scheduling,
-        max_concurrent_batches=scheduler.max_concurrent_batches or (2 if scheduler.async_scheduling else 1),
+        async_scheduling=plans_ahead,
+        max_concurrent_batches=scheduler.max_concurrent_batches or (2 if plans_ahead else len(pipeline_layers)),
         tensor_parallel_size=parallel.tensor_parallel_size,
         data_parallel_size=parallel.data_parallel_size,
+        pipeline_layers=pipeline_layers,
         enforce_eager=scheduler.enforce_eager,
-        num_threads=parallel.num_threads
-        or _threads_per_rank(
-            machine.cores_of_nodes or (machine.num_cores,), parallel.tensor_parallel_size, parallel.data_parallel_size
-        ),
+        num_threads=parallel.num_threads or _threads_per_rank(machine.cores_of_nodes or (machine.num_cores,), parallel),
         executor=executor,
         ray_compiled_graph=parallel.ray_compiled_graph,
         network_interface=parallel.network_interface,
-        dispatcher=_choose_dispatcher(parallel.dispatcher, num_ranks, device),
+        dispatcher=_choose_dispatcher(parallel.dispatcher, parallel.num_expert_ranks, device),
         dispatcher_may_change=parallel.dispatcher == "auto",
         deepep_low_latency_tokens=parallel.deepep_low_latency_tokens,
         deepep_float8=parallel.deepep_float8,
@@ -149,26 +152,52 @@ def resolve(
 
 def wants_ray(parallel: ParallelSettings, num_cores: int) -> bool:
     """Return True if Ray should run the ranks; `MachineFacts.cores_of_nodes` is then needed."""
-    num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
-    if parallel.executor == "auto" and num_ranks > 1:
-        return is_inside_ray() or num_ranks > _most_ranks(num_cores)
+    if parallel.executor == "auto" and parallel.num_ranks > 1:
+        return is_inside_ray() or parallel.num_ranks > _most_ranks(num_cores)
     return parallel.executor == "ray"
 
 
-def fit_whole(cores_of_nodes: Sequence[int], num_threads: int, tp: int, dp: int) -> bool:
-    """Return True if the nodes hold all replicas without dividing one over several nodes."""
-    return sum(cores // (num_threads * tp) for cores in cores_of_nodes) >= dp
+def layers_of_stages(num_layers: int, num_stages: int, given: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the number of layers of each pipeline stage: as given, or even shares, of which the first are larger.
+
+    Raises:
+        SettingsError: there are more stages than layers, or `given` has another number of stages or layers.
+    """
+    if num_stages > num_layers:
+        raise SettingsError(
+            f"pipeline_parallel_size={num_stages}: the checkpoint has {num_layers} layers, and each stage needs one; "
+            f"use at most {num_layers} stages"
+        )
+    if given is None:
+        return tuple(num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages))
+    if len(given) != num_stages:
+        raise SettingsError(
+            f"pipeline_layers={shown(list(given))} has {len(given)} stages, but pipeline_parallel_size={num_stages}; "
+            "give one number of layers for each stage"
+        )
+    if sum(given) != num_layers:
+        raise SettingsError(
+            f"pipeline_layers={shown(list(given))} has {sum(given)} layers in all, but the checkpoint has {num_layers}"
+        )
+    return tuple(given)
 
 
-def shown_layout(tp: int, dp: int) -> str:
+def fit_whole(cores_of_nodes: Sequence[int], num_threads: int, size: int, count: int) -> bool:
+    """Return True if the nodes hold `count` groups of `size` ranks without dividing a group over several nodes."""
+    return sum(cores // (num_threads * size) for cores in cores_of_nodes) >= count
+
+
+def shown_layout(layout: ParallelSettings | EngineConfig) -> str:
     """Return a layout of ranks as error messages name it."""
-    return f"tensor_parallel_size={tp}, data_parallel_size={dp}"
+    tp, dp, pp = layout.tensor_parallel_size, layout.data_parallel_size, layout.pipeline_parallel_size
+    stages = f", pipeline_parallel_size={pp}" if pp > 1 else ""
+    return f"tensor_parallel_size={tp}, data_parallel_size={dp}{stages}"
 
 
-def too_few_gpus(tp: int, dp: int, num_gpus: int) -> str:
+def too_few_gpus(layout: ParallelSettings | EngineConfig, num_gpus: int) -> str:
     """Return the error message for a layout that needs more GPUs than this host has."""
     return (
-        f"{shown_layout(tp, dp)} needs {tp * dp} ranks, each with its own GPU, but torch sees {num_gpus} on "
+        f"{shown_layout(layout)} needs {layout.num_ranks} ranks, each with its own GPU, but torch sees {num_gpus} on "
         f"this host; use at most {num_gpus} rank{'s' * (num_gpus != 1)}, make more visible (CUDA_VISIBLE_DEVICES), or "
         "use executor='ray' and more hosts"
     )
@@ -178,9 +207,10 @@ def _most_ranks(num_cores: int) -> int:
     return max(LEAST_MOST_RANKS, MAX_RANKS_PER_CORE * num_cores)
 
 
-def _threads_per_rank(cores_of_nodes: Sequence[int], tp: int, dp: int) -> int:
-    """Return the most threads that every rank can have, if possible with whole replicas; at least 1."""
-    for size, count in ((tp, dp), (1, tp * dp)):
+def _threads_per_rank(cores_of_nodes: Sequence[int], parallel: ParallelSettings) -> int:
+    """Return the most threads that every rank can have, if possible with whole replicas or stages; at least 1."""
+    tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
+    for size, count in ((tp * pp, dp), (tp, pp * dp), (1, parallel.num_ranks)):
         for num_threads in range(max(cores_of_nodes), 0, -1):
             if fit_whole(cores_of_nodes, num_threads, size, count):
                 return num_threads
@@ -188,22 +218,23 @@ def _threads_per_rank(cores_of_nodes: Sequence[int], tp: int, dp: int) -> int:
 
 
 def _choose_executor(
-    parallel: ParallelSettings, num_ranks: int, cores_of_nodes: Sequence[int] | None
+    parallel: ParallelSettings, cores_of_nodes: Sequence[int] | None
 ) -> Literal["uniproc", "mp", "ray"]:
     if parallel.executor != "auto":
         return parallel.executor
     if cores_of_nodes is not None:
         return "ray"
-    return "uniproc" if num_ranks == 1 else "mp"
+    return "uniproc" if parallel.num_ranks == 1 else "mp"
 
 
 def _choose_dispatcher(wanted: Literal["auto"] | DispatcherName, num_ranks: int, device: str) -> DispatcherName:
+    """Choose how `num_ranks` ranks that share the experts of a layer exchange tokens."""
     if wanted == "auto":
         if num_ranks == 1:
             return "local"
         return "deepep" if device == "cuda" else "all_to_all"
     if wanted == "deepep" and num_ranks == 1:
-        raise SettingsError("dispatcher='deepep' needs several ranks, and there is 1 rank; use 'auto'")
+        raise SettingsError("dispatcher='deepep' needs several ranks in a stage, and there is 1 rank; use 'auto'")
     if wanted == "deepep" and device != "cuda":
         raise SettingsError(f"dispatcher='deepep' needs GPUs, and device={device!r}; use 'all_to_all' or 'auto'")
     if wanted == "local" and num_ranks > 1:
@@ -245,40 +276,35 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
 
 def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: MachineFacts, device: str) -> None:
     """Raise SettingsError for a layout that this checkpoint, this machine or this version cannot run."""
-    tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
-    layout, nodes, num_gpus = shown_layout(tp, dp), machine.cores_of_nodes, machine.num_gpus
-    if parallel.pipeline_parallel_size > 1:
-        raise SettingsError(
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: pipeline parallelism is not supported; use 1, "
-            "and tensor_parallel_size or data_parallel_size for more ranks"
-        )
+    tp, num_ranks = parallel.tensor_parallel_size, parallel.num_ranks
+    layout, nodes, num_gpus = shown_layout(parallel), machine.cores_of_nodes, machine.num_gpus
     if tp not in sizes:
         raise SettingsError(
             f"tensor_parallel_size={tp} does not divide the checkpoint's attention heads; "
             f"use one of {', '.join(map(str, sizes))}"
         )
-    if tp * dp > 1 and parallel.executor == "uniproc":
-        raise SettingsError(f"executor='uniproc' runs one rank, but {layout} needs {tp * dp}; use executor='mp'")
+    if num_ranks > 1 and parallel.executor == "uniproc":
+        raise SettingsError(f"executor='uniproc' runs one rank, but {layout} needs {num_ranks}; use executor='mp'")
     num_threads = parallel.num_threads or 1
-    if nodes is None and tp * dp > (most := _most_ranks(machine.num_cores)):
+    if nodes is None and num_ranks > (most := _most_ranks(machine.num_cores)):
         raise SettingsError(
-            f"{layout} needs {tp * dp} ranks, but this process may use {machine.num_cores} CPU cores; use at most "
+            f"{layout} needs {num_ranks} ranks, but this process may use {machine.num_cores} CPU cores; use at most "
             f"{most} ranks (one per core for speed), or executor='ray' and more hosts"
         )
-    if nodes is not None and tp * dp > (room := sum(cores // num_threads for cores in nodes)):
+    if nodes is not None and num_ranks > (room := sum(cores // num_threads for cores in nodes)):
         raise SettingsError(
-            f"{layout} needs {tp * dp} ranks with num_threads={num_threads}, but the nodes of the Ray cluster have "
+            f"{layout} needs {num_ranks} ranks with num_threads={num_threads}, but the nodes of the Ray cluster have "
             f"{', '.join(map(str, nodes))} CPUs, room for {room}; use fewer ranks or threads, or more nodes"
         )
-    if device == "cuda" and tp * dp > 1 and not machine.has_nccl:
+    if device == "cuda" and num_ranks > 1 and not machine.has_nccl:
         raise SettingsError(f"{layout}: torch {WITHOUT_NCCL}")
-    if device == "cuda" and nodes is None and num_gpus is not None and tp * dp > num_gpus:
-        raise SettingsError(too_few_gpus(tp, dp, num_gpus))
+    if device == "cuda" and nodes is None and num_gpus is not None and num_ranks > num_gpus:
+        raise SettingsError(too_few_gpus(parallel, num_gpus))
 
 
 def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFacts, device: str) -> None:
     """Raise SettingsError for redundant experts or rebalancing that this layout cannot have."""
-    num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    num_ranks = parallel.num_expert_ranks
     num_redundant = parallel.num_redundant_experts
     most = checkpoint.num_experts * (num_ranks - 1)  # one copy of each expert per rank
     if num_redundant > most:
@@ -292,7 +318,7 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
             "rebalance='off', or a placement file"
         )
     if parallel.rebalance == "auto" and num_ranks == 1:
-        raise SettingsError("rebalance='auto' moves experts between ranks, and there is one; use rebalance='off'")
+        raise SettingsError("rebalance='auto' moves experts between the ranks of a stage, and there is one; use rebalance='off'")
     if parallel.rebalance not in ("off", "auto") and parallel.expert_loads is not None:
         raise SettingsError(
             f"rebalance={shown(parallel.rebalance)} and expert_loads={shown(parallel.expert_loads)} both place the "

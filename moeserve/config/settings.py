@@ -82,10 +82,14 @@ class SchedulerSettings:
         None, "most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU"
     )
     async_scheduling: bool = setting(
-        True, "plan the next step while one runs; otherwise only when the tokens of the last one are known"
+        True,
+        "plan the next step while one runs; otherwise only when the tokens of the last one are known, as is always so "
+        "with several pipeline stages",
     )
     max_concurrent_batches: PositiveInt | None = setting(
-        None, "most steps planned at once, the running one included; none: 2 with async scheduling, else 1"
+        None,
+        "most steps in flight at once, the running ones included; none: one for each pipeline stage; with one stage, 2 "
+        "with async scheduling",
     )
     enforce_eager: bool = setting(
         False,
@@ -99,7 +103,12 @@ class ParallelSettings:
 
     tensor_parallel_size: PositiveInt = setting(1, "ranks that share the attention heads of one replica")
     data_parallel_size: PositiveInt = setting(1, "replicas that run in lockstep")
-    pipeline_parallel_size: PositiveInt = setting(1, "stages that the layers are divided into")
+    pipeline_parallel_size: PositiveInt = setting(
+        1, "stages that the layers of one replica are divided into, each on ranks of its own"
+    )
+    pipeline_layers: list[PositiveInt] | None = setting(
+        None, "number of layers of each stage, such as 10,12,12; none: even shares"
+    )
     executor: Literal["auto", "uniproc", "mp", "ray"] = setting(
         "auto",
         "where ranks run; uniproc: in this process; mp: in processes on this host; ray: in actors of a Ray cluster; "
@@ -155,6 +164,15 @@ class ParallelSettings:
     debug_collectives: bool = setting(
         False, "check before each collective that all ranks are about to run the same one"
     )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_expert_ranks * self.pipeline_parallel_size
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks that share the experts of a layer: those of one stage in all replicas."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +233,7 @@ class EngineConfig:
     max_concurrent_batches: int
     tensor_parallel_size: int
     data_parallel_size: int
+    pipeline_layers: tuple[int, ...]  # by stage
     enforce_eager: bool
     num_threads: int  # of each rank
     executor: Literal["uniproc", "mp", "ray"]
@@ -239,8 +258,16 @@ class EngineConfig:
     metrics_port: int | None
 
     @property
+    def pipeline_parallel_size(self) -> int:
+        return len(self.pipeline_layers)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.data_parallel_size
+        return self.ranks_per_replica * self.data_parallel_size
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,8 @@ def _allowed(expected: Any) -> str:
     """Describe the values of a type in words."""
     if get_origin(expected) is Literal:
         return f"one of {', '.join(map(repr, get_args(expected)))}"
+    if get_origin(expected) is list:
+        return f"a list, each entry {_allowed(*get_args(expected))}"
     if get_origin(expected) in (Union, types.UnionType):
         return " or ".join(_allowed(each) for each in get_args(expected))
     if get_origin(expected) is Annotated:

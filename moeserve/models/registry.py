@@ -59,6 +59,7 @@ def read_facts(folder: str | Path) -> CheckpointFacts:
         vocab_size=description.model.vocab_size,
         max_position_embeddings=description.model.max_position_embeddings,
         tensor_parallel_sizes=description.model.tensor_parallel_sizes,
+        num_layers=len(description.model.layers),
         num_sparse_layers=description.model.num_sparse_layers,
         num_experts=description.model.num_experts,
     )

@@ -59,6 +59,6 @@ def take_device(config: EngineConfig, rank: int) -> torch.device:
     index = 0 if config.executor == "ray" else rank
     num_gpus = torch.cuda.device_count()
     if index >= num_gpus:
-        raise SettingsError(too_few_gpus(config.tensor_parallel_size, config.data_parallel_size, num_gpus))
+        raise SettingsError(too_few_gpus(config, num_gpus))
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

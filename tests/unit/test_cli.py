@@ -43,6 +43,7 @@ def parse_generate(*arguments: str) -> argparse.Namespace:
         (["generate", "--prompt", "x", "--max-num-seqs", "0"], ["--max-num-seqs", "'0'", "an integer from 1"]),
         (["generate", "--prompt", "x", "--dtype", "fp8"], ["--dtype", "'fp8'", "bfloat16"]),
         (["generate", "--prompt", "x", "--stop-token-ids", "a"], ["--stop-token-ids", "an integer"]),
+        (["generate", "--prompt", "x", "--pipeline-layers", "3,x"], ["--pipeline-layers", "3,x", "an integer"]),
         (["generate", "--prompt", "x", "--zzzz"], ["unknown flag --zzzz: see --help"]),
         (["generate", "--prompt", "x", "-qq", "2"], ["unknown flag -qq: see --help"]),
         (["viz", "loads.jsonl", "--pgn", "x"], ["--pgn", "--png?"]),

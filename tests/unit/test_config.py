@@ -24,6 +24,7 @@ FACTS = CheckpointFacts(
     vocab_size=100,
     max_position_embeddings=512,
     tensor_parallel_sizes=(1, 2, 4),
+    num_layers=7,
     num_sparse_layers=2,
     num_experts=5,
 )
@@ -97,7 +98,10 @@ def test_given_values_are_kept() -> None:
         ("tensor_parallel_size", 3, "1, 2, 4"),
         ("tensor_parallel_size", 8, "1, 2, 4"),
         ("data_parallel_size", 13, "12 ranks"),
-        ("pipeline_parallel_size", 2, "use 1"),
+        ("pipeline_parallel_size", 8, "use at most 7"),
+        ("pipeline_layers", [7, 1], "pipeline_parallel_size=1"),
+        ("pipeline_layers", [0], "from 1 to"),
+        ("pipeline_layers", 7, "a list"),
         ("executor", "slurm", "executor='slurm'"),
         ("num_redundant_experts", 1, "use at most 0"),
         ("num_redundant_experts", -1, "from 0"),
@@ -118,6 +122,11 @@ def test_wrong_values_are_refused_by_name(option: str, value: object, named: str
         (dict(quantization="fp8"), ["quantization='fp8'", "'int8' or 'int4'"]),
         (dict(quantization="fp8", has_float8=False, **ON_GPU), ["triton", "8.9"]),
         (dict(data_parallel_size=2, executor="uniproc"), ["executor='uniproc'", "executor='mp'"]),
+        (dict(pipeline_parallel_size=2, executor="uniproc"), ["executor='uniproc'", "pipeline_parallel_size=2", "'mp'"]),
+        (dict(pipeline_parallel_size=2, pipeline_layers=[7]), ["pipeline_layers=[7]", "1 stage", "one number"]),
+        (dict(pipeline_parallel_size=2, pipeline_layers=[4, 4]), ["pipeline_layers=[4, 4]", "8 layers", "has 7"]),
+        (dict(pipeline_parallel_size=2, rebalance="auto"), ["rebalance='off'"]),
+        (dict(pipeline_parallel_size=2, dispatcher="allgather", num_redundant_experts=1), ["at most 0"]),
         (dict(data_parallel_size=2, dispatcher="local"), ["dispatcher='local'", "'all_to_all'"]),
         (dict(data_parallel_size=2, dispatcher="deepep"), ["dispatcher='deepep'", "device='cpu'"]),
         (dict(dispatcher="deepep", **ON_GPU), ["dispatcher='deepep'", "1 rank"]),
@@ -141,6 +150,17 @@ def test_settings_that_contradict_each_other_or_the_machine_are_refused(
 
 def test_numbers_too_long_to_print_are_refused() -> None:
     assert_refused("seed=", seed=10**5000)
+
+
+def test_layers_are_divided_into_stages() -> None:
+    one = decide()
+    assert (one.pipeline_layers, one.async_scheduling, one.max_concurrent_batches) == ((7,), True, 2)
+    three = decide(pipeline_parallel_size=3)
+    assert (three.pipeline_layers, three.async_scheduling, three.max_concurrent_batches) == ((3, 2, 2), False, 3)
+    assert (three.executor, three.num_ranks, three.num_threads, three.dispatcher) == ("mp", 3, 1, "local")
+    given = decide(pipeline_parallel_size=2, pipeline_layers=[1, 6], data_parallel_size=2, tensor_parallel_size=2)
+    assert (given.pipeline_layers, given.num_ranks, given.dispatcher) == ((1, 6), 8, "all_to_all")
+    assert decide(pipeline_parallel_size=2, max_concurrent_batches=1).max_concurrent_batches == 1
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def config(**options: object) -> EngineConfig:
         vocab_size=10,
         max_position_embeddings=1000,
         tensor_parallel_sizes=(1,),
+        num_layers=2,
         num_sparse_layers=2,
         num_experts=5,
     )

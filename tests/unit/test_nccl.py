@@ -411,6 +411,7 @@ def config(**options: Any) -> EngineConfig:
         vocab_size=100,
         max_position_embeddings=512,
         tensor_parallel_sizes=(1, 2),
+        num_layers=2,
         num_sparse_layers=2,
         num_experts=4,
     )
