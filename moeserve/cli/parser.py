@@ -43,7 +43,15 @@ class _Formatter(argparse.HelpFormatter):
         return super()._format_action_invocation(action)
 
 
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp", "pipeline_parallel_size": "-pp"}  # as in vLLM
+SHORT_FLAGS = {  # as in vLLM
+    "tensor_parallel_size": "-tp",
+    "data_parallel_size": "-dp",
+    "pipeline_parallel_size": "-pp",
+}
+    "tensor_parallel_size": "-tp",
+    "data_parallel_size": "-dp",
+    "pipeline_parallel_size": "-pp",
+}  # as in vLLM
 
 
 def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_defaults: bool = True) -> None:

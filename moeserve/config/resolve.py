@@ -84,9 +84,7 @@ def resolve(
     )
     _check_device(model, device, dtype, machine)
     _check_layout(parallel, checkpoint.tensor_parallel_sizes, machine, device)
-    pipeline_layers = layers_of_stages(
-        checkpoint.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layers
-    )
+    pipeline_layers = layers_of_stages(checkpoint.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layers)
     _check_expert_placement(parallel, checkpoint, device)
     if needs_load and not checkpoint.num_sparse_layers:
         raise SettingsError(
@@ -318,7 +316,9 @@ def _check_expert_placement(parallel: ParallelSettings, checkpoint: CheckpointFa
             "rebalance='off', or a placement file"
         )
     if parallel.rebalance == "auto" and num_ranks == 1:
-        raise SettingsError("rebalance='auto' moves experts between the ranks of a stage, and there is one; use rebalance='off'")
+        raise SettingsError(
+            "rebalance='auto' moves experts between the ranks of a stage, and there is one; use rebalance='off'"
+        )
     if parallel.rebalance not in ("off", "auto") and parallel.expert_loads is not None:
         raise SettingsError(
             f"rebalance={shown(parallel.rebalance)} and expert_loads={shown(parallel.expert_loads)} both place the "

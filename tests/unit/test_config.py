@@ -122,7 +122,10 @@ def test_wrong_values_are_refused_by_name(option: str, value: object, named: str
         (dict(quantization="fp8"), ["quantization='fp8'", "'int8' or 'int4'"]),
         (dict(quantization="fp8", has_float8=False, **ON_GPU), ["triton", "8.9"]),
         (dict(data_parallel_size=2, executor="uniproc"), ["executor='uniproc'", "executor='mp'"]),
-        (dict(pipeline_parallel_size=2, executor="uniproc"), ["executor='uniproc'", "pipeline_parallel_size=2", "'mp'"]),
+        (
+            dict(pipeline_parallel_size=2, executor="uniproc"),
+            ["executor='uniproc'", "pipeline_parallel_size=2", "'mp'"],
+        ),
         (dict(pipeline_parallel_size=2, pipeline_layers=[7]), ["pipeline_layers=[7]", "1 stage", "one number"]),
         (dict(pipeline_parallel_size=2, pipeline_layers=[4, 4]), ["pipeline_layers=[4, 4]", "8 layers", "has 7"]),
         (dict(pipeline_parallel_size=2, rebalance="auto"), ["rebalance='off'"]),
