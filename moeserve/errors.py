@@ -45,6 +45,10 @@ class LockstepError(MoeserveError, RuntimeError):
     """Replicas that must run the same steps did not. None of them can continue."""
 
 
+class RankStateError(MoeserveError, RuntimeError):
+    """A rank keeps another state of a request than the scheduler. Raised with debug_rank_state=True only."""
+
+
 def nearest(
     word: str, known: Iterable[str], *, shown_as: Mapping[str, str] | None = None, otherwise: str | None = None
 ) -> str:

@@ -90,6 +90,17 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     placement_epoch: int = 0  # the newest expert placement whose weights this rank holds
 
 
+# The number of tokens and of blocks of a request, and a checksum of both. See `scheduling/rank_state.py`.
+RequestDigest: TypeAlias = tuple[int, int, int]
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """The state of one rank after a round, for the debug check."""
+
+    rank: int
+    digests: list[RequestDigest]  # of the requests of the plan, chunk by chunk
+
+
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of a request after a step, or its end."""
 

@@ -142,6 +142,7 @@ def resolve(
         step_timeout=parallel.step_timeout,
         on_failure=_on_failure(parallel, executor),
         debug_collectives=parallel.debug_collectives,
+        debug_rank_state=settings.scheduler.debug_rank_state,
         expert_load_window=telemetry.expert_load_window or (DEFAULT_LOAD_WINDOW if needs_load else 0),
         expert_load_file=telemetry.expert_load_file,
         metrics_port=telemetry.metrics_port,

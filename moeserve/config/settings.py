@@ -91,6 +91,9 @@ class SchedulerSettings:
         "most steps in flight at once, the running ones included; none: one for each pipeline stage; with one stage, 2 "
         "with async scheduling",
     )
+    debug_rank_state: bool = setting(
+        False, "compare the requests in every rank's table with the scheduler after each step, for debugging; slow"
+    )
     enforce_eager: bool = setting(
         False,
         "run every step eagerly; otherwise decode steps are captured once as CPU graphs or CUDA graphs and replayed",
@@ -253,6 +256,7 @@ class EngineConfig:
     step_timeout: int  # seconds
     on_failure: Literal["end", "restart"]
     debug_collectives: bool
+    debug_rank_state: bool
     expert_load_window: int  # steps; 0: only on request
     expert_load_file: str | None
     metrics_port: int | None
@@ -268,6 +272,11 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         return self.ranks_per_replica * self.data_parallel_size
+
+    @property
+    def gathers_reports(self) -> bool:
+        """True if all ranks answer each round; otherwise those that sample."""
+        return self.debug_rank_state
 
 
 @dataclass(frozen=True)

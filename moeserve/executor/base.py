@@ -18,7 +18,8 @@ class Executor(Protocol):
         """Send a round to all ranks, and return at once. They run rounds in order.
 
         The future is completed by `progress`, with the outcome from the rank that samples or with the error that ends
-        this executor.
+        this executor. With `EngineConfig.gathers_reports` it is completed when all ranks have answered, and the outcome
+        has the reports of all.
         """
         ...
 

@@ -15,7 +15,7 @@ from moeserve.machine import usable_cores
 from moeserve.processes.channel import frame
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all, wait_for_messages
-from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.scheduling.lockstep import Outcome, Round, gathered
 from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, rank_name
 
 
@@ -42,16 +42,19 @@ def start_ranks(first: RankStart) -> list[WatchedProcess[Any]]:
 class MultiprocExecutor:
     """See `Executor`."""
 
-    def __init__(self, ranks: Sequence[WatchedProcess[Any]]) -> None:
+    def __init__(self, ranks: Sequence[WatchedProcess[Any]], *, gathers_reports: bool) -> None:
         """
         Args:
             ranks: from `start_ranks`. The first one samples.
+            gathers_reports: an outcome has the reports of all ranks; False: the first one answers alone.
 
         Raises:
             DistributedError: one of them has failed.
         """
         self._ranks = ranks
         self._pending: deque[Future[Outcome]] = deque()
+        self._answering = ranks if gathers_reports else ranks[:1]
+        self._answers: list[deque[Outcome]] = [deque() for _ in self._answering]  # to the oldest rounds, in order
         loaded: dict[str, int] = {}
         while len(loaded) < len(ranks):
             wait_for_messages(ranks, None)
@@ -73,9 +76,10 @@ class MultiprocExecutor:
         return [fd for rank in self._ranks for fd in (rank.channel.fileno(), *rank.handle.watched_fds)]
 
     def progress(self) -> None:
-        for outcome in self._ranks[0].receive():
-            assert isinstance(outcome, Outcome), outcome
-            self._pending.popleft().set_result(outcome)
+        for rank, answers in zip(self._answering, self._answers, strict=True):
+            answers += rank.receive()
+        while all(self._answers):
+            self._pending.popleft().set_result(gathered([answers.popleft() for answers in self._answers]))
         for rank in self._ranks:
             if rank.channel.has_unsent:
                 rank.channel.send_frame(b"")

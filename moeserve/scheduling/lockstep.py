@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import msgspec
 
 from moeserve.errors import LockstepError
-from moeserve.protocol import StepPlan, StepResult
+from moeserve.protocol import RankReport, StepPlan, StepResult
 
 PROTOCOL_VERSION = 4
 ROW_SIZE = 7  # protocol version, round, replica, tokens, decode only, placement epoch, flags
@@ -88,6 +88,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     agreement: Agreement
     result: StepResult | None = None  # None: there was no step
     error: str = ""  # of a step that failed on the only rank, which can go on; the result is then empty
+    reports: list[RankReport] = []  # of this rank, then of all ranks of the replica; empty unless they are requested
+
+
+def gathered(answers: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of a round from the answers of several ranks, the one that samples first."""
+    reports = [report for answer in answers for report in answer.reports]
+    return msgspec.structs.replace(answers[0], reports=reports)
 
 
 def make_row(intent: Intent, *, number: int, replica: int) -> list[int]:

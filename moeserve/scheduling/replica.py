@@ -225,7 +225,7 @@ class Replica:
                 self._queue_update(update, error=outcome.error)
             return
         assert result is not None, f"step {ended.plan.step} has no result"
-        for update in self._scheduler.commit(result):
+        for update in self._scheduler.commit(result, outcome.reports):
             self._queue_update(update)
 
     def _handle(self, message: ReplicaMessage) -> None:

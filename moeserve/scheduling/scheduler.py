@@ -12,11 +12,13 @@ is given to another request only after all plans that name it for its last owner
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeserve.errors import RequestError
-from moeserve.protocol import ChunkResult, Request, RequestUpdate, StepPlan, StepResult
+from moeserve.protocol import ChunkResult, RankReport, Request, RequestUpdate, StepPlan, StepResult
 from moeserve.scheduling.block_pool import BlockPool, num_blocks_for, root_digest
+from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
 
 # Later requests that may be admitted before one that does not fit into the KV cache yet.
@@ -45,6 +47,14 @@ class _PlannedChunk:
     num_tokens: int
     samples: bool
     num_prompt_rows: int  # prompt tokens whose log-probabilities it returns
+    num_blocks: int  # of the request, up to this plan
+
+    def expected_state(self) -> ExpectedState:
+        """Return the state that ranks have after the plan. Its tokens are known once the result is committed."""
+        request = self.request
+        return ExpectedState(
+            request.request_id, request.slot, request.token_ids, request.block_ids[: self.num_blocks]
+        )
 
 
 class Scheduler:
@@ -159,17 +169,27 @@ class Scheduler:
         self._plans.append([self._start_chunk(request, num_tokens) for request, num_tokens in planned])
         return plan
 
-    def commit(self, result: StepResult) -> list[RequestUpdate]:
-        """Apply the result of the oldest plan. Return new tokens and ends; a partly computed prompt has no update."""
+    def commit(self, result: StepResult, reports: Sequence[RankReport] = ()) -> list[RequestUpdate]:
+        """Apply the result of the oldest plan. Return new tokens and ends; a partly computed prompt has no update.
+
+        Args:
+            reports: of ranks after the step, to be compared.
+
+        Raises:
+            RankStateError: a rank keeps another state of a request.
+        """
         chunks = self._plans.popleft()
         step = self._step - len(self._plans)
         assert result.step == step, f"step {step}: got the result of step {result.step}"
         assert len(chunks) == len(result.chunks), f"step {step}: chunks are missing"
-        updates = []
+        updates, expected = [], []
         for chunk, chunk_result in zip(chunks, result.chunks, strict=True):
             self._finish_chunk(chunk)
+            is_kept = not chunk.request.ended and chunk_result.error is None
+            expected.append(chunk.expected_state() if reports and is_kept else None)
             if not chunk.request.ended and (update := self._commit_chunk(chunk, chunk_result)) is not None:
                 updates.append(update)
+        check_reports(step, expected, reports)
         return updates
 
     def abort_step(self) -> list[RequestUpdate]:
@@ -336,7 +356,7 @@ class Scheduler:
         request.num_planned = end
         request.num_unknown += samples
         request.num_plans += 1
-        return _PlannedChunk(request, num_tokens, samples, num_prompt_rows)
+        return _PlannedChunk(request, num_tokens, samples, num_prompt_rows, len(request.block_ids))
 
     def _finish_chunk(self, chunk: _PlannedChunk) -> None:
         """A plan that names the chunk's request is not in flight any more."""

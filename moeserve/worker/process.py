@@ -26,7 +26,7 @@ def run(parent: Parent) -> None:
             if isinstance(message, Leave):
                 return
             outcome = worker.execute(message)
-            if start.samples:
+            if start.answers:
                 channel.send(outcome)
             if outcome.agreement.ends_all:
                 worker.close()  # collective: all ranks

@@ -26,8 +26,13 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def samples(self) -> bool:
-        """True if this rank samples its replica's tokens and sends the outcomes of rounds."""
+        """True if this rank samples its replica's tokens."""
         return self.rank % self.config.tensor_parallel_size == 0
+
+    @property
+    def answers(self) -> bool:
+        """True if this rank sends the outcomes of rounds."""
+        return self.samples or self.config.gathers_reports
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moeserve.protocol import Registration, StepPlan
+from moeserve.protocol import Registration, RequestDigest, StepPlan
 from moeserve.sampling_params import RequestParams
+from moeserve.scheduling.rank_state import request_digest
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +66,14 @@ class RequestTable:
         return [
             self._chunk(slot, start, length)
             for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True)
+        ]
+
+    def digests(self, slots: Sequence[int]) -> list[RequestDigest]:
+        """Return what is compared with the scheduler's state of these requests."""
+        requests = [(slot, self._requests[slot]) for slot in slots]
+        return [
+            request_digest(request.token_ids, self.block_table[slot, : request.num_blocks].tolist())
+            for slot, request in requests
         ]
 
     def append_tokens(self, chunks: Sequence[Chunk], token_ids: list[int]) -> None:

@@ -19,7 +19,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.threads import set_num_threads
-from moeserve.protocol import StepPlan, StepResult
+from moeserve.protocol import RankReport, StepPlan, StepResult
 from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
@@ -75,6 +75,7 @@ class Worker:
         table = RequestTable(config.max_num_seqs, context.max_blocks)
         self.runner = ModelRunner(model, context, replay.make(caches), table)
         self._num_rounds = 0
+        self._reports_state = config.debug_rank_state
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
         if groups.rank == 0 and (reason := why_not_batch_invariant(config, kernels)):
             logger.info("the last bits of a request's results may depend on what runs beside it: %s", reason)
@@ -110,7 +111,9 @@ class Worker:
         load, self._load = self._load, None
         epoch = self.rebalancer.held_epoch if self.rebalancer else 0
         result = msgspec.structs.replace(result, load=load, placement_epoch=epoch)
-        return Outcome(agreement=agreement, result=result, error=error)
+        slots = work.plan.slots if work.plan else []
+        reports = [RankReport(self.groups.rank, self.runner.table.digests(slots))] if self._reports_state else []
+        return Outcome(agreement=agreement, result=result, error=error, reports=reports)
 
     def _run(self, plan: StepPlan | None, agreement: Agreement, padded_to: int | None) -> tuple[StepResult, str]:
         """Run a step with tokens. Return its result, and an error if it failed on a rank without others."""

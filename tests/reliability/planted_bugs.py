@@ -266,8 +266,8 @@ class LeaksAtAbort(Scheduler):
 class LosesUpdatesOfFailedRows(Scheduler):
     """It returns no update for a request whose row has an error."""
 
-    def commit(self, result: Any) -> list[RequestUpdate]:
-        return [update for update in super().commit(result) if update.error is None]
+    def commit(self, result: Any, reports: Any = ()) -> list[RequestUpdate]:
+        return [update for update in super().commit(result, reports) if update.error is None]
 
 
 class PlansBeyondTheEnd(Scheduler):

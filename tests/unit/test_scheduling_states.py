@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moeserve.errors import RequestError
-from moeserve.protocol import ChunkResult, Request, RequestUpdate, StepPlan, StepResult, TokenLogprobs
+from moeserve.protocol import ChunkResult, RankReport, Request, RequestUpdate, StepPlan, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.block_pool import BlockPool
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -144,6 +144,7 @@ class PlanInFlight:
     requests: list[Expected]
     blocks: dict[int, int]  # to the slot that holds it
     result: StepResult | None = None
+    report: RankReport | None = None  # of the rank's table after the step
     failed: bool = False
 
 
@@ -380,12 +381,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             results[failing_row % len(results)] = ChunkResult(error="NaN")
         each.failed = fails
         each.result = StepResult(step=each.plan.step, chunks=results)
+        each.report = RankReport(0, self.table.digests(each.plan.slots))
 
     @precondition(lambda self: self.plans and self.plans[0].result is not None)
     @rule()
     def commit(self) -> None:
         each = self.plans.popleft()
         assert each.result is not None
+        assert each.report is not None
         if each.failed:
             still_live = [known for known in each.requests if not known.ended]
             updates = self.scheduler.abort_step()
@@ -395,7 +398,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             expected = [
                 known for known, result in results if not known.ended and (result.error or result.token_id is not None)
             ]
-            updates = self.scheduler.commit(each.result)
+            updates = self.scheduler.commit(each.result, [each.report])
             assert [update.request_id for update in updates] == [known.request.request_id for known in expected]
         for update in updates:
             self.take_update(update)

@@ -106,7 +106,7 @@ class RankActor(ActorProcess):
         self._store: Any = None
         self._worker: Any = None
         self._thread = threading.local()
-        self._num_threads, self._samples = 1, False
+        self._num_threads, self._answers = 1, False
 
     def facts(self, model: str) -> bytes:
         """Return the `NodeFacts` of the actor's node."""
@@ -129,12 +129,12 @@ class RankActor(ActorProcess):
             from moeserve.worker.worker import Worker
 
             start = msgspec.msgpack.decode(data, type=RankStart)
-            self._num_threads, self._samples = start.config.num_threads, start.samples
+            self._num_threads, self._answers = start.config.num_threads, start.answers
             self._worker = Worker(start.config, join(start), show_progress=show_progress)
             return int(self._worker.num_blocks)
 
     def execute(self, data: bytes) -> bytes:
-        """Run one round. The answer of the rank that samples is its outcome; that of the others is empty."""
+        """Run one round. Return the outcome, or nothing from a rank that need not answer."""
         with self._reporting_failures():
             from moeserve.ops.threads import set_num_threads
 
@@ -144,7 +144,7 @@ class RankActor(ActorProcess):
             outcome = self._worker.execute(msgspec.msgpack.decode(data, type=Round))
             if outcome.agreement.ends_all:
                 self._worker.close()  # collective: all ranks
-            return msgspec.msgpack.encode(outcome) if self._samples else b""
+            return msgspec.msgpack.encode(outcome) if self._answers else b""
 
 
 class ActorHandle:

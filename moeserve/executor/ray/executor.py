@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from moeserve.errors import DistributedError
 from moeserve.executor.ray.actors import SECONDS_OF_SILENCE
 from moeserve.executor.ray.errors import first_line
-from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.scheduling.lockstep import Outcome, Round, gathered
 from moeserve.worker.protocol import RankStart, rank_name
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ class RayExecutor:
         """Wait for the answers to rounds, in order, in a thread of its own."""
         while (answers := self._sent.get()) is not None:
             try:
-                outcome, *_ = ray.get(list(answers), timeout=self._timeout_s)
-                self._ended.append(msgspec.msgpack.decode(outcome, type=Outcome))
+                encoded = ray.get(list(answers), timeout=self._timeout_s)
+                self._ended.append(gathered([msgspec.msgpack.decode(each, type=Outcome) for each in encoded if each]))
             except Exception as error:  # Ray raises many kinds
                 cause = f"{self._name}: a round was not done by all ranks of the replica ({first_line(error)})"
                 self._ended.append(DistributedError(cause))
