@@ -48,10 +48,6 @@ SHORT_FLAGS = {  # as in vLLM
     "data_parallel_size": "-dp",
     "pipeline_parallel_size": "-pp",
 }
-    "tensor_parallel_size": "-tp",
-    "data_parallel_size": "-dp",
-    "pipeline_parallel_size": "-pp",
-}  # as in vLLM
 
 
 def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_defaults: bool = True) -> None:

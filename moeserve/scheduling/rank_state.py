@@ -40,7 +40,7 @@ def check_reports(step: int, expected: Sequence[ExpectedState | None], reports: 
     Raises:
         RankStateError: a rank keeps another state.
     """
-    digests = [each and request_digest(each.token_ids, each.block_ids) for each in expected]
+    digests = [None if each is None else request_digest(each.token_ids, each.block_ids) for each in expected]
     for report in reports:
         assert len(report.digests) == len(expected), f"rank {report.rank}: a report of another step than {step}"
         for state, own, theirs in zip(expected, digests, report.digests, strict=True):

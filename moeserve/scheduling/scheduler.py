@@ -52,9 +52,7 @@ class _PlannedChunk:
     def expected_state(self) -> ExpectedState:
         """Return the state that ranks have after the plan. Its tokens are known once the result is committed."""
         request = self.request
-        return ExpectedState(
-            request.request_id, request.slot, request.token_ids, request.block_ids[: self.num_blocks]
-        )
+        return ExpectedState(request.request_id, request.slot, request.token_ids, request.block_ids[: self.num_blocks])
 
 
 class Scheduler:

@@ -16,15 +16,17 @@ PARAMS = SamplingParams(temperature=0, max_tokens=40)
 
 
 @pytest.mark.parametrize("fault", ["1 token", "2 block"])
-def test_a_rank_whose_table_differs_is_named(
-    plain: Reference, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_a_rank_whose_table_differs_is_named(plain: Reference, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Also a rank that does not sample, whose state no other check reads."""
     monkeypatch.setenv("MOESERVE_TEST_PLANT", f"wrong_table:{fault}")
     layout = dict(tensor_parallel_size=2, data_parallel_size=2)
-    with LLM(plain.folder, debug_rank_state=True, **layout, **SETTINGS) as llm:
-        with pytest.raises(EngineError, match=f"RankStateError: rank {fault[0]}: slot 1 .*after step"):
-            llm.generate(plain.prompts(9, 20, 17, 30, 5, 11), PARAMS)
+    prompts = plain.prompts(9, 20, 17, 30, 5, 11)
+    message = f"RankStateError: rank {fault[0]}: slot 1 .*after step"
+    with (
+        LLM(plain.folder, debug_rank_state=True, **layout, **SETTINGS) as llm,
+        pytest.raises(EngineError, match=message),
+    ):
+        llm.generate(prompts, PARAMS)
 
 
 def test_the_comparison_changes_nothing(plain: Reference) -> None:
