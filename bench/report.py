@@ -110,6 +110,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     ),
     "executors": ("tp", "dp"),
     "rebalance": ("ranks", "tokens"),
+    "scheduling": ("model", "table", "batch", "way"),
 }
 
 
@@ -124,6 +125,14 @@ class Cells(string.Formatter):
 
 
 COLUMNS: dict[str, Columns] = {
+    "scheduling": [
+        ("model", "{model}"),
+        ("batch", "{batch}"),
+        ("way", "{way}"),
+        ("tokens/s", "{rate:3}"),
+        ("ratio", "{ratio:.2f}"),
+        ("idle", "{idle:.0%}"),
+    ],
     "latency": [
         ("model", "{model}, {engine}"),
         ("requests/s", "{requests_per_second:g}"),
@@ -302,6 +311,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Iterable[str]]] = {
     "parallel": parallel_tables,
     "executors": lambda rows: [table(rows, COLUMNS["executors"])],
     "rebalance": rebalance_tables,
+    "scheduling": lambda rows: [table(rows, COLUMNS["scheduling"])],
 }
 
 
