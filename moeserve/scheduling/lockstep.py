@@ -83,7 +83,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
-    """What became of a round, from the rank that samples."""
+    """The end of a round, as the rank that samples reports it."""
 
     agreement: Agreement
     result: StepResult | None = None  # None: there was no step

@@ -49,7 +49,7 @@ from moeserve.telemetry.expert_load import LoadWindow
 
 @dataclass(frozen=True)
 class Events:
-    """What happened since the last `Wait`."""
+    """Messages and outcomes that have come since the last `Wait`."""
 
     messages: list[ReplicaMessage]  # in order of arrival
     outcomes: list[Outcome]  # of the oldest rounds in flight, in their order

@@ -69,9 +69,7 @@ def alone(plain: Reference) -> dict[int, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_results_are_those_of_each_prompt_alone(
-    way: str, plain: Reference, alone: dict[int, tuple[Any, ...]]
-) -> None:
+def test_results_are_those_of_each_prompt_alone(way: str, plain: Reference, alone: dict[int, tuple[Any, ...]]) -> None:
     settings = {"num_threads": 1, "max_model_len": 96, "max_num_batched_tokens": 11, "block_size": 4}
     with LLM(plain.folder, kv_cache_memory=CACHE, **settings, **WAYS[way]) as llm:
         scheduler = scheduler_of(llm)
