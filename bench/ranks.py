@@ -305,12 +305,9 @@ def run_steps(worker: Worker, groups: Groups, start: RankStart, order: RunSteps)
         nonlocal step_index, window
         step_index += 1
         began = time.perf_counter()
-        # collective: all ranks. An engine learns this from the outcome of an earlier round.
-        epoch = groups.world.all_reduce_minimum(rebalancer.held_epoch if rebalancer else 0)
         intent = Intent(
             num_tokens=order.num_tokens,
             is_decode_only=False,
-            placement_epoch=epoch,
             flags=IntentFlags(requests_load=collects_load),
         )
         row = make_row(intent, number=step_index - 1, replica=start.dp_index)

@@ -87,7 +87,6 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     chunks: list[ChunkResult]
     load: LoadWindow | None = None  # of earlier steps, if a collection was agreed
-    placement_epoch: int = 0  # the newest expert placement whose weights this rank holds
 
 
 # The number of tokens and of blocks of a request, and a checksum of both. See `scheduling/rank_state.py`.

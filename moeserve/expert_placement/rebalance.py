@@ -106,7 +106,8 @@ class Rebalancer:
             horizon: steps within which a new placement must save more time than it costs.
         """
         self.epoch = 0  # epoch of the placement in use: the number of switched layers
-        self.held_epoch = 0  # epoch of the newest placement whose weights have all arrived here
+        # The weights of the first change have arrived: `switch` is due before the next step. So it is on all ranks.
+        self.must_switch = False
         self._layers = layers
         self._groups = groups
         self._horizon = horizon
@@ -154,11 +155,6 @@ class Rebalancer:
         self._unplanned = deque(self._layers)
         self._excess_of_model = 0.0
 
-    def may_switch(self, agreed_epoch: int) -> bool:
-        """True if all ranks hold the weights of a newer placement than the one in use."""
-        assert agreed_epoch <= self.held_epoch, (agreed_epoch, self.held_epoch)
-        return agreed_epoch > self.epoch
-
     @property
     def next_layer(self) -> int:
         """The layer that `switch` changes."""
@@ -175,11 +171,12 @@ class Rebalancer:
                 start += size
         self._layers[change.layer].place(change.proposal.placement)
         self._num_arrived = 0
+        self.must_switch = False
         self.epoch += 1
 
     def begin_step(self) -> Piece | None:
         """Start to move a piece, if there is one, and return it for `finish_step`. Collective: all ranks."""
-        if not self._changes or self.held_epoch > self.epoch:  # nothing to move, or only the switch is due
+        if not self._changes or self.must_switch:
             return None
         change = self._changes[0]
         started = time.perf_counter()
@@ -224,7 +221,7 @@ class Rebalancer:
             self._own_seconds_per_byte = seconds / num_bytes
         self._num_arrived = piece.start + piece.size
         if self._num_arrived == self._slot_bytes[piece.change.layer]:
-            self.held_epoch = self.epoch + 1
+            self.must_switch = True
 
     def _plan(self, layer: int) -> None:
         before, loads = self._layers[layer].placement, self._loads[layer]

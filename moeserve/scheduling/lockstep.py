@@ -6,8 +6,9 @@ of them waiting forever. The following rules prevent that:
 
 1. No replica decides alone. A replica sends its ranks rounds: a row of integers, and a plan if it has tokens to run. In
    each round every rank all-gathers its replica's row with the ranks of the same tp index in the other replicas. Every
-   decision that selects a collective (run or sleep, row counts, placement, shutdown) is `agree`, a function of the
-   gathered rows and nothing else. The rows are the same everywhere, so the decisions are.
+   decision that selects a collective (run or sleep, row counts, shutdown) is `agree`, a function of the gathered rows
+   and nothing else. The rows are the same everywhere, so the decisions are. Ranks that move experts decide by the
+   loads that all of them have gathered, and by the steps run since.
 2. A round is therefore either a gather, or a gather and a step, on all ranks alike. After it, all have entered the
    same collectives, and the next one each of them enters is the next gather. By induction the sequences are always
    equal. The round's number in the rows checks this: ranks in different rounds are detected at the first gather.
@@ -30,8 +31,8 @@ import msgspec
 from moeserve.errors import LockstepError
 from moeserve.protocol import RankReport, StepPlan, StepResult
 
-PROTOCOL_VERSION = 4
-ROW_SIZE = 7  # protocol version, round, replica, tokens, decode only, placement epoch, flags
+PROTOCOL_VERSION = 5
+ROW_SIZE = 6  # protocol version, round, replica, tokens, decode only, flags
 
 REQUESTS_SHUTDOWN, HAS_FAILED, REQUESTS_LOAD = 1, 2, 4  # bits of a row's last integer
 
@@ -51,7 +52,6 @@ class Intent:
 
     num_tokens: int  # of its plan; 0 without one
     is_decode_only: bool  # no chunk of its plan is longer than a token
-    placement_epoch: int = 0  # the newest expert placement whose weights its ranks hold
     flags: IntentFlags = IntentFlags()
 
 
@@ -66,7 +66,6 @@ class Agreement:
     is_decode_only: bool
     is_shutdown: bool  # all replicas requested it, so all stop now
     failed_ranks: tuple[int, ...]  # replicas that announced a failure; if there are any, all stop now
-    placement_epoch: int  # the newest that every replica holds
     padded_tokens: int  # the largest count of any replica, to which padded steps are sized
 
     @property
@@ -115,7 +114,6 @@ def make_row(intent: Intent, *, number: int, replica: int) -> list[int]:
         replica,
         intent.num_tokens,
         int(intent.is_decode_only),
-        intent.placement_epoch,
         packed_flags,
     ]
 
@@ -131,7 +129,7 @@ def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> A
             f"{len(rows)} rows of {sorted({len(row) for row in rows})} integers were gathered; "
             f"{num_replicas} replicas exchange {ROW_SIZE} each"
         )
-    versions, numbers, ranks, num_tokens, decode_only, epochs, packed_flags = zip(*rows, strict=True)
+    versions, numbers, ranks, num_tokens, decode_only, packed_flags = zip(*rows, strict=True)
     _require_all("protocol version", versions, PROTOCOL_VERSION, "install the same version of moeserve everywhere")
     _require_all("round", numbers, number, "a replica entered a round too many or too few")
     if ranks != tuple(range(num_replicas)):
@@ -149,7 +147,6 @@ def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> A
         is_decode_only=all(decode_only),
         is_shutdown=all(packed & REQUESTS_SHUTDOWN for packed in flags),
         failed_ranks=failed_ranks,
-        placement_epoch=min(epochs),
         padded_tokens=max(num_tokens),
     )
 

@@ -120,7 +120,6 @@ class Replica:
         self._shutdown_requested = False
         self._failure: Exception | None = None
         self._is_failure_announced = False
-        self._placement_epoch = 0  # the newest whose weights its ranks hold
         self._load_window = load_window if index == 0 else 0  # one replica decides, so that all collect once
         self._steps_since_load = 0
         self._load_requested = False
@@ -192,7 +191,6 @@ class Replica:
         intent = Intent(
             num_tokens=0 if plan is None else plan.num_tokens,
             is_decode_only=plan is None or plan.is_decode_only,
-            placement_epoch=self._placement_epoch,
             flags=flags,
         )
         work = Round(row=make_row(intent, number=self._num_sent, replica=self._index), plan=plan)
@@ -214,10 +212,8 @@ class Replica:
             self._load_requested &= not ended.requests_load
             self._steps_since_load = 0
         self._steps_since_load += any(agreement.num_tokens)
-        if result is not None:
-            self._placement_epoch = result.placement_epoch
-            if self._index == 0 and result.load is not None:
-                self._load = result.load
+        if self._index == 0 and result is not None and result.load is not None:
+            self._load = result.load
         if ended.plan is None:
             return
         if outcome.error:

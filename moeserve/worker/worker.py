@@ -97,7 +97,7 @@ class Worker:
         if agreement.is_idle or agreement.ends_all:
             return Outcome(agreement=agreement)
         started = time.perf_counter()
-        self._switch_placement(agreement)
+        self._switch_placement()
         self._collect_load(agreement)
         result = StepResult(step=0, chunks=[])
         error = ""
@@ -109,8 +109,7 @@ class Worker:
                 self.rebalancer.finish_step(moved_piece)
             self.load_meter.add_step(agreement.num_tokens, time.perf_counter() - started, padded_to)
         load, self._load = self._load, None
-        epoch = self.rebalancer.held_epoch if self.rebalancer else 0
-        result = msgspec.structs.replace(result, load=load, placement_epoch=epoch)
+        result = msgspec.structs.replace(result, load=load)
         slots = work.plan.slots if work.plan else []
         reports = [RankReport(self.groups.rank, self.runner.table.digests(slots))] if self._reports_state else []
         return Outcome(agreement=agreement, result=result, error=error, reports=reports)
@@ -146,8 +145,8 @@ class Worker:
         if dispatchers is not None:
             dispatchers.close()
 
-    def _switch_placement(self, agreement: Agreement) -> None:
-        if self.rebalancer and self.rebalancer.may_switch(agreement.placement_epoch):
+    def _switch_placement(self) -> None:
+        if self.rebalancer and self.rebalancer.must_switch:
             self.load_meter.keep_counts(self.rebalancer.next_layer)
             self.rebalancer.switch()
 

@@ -48,7 +48,7 @@ def flagged(**flags: bool) -> Intent:
 
 def test_fields_of_an_agreement() -> None:
     decode = Intent(num_tokens=3, is_decode_only=True)
-    assert agree(decode, Intent(num_tokens=9, is_decode_only=False, placement_epoch=2)) == Agreement(
+    assert agree(decode, Intent(num_tokens=9, is_decode_only=False)) == Agreement(
         number=0,
         num_tokens=(3, 9),
         is_idle=False,
@@ -56,7 +56,6 @@ def test_fields_of_an_agreement() -> None:
         is_shutdown=False,
         failed_ranks=(),
         collects_load=False,
-        placement_epoch=0,
         padded_tokens=9,
     )
     assert agree(NOTHING, NOTHING).is_idle
