@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moeserve.api.async_llm import AsyncLLM
     from moeserve.api.llm import LLM
     from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
-    from moeserve.sampling_params import SamplingParams
+    from moeserve.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "MoeserveError",
     "RequestError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "SettingsError",
 ]
@@ -43,6 +44,7 @@ _MODULES = {
     "CompletionOutput": "moeserve.outputs",
     "Logprob": "moeserve.outputs",
     "RequestOutput": "moeserve.outputs",
+    "RequestOutputKind": "moeserve.sampling_params",
     "SamplingParams": "moeserve.sampling_params",
 }
 

@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # program: (standard input, texts that its output must contain)
 EXPECTED = {
     "offline.py": ("", ["Paris", " five", "Wednesday"]),
+    "many_tasks.py": ("", ["Paris", " five", "Wednesday"]),
     "chat.py": ("What is the capital of France?\nAnd of Italy?\n", ["Paris", "Rome"]),
     "parallel.py": ("", ["Paris", "tp 3 x dp 2 = 6 ranks"]),
     "rebalance.py": (
