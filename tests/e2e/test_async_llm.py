@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from reference_models import Reference
 
-from moeserve import AsyncLLM, EngineError, RequestError, SamplingParams
-from moeserve.sampling_params import RequestOutputKind
+from moeserve import AsyncLLM, EngineError, RequestError, RequestOutputKind, SamplingParams
+from moeserve.engine.core import EngineCore
+from moeserve.engine.replicas import Replicas
 
 NUM_TOKENS = 8
 
@@ -59,22 +61,47 @@ def test_tasks_and_threads_share_the_engine(llm: AsyncLLM, plain: Reference) -> 
         assert all(num_outputs == 1 for _, num_outputs in result[2::3])  # FINAL_ONLY
 
 
-def test_a_cancelled_task_ends_its_request(llm: AsyncLLM, plain: Reference) -> None:
-    async def endless() -> None:
-        async for _ in llm.generate([5, 6], greedy(max_tokens=120)):
-            started.set()
+def test_cancelled_tasks_end_their_requests_alone(llm: AsyncLLM, plain: Reference) -> None:
+    """64 tasks, of which every third is cancelled after one or more outputs, or before the first one."""
+    prompts = plain.clear_prompts((3, 9, 5, 17, 4, 11, 2, 6), NUM_TOKENS)
+    expected = [plain.greedy(prompt, NUM_TOKENS) for prompt in prompts]
 
-    async def run() -> list[int]:
+    async def cancelled(index: int) -> None:
+        async def endless() -> None:
+            async for output in llm.generate(prompts[index % 8], greedy(max_tokens=100)):
+                if len(output.outputs[0].token_ids) > index % 5:
+                    has_begun.set()
+
+        has_begun = asyncio.Event()
         task = asyncio.create_task(endless())
-        await started.wait()
+        if index % 2:
+            await has_begun.wait()
+        else:
+            await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return (await tokens_of(llm, [5, 6, 7], RequestOutputKind.CUMULATIVE))[0]
 
-    started = asyncio.Event()
-    assert asyncio.run(run()) == plain.greedy([5, 6, 7], NUM_TOKENS)
-    assert not llm.session.engine.has_work or llm.session.has_work  # what is left is on its way out
+    async def run() -> None:
+        kind = RequestOutputKind.CUMULATIVE
+        calls = [cancelled(i) if i % 3 == 0 else tokens_of(llm, prompts[i % 8], kind) for i in range(64)]
+        for index, result in enumerate(await asyncio.gather(*calls)):
+            if index % 3:
+                assert result is not None
+                assert result[0] == expected[index % 8]
+
+    num_free = free_blocks(llm)
+    asyncio.run(run())
+    while free_blocks(llm) != num_free:  # steps that were in flight are on their way out
+        time.sleep(0.01)
+    assert not llm.session.frontend._prompts
+
+
+def free_blocks(llm: AsyncLLM) -> list[int]:
+    engine = llm.session.engine
+    assert isinstance(engine, EngineCore | Replicas)
+    with llm.session._exclusive():
+        return engine.num_free_blocks
 
 
 def test_abort_by_id(llm: AsyncLLM) -> None:
