@@ -91,22 +91,22 @@ def test_step_memory_is_the_peak_above_the_held_memory() -> None:
     ("max_tokens", "max_seqs", "max_len"), [(2048, 64, 1000), (7, 64, 100), (50, 3, 10), (5, 5, 5)]
 )
 def test_the_largest_step_is_as_large_as_the_limits_allow(max_tokens: int, max_seqs: int, max_len: int) -> None:
-    plan = largest_step(
+    chunks = largest_step(
         config(max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs, max_model_len=max_len, block_size=4)
     )
-    lengths = [len(chunk.token_ids) for chunk in plan.chunks]
+    lengths = [len(chunk.token_ids) for chunk in chunks]
     assert sum(lengths) == min(max_tokens, max_seqs * max_len)
     assert len(lengths) == min(max_seqs, max_tokens)
     assert max(lengths) <= max_len
-    assert all(len(chunk.block_ids) * 4 >= chunk.start + len(chunk.token_ids) for chunk in plan.chunks)
-    assert plan.chunks[0].start + len(plan.chunks[0].token_ids) == max_len
-    assert all(chunk.sample is not None for chunk in plan.chunks)
+    assert len({chunk.slot for chunk in chunks}) == len(chunks)
+    assert chunks[0].end == max_len
+    assert all(chunk.samples for chunk in chunks)
 
 
 @pytest.mark.parametrize(("most", "num_tokens", "num_chunks"), [(1, 1, 1), (4, 4, 4), (16, 16, 5), (64, 50, 5)])
 def test_a_smaller_step_has_the_given_tokens(most: int, num_tokens: int, num_chunks: int) -> None:
-    plan = largest_step(config(max_num_batched_tokens=50, max_num_seqs=5, max_model_len=20, block_size=4), most)
-    assert (plan.num_tokens, len(plan.chunks)) == (num_tokens, num_chunks)
+    chunks = largest_step(config(max_num_batched_tokens=50, max_num_seqs=5, max_model_len=20, block_size=4), most)
+    assert (sum(len(chunk.token_ids) for chunk in chunks), len(chunks)) == (num_tokens, num_chunks)
 
 
 def test_memory_cached_by_torch_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,5 +129,5 @@ def test_memory_cached_by_torch_is_free(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("device", "logprobs"), [("cpu", None), ("cuda", 1)])
 def test_the_largest_step_has_logprobs_on_a_gpu(device: str, logprobs: int | None) -> None:
-    plan = largest_step(config(device=device, dtype="bfloat16", max_num_seqs=3))
-    assert {chunk.sample.params.logprobs for chunk in plan.chunks if chunk.sample} == {logprobs}
+    chunks = largest_step(config(device=device, dtype="bfloat16", max_num_seqs=3))
+    assert {chunk.request.params.logprobs for chunk in chunks} == {logprobs}

@@ -197,7 +197,7 @@ def test_two_rounds_in_flight_request_load_once() -> None:
 
 def test_a_step_with_a_longer_chunk_is_not_decode_only() -> None:
     replica = Driven(max_num_batched_tokens=8)
-    for messages in ([AddRequest(request("a", 2))], [], [], []):
+    for messages in ([AddRequest(request("a", 2))], [], [], [], []):
         replica.step(*messages)
     assert [agreement.num_tokens[0] for agreement in replica.agreements] == [2, 1, 1, 1]
     assert [agreement.is_decode_only for agreement in replica.agreements] == [False, True, True, True]
