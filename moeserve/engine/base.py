@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import secrets
-import weakref
 from typing import Protocol
 
 from moeserve.config.settings import EngineConfig
@@ -82,25 +81,6 @@ class Engine(Protocol):
     def shutdown(self) -> None:
         """End all requests and all processes. May be called twice."""
         ...
-
-
-class WakeUp:
-    """Ends the wait of another thread."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self.fd)
-
-    def wake(self) -> None:
-        os.eventfd_write(self.fd, 1)
-
-    def take(self) -> bool:
-        """Return True if `wake` was called since the last `take`."""
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            return False
-        return True
 
 
 class Ownership:

@@ -7,11 +7,12 @@ from collections import deque
 from concurrent.futures import Future
 
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import Ownership, WakeUp, fit_to_cache, log_lowered_length, new_scheduler
+from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, new_scheduler
 from moeserve.engine.effects import completed, perform
 from moeserve.errors import EngineError, RequestError
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed
+from moeserve.processes.wake_up import WakeUp
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
@@ -112,8 +113,8 @@ class EngineCore:
             outcomes = completed(self._futures)
             if not self._inbox and not outcomes:
                 poll = select.poll()
-                for fd in (*self.executor.fds(), self._wake_up.fd):
-                    poll.register(fd, select.POLLIN)
+                self.executor.register(poll)
+                poll.register(self._wake_up.fd, select.POLLIN)
                 with interrupts_allowed():
                     poll.poll()
                 self.executor.progress()

@@ -52,8 +52,17 @@ def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor
         max_rounds=config.max_concurrent_batches,
         load_window=config.expert_load_window,
     )
-    user = User(channel)
     channel.send(Ready(executor.num_blocks))
+    drive(replica, User(channel), executor, config.step_timeout)
+
+
+def drive(replica: Replica, user: User, executor: Executor, step_timeout_s: float) -> None:
+    """Run a replica's loop until all replicas have agreed to shut down.
+
+    Raises:
+        EngineError: a rank, another replica or the user's process has failed.
+        DistributedError: the ranks have not finished a step in time.
+    """
     futures: deque[Future[Outcome]] = deque()
     loop = replica.run()
     wait = perform(loop, None, executor, futures, user.deliver)
@@ -61,30 +70,22 @@ def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor
     while wait is not None:
         messages, outcomes = user.receive(), _outcomes(executor, futures)
         if not messages and not outcomes:
-            timeout_s = config.step_timeout if futures else user.sleep_s(heartbeat=wait.heartbeat)
-            _wait(channel, executor, timeout_s)
+            poll = select.poll()
+            user.register(poll)
+            executor.register(poll)
+            timeout_s = step_timeout_s if futures else user.sleep_s(heartbeat=wait.heartbeat)
+            poll.poll(None if timeout_s is None else timeout_s * 1000)
             messages, outcomes = user.receive(), _outcomes(executor, futures)
         if outcomes or not futures:
             last_outcome_s = time.monotonic()
-        elif time.monotonic() - last_outcome_s > config.step_timeout:
-            raise DistributedError(
-                f"replica {start.dp_index}: its ranks have not finished a step for {config.step_timeout} s "
-                "(step_timeout)"
-            )
+        elif time.monotonic() - last_outcome_s > step_timeout_s:
+            raise DistributedError(f"the ranks have not finished a step for {step_timeout_s} s (step_timeout)")
         wait = perform(loop, Events(messages, outcomes), executor, futures, user.deliver)
 
 
 def _outcomes(executor: Executor, futures: deque[Future[Outcome]]) -> list[Outcome]:
     executor.progress()
     return completed(futures)
-
-
-def _wait(channel: Channel[ReplicaMessage], executor: Executor, timeout_s: float | None) -> None:
-    poll = select.poll()
-    poll.register(channel, select.POLLIN | (select.POLLOUT if channel.has_unsent else 0))
-    for fd in executor.fds():
-        poll.register(fd, select.POLLIN)
-    poll.poll(None if timeout_s is None else timeout_s * 1000)
 
 
 class User:
@@ -96,8 +97,12 @@ class User:
         self._is_ending = False
         self._last_load: tuple[int, int, int] | None = None  # as it was delivered last
 
+    def register(self, poll: select.poll) -> None:
+        """Register what becomes ready when `receive` has something to do."""
+        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0))
+
     def receive(self) -> list[ReplicaMessage]:
-        """Return the messages that have arrived.
+        """Return the messages that have arrived, and send what could not be sent before.
 
         Raises:
             EngineError: the user's process has ended.

@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import Ownership, WakeUp, fit_to_cache, log_lowered_length
+from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.errors import EngineError, RequestError
 from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.channel import frame
 from moeserve.processes.failures import FailureReport, as_error, root_cause
 from moeserve.processes.supervision import WatchedProcess, wait_for_messages
+from moeserve.processes.wake_up import WakeUp
 from moeserve.processes.worker_group import WorkerGroup
 from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Shutdown, Wake
 from moeserve.scheduling.dp_router import DPRouter

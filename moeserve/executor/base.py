@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import select
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -23,8 +23,8 @@ class Executor(Protocol):
         """
         ...
 
-    def fds(self) -> Sequence[int]:
-        """Return file descriptors, one of which becomes readable when `progress` has something to do."""
+    def register(self, poll: select.poll) -> None:
+        """Register file descriptors, one of which becomes ready when `progress` has something to do."""
         ...
 
     def progress(self) -> None:

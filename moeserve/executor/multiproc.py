@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from moeserve.errors import DistributedError
 from moeserve.machine import usable_cores
 from moeserve.processes.channel import frame
 from moeserve.processes.local import start_process
-from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all, wait_for_messages
+from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all, register, wait_for_messages
 from moeserve.scheduling.lockstep import Outcome, Round, gathered
 from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, rank_name
 
@@ -72,8 +73,8 @@ class MultiprocExecutor:
         self._pending.append(Future())
         return self._pending[-1]
 
-    def fds(self) -> Sequence[int]:
-        return [fd for rank in self._ranks for fd in (rank.channel.fileno(), *rank.handle.watched_fds)]
+    def register(self, poll: select.poll) -> None:
+        register(self._ranks, poll)
 
     def progress(self) -> None:
         for rank, answers in zip(self._answering, self._answers, strict=True):
@@ -81,8 +82,7 @@ class MultiprocExecutor:
         while all(self._answers):
             self._pending.popleft().set_result(gathered([answers.popleft() for answers in self._answers]))
         for rank in self._ranks:
-            if rank.channel.has_unsent:
-                rank.channel.send_frame(b"")
+            rank.channel.send_frame(b"")  # what could not be sent before
         self._require_alive()
 
     def shutdown(self) -> None:
@@ -93,5 +93,5 @@ class MultiprocExecutor:
 
     def _require_alive(self) -> None:
         for rank in self._ranks:
-            if rank.has_ended:
+            if rank.has_ended or rank.channel.is_closed:
                 raise DistributedError(f"{rank.name} has ended")

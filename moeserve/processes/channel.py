@@ -20,9 +20,9 @@ _CHUNK_BYTES = 2**20
 class Channel(Generic[Incoming]):
     """Messages in both directions, each a msgpack value after its length.
 
-    `send` never blocks: bytes that the socket does not take are kept until `flush`, or until `receive` waits. Two
-    processes that send each other more than a socket holds therefore cannot deadlock. One thread at a time may
-    receive; any thread may send.
+    `send` never blocks: bytes that the socket does not take are kept until `flush` or `receive`. Two processes that
+    send each other more than a socket holds therefore cannot deadlock. One thread at a time may receive; any thread may
+    send.
     """
 
     def __init__(self, connection: socket.socket, incoming: Any) -> None:
@@ -81,6 +81,8 @@ class Channel(Generic[Incoming]):
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            if self._outbox:
+                self.send_frame(b"")
             self._read()
             messages = self._take_messages()
             if messages or self.is_closed:
@@ -91,8 +93,6 @@ class Channel(Generic[Incoming]):
             poll = select.poll()
             poll.register(self, select.POLLIN | (select.POLLOUT if self._outbox else 0))
             poll.poll(None if left is None else left * 1000)
-            if self._outbox:
-                self.send_frame(b"")
 
     def close(self) -> None:
         self._socket.close()

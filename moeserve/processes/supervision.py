@@ -135,18 +135,22 @@ def wait_for_messages(processes: Sequence[WatchedProcess[Any]], timeout_s: float
     _wait(processes, 0.0 if any(process.has_messages for process in processes) else timeout_s, *fds)
 
 
+def register(processes: Sequence[WatchedProcess[Any]], poll: select.poll) -> None:
+    """Register what becomes ready when a process sends a message, takes what was not sent yet, or ends."""
+    for process in processes:
+        if not process.channel.is_closed:
+            poll.register(process.channel, select.POLLIN | (select.POLLOUT if process.channel.has_unsent else 0))
+        for fd in process.handle.watched_fds:
+            poll.register(fd, select.POLLIN)
+
+
 def _wait(processes: Sequence[WatchedProcess[Any]], timeout_s: float | None, *other_fds: int) -> None:
     poll = select.poll()
+    register(processes, poll)
     for fd in other_fds:
         poll.register(fd, select.POLLIN)
-    for process in processes:
-        channel, fds = process.channel, process.handle.watched_fds
-        if not channel.is_closed:
-            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.has_unsent else 0))
-        for fd in fds:
-            poll.register(fd, select.POLLIN)
-        if not fds:
-            timeout_s = POLL_INTERVAL_S if timeout_s is None else min(timeout_s, POLL_INTERVAL_S)
+    if not all(process.handle.watched_fds for process in processes):
+        timeout_s = POLL_INTERVAL_S if timeout_s is None else min(timeout_s, POLL_INTERVAL_S)
     with interrupts_allowed():
         poll.poll(None if timeout_s is None else timeout_s * 1000)
     for process in processes:

@@ -163,9 +163,8 @@ def test_consequences_alone_are_returned_after_a_while(start: Start) -> None:
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("then", ["wait", "fail"])
-def test_the_failure_of_a_grandchild_is_reported_by_its_parent(start: Start, then: str) -> None:
-    process = start("family", "rank 0", child={"do": "raise", "kind": "plain"}, then=then)
+def test_the_failure_of_a_grandchild_is_reported_by_its_parent(start: Start) -> None:
+    process = start("family", "rank 0", child={"do": "raise", "kind": "plain"})
     grandchild = int(first_message(process))
     first_failures(process)
     report = root_cause(collect_failures([process]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from typing import Any
 
 from moeserve.errors import CheckpointError, DistributedError
@@ -39,12 +38,10 @@ def run(parent: Parent) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "family":  # starts a child, which does config["child"]
             child = start_process("watched:run", "grandchild", config["child"], str, environment=os.environ)
-            parent.watch_children([child])
+            parent.adopt([child])
             channel.send(str(child.handle.pid))  # type: ignore[attr-defined]
-            if config.get("then") == "fail":
-                wait_for_messages([child], 10)  # a consequence of the child's failure comes after it
-                raise DistributedError("the other ranks have gone")
-            time.sleep(60)
+            wait_for_messages([child], 60)
+            raise DistributedError("the other ranks have gone")  # a consequence of the child's failure comes after it
         case "describe":
             cores = sorted(os.sched_getaffinity(0))
             channel.send(

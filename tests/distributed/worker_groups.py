@@ -16,14 +16,11 @@ The caller checks I3 and the tokens, from the updates. Steps of up to MIDDLE tok
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
 import random
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,9 +38,9 @@ from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import Groups
 from moeserve.engine import process
 from moeserve.engine.base import new_scheduler
-from moeserve.engine.effects import completed, perform
 from moeserve.engine.process import User
 from moeserve.engine.protocol import EngineMessage
+from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import read_facts
 from moeserve.moe.dispatch.base import Dispatched, Dispatcher, PendingDispatch, PendingOutput
@@ -60,7 +57,7 @@ from moeserve.protocol import (
     Wake,
 )
 from moeserve.scheduling.lockstep import Outcome, Round
-from moeserve.scheduling.replica import Deliver, Events, Replica
+from moeserve.scheduling.replica import Deliver, Replica
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.step_inputs import StepInputs
 from moeserve.worker.process import join
@@ -166,24 +163,13 @@ def lead(
     assert num_blocks is None or num_blocks <= worker.num_blocks, (num_blocks, worker.num_blocks)
     num_blocks = num_blocks or worker.num_blocks
     scheduler = new_scheduler(config, num_blocks)
-    client = Client(dp_index, timetable, scheduler, num_blocks, random.Random(f"{seed} {dp_index}"), story)
+    client = Client(dp_index, num_replicas, timetable, scheduler, random.Random(f"{seed} {dp_index}"), story)
     executor = LeadingExecutor(worker, followers, dp_index, story)
     replica = replica_type(
         scheduler, index=dp_index, num_replicas=num_replicas, max_rounds=config.max_concurrent_batches
     )
-    futures: deque[Future[Outcome]] = deque()
-    loop = replica.run()
-    wait = perform(loop, None, executor, futures, client.deliver)
-    while wait is not None:
-        client.send_due_messages(executor.num_rounds, is_alone=num_replicas == 1)
-        messages, outcomes = client.receive(), executor.finished(futures)
-        if not messages and not outcomes:
-            select.select([client, *executor.fds()], [], [], client.sleep_s(heartbeat=wait.heartbeat))
-            messages, outcomes = client.receive(), executor.finished(futures)
-        wait = perform(loop, Events(messages, outcomes), executor, futures, client.deliver)
-        client.check_invariants(has_plans=scheduler.num_plans > 0)
-    executor.end()
-    story.num_rounds = executor.num_rounds
+    process.drive(replica, client, executor, config.step_timeout)
+    executor.shutdown()
     story.num_preemptions = scheduler.num_preemptions
     client.check_end()
     for follower in followers:
@@ -209,7 +195,6 @@ class LeadingExecutor:
 
     def __init__(self, worker: Worker, followers: Sequence[Channel[Any]], dp_index: int, story: Story) -> None:
         self.num_blocks = worker.num_blocks
-        self.num_rounds = 0  # that have ended
         self._worker = worker
         self._followers = followers
         self._dp_index = dp_index
@@ -217,7 +202,7 @@ class LeadingExecutor:
         self._layers = count_dispatches(worker.runner.model)
         self._last_number = -1
         self._pool = ThreadPoolExecutor(1)
-        self._ended_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._outcomes = OutcomeQueue()
 
     def submit(self, work: Round) -> Future[Outcome]:
         assert work.row[1] == self._last_number + 1, f"I6: round {work.row[1]} after {self._last_number}"
@@ -225,38 +210,34 @@ class LeadingExecutor:
         work = msgspec.msgpack.decode(msgspec.msgpack.encode(work), type=Round)
         for follower in self._followers:
             follower.send(work)
-        future = self._pool.submit(self._run, work)
-        future.add_done_callback(lambda _: os.eventfd_write(self._ended_fd, 1))
-        return future
+        self._pool.submit(self._run, work)
+        return self._outcomes.expect()
 
-    def fds(self) -> Sequence[int]:
-        return [self._ended_fd]
-
-    def finished(self, futures: deque[Future[Outcome]]) -> list[Outcome]:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._ended_fd)
-        outcomes = completed(futures)
-        self.num_rounds += len(outcomes)
-        self._story.num_idle_rounds += sum(outcome.agreement.is_idle for outcome in outcomes)
-        return outcomes
+    def register(self, poll: select.poll) -> None:
+        poll.register(self._outcomes.fd, select.POLLIN)
 
     def progress(self) -> None:
-        pass
-
-    def end(self) -> None:
-        """Wait for rounds that were sent after the last one: no rank runs them."""
-        self._pool.shutdown(cancel_futures=True)
+        self._outcomes.complete()
 
     def shutdown(self) -> None:
-        pass
+        """Rounds that were sent after the last one are not run on any rank."""
+        self._pool.shutdown(cancel_futures=True)
 
-    def _run(self, work: Round) -> Outcome:
+    def _run(self, work: Round) -> None:
+        try:
+            self._outcomes.add(self._executed(work))
+        except BaseException as error:
+            self._outcomes.add(error)
+
+    def _executed(self, work: Round) -> Outcome:
         outcome = self._worker.execute(work)
         agreement = outcome.agreement
         if agreement.ends_all:
             self._pool.shutdown(wait=False, cancel_futures=True)
         num_tokens, announced = 0 if work.plan is None else work.plan.num_tokens, agreement.num_tokens[self._dp_index]
         assert num_tokens == announced, f"I5: {num_tokens} tokens are to run, and {announced} were agreed"
+        self._story.num_rounds += 1
+        self._story.num_idle_rounds += agreement.is_idle
         self._story.num_padding_steps += work.plan is None and not agreement.is_idle and not agreement.ends_all
         note_step(self._story, outcome, self._layers)
         return outcome
@@ -280,9 +261,9 @@ class Client(User):
     def __init__(
         self,
         replica: int,
+        num_replicas: int,
         timetable: Timetable,
         scheduler: Scheduler,
-        num_blocks: int,
         dice: random.Random,
         story: Story,
     ) -> None:
@@ -290,7 +271,8 @@ class Client(User):
         super().__init__(Channel(there, ReplicaMessage))
         self.far_end: Channel[Any] = Channel(here, EngineMessage)
         self.scheduler = scheduler
-        self.num_blocks = num_blocks
+        self.num_blocks = scheduler.num_free_blocks
+        self.is_alone = num_replicas == 1
         self.dice = dice
         self.story = story
         self.shutdown_round = timetable.shutdown_round
@@ -315,7 +297,12 @@ class Client(User):
                 if update.finish_reason is not None:
                     self.unended.discard(update.request_id)
 
-    def send_due_messages(self, num_rounds: int, *, is_alone: bool) -> None:
+    def receive(self) -> list[ReplicaMessage]:
+        self.check_invariants()
+        self.send_due_messages(self.story.num_rounds)
+        return super().receive()
+
+    def send_due_messages(self, num_rounds: int) -> None:
         """Send what is due after this number of rounds."""
         now = time.monotonic()
         if num_rounds != self.round:
@@ -326,7 +313,7 @@ class Client(User):
         if self.has_shut_down:
             return
         # A replica that is alone has no rounds without work, so time passes when there is none.
-        idles = is_alone and not self.unended
+        idles = self.is_alone and not self.unended
         while self.messages and (self.messages[-1][0] <= num_rounds or idles):
             _, message = self.messages.pop()
             if isinstance(message, AddRequest):
@@ -336,26 +323,26 @@ class Client(User):
         if self.shutdown_round is None:
             is_due = not (self.messages or self.unended)
         else:
-            is_due = num_rounds >= self.shutdown_round or (is_alone and not (self.messages or self.unended))
+            is_due = num_rounds >= self.shutdown_round or (self.is_alone and not (self.messages or self.unended))
         if is_due:
             self.has_shut_down = True
             self.far_end.send(Shutdown())
 
-    def check_invariants(self, *, has_plans: bool) -> None:
+    def check_invariants(self) -> None:
         try:
             self.scheduler.check_invariants()
         except AssertionError as error:
             raise AssertionError(f"I4: before round {self.round}: {error}") from error
         live = set(self.scheduler.live_request_ids)
         assert live <= self.unended, f"I4: the scheduler has {sorted(live)}, the client {sorted(self.unended)}"
-        if not live and not has_plans:
+        if not live and not self.scheduler.num_plans:
             assert self.scheduler.num_free_blocks == self.num_blocks, "I4: blocks are in use without requests"
 
     def check_end(self) -> None:
         """Check the state after the replica has shut down."""
         assert self.has_shut_down, f"I1: the replica left after round {self.round} without a shutdown"
         assert not self.unended, f"I3: requests have not ended: {sorted(self.unended)}"
-        self.check_invariants(has_plans=self.scheduler.num_plans > 0)
+        self.check_invariants()
 
 
 def note_step(story: Story, outcome: Outcome, layers: Sequence[CountedDispatcher]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
+import select
 import threading
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -16,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from moeserve.errors import DistributedError
+from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.executor.ray.actors import SECONDS_OF_SILENCE
 from moeserve.executor.ray.errors import first_line
 from moeserve.scheduling.lockstep import Outcome, Round, gathered
@@ -47,10 +47,8 @@ class RayExecutor:
             raise DistributedError(f"{self._name}: a rank of the replica did not start ({first_line(error)})") from None
         num_in_flight = config.max_concurrent_batches
         self._graph = _compiled(ranks, self._timeout_s, num_in_flight) if config.ray_compiled_graph else None
-        self._pending: deque[Future[Outcome]] = deque()
         self._sent: SimpleQueue[Any] = SimpleQueue()  # answers to rounds, to be waited for; None: the end
-        self._ended: deque[Outcome | DistributedError] = deque()  # of the oldest rounds, in order
-        self._ended_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._outcomes = OutcomeQueue()
         threading.Thread(target=self._await_answers, name="await-answers", daemon=True).start()
 
     def submit(self, work: Round) -> Future[Outcome]:
@@ -62,34 +60,26 @@ class RayExecutor:
                 raise DistributedError(f"{self._name}: a round could not be sent ({first_line(error)})") from None
         else:
             answers = [rank.execute.remote(data) for rank in self._ranks]
-        future: Future[Outcome] = Future()
-        self._pending.append(future)
+        future = self._outcomes.expect()
         self._sent.put(answers)
         return future
 
-    def fds(self) -> Sequence[int]:
-        return [self._ended_fd]
+    def register(self, poll: select.poll) -> None:
+        poll.register(self._outcomes.fd, select.POLLIN)
 
     def progress(self) -> None:
-        if self._ended:
-            os.eventfd_read(self._ended_fd)
-        while self._ended:
-            future, ended = self._pending.popleft(), self._ended.popleft()
-            if isinstance(ended, Outcome):
-                future.set_result(ended)
-            else:
-                future.set_exception(ended)
+        self._outcomes.complete()
 
     def _await_answers(self) -> None:
         """Wait for the answers to rounds, in order, in a thread of its own."""
         while (answers := self._sent.get()) is not None:
             try:
                 encoded = ray.get(list(answers), timeout=self._timeout_s)
-                self._ended.append(gathered([msgspec.msgpack.decode(each, type=Outcome) for each in encoded if each]))
+                outcomes = [msgspec.msgpack.decode(each, type=Outcome) for each in encoded if each]
+                self._outcomes.add(gathered(outcomes))
             except Exception as error:  # Ray raises many kinds
                 cause = f"{self._name}: a round was not done by all ranks of the replica ({first_line(error)})"
-                self._ended.append(DistributedError(cause))
-            os.eventfd_write(self._ended_fd, 1)
+                self._outcomes.add(DistributedError(cause))
 
     def shutdown(self) -> None:
         self._sent.put(None)

@@ -1,0 +1,43 @@
+"""`OutcomeQueue`: carries the ends of rounds from the thread that awaits them to the thread that runs the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+
+from moeserve.processes.wake_up import WakeUp
+from moeserve.scheduling.lockstep import Outcome
+
+
+class OutcomeQueue:
+    """Completes the futures of rounds, in order, in the thread that calls `complete`."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Future[Outcome]] = deque()
+        self._ended: deque[Outcome | BaseException] = deque()  # of the oldest rounds, in order
+        self._wake_up = WakeUp()
+
+    @property
+    def fd(self) -> int:
+        """Readable when `complete` has something to do."""
+        return self._wake_up.fd
+
+    def expect(self) -> Future[Outcome]:
+        """Return the future of the next round."""
+        self._pending.append(Future())
+        return self._pending[-1]
+
+    def add(self, ended: Outcome | BaseException) -> None:
+        """Add the end of the oldest round without one. Any thread may call this."""
+        self._ended.append(ended)
+        self._wake_up.wake()
+
+    def complete(self) -> None:
+        """Complete the futures of rounds whose ends were added."""
+        self._wake_up.take()  # first: an end that is added from now on wakes again
+        while self._ended:
+            future, ended = self._pending.popleft(), self._ended.popleft()
+            if isinstance(ended, Outcome):
+                future.set_result(ended)
+            else:
+                future.set_exception(ended)
