@@ -37,12 +37,13 @@ class Session:
         # prompt only queues it.
         self._to_end: deque[tuple[str, bool]] = deque()
         self._errors: dict[str, MoeserveError] = {}  # by prompt
+        self._unreported: dict[str, None] = {}  # prompts with an error that `poll` has not returned yet
         self._load: LoadWindow | None = None  # since the last call of `expert_load`
 
     @property
     def has_work(self) -> bool:
         """True if `poll` has something to do."""
-        if self._to_add or self._to_end or self.engine.has_work:
+        if self._to_add or self._to_end or self._unreported or self.engine.has_work:
             return True
         return not self.frontend.unfinished_prompts <= self._errors.keys()
 
@@ -68,7 +69,9 @@ class Session:
             The prompts that have changed.
         """
         with self._exclusive():
-            return self._poll()
+            changed = self._poll() | self._unreported
+            self._unreported.clear()
+            return list(changed)
 
     def advance(self, prompt_ids: Sequence[str]) -> list[str]:
         """Run the engine for a moment, unless all of these prompts have ended. Returns those that have not."""
@@ -173,13 +176,14 @@ class Session:
             try:
                 self.engine.add(request)
             except (EngineError, RequestError) as error:
-                self._errors.setdefault(prompt_id, error)
+                self._fail(prompt_id, error)
         while self._to_end:
             prompt_id, forgets = self._to_end.popleft()
             with self._frontend_lock:
                 request_ids = self.frontend.unfinished(prompt_id)
                 if forgets:
                     self._errors.pop(prompt_id, None)
+                    self._unreported.pop(prompt_id, None)
                     self.frontend.discard(prompt_id)
             with contextlib.suppress(EngineError):  # an engine that has failed has no requests
                 for request_id in request_ids:
@@ -189,21 +193,25 @@ class Session:
         unfinished_prompts = self.frontend.unfinished_prompts
         return [name for name in prompt_ids if name in unfinished_prompts and name not in self._errors]
 
-    def _poll(self) -> list[str]:
+    def _fail(self, prompt_id: str, error: MoeserveError) -> None:
+        if self._errors.setdefault(prompt_id, error) is error:
+            self._unreported[prompt_id] = None
+
+    def _poll(self) -> dict[str, None]:
         try:
             updates = self.engine.step()
         except EngineError as error:  # it ended the requests of all callers
             with self._frontend_lock:
                 concerned = list(self.frontend.unfinished_prompts)
             for concerned_id in concerned:
-                self._errors.setdefault(concerned_id, error)
-            return concerned
+                self._fail(concerned_id, error)
+            return {}
         changed: dict[str, None] = {}
         to_abort: list[str] = []
         with self._frontend_lock:
             if not self._to_add and not updates and not self.engine.has_work:
                 for lost in self._unfinished(self.frontend.unfinished_prompts):
-                    self._errors[lost] = EngineError(f"the engine has lost request {lost!r}: an error of moeserve")
+                    self._fail(lost, EngineError(f"the engine has lost request {lost!r}: an error of moeserve"))
             for update in updates:
                 prompt_id = self.frontend.prompt_of(update.request_id)
                 if prompt_id is None:  # it has ended here, while the engine was a step ahead
@@ -214,16 +222,16 @@ class Session:
                 except Exception as error:  # the other updates of the step must not be lost
                     failure = EngineError(f"the output could not be updated: {type(error).__name__}: {error}")
                     failure.__cause__ = error
-                    self._errors.setdefault(prompt_id, failure)
+                    self._fail(prompt_id, failure)
                     continue
                 if update.error is not None:
-                    self._errors.setdefault(prompt_id, EngineError(update.error))
+                    self._fail(prompt_id, EngineError(update.error))
                 if ended_here:
                     to_abort.append(update.request_id)
         for request_id in to_abort:
             self.engine.abort(request_id)
         self._note_loads(self.engine.take_loads())
-        return list(changed)
+        return changed
 
     def _collect_load(self) -> LoadWindow:
         self.engine.collect_load()
