@@ -54,8 +54,8 @@ class MultiprocExecutor:
         """
         self._ranks = ranks
         self._pending: deque[Future[Outcome]] = deque()
-        self._answering = ranks if gathers_reports else ranks[:1]
-        self._answers: list[deque[Outcome]] = [deque() for _ in self._answering]  # to the oldest rounds, in order
+        self._num_answering = len(ranks) if gathers_reports else 1
+        self._answers: list[deque[Outcome]] = [deque() for _ in ranks]  # to the oldest rounds, in order
         loaded: dict[str, int] = {}
         while len(loaded) < len(ranks):
             wait_for_messages(ranks, None)
@@ -77,12 +77,11 @@ class MultiprocExecutor:
         register(self._ranks, poll)
 
     def progress(self) -> None:
-        for rank, answers in zip(self._answering, self._answers, strict=True):
-            answers += rank.receive()
-        while all(self._answers):
-            self._pending.popleft().set_result(gathered([answers.popleft() for answers in self._answers]))
-        for rank in self._ranks:
-            rank.channel.send_frame(b"")  # what could not be sent before
+        for rank, answers in zip(self._ranks, self._answers, strict=True):
+            answers += rank.receive()  # also sends what could not be sent before
+        answering = self._answers[: self._num_answering]
+        while all(answering):
+            self._pending.popleft().set_result(gathered([answers.popleft() for answers in answering]))
         self._require_alive()
 
     def shutdown(self) -> None:

@@ -21,14 +21,18 @@ def run(parent: Parent) -> None:
     channel = parent.channel(ToRank)
     worker = Worker(start.config, join(start), show_progress=start.show_progress)
     channel.send(Loaded(worker.num_blocks))
+    has_ended = False  # by agreement: later rounds are not run on any rank
     while True:
         for message in channel.receive(None):
             if isinstance(message, Leave):
                 return
+            if has_ended:
+                continue
             outcome = worker.execute(message)
             if start.answers:
                 channel.send(outcome)
-            if outcome.agreement.ends_all:
+            has_ended = outcome.agreement.ends_all
+            if has_ended:
                 worker.close()  # collective: all ranks
 
 

@@ -182,11 +182,15 @@ def follow(config: EngineConfig, groups: Groups, story: Story) -> None:
     channel = reach_leader(groups)
     worker = Worker(config, groups, show_progress=False)
     layers = count_dispatches(worker.runner.model)
+    has_ended = False
     while True:
         for order in channel.receive(None):
             if isinstance(order, Leave):
                 return
-            note_step(story, worker.execute(order), layers)
+            if not has_ended:
+                outcome = worker.execute(order)
+                has_ended = outcome.agreement.ends_all
+                note_step(story, outcome, layers)
         assert not channel.is_closed, "the first rank of the replica has gone"
 
 

@@ -134,7 +134,9 @@ class RankActor(ActorProcess):
             return int(self._worker.num_blocks)
 
     def execute(self, data: bytes) -> bytes:
-        """Run one round. Return the outcome, or nothing from a rank that need not answer."""
+        """Run one round. Return the outcome, or nothing from a rank that need not answer, or after the last round."""
+        if self._worker is None:
+            return b""
         with self._reporting_failures():
             from moeserve.ops.threads import set_num_threads
 
@@ -144,6 +146,7 @@ class RankActor(ActorProcess):
             outcome = self._worker.execute(msgspec.msgpack.decode(data, type=Round))
             if outcome.agreement.ends_all:
                 self._worker.close()  # collective: all ranks
+                self._worker = None  # rounds that were sent after this one are not run on any rank
             return msgspec.msgpack.encode(outcome) if self._answers else b""
 
 
