@@ -16,6 +16,7 @@ The caller checks I3 and the tokens, from the updates. Steps of up to MIDDLE tok
 
 from __future__ import annotations
 
+import functools
 import importlib
 import random
 import select
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -56,7 +58,7 @@ from moeserve.protocol import (
     Shutdown,
     Wake,
 )
-from moeserve.scheduling.lockstep import Outcome, Round
+from moeserve.scheduling.lockstep import Outcome, Round, agree
 from moeserve.scheduling.replica import Deliver, Replica
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.step_inputs import StepInputs
@@ -115,7 +117,7 @@ def play(
     options: dict[str, Any],
     num_blocks: int | None = None,
     seed: int = 0,
-    replica_type: str = "moeserve.scheduling.replica:Replica",
+    faulty_part: str | None = None,
     max_small_tokens: int | None = MIDDLE,
 ) -> dict[str, Any]:
     """Run one rank of a worker group of `place.num_ranks / tp` replicas, from its start to the agreed shutdown.
@@ -124,7 +126,7 @@ def play(
         options: settings of the engine.
         num_blocks: of KV cache to use, at most as many as the worker has.
         seed: of the random choices of a client, such as which wake-ups are lost.
-        replica_type: as module:name.
+        faulty_part: a class of replicas or schedulers, or an agreement, as module:name; see `planted_bugs.py`.
         max_small_tokens: the largest small step, in tokens of all ranks. None: as in serving.
     """
     process.HEARTBEAT_S = HEARTBEAT_S
@@ -133,14 +135,18 @@ def play(
     config = resolve(settings, read_facts(folder), MachineFacts(num_cores=place.num_ranks))
     groups = join(RankStart(config=config, rank=place.rank, store_host=place.store_host, store_port=place.store_port))
     story = Story()
+    part = named(faulty_part) if faulty_part else None
+    agreement = (
+        agree if part is None or isinstance(part, type) else functools.partial(part, index=groups.dp.rank_in_group)
+    )
     max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(folder, max_small_tokens)
     try:
-        with border(max_small_bytes, story.ways.append):
+        with border(max_small_bytes, story.ways.append), mock.patch("moeserve.worker.worker.agree", agreement):
             if groups.tp.rank_in_group > 0:
                 follow(config, groups, story)
             else:
                 arrivals = msgspec.convert(timetable, Timetable)
-                lead(config, groups, arrivals, num_blocks, seed, named(replica_type), story)
+                lead(config, groups, arrivals, num_blocks, seed, part, story)
     except Exception as error:  # this process goes on to run other tests, so it must report the failure
         groups.leave(f"{type(error).__name__}: {error}")
         raise
@@ -153,7 +159,7 @@ def lead(
     timetable: Timetable,
     num_blocks: int | None,
     seed: int,
-    replica_type: type[Replica],
+    faulty_part: Any,
     story: Story,
 ) -> None:
     """Run a replica and its first rank, which computes in a thread."""
@@ -165,7 +171,10 @@ def lead(
     scheduler = new_scheduler(config, num_blocks)
     client = Client(dp_index, num_replicas, timetable, scheduler, random.Random(f"{seed} {dp_index}"), story)
     executor = LeadingExecutor(worker, followers, dp_index, story)
-    replica = replica_type(
+    if isinstance(faulty_part, type) and issubclass(faulty_part, Scheduler):
+        scheduler.__class__ = faulty_part
+    make_replica = faulty_part if isinstance(faulty_part, type) and issubclass(faulty_part, Replica) else Replica
+    replica = make_replica(
         scheduler, index=dp_index, num_replicas=num_replicas, max_rounds=config.max_concurrent_batches
     )
     process.drive(replica, client, executor, config.step_timeout)

@@ -146,9 +146,10 @@ def check_news(timetable: Timetable, stories: Sequence[Story], pool: Pool) -> Co
         elif reasons[-1] == "abort":
             assert tokens == whole[: len(tokens)], f"request {request.request_id}: {tokens}, not {whole}"
             assert len(tokens) < len(whole), f"request {request.request_id} was aborted when it was done"
-            is_asked_for = arrival.abort_round is not None if error is None else "shut down" in error
+            is_aborted, is_shut_down = arrival.abort_round is not None, timetable.shutdown_round is not None
+            is_asked_for = (is_aborted or is_shut_down) if error is None else "shut down" in error
             assert is_asked_for, f"I3: nobody ended request {request.request_id}: {error}"
-            ends["aborted" if error is None else "shut down"] += 1
+            ends["aborted" if is_aborted else "shut down"] += 1
         else:
             assert (tokens, reasons[-1]) == (whole, reason), f"request {request.request_id}: {tokens}, not {whole}"
             ends[reason] += 1
@@ -239,10 +240,10 @@ def test_shutdown_in_the_middle(ranks: Ranks, pool_named: Callable[[str], Pool])
 @pytest.mark.parametrize(
     ("bug", "check_order", "told"),
     [
-        ("SkipsPaddingStep", True, r"ranks call different collectives: rank \d calls .*, but rank \d calls "),
-        ("SkipsPaddingStep", False, r"rank \d sent data of another collective|not all ranks joined within 10 s"),
-        ("LeavesWithoutPlan", True, r"Rank \d reported: AssertionError: I1: the replica left after round \d+"),
-        ("LeavesWithoutPlan", False, r"Rank \d reported: AssertionError: I1: the replica left after round \d+"),
+        ("idles_alone", True, r"ranks call different collectives: rank \d calls .*, but rank \d calls "),
+        ("idles_alone", False, r"rank \d sent data of another collective|not all ranks joined within 10 s"),
+        ("LeavesWithoutWork", True, r"Rank \d reported: AssertionError: I1: the replica left after round \d+"),
+        ("LeavesWithoutWork", False, r"Rank \d reported: AssertionError: I1: the replica left after round \d+"),
         ("LeaksAtAbort", True, r"Rank \d reported: AssertionError: I4: before round \d+: holders are miscounted"),
         ("LeaksAtAbort", False, r"Rank \d reported: AssertionError: I4: before round \d+: holders are miscounted"),
     ],
@@ -262,7 +263,7 @@ def test_planted_bug_is_found(
         timetable=msgspec.to_builtins(timetable),
         options=OPTIONS | dict(debug_collectives=check_order, collective_timeout=10),
         num_blocks=NUM_BLOCKS,
-        replica_type=f"planted_bugs:{bug}",
+        faulty_part=f"planted_bugs:{bug}",
     ).outcomes(within_s=60)
     errors = [outcome.error or "" for outcome in outcomes]
     assert all("Traceback" in error for error in errors), errors  # none hangs, and none ends as if all were well
