@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from moeserve.errors import EngineError, RequestError
+from moeserve.errors import DistributedError, RequestError
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
@@ -130,7 +130,7 @@ class Replica:
         """Yield effects, and take their answers, until all replicas agree to shut down.
 
         Raises:
-            EngineError: another replica has failed.
+            DistributedError: another replica has failed.
             Exception: an internal error.
         """
         while True:
@@ -143,7 +143,7 @@ class Replica:
                 ended = self._rounds.popleft()
                 if outcome.agreement.failed_ranks:
                     failed = outcome.agreement.failed_ranks[0]
-                    raise self._failure or EngineError(f"replica {failed} failed; all must end with it")
+                    raise self._failure or DistributedError(f"replica {failed} failed; all must end with it")
                 if outcome.agreement.is_shutdown:
                     yield self._deliver()
                     return

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from load_windows import of_counts
 
-from moeserve.errors import EngineError, LockstepError
+from moeserve.errors import DistributedError, LockstepError
 from moeserve.protocol import (
     AbortRequest,
     AddRequest,
@@ -274,7 +274,7 @@ def test_shutdown_ends_requests_at_once_and_the_loop_when_all_agree() -> None:
 
 def test_the_failure_of_another_replica_is_named() -> None:
     replica = Driven()
-    with pytest.raises(EngineError, match="replica 1"):
+    with pytest.raises(DistributedError, match="replica 1"):
         replica.step(AddRequest(request("a")), other=IntentFlags(has_failed=True))
 
 
