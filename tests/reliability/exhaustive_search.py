@@ -9,8 +9,9 @@ outcomes. A generator cannot be copied, but the same answers always lead to the 
 identify the state of a replica (`Local`), and each such history is played once. The state of the worker group is one
 `Local` per replica and the fault so far. Each state is expanded once.
 
-Faults, at most one: `internal` (an error in a replica's own code), `row` (a request's logits are unusable), `drop` (a
-wake-up is lost). Deaths are left to the simulator: then all processes are ended, and the client ends the requests.
+Faults, at most one: `internal` (an error in a replica's own code), `row` (a request's logits are unusable), `step` (a
+step fails on the only rank), `drop` (a wake-up is lost). Deaths are left to the simulator: then all processes are
+ended, and the client ends the requests.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from moeserve.protocol import AddRequest, ChunkResult, ReplicaMessage, StepPlan, StepResult, Wake
-from moeserve.scheduling.lockstep import HAS_FAILED, Agreement, Outcome, agree
+from moeserve.protocol import AddRequest, ChunkResult, CollectLoad, ReplicaMessage, StepPlan, StepResult, Wake
+from moeserve.scheduling.lockstep import HAS_FAILED, REQUESTS_LOAD, Agreement, Outcome, Round, agree
 from moeserve.scheduling.replica import Deliver, Events, Replica, Submit, Wait
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from moeserve.worker.request_table import RequestTable
 
 MakeReplica = Callable[..., Replica]
+Agree = Callable[..., Agreement]
 Script = Sequence[Sequence[ReplicaMessage]]  # per replica, the messages on their way to it, in order
 Row = tuple[int, ...]
 
@@ -46,7 +48,10 @@ class Answer(NamedTuple):
 
     messages: tuple[int, ...]  # places in its script
     outcomes: tuple[Agreement, ...]
-    fault: str | None = None  # "internal": its own code fails from now on; "row": the first of the results has an error
+    fault: str | None = None  # "internal": its own code fails from now on; "row", "step": the first result has an error
+
+
+HEARTBEAT = Answer((), ())
 
 
 @dataclass(eq=False)
@@ -56,9 +61,9 @@ class Local:
     history: tuple[Answer, ...]
     wait: Wait | None  # None: it has ended
     rows: tuple[Row, ...]  # of the rounds that it has sent
-    num_outcomes: int  # received
+    num_outcomes: int  # received,
+    num_steps: int  # of these, steps with tokens
     num_messages: int  # of its script, received or lost
-    unended: frozenset[str]  # requests it received and whose end it has not delivered
     has_plan: tuple[bool, ...]  # of each round
     next: dict[Answer, Local] = field(default_factory=dict)
 
@@ -74,25 +79,41 @@ class State(NamedTuple):
 class Explored:
     num_states: int
     num_ends: int  # states in which every replica has ended
+    most_steps: int  # with tokens that were run on the way to a state
     faults: dict[str, int]  # states by the fault so far
 
 
 def explore(
-    script: Script, make_replica: MakeReplica, *, max_sent: int, max_rounds: int = 2, plans_ahead: bool = True
+    script: Script,
+    make_replica: MakeReplica,
+    agree_as: Agree | None = None,
+    *,
+    max_sent: int,
+    max_rounds: int = 2,
+    plans_ahead: bool = True,
 ) -> Explored:
     """Visit every state.
 
     Args:
+        agree_as: the agreement as the ranks of a replica compute it; None: as the engine does.
         max_sent: most rounds that a replica sends before the search stops following it.
         max_rounds: in flight.
 
     Raises:
         Found: an invariant can be violated.
     """
-    return _Search(script, make_replica, max_sent, max_rounds, plans_ahead).run()
+    search = _Search(script, make_replica, max_sent, max_rounds, plans_ahead)
+    search.agree_as = agree_as or _agree
+    return search.run()
+
+
+def _agree(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
+    return agree(rows, number=number, num_replicas=num_replicas)
 
 
 class _Search:
+    agree_as: Agree
+
     def __init__(
         self, script: Script, make_replica: MakeReplica, max_sent: int, max_rounds: int, plans_ahead: bool
     ) -> None:
@@ -102,15 +123,17 @@ class _Search:
         self.max_sent = max_sent
         self.max_rounds = max_rounds
         self.plans_ahead = plans_ahead
+        self.agreed: dict[tuple[Row, ...], Agreement] = {}
 
     def run(self) -> Explored:
         start = State(tuple(self.play(index, ()) for index in range(self.num_replicas)), None)
         seen, stack = {start}, [start]
-        num_ends = 0
+        num_ends = most_steps = 0
         faults: Counter[str] = Counter()
         while stack:
             state = stack.pop()
             faults["none" if state.fault is None else state.fault[0]] += 1
+            most_steps = max(most_steps, max(local.num_steps for local in state.locals))
             is_stuck = True
             for successor in self.successors(state):
                 is_stuck = False
@@ -119,12 +142,10 @@ class _Search:
                     stack.append(successor)
             if is_stuck:
                 num_ends += self.check_end(state)
-        return Explored(len(seen), num_ends, dict(sorted(faults.items())))
-
-    # One replica
+        return Explored(len(seen), num_ends, most_steps, dict(sorted(faults.items())))
 
     def play(self, index: int, history: tuple[Answer, ...]) -> Local:
-        """Play a history from its beginning, and check the invariants of a single replica."""
+        """Play a history from its beginning."""
         scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=4,
@@ -138,91 +159,7 @@ class _Search:
             b"explored",
         )
         replica = self.make_replica(scheduler, index=index, num_replicas=self.num_replicas, max_rounds=self.max_rounds)
-        table = RequestTable(MAX_SEQS, MAX_MODEL_LEN // BLOCK_SIZE)
-        generator = replica.run()
-        rows: list[Row] = []
-        plans: list[StepPlan | None] = []
-        received: dict[str, None] = {}
-        ended: dict[str, None] = {}
-        num_outcomes = num_messages = 0
-        has_fault = has_ended = False
-        answer: Events | None = None
-        given: Answer | None = None
-        wait: Wait | None = None
-        remaining = iter(history)
-        while True:
-            try:
-                effect = generator.send(answer)
-            except StopIteration:
-                has_ended = True
-            except AssertionError as error:
-                raise Found("I4", f"replica {index}: {error}") from error
-            except Exception as error:
-                if not any(agreement.failed_ranks for agreement in (given.outcomes if given else ())):
-                    raise Found("crash", f"replica {index}: {type(error).__name__}: {error}") from error
-                return Local(history, None, tuple(rows), num_outcomes, num_messages, frozenset(), ())
-            answer = None
-            if not has_fault:
-                try:
-                    scheduler.check_invariants()
-                except AssertionError as error:
-                    raise Found("I4", f"replica {index}: {error}") from error
-            if has_ended:
-                wait = None
-                break
-            match effect:
-                case Submit(work=work):
-                    row = tuple(work.row)
-                    if rows and row[1] != rows[-1][1] + 1:
-                        raise Found("I6", f"replica {index}: round {row[1]} after {rows[-1][1]}")
-                    if row[3] != (0 if work.plan is None else work.plan.num_tokens):
-                        raise Found("I5", f"replica {index} announces {row[3]} tokens, and plans {work.plan}")
-                    if row[6] & HAS_FAILED and not has_fault:
-                        raise Found("crash", f"replica {index} failed without a fault")
-                    is_needless = given is not None and not given.messages and not row[3] and not row[6]
-                    if is_needless and given and given.outcomes and all(each.is_idle for each in given.outcomes):
-                        raise Found("idle", f"replica {index} goes on without sleeping, with nothing to do")
-                    rows.append(row)
-                    plans.append(work.plan)
-                    if len(rows) - num_outcomes > self.max_rounds:
-                        raise Found("I2", f"replica {index} has {len(rows) - num_outcomes} rounds in flight")
-                case Deliver(updates=updates, stats=stats):
-                    for update in updates:
-                        if update.request_id not in received or update.request_id in ended:
-                            raise Found("I3", f"replica {index} delivers an update of an unknown request: {update}")
-                        if update.finish_reason is not None:
-                            ended[update.request_id] = None
-                    num_live = len(received) - len(ended)
-                    if not has_fault and stats.num_running + stats.num_waiting != num_live:
-                        raise Found("I4", f"replica {index} has {num_live} requests, and says {stats}")
-                case Wait():
-                    wait = effect
-                    given = next(remaining, None)
-                    if given is None:
-                        break
-                    messages = [self.script[index][place] for place in given.messages]
-                    num_messages = max([num_messages, *(place + 1 for place in given.messages)])
-                    received.update({m.request.request_id: None for m in messages if isinstance(m, AddRequest)})
-                    outcomes = []
-                    for agreement in given.outcomes:
-                        plan = plans[num_outcomes]
-                        num_outcomes += 1
-                        outcomes.append(_outcome(agreement, plan, table, row_fails=given.fault == "row"))
-                    if given.fault == "internal":
-                        has_fault = True
-                        scheduler.schedule = scheduler.commit = _fail  # type: ignore[method-assign]
-                    answer = Events(messages, outcomes)
-        if has_ended and received.keys() - ended.keys():
-            raise Found("I3", f"replica {index} ended without ending {sorted(received.keys() - ended.keys())}")
-        return Local(
-            history,
-            wait,
-            tuple(rows),
-            num_outcomes,
-            num_messages,
-            frozenset(received.keys() - ended.keys()),
-            tuple(plan is not None for plan in plans),
-        )
+        return _Player(index, scheduler, self.script[index], self.max_rounds).play(replica, history)
 
     # The worker group
 
@@ -230,11 +167,27 @@ class _Search:
         """Return the agreements of the rounds that all replicas have sent, up to one that ends them all."""
         found: list[Agreement] = []
         for number in range(min(len(local.rows) for local in state.locals)):
-            rows = [list(local.rows[number]) for local in state.locals]
-            found.append(agree(rows, number=number, num_replicas=self.num_replicas))
+            rows = tuple(local.rows[number] for local in state.locals)
+            if rows not in self.agreed:
+                self.agreed[rows] = self.agree(rows, number)
+            found.append(self.agreed[rows])
             if found[-1].ends_all:
                 break
         return found
+
+    def agree(self, rows: tuple[Row, ...], number: int) -> Agreement:
+        """Return what the ranks of all replicas agree on, and check that it is the same and may be run."""
+        first, *others = [
+            self.agree_as([list(row) for row in rows], number=number, num_replicas=self.num_replicas, index=index)
+            for index in range(self.num_replicas)
+        ]
+        if any(other != first for other in others):
+            raise Found("I1", f"the ranks agree on {first} and {others}")
+        if any(row[-1] & HAS_FAILED for row in rows) and not first.ends_all:
+            raise Found("I7", f"a step is run in a round in which a replica failed: {rows}")
+        if not first.is_idle and not any(first.num_tokens) and not first.collects_load:
+            raise Found("I5", "a step of nothing but padding")
+        return first
 
     def successors(self, state: State) -> Iterator[State]:
         agreements = self.agreements(state)
@@ -263,6 +216,8 @@ class _Search:
         first = local.num_outcomes
         if any(local.has_plan[first : first + len(answer.outcomes)]):
             yield self.moved(state, index, answer._replace(fault="row"), ("row", index))
+            if self.num_replicas == 1:
+                yield self.moved(state, index, answer._replace(fault="step"), ("step", index))
 
     def moved(self, state: State, index: int, answer: Answer, fault: tuple[Any, ...] | None = None) -> State:
         local = state.locals[index]
@@ -280,11 +235,138 @@ class _Search:
         raise Found("deadlock", f"no move is left, and these wait: {waiting}; fault: {state.fault}")
 
 
+class _Player:
+    """Plays a history of one replica, and checks the invariants of a single replica on the way."""
+
+    def __init__(self, index: int, scheduler: Scheduler, script: tuple[ReplicaMessage, ...], max_rounds: int) -> None:
+        self.name = f"replica {index}"
+        self.scheduler = scheduler
+        self.script = script
+        self.max_rounds = max_rounds
+        self.table = RequestTable(MAX_SEQS, MAX_MODEL_LEN // BLOCK_SIZE)
+        self.rows: list[Row] = []
+        self.plans: list[StepPlan | None] = []
+        self.num_outcomes = self.num_messages = self.num_steps = 0
+        self.received: dict[str, int] = {}  # requests, and the tokens that they may have
+        self.ended: dict[str, None] = {}
+        self.num_tokens: Counter[str] = Counter()  # delivered, by request
+        self.num_loads_due = 0  # expert loads that were asked for, and not requested in a round
+        self.has_fault = False
+
+    def play(self, replica: Replica, history: tuple[Answer, ...]) -> Local:
+        generator = replica.run()
+        remaining = iter(history)
+        given: Answer | None = None  # the answer to the last wait
+        answer: Events | None = None
+        num_rows_before = 0
+        while True:
+            try:
+                effect = generator.send(answer)
+            except StopIteration:
+                self.check_scheduler()
+                if unended := self.unended():
+                    raise Found("I3", f"{self.name} ended without ending {sorted(unended)}") from None
+                return self.local(history, None)
+            except AssertionError as error:
+                raise Found("I4", f"{self.name}: {error}") from error
+            except Exception as error:
+                if not any(agreement.failed_ranks for agreement in (given.outcomes if given else ())):
+                    raise Found("crash", f"{self.name}: {type(error).__name__}: {error}") from error
+                return self.local(history, None)
+            answer = None
+            self.check_scheduler()
+            match effect:
+                case Submit(work=work):
+                    self.submit(work, given)
+                case Deliver():
+                    self.deliver(effect)
+                case Wait():
+                    if given == HEARTBEAT and len(self.rows) == num_rows_before:
+                        raise Found("deadlock", f"{self.name} goes back to sleep after a heartbeat")
+                    num_rows_before = len(self.rows)
+                    given = next(remaining, None)
+                    if given is None:
+                        return self.local(history, effect)
+                    answer = self.events(given)
+
+    def submit(self, work: Round, given: Answer | None) -> None:
+        row = tuple(work.row)
+        if self.rows and row[1] != self.rows[-1][1] + 1:
+            raise Found("I6", f"{self.name}: round {row[1]} after {self.rows[-1][1]}")
+        if row[3] != (0 if work.plan is None else work.plan.num_tokens):
+            raise Found("I5", f"{self.name} announces {row[3]} tokens, and plans {work.plan}")
+        if row[-1] & HAS_FAILED and not self.has_fault:
+            raise Found("crash", f"{self.name} failed without a fault")
+        is_needless = given is not None and not given.messages and not row[3] and not row[-1]
+        if is_needless and given and given.outcomes and all(each.is_idle for each in given.outcomes):
+            raise Found("idle", f"{self.name} goes on without sleeping, with nothing to do")
+        self.num_loads_due -= bool(row[-1] & REQUESTS_LOAD)
+        if self.num_loads_due < 0 and not self.has_fault:
+            raise Found("idle", f"{self.name} requests expert loads again")
+        self.rows.append(row)
+        self.plans.append(work.plan)
+        if len(self.rows) - self.num_outcomes > self.max_rounds:
+            raise Found("I2", f"{self.name} has {len(self.rows) - self.num_outcomes} rounds in flight")
+
+    def deliver(self, effect: Deliver) -> None:
+        for update in effect.updates:
+            if update.request_id not in self.received or update.request_id in self.ended:
+                raise Found("I3", f"{self.name} delivers an update of an unknown request: {update}")
+            self.num_tokens[update.request_id] += len(update.token_ids)
+            if update.finish_reason is not None:
+                self.ended[update.request_id] = None
+            expected = self.received[update.request_id]
+            if update.finish_reason == "length" and self.num_tokens[update.request_id] != expected:
+                raise Found("I3", f"{self.name} delivers {self.num_tokens} tokens; {update} is the last of {expected}")
+        num_live = len(self.unended())
+        if not self.has_fault and effect.stats.num_running + effect.stats.num_waiting != num_live:
+            raise Found("I4", f"{self.name} has {num_live} requests, and says {effect.stats}")
+
+    def events(self, given: Answer) -> Events:
+        messages = [self.script[place] for place in given.messages]
+        self.num_messages = max([self.num_messages, *(place + 1 for place in given.messages)])
+        for message in messages:
+            self.num_loads_due += isinstance(message, CollectLoad)
+            if isinstance(message, AddRequest):
+                self.received[message.request.request_id] = message.request.params.max_tokens or 0
+        outcomes = []
+        for agreement in given.outcomes:
+            plan = self.plans[self.num_outcomes]
+            self.num_outcomes += 1
+            self.num_steps += any(agreement.num_tokens)
+            outcomes.append(_outcome(agreement, plan, self.table, given.fault))
+        if given.fault == "internal":
+            self.has_fault = True
+            self.scheduler.schedule = self.scheduler.commit = _fail  # type: ignore[method-assign]
+        return Events(messages, outcomes)
+
+    def unended(self) -> set[str]:
+        return self.received.keys() - self.ended.keys()
+
+    def check_scheduler(self) -> None:
+        if not self.has_fault:
+            try:
+                self.scheduler.check_invariants()
+            except AssertionError as error:
+                raise Found("I4", f"{self.name}: {error}") from error
+
+    def local(self, history: tuple[Answer, ...], wait: Wait | None) -> Local:
+        return Local(
+            history=history,
+            wait=wait,
+            rows=tuple(self.rows),
+            num_outcomes=self.num_outcomes,
+            num_steps=self.num_steps,
+            num_messages=self.num_messages,
+            has_plan=tuple(plan is not None for plan in self.plans),
+        )
+
+
 def _fail(*_: Any) -> Any:
     raise RuntimeError("internal error")
 
 
-def _outcome(agreement: Agreement, plan: StepPlan | None, table: RequestTable, *, row_fails: bool) -> Outcome:
+def _outcome(agreement: Agreement, plan: StepPlan | None, table: RequestTable, fault: str | None) -> Outcome:
     """Return what the ranks of a replica send for a round."""
     if agreement.is_idle or agreement.ends_all:
         return Outcome(agreement=agreement)
@@ -293,6 +375,8 @@ def _outcome(agreement: Agreement, plan: StepPlan | None, table: RequestTable, *
     chunks = table.apply(plan)
     results = [ChunkResult(token_id=7) if chunk.samples else ChunkResult() for chunk in chunks]
     table.append_tokens(chunks, [7] * sum(chunk.samples for chunk in chunks))
-    if row_fails:
+    if fault == "step":
+        return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=[]), error="out of memory")
+    if fault == "row":
         results[0] = ChunkResult(error="not a number")
     return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=results))

@@ -176,7 +176,7 @@ class HidesFailure(Replica):
         work = super()._next_round()
         self._failure, self._is_failure_announced = None, False
         if work is not None:
-            work.row[6] &= ~2
+            work.row[-1] &= ~2
         return work
 
 
@@ -300,13 +300,13 @@ def idles_alone(rows: list[list[int]], *, number: int, num_replicas: int, index:
 def leaves_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
     """The ranks leave when their own replica is told to shut down."""
     agreement = agree(rows, number=number, num_replicas=num_replicas)
-    return dataclasses.replace(agreement, is_shutdown=bool(rows[index][6] & REQUESTS_SHUTDOWN))
+    return dataclasses.replace(agreement, is_shutdown=bool(rows[index][-1] & REQUESTS_SHUTDOWN))
 
 
 def leaves_at_any_request(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
     """All leave as soon as one is told to, before the others have read all of their messages."""
     agreement = agree(rows, number=number, num_replicas=num_replicas)
-    return dataclasses.replace(agreement, is_shutdown=any(row[6] & REQUESTS_SHUTDOWN for row in rows))
+    return dataclasses.replace(agreement, is_shutdown=any(row[-1] & REQUESTS_SHUTDOWN for row in rows))
 
 
 def pads_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
@@ -317,7 +317,7 @@ def pads_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: 
 def collects_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:
     """The ranks collect expert loads alone when their replica asks for them."""
     agreement = agree(rows, number=number, num_replicas=num_replicas)
-    return dataclasses.replace(agreement, collects_load=bool(rows[index][6] & REQUESTS_LOAD))
+    return dataclasses.replace(agreement, collects_load=bool(rows[index][-1] & REQUESTS_LOAD))
 
 
 def runs_padding_alone(rows: list[list[int]], *, number: int, num_replicas: int, index: int) -> Agreement:

@@ -481,7 +481,7 @@ class _Simulation:
             number > process.last_number, "I6", f"replica {process.index}: {number} after {process.last_number}"
         )
         process.last_number = number
-        has_nothing = not work.row[3] and not work.row[6]
+        has_nothing = not work.row[3] and not work.row[-1]
         was_idle = events is not None and events.outcomes and all(each.agreement.is_idle for each in events.outcomes)
         if has_nothing and was_idle and events is not None and not events.messages:
             self._violated("idle", f"replica {process.index} goes on without sleeping, with nothing to do")
@@ -639,9 +639,9 @@ class _Simulation:
             if self.num_steps > self.step_bound:
                 self._violated("livelock", f"{self.num_steps} steps; {self.step_bound} are enough for all requests")
             return
-        if all(row[6] & REQUESTS_SHUTDOWN for row in rows):
+        if all(row[-1] & REQUESTS_SHUTDOWN for row in rows):
             return
-        if any(row[6] & REQUESTS_LOAD for row in rows):
+        if any(row[-1] & REQUESTS_LOAD for row in rows):
             self.num_collections += 1
             num_due = self.num_asked + self.num_steps // LOAD_WINDOW
             self._require(self.num_collections <= num_due, "idle", f"{self.num_collections} rounds only to collect")
