@@ -31,7 +31,7 @@ def test_a_decode_plan_of_256_requests_is_small() -> None:
     plans = [plan_and_commit(scheduler) for _ in range(BLOCK_SIZE)]
     sizes = [len(msgspec.msgpack.encode(plan)) for plan in plans]
     assert sizes[0] > NUM_REQUESTS * CONTEXT_LEN  # the prompts, once
-    # A slot, a position and a length for each request: less than 3 + 3 + 1 bytes. A new block: a slot, an id, two lists.
+    # A slot, a position and a length for each request: less than 3 + 3 + 1 bytes. A new block: slot, id and two lists.
     assert max(sizes[1:]) < NUM_REQUESTS * (7 + 9) + 100, sizes
     assert sorted(sizes[1:])[len(sizes) // 2] < NUM_REQUESTS * 7 + 100, sizes
 
