@@ -29,7 +29,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a running request that every rank of its replica keeps, as it is when the request is admitted.
 
-    From then on the ranks append blocks that plans name and the tokens that they sample.
+    From then on the ranks append blocks that plans name, and tokens: those that they sample, or, where the scheduler does
+    not plan ahead of tokens, those that plans name.
     """
 
     slot: int  # of the ranks' table; whatever was there before is forgotten
@@ -53,6 +54,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     lengths: list[int]  # tokens of each chunk
     registrations: list[Registration] = []
     new_blocks: list[tuple[int, list[int]]] = []  # slots, and the KV blocks that are appended to their requests'
+    new_tokens: list[tuple[int, int]] = []  # slots, and the token that is appended to their requests'
 
     @property
     def num_tokens(self) -> int:

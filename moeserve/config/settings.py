@@ -265,6 +265,11 @@ class EngineConfig:
     def pipeline_parallel_size(self) -> int:
         return len(self.pipeline_layers)
 
+    def layers_of_stage(self, stage: int) -> range:
+        """Return the numbers of a stage's layers."""
+        first = sum(self.pipeline_layers[:stage])
+        return range(first, first + self.pipeline_layers[stage])
+
     @property
     def ranks_per_replica(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size

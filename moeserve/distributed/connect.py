@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from moeserve.distributed import gloo, nccl, shared_memory, symmetric_memory
 from moeserve.distributed.coordinator import GroupConnection, GroupCoordinator
-from moeserve.distributed.groups import AXES, Groups
+from moeserve.distributed.groups import NEIGHBOURS, Groups, make_groups
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.order_check import OrderCheck
 from moeserve.distributed.store import RankStore, format_ranks, own_address
@@ -28,7 +28,11 @@ logger = logging.getLogger(__name__)
 TransportName = Literal["auto", "gloo"]
 
 CPU = torch.device("cpu")
-GROUPS_OF_LAYERS = ("tp", "ep")  # they carry tensors on the model's device; the other groups carry host tensors only
+GROUPS_OF_LAYERS = (
+    "tp",
+    "ep",
+    NEIGHBOURS,
+)  # they carry tensors on the model's device; the other groups carry host tensors only
 MEASURED_GROUPS = ("ep",)  # whose waits show by how much ranks are unevenly loaded
 
 
@@ -96,9 +100,7 @@ def connect(
         group.barrier()  # collective: all ranks of the group; a broken connection fails here, not in the first step
         return group
 
-    world = coordinator("world", everyone)
-    tp, dp, ep = (coordinator(axis, mesh.group(axis, rank)) for axis in AXES)
-    return Groups(mesh=mesh, rank=rank, world=world, tp=tp, dp=dp, ep=ep, store=rank_store)
+    return make_groups(mesh, rank, coordinator, rank_store)
 
 
 @dataclass
@@ -151,7 +153,7 @@ class _Connector:
         return functools.partial(self._torch_group, ranks)
 
     def _torch_group(self, ranks: tuple[int, ...]) -> Any:
-        store = PrefixStore("torch/ep", self.rank_store.store)
+        store = PrefixStore(f"torch/ep/{ranks[0]}", self.rank_store.store)
         return as_torch_group(store, ranks.index(self.rank), len(ranks), self.nccl_groups[ranks])
 
     def _connect_hosts(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.mesh import Axis, Mesh
 from moeserve.distributed.store import RankStore
 
-AXES: tuple[Axis, ...] = ("tp", "dp", "ep")
+NEIGHBOURS = "neighbours"  # name of the groups of two ranks in consecutive pipeline stages
+AXES: tuple[Axis, ...] = ("tp", "dp", "ep", "pp")
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups that one rank is in. A group of one rank has a coordinator too."""
+    """The groups that one rank is in. A group of one rank has a coordinator too.
+
+    `stage` has the ranks of `ep`, for exchanges outside of layers: waits in it are not those for uneven experts.
+    """
 
     mesh: Mesh
     rank: int
@@ -22,11 +26,21 @@ class Groups:
     tp: GroupCoordinator
     dp: GroupCoordinator
     ep: GroupCoordinator
+    pp: GroupCoordinator
+    stage: GroupCoordinator
+    previous: GroupCoordinator | None = None  # a rank of the pipeline stage before, and this one; None: there is none
+    next: GroupCoordinator | None = None  # this rank, and one of the stage after
     store: RankStore | None = None  # None without other ranks
 
     @property
     def all(self) -> tuple[GroupCoordinator, ...]:
-        return self.world, self.tp, self.dp, self.ep
+        neighbours = (group for group in (self.previous, self.next) if group is not None)
+        return self.world, self.tp, self.dp, self.ep, self.pp, self.stage, *neighbours
+
+    @property
+    def of_layers(self) -> tuple[GroupCoordinator, ...]:
+        """The groups that carry tensors of the model, on its device."""
+        return tuple(group for group in (self.tp, self.ep, self.previous, self.next) if group is not None)
 
     def begin_step(self, step: int) -> None:
         """Begin a step in all groups. DistributedError if a collective of an earlier step has failed on a GPU."""
@@ -52,17 +66,17 @@ class Groups:
 
     @property
     def supports_cpu_graphs(self) -> bool:
-        """True if CPU graphs can capture layers that use these groups."""
+        """True if CPU graphs can capture layers that use these groups. They do not hold what is between stages."""
         return self.tp.supports_cpu_graphs and self.ep.supports_cpu_graphs
 
     @property
     def supports_cuda_graphs(self) -> bool:
-        """True if CUDA graphs can capture layers that use these groups."""
-        return self.tp.supports_cuda_graphs and self.ep.supports_cuda_graphs
+        """True if CUDA graphs can capture steps that use these groups."""
+        return all(group.supports_cuda_graphs for group in self.of_layers)
 
     def raise_failure(self) -> None:
         """See `GroupCoordinator.raise_failure`."""
-        for group in (self.tp, self.ep):
+        for group in self.of_layers:
             group.raise_failure()
 
     def leave(self, cause: str) -> None:
@@ -88,6 +102,37 @@ def unconnected(mesh: Mesh, rank: int) -> Groups:
         nodes = (0,) * len(ranks)
         return GroupCoordinator(name=name, rank=rank, ranks=ranks, node_of_rank=nodes, connection=None)
 
-    tp, dp, ep = (coordinator(axis, mesh.group(axis, rank)) for axis in AXES)
-    world = coordinator("world", tuple(range(mesh.world_size)))
-    return Groups(mesh=mesh, rank=rank, world=world, tp=tp, dp=dp, ep=ep)
+    return make_groups(mesh, rank, coordinator)
+
+
+def make_groups(
+    mesh: Mesh,
+    rank: int,
+    make: Callable[[str, tuple[int, ...]], GroupCoordinator],
+    store: RankStore | None = None,
+) -> Groups:
+    """Return the groups of one rank.
+
+    Args:
+        make: returns the coordinator of a group with a name and ranks. Called in one order on all ranks of a group.
+    """
+    world = make("world", tuple(range(mesh.world_size)))
+    tp, dp, ep, pp = (make(axis, mesh.group(axis, rank)) for axis in AXES)
+    stage = make("stage", ep.ranks)
+    # Rank after rank along the pipeline, so none waits for another in a circle.
+    previous, following = (
+        None if (pair := mesh.neighbour(rank, distance)) is None else make(NEIGHBOURS, pair) for distance in (-1, 1)
+    )
+    return Groups(
+        mesh=mesh,
+        rank=rank,
+        world=world,
+        tp=tp,
+        dp=dp,
+        ep=ep,
+        pp=pp,
+        stage=stage,
+        previous=previous,
+        next=following,
+        store=store,
+    )

@@ -63,6 +63,14 @@ class Mesh:
         key = self._group_key(axis, rank)
         return tuple(other for other in range(self.world_size) if self._group_key(axis, other) == key)
 
+    def neighbour(self, rank: int, distance: Literal[-1, 1]) -> tuple[int, int] | None:
+        """Return a rank and the one at the same place of the stage before (-1) or after (1), ascending, if any."""
+        stage = self.coordinates(rank).pp + distance
+        if not 0 <= stage < self.pp:
+            return None
+        other = rank + distance * self.tp
+        return min(rank, other), max(rank, other)
+
     def _group_key(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """Return the coordinates that all ranks of a group have in common."""
         at = self.coordinates(rank)

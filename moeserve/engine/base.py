@@ -112,6 +112,7 @@ def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
             max_model_len=config.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             plans_ahead=config.async_scheduling,
+            num_batches=1 if config.async_scheduling else config.max_concurrent_batches,
         ),
         secrets.token_bytes(32),
     )

@@ -30,7 +30,7 @@ def run(parent: Parent) -> None:
     ranks = start_ranks(start.first_rank)
     parent.adopt(ranks)
     channel = parent.channel(ReplicaMessage)
-    executor = MultiprocExecutor(ranks, gathers_reports=start.first_rank.config.gathers_reports)
+    executor = MultiprocExecutor(ranks, start.first_rank.config)
     serve(channel, start.first_rank, executor)
     executor.shutdown()
 

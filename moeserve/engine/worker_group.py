@@ -21,7 +21,7 @@ def start_local_group(config: EngineConfig, *, show_progress: bool) -> WorkerGro
     key = secrets.token_hex(16)
     environment = environment_of_rank(config, usable_cores())
     try:
-        for rank in range(0, config.num_ranks, config.tensor_parallel_size):
+        for rank in range(0, config.num_ranks, config.ranks_per_replica):
             first_rank = RankStart(
                 config=config,
                 rank=rank,

@@ -11,20 +11,21 @@ from typing import Any
 import msgspec
 
 from moeserve.config.environment import environment_of_rank
+from moeserve.config.settings import EngineConfig
 from moeserve.errors import DistributedError
 from moeserve.machine import usable_cores
 from moeserve.processes.channel import frame
 from moeserve.processes.local import start_process
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, end_all, register, wait_for_messages
 from moeserve.scheduling.lockstep import Outcome, Round, gathered
-from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, rank_name
+from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, rank_name, sampling_rank
 
 
 def start_ranks(first: RankStart) -> list[WatchedProcess[Any]]:
     """Start the processes of all ranks of a replica.
 
     Args:
-        first: the rank with tp = 0.
+        first: of these ranks.
     """
     config = first.config
     environment = environment_of_rank(config, usable_cores())
@@ -36,25 +37,25 @@ def start_ranks(first: RankStart) -> list[WatchedProcess[Any]]:
             FromRank,
             environment=environment,
         )
-        for rank in range(first.rank, first.rank + config.tensor_parallel_size)
+        for rank in range(first.rank, first.rank + config.ranks_per_replica)
     ]
 
 
 class MultiprocExecutor:
     """See `Executor`."""
 
-    def __init__(self, ranks: Sequence[WatchedProcess[Any]], *, gathers_reports: bool) -> None:
+    def __init__(self, ranks: Sequence[WatchedProcess[Any]], config: EngineConfig) -> None:
         """
         Args:
-            ranks: from `start_ranks`. The first one samples.
-            gathers_reports: an outcome has the reports of all ranks; False: the first one answers alone.
+            ranks: from `start_ranks`.
 
         Raises:
             DistributedError: one of them has failed.
         """
-        self._ranks = ranks
+        first = sampling_rank(config)
+        self._ranks = [*ranks[first:], *ranks[:first]]  # the one that samples first
         self._pending: deque[Future[Outcome]] = deque()
-        self._num_answering = len(ranks) if gathers_reports else 1
+        self._num_answering = len(ranks) if config.gathers_reports else 1
         self._answers: list[deque[Outcome]] = [deque() for _ in ranks]  # to the oldest rounds, in order
         loaded: dict[str, int] = {}
         while len(loaded) < len(ranks):
@@ -88,7 +89,7 @@ class MultiprocExecutor:
         for rank in self._ranks:
             rank.channel.send(Leave())
         end_all(self._ranks, patience_s=SECONDS_TO_EXIT)
-        self._ranks = ()
+        self._ranks = []
 
     def _require_alive(self) -> None:
         for rank in self._ranks:

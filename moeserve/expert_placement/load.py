@@ -1,7 +1,8 @@
 """Counts the rows of each expert on each rank, and gathers the counts of all ranks into load windows.
 
-A layer counts with one operation on its device, without waiting for the result. All ranks gather their counts in one
-collective, in steps on which all replicas have agreed. Padding goes to no expert, so it is not counted.
+A layer counts with one operation on its device, without waiting for the result. All ranks of a pipeline stage gather
+their counts in one collective, in steps on which all replicas have agreed; then the stages exchange their windows.
+Padding goes to no expert, so it is not counted.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
 from moeserve.distributed.groups import Groups
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
-from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.telemetry.expert_load import LoadWindow, joined
 
 # e local experts, E logical experts
 
@@ -39,10 +41,11 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class Collected:
-    """A gathered window; the same on all ranks."""
+    """Gathered windows; the same on all ranks of a stage."""
 
-    window: LoadWindow
-    figures_of_rank: tuple[tuple[int, ...], ...]  # by rank, the figures that it passed to `collect`
+    window: LoadWindow  # of the whole model
+    of_stage: LoadWindow | None  # of the layers of this rank's pipeline stage; None: none has experts
+    figures_of_rank: tuple[tuple[int, ...], ...]  # by rank of the stage, the figures that it passed to `collect`
 
 
 class LoadMeter:
@@ -51,7 +54,7 @@ class LoadMeter:
     def __init__(self, load_of_layer: dict[int, ExpertLoad], groups: Groups) -> None:
         """
         Args:
-            load_of_layer: by the index of the layer in the model, for layers with experts.
+            load_of_layer: by the index of the layer in the model, for this rank's layers with experts.
         """
         self._load_of_layer = load_of_layer
         self._groups = groups
@@ -89,8 +92,25 @@ class LoadMeter:
             placement_epoch: epoch of the placement in use.
             figures: further figures to send to all ranks; equally many on each.
         """
-        if not self._load_of_layer:
-            return None
+        of_stage, figures_of_rank = self._collect_stage(placement_epoch, figures) if self._load_of_layer else (None, ())
+        self._first_step += self._num_steps
+        self._start_window()
+        windows = self._of_stages(of_stage)
+        return Collected(joined(windows), of_stage, figures_of_rank) if windows else None
+
+    def _of_stages(self, own: LoadWindow | None) -> list[LoadWindow]:
+        """Return the windows of all pipeline stages that have any, in order. Collective: all ranks, over stages."""
+        pp = self._groups.pp
+        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(own)), dtype=torch.uint8)
+        sizes = pp.all_gather(torch.tensor([len(encoded)]), [1] * pp.world_size).tolist()
+        parts = pp.all_gather(encoded, sizes).split(sizes)
+        found = (msgspec.msgpack.decode(part.numpy().tobytes(), type=LoadWindow | None) for part in parts)
+        return [window for window in found if window is not None]
+
+    def _collect_stage(
+        self, placement_epoch: int, figures: Sequence[int]
+    ) -> tuple[LoadWindow, tuple[tuple[int, ...], ...]]:
+        """Return the window of this stage's layers, and the figures of its ranks. Collective: all ranks of the stage."""
         ep = self._groups.ep
         waited = ep.seconds_waited()
         before = self._waited + [0.0] * (len(waited) - len(self._waited))
@@ -117,26 +137,23 @@ class LoadMeter:
             tokens_of_rank=tuple(of_rank for _, of_rank in rows_of_layer),
             logical_of_slot=tuple(load.placement.logical_of_slot for load in self._load_of_layer.values()),
         )
-        self._first_step += self._num_steps
-        self._start_window()
-        figures_of_rank = tuple(zip(*others[: len(figures)], strict=True)) or ((),) * len(readers)
-        return Collected(window, figures_of_rank)
+        return window, tuple(zip(*others[: len(figures)], strict=True)) or ((),) * len(readers)
 
     def _gather(self, own: list[int]) -> list[list[int]]:
-        """Return by rank: its `own` figures, equally many on each, and then its rows.
+        """Return by rank of the stage: its `own` figures, equally many on each, and then its rows.
 
         Layer by layer, the rows are those of the rank's slots, then those of all experts if they were kept.
         """
         mine = [torch.tensor(own, dtype=torch.int64)]
-        sizes = [len(own)] * self._groups.world.world_size
+        sizes = [len(own)] * self._groups.stage.world_size
         for layer, load in self._load_of_layer.items():
             mine.append(load.rows_e.cpu())
             sizes = [size + num_slots for size, num_slots in zip(sizes, load.placement.num_slots, strict=True)]
             if layer in self._kept_of_layer:
                 mine.append(self._kept_of_layer[layer])
                 sizes = [size + load.placement.num_logical for size in sizes]
-        # collective: all ranks
-        return [numbers.tolist() for numbers in self._groups.world.all_gather(torch.cat(mine), sizes).split(sizes)]
+        # collective: all ranks of the stage
+        return [numbers.tolist() for numbers in self._groups.stage.all_gather(torch.cat(mine), sizes).split(sizes)]
 
     def _read_rows(self, layer: int, readers: Sequence[Iterator[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return a layer's rows by expert and by rank, from the numbers of each rank."""

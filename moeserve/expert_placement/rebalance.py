@@ -97,12 +97,16 @@ def _slot_bytes(layer: PlacedLayer) -> int:
 
 
 class Rebalancer:
-    """One rank's part of rebalancing. All ranks call the same methods in the same steps."""
+    """One rank's part of rebalancing. All ranks of a pipeline stage call the same methods in the same steps.
+
+    Each stage rebalances its own layers, independently of the others.
+    """
 
     def __init__(self, layers: Mapping[int, PlacedLayer], groups: Groups, horizon: int) -> None:
         """
         Args:
-            layers: those with experts, by their index in the model. Their weights are loaded and packed.
+            layers: those of this stage with experts, by their index in the model; at least one. Their weights are loaded
+                and packed.
             horizon: steps within which a new placement must save more time than it costs.
         """
         self.epoch = 0  # epoch of the placement in use: the number of switched layers
@@ -111,7 +115,7 @@ class Rebalancer:
         self._layers = layers
         self._groups = groups
         self._horizon = horizon
-        self._rank = groups.world.rank_in_group
+        self._rank = groups.stage.rank_in_group
         self._memory = {index: layer.experts.memory_of_each for index, layer in layers.items()}
         self._slot_bytes = {index: _slot_bytes(layer) for index, layer in layers.items()}
         self._spare = torch.empty(*_spare_shape(layers), dtype=torch.uint8)
@@ -142,8 +146,8 @@ class Rebalancer:
         """Add a window to the loads, and start to plan if nothing is in progress.
 
         Args:
-            window: the newest one, the same on all ranks.
-            figures_of_rank: by rank, its `own_figures`.
+            window: the newest one of this stage's layers, the same on all its ranks.
+            figures_of_rank: by rank of the stage, its `own_figures`.
         """
         for layer, counts in zip(window.layers, window.tokens_of_expert, strict=True):
             self._loads[layer] = add_window(self._loads[layer], counts)
@@ -175,7 +179,7 @@ class Rebalancer:
         self.epoch += 1
 
     def begin_step(self) -> Piece | None:
-        """Start to move a piece, if there is one, and return it for `finish_step`. Collective: all ranks."""
+        """Start to move a piece, if there is one, and return it for `finish_step`. Collective: all ranks of the stage."""
         if not self._changes or self.must_switch:
             return None
         change = self._changes[0]
@@ -186,12 +190,12 @@ class Rebalancer:
         sent = self._outgoing[: size * len(outgoing)]
         for part, move in zip(sent.view(len(outgoing), size), outgoing, strict=True):
             self._copy_part(change.layer, own_experts.index(move.expert), self._num_arrived, part)
-        ranks = range(self._groups.world.world_size)
+        ranks = range(self._groups.stage.world_size)
         send_sizes = [size * sum(move.to_rank == rank for move in outgoing) for rank in ranks]
         receive_sizes = [size * sum(move.from_rank == rank for move in self._incoming(change)) for rank in ranks]
-        # collective: all ranks
-        pending = self._groups.world.all_to_all(sent, send_sizes, receive_sizes)
-        if not self._groups.world.progresses_in_background:
+        # collective: all ranks of the stage
+        pending = self._groups.stage.all_to_all(sent, send_sizes, receive_sizes)
+        if not self._groups.stage.progresses_in_background:
             pending.wait()  # the collectives of the step would queue behind it
         return Piece(change, self._num_arrived, size, pending, sent, time.perf_counter() - started)
 
@@ -227,7 +231,7 @@ class Rebalancer:
         before, loads = self._layers[layer].placement, self._loads[layer]
         self._excess_of_model += excess_rows(loads, before)
         if proposal := propose(loads, before):
-            node_of_rank = self._groups.world.node_of_rank
+            node_of_rank = self._groups.stage.node_of_rank
             self._planned.append(Change(layer, proposal, moves(before, proposal.placement, node_of_rank)))
 
     def _decide(self) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
@@ -91,9 +92,13 @@ class DenseFeedForward(nn.Module):
 class Decoder(nn.Module):
     """One rank's part of the model: from token ids to hidden states, and from hidden states to logits.
 
+    With several pipeline stages, a rank has the layers of its stage. The first stage has the embedding, the last one the
+    norm and the head; in between, a stage receives the residual stream from the stage before, and sends it to the next.
+
     Args:
         placements: the placement over the ep group of each layer that has experts, in order; see `place_experts`.
         dispatchers: make the dispatchers that carry tokens to experts of other ranks. The worker closes them.
+        stage: numbers of the layers of this rank; None: all layers.
     """
 
     def __init__(
@@ -102,38 +107,45 @@ class Decoder(nn.Module):
         placements: Sequence[Placement],
         dispatchers: DispatcherFactory,
         context: ModelContext,
+        stage: range | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.context = context
+        self.stage = range(len(config.layers)) if stage is None else stage
+        self.layer_configs = config.layers[self.stage.start : self.stage.stop]
+        is_last = self.stage.stop == len(config.layers)
         self.groups = context.groups
         self.dispatchers = dispatchers
         self.tp = context.tp
         size, epsilon = config.hidden_size, config.norm_epsilon
-        self.embedding = Embedding(config.vocab_size, size, context)
+        self.embedding = Embedding(config.vocab_size, size, context) if self.stage.start == 0 else None
         assert len(placements) == config.num_sparse_layers, (len(placements), config.num_sparse_layers)
-        unused = iter(placements)
-        self.layers = [DecoderLayer(layer, size, epsilon, unused, dispatchers, context) for layer in config.layers]
-        self.registered_layers = nn.ModuleList(self.layers)  # so that torch finds their weights
-        self.norm = RMSNorm(size, epsilon, context)
+        unused = iter(config.of_stage(placements, self.stage))
+        self.layers = [DecoderLayer(layer, size, epsilon, unused, dispatchers, context) for layer in self.layer_configs]
+        # So that torch finds their weights, by the same names on any number of stages.
+        self.registered_layers = nn.ModuleDict({str(n): each for n, each in zip(self.stage, self.layers, strict=True)})
+        self.add = context.kernels.add
+        self.norm = RMSNorm(size, epsilon, context) if is_last else None
+        # Tied weights are loaded a second time where the head is on another stage than the embedding.
         tied_to = self.embedding if config.tie_word_embeddings else None
-        self.head = OutputHead(config.vocab_size, size, context, tied_to=tied_to)
+        self.head = OutputHead(config.vocab_size, size, context, tied_to=tied_to) if is_last else None
         self.rotary = Rotary(config.rotary, context.device)
         allocate_weights(self)
 
     def with_one_layer_of_each_kind(self) -> Decoder:
         """Return the model with fewer layers. A step needs as much memory in it, since layers run one after another."""
-        layer_of_config = dict(zip(self.config.layers, self.layers, strict=True))
+        layer_of_config = dict(zip(self.layer_configs, self.layers, strict=True))
         shallow = copy.copy(self)
         shallow.layers = list(layer_of_config.values())
         return shallow
 
     @property
     def moe_layers(self) -> dict[int, MoELayer]:
-        """The mixture-of-experts layers, by layer number."""
+        """The mixture-of-experts layers of this rank, by their number in the model."""
         return {
-            index: layer.feed_forward
-            for index, layer in enumerate(self.layers)
+            number: layer.feed_forward
+            for number, layer in enumerate(self.layers, self.stage.start)
             if isinstance(layer.feed_forward, MoELayer)
         }
 
@@ -150,23 +162,39 @@ class Decoder(nn.Module):
         return [layer.attention.make_cache(num_blocks, block_size) for layer in self.layers]
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
-        """Return hidden states [T, D] after the last norm, of all tokens of the replica."""
-        return self.run_layers(*self.embed(step), caches, step)
+        """Return hidden states [T, D] after the last norm, of all tokens of the replica. Not used but on the last stage."""
+        return self.send(self.run_layers(*self.receive(step), caches, step))
 
-    def embed(self, step: StepInputs) -> tuple[Tensor, Rotation]:
-        """Return the inputs of the first layer."""
-        return self.embedding(step.token_ids, step.tp_sizes), self.rotary.at(step.positions)
+    def receive(self, step: StepInputs) -> tuple[Tensor, Rotation]:
+        """Return the inputs of the first layer: embedded tokens, or the residual stream of the stage before."""
+        rotation = self.rotary.at(step.positions)
+        if self.embedding is not None:
+            return self.embedding(step.token_ids, step.tp_sizes), rotation
+        previous = self.groups.previous
+        assert previous is not None
+        shape = step.tp_sizes[self.tp.rank_in_group], self.config.hidden_size
+        empty_tD = torch.empty(shape, dtype=self.context.dtype, device=step.positions.device)
+        return previous.broadcast(empty_tD, 0), rotation  # collective: this rank and that of the stage before
 
     def run_layers(self, hidden_tD: Tensor, rotation: Rotation, caches: list[Any], step: StepInputs) -> Tensor:
-        """Return the result of `forward` from that of `embed`."""
+        """Return the argument of `send` from the result of `receive`."""
         update_tD: Tensor | None = None
-        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            self.groups.set_layer(index)
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), self.stage.start):
+            self.groups.set_layer(number)
             hidden_tD, update_tD = layer(hidden_tD, update_tD, rotation, cache, step)
         self.groups.set_layer(None)
+        if self.norm is None:
+            assert update_tD is not None
+            return self.add(hidden_tD, update_tD)  # the norm of the next layer would add them to the same bytes
         _, normed_tD = self.norm.after_adding(update_tD, hidden_tD)
         return self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
 
+    def send(self, hidden: Tensor) -> Tensor:
+        """Send the residual stream to the next stage. On the last stage, return the hidden states as they are."""
+        following = self.groups.next
+        return hidden if following is None else following.broadcast(hidden, 0)  # collective: this rank and the next's
+
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return logits [T, vocab_size] of hidden states. All tp ranks must pass the same rows."""
+        """Return logits [T, vocab_size] of hidden states, on the last stage. All tp ranks must pass the same rows."""
+        assert self.head is not None
         return self.head(hidden_TD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from moeserve.expert_placement.eplb import place_experts
 from moeserve.expert_placement.placement import Placement
@@ -11,6 +12,8 @@ from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import RotaryConfig
 from moeserve.moe.layer import MoEConfig
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,14 @@ class ModelConfig:
     def num_sparse_layers(self) -> int:
         """Number of layers with experts."""
         return sum(isinstance(layer.feed_forward, MoEConfig) for layer in self.layers)
+
+    def of_stage(self, of_sparse_layers: Sequence[Item], stage: range) -> Sequence[Item]:
+        """Return the items of a stage: `of_sparse_layers` has one for each layer of the model that has experts."""
+        before, last = (
+            sum(isinstance(layer.feed_forward, MoEConfig) for layer in self.layers[:end])
+            for end in (stage.start, stage.stop)
+        )
+        return of_sparse_layers[before:last]
 
     def place_experts(
         self, num_ranks: int, *, loads: Sequence[Sequence[float]] = (), num_redundant: int = 0

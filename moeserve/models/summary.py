@@ -78,8 +78,9 @@ def summarize(
     model = _build_without_memory(config, placements, groups, getattr(torch, dtype))
     counts = _Counts()
     rows_used = config.vocab_size if config.tie_word_embeddings else 1  # a tied output head uses all rows
-    counts.add("embedding", model.embedding, active=(rows_used, config.vocab_size))
-    for layer, layer_config in zip(model.layers, config.layers, strict=True):
+    if model.embedding is not None:
+        counts.add("embedding", model.embedding, active=(rows_used, config.vocab_size))
+    for layer, layer_config in zip(model.layers, model.layer_configs, strict=True):
         counts.add("attention", layer.attention)
         counts.add("norms", layer.attention_norm, layer.feed_forward_norm)
         match layer.feed_forward, layer_config.feed_forward:
@@ -90,9 +91,10 @@ def summarize(
                     counts.add("shared experts", moe.shared_experts)
             case dense, _:
                 counts.add("dense networks", dense)
-    counts.add("norms", model.norm)
-    if not config.tie_word_embeddings:
-        counts.add("output head", model.head)
+    if model.norm is not None and model.head is not None:
+        counts.add("norms", model.norm)
+        if not model.head.weights.is_borrowed:
+            counts.add("output head", model.head)
     return Summary(
         dtype=dtype,
         parts=counts.parts(),
@@ -127,6 +129,7 @@ def loading_memory(model: Decoder, *, fills_all_first: bool = False) -> LoadingM
     most_open = max(
         sum(weights.open.weight_eOI.nbytes for weights in weights_of(module).values() if _is_replaced(weights))
         for module in (*model.layers, model.head)
+        if module is not None
     )
     return LoadingMemory(kept, kept + most_open)
 

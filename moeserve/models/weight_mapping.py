@@ -35,14 +35,10 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
             ignored.add(name)
         else:
             into.setdefault(name, []).append(place)
-    # Multi-token prediction: layers after the last, which are not served.
-    num_layers = len(model.layers)
-    skipped = tuple(
-        f"model.layers.{index}." for index in range(num_layers, num_layers + model.config.num_skipped_layers)
-    )
-
-    if model.config.tie_word_embeddings:  # older checkpoints hold the embedding a second time
-        ignored.add("lm_head.weight")
+    # Layers of other pipeline stages, and those after the last: multi-token prediction, which is not served.
+    num_layers = len(model.config.layers) + model.config.num_skipped_layers
+    skipped = tuple(f"model.layers.{number}." for number in range(num_layers) if number not in model.stage)
+    ignored |= {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} - into.keys()
 
     def is_ignored(name: str) -> bool:
         return name in ignored or name.startswith(skipped) or bool(_FREQUENCIES.fullmatch(name))
@@ -51,14 +47,16 @@ def destinations(model: Decoder, family: Family, names: Collection[str]) -> Dest
 
 
 def _rows_of(model: Decoder, family: Family, names: Collection[str]) -> Iterator[Row]:
-    embedding, vocab_size = model.embedding, model.config.vocab_size
-    yield "model.embed_tokens.weight", rows(embedding.weight, embedding.share, vocab_size)
-    yield "model.norm.weight", whole(model.norm.weight)
-    if not model.config.tie_word_embeddings:
-        head = model.head
-        yield "lm_head.weight", rows(head.weight, head.share, vocab_size, head.weights)
-    for index, (layer, config) in enumerate(zip(model.layers, model.config.layers, strict=True)):
-        prefix = f"model.layers.{index}"
+    embedding, head, vocab_size = model.embedding, model.head, model.config.vocab_size
+    if embedding is not None:
+        yield "model.embed_tokens.weight", rows(embedding.weight, embedding.share, vocab_size)
+    if model.norm is not None:
+        yield "model.norm.weight", whole(model.norm.weight)
+    if head is not None and not head.weights.is_borrowed:
+        name = "model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
+        yield name, rows(head.weight, head.share, vocab_size, head.weights)
+    for number, layer, config in zip(model.stage, model.layers, model.layer_configs, strict=True):
+        prefix = f"model.layers.{number}"
         yield f"{prefix}.input_layernorm.weight", whole(layer.attention_norm.weight)
         yield f"{prefix}.post_attention_layernorm.weight", whole(layer.feed_forward_norm.weight)
         match layer.attention:

@@ -26,6 +26,7 @@ class LiveRequest:
     block_ids: list[int] = field(default_factory=list)
     slot: int = NO_SLOT  # of the ranks' tables
     is_registered: bool = False  # the ranks' tables hold its state
+    num_sent: int = 0  # known tokens, when it was last planned; if the ranks do not sample, they have these
     num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     num_passed: int = 0  # requests that were admitted before this one though they came later
     ended: bool = False

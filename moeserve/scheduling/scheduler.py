@@ -35,8 +35,10 @@ class SchedulerConfig:
     max_num_batched_tokens: int  # of one step
     max_model_len: int  # tokens of a request, prompt and output together
     enable_prefix_caching: bool
-    # Plan tokens whose predecessor is not sampled yet; False: wait until it is committed.
+    # Plan tokens whose predecessor is not sampled yet; ranks append what they sample. False: wait until it is committed;
+    # then plans bring the tokens to the ranks, not all of which may sample.
     plans_ahead: bool = True
+    num_batches: int = 1  # in which the requests run, if each plan takes its share of them
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,14 @@ class _PlannedChunk:
     num_tokens: int
     samples: bool
     num_prompt_rows: int  # prompt tokens whose log-probabilities it returns
+    num_known: int  # tokens of the request that ranks have after this plan
     num_blocks: int  # of the request, up to this plan
 
     def expected_state(self) -> ExpectedState:
-        """Return the state that ranks have after the plan. Its tokens are known once the result is committed."""
+        """Return the state that ranks have after the plan, once its result is committed."""
         request = self.request
-        return ExpectedState(request.request_id, request.slot, request.token_ids, request.block_ids[: self.num_blocks])
+        token_ids, block_ids = request.token_ids[: self.num_known], request.block_ids[: self.num_blocks]
+        return ExpectedState(request.request_id, request.slot, token_ids, block_ids)
 
 
 class Scheduler:
@@ -163,6 +167,7 @@ class Scheduler:
             lengths=[num_tokens for _, num_tokens in planned],
             registrations=[request.registration() for request, _ in planned if not request.is_registered],
             new_blocks=new_blocks,
+            new_tokens=[] if self.config.plans_ahead else self._unsent_tokens(planned),
         )
         self._plans.append([self._start_chunk(request, num_tokens) for request, num_tokens in planned])
         return plan
@@ -184,9 +189,9 @@ class Scheduler:
         for chunk, chunk_result in zip(chunks, result.chunks, strict=True):
             self._finish_chunk(chunk)
             is_kept = not chunk.request.ended and chunk_result.error is None
-            expected.append(chunk.expected_state() if reports and is_kept else None)
             if not chunk.request.ended and (update := self._commit_chunk(chunk, chunk_result)) is not None:
                 updates.append(update)
+            expected.append(chunk.expected_state() if reports and is_kept else None)
         check_reports(step, expected, reports)
         return updates
 
@@ -236,7 +241,7 @@ class Scheduler:
         Returns:
             The rest of the budget, and False if a request cannot grow now, so that no newer one may get blocks.
         """
-        ready = [request for request in self._running.values() if self._may_continue(request)]
+        ready = [request for request in self._running.values() if self._may_continue(request)][: self._max_chunks]
         num_left = len(ready)
         for request in ready:
             num_left -= 1
@@ -255,6 +260,17 @@ class Scheduler:
             planned.append((request, num_tokens))
             budget -= num_tokens
         return budget, True
+
+    @property
+    def _max_chunks(self) -> int:
+        """Requests in one plan, so that each of `num_batches` plans gets an equal share."""
+        num_requests = min(len(self._running) + len(self._waiting), self.config.max_num_seqs)
+        return -(-num_requests // self.config.num_batches)
+
+    def _unsent_tokens(self, planned: Sequence[tuple[LiveRequest, int]]) -> list[tuple[int, int]]:
+        """Return the slots and tokens of registered requests whose last token the ranks do not have yet."""
+        registered = (request for request, _ in planned if request.is_registered)
+        return [(each.slot, each.token_ids[-1]) for each in registered if each.num_sent < len(each.token_ids)]
 
     def _may_continue(self, request: LiveRequest) -> bool:
         """True if another token of the request can be planned now."""
@@ -295,7 +311,7 @@ class Scheduler:
         """Admit waiting requests, oldest first. A few may pass those that do not fit yet."""
         passed: list[LiveRequest] = []
         for request in list(self._waiting.values()):
-            if budget == 0 or len(self._running) == self.config.max_num_seqs:
+            if budget == 0 or len(planned) == self._max_chunks or len(self._running) == self.config.max_num_seqs:
                 return
             prefix = self._cached_prefix(request)
             if not self._has_room(request, prefix):
@@ -351,10 +367,12 @@ class Scheduler:
         needs_rows = request.needs_every_prompt_row and request.num_unknown == 0
         num_prompt_rows = num_tokens - samples if needs_rows else 0  # the last row predicts the sampled token
         request.is_registered = True
+        request.num_sent = len(request.token_ids)
         request.num_planned = end
         request.num_unknown += samples
         request.num_plans += 1
-        return _PlannedChunk(request, num_tokens, samples, num_prompt_rows, len(request.block_ids))
+        num_known = len(request.token_ids) + (request.num_unknown if self.config.plans_ahead else 0)
+        return _PlannedChunk(request, num_tokens, samples, num_prompt_rows, num_known, len(request.block_ids))
 
     def _finish_chunk(self, chunk: _PlannedChunk) -> None:
         """A plan that names the chunk's request is not in flight any more."""

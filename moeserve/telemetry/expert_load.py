@@ -128,6 +128,22 @@ def summed(windows: Sequence[LoadWindow]) -> LoadWindow:
     )
 
 
+def joined(stages: Sequence[LoadWindow]) -> LoadWindow:
+    """Join the windows of the pipeline stages of one model, which are of the same steps, into one."""
+    first = stages[0]
+    return msgspec.structs.replace(
+        first,
+        seconds=max(window.seconds for window in stages),
+        placement_epoch=sum(window.placement_epoch for window in stages),
+        bytes_dispatched=sum(window.bytes_dispatched for window in stages),
+        straggler_seconds=math.fsum(window.straggler_seconds for window in stages),
+        layers=tuple(layer for window in stages for layer in window.layers),
+        tokens_of_expert=tuple(counts for window in stages for counts in window.tokens_of_expert),
+        tokens_of_rank=tuple(counts for window in stages for counts in window.tokens_of_rank),
+        logical_of_slot=tuple(ranks for window in stages for ranks in window.logical_of_slot),
+    )
+
+
 def coarsened(windows: Sequence[LoadWindow], at_most: int) -> tuple[LoadWindow, ...]:
     """Merge equally many neighbours each, so that at most `at_most` windows are left."""
     size = max(1, math.ceil(len(windows) / at_most))

@@ -53,13 +53,13 @@ class CapturedStep:
     hidden_tD: Tensor
     rotation: Rotation
     step: StepInputs
-    result_TD: Tensor
+    result: Tensor
 
     def run(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
-        """Return the hidden states [T, D], valid until the next run. Raises DistributedError as the layers do."""
+        """Return the result of the layers, valid until the next run. Raises DistributedError as the layers do."""
         self.copy_inputs(hidden_tD, rotation, step)
         self.replay()
-        return self.result_TD
+        return self.result
 
     def copy_inputs(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> None:
         self.hidden_tD.copy_(hidden_tD)
@@ -92,15 +92,18 @@ class CpuGraphs:
         return None
 
     def __call__(self, step: StepInputs) -> Tensor:
-        hidden_tD, rotation = self.model.embed(step)
+        hidden_tD, rotation = self.model.receive(step)
+        return self.model.send(self._run_layers(hidden_tD, rotation, step))
+
+    def _run_layers(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
         sizes = len(step.token_ids), step.tokens_per_rank
         if sizes in self.captured:
             self.captured.move_to_end(sizes)
             captured = self.captured[sizes]
             if captured is not None and _is_decode(step):
-                result_TD = captured.run(hidden_tD, rotation, step)
+                result = captured.run(hidden_tD, rotation, step)
                 self.groups.add_replayed(captured.num_collectives)
-                return result_TD
+                return result
         elif 0 < len(step.token_ids) <= MAX_TOKENS and _is_decode(step):
             if sizes in self._sizes_seen:
                 return self._capture(sizes, hidden_tD, rotation, step)
@@ -110,7 +113,7 @@ class CpuGraphs:
         return self.model.run_layers(hidden_tD, rotation, self.caches, step)
 
     def _capture(self, sizes: StepSizes, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
-        """Run a step while capturing it. Return its hidden states."""
+        """Run the layers while capturing them."""
         make_graph = self.model.context.kernels.make_step_graph
         assert make_graph is not None
         graph = make_graph(self.memory.address, self.memory.num_bytes)
@@ -130,7 +133,7 @@ class CpuGraphs:
                 row_starts=step.row_starts.clone(),
                 block_table=self._input_memory("block_table", step.block_table),
             ),
-            result_TD=hidden_tD,
+            result=hidden_tD,
         )
         captured.copy_inputs(hidden_tD, rotation, step)
 
@@ -138,11 +141,11 @@ class CpuGraphs:
         graph.begin_capture()
         try:
             with check, check.reads, without_pool():
-                result_TD = self.model.run_layers(captured.hidden_tD, captured.rotation, self.caches, captured.step)
+                result = self.model.run_layers(captured.hidden_tD, captured.rotation, self.caches, captured.step)
         finally:
             graph.end_capture()
-        alias_TD = self.memory.alias(result_TD)  # a reference would keep this memory from all other graphs
-        if check.missed or alias_TD is None:
+        alias = self.memory.alias(result)  # a reference would keep this memory from all other graphs
+        if check.missed or alias is None:
             missed = ", ".join(sorted(check.missed)) or "an operation whose result is not in the graph's memory"
             logger.info("decode steps of %d tokens are not captured: the layers also call %s", sizes[0], missed)
             self.captured[sizes] = None
@@ -150,10 +153,10 @@ class CpuGraphs:
             counts = tuple(
                 after - before for after, before in zip(self.groups.count_collectives(), counts, strict=True)
             )
-            self.captured[sizes] = dataclasses.replace(captured, num_collectives=counts, result_TD=alias_TD)
+            self.captured[sizes] = dataclasses.replace(captured, num_collectives=counts, result=alias)
         if len(self.captured) > MAX_CPU_GRAPHS:
             self.captured.popitem(last=False)
-        return result_TD
+        return result
 
     def _input_memory(self, name: str, like: Tensor) -> Tensor:
         """Return the rows where all graphs find an input."""

@@ -119,7 +119,7 @@ class CudaGraphs:
         self.model = model
         self.caches = caches
         self.sizes = tuple(sizes)
-        device = model.embedding.weight.device
+        device = context.device
         inputs = _empty_inputs(max(sizes, default=0), context.max_blocks, device)
         self._steps: dict[int, StepInputs] = {}
         self._captured: dict[int, tuple[Callable[[], None], Tensor]] = {}

@@ -60,7 +60,8 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         _select_kernels(config, description, device), groups, dtype, device, quantization=config.quantization
     )
     dispatchers = _open_dispatchers(config, description, placements, context)
-    model = Decoder(description.model, placements, dispatchers, context.without_memory())
+    stage = config.layers_of_stage(groups.mesh.coordinates(groups.rank).pp)
+    model = Decoder(description.model, placements, dispatchers, context.without_memory(), stage)
     memory = loading_memory(model, fills_all_first=config.load_format == "dummy")
     wait_for_cache_writers(cancelled_only=True)  # they hold the weights of a deleted model
     free = free_memory() // config.num_ranks if config.device == "cpu" else torch.cuda.mem_get_info()[0]
@@ -82,7 +83,7 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         and config.device == "cpu"
         and memory.kept >= MIN_CACHED_BYTES
     )
-    key = _cache_key(config, context, placements, checkpoint) if is_cached else ""
+    key = _cache_key(config, model, placements, checkpoint) if is_cached else ""
     if is_cached and (state := cache.load(key)) is not None:
         if adopt_state(model, state):
             return LoadedModel(model.eval(), mapped_bytes=sum(tensor.nbytes for tensor in state.values()))
@@ -141,18 +142,16 @@ def _too_large(config: EngineConfig, memory: LoadingMemory, free: int) -> str:
     )
 
 
-def _cache_key(
-    config: EngineConfig, context: ModelContext, placements: Sequence[Placement], checkpoint: Checkpoint
-) -> str:
+def _cache_key(config: EngineConfig, model: Decoder, placements: Sequence[Placement], checkpoint: Checkpoint) -> str:
     """Return the cache key of this rank's weights, packed for this machine."""
     files = {Path(config.model_path) / "config.json", *(tensor.shard for tensor in checkpoint.tensors.values())}
-    groups = context.groups
+    groups = model.groups
     return hash_key(
         PACKED_STATE_VERSION,
         fingerprint(files),
         config.dtype,
         config.quantization,
-        context.kernels.instruction_set,
-        [groups.mesh.tp, groups.mesh.dp, groups.rank],
+        model.context.kernels.instruction_set,
+        [groups.mesh.tp, groups.mesh.dp, groups.rank, model.stage.start, model.stage.stop],
         [placement.logical_of_slot[groups.ep.rank_in_group] for placement in placements],
     )

@@ -24,23 +24,33 @@ PROMPT_ROWS = 64
 
 
 class ModelRunner:
-    """Executes steps on one rank. The first tp rank of a replica samples, and sends the tokens to the others."""
+    """Executes steps on one rank. The first tp rank of a replica's last pipeline stage samples."""
 
-    def __init__(self, model: Decoder, context: StepContext, replay: StepReplay, table: RequestTable) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        context: StepContext,
+        replay: StepReplay,
+        table: RequestTable,
+        *,
+        appends_samples: bool = True,
+    ) -> None:
         """
         Args:
             table: of the requests whose chunks are executed.
+            appends_samples: append sampled tokens to the table, for later plans that do not bring them.
         """
         self.model = model
         self.context = context
         self.replay = replay
         self.table = table
+        self.appends_samples = appends_samples
 
     @torch.inference_mode()
     def execute(
         self, chunks: Sequence[Chunk], num_tokens: tuple[int, ...], padded_to: int | None = None
     ) -> list[ChunkResult]:
-        """Run one step, and append the sampled tokens to the table. Collective: all ranks.
+        """Run one step. Collective: all ranks.
 
         Args:
             num_tokens: of each replica's chunks in this step, in order of dp rank.
@@ -51,6 +61,8 @@ class ModelRunner:
         """
         step = self.build_inputs(chunks, num_tokens, padded_to)
         hidden_TD = self.replay(step)
+        if self.model.head is None:  # a later pipeline stage samples
+            return []
         # Computing logits is collective: on all tp ranks alike.
         sampling = [chunk for chunk in chunks if chunk.samples]
         logits_LV = self.model.logits(step.rows_for_logits(hidden_TD)) if sampling else None
@@ -63,7 +75,8 @@ class ModelRunner:
         if samples_here and logits_LV is not None:
             sampled = sample(logits_LV, [sample_spec(chunk.request) for chunk in sampling], self.model.context.kernels)
         self.model.groups.raise_failure()  # the tokens are on the host, so the GPU has finished the step
-        self._append_tokens(chunks, [token.token_id for token in sampled] or [0] * len(sampling))
+        if self.appends_samples and sampling:
+            self._append_tokens(chunks, [token.token_id for token in sampled] or [0] * len(sampling))
         if not samples_here:
             return []
         remaining = iter(sampled)
@@ -72,11 +85,16 @@ class ModelRunner:
             for chunk, prompt in zip(chunks, prompts, strict=True)
         ]
 
+    def skip(self, chunks: Sequence[Chunk]) -> None:
+        """Make later plans possible after a step that has failed, on a rank without others."""
+        if self.appends_samples:
+            self.table.append_tokens(chunks, [0] * sum(chunk.samples for chunk in chunks))
+
     def _append_tokens(self, chunks: Sequence[Chunk], token_ids: list[int]) -> None:
-        if token_ids:
-            # collective: tp ranks
-            shared = self.model.groups.tp.broadcast(torch.tensor(token_ids), 0)
-            self.table.append_tokens(chunks, token_ids if self.context.tp_rank == 0 else shared.tolist())
+        """Append the tokens of the first tp rank on all of them."""
+        # collective: tp ranks
+        shared = self.model.groups.tp.broadcast(torch.tensor(token_ids), 0)
+        self.table.append_tokens(chunks, token_ids if self.context.tp_rank == 0 else shared.tolist())
 
     def _prompt_rows(self, chunk: Chunk, hidden_TD: Tensor, samples_here: bool) -> Iterator[list[TokenLogprobs] | str]:
         """Yield log-probabilities of pieces of the prompt, or an error. Collective: tp ranks, in their logits."""

@@ -8,10 +8,9 @@ from moeserve.config.resolve import too_few_gpus
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.connect import Rendezvous, connect
 from moeserve.distributed.groups import Groups
-from moeserve.distributed.mesh import Mesh
 from moeserve.errors import SettingsError
 from moeserve.processes.child import Parent
-from moeserve.worker.protocol import Leave, Loaded, RankStart, ToRank
+from moeserve.worker.protocol import Leave, Loaded, RankStart, ToRank, mesh_of
 from moeserve.worker.worker import Worker
 
 
@@ -41,7 +40,7 @@ def join(start: RankStart) -> Groups:
     config = start.config
     device = take_device(config, start.rank)
     return connect(
-        Mesh(tp=config.tensor_parallel_size, dp=config.data_parallel_size),
+        mesh_of(config),
         start.rank,
         Rendezvous(start.store_host, start.store_port, config.collective_timeout, start.store_key),
         check_order=config.debug_collectives,

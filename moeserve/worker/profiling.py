@@ -21,7 +21,7 @@ def make_probe(model: Decoder, context: StepContext, max_num_seqs: int) -> Model
     for cache in caches:
         cache.clear()  # trial steps read positions that were never written
     table = RequestTable(max_num_seqs, context.max_blocks)  # all blocks are block 0
-    return ModelRunner(shallow, context, EagerSteps(shallow, caches), table)
+    return ModelRunner(shallow, context, EagerSteps(shallow, caches), table, appends_samples=False)
 
 
 def profile_blocks(config: EngineConfig, probe: ModelRunner, bytes_per_token: int, reserved_bytes: int) -> int:

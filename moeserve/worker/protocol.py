@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from moeserve.config.settings import EngineConfig
+from moeserve.distributed.mesh import Mesh
 from moeserve.scheduling.lockstep import Outcome, Round
 
 
@@ -22,12 +23,12 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dp_index(self) -> int:
-        return self.rank // self.config.tensor_parallel_size
+        return mesh_of(self.config).coordinates(self.rank).dp
 
     @property
     def samples(self) -> bool:
         """True if this rank samples its replica's tokens."""
-        return self.rank % self.config.tensor_parallel_size == 0
+        return self.rank % self.config.ranks_per_replica == sampling_rank(self.config)
 
     @property
     def answers(self) -> bool:
@@ -53,5 +54,18 @@ FromRank: TypeAlias = Loaded | Outcome
 
 def rank_name(config: EngineConfig, rank: int) -> str:
     """Return the name of a rank for error messages."""
-    dp_index, tp_index = divmod(rank, config.tensor_parallel_size)
-    return f"rank {rank} (replica {dp_index}, tp {tp_index})" if config.num_ranks > 1 else "rank 0"
+    if config.num_ranks == 1:
+        return "rank 0"
+    at = mesh_of(config).coordinates(rank)
+    stage = f"stage {at.pp}, " if config.pipeline_parallel_size > 1 else ""
+    return f"rank {rank} (replica {at.dp}, {stage}tp {at.tp})"
+
+
+def mesh_of(config: EngineConfig) -> Mesh:
+    """Return the mesh of all ranks."""
+    return Mesh(tp=config.tensor_parallel_size, dp=config.data_parallel_size, pp=config.pipeline_parallel_size)
+
+
+def sampling_rank(config: EngineConfig) -> int:
+    """Return the index, among the ranks of a replica, of the one that samples: the first of the last stage."""
+    return config.ranks_per_replica - config.tensor_parallel_size

@@ -63,6 +63,8 @@ class RequestTable:
             self._register(registration)
         for slot, block_ids in plan.new_blocks:
             self._append_blocks(slot, self._requests[slot], block_ids)
+        for slot, token_id in plan.new_tokens:
+            self._requests[slot].token_ids.append(token_id)
         return [
             self._chunk(slot, start, length)
             for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True)

@@ -60,7 +60,7 @@ class Worker:
         probe = make_probe(model, context, config.max_num_seqs)
         if kernels.compiles_on_first_use:
             run_all_sizes(probe, config)
-        rebalances = config.rebalance == "auto"
+        rebalances = config.rebalance == "auto" and bool(layers)
         reserved_bytes = loaded.mapped_bytes + replay.reserved_bytes() + (spare_bytes(layers) if rebalances else 0)
         num_blocks = profile_blocks(config, probe, model.cache_bytes_per_token, reserved_bytes)
         self.num_blocks = groups.world.all_reduce_minimum(num_blocks)  # collective: all ranks
@@ -73,7 +73,7 @@ class Worker:
             for cache in caches:
                 cache.clear()
         table = RequestTable(config.max_num_seqs, context.max_blocks)
-        self.runner = ModelRunner(model, context, replay.make(caches), table)
+        self.runner = ModelRunner(model, context, replay.make(caches), table, appends_samples=config.async_scheduling)
         self._num_rounds = 0
         self._reports_state = config.debug_rank_state
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
@@ -123,7 +123,7 @@ class Worker:
             if self.groups.world.world_size > 1:  # the others are in a collective, so all must end
                 raise
             logger.exception("a step failed")
-            self.runner.table.append_tokens(chunks, [0] * sum(chunk.samples for chunk in chunks))  # for later plans
+            self.runner.skip(chunks)
             return StepResult(step=step, chunks=[]), f"a step failed: {type(error).__name__}: {error}"
         return StepResult(step=step, chunks=results), ""
 
@@ -157,8 +157,8 @@ class Worker:
         figures = self.rebalancer.own_figures() if self.rebalancer else ()
         collected = self.load_meter.collect(epoch, figures)  # collective: all ranks
         self._load = None if collected is None else collected.window
-        if self.rebalancer and collected:
-            self.rebalancer.consider(collected.window, collected.figures_of_rank)
+        if self.rebalancer and collected and collected.of_stage:
+            self.rebalancer.consider(collected.of_stage, collected.figures_of_rank)
 
 
 def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context: StepContext) -> ReplayFactory:
@@ -170,7 +170,11 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
             make=lambda caches: CpuGraphs(model, caches, groups, context.max_blocks),
         )
     if kernels.supports_cuda_graphs and not config.enforce_eager and groups.supports_cuda_graphs:
-        sizes = graph_sizes(config.max_num_seqs, groups.mesh, model.is_capturable)
+
+        def is_capturable(tokens_per_rank: Sequence[int]) -> bool:  # collective: all ranks, over stages
+            return bool(groups.pp.all_reduce_minimum(int(model.is_capturable(tokens_per_rank))))
+
+        sizes = graph_sizes(config.max_num_seqs, groups.mesh, is_capturable)
         stream = torch.cuda.Stream()
 
         def capture(caches: list[Any], sizes: Sequence[int]) -> CudaGraphs:

@@ -7,6 +7,7 @@ preempted or aborted, an attended position must hold exactly the prefix of the r
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
@@ -226,6 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
             plans_ahead=plans_ahead,
+            num_batches=1 if plans_ahead else max_plans,
         )
         self.scheduler = Scheduler(self.config, b"engine")
         self.new_table = lambda: RequestTable(max_num_seqs, max_blocks)
@@ -339,6 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.last_step = plan.step
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.slots) <= self.scheduler.num_running <= self.config.max_num_seqs
+        assert len(plan.slots) <= math.ceil(min(len(self.live), self.config.max_num_seqs) / self.config.num_batches)
         blocks_in_flight = {block for other in self.plans for block in other.blocks}
         for registration in plan.registrations:
             known = next(known for known in self.live if known.request.seed == registration.seed)
@@ -376,7 +379,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position in range(0 if known.is_garbage else chunk.end):
                 assert self.cache[self.place(chunk, position)] == known.contents(position), "overwritten in the step"
         results = [self.result_of(chunk) for chunk in chunks]
-        self.table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
+        if self.config.plans_ahead:
+            self.table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
         if row_fails:
             results[failing_row % len(results)] = ChunkResult(error="NaN")
         each.failed = fails
