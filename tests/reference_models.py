@@ -317,8 +317,9 @@ SHAPES = {
     ),
 }
 
-# Heads that can be divided over 4 tp ranks, unlike those of their families above.
+# Divisible where those of their families above are not: heads over 4 tp ranks, layers into 3 pipeline stages.
 DIVISIBLE = {
+    "mixtral-three-layers": Shape("Mixtral", SHAPES["mixtral"].settings | dict(num_hidden_layers=3), seed=5),
     "deepseek-v3-four-heads": Shape(
         "DeepseekV3",
         SHAPES["deepseek-v3"].settings | heads(4, 4) | dict(num_hidden_layers=3, first_k_dense_replace=1),

@@ -1,7 +1,7 @@
 """Real replicas in the processes of `ranks.py`, with a client in each that follows a timetable known to all ranks.
 
-The process of each replica's first rank runs the replica's loop, as an engine process does, and the rank in a thread.
-The other ranks execute the rounds that they receive over a socket. The client stands in for the user's process.
+The process of each replica's rank that samples runs the replica's loop, as an engine process does, and the rank in a
+thread. The other ranks execute the rounds that they receive over a socket. The client stands in for the user's process.
 Invariants are checked on the way, named as in `tests/reliability/replica_simulator.py`:
 
 - I1: all ranks execute the same steps (with an order check).
@@ -38,6 +38,7 @@ from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import Groups
+from moeserve.distributed.mesh import Mesh
 from moeserve.engine import process
 from moeserve.engine.base import new_scheduler
 from moeserve.engine.process import User
@@ -93,7 +94,7 @@ class Story(msgspec.Struct, kw_only=True):
     routed: list[list[list[int]]] = []  # by executed step and layer: how many of this rank's tokens chose each expert
     computed: list[list[list[int]]] = []  # the same: how many rows each expert computed on this rank
     ways: list[bool] = []  # by executed step and layer, if there are several ranks: True if it was small
-    updates: list[RequestUpdate] = []  # this and the next fields: of first ranks only
+    updates: list[RequestUpdate] = []  # this and the next fields: of ranks that sample
     num_rounds: int = 0
     num_idle_rounds: int = 0
     num_padding_steps: int = 0
@@ -119,8 +120,9 @@ def play(
     seed: int = 0,
     faulty_part: str | None = None,
     max_small_tokens: int | None = MIDDLE,
+    pp: int = 1,
 ) -> dict[str, Any]:
-    """Run one rank of a worker group of `place.num_ranks / tp` replicas, from its start to the agreed shutdown.
+    """Run one rank of a worker group of `place.num_ranks / (pp * tp)` replicas, from its start to the agreed shutdown.
 
     Args:
         options: settings of the engine.
@@ -130,10 +132,11 @@ def play(
         max_small_tokens: the largest small step, in tokens of all ranks. None: as in serving.
     """
     process.HEARTBEAT_S = HEARTBEAT_S
-    options = {"dtype": "float32", "num_threads": 1, "tensor_parallel_size": tp, **options}
-    settings = parse_settings(options | {"data_parallel_size": place.num_ranks // tp})
+    layout = dict(tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=place.num_ranks // (pp * tp))
+    settings = parse_settings({"dtype": "float32", "num_threads": 1, **layout, **options})
     config = resolve(settings, read_facts(folder), MachineFacts(num_cores=place.num_ranks))
-    groups = join(RankStart(config=config, rank=place.rank, store_host=place.store_host, store_port=place.store_port))
+    start = RankStart(config=config, rank=place.rank, store_host=place.store_host, store_port=place.store_port)
+    groups = join(start)
     story = Story()
     part = named(faulty_part) if faulty_part else None
     agreement = (
@@ -142,11 +145,11 @@ def play(
     max_small_bytes = None if max_small_tokens is None else bytes_of_tokens(folder, max_small_tokens)
     try:
         with border(max_small_bytes, story.ways.append), mock.patch("moeserve.worker.worker.agree", agreement):
-            if groups.tp.rank_in_group > 0:
-                follow(config, groups, story)
-            else:
+            if start.samples:
                 arrivals = msgspec.convert(timetable, Timetable)
                 lead(config, groups, arrivals, num_blocks, seed, part, story)
+            else:
+                follow(config, groups, story)
     except Exception as error:  # this process goes on to run other tests, so it must report the failure
         groups.leave(f"{type(error).__name__}: {error}")
         raise
@@ -162,7 +165,7 @@ def lead(
     faulty_part: Any,
     story: Story,
 ) -> None:
-    """Run a replica and its first rank, which computes in a thread."""
+    """Run a replica and its rank that samples, which computes in a thread."""
     dp_index, num_replicas = groups.dp.rank_in_group, config.data_parallel_size
     followers = accept_followers(groups)
     worker = Worker(config, groups, show_progress=False)
@@ -200,11 +203,11 @@ def follow(config: EngineConfig, groups: Groups, story: Story) -> None:
                 outcome = worker.execute(order)
                 has_ended = outcome.agreement.ends_all
                 note_step(story, outcome, layers)
-        assert not channel.is_closed, "the first rank of the replica has gone"
+        assert not channel.is_closed, "the rank that samples has gone"
 
 
 class LeadingExecutor:
-    """Sends rounds to a replica's other ranks, runs them on the first rank in a thread, and checks them."""
+    """Sends rounds to a replica's other ranks, runs them on the rank that samples in a thread, and checks them."""
 
     def __init__(self, worker: Worker, followers: Sequence[Channel[Any]], dp_index: int, story: Story) -> None:
         self.num_blocks = worker.num_blocks
@@ -259,13 +262,19 @@ class LeadingExecutor:
 def accept_followers(groups: Groups) -> list[Channel[Any]]:
     """Return sockets to the replica's other ranks."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        groups.tp.broadcast(torch.tensor(listener.getsockname()[1]), 0)  # collective: all tp ranks
-        return [Channel(listener.accept()[0], FromRank) for _ in groups.tp.ranks[1:]]
+        share_of_leader(groups, listener.getsockname()[1])
+        num_followers = groups.tp.world_size * groups.pp.world_size - 1
+        return [Channel(listener.accept()[0], FromRank) for _ in range(num_followers)]
 
 
 def reach_leader(groups: Groups) -> Channel[Any]:
-    port = int(groups.tp.broadcast(torch.tensor(0), 0))  # collective: all tp ranks
-    return Channel(socket.create_connection(("127.0.0.1", port)), ToRank)
+    return Channel(socket.create_connection(("127.0.0.1", share_of_leader(groups, 0))), ToRank)
+
+
+def share_of_leader(groups: Groups, number: int) -> int:
+    """Return the number that the rank passes which samples. Collective: all ranks of a replica."""
+    in_stage = groups.pp.broadcast(torch.tensor(number), groups.pp.world_size - 1)
+    return int(groups.tp.broadcast(in_stage, 0))
 
 
 class Client(User):
@@ -428,19 +437,27 @@ def count_dispatches(model: Decoder) -> list[CountedDispatcher]:
             local_experts = torch.tensor(moe.local_experts, dtype=torch.int64)
             moe.dispatcher = CountedDispatcher(moe.dispatcher, local_experts, moe.router.config.num_experts)
             counted.append(moe.dispatcher)
-    assert counted
     return counted
 
 
-def check_counts(stories: Sequence[Story], tp: int, top_k: int) -> None:
+def check_counts(all_stories: Sequence[Story], tp: int, top_k: int, pp: int = 1) -> None:
     """Check I2 and I5: each token's pairs are sent once and computed once, and ranks without tokens add none.
 
     And I1: all ranks executed the same steps, small or large.
     """
-    assert all(story.steps == stories[0].steps for story in stories), "I1: ranks executed different steps"
+    assert all(story.steps == all_stories[0].steps for story in all_stories), "I1: ranks executed different steps"
+    mesh = Mesh(tp=tp, pp=pp, dp=len(all_stories) // (tp * pp))
+    for stage in range(pp):
+        check_stage([all_stories[rank] for rank in mesh.group("ep", stage * tp)], tp, top_k)
+
+
+def check_stage(stories: Sequence[Story], tp: int, top_k: int) -> None:
+    """Check the ranks of one pipeline stage."""
     assert all(story.ways == stories[0].ways for story in stories), "I1: steps were small on some ranks only"
     for index, num_tokens in enumerate(stories[0].steps):
         routed = torch.tensor([story.routed[index] for story in stories])  # [ranks, layers, experts]
+        if routed.ndim < 3:  # no layer of this stage has experts
+            return
         computed = torch.tensor([story.computed[index] for story in stories])
         assert torch.equal(routed.sum(0), computed.sum(0)), f"I2: step {index}: {routed.tolist()} {computed.tolist()}"
         of_replicas = routed.unflatten(0, (-1, tp)).sum(1).sum(-1)  # [replicas, layers]

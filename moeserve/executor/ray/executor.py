@@ -19,7 +19,7 @@ from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.executor.ray.actors import SECONDS_OF_SILENCE
 from moeserve.executor.ray.errors import first_line
 from moeserve.scheduling.lockstep import Outcome, Round, gathered
-from moeserve.worker.protocol import RankStart, rank_name
+from moeserve.worker.protocol import RankStart, rank_name, sampling_rank
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +30,13 @@ class RayExecutor:
     def __init__(self, starts: Sequence[RankStart], ranks: Sequence[Any], *, show_progress: bool) -> None:
         """
         Args:
-            starts: the starts of the replica's ranks, by tp.
+            starts: the starts of the replica's ranks, in order of rank.
             ranks: their actors.
         """
         config = starts[0].config
         self._name = rank_name(config, starts[0].rank)
-        self._ranks = ranks
+        first = sampling_rank(config)
+        self._ranks = [*ranks[first:], *ranks[:first]]  # the one that samples first
         self._timeout_s = config.collective_timeout + SECONDS_OF_SILENCE  # longer than ranks wait for each other
         loading = [
             rank.start.remote(msgspec.msgpack.encode(start), show_progress=show_progress and start.rank == 0)
@@ -46,7 +47,7 @@ class RayExecutor:
         except RayError as error:
             raise DistributedError(f"{self._name}: a rank of the replica did not start ({first_line(error)})") from None
         num_in_flight = config.max_concurrent_batches
-        self._graph = _compiled(ranks, self._timeout_s, num_in_flight) if config.ray_compiled_graph else None
+        self._graph = _compiled(self._ranks, self._timeout_s, num_in_flight) if config.ray_compiled_graph else None
         self._sent: SimpleQueue[Any] = SimpleQueue()  # answers to rounds, to be waited for; None: the end
         self._outcomes = OutcomeQueue()
         threading.Thread(target=self._await_answers, name="await-answers", daemon=True).start()

@@ -19,8 +19,10 @@ from ray.util.placement_group import (
 
 from moeserve.config.resolve import fit_whole
 from moeserve.config.settings import EngineConfig
+from moeserve.distributed.mesh import Mesh
 from moeserve.errors import EngineError, SettingsError
 from moeserve.executor.ray.nodes import Node
+from moeserve.worker.protocol import mesh_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,8 @@ def reserve(
 ) -> list[Place]:
     """Return a place for each rank, by rank: those of this node first, then by address and bundle.
 
-    The placement group that this process is in is used if there is one; else a group is reserved for each replica.
+    The placement group that this process is in is used if there is one; else a group is reserved for each replica, or for
+    each of its pipeline stages where nodes are too small for whole replicas.
 
     Args:
         list_nodes: returns the living nodes, this one first.
@@ -51,7 +54,7 @@ def reserve(
         SettingsError: the placement group that this process is in is too small.
         EngineError: the cluster has too few free resources.
     """
-    tp, nodes = config.tensor_parallel_size, list_nodes()
+    nodes, sizes = list_nodes(), (config.ranks_per_replica, config.tensor_parallel_size)
     bundle = {"CPU": float(config.num_threads)} | ({"GPU": 1.0} if config.device == "cuda" else {})
     if (adopted := get_current_placement_group()) is not None:
         places = _places_in(adopted, bundle, nodes)
@@ -60,53 +63,65 @@ def reserve(
                 f"the placement group of this process has {len(places)} bundles with {_shown(bundle)}, but there are "
                 f"{config.num_ranks} ranks; make it larger, or run outside of it"
             )
-        return whole_replicas_first(places, tp)[: config.num_ranks]
+        return whole_groups_first(places, *sizes)[: config.num_ranks]
     cores = [node.cores for node in nodes]
-    strategy = "STRICT_PACK" if fit_whole(cores, config.num_threads, tp, config.data_parallel_size) else "PACK"
-    for _ in range(config.data_parallel_size):
+    fitting = [size for size in sizes if fit_whole(cores, config.num_threads, size, config.num_ranks // size)]
+    size, strategy = (fitting[0], "STRICT_PACK") if fitting else (sizes[0], "PACK")
+    for _ in range(config.num_ranks // size):
         name = f"moeserve-{secrets.token_hex(4)}"
-        reserved.append(placement_group([bundle] * tp, strategy=strategy, name=name))
+        reserved.append(placement_group([bundle] * size, strategy=strategy, name=name))
     deadline = time.monotonic() + SECONDS_TO_RESERVE
     for group in reserved:
         if not group.wait(max(0.1, deadline - time.monotonic())):
             raise EngineError(
-                f"the Ray cluster has no room now for {config.data_parallel_size} times {tp} ranks with "
+                f"the Ray cluster has no room now for {len(reserved)} times {size} ranks with "
                 f"{_shown(bundle)} each: {_shown(ray.available_resources())} of {_shown(ray.cluster_resources())} are "
                 "free; end what uses them, or use fewer ranks or threads"
             )
     nodes = list_nodes()  # one may have joined meanwhile
-    replicas = [_places_in(group, bundle, nodes) for group in reserved]
-    replicas.sort(key=lambda places: [_order_of(place.node, nodes) for place in places])
-    return [place for places in replicas for place in places]
+    placed = [_places_in(group, bundle, nodes) for group in reserved]
+    placed.sort(key=lambda places: [_order_of(place.node, nodes) for place in places])
+    return [place for places in placed for place in places]
 
 
-def whole_replicas_first(places: Sequence[Place], tp: int) -> list[Place]:
-    """Return the places in order of nodes, so that as many replicas as possible have all their ranks on one node."""
+def whole_groups_first(places: Sequence[Place], *sizes: int) -> list[Place]:
+    """Return the places in order of nodes, so that as many replicas as possible have all their ranks on one node.
+
+    Args:
+        sizes: ranks of a replica, then of a pipeline stage: of the other replicas, stages are on one node if possible.
+    """
+    if not sizes:
+        return list(places)
     by_node: dict[Node, list[Place]] = {}
     for place in places:
         by_node.setdefault(place.node, []).append(place)
-    whole = [place for each in by_node.values() for place in each[: len(each) // tp * tp]]
-    return whole + [place for each in by_node.values() for place in each[len(each) // tp * tp :]]
+    size, *smaller = sizes
+    num_whole = {node: len(each) // size * size for node, each in by_node.items()}
+    whole = [place for node, each in by_node.items() for place in each[: num_whole[node]]]
+    rest = [place for node, each in by_node.items() for place in each[num_whole[node] :]]
+    return whole + whole_groups_first(rest, *smaller)
 
 
-def warn_of_split_replicas(places: Sequence[Place], tp: int) -> None:
-    """Log a warning that names the replicas whose ranks are on several nodes."""
-    nodes = [place.node for place in places]
-    split = [start // tp for start in range(0, len(places), tp) if len({*nodes[start : start + tp]}) > 1]
+def warn_of_split_groups(places: Sequence[Place], mesh: Mesh) -> None:
+    """Log a warning that names the replicas with tp ranks on several nodes."""
+    split: dict[int, None] = {}
+    for rank in range(0, len(places), mesh.tp):
+        if len({place.node for place in places[rank : rank + mesh.tp]}) > 1:
+            split[mesh.coordinates(rank).dp] = None
     if split:
         logger.warning(
-            "the ranks of replica %s are on several nodes, so each layer sends activations over the network twice more",
+            "tp ranks of replica %s are on several nodes, so each layer sends activations over the network twice more",
             ", ".join(map(str, split)),
         )
 
 
 def show_layout(config: EngineConfig, places: Sequence[Place], show_progress: bool) -> None:
     """Print which rank is where, or log it, before anything is loaded."""
-    lines = [f"{'rank':>4}  replica  tp  node"]
+    lines = [f"{'rank':>4}  replica  stage  tp  node"]
     for rank, place in enumerate(places):
-        replica, tp = divmod(rank, config.tensor_parallel_size)
+        at = mesh_of(config).coordinates(rank)
         device = "1 GPU" if config.device == "cuda" else f"{config.num_threads} thread{'s' * (config.num_threads > 1)}"
-        lines.append(f"{rank:>4}  {replica:>7}  {tp:>2}  {place.node.address}  {device}")
+        lines.append(f"{rank:>4}  {at.dp:>7}  {at.pp:>5}  {at.tp:>2}  {place.node.address}  {device}")
     if show_progress:
         print("\n".join(lines), file=sys.stderr, flush=True)
     else:

@@ -27,9 +27,9 @@ from moeserve.executor.ray.actors import (
 )
 from moeserve.executor.ray.cluster import Cluster
 from moeserve.executor.ray.nodes import NodeFacts, check_alike, own_facts
-from moeserve.executor.ray.placement import Place, reserve, show_layout, warn_of_split_replicas
+from moeserve.executor.ray.placement import Place, reserve, show_layout, warn_of_split_groups
 from moeserve.processes.worker_group import WorkerGroup
-from moeserve.worker.protocol import RankStart, rank_name
+from moeserve.worker.protocol import RankStart, mesh_of, rank_name
 
 
 def start_ray_group(
@@ -53,7 +53,7 @@ def start_ray_group(
         places = reserve(config, cluster.nodes, reserved)
         _start_actors(group, config, places, engine_class)
         _check_nodes(group, config.model_path, places)
-        warn_of_split_replicas(places, config.tensor_parallel_size)
+        warn_of_split_groups(places, mesh_of(config))
         show_layout(config, places, show_progress)
         _load(group, config, places, show_progress)
     except BaseException:
@@ -83,7 +83,7 @@ def _start_actors(
         }
         name = f"{rank_name(config, rank)} on node {place.node.address}"
         group.ranks.append(start_actor(RankActor, name, place, resources))
-    for replica, place in enumerate(places[:: config.tensor_parallel_size]):
+    for replica, place in enumerate(places[:: config.ranks_per_replica]):
         name = f"engine of replica {replica} on node {place.node.address}"
         group.engines.append(start_actor(engine_class, name, place, {"num_cpus": 0}))
 
@@ -112,7 +112,7 @@ def _load(group: WorkerGroup, config: EngineConfig, places: Sequence[Place], sho
         msgspec.msgpack.encode(RankStart(config=config, rank=rank, store_host=host, store_port=port, store_key=key))
         for rank in range(config.num_ranks)
     ]
-    tp = config.tensor_parallel_size
+    num_own = config.ranks_per_replica
     for replica, engine in enumerate(group.engines):
-        own = slice(replica * tp, replica * tp + tp)
+        own = slice(replica * num_own, (replica + 1) * num_own)
         actor_of(engine).serve.remote(starts[own], [actor_of(rank) for rank in group.ranks[own]], show_progress)
