@@ -30,6 +30,10 @@ class CacheTooSmallError(SettingsError):
     """The KV cache cannot hold one request of max_model_len tokens."""
 
 
+class QueueFullError(MoeserveError, RuntimeError):
+    """Too many requests are in flight, so no further one was accepted. The engine is unchanged: try again later."""
+
+
 class EngineError(MoeserveError, RuntimeError):
     """A step failed, or a process of the engine died. The requests in flight have ended.
 

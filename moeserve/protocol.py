@@ -14,6 +14,13 @@ from moeserve.sampling_params import RequestParams
 from moeserve.telemetry.expert_load import LoadWindow
 
 
+class Sample(msgspec.Struct, frozen=True):
+    """A further output of a prompt: a request that differs from the first one only in these values."""
+
+    request_id: str
+    seed: int
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. A prompt with `n` > 1 becomes n requests."""
 
@@ -24,6 +31,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int] = []  # empty where params.ignore_eos
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
     output_token_ids: list[int] = []  # generated elsewhere before: the request continues after them
+
+    def resampled(self, sample: Sample) -> Request:
+        """Return the request of a further output. It shares the prompt, and computes no prompt log-probabilities."""
+        params = self.params
+        if params.prompt_logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(self, request_id=sample.request_id, seed=sample.seed, params=params)
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +88,35 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     ranks: list[int]  # 1: the most likely
 
 
+class LogprobRows(msgspec.Struct, frozen=True):
+    """Log-probabilities at consecutive positions of a prompt: `TokenLogprobs` packed as a table of 12 bytes per entry.
+
+    Each column is an array in the byte order of the machine: token ids and ranks as int32, log-probabilities as
+    float32, [positions, tokens per position].
+    """
+
+    num_rows: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+    def row(self, index: int) -> TokenLogprobs:
+        """Return the log-probabilities at one position."""
+        width = len(self.token_ids) // 4 // self.num_rows
+        row = slice(index * width, (index + 1) * width)
+        return TokenLogprobs(
+            memoryview(self.token_ids).cast("i")[row].tolist(),
+            memoryview(self.logprobs).cast("f")[row].tolist(),
+            memoryview(self.ranks).cast("i")[row].tolist(),
+        )
+
+
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one chunk."""
 
     token_id: int | None = None  # the token that follows it, if one was sampled
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = []  # one for each prompt token that a row of the chunk predicts
+    prompt_logprobs: list[LogprobRows] = []  # together one row for each prompt token that a row of the chunk predicts
     error: str | None = None  # why its request cannot go on, for example because its logits are NaN
 
 
@@ -108,7 +145,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []  # complete, once, with the first token
+    prompt_logprobs: list[LogprobRows] = []  # complete, once, with the first token
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None  # the stop token id that ended it; None for the end-of-sequence token
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
@@ -116,9 +153,15 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """Message to a replica: serve this request. Its id is never used by another request."""
+    """Message to a replica: serve a request, and further samples of it. Their ids are never used by other requests."""
 
     request: Request
+    samples: list[Sample] = []
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests of the message. They share one prompt in memory."""
+        return [self.request, *map(self.request.resampled, self.samples)]
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):

@@ -80,6 +80,7 @@ class AsyncLLM:
 
         Raises:
             RequestError: the prompt, a parameter or the id cannot be served.
+            QueueFullError: too many requests are in flight; see `max_queued_requests`.
             EngineError: a step failed and ended the request, or the engine has failed or was shut down.
         """
         if not self.is_running or self.errored:

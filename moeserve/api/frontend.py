@@ -8,14 +8,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import msgspec
-
+from moeserve.api.logprobs import PromptLogprobs, logprob_of_token
 from moeserve.api.output_text import OutputText
 from moeserve.api.prompts import EncodedPrompt, PromptEncoder, Prompts, pair_prompts
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
 from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
-from moeserve.protocol import Request, RequestUpdate, TokenLogprobs
+from moeserve.protocol import Request, RequestUpdate, Sample
 from moeserve.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -24,7 +23,8 @@ class Submission:
     """The requests of one prompt."""
 
     prompt_id: str
-    requests: list[Request]  # one per output
+    request: Request  # of the first output
+    samples: list[Sample]  # of the others
 
 
 EncodedPrompts: TypeAlias = list[tuple[EncodedPrompt, SamplingParams]]
@@ -66,6 +66,11 @@ class Frontend:
         """The prompts that were submitted, and have neither finished nor been discarded."""
         return self._unfinished_prompts
 
+    @property
+    def num_requests(self) -> int:
+        """Number of outputs of unfinished prompts that have not ended."""
+        return len(self._output_of_request)
+
     def encode(self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams]) -> EncodedPrompts:
         """Check and tokenize one or many prompts, in order. Thread-safe: nothing changes here.
 
@@ -82,7 +87,12 @@ class Frontend:
             self._encoder.check_params(params)
             name = "prompt" if len(pairs) == 1 else f"prompt {index}"
             encoded.append((self._encoder.encode(name, prompt), params))
+            self._encoder.check_prompt_logprobs(name, len(encoded[-1][0].token_ids), params)
         return encoded
+
+    def check_conversation(self, text: str) -> None:
+        """Raise RequestError for a rendered conversation that is too long for this model. Thread-safe."""
+        self._encoder.check_length("the conversation", text)
 
     def register(self, prompts: EncodedPrompts, prompt_id: str | None = None) -> list[Submission]:
         """Make the requests of prompts, in order.
@@ -150,29 +160,30 @@ class Frontend:
         number = self._num_prompts
         self._num_prompts += 1
         prompt_id = str(number) if prompt_id is None else prompt_id
-        first_params = params.for_engine()
-        # All outputs have the same prompt: only the first one computes its log-probabilities.
-        other_params = msgspec.structs.replace(first_params, prompt_logprobs=None)
-        requests = [
-            Request(
+        first, *samples = [
+            Sample(
                 # Not from the prompt's id, which may be used again while the engine still ends the last one's requests.
-                request_id=str(number) if params.n == 1 else f"{number}-{index}",
-                prompt_token_ids=prompt.token_ids,
-                params=first_params if index == 0 else other_params,
-                seed=_request_seed(params.seed, self._engine_seed, number, index),
-                eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
-                cache_salt=prompt.cache_salt,
+                str(number) if params.n == 1 else f"{number}-{index}",
+                _request_seed(params.seed, self._engine_seed, number, index),
             )
             for index in range(params.n)
         ]
+        request = Request(
+            request_id=first.request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params.for_engine(),
+            seed=first.seed,
+            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            cache_salt=prompt.cache_salt,
+        )
         outputs = [
-            _OutputInFlight(request.request_id, index, params, self._codec) for index, request in enumerate(requests)
+            _OutputInFlight(each.request_id, index, params, self._codec) for index, each in enumerate([first, *samples])
         ]
         in_flight = _PromptInFlight(prompt_id, prompt, params, outputs)
         self._prompts[prompt_id] = in_flight
         self._unfinished_prompts.add(prompt_id)
         self._output_of_request.update({output.request_id: (in_flight, output) for output in outputs})
-        return Submission(prompt_id, requests)
+        return Submission(prompt_id, request, samples)
 
 
 class _OutputInFlight:
@@ -193,7 +204,7 @@ class _OutputInFlight:
         for place, token_id in enumerate(update.token_ids):
             self._token_ids.append(token_id)
             if self._logprobs is not None:
-                self._logprobs.append(_logprob_of_token(update.logprobs[place], codec))
+                self._logprobs.append(logprob_of_token(update.logprobs[place], codec))
                 self._cumulative_logprob += update.logprobs[place].logprobs[0]
             # As in vLLM, the token that ends the output is among its ids but not in its text.
             is_stop_token = update.finish_reason == "stop" and place == len(update.token_ids) - 1
@@ -237,7 +248,7 @@ class _PromptInFlight:
         self._output_kind = params.output_kind
         self._sizes_taken = [(0, 0, False)] * len(outputs)  # by `new_output`
         self._needs_logprobs = params.prompt_logprobs is not None
-        self._logprobs: list[dict[int, Logprob] | None] | None = None
+        self._logprobs: PromptLogprobs | None = None
         self._num_cached_tokens = 0
 
     @property
@@ -248,8 +259,7 @@ class _PromptInFlight:
         """Apply the parts of the first output's update that describe the prompt."""
         self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
         if self._needs_logprobs and self._logprobs is None and update.token_ids:
-            # The first token follows nothing, so it has no log-probability.
-            self._logprobs = [None, *(_logprob_of_token(logprobs, codec) for logprobs in update.prompt_logprobs)]
+            self._logprobs = PromptLogprobs(update.prompt_logprobs, codec)
 
     def new_output(self) -> RequestOutput | None:
         """See `Frontend.new_output`."""
@@ -285,12 +295,3 @@ def _request_seed(seed: int | None, engine_seed: int, prompt_number: int, index:
     if seed is None:
         source = f"engine seed {engine_seed}, prompt {prompt_number}, output {index}"
     return int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "little")
-
-
-def _logprob_of_token(logprobs: TokenLogprobs, codec: TextCodec | None) -> dict[int, Logprob]:
-    """Return the log-probabilities at one position by token id: the chosen token first, then the most likely ones."""
-    by_token: dict[int, Logprob] = {}
-    for token_id, logprob, rank in zip(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, strict=True):
-        if token_id not in by_token:  # the chosen token may also be one of the most likely
-            by_token[token_id] = Logprob(logprob, rank, None if codec is None else codec.token_text(token_id))
-    return by_token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -86,7 +87,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts, as many at a time as fit.
+        """Complete prompts, as many at a time as fit. They are started in their order.
 
         Args:
             prompts: a text, a list of token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}; or a list of
@@ -102,13 +103,18 @@ class LLM:
             EngineError: a prompt failed, or the engine has failed or was shut down. The other prompts were completed
                 first, unless the engine has failed; the error's `outputs` has the outputs of all prompts.
         """
-        prompt_ids = self.session.submit(prompts, self._default_params if sampling_params is None else sampling_params)
+        params = self._default_params if sampling_params is None else sampling_params
+        waiting = deque(self.session.frontend.encode(prompts, params))  # for room in the queue
+        prompt_ids: list[str] = []
+        unfinished: list[str] = []
         try:
-            unfinished = prompt_ids
-            with tqdm(total=len(prompt_ids), desc="prompts", disable=None if use_tqdm else True) as progress:
-                while unfinished:
+            with tqdm(total=len(waiting), desc="prompts", disable=None if use_tqdm else True) as progress:
+                while waiting or unfinished:
+                    started = self.session.submit_first(waiting)
+                    prompt_ids += started
+                    unfinished += started
                     num_before = len(unfinished)
-                    unfinished = self.session.advance(unfinished)
+                    unfinished = self.session.advance(unfinished, waits_for_others=bool(waiting))
                     progress.update(num_before - len(unfinished))
             outputs = [self.session.output(prompt_id) for prompt_id in prompt_ids]
             try:
@@ -206,6 +212,7 @@ class LLM:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             template_arguments=chat_template_kwargs,
+            check_length=self.session.frontend.check_conversation,
         )
         return {"prompt_token_ids": token_ids}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from moeserve.api.tokenizer import TextCodec
+from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError, nearest, shown
 from moeserve.sampling_params import SamplingParams
 
@@ -91,11 +92,31 @@ class PromptEncoder:
         elif not text:
             raise RequestError(f"{name} is empty; pass at least one character")
         else:
+            self.check_length(name, text)
             token_ids = self._checked(name, self._codec.encode(text))
         cache_salt = fields.get("cache_salt", "")
         if not isinstance(cache_salt, str):
             raise RequestError(f"{name}: cache_salt={shown(cache_salt)} must be a text")
         return EncodedPrompt(text, token_ids, cache_salt)
+
+    def check_length(self, name: str, text: str) -> None:
+        """Raise RequestError for a text that is too long for this model, before time and memory are spent on it."""
+        num_tokens = 0 if self._codec is None else self._codec.least_tokens(text)
+        if num_tokens > self._max_model_len - 1:
+            raise RequestError(
+                f"{name} has {len(text)} characters, which are at least {num_tokens} tokens, and max_model_len="
+                f"{self._max_model_len} leaves room for {self._max_model_len - 1} and one to generate; shorten it"
+            )
+
+    def check_prompt_logprobs(self, name: str, num_tokens: int, params: SamplingParams) -> None:
+        """Raise RequestError for more log-probabilities of a prompt than the limit."""
+        width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+        if num_tokens * width > LIMITS.max_prompt_logprobs_entries:
+            raise RequestError(
+                f"prompt_logprobs={params.prompt_logprobs} for the {num_tokens} tokens of {name} are "
+                f"{num_tokens * width} entries; at most {LIMITS.max_prompt_logprobs_entries} are allowed. Shorten the "
+                "prompt, or lower prompt_logprobs"
+            )
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise RequestError for parameters that this model or tokenizer cannot serve."""

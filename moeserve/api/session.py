@@ -7,13 +7,12 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from moeserve.api.frontend import Frontend
-from moeserve.api.prompts import Prompts
+from moeserve.api.frontend import EncodedPrompts, Frontend, Submission
+from moeserve.api.prompts import EncodedPrompt, Prompts
 from moeserve.engine.base import Engine
-from moeserve.errors import EngineError, MoeserveError, RequestError
+from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError
 from moeserve.interrupts import interrupts_deferred
 from moeserve.outputs import RequestOutput
-from moeserve.protocol import Request
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.expert_load import LoadWindow, summed
 from moeserve.telemetry.observer import LoadObserver
@@ -25,14 +24,19 @@ class Session:
     One thread at a time runs the engine, in `poll`. Others only queue what it should do next, and wake it.
     """
 
-    def __init__(self, engine: Engine, frontend: Frontend, observer: LoadObserver) -> None:
+    def __init__(self, engine: Engine, frontend: Frontend, observer: LoadObserver, *, max_requests: int) -> None:
+        """
+        Args:
+            max_requests: most requests in flight. A prompt with more outputs is accepted if it is alone.
+        """
         self.engine = engine
         self.frontend = frontend
         self._observer = observer
+        self._max_requests = max_requests
         self._engine_lock = _FairLock()
         self._is_polling = False  # the thread that holds the lock may be waiting in the engine
         self._frontend_lock = threading.Lock()  # never held while anything waits
-        self._to_add: deque[tuple[str, Request]] = deque()  # with the prompt
+        self._to_add: deque[Submission] = deque()
         # Prompts to end, True: and to forget. A stream may be garbage-collected in any thread at any time, so ending a
         # prompt only queues it.
         self._to_end: deque[tuple[str, bool]] = deque()
@@ -53,13 +57,43 @@ class Session:
         sampling_params: SamplingParams | Sequence[SamplingParams],
         prompt_id: str | None = None,
     ) -> list[str]:
-        """Start one or many prompts, without waiting. Returns their ids; see `Frontend` for arguments and errors."""
+        """Start one or many prompts, without waiting. Returns their ids; see `Frontend` for arguments and errors.
+
+        Raises:
+            QueueFullError: too many requests are in flight. No prompt was started.
+        """
         encoded = self.frontend.encode(prompts, sampling_params)
         with interrupts_deferred():
             with self._frontend_lock:
-                submissions = self.frontend.register(encoded, prompt_id)
-                self._to_add += [(each.prompt_id, request) for each in submissions for request in each.requests]
+                num_in_flight, num_new = self._num_in_flight(), sum(params.n for _, params in encoded)
+                if num_in_flight and num_in_flight + num_new > self._max_requests:
+                    raise QueueFullError(
+                        f"{num_in_flight} requests are in flight and {num_new} more were submitted; at most "
+                        f"{self._max_requests} may be (max_queued_requests, and max_num_seqs of each replica). Try "
+                        "again later"
+                    )
+                prompt_ids = self._submit(encoded, prompt_id)
             self.wake()
+        return prompt_ids
+
+    def submit_first(self, waiting: deque[tuple[EncodedPrompt, SamplingParams]]) -> list[str]:
+        """Start as many of the first prompts as there is room for, and remove them. Returns their ids."""
+        with interrupts_deferred():
+            with self._frontend_lock:
+                num_in_flight, started = self._num_in_flight(), []
+                while waiting and (not num_in_flight or num_in_flight + waiting[0][1].n <= self._max_requests):
+                    num_in_flight += waiting[0][1].n
+                    started.append(waiting.popleft())
+                prompt_ids = self._submit(started)
+            self.wake()
+        return prompt_ids
+
+    def _num_in_flight(self) -> int:
+        return self.frontend.num_requests - sum(len(self.frontend.unfinished(failed)) for failed in self._errors)
+
+    def _submit(self, encoded: EncodedPrompts, prompt_id: str | None = None) -> list[str]:
+        submissions = self.frontend.register(encoded, prompt_id)
+        self._to_add += submissions
         return [submission.prompt_id for submission in submissions]
 
     def poll(self) -> list[str]:
@@ -73,10 +107,14 @@ class Session:
             self._unreported.clear()
             return list(changed)
 
-    def advance(self, prompt_ids: Sequence[str]) -> list[str]:
-        """Run the engine for a moment, unless all of these prompts have ended. Returns those that have not."""
+    def advance(self, prompt_ids: Sequence[str], *, waits_for_others: bool = False) -> list[str]:
+        """Run the engine for a moment, unless all of these prompts have ended. Returns those that have not.
+
+        Args:
+            waits_for_others: run it in any case: the caller waits for the end of other prompts.
+        """
         with self._exclusive():
-            if self._unfinished(prompt_ids):
+            if waits_for_others or self._unfinished(prompt_ids):
                 self._poll()
             return self._unfinished(prompt_ids)
 
@@ -172,11 +210,11 @@ class Session:
 
     def _handle_queues(self) -> None:
         while self._to_add:
-            prompt_id, request = self._to_add.popleft()
+            submission = self._to_add.popleft()
             try:
-                self.engine.add(request)
+                self.engine.add(submission.request, submission.samples)
             except (EngineError, RequestError) as error:
-                self._fail(prompt_id, error)
+                self._fail(submission.prompt_id, error)
         while self._to_end:
             prompt_id, forgets = self._to_end.popleft()
             with self._frontend_lock:

@@ -90,7 +90,7 @@ def open_session(settings: Settings, *, show_progress: bool) -> OpenedSession:
         )
         cleanup.pop_all()
         return OpenedSession(
-            session=Session(engine, frontend, observer),
+            session=Session(engine, frontend, observer, max_requests=engine.config.max_requests_in_flight),
             codec=codec,
             default_params=default_params,
             has_experts=facts.num_sparse_layers > 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ UNREAD_VOCABULARY_FILES = ("tokenizer.model", "spiece.model", "tiktoken.model")
 # Files that are a tokenizer, the best first, and files that only accompany one.
 VOCABULARY_FILES = ("tokenizer.json", *UNREAD_VOCABULARY_FILES, "tekken.json", "vocab.json", "vocab.txt")
 COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+
+
+# Characters of a text that Unicode's normal forms compose into one, at most.
+MOST_COMPOSED = 4
 
 
 class TextCodec:
@@ -55,7 +59,7 @@ class TextCodec:
         self._first_ids = [bos] if is_missing else []
         self.num_tokens = 1 + max(tokenizer.get_vocab().values())  # larger ids have no text
 
-        decoder = _decoder_steps(self._backend)
+        decoder = _steps(self._backend.decoder, "decoders")
         kinds = [step["type"] for step in decoder]
         self.is_byte_level = kinds == ["ByteLevel"]
         self._has_byte_tokens = "ByteFallback" in kinds
@@ -115,6 +119,11 @@ class TextCodec:
         """
         return self._first_ids + self._ids(text, add_special_tokens=True)
 
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens of a text, from its length and the longest token."""
+        longest = self._most_characters_per_token
+        return 0 if longest is None else -(-len(text) // longest)
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Unknown ids have no text."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -145,6 +154,7 @@ class TextCodec:
         tools: Any = None,
         add_generation_prompt: bool = True,
         template_arguments: Mapping[str, Any] | None = None,
+        check_length: Callable[[str], None] = lambda text: None,
     ) -> list[int]:
         """Return the token ids of a conversation, rendered by a chat template.
 
@@ -155,6 +165,7 @@ class TextCodec:
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: end with the tokens that begin an answer.
             template_arguments: further variables of the template, such as {"enable_thinking": False}.
+            check_length: called with the rendered text; raises an error if it is too long to be tokenized.
 
         Raises:
             RequestError: an argument is malformed, there is no chat template, or the template raises an error.
@@ -179,12 +190,20 @@ class TextCodec:
             raise  # jinja2 is missing
         except Exception as error:  # raised by the template, or an error of any type in its expressions or arguments
             raise RequestError(f"the chat template cannot render the messages: {error}") from error
+        check_length(text)
         return self._ids(text, add_special_tokens=False)
 
     def token(self, token_id: int) -> str | None:
         """Return an entry of the vocabulary; None beyond it (a model may have more rows than its tokenizer)."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
+
+    @functools.cached_property
+    def _most_characters_per_token(self) -> int | None:
+        """The most characters of a text that one token can stand for. None if there is no limit."""
+        if not keeps_text(self._backend, self.tokenizer.added_tokens_decoder.values()):
+            return None
+        return MOST_COMPOSED * max(map(len, self.tokenizer.get_vocab()))
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -218,6 +237,32 @@ class TextCodec:
         return token.encode("utf-8")  # an added token, stored as plain text
 
 
+def keeps_text(backend: Any, added_tokens: Iterable[Any]) -> bool:
+    """Return True if each character of a text becomes part of a token, except that normal forms compose a few.
+
+    Other tokenizers may drop characters, or make one token of any number of them.
+    """
+    model = backend.model
+    vocabulary_keeps_all = getattr(model, "byte_fallback", False) and model.token_to_id("<0x00>") is not None
+    splits = _steps(backend.pre_tokenizer, "pretokenizers")
+    if any(step["type"] == "ByteLevel" for step in splits):
+        vocabulary_keeps_all = all(model.token_to_id(character) is not None for character in _byte_of_character())
+    return (
+        vocabulary_keeps_all
+        and not any(token.lstrip or token.rstrip for token in added_tokens)
+        and all(
+            step["type"] in ("NFC", "NFD", "NFKC", "NFKD", "Prepend")
+            or (step["type"] == "Replace" and len(step["pattern"].get("String", "aa")) <= len(step["content"]))
+            for step in _steps(backend.normalizer, "normalizers")
+        )
+        and all(
+            step["type"] in ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
+            and step.get("behavior") != "Removed"
+            for step in splits
+        )
+    )
+
+
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
     """Return the byte of each of the 256 characters of a byte-level vocabulary."""
@@ -226,12 +271,16 @@ def _byte_of_character() -> dict[str, int]:
     return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
-def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
-    """Return the steps of a tokenizer's decoder in their JSON form; none if it has no decoder."""
-    if backend.decoder is None:
+def _steps(part: Any, key: str) -> list[dict[str, Any]]:
+    """Return the steps of a part of a tokenizer in their JSON form; none if it has no such part.
+
+    Args:
+        key: of the list of steps: "decoders", "normalizers" or "pretokenizers".
+    """
+    if part is None:
         return []
-    decoder = json.loads(backend.decoder.__getstate__())  # the library's way to write one decoder as JSON
-    return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    state = json.loads(part.__getstate__())  # the library's way to write one part as JSON
+    return state[key] if state["type"] == "Sequence" else [state]
 
 
 def _adds_bos(root: Path) -> bool:

@@ -123,6 +123,7 @@ def resolve(
         tensor_parallel_size=parallel.tensor_parallel_size,
         data_parallel_size=parallel.data_parallel_size,
         pipeline_layers=pipeline_layers,
+        max_queued_requests=scheduler.max_queued_requests,
         enforce_eager=scheduler.enforce_eager,
         num_threads=parallel.num_threads or _threads_per_rank(machine.cores_of_nodes or (machine.num_cores,), parallel),
         executor=executor,

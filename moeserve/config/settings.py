@@ -81,6 +81,9 @@ class SchedulerSettings:
     max_num_batched_tokens: PositiveInt | None = setting(
         None, "most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU"
     )
+    max_queued_requests: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = setting(
+        8192, "most requests in flight beyond those that can run at once; further ones are refused"
+    )
     async_scheduling: bool = setting(
         True,
         "plan the next step while one runs; otherwise only when the tokens of the last one are known, as is always so "
@@ -232,6 +235,7 @@ class EngineConfig:
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_queued_requests: int
     async_scheduling: bool
     max_concurrent_batches: int
     tensor_parallel_size: int
@@ -279,6 +283,11 @@ class EngineConfig:
         return self.ranks_per_replica * self.data_parallel_size
 
     @property
+    def max_requests_in_flight(self) -> int:
+        """Most requests that run or wait, of all replicas together."""
+        return self.max_num_seqs * self.data_parallel_size + self.max_queued_requests
+
+    @property
     def gathers_reports(self) -> bool:
         """True if all ranks answer each round; otherwise those that sample."""
         return self.debug_rank_state
@@ -290,6 +299,7 @@ class Limits:
 
     max_n: int = 128
     max_logprobs: int = 64
+    max_prompt_logprobs_entries: int = 2**22  # positions of a prompt times tokens per position
     max_stop_strings: int = 64
     max_stop_string_length: int = 1024  # characters
     max_stop_token_ids: int = 1024

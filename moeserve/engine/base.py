@@ -6,11 +6,12 @@ import dataclasses
 import logging
 import os
 import secrets
+from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
 from moeserve.config.settings import EngineConfig
-from moeserve.errors import EngineError
-from moeserve.protocol import Request, RequestUpdate
+from moeserve.errors import EngineError, RequestError
+from moeserve.protocol import Request, RequestUpdate, Sample
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from moeserve.telemetry.expert_load import LoadWindow
 
@@ -31,8 +32,8 @@ class Engine(Protocol):
         """True if a request has not ended, or its end was not returned yet, or a step is in flight for it."""
         ...
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Its id must be unique among those that have not ended.
+    def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
+        """Queue a request, and further samples of it. Their ids must be unique among those that have not ended.
 
         Raises:
             RequestError: it can never run. Nothing has changed.
@@ -99,6 +100,13 @@ class Ownership:
                 f"this engine belongs to process {self._pid} and cannot be used in a fork of it, such as this process "
                 f"({os.getpid()}); make a new LLM here"
             )
+
+
+def require_new(request_ids: Iterable[str], in_flight: Container[str]) -> None:
+    """Raise RequestError if the id of a request is in use."""
+    for request_id in request_ids:
+        if request_id in in_flight:
+            raise RequestError(f"request {request_id!r} is still being served; give each request its own id")
 
 
 def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:

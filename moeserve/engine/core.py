@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import select
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, new_scheduler
+from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, new_scheduler, require_new
 from moeserve.engine.effects import completed, perform
-from moeserve.errors import EngineError, RequestError
+from moeserve.errors import EngineError
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.wake_up import WakeUp
@@ -20,6 +21,7 @@ from moeserve.protocol import (
     ReplicaMessage,
     Request,
     RequestUpdate,
+    Sample,
     Shutdown,
 )
 from moeserve.scheduling.lockstep import Outcome
@@ -61,12 +63,13 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._in_flight or self._undelivered or self._futures)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         self._require_open()
-        if request.request_id in self._in_flight:
-            raise RequestError(f"request {request.request_id!r} is still being served; give each request its own id")
-        self._in_flight[request.request_id] = None
-        self._inbox.append(AddRequest(request))
+        message = AddRequest(request, list(samples))
+        request_ids = [each.request_id for each in message.requests]
+        require_new(request_ids, self._in_flight)
+        self._in_flight.update(dict.fromkeys(request_ids))
+        self._inbox.append(message)
 
     def abort(self, request_id: str) -> None:
         if request_id in self._in_flight:

@@ -6,23 +6,22 @@ import logging
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length
+from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.errors import EngineError, RequestError
 from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.channel import frame
 from moeserve.processes.failures import FailureReport, as_error, root_cause
-from moeserve.processes.supervision import WatchedProcess, wait_for_messages
+from moeserve.processes.supervision import ProcessPoll, WatchedProcess, wait_for_messages
 from moeserve.processes.wake_up import WakeUp
 from moeserve.processes.worker_group import WorkerGroup
-from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Shutdown, Wake
+from moeserve.protocol import AbortRequest, AddRequest, CollectLoad, Request, RequestUpdate, Sample, Shutdown, Wake
 from moeserve.scheduling.dp_router import DPRouter
 from moeserve.telemetry.expert_load import LoadWindow
 
@@ -35,6 +34,7 @@ SECONDS_TO_RESTART = 110.0
 SECONDS_BETWEEN_STARTS = 1.0
 # Failures without a new token in between, after which requests end: one of them may be the cause.
 MAX_FRUITLESS_RESTARTS = 3
+WAKE = frame(Wake())
 # Times `step_timeout` without a message, after which the replicas' processes hang. They report ranks that hang earlier.
 MOST_SILENT_STEPS = 2
 
@@ -88,6 +88,7 @@ class Replicas:
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
         self._in_flight: dict[str, _InFlight] = {}
         self._awaits_load = False  # a window was requested and has not been received
+        self._must_wake = False  # replicas may be asleep, and one has work
         self._has_sleepers = False  # a request was sent while others ran, without waking the other replicas
         self._last_message_s = 0.0  # or the first request, if that was later
         self._num_fruitless_restarts = 0
@@ -111,16 +112,15 @@ class Replicas:
         self._undelivered = self._receive()
         return list(self._num_free_blocks)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         self._ownership.require()
         self._undelivered = self._receive()  # which returns what was undelivered before
         if self.refusal and self.config.on_failure == "restart" and not self._is_shut_down:
             self._restart()  # the last attempt was given up
             self.refusal = ""
         self._require_open()
-        if request.request_id in self._in_flight:
-            raise RequestError(f"request {request.request_id!r} is still being served; give each request its own id")
-        self._send(request, is_only=not self._in_flight)
+        require_new([request.request_id, *(sample.request_id for sample in samples)], self._in_flight)
+        self._send(request, samples)
 
     def abort(self, request_id: str) -> None:
         self._ownership.require()
@@ -130,6 +130,7 @@ class Replicas:
 
     def step(self) -> list[RequestUpdate]:
         self._ownership.require()
+        self._wake_sleepers()
         updates = self._receive()
         while not updates and self._in_flight and not self._wake_up.take():
             self._wait()
@@ -146,9 +147,8 @@ class Replicas:
         self._undelivered = self._receive()
         self._require_open()
         self._awaits_load = True
-        first = self._group.engines[0]
-        first.channel.send(CollectLoad())
-        self._wake_all_but(first)
+        self._group.engines[0].channel.send(CollectLoad())
+        self._must_wake = True
 
     def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
         self._ownership.require()
@@ -182,6 +182,8 @@ class Replicas:
             self._end_group()
             raise
         self._num_free_blocks = [num_blocks] * len(self._group.engines)
+        self._poll = ProcessPoll(self._group.members, self._wake_up.fd)
+        self._index_of = {engine: index for index, engine in enumerate(self._group.engines)}
         self._router = DPRouter(
             len(self._group.engines),
             num_blocks,
@@ -231,49 +233,56 @@ class Replicas:
                 raise as_error(root_cause(self._group.collect_failures()), "while the model was loaded")
         return num_blocks
 
-    def _send(self, request: Request, *, is_only: bool) -> None:
-        """Send a request to a replica.
+    def _send(self, request: Request, samples: Sequence[Sample] = ()) -> None:
+        """Send a request and further samples of it, in one message to each replica that serves some of them.
 
         Raises:
             RequestError: it cannot be encoded. Nothing has changed.
         """
         try:
-            message = frame(AddRequest(request))
+            msgspec.msgpack.encode(msgspec.structs.replace(request, prompt_token_ids=[]))
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"request {request.request_id!r} has a text that is not valid Unicode: {error}"
             ) from None
         if not self._in_flight:
             self._last_message_s = time.monotonic()
-        engine = self._group.engines[self._router.choose(request)]
-        self._in_flight[request.request_id] = _InFlight(request, engine)
-        engine.channel.send_frame(message)
-        if is_only:
-            self._wake_all_but(engine)
-        else:
-            self._has_sleepers = True  # replicas that run requests keep all others awake
+            self._must_wake = True
+        requests = AddRequest(request, list(samples)).requests
+        indices = self._router.choose_each(request, [each.request_id for each in requests])
+        by_replica: dict[int, list[Request]] = {}
+        for index, each in zip(indices, requests, strict=True):
+            by_replica.setdefault(index, []).append(each)
+            self._in_flight[each.request_id] = _InFlight(each, self._group.engines[index])
+        for index, (first, *others) in by_replica.items():
+            message = AddRequest(first, [Sample(each.request_id, each.seed) for each in others])
+            self._group.engines[index].channel.send(message)
+        self._has_sleepers |= not self._must_wake  # replicas that run requests keep all others awake
 
-    def _wake_all_but(self, engine: WatchedProcess[Any]) -> None:
-        """Wake replicas that may be asleep: no step begins without them."""
-        for other in self._group.engines:
-            if other is not engine:
-                other.channel.send(Wake())
+    def _wake_sleepers(self) -> None:
+        """Wake all replicas if one may be asleep: no step begins without them."""
+        if self._must_wake:
+            self._must_wake = self._has_sleepers = False
+            for engine in self._group.engines:
+                engine.channel.send_frame(WAKE)
 
     def _wait(self) -> None:
         """Wait for messages. A replica that hangs is noticed by the others, or here if all are silent."""
-        wait_for_messages(self._group.members, self.config.step_timeout, self._wake_up.fd)
+        self._wake_sleepers()
+        self._poll.ready(self.config.step_timeout)
 
     def _receive(self) -> list[RequestUpdate]:
         """Return all updates that have arrived, without waiting. A failure ends or resumes all requests."""
         updates, self._undelivered = self._undelivered, []
         if self.refusal:
             return updates
-        updates += self._received()
+        ready = self._poll.ready()
+        updates += self._received(ready)
         silent_s = time.monotonic() - self._last_message_s if self._in_flight else 0.0
-        if self._group.has_failed or silent_s > MOST_SILENT_STEPS * self.config.step_timeout:
+        if any(process.failures() for process in ready) or silent_s > MOST_SILENT_STEPS * self.config.step_timeout:
             silence = FailureReport(name="all replicas", cause=f"no message for {silent_s:.0f} s")
             cause = root_cause(self._group.collect_failures() or [silence])
-            updates += self._received()
+            updates += self._received(self._group.engines)
             self._end_group()
             error = str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight"))
             if self.config.on_failure == "end" or self._num_fruitless_restarts == MAX_FRUITLESS_RESTARTS:
@@ -293,7 +302,7 @@ class Replicas:
         in_flight, self._in_flight = self._in_flight, {}
         for known in in_flight.values():
             if not known.is_aborted:
-                self._send(known.resumed(), is_only=not self._in_flight)
+                self._send(known.resumed())
         aborted = [name for name, known in in_flight.items() if known.is_aborted]
         return [RequestUpdate(request_id=name, finish_reason="abort") for name in aborted]
 
@@ -301,10 +310,13 @@ class Replicas:
         self.refusal = f"the engine has failed and takes no requests; make a new one. The failure: {error}"
         return self._end_requests(error=error)
 
-    def _received(self) -> list[RequestUpdate]:
+    def _received(self, ready: Iterable[WatchedProcess[EngineMessage]]) -> list[RequestUpdate]:
+        """Return the updates that these processes have sent."""
         updates: list[RequestUpdate] = []
-        for index, engine in enumerate(self._group.engines):
-            for message in engine.receive():
+        for process in ready:
+            index = self._index_of.get(process)
+            for message in process.receive() if index is not None else []:
+                assert index is not None
                 assert isinstance(message, Delivery), message
                 self._last_message_s = time.monotonic()
                 self._num_free_blocks[index] = message.stats.num_free_blocks
@@ -326,9 +338,7 @@ class Replicas:
             self._router.note_update(update.request_id, has_ended=has_ended)
             if has_ended:
                 del self._in_flight[update.request_id]
-                if self._has_sleepers:  # the request that kept replicas awake may have been this one
-                    self._has_sleepers = False
-                    self._wake_all_but(known.engine)
+                self._must_wake |= self._has_sleepers  # the request that kept replicas awake may have been this one
             yield update
 
     def _end_requests(self, *, error: str | None) -> list[RequestUpdate]:

@@ -135,6 +135,51 @@ def wait_for_messages(processes: Sequence[WatchedProcess[Any]], timeout_s: float
     _wait(processes, 0.0 if any(process.has_messages for process in processes) else timeout_s, *fds)
 
 
+class ProcessPoll:
+    """Finds which of many processes have something to be read, without touching the others."""
+
+    def __init__(self, processes: Sequence[WatchedProcess[Any]], *other_fds: int) -> None:
+        """
+        Args:
+            other_fds: end a wait when they become readable.
+        """
+        self._processes = list(processes)
+        self._poll = select.poll()
+        register(self._processes, self._poll)
+        for fd in other_fds:
+            self._poll.register(fd, select.POLLIN)
+        self._process_of_fd = {
+            fd: process for process in self._processes for fd in (process.channel.fileno(), *process.handle.watched_fds)
+        }
+        # Without a file descriptor of its own, the end of a process must be looked for.
+        self._unwatched = [process for process in self._processes if not process.handle.watched_fds]
+
+    def ready(self, timeout_s: float | None = 0.0) -> list[WatchedProcess[Any]]:
+        """Return the processes that have sent a message or ended, after waiting for one. Send what was not sent before.
+
+        A Ctrl-C that was deferred is raised while this waits.
+        """
+        unsent = [process.channel for process in self._processes if process.channel.has_unsent]
+        found = dict.fromkeys(process for process in self._processes if process.has_messages)
+        if found:  # a message that `failures` has read does not make the socket readable again
+            timeout_s = 0.0
+        elif self._unwatched:
+            timeout_s = POLL_INTERVAL_S if timeout_s is None else min(timeout_s, POLL_INTERVAL_S)
+        for channel in unsent:
+            self._poll.modify(channel, select.POLLIN | select.POLLOUT)
+        if timeout_s == 0.0:
+            events = self._poll.poll(0)
+        else:
+            with interrupts_allowed():
+                events = self._poll.poll(None if timeout_s is None else timeout_s * 1000)
+        for channel in unsent:
+            self._poll.modify(channel, select.POLLIN)
+            channel.send_frame(b"")
+        found |= dict.fromkeys(self._unwatched)
+        found |= dict.fromkeys(self._process_of_fd[fd] for fd, _ in events if fd in self._process_of_fd)
+        return list(found)
+
+
 def register(processes: Sequence[WatchedProcess[Any]], poll: select.poll) -> None:
     """Register what becomes ready when a process sends a message, takes what was not sent yet, or ends."""
     for process in processes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,57 +11,58 @@ from moeserve.protocol import Request
 from moeserve.scheduling.block_pool import block_digests, num_blocks_for, root_digest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """The known state of a replica, in blocks of KV cache."""
+class PrefixIndex:
+    """The blocks of prompts that were sent to each replica, evicted least recently used first.
 
-    num_free_blocks: int  # held by no request
-    num_requests: int  # sent to it, and not ended
-    num_blocks_waiting: int  # of prompts sent to it whose first token has not come
-    num_cached_blocks: int  # of this prompt's first blocks that were sent to it before
+    A set of replicas is an integer whose bit i stands for replica i: with hundreds of replicas, a prompt is then
+    compared with all of them in one pass over its blocks.
+    """
+
+    def __init__(self, num_replicas: int, max_blocks: int) -> None:
+        """
+        Args:
+            max_blocks: of each replica.
+        """
+        self._max_blocks = max_blocks
+        self._recent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_replicas)]
+        self._holders: dict[bytes, int] = {}  # set of replicas
+
+    def known(self, digests: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Return how many of a prompt's first blocks replicas remember, as pairs of a number and a set of replicas.
+
+        Numbers descend. Replicas that remember none are in no set.
+        """
+        levels = []
+        remaining = (1 << len(self._recent)) - 1
+        for index, digest in enumerate(digests):
+            still_known = remaining & self._holders.get(digest, 0)
+            if index and remaining != still_known:
+                levels.append((index, remaining & ~still_known))
+            remaining = still_known
+            if not remaining:
+                return levels[::-1]
+        return [(len(digests), remaining), *levels[::-1]] if digests else []
+
+    def remember(self, replica: int, digests: Sequence[bytes]) -> None:
+        """Add a prompt. Its tail is evicted before its head, without which the tail could not be found."""
+        recent, bit = self._recent[replica], 1 << replica
+        for digest in reversed(digests):
+            recent[digest] = None
+            recent.move_to_end(digest)
+            self._holders[digest] = self._holders.get(digest, 0) | bit
+        while len(recent) > self._max_blocks:
+            digest, _ = recent.popitem(last=False)
+            self._holders[digest] &= ~bit
+            if not self._holders[digest]:
+                del self._holders[digest]
 
 
-def choose_replica(candidates: Sequence[Candidate], num_prompt_blocks: int) -> int:
-    """Return the index of the replica that will probably answer first.
+class DPRouter:
+    """Chooses a replica for each request, and keeps the state of all replicas that the choice needs.
 
     Replicas with room for the prompt come first. Among them the one with the least work wins: blocks of prompts to
     compute, this one's included, plus one for each request that decodes beside them. Ties go to the lowest index.
     """
-
-    def cost(index: int) -> tuple[bool, int, int]:
-        candidate = candidates[index]
-        num_to_compute = num_prompt_blocks - candidate.num_cached_blocks
-        is_full = num_to_compute > candidate.num_free_blocks - candidate.num_blocks_waiting
-        return is_full, num_to_compute + candidate.num_blocks_waiting + candidate.num_requests, index
-
-    return min(range(len(candidates)), key=cost)
-
-
-class PrefixMemory:
-    """The blocks of prompts that were sent to a replica, evicted least recently used first."""
-
-    def __init__(self, max_blocks: int) -> None:
-        self._max_blocks = max_blocks
-        self._digests: OrderedDict[bytes, None] = OrderedDict()
-
-    def num_known(self, digests: Sequence[bytes]) -> int:
-        """Return how many of a prompt's first blocks are remembered."""
-        for index, digest in enumerate(digests):
-            if digest not in self._digests:
-                return index
-        return len(digests)
-
-    def remember(self, digests: Sequence[bytes]) -> None:
-        """Add a prompt. Its tail is evicted before its head, without which the tail could not be found."""
-        for digest in reversed(digests):
-            self._digests[digest] = None
-            self._digests.move_to_end(digest)
-        while len(self._digests) > self._max_blocks:
-            self._digests.popitem(last=False)
-
-
-class DPRouter:
-    """Chooses a replica for each request, and keeps the state of all replicas that the choice needs."""
 
     def __init__(
         self, num_replicas: int, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, salt: bytes
@@ -73,10 +75,10 @@ class DPRouter:
         self._block_size = block_size
         self._compares_prefixes = enable_prefix_caching and num_replicas > 1
         self._salt = salt
-        self._states = [_ReplicaState(num_blocks, PrefixMemory(num_blocks)) for _ in range(num_replicas)]
-        self._candidates = [state.candidate() for state in self._states]
-        self._outdated: set[int] = set()  # indices of candidates
-        self._used: dict[int, None] = {}
+        self._states = [_ReplicaState(num_blocks) for _ in range(num_replicas)]
+        self._by_load = [(0, index) for index in range(num_replicas)]  # sorted
+        self._prefixes = PrefixIndex(num_replicas, num_blocks)
+        self._used: set[int] = set()
         self._sent: dict[str, _SentRequest] = {}
 
     @property
@@ -86,60 +88,78 @@ class DPRouter:
 
     def choose(self, request: Request) -> int:
         """Return the index of a replica. The caller must then send the request to it."""
-        for index in self._outdated:
-            self._candidates[index] = self._states[index].candidate()
-        self._outdated.clear()
+        return self.choose_each(request, [request.request_id])[0]
+
+    def choose_each(self, request: Request, request_ids: Sequence[str]) -> list[int]:
+        """Return the index of a replica for each of several requests with the same prompt.
+
+        Args:
+            request: one of them.
+        """
         num_blocks = num_blocks_for(len(request.prompt_token_ids), self._block_size)
-        candidates = self._candidates
         digests: list[bytes] = []
         if self._compares_prefixes:
             root = root_digest(self._salt, request.cache_salt)
             digests = block_digests(root, request.prompt_token_ids, self._block_size)
-            candidates = candidates.copy()
-            for index in self._used:
-                if num_cached_blocks := self._states[index].memory.num_known(digests):
-                    candidates[index] = self._states[index].candidate(num_cached_blocks)
-        chosen = choose_replica(candidates, num_blocks)
-        state, num_waiting = self._states[chosen], num_blocks - candidates[chosen].num_cached_blocks
-        state.memory.remember(digests)
-        state.num_requests += 1
-        state.num_blocks_waiting += num_waiting
-        self._sent[request.request_id] = _SentRequest(chosen, num_waiting)
-        self._used[chosen] = None
-        self._outdated.add(chosen)
-        return chosen
+        return [self._choose(request_id, num_blocks, digests) for request_id in request_ids]
 
     def note_free_blocks(self, index: int, num_free_blocks: int) -> None:
         """Record the number of free blocks that a replica reported."""
         self._states[index].num_free_blocks = num_free_blocks
-        self._outdated.add(index)
 
     def note_update(self, request_id: str, *, has_ended: bool) -> None:
         """Record an update of a request: its prompt has been computed, or it has ended."""
         sent = self._sent[request_id]
-        state = self._states[sent.index]
-        state.num_blocks_waiting -= sent.num_blocks_waiting
+        if sent.num_blocks_waiting or has_ended:
+            self._change(sent.index, -sent.num_blocks_waiting, -int(has_ended))
         sent.num_blocks_waiting = 0
         if has_ended:
-            state.num_requests -= 1
             del self._sent[request_id]
-        self._outdated.add(sent.index)
+
+    def _choose(self, request_id: str, num_blocks: int, digests: Sequence[bytes]) -> int:
+        chosen, num_known = self._cheapest(num_blocks, self._prefixes.known(digests))
+        self._prefixes.remember(chosen, digests)
+        self._change(chosen, num_blocks - num_known, 1)
+        self._sent[request_id] = _SentRequest(chosen, num_blocks - num_known)
+        self._used.add(chosen)
+        return chosen
+
+    def _cheapest(self, num_blocks: int, levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Return the best replica, and how many of the prompt's blocks it has.
+
+        Replicas are visited by ascending load, until none of the others can be better.
+        """
+        most_known = levels[0][0] if levels else 0
+        best: tuple[bool, int, int, int] | None = None  # is full, work, index, known blocks
+        for load, index in self._by_load:
+            if best is not None and not best[0] and best[1:3] < (load + num_blocks - most_known, index):
+                break
+            num_known = next((known for known, replicas in levels if replicas >> index & 1), 0)
+            state, num_to_compute = self._states[index], num_blocks - num_known
+            is_full = num_to_compute > state.num_free_blocks - state.num_blocks_waiting
+            found = is_full, load + num_to_compute, index, num_known
+            best = found if best is None else min(best, found)
+        assert best is not None
+        return best[2], best[3]
+
+    def _change(self, index: int, num_blocks: int, num_requests: int) -> None:
+        """Add to the work of a replica."""
+        state = self._states[index]
+        del self._by_load[bisect.bisect_left(self._by_load, (state.load, index))]
+        state.num_blocks_waiting += num_blocks
+        state.num_requests += num_requests
+        bisect.insort(self._by_load, (state.load, index))
 
 
 @dataclass(eq=False)
 class _ReplicaState:
-    num_free_blocks: int
-    memory: PrefixMemory  # of its prefix cache
-    num_requests: int = 0
-    num_blocks_waiting: int = 0
+    num_free_blocks: int  # held by no request
+    num_requests: int = 0  # sent to it, and not ended
+    num_blocks_waiting: int = 0  # of prompts sent to it whose first token has not come
 
-    def candidate(self, num_cached_blocks: int = 0) -> Candidate:
-        return Candidate(
-            num_free_blocks=self.num_free_blocks,
-            num_requests=self.num_requests,
-            num_blocks_waiting=self.num_blocks_waiting,
-            num_cached_blocks=num_cached_blocks,
-        )
+    @property
+    def load(self) -> int:
+        return self.num_requests + self.num_blocks_waiting
 
 
 @dataclass(eq=False)

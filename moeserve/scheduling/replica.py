@@ -226,8 +226,9 @@ class Replica:
 
     def _handle(self, message: ReplicaMessage) -> None:
         match message:
-            case AddRequest(request=request):
-                self._add(request)
+            case AddRequest():
+                for request in message.requests:
+                    self._add(request)
             case AbortRequest(request_id=request_id):
                 update = self._scheduler.abort(request_id)
                 if update is not None:

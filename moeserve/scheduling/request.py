@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moeserve.outputs import FinishReason
-from moeserve.protocol import Registration, Request, RequestUpdate, TokenLogprobs
+from moeserve.protocol import LogprobRows, Registration, Request, RequestUpdate, TokenLogprobs
 from moeserve.scheduling.block_pool import block_digests
 
 NO_SLOT = -1  # of a request that is not running
@@ -31,10 +31,12 @@ class LiveRequest:
     num_passed: int = 0  # requests that were admitted before this one though they came later
     ended: bool = False
     _digests: list[bytes] = field(default_factory=list)  # of its first full blocks, computed on demand
-    _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # collected until the first token
+    _prompt_logprobs: list[LogprobRows] = field(default_factory=list)  # collected until the first token
 
     def __post_init__(self) -> None:
-        self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
+        self.token_ids = self.request.prompt_token_ids  # samples share it until they have tokens of their own
+        if self.request.output_token_ids:
+            self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
 
     @property
     def request_id(self) -> str:
@@ -87,13 +89,15 @@ class LiveRequest:
             self._digests += block_digests(parent, known, block_size)
         return self._digests[block_index]
 
-    def collect_prompt_logprobs(self, rows: list[TokenLogprobs]) -> None:
+    def collect_prompt_logprobs(self, rows: list[LogprobRows]) -> None:
         self._prompt_logprobs += rows
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None, max_model_len: int) -> RequestUpdate:
         """Add a sampled token. Return the update for the client, whose `finish_reason` is set if it was the last."""
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         finish_reason, stop_reason = self._finish_and_stop_reason(token_id, max_model_len)
+        if self.token_ids is self.request.prompt_token_ids:
+            self.token_ids = self.token_ids.copy()
         self.token_ids.append(token_id)
         return RequestUpdate(
             request_id=self.request_id,

@@ -390,7 +390,8 @@ class Scheduler:
         if result.error is not None:
             return self._abort(request, error=result.error)
         assert chunk.samples == (result.token_id is not None), f"{request.request_id}: token {result}"
-        assert len(result.prompt_logprobs) == chunk.num_prompt_rows, f"{request.request_id}: rows are missing"
+        num_rows = sum(rows.num_rows for rows in result.prompt_logprobs)
+        assert num_rows == chunk.num_prompt_rows, f"{request.request_id}: rows are missing"
         if self.config.enable_prefix_caching:
             first_block = (request.num_computed - chunk.num_tokens) // self.config.block_size
             for index in range(first_block, request.num_computed // self.config.block_size):

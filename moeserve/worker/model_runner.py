@@ -13,7 +13,7 @@ from torch.nn import functional
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.errors import EngineError
 from moeserve.models.decoder import Decoder
-from moeserve.protocol import ChunkResult, TokenLogprobs
+from moeserve.protocol import ChunkResult, LogprobRows
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.request_table import Chunk, RequestTable
 from moeserve.worker.sampler import SampledToken, prompt_logprobs, sample, sample_spec
@@ -96,7 +96,7 @@ class ModelRunner:
         shared = self.model.groups.tp.broadcast(torch.tensor(token_ids), 0)
         self.table.append_tokens(chunks, token_ids if self.context.tp_rank == 0 else shared.tolist())
 
-    def _prompt_rows(self, chunk: Chunk, hidden_TD: Tensor, samples_here: bool) -> Iterator[list[TokenLogprobs] | str]:
+    def _prompt_rows(self, chunk: Chunk, hidden_TD: Tensor, samples_here: bool) -> Iterator[LogprobRows | str]:
         """Yield log-probabilities of pieces of the prompt, or an error. Collective: tp ranks, in their logits."""
         for first in range(0, len(chunk.prompt_targets), PROMPT_ROWS):
             targets = chunk.prompt_targets[first : first + PROMPT_ROWS]
@@ -175,13 +175,13 @@ class ModelRunner:
         return torch.from_numpy(np.asarray(numbers, dtype)).to(self.context.device, non_blocking=True)
 
 
-def _chunk_result(token: SampledToken | None, prompt: list[list[TokenLogprobs] | str]) -> ChunkResult:
+def _chunk_result(token: SampledToken | None, prompt: list[LogprobRows | str]) -> ChunkResult:
     errors = [piece for piece in prompt if isinstance(piece, str)]
     if token is not None and token.error is not None:
         errors.append(token.error)
     if errors:
         return ChunkResult(error=errors[0])
-    rows = [row for piece in prompt for row in piece if isinstance(row, TokenLogprobs)]
+    rows = [piece for piece in prompt if isinstance(piece, LogprobRows)]
     if token is None:
         return ChunkResult(prompt_logprobs=rows)
     return ChunkResult(token_id=token.token_id, logprobs=token.logprobs, prompt_logprobs=rows)

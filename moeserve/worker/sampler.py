@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeserve.errors import EngineError
 from moeserve.ops.interfaces import DrawTokens, Kernels
-from moeserve.protocol import TokenLogprobs
+from moeserve.protocol import LogprobRows, TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker.request_table import RequestState
 
@@ -105,7 +105,7 @@ def sample(logits_LV: Tensor, specs: Sequence[SampleSpec], kernels: Kernels) -> 
     ]
 
 
-def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int, kernels: Kernels) -> list[TokenLogprobs]:
+def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int, kernels: Kernels) -> LogprobRows:
     """Return the log-probabilities of `targets[row]` and of the `num_top` most likely tokens of each row.
 
     Raises:
@@ -114,10 +114,17 @@ def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int, kernels
     assert logits_RV.shape[0] == len(targets), f"{logits_RV.shape[0]} rows of logits for {len(targets)} targets"
     for error in _errors_of_rows(kernels.row_maximum(logits_RV)[0], logits_RV.dtype).values():
         raise EngineError(error)
-    logprobs: list[TokenLogprobs] = []
-    for rows in _pieces(list(range(len(targets))), logits_RV):
-        logprobs += _token_logprobs(logits_RV[rows], [targets[row] for row in rows], [num_top] * len(rows))
-    return logprobs
+    pieces = [
+        _logprob_columns(logits_RV[rows], [targets[row] for row in rows], num_top)
+        for rows in _pieces(list(range(len(targets))), logits_RV)
+    ]
+    tokens_RN, logprobs_RN, ranks_RN = (torch.cat(column).cpu() for column in zip(*pieces, strict=True))
+    return LogprobRows(
+        len(targets),
+        tokens_RN.to(torch.int32).numpy().tobytes(),
+        logprobs_RN.numpy().tobytes(),
+        ranks_RN.to(torch.int32).numpy().tobytes(),
+    )
 
 
 def uniform(seed: int, position: int) -> float:
@@ -266,9 +273,19 @@ def _tokens_of(keys: Tensor) -> Tensor:
 
 
 def _token_logprobs(logits_RV: Tensor, targets: list[int], nums_top: list[int]) -> list[TokenLogprobs]:
+    tokens_RN, logprobs_RN, ranks_RN = _logprob_columns(logits_RV, targets, max(nums_top))
+    columns = zip(tokens_RN.tolist(), logprobs_RN.tolist(), ranks_RN.tolist(), nums_top, strict=True)
+    return [
+        TokenLogprobs(token_ids=tokens[: 1 + num], logprobs=logprobs[: 1 + num], ranks=ranks[: 1 + num])
+        for tokens, logprobs, ranks, num in columns
+    ]
+
+
+def _logprob_columns(logits_RV: Tensor, targets: list[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token ids, float32 log-probabilities and ranks of each row's target and its most likely tokens."""
     scores_RV = logits_RV.float()
     targets_R1 = torch.tensor(targets, device=logits_RV.device)[:, None]
-    num_top = min(max(nums_top), scores_RV.shape[1])
+    num_top = min(num_top, scores_RV.shape[1])
     tokens_RN = torch.cat([targets_R1, _tokens_of(_order_keys(scores_RV).topk(num_top).values)], dim=1)
 
     # Summed in float64: a float32 result then does not depend on the order in which a device adds.
@@ -277,13 +294,7 @@ def _token_logprobs(logits_RV: Tensor, targets: list[int], nums_top: list[int]) 
     target_ranks_R1 = 1 + (scores_RV > scores_RN[:, :1]).sum(dim=-1, keepdim=True)
     top_RH = scores_RN[:, 1:]
     top_ranks_RH = 1 + (top_RH[:, None, :] > top_RH[:, :, None]).sum(dim=-1)
-    ranks_RN = torch.cat([target_ranks_R1, top_ranks_RH], dim=1)
-
-    columns = zip(tokens_RN.tolist(), logprobs_RN.tolist(), ranks_RN.tolist(), nums_top, strict=True)
-    return [
-        TokenLogprobs(token_ids=tokens[: 1 + num], logprobs=logprobs[: 1 + num], ranks=ranks[: 1 + num])
-        for tokens, logprobs, ranks, num in columns
-    ]
+    return tokens_RN, logprobs_RN, torch.cat([target_ranks_R1, top_ranks_RH], dim=1)
 
 
 def _pieces(rows: list[int], logits_LV: Tensor) -> Iterator[list[int]]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logprob_rows import packed
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,7 +18,7 @@ from moeserve.api.prompts import pair_prompts
 from moeserve.api.tokenizer import TextCodec
 from moeserve.errors import RequestError
 from moeserve.outputs import Logprob, RequestOutput
-from moeserve.protocol import Request, RequestUpdate, TokenLogprobs
+from moeserve.protocol import AddRequest, Request, RequestUpdate, TokenLogprobs
 from moeserve.sampling_params import SamplingParams
 
 EOS = 256
@@ -44,7 +45,7 @@ def new_frontend(codec: TextCodec | None = CODEC, *, max_model_len: int = 100, e
 
 def requests_of(frontend: Frontend, prompts: Any, params: Any = None) -> list[Request]:
     submissions = frontend.register(frontend.encode(prompts, params or SamplingParams()))
-    return [request for submission in submissions for request in submission.requests]
+    return [request for each in submissions for request in AddRequest(each.request, each.samples).requests]
 
 
 def send(frontend: Frontend, request_id: str, text: str = "", **fields: Any) -> bool | None:
@@ -277,8 +278,11 @@ def test_the_outputs_of_one_prompt_gather_in_order() -> None:
     frontend = new_frontend()
     (submission,) = frontend.register(frontend.encode("Hi", SamplingParams(n=3, prompt_logprobs=1, stop="!")))
     assert submission.prompt_id == "0"
-    assert [request.request_id for request in submission.requests] == ["0-0", "0-1", "0-2"]
-    assert [request.params.prompt_logprobs for request in submission.requests] == [1, None, None]
+    requests = AddRequest(submission.request, submission.samples).requests
+    assert [request.request_id for request in requests] == ["0-0", "0-1", "0-2"]
+    assert [request.params.prompt_logprobs for request in requests] == [1, None, None]
+    assert len({request.seed for request in requests}) == 3
+    assert len({id(request.prompt_token_ids) for request in requests}) == 1  # one prompt in memory
     assert send(frontend, "0-2", "c", finish_reason="length", num_cached_tokens=1) is False
     assert send(frontend, "0-0", "a!", num_cached_tokens=0) is True
     assert send(frontend, "0-1", "b", finish_reason="stop", token_ids=[*CODEC.encode("b"), EOS]) is False
@@ -312,7 +316,7 @@ def test_prompt_logprobs_begin_with_none() -> None:
     requests_of(frontend, ["Hi", "H", "Hi"], [SamplingParams(prompt_logprobs=0)] * 2 + [SamplingParams()])
     i = CODEC.encode("i")[0]
     assert frontend.output("0").prompt_logprobs is None  # not known yet
-    send(frontend, "0", "a", prompt_logprobs=[TokenLogprobs([i], [-2.0], [3])])
+    send(frontend, "0", "a", prompt_logprobs=packed([TokenLogprobs([i], [-2.0], [3])]))
     send(frontend, "0", "b")
     send(frontend, "1", "a")
     send(frontend, "2", "a")

@@ -281,7 +281,7 @@ def test_the_failure_of_another_replica_is_named() -> None:
 def test_an_internal_error_is_announced_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = Driven(max_rounds=2)
     replica.step(AddRequest(request("a")))
-    monkeypatch.setattr(replica.scheduler, "commit", lambda result: 1 / 0)
+    monkeypatch.setattr(replica.scheduler, "commit", lambda *_: 1 / 0)
     replica.step()
     while not replica.rounds[0].row[-1]:
         replica.step()

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
+from logprob_rows import packed, unpacked
 
 from moeserve.errors import RequestError
 from moeserve.protocol import ChunkResult, Request, RequestUpdate, StepResult, TokenLogprobs
@@ -52,7 +53,7 @@ def result_of(chunks: list[Chunk], step: int, token_id: int = 1) -> StepResult:
 
     def chunk_result(chunk: Chunk) -> ChunkResult:
         rows = [TokenLogprobs([target], [-float(target)], [1]) for target in chunk.prompt_targets]
-        return ChunkResult(token_id=token_id if chunk.samples else None, prompt_logprobs=rows)
+        return ChunkResult(token_id=token_id if chunk.samples else None, prompt_logprobs=packed(rows))
 
     return StepResult(step=step, chunks=[chunk_result(chunk) for chunk in chunks])
 
@@ -113,7 +114,11 @@ def test_prompt_logprobs_half_collected_at_a_preemption_are_neither_lost_nor_rep
     while scheduler.has_work:
         chunks, updates = step(scheduler)
         computed += [chunk.start for chunk in chunks if chunk.prompt_targets]
-        sent += [[row.token_ids[0] for row in update.prompt_logprobs] for update in updates if update.request_id == "b"]
+        sent += [
+            [row.token_ids[0] for row in unpacked(update.prompt_logprobs)]
+            for update in updates
+            if update.request_id == "b"
+        ]
     assert scheduler.num_preemptions == 1
     assert computed == [0, 1, 2, 3, 4, 5, 6, 0, 2, 4, 6, 8]
     assert sent == [PROMPT[1:], []]

@@ -16,6 +16,7 @@ import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from logprob_rows import packed, unpacked
 
 from moeserve.errors import RequestError
 from moeserve.protocol import ChunkResult, RankReport, Request, RequestUpdate, StepPlan, StepResult, TokenLogprobs
@@ -475,12 +476,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def result_of(self, chunk: Chunk) -> ChunkResult:
         rows = [prompt_row(target, chunk.start + row) for row, target in enumerate(chunk.prompt_targets)]
         if not chunk.samples:
-            return ChunkResult(prompt_logprobs=rows)
+            return ChunkResult(prompt_logprobs=packed(rows))
         request, position = chunk.request, chunk.request.num_output_tokens
         barred = request.end_token_ids if position < request.params.min_tokens else []
         token_id = choose(request.seed, position, barred)
         logprobs = None if request.params.logprobs is None else prompt_row(token_id, position)
-        return ChunkResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=rows)
+        return ChunkResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=packed(rows))
 
     def take_update(self, update: RequestUpdate) -> None:
         (known,) = (known for known in self.live if known.request.request_id == update.request_id)
@@ -505,7 +506,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         logprobs = [row for update in updates for row in update.logprobs]
         shown = [prompt_row(token_id, position) for position, token_id in enumerate(output, first)]
         assert logprobs == ([] if request.params.logprobs is None else shown)
-        given = [update.prompt_logprobs for update in updates if update.token_ids]
+        given = [unpacked(update.prompt_logprobs) for update in updates if update.token_ids]
         if given:
             has_rows = request.params.prompt_logprobs is not None and not first
             targets = request.prompt_token_ids[1:] if has_rows else []

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
 from moeserve.api.frontend import Frontend
 from moeserve.api.session import Session
-from moeserve.errors import EngineError
-from moeserve.protocol import Request, RequestUpdate
+from moeserve.errors import EngineError, QueueFullError
+from moeserve.protocol import Request, RequestUpdate, Sample
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.observer import LoadObserver
 
@@ -20,11 +21,12 @@ class Engine:
 
     def __init__(self) -> None:
         self.steps: deque[list[RequestUpdate] | Exception] = deque()
+        self.added: list[str] = []
         self.aborted: list[str] = []
         self.has_work = True
 
-    def add(self, request: Request) -> None:
-        pass
+    def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
+        self.added += [request.request_id, *(sample.request_id for sample in samples)]
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -50,7 +52,7 @@ def engine() -> Engine:
 @pytest.fixture
 def session(engine: Engine) -> Session:
     frontend = Frontend(None, vocab_size=10, max_model_len=100, eos_token_ids=[], engine_seed=0)
-    return Session(cast(Any, engine), frontend, LoadObserver(None, None))
+    return Session(cast(Any, engine), frontend, LoadObserver(None, None), max_requests=4)
 
 
 def submit(session: Session, **params: Any) -> str:
@@ -94,3 +96,39 @@ def test_a_lost_request_is_an_engine_error(session: Session, engine: Engine) -> 
     assert session.advance([lost]) == []
     with pytest.raises(EngineError, match=lost):
         session.raise_error([lost])
+
+
+def test_a_full_queue_refuses_prompts_and_changes_nothing(session: Session, engine: Engine) -> None:
+    first, _ = submit(session, n=3), submit(session)
+    for params in (SamplingParams(), SamplingParams(n=2)):
+        with pytest.raises(QueueFullError, match="4 requests are in flight .* at most 4"):
+            session.submit([[1]], params)
+    engine.steps += [[end(f"{first}-{index}")] for index in range(3)]
+    while session.advance([first]):
+        pass
+    submit(session, n=3)  # there is room again
+    with pytest.raises(QueueFullError):
+        submit(session)
+    engine.steps.append(EngineError("disk on fire"))
+    session.poll()  # requests that have failed are not in flight, though their outputs are still there
+    submit(session, n=4)
+
+
+def test_a_long_list_is_started_in_order_as_room_appears(session: Session, engine: Engine) -> None:
+    other = submit(session, n=2)
+    encoded = session.frontend.encode([[1]] * 5, [SamplingParams(n=n) for n in (1, 2, 1, 1, 9)])
+    waiting, prompt_ids = deque(encoded), []
+    prompt_ids += session.submit_first(waiting)
+    assert (len(prompt_ids), len(waiting)) == (1, 4)  # the next one needs two places
+    for request_id in (f"{other}-0", prompt_ids[0], f"{other}-1"):
+        engine.steps.append([end(request_id)])
+        session.advance([], waits_for_others=True)
+    prompt_ids += session.submit_first(waiting)
+    assert len(prompt_ids) == 4
+    assert session.submit_first(waiting) == []
+    session.discard(prompt_ids)
+    assert len(session.submit_first(waiting)) == 1  # more than the limit, but alone
+    session.wake()
+    engine.steps.append([])
+    session.advance([], waits_for_others=True)
+    assert engine.added == ["0-0", "0-1", "1", "2-0", "2-1", "3", "4", *(f"5-{index}" for index in range(9))]
