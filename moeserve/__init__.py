@@ -8,6 +8,7 @@ from moeserve.errors import (
     CheckpointError,
     EngineError,
     MoeserveError,
+    QueueFullError,
     RequestError,
     SettingsError,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "EngineError",
     "Logprob",
     "MoeserveError",
+    "QueueFullError",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",

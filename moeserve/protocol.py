@@ -106,7 +106,7 @@ class LogprobRows(msgspec.Struct, frozen=True):
         row = slice(index * width, (index + 1) * width)
         return TokenLogprobs(
             memoryview(self.token_ids).cast("i")[row].tolist(),
-            memoryview(self.logprobs).cast("f")[row].tolist(),
+            list(memoryview(self.logprobs).cast("f")[row]),
             memoryview(self.ranks).cast("i")[row].tolist(),
         )
 

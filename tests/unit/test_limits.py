@@ -89,9 +89,7 @@ def test_the_log_probabilities_of_a_prompt_are_bounded() -> None:
     frontend = Frontend(None, vocab_size=100, max_model_len=2**20, eos_token_ids=[], engine_seed=0)
     most = LIMITS.max_prompt_logprobs_entries // 64
     frontend.encode([[1] * most], SamplingParams(prompt_logprobs=63))
-    with pytest.raises(
-        RequestError, match=f"prompt_logprobs=63.*{most + 1} tokens.*{LIMITS.max_prompt_logprobs_entries}"
-    ):
+    with pytest.raises(RequestError, match=rf"prompt_logprobs=63.*{most + 1} tokens.*{most * 64} are allowed"):
         frontend.encode([[1] * (most + 1)], SamplingParams(prompt_logprobs=63))
     frontend.encode([[1] * (most + 1)], SamplingParams(logprobs=63))
 
@@ -121,7 +119,7 @@ def test_samples_share_their_prompt_in_messages_and_in_memory() -> None:
     first = Request(request_id="0", prompt_token_ids=[7] * 10_000, params=params, seed=1, eos_token_ids=[EOS])
     samples = [Sample(str(index), index) for index in range(1, 128)]
     data = msgspec.msgpack.encode(AddRequest(first, samples))
-    assert len(data) < len(msgspec.msgpack.encode(AddRequest(first))) + 128 * 16
+    assert len(data) < len(msgspec.msgpack.encode(AddRequest(first))) + 128 * 32
     requests = msgspec.msgpack.decode(data, type=AddRequest).requests
     assert [(each.request_id, each.seed) for each in requests[1:]] == [(str(index), index) for index in range(1, 128)]
     assert [each.params.prompt_logprobs for each in requests] == [1] + [None] * 127

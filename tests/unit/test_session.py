@@ -101,7 +101,7 @@ def test_a_lost_request_is_an_engine_error(session: Session, engine: Engine) -> 
 def test_a_full_queue_refuses_prompts_and_changes_nothing(session: Session, engine: Engine) -> None:
     first, _ = submit(session, n=3), submit(session)
     for params in (SamplingParams(), SamplingParams(n=2)):
-        with pytest.raises(QueueFullError, match="4 requests are in flight .* at most 4"):
+        with pytest.raises(QueueFullError, match=r"4 requests are in flight .* at most 4"):
             session.submit([[1]], params)
     engine.steps += [[end(f"{first}-{index}")] for index in range(3)]
     while session.advance([first]):
