@@ -21,7 +21,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from moeserve.protocol import AddRequest, ChunkResult, CollectLoad, ReplicaMessage, StepPlan, StepResult, Wake
+from moeserve.protocol import (
+    AbortRequest,
+    AddRequest,
+    ChunkResult,
+    CollectLoad,
+    ReplicaMessage,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    Wake,
+)
 from moeserve.scheduling.lockstep import HAS_FAILED, REQUESTS_LOAD, Agreement, Outcome, Round, agree
 from moeserve.scheduling.replica import Deliver, Events, Replica, Submit, Wait
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -250,8 +260,10 @@ class _Player:
         self.received: dict[str, int] = {}  # requests, and the tokens that they may have
         self.ended: dict[str, None] = {}
         self.num_tokens: Counter[str] = Counter()  # delivered, by request
+        self.may_abort: set[str] = set()  # requests
+        self.may_fail: set[str] = set()
         self.num_loads_due = 0  # expert loads that were asked for, and not requested in a round
-        self.has_fault = False
+        self.has_fault = self.is_ending = False
 
     def play(self, replica: Replica, history: tuple[Answer, ...]) -> Local:
         generator = replica.run()
@@ -315,6 +327,9 @@ class _Player:
             self.num_tokens[update.request_id] += len(update.token_ids)
             if update.finish_reason is not None:
                 self.ended[update.request_id] = None
+            may = self.may_abort if update.error is None else self.may_fail
+            if update.finish_reason == "abort" and update.request_id not in may:
+                raise Found("I3", f"{self.name} ends a request without a cause: {update}")
             expected = self.received[update.request_id]
             if update.finish_reason == "length" and self.num_tokens[update.request_id] != expected:
                 raise Found("I3", f"{self.name} delivers {self.num_tokens} tokens; {update} is the last of {expected}")
@@ -329,16 +344,41 @@ class _Player:
             self.num_loads_due += isinstance(message, CollectLoad)
             if isinstance(message, AddRequest):
                 self.received[message.request.request_id] = message.request.params.max_tokens or 0
+                if not message.request.prompt_token_ids or self.is_ending:
+                    self.may_fail.add(message.request.request_id)
+            elif isinstance(message, AbortRequest):
+                self.may_abort.add(message.request_id)
+            elif isinstance(message, Shutdown):
+                self.is_ending = True
+                self.may_abort |= self.received.keys()
         outcomes = []
         for agreement in given.outcomes:
             plan = self.plans[self.num_outcomes]
             self.num_outcomes += 1
             self.num_steps += any(agreement.num_tokens)
-            outcomes.append(_outcome(agreement, plan, self.table, given.fault))
+            outcomes.append(self.outcome(agreement, plan, given.fault))
         if given.fault == "internal":
             self.has_fault = True
             self.scheduler.schedule = self.scheduler.commit = _fail  # type: ignore[method-assign]
         return Events(messages, outcomes)
+
+    def outcome(self, agreement: Agreement, plan: StepPlan | None, fault: str | None) -> Outcome:
+        """Return what the ranks of the replica send for a round."""
+        if agreement.is_idle or agreement.ends_all:
+            return Outcome(agreement=agreement)
+        if plan is None:
+            return Outcome(agreement=agreement, result=StepResult(step=0, chunks=[]))
+        chunks = self.table.apply(plan)
+        results = [ChunkResult(token_id=7) if chunk.samples else ChunkResult() for chunk in chunks]
+        self.table.append_tokens(chunks, [7] * sum(chunk.samples for chunk in chunks))
+        ids = [chr(chunk.request.seed) for chunk in chunks]
+        if fault == "step":
+            self.may_fail.update(ids)
+            return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=[]), error="out of memory")
+        if fault == "row":
+            self.may_fail.add(ids[0])
+            results[0] = ChunkResult(error="not a number")
+        return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=results))
 
     def unended(self) -> set[str]:
         return self.received.keys() - self.ended.keys()
@@ -364,19 +404,3 @@ class _Player:
 
 def _fail(*_: Any) -> Any:
     raise RuntimeError("internal error")
-
-
-def _outcome(agreement: Agreement, plan: StepPlan | None, table: RequestTable, fault: str | None) -> Outcome:
-    """Return what the ranks of a replica send for a round."""
-    if agreement.is_idle or agreement.ends_all:
-        return Outcome(agreement=agreement)
-    if plan is None:
-        return Outcome(agreement=agreement, result=StepResult(step=0, chunks=[]))
-    chunks = table.apply(plan)
-    results = [ChunkResult(token_id=7) if chunk.samples else ChunkResult() for chunk in chunks]
-    table.append_tokens(chunks, [7] * sum(chunk.samples for chunk in chunks))
-    if fault == "step":
-        return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=[]), error="out of memory")
-    if fault == "row":
-        results[0] = ChunkResult(error="not a number")
-    return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=results))

@@ -200,6 +200,32 @@ class ReportsAbortOnly(Replica):
             super()._handle(message)
 
 
+class HidesErrors(Replica):
+    """A request that fails looks as if it had been aborted."""
+
+    def _queue_update(self, update: RequestUpdate, *, error: str | None = None) -> None:
+        super()._queue_update(msgspec.structs.replace(update, error=None))
+
+
+class AbortsWhileItPlans(Replica):
+    """It handles an abort in the middle of planning a step, as if a garbage collector had called it."""
+
+    def _handle(self, message: ReplicaMessage) -> None:
+        if not isinstance(message, AbortRequest):
+            super()._handle(message)
+            return
+        pool, handle = self._scheduler._pool, super()._handle
+        allocate = pool.allocate
+
+        def allocate_and_abort(num_blocks: int) -> list[int]:
+            pool.allocate = allocate  # type: ignore[method-assign]
+            taken = allocate(num_blocks)
+            handle(message)
+            return taken
+
+        pool.allocate = allocate_and_abort  # type: ignore[method-assign]
+
+
 class RaisesRequestError(Replica):
     """A bad request raises an exception."""
 
@@ -268,6 +294,16 @@ class LosesUpdatesOfFailedRows(Scheduler):
 
     def commit(self, result: Any, reports: Any = ()) -> list[RequestUpdate]:
         return [update for update in super().commit(result, reports) if update.error is None]
+
+
+class EndsAllForOneRow(Scheduler):
+    """A row that cannot be sampled ends all requests of its replica."""
+
+    def commit(self, result: Any, reports: Any = ()) -> list[RequestUpdate]:
+        updates = super().commit(result, reports)
+        error = next((update.error for update in updates if update.error), None)
+        ended = [] if error is None else self.abort_all()
+        return updates + [msgspec.structs.replace(update, error=error) for update in ended]
 
 
 class PlansBeyondTheEnd(Scheduler):
@@ -367,6 +403,8 @@ PLANTED = [
     Planted(HidesFailure, {"I7"}),
     Planted(LosesAbort, {"I4"}),
     Planted(ReportsAbortOnly, {"I3", "I4"}),
+    Planted(HidesErrors, {"I3"}),
+    Planted(AbortsWhileItPlans, {"I4", "crash"}),
     Planted(RaisesRequestError, {"I4", "crash"}),
     Planted(EndsTwice, {"I3"}),
     Planted(LosesTokens, {"I3"}),
@@ -375,6 +413,7 @@ PLANTED = [
     Planted(FreesTwice, {"I4"}),
     Planted(LeaksAtAbort, {"I4"}),
     Planted(LosesUpdatesOfFailedRows, {"I4"}),
+    Planted(EndsAllForOneRow, {"I3"}),
     Planted(PlansBeyondTheEnd, {"I3"}),
     Planted(ForgetsRequestsInFlight, {"I4"}),
     Planted(idles_alone, {"I1"}),

@@ -5,7 +5,8 @@ collectives, stalls, failing and dying processes, and the watcher that notices a
 simulated as one. A scenario determines its run completely. After each event these invariants are checked:
 
 - I1: the ranks of all replicas enter the same sequence of collectives, and none leaves before the others.
-- I3: a request ends exactly once, with a reason; the tokens sent to its client are those computed.
+- I3: a request ends exactly once, with a reason; the tokens sent to its client are those computed. It ends with an
+  error only if it is refused, or its own row or a process has failed, and by an abort only if its client aborted it.
 - I4: blocks in use equal the sum over live requests, and zero when idle; reported statistics are correct.
 - I5: ranks run the tokens that their replica announced. A step has at least one token, unless it collects expert loads.
 - I6: the numbers of rounds only grow.
@@ -109,6 +110,8 @@ class _ClientRequest:
     sent_at: float
     token_ids: list[int] = field(default_factory=list)
     end: str | None = None
+    was_aborted: bool = False
+    may_fail: bool = False  # it is refused, or its row has failed
 
 
 @dataclass(eq=False)
@@ -293,7 +296,7 @@ class _Simulation:
             for process in self.processes:
                 if process.index != index and dice.random() >= self.scenario.wake_loss:
                     self._send(process, Wake())
-        self.requests[request.request_id] = _ClientRequest(request, index, self.now)
+        self.requests[request.request_id] = _ClientRequest(request, index, self.now, may_fail=is_refused)
         self.num_unended += 1
         # Steps planned before the end of a request is known are run without it.
         self.step_bound += most_steps(request) + self.scenario.max_rounds
@@ -306,7 +309,9 @@ class _Simulation:
 
     def _send_abort(self, request_id: str) -> None:
         if not self.client_has_stopped:
-            self._send(self.processes[self.requests[request_id].index], AbortRequest(request_id))
+            known = self.requests[request_id]
+            known.was_aborted = True
+            self._send(self.processes[known.index], AbortRequest(request_id))
 
     def _send_shutdown(self) -> None:
         if self.client_has_stopped:
@@ -342,6 +347,8 @@ class _Simulation:
             complete = known.token_ids == tokens and end == finish_reason
             self._require(complete, "I3", f"request {request_id} ended by {end} with {known.token_ids}, not {tokens}")
         else:
+            has_cause = known.was_aborted if end == "abort" else known.may_fail or self.fault_at is not None
+            self._require(has_cause or self.client_has_stopped, "I3", f"request {request_id} ended by {end}")
             begun = known.token_ids == tokens[: len(known.token_ids)]
             self._require(begun, "I3", f"request {request_id} got {known.token_ids}; it must begin like {tokens}")
         if self.fault_at is not None:
@@ -679,7 +686,9 @@ class _Simulation:
         ]
         table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
         if self.dice.random() < self.scenario.row_failure_probability:
-            results[self.dice.randrange(len(results))] = ChunkResult(error="not a number")
+            row = self.dice.randrange(len(results))
+            results[row] = ChunkResult(error="not a number")
+            self.requests[str(chunks[row].request.seed)].may_fail = True
         return StepResult(step=plan.step, chunks=results)
 
     def _send_outcome(self, process: _Process, outcome: Outcome) -> None:

@@ -16,7 +16,7 @@ def add(request_id: str, num_prompt_tokens: int, max_tokens: int = 2) -> Replica
         request_id=request_id,
         prompt_token_ids=list(range(num_prompt_tokens)),
         params=RequestParams(max_tokens=max_tokens),
-        seed=1,
+        seed=ord(request_id[0]),  # by which the search recognises a row
     )
     return AddRequest(request)
 

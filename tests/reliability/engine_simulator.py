@@ -1,0 +1,470 @@
+"""Runs an engine of several replicas in virtual time, with faults: from `Replicas.add` to the messages of each rank.
+
+The code is the engine's own: `Replicas`, `DPRouter`, `WorkerGroup`, `WatchedProcess`, `Channel` at both ends, `serve`
+of each engine process with `Replica`, `Scheduler` and `MultiprocExecutor`. This file supplies the client, the
+processes, the bytes between them (late, in pieces, through small buffers, or lost), and ranks that agree and sample.
+
+Invariants, named as in `replica_simulator.py`:
+
+- I3: a request ends exactly once. A client's request that it did not abort ends complete, or with an error that has a
+  cause; with on_failure="restart" it ends complete. Its tokens are those computed, none lost and none twice.
+- I4: an idle engine has no work, and its router knows of no load.
+- false death: without a fault no process is declared dead, however slowly it loads or steps within the timeouts.
+- deadlock: a fault is noticed, and every call returns, within virtual seconds that follow from the timeouts.
+- slow: with on_failure="end", requests end within 5 s of a failure, and of a hang within the timeouts.
+- crash: a call of the client raises nothing but the named errors.
+- orphans: after the shutdown no process is left, and every worker group was released once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from scenario import BLOCK_SIZE, END_TOKEN, MAX_MODEL_LEN, InvariantViolation, sampled_token, whole_output
+from simulated_processes import BUFFER_BYTES, SimulatedProcess
+from virtual_time import World
+
+from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
+from moeserve.config.settings import EngineConfig
+from moeserve.config.validation import parse_settings
+from moeserve.engine.process import serve
+from moeserve.engine.protocol import EngineMessage
+from moeserve.engine.replicas import Replicas
+from moeserve.errors import DistributedError, EngineError, RequestError
+from moeserve.executor.multiproc import MultiprocExecutor
+from moeserve.processes.channel import Channel
+from moeserve.processes.failures import report_of
+from moeserve.processes.supervision import WatchedProcess, collect_failures, send_failures
+from moeserve.processes.worker_group import WorkerGroup
+from moeserve.protocol import ChunkResult, ReplicaMessage, Request, RequestUpdate, StepPlan, StepResult
+from moeserve.sampling_params import RequestParams
+from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
+from moeserve.worker.protocol import FromRank, Leave, Loaded, RankStart, ToRank
+from moeserve.worker.request_table import RequestTable
+
+STEP_TIMEOUT_S, LOAD_TIMEOUT_S, COLLECTIVE_TIMEOUT_S = 20, 60, 10
+NUM_BLOCKS = 20
+# A hang is noticed after two step timeouts without a message, and the engine is loaded again. Three times, at most.
+LONGEST_S = 400.0
+
+Fault: TypeAlias = Literal[
+    "none",
+    "kill engine",
+    "kill rank",
+    "stop engine",
+    "stop rank",
+    "raise",  # in a rank, during a step
+    "cut to",  # bytes to an engine process are lost, silently
+    "cut from",
+    "close",  # the connection to an engine process ends
+]
+Reload: TypeAlias = Literal["well", "slow", "fails once", "hangs once"]  # loading after a failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineScenario:
+    """Everything that determines a run. Times are virtual seconds."""
+
+    seed: int
+    num_replicas: int = 3
+    num_requests: int = 20
+    on_failure: Literal["end", "restart"] = "restart"
+    fault: Fault = "none"
+    fault_s: float = 0.0  # after the first request
+    reload: Reload = "well"
+    load_s: float = 1.0
+    stall_s: float = 0.0  # of some steps
+    abort_share: float = 0.2
+    bad_share: float = 0.1  # requests that cannot be encoded
+
+    @classmethod
+    def drawn(cls, seed: int) -> EngineScenario:
+        """Return a random scenario that follows from the seed."""
+        dice = random.Random(seed)
+        return cls(
+            seed=seed,
+            num_replicas=dice.choice([1, 2, 3]),
+            on_failure=dice.choice(["end", "restart", "restart"]),
+            fault=dice.choice(list(Fault.__args__)),  # type: ignore[attr-defined]
+            fault_s=dice.uniform(0.0, 3.0),
+            reload=dice.choice(list(Reload.__args__)),  # type: ignore[attr-defined]
+            load_s=dice.choice([0.1, 5.0, 0.9 * LOAD_TIMEOUT_S]),
+            stall_s=dice.choice([0.0, 0.0, 0.8 * COLLECTIVE_TIMEOUT_S]),
+        )
+
+
+FACTS = CheckpointFacts(
+    path="somewhere",
+    dtype="bfloat16",
+    vocab_size=100,
+    max_position_embeddings=MAX_MODEL_LEN,
+    tensor_parallel_sizes=(1,),
+    num_layers=2,
+    num_sparse_layers=2,
+    num_experts=8,
+)
+
+
+def config_of(scenario: EngineScenario) -> EngineConfig:
+    settings = {
+        "data_parallel_size": scenario.num_replicas,
+        "on_failure": scenario.on_failure,
+        "step_timeout": STEP_TIMEOUT_S,
+        "load_timeout": LOAD_TIMEOUT_S,
+        "collective_timeout": COLLECTIVE_TIMEOUT_S,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 8,
+        "block_size": BLOCK_SIZE,
+    }
+    return resolve(parse_settings(settings), FACTS, MachineFacts(num_cores=8))
+
+
+class _Ranks:
+    """The collectives of the ranks of one worker group, and their model."""
+
+    def __init__(self, world: World, scenario: EngineScenario) -> None:
+        self.world = world
+        self.scenario = scenario
+        self.rows: dict[int, dict[int, list[int]]] = {}  # by round and replica
+        self.steps: dict[int, set[int]] = {}  # replicas that have entered the step of a round
+
+    def execute(self, replica: int, table: RequestTable, number: int, work: Round) -> Outcome:
+        self.rows.setdefault(number, {})[replica] = work.row
+        self._wait_for_all(self.rows[number])
+        rows = [self.rows[number][index] for index in range(self.scenario.num_replicas)]
+        agreement = agree(rows, number=number, num_replicas=len(rows))
+        if agreement.is_idle or agreement.ends_all:
+            return Outcome(agreement=agreement)
+        return self._step(replica, table, agreement, work.plan)
+
+    def _step(self, replica: int, table: RequestTable, agreement: Agreement, plan: StepPlan | None) -> Outcome:
+        dice = self.world.dice
+        stall_s = self.scenario.stall_s if dice.random() < 0.02 else 0.0
+        self.world.wait(lambda: False, stall_s + dice.uniform(0.001, 0.02))
+        entered = self.steps.setdefault(agreement.number, set())
+        entered.add(replica)
+        self._wait_for_all(entered)
+        if plan is None:
+            return Outcome(agreement=agreement, result=StepResult(step=0, chunks=[]))
+        chunks = table.apply(plan)
+        results = [
+            ChunkResult(
+                token_id=sampled_token(chunk.request.seed, chunk.request.num_output_tokens) if chunk.samples else None
+            )
+            for chunk in chunks
+        ]
+        table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
+        return Outcome(agreement=agreement, result=StepResult(step=plan.step, chunks=results))
+
+    def _wait_for_all(self, entered: Any) -> None:
+        if not self.world.wait(lambda: len(entered) == self.scenario.num_replicas, COLLECTIVE_TIMEOUT_S):
+            raise DistributedError(f"a collective has not ended within {COLLECTIVE_TIMEOUT_S} s")
+
+
+@dataclass(eq=False)
+class _Sent:
+    """The client's state of a request."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    end: RequestUpdate | None = None
+    was_aborted: bool = False
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    num_groups: int  # worker groups that were started
+    ends: dict[str, int]
+    virtual_s: float
+    num_turns: int
+
+
+def simulate_engine(
+    scenario: EngineScenario,
+    engine_class: type[Replicas] = Replicas,
+    channel_class: type[Channel[Any]] = Channel,
+) -> EngineReport:
+    """Run a scenario to its end.
+
+    Args:
+        engine_class: as the client makes it.
+        channel_class: of all processes.
+
+    Raises:
+        InvariantViolation: an invariant did not hold.
+    """
+    simulation = _EngineSimulation(scenario, engine_class, channel_class)
+    try:
+        simulation.world.run(simulation.client)
+    except InvariantViolation as violation:
+        raise InvariantViolation(violation.invariant, f"{scenario}: {violation}") from violation
+    except Exception as error:
+        raise InvariantViolation("crash", f"{scenario}: {error!r}") from error
+    finally:
+        for process in simulation.processes:
+            process.end("the simulation has ended")
+            process.close()
+    return simulation.report()
+
+
+class _EngineSimulation:
+    def __init__(
+        self, scenario: EngineScenario, engine_class: type[Replicas], channel_class: type[Channel[Any]]
+    ) -> None:
+        self.scenario = scenario
+        self.engine_class = engine_class
+        self.channel_class = channel_class
+        self.world = World(scenario.seed, LONGEST_S)
+        self.processes: list[SimulatedProcess] = []
+        self.engines: list[SimulatedProcess] = []  # of the newest group
+        self.num_groups = self.num_released = 0
+        self.raises_in: int | None = None  # the replica whose rank fails in its next step
+        self.fault_at: float | None = None
+        self.due: list[Callable[[], None]] = []  # actions of the client
+        self.sent: dict[str, _Sent] = {}
+        self.num_left = scenario.num_requests
+        self.engine: Any = None
+
+    # Processes
+
+    def start_group(self) -> WorkerGroup:
+        self.num_groups += 1
+        if self.num_groups == 2 and self.scenario.reload == "fails once":
+            raise EngineError("no resources yet")
+        group = WorkerGroup(release=self.release)
+        ranks = _Ranks(self.world, self.scenario)
+        self.engines = []
+        for replica in range(self.scenario.num_replicas):
+            start = RankStart(config=config_of(self.scenario), rank=replica, store_host="", store_port=0)
+            engine = self.new_process(f"engine of replica {replica}", functools.partial(self.run_engine, start, ranks))
+            self.engines.append(engine)
+            group.engines.append(self.watched(engine, EngineMessage))
+        return group
+
+    def release(self) -> None:
+        self.num_released += 1
+
+    def new_process(self, name: str, run: Callable[[SimulatedProcess], None]) -> SimulatedProcess:
+        process = SimulatedProcess(self.world, name, run)
+        self.processes.append(process)
+        return process
+
+    def watched(self, process: SimulatedProcess, incoming: Any) -> WatchedProcess[Any]:
+        watched: WatchedProcess[Any] = WatchedProcess(process.name, process.link.ours, incoming, process)
+        watched.channel.__class__ = self.channel_class
+        return watched
+
+    def run_engine(self, start: RankStart, ranks: _Ranks, process: SimulatedProcess) -> None:
+        """Do what `engine.process.run` does."""
+        rank = self.new_process(f"rank {start.rank}", functools.partial(self.run_rank, start, ranks))
+        process.children.append(rank)
+        watched = [self.watched(rank, FromRank)]
+        channel = self.channel_class(process.link.theirs, ReplicaMessage)
+        try:
+            executor = MultiprocExecutor(watched, gathers_reports=False)
+            serve(channel, start, executor)
+            executor.shutdown()
+        except Exception as error:
+            send_failures(channel, collect_failures(watched, [report_of(error, process.name)]))
+            process.end("ended with exit status 1")
+
+    def run_rank(self, start: RankStart, ranks: _Ranks, process: SimulatedProcess) -> None:
+        """Do what `worker.process.run` does."""
+        channel = self.channel_class(process.link.theirs, ToRank)
+        table = RequestTable(start.config.max_num_seqs, MAX_MODEL_LEN // BLOCK_SIZE)
+        hangs = self.num_groups == 2 and self.scenario.reload == "hangs once"
+        slow = self.num_groups > 1 and self.scenario.reload == "slow"
+        self.world.wait(lambda: False, None if hangs else 0.9 * LOAD_TIMEOUT_S if slow else self.scenario.load_s)
+        channel.send(Loaded(NUM_BLOCKS))
+        number, has_ended = 0, False
+        try:
+            while True:
+                for message in channel.receive(None):
+                    if isinstance(message, Leave):
+                        return
+                    if has_ended:
+                        continue
+                    if self.raises_in == start.rank:
+                        self.raises_in = None
+                        self.fault_at = self.world.now
+                        raise ZeroDivisionError("planted")
+                    outcome = ranks.execute(start.rank, table, number, message)
+                    number += 1
+                    channel.send(outcome)
+                    has_ended = outcome.agreement.ends_all
+        except Exception as error:
+            send_failures(channel, [report_of(error, process.name)])
+            process.end("ended with exit status 1")
+
+    def inject_fault(self) -> None:
+        fault, replica = self.scenario.fault, self.world.dice.randrange(self.scenario.num_replicas)
+        engine = self.engines[replica]
+        self.fault_at = self.world.now
+        rank = engine.children[0]
+        match fault:
+            case "kill engine":
+                engine.kill()
+            case "kill rank":
+                rank.kill()
+            case "stop engine":
+                engine.task.is_stopped = True
+            case "stop rank":
+                rank.task.is_stopped = True
+            case "raise":
+                self.raises_in = replica
+            case "cut to":
+                engine.link.to.is_cut = True
+            case "cut from":
+                engine.link.back.is_cut = True
+            case "close":
+                engine.link.close()
+
+    # The client
+
+    def client(self) -> None:
+        scenario, dice, world = self.scenario, self.world.dice, self.world
+        try:
+            self.engine = engine = self.engine_class(config_of(scenario), self.start_group)
+        except EngineError as error:
+            raise InvariantViolation("false death", str(error)) from error
+        begun_s = world.now
+        for number in range(scenario.num_requests):
+            world.at(begun_s + dice.uniform(0.0, 3.0), functools.partial(self.queue, self.add, number))
+        if scenario.fault != "none":
+            world.at(begun_s + scenario.fault_s, self.inject_fault)
+        while self.num_left or self.due or engine.has_work:
+            due, self.due = self.due, []
+            for action in due:
+                action()
+            if engine.has_work:
+                with self.named_errors():
+                    self.take(engine.step())
+            elif self.num_left and not self.due:
+                world.wait(lambda: self.due, 10 * STEP_TIMEOUT_S)
+        self.check_requests()
+        if scenario.fault == "none" or scenario.on_failure == "restart":
+            self.check_idle()
+        engine.shutdown()
+        alive = [process.name for process in self.processes if process.exit_cause() is None]
+        self.require(not alive, "orphans", f"these are left: {alive}")
+        num_started = self.num_groups - (self.num_groups > 1 and scenario.reload == "fails once")
+        self.require(self.num_released == num_started, "orphans", f"{self.num_released} releases of {num_started}")
+        if scenario.fault == "none":
+            self.require(self.num_groups == 1, "false death", f"{self.num_groups} groups were started")
+
+    def queue(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Let the client act, as another of its threads would."""
+        self.due.append(functools.partial(action, *arguments))
+        self.engine.wake()
+
+    @contextlib.contextmanager
+    def named_errors(self) -> Any:
+        try:
+            yield
+        except EngineError as error:
+            self.require(self.may_fail, "crash", f"a call fails: {error}")
+
+    def add(self, number: int) -> None:
+        dice = self.world.dice
+        self.num_left -= 1
+        salt = "x" * dice.choice([1, 100, 3 * BUFFER_BYTES])
+        is_bad = dice.random() < self.scenario.bad_share
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=list(range(dice.randint(1, 20))),
+            params=RequestParams(max_tokens=dice.randint(1, 16)),
+            seed=number,
+            eos_token_ids=[END_TOKEN],
+            cache_salt=salt + ("\udc00" if is_bad else ""),
+        )
+        try:
+            with self.named_errors():
+                self.engine.add(request)
+                self.sent[request.request_id] = _Sent(request)
+        except RequestError:
+            self.require(is_bad, "crash", f"request {number} was refused")
+            return
+        if dice.random() < self.scenario.abort_share:
+            self.world.at(self.world.now + dice.expovariate(5.0), functools.partial(self.queue, self.abort, number))
+
+    def abort(self, number: int) -> None:
+        known = self.sent.get(str(number))
+        if known is not None and known.end is None:
+            known.was_aborted = True
+            self.engine.abort(str(number))
+
+    def take(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            known = self.sent[update.request_id]
+            self.require(known.end is None, "I3", f"an update after the end: {update}")
+            known.token_ids += update.token_ids
+            tokens, finish_reason = whole_output(known.request)
+            begun = known.token_ids == tokens[: len(known.token_ids)]
+            self.require(begun, "I3", f"request {update.request_id} has {known.token_ids}, not {tokens}")
+            if update.finish_reason is None:
+                continue
+            known.end = update
+            if update.finish_reason != "abort":
+                is_whole = (known.token_ids, update.finish_reason) == (tokens, finish_reason)
+                self.require(is_whole, "I3", f"{update} ends {known.token_ids}, not {tokens}")
+            elif not known.was_aborted:
+                has_cause = self.may_fail and bool(update.error)
+                self.require(has_cause, "I3", f"nobody aborted, and there is no cause: {update}")
+                self.require(self.world.now <= self.latest_end(), "slow", f"fault at {self.fault_at}: {update}")
+
+    @property
+    def may_fail(self) -> bool:
+        """True if calls and requests may end with an error."""
+        return self.fault_at is not None and self.scenario.on_failure == "end"
+
+    def latest_end(self) -> float:
+        """Return the time until which requests end after the fault."""
+        assert self.fault_at is not None
+        is_silent = self.scenario.fault in ("stop engine", "stop rank", "cut to", "cut from")
+        return self.fault_at + 5.0 + (2 * STEP_TIMEOUT_S + LOAD_TIMEOUT_S if is_silent else self.scenario.stall_s)
+
+    def check_requests(self) -> None:
+        unended = [request_id for request_id, known in self.sent.items() if known.end is None]
+        self.require(not unended, "I3", f"requests never ended: {unended}")
+
+    def check_idle(self) -> None:
+        """Send one request for each replica: a router that knows of no load sends each to another one."""
+        dice = self.world.dice
+        self.world.wait(lambda: False, 1.0)  # the last statistics arrive
+        engine = self.engine
+        self.require(not engine.has_work, "I4", "an idle engine has work")
+        before = list(engine.num_free_blocks)
+        self.require(before == [NUM_BLOCKS] * len(before), "I4", f"blocks are in use: {before} of {NUM_BLOCKS}")
+        for number in range(self.scenario.num_replicas):
+            request = Request(
+                request_id=f"last {number}",
+                prompt_token_ids=[dice.randrange(100) for _ in range(4)],
+                params=RequestParams(max_tokens=16),
+                seed=10**6,
+                eos_token_ids=[END_TOKEN],
+            )
+            engine.add(request)
+            self.sent[request.request_id] = _Sent(request)
+        least = list(engine.num_free_blocks)
+        while engine.has_work:
+            self.take(engine.step())
+            least = [min(pair) for pair in zip(least, engine.num_free_blocks, strict=True)]
+        self.require(max(least) < NUM_BLOCKS, "I4", f"an idle engine sends all requests to some replicas: {least}")
+
+    def require(self, holds: bool, invariant: str, message: str) -> None:
+        if not holds:
+            raise InvariantViolation(invariant, f"at {self.world.now:.2f} s: {message}")
+
+    def report(self) -> EngineReport:
+        kinds = Counter(
+            "error" if known.end and known.end.error else (known.end.finish_reason or "") if known.end else ""
+            for known in self.sent.values()
+        )
+        return EngineReport(self.num_groups, dict(sorted(kinds.items())), self.world.now, self.world.num_turns)

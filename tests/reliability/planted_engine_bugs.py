@@ -1,0 +1,174 @@
+"""Engines, routers and channels with one bug each, which the simulator of the engine must find."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from moeserve.engine.replicas import Replicas, _InFlight
+from moeserve.errors import RequestError
+from moeserve.processes.channel import Channel
+from moeserve.protocol import Request, RequestUpdate
+
+
+class FailsQuietly(Replicas):
+    """After a failure only one request gets its cause; the others end as if they were aborted."""
+
+    def _end_requests(self, *, error: str | None) -> list[RequestUpdate]:
+        first, *others = super()._end_requests(error=error) or [None]
+        quiet = [msgspec.structs.replace(other, error=None) for other in others if other is not None]
+        return [] if first is None else [first, *quiet]
+
+
+class BooksBeforeEncoding(Replicas):
+    """A request that cannot be encoded stays among the live ones, and in the router."""
+
+    def _send(self, request: Request, *, is_only: bool) -> None:
+        try:
+            super()._send(request, is_only=is_only)
+        except RequestError:
+            engine = self._group.engines[self._router.choose(request)]
+            self._in_flight[request.request_id] = _InFlight(request, engine)
+            raise
+
+
+class ResumesFromTheStart(Replicas):
+    """After a restart requests are computed again, and their tokens are sent twice."""
+
+    def _resume(self) -> list[RequestUpdate]:
+        for known in self._in_flight.values():
+            known.token_ids = []
+        return super()._resume()
+
+
+class ForgetsAborts(Replicas):
+    """A request that was aborted before a restart never ends."""
+
+    def _resume(self) -> list[RequestUpdate]:
+        return [update for update in super()._resume() if update.finish_reason != "abort"]
+
+
+class NeverNoticesSilence(Replicas):
+    """It waits for ever for a replica that hangs."""
+
+    def _receive(self) -> list[RequestUpdate]:
+        self._last_message_s = time.monotonic()
+        return super()._receive()
+
+
+class ExpectsAQuickStart(Replicas):
+    """It declares a process dead that takes long to load."""
+
+    def _wait_until_ready(self) -> int:
+        config, self.config = self.config, dataclasses.replace(self.config, load_timeout=7)
+        try:
+            return super()._wait_until_ready()
+        finally:
+            self.config = config
+
+
+class WaitsForLoadingForEver(Replicas):
+    """It has no timeout for loading."""
+
+    def _wait_until_ready(self) -> int:
+        config, self.config = self.config, dataclasses.replace(self.config, load_timeout=10**9)
+        try:
+            return super()._wait_until_ready()
+        finally:
+            self.config = config
+
+
+class KeepsOldProcesses(Replicas):
+    """Processes of a failed worker group are not ended."""
+
+    def _start(self) -> int:
+        num_blocks = super()._start()
+        self._end_group.detach()
+        return num_blocks
+
+
+class RouterKeepsLoad(Replicas):
+    """The router does not learn that requests end."""
+
+    def _start(self) -> int:
+        num_blocks = super()._start()
+        note_update = self._router.note_update
+        self._router.note_update = lambda request_id, has_ended: note_update(  # type: ignore[method-assign]
+            request_id, has_ended=False
+        )
+        return num_blocks
+
+
+class RouterIgnoresLoad(Replicas):
+    """The router sends all requests to one replica."""
+
+    def _start(self) -> int:
+        num_blocks = super()._start()
+        self._router.note_free_blocks = lambda index, num_free_blocks: None  # type: ignore[method-assign]
+        self._router.choose = lambda request: 0  # type: ignore[method-assign]
+        self._router.note_update = lambda request_id, has_ended: None  # type: ignore[method-assign]
+        return num_blocks
+
+
+class LosesPieces(Channel[Any]):
+    """It drops the beginning of a message whose end has not arrived."""
+
+    def _take_messages(self) -> list[Any]:
+        messages = super()._take_messages()
+        self._inbox.clear()
+        return messages
+
+
+class DropsWhatDoesNotFit(Channel[Any]):
+    """It drops what the socket does not take at once."""
+
+    def _write(self) -> None:
+        super()._write()
+        self._outbox.clear()
+
+
+class OverlooksTheEnd(Channel[Any]):
+    """It does not notice that the other end is closed."""
+
+    def _read(self) -> None:
+        super()._read()
+        self.is_closed = False
+
+
+@dataclass(frozen=True)
+class PlantedInEngine:
+    part: Any  # a class of engines or channels
+    names: set[str]  # invariants that the simulator may find violated first
+
+    @property
+    def name(self) -> str:
+        return str(self.part.__name__)
+
+    @property
+    def engine_class(self) -> type[Replicas]:
+        return self.part if issubclass(self.part, Replicas) else Replicas
+
+    @property
+    def channel_class(self) -> type[Channel[Any]]:
+        return self.part if issubclass(self.part, Channel) else Channel
+
+
+PLANTED_IN_ENGINE = [
+    PlantedInEngine(FailsQuietly, {"I3"}),
+    PlantedInEngine(BooksBeforeEncoding, {"I3", "I4", "crash"}),
+    PlantedInEngine(ResumesFromTheStart, {"I3"}),
+    PlantedInEngine(ForgetsAborts, {"I3"}),
+    PlantedInEngine(NeverNoticesSilence, {"deadlock"}),
+    PlantedInEngine(ExpectsAQuickStart, {"false death"}),
+    PlantedInEngine(WaitsForLoadingForEver, {"deadlock"}),
+    PlantedInEngine(KeepsOldProcesses, {"orphans"}),
+    PlantedInEngine(RouterKeepsLoad, {"I4"}),
+    PlantedInEngine(RouterIgnoresLoad, {"I4"}),
+    PlantedInEngine(LosesPieces, {"I3", "false death", "deadlock"}),
+    PlantedInEngine(DropsWhatDoesNotFit, {"I3", "deadlock"}),
+    PlantedInEngine(OverlooksTheEnd, {"livelock", "slow"}),
+]
