@@ -37,6 +37,8 @@ def generate(llm: LLM, prompts: list[list[int]]) -> None:
         ("mixtral-odd", {}),
         ("mixtral-odd", {"data_parallel_size": 2, "num_redundant_experts": 3}),
         ("deepseek-v3-four-heads", {"tensor_parallel_size": 2, "dispatcher": "allgather"}),
+        ("qwen3-moe", {"pipeline_parallel_size": 3}),  # the second stage has no experts
+        ("mixtral-odd", {"pipeline_parallel_size": 2, "data_parallel_size": 2}),
     ],
 )
 def test_counts_are_those_of_the_routers(

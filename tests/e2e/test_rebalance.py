@@ -38,6 +38,7 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     ("name", "layout"),
     [
         ("gpt-oss", dict(data_parallel_size=2, num_redundant_experts=2, debug_collectives=True)),  # with biases
+        ("gpt-oss", dict(pipeline_parallel_size=2, data_parallel_size=2, num_redundant_experts=2)),
         (
             "deepseek-v3-four-heads",
             dict(tensor_parallel_size=2, data_parallel_size=2, num_redundant_experts=4, dispatcher="allgather"),
