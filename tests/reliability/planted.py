@@ -19,7 +19,7 @@ from typing import Any
 POINTS = {
     "loading": ("moeserve.worker.loading", "load_weights"),
     "step": ("moeserve.worker.worker", "Worker.execute"),  # a step was received
-    "agreement": ("moeserve.engine.process", "gather"),  # first ranks of replicas only
+    "agreement": ("moeserve.worker.worker", "agree"),  # the ranks have exchanged rows
     "attention": ("moeserve.layers.attention", "Attention.forward"),
     "router": ("moeserve.moe.router", "Router.forward"),
     "dispatch": ("moeserve.moe.dispatch.exchange", "Exchange.choose"),  # routing is known, no token has been sent
