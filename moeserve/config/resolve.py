@@ -296,6 +296,11 @@ def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: M
             f"{layout} needs {num_ranks} ranks with num_threads={num_threads}, but the nodes of the Ray cluster have "
             f"{', '.join(map(str, nodes))} CPUs, room for {room}; use fewer ranks or threads, or more nodes"
         )
+    if num_ranks > 1 and parallel.step_timeout <= parallel.collective_timeout:
+        raise SettingsError(
+            f"step_timeout={parallel.step_timeout} is not more than collective_timeout={parallel.collective_timeout}, "
+            "whose error names the rank that is late; raise step_timeout, or lower collective_timeout"
+        )
     if device == "cuda" and num_ranks > 1 and not machine.has_nccl:
         raise SettingsError(f"{layout}: torch {WITHOUT_NCCL}")
     if device == "cuda" and nodes is None and num_gpus is not None and num_ranks > num_gpus:

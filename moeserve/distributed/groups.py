@@ -42,6 +42,18 @@ class Groups:
         """The groups that carry tensors of the model, on its device."""
         return tuple(group for group in (self.tp, self.ep, self.previous, self.next) if group is not None)
 
+    def wait_until_loaded(self, timeout_s: float, since_s: float) -> None:
+        """Wait until all ranks have loaded the model. Collective: all ranks.
+
+        Args:
+            since_s: the time, by `time.monotonic`, at which this rank began to load.
+
+        Raises:
+            DistributedError: a rank has not loaded it in time.
+        """
+        if self.store:
+            self.store.wait_until_loaded(self.world.ranks, timeout_s, since_s)
+
     def begin_step(self, step: int) -> None:
         """Begin a step in all groups. DistributedError if a collective of an earlier step has failed on a GPU."""
         self.raise_failure()

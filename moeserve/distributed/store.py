@@ -55,13 +55,30 @@ class RankStore:
         if self.store.add(f"num_registrations/{self.rank}", 1) > 1:
             raise DistributedError(f"rank {self.rank} registered twice: every rank connects once to a store")
         self.store.set(f"rank/{self.rank}", description)
-        keys = [f"rank/{rank}" for rank in ranks]
+        return self._read("rank", ranks, self.timeout_s, f"did not connect within {self.timeout_s:g} s")
+
+    def wait_until_loaded(self, ranks: Sequence[int], timeout_s: float, since_s: float) -> None:
+        """Wait until all of `ranks` have called this, for longer than a collective may take.
+
+        Args:
+            since_s: the time, by `time.monotonic`, at which the wait began to count.
+
+        Raises:
+            DistributedError: a rank did not call it in time; names the missing ranks.
+        """
+        self.store.set(f"loaded/{self.rank}", "")
+        left_s = max(0.0, since_s + timeout_s - time.monotonic())
+        self._read("loaded", ranks, left_s, f"did not load the model within {timeout_s:g} s (load_timeout)")
+
+    def _read(self, name: str, ranks: Sequence[int], timeout_s: float, failure: str) -> list[str]:
+        """Return what each of `ranks` has stored under a name, after waiting for it."""
+        keys = [f"{name}/{rank}" for rank in ranks]
         try:
-            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+            self.store.wait(keys, timedelta(seconds=timeout_s))
             return [value.decode() for value in self.store.multi_get(keys)]
         except RuntimeError as error:
-            missing = [rank for rank in ranks if not self._has_key(f"rank/{rank}")]
-            cause = f"{format_ranks(missing)} did not connect within {self.timeout_s:g} s"
+            missing = [rank for rank in ranks if not self._has_key(f"{name}/{rank}")]
+            cause = f"{format_ranks(missing)} {failure}"
             self.report_failure(cause)
             raise DistributedError(
                 f"rank {self.rank}: {cause}: see the output of these ranks, or allow more time"

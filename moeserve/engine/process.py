@@ -79,7 +79,7 @@ def drive(replica: Replica, user: User, executor: Executor, step_timeout_s: floa
         if outcomes or not futures:
             last_outcome_s = time.monotonic()
         elif time.monotonic() - last_outcome_s > step_timeout_s:
-            raise DistributedError(f"the ranks have not finished a step for {step_timeout_s} s (step_timeout)")
+            raise DistributedError(f"{executor.name}: no step was finished for {step_timeout_s} s (step_timeout)")
         wait = perform(loop, Events(messages, outcomes), executor, futures, user.deliver)
 
 

@@ -32,6 +32,8 @@ SECONDS_TO_END = 5.0
 # Time in which the resources of a failed worker group must be back. Seconds.
 SECONDS_TO_RESTART = 110.0
 SECONDS_BETWEEN_STARTS = 1.0
+# Time for ranks that have loaded the model to name those that have not. Seconds.
+SECONDS_TO_NAME_A_RANK = 10.0
 # Failures without a new token in between, after which requests end: one of them may be the cause.
 MAX_FRUITLESS_RESTARTS = 3
 WAKE = frame(Wake())
@@ -214,7 +216,7 @@ class Replicas:
                     time.sleep(SECONDS_BETWEEN_STARTS)
 
     def _wait_until_ready(self) -> int:
-        deadline = time.monotonic() + self.config.load_timeout
+        deadline = time.monotonic() + self.config.load_timeout + SECONDS_TO_NAME_A_RANK
         waiting = {engine.name: None for engine in self._group.engines}
         num_blocks = 0
         while waiting:

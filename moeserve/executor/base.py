@@ -12,6 +12,7 @@ from moeserve.scheduling.lockstep import Outcome, Round
 class Executor(Protocol):
     """Runs the ranks of one replica. Its constructor returns when they have loaded the model and sized the KV cache."""
 
+    name: str  # of its ranks, for error messages
     num_blocks: int  # KV cache blocks of each rank
 
     def submit(self, work: Round) -> Future[Outcome]:

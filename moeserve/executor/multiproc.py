@@ -52,6 +52,7 @@ class MultiprocExecutor:
         Raises:
             DistributedError: one of them has failed.
         """
+        self.name = ", ".join(rank.name for rank in ranks)
         first = sampling_rank(config)
         self._ranks = [*ranks[first:], *ranks[:first]]  # the one that samples first
         self._pending: deque[Future[Outcome]] = deque()

@@ -18,6 +18,7 @@ class UniprocExecutor:
     """See `Executor`. All of the rank's work is done in its thread: torch keeps settings for each thread."""
 
     def __init__(self, config: EngineConfig, *, show_progress: bool) -> None:
+        self.name = "rank 0"
         self._work: SimpleQueue[Round | None] = SimpleQueue()  # None: the thread ends
         self._outcomes = OutcomeQueue()
         loaded: Future[Worker] = Future()

@@ -278,13 +278,17 @@ class _Forked:
 
 
 class _ServerLoop:
-    """Forks processes on request, and reports how each of them ended."""
+    """Forks processes on request, and reports how each of them ended.
+
+    A process is killed when the one that requested it ends: a stopped process could not end itself.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._first = control.fileno()  # closed when the process that started the server ends
         self._user = os.pidfd_open(os.getppid())  # a fork of that process may hold a copy of the socket
         self._controls = {self._first: control}
         self._children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process id, and where its status goes
+        self._pidfds: dict[int, int] = {}  # of children, by the socket where the status goes
         self._poll = select.poll()
         self._poll.register(self._first, select.POLLIN)
         self._poll.register(self._user, select.POLLIN)
@@ -297,6 +301,9 @@ class _ServerLoop:
                     self._end()
                 elif fd in self._children:
                     self._report_exit(fd)
+                elif fd in self._pidfds:  # the reader of the status has ended
+                    self._poll.unregister(fd)
+                    signal.pidfd_send_signal(self._pidfds.pop(fd), signal.SIGKILL)
                 elif fd in self._controls:
                     forked = self._answer(fd)
                     if forked is not None:
@@ -342,8 +349,10 @@ class _ServerLoop:
         pidfd = os.pidfd_open(pid)
         self._controls[control.fileno()] = control
         self._children[pidfd] = pid, reports
+        self._pidfds[reports.fileno()] = pidfd
         for watched in (pidfd, control.fileno()):
             self._poll.register(watched, select.POLLIN)
+        self._poll.register(reports, 0)  # hang-ups only
         with contextlib.suppress(OSError):
             socket.send_fds(reports, [str(pid).encode()], [pidfd])
         return None
@@ -352,6 +361,8 @@ class _ServerLoop:
         self._poll.unregister(pidfd)
         os.close(pidfd)
         pid, reports = self._children.pop(pidfd)
+        if self._pidfds.pop(reports.fileno(), None) is not None:
+            self._poll.unregister(reports)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with reports, contextlib.suppress(OSError):
             reports.send(frame(status), socket.MSG_NOSIGNAL)

@@ -117,11 +117,15 @@ def send_failures(channel: Channel[Any], reports: Sequence[FailureReport]) -> No
 def collect_failures(
     processes: Sequence[WatchedProcess[Any]], seen: Sequence[FailureReport] = (), *, seconds: float = SECONDS_TO_COLLECT
 ) -> list[FailureReport]:
-    """Return all failures known soon after the first sign of one; return early once the first cause is among them."""
+    """Return all failures known soon after the first sign of one; return early once the first cause is among them.
+
+    Args:
+        seen: failures that may follow from those of the processes. They come last.
+    """
     deadline = time.monotonic() + seconds
     while True:
         by_process = [process.failures() for process in processes]
-        reports = [*seen, *(report for each in by_process for report in each)]
+        reports = [*(report for each in by_process for report in each), *seen]
         running = [process for process, failed in zip(processes, by_process, strict=True) if not failed]
         left = deadline - time.monotonic()
         if left <= 0 or not running or any(not report.is_consequence for report in reports):

@@ -47,7 +47,8 @@ class Worker:
         kernels = model.context.kernels
         self._dispatchers: DispatcherFactory | None = model.dispatchers
         logger.info("loaded %s in %.1f s", config.model_path, time.monotonic() - started)
-        groups.world.barrier()  # collective: all ranks; all have loaded, so what is free now is left for caches
+        # collective: all ranks; all have loaded, so what is free now is left for caches
+        groups.wait_until_loaded(config.load_timeout, started)
 
         context = StepContext(
             mesh=groups.mesh,

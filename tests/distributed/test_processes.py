@@ -181,6 +181,15 @@ def test_a_grandchild_ends_with_its_parent(start: Start) -> None:
     wait_until(lambda: not runs(grandchild))
 
 
+def test_a_stopped_grandchild_ends_with_its_parent(start: Start) -> None:
+    """It cannot end itself."""
+    process = start("family", child={"do": "stop"})
+    grandchild = int(first_message(process))
+    wait_until(lambda: psutil.Process(grandchild).status() == psutil.STATUS_STOPPED)
+    os.kill(pid_of(process), signal.SIGKILL)
+    wait_until(lambda: not runs(grandchild))
+
+
 SCRIPT = """
 import os, sys, threading, time
 from moeserve.processes import fork_server

@@ -210,6 +210,7 @@ class LeadingExecutor:
     """Sends rounds to a replica's other ranks, runs them on the rank that samples in a thread, and checks them."""
 
     def __init__(self, worker: Worker, followers: Sequence[Channel[Any]], dp_index: int, story: Story) -> None:
+        self.name = f"replica {dp_index}"
         self.num_blocks = worker.num_blocks
         self._worker = worker
         self._followers = followers

@@ -74,6 +74,14 @@ class Planted:
         """Let the rank fail when it is at the point next."""
         (self.folder / "go").touch()
 
+    def stopped_pid(self, within_s: float = 20.0) -> int:
+        """Return the process id of the rank, once it has come to the point."""
+        deadline = time.monotonic() + within_s
+        while not (self.folder / "done").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return int((self.folder / "pid").read_text())
+
     def seconds_since(self) -> float:
         """Return the seconds since the fault."""
         return time.monotonic() - float((self.folder / "done").read_text())
@@ -99,6 +107,7 @@ def _plant(fault: Fault, folder: Path) -> None:
         num_calls += 1
         if num_calls == fault.call and not is_done and (folder / "go").exists():
             is_done = True
+            _write(folder / "pid", os.getpid())
             _write(folder / "done", time.monotonic())
             ACTIONS[fault.action]()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -332,18 +333,80 @@ def test_a_hundred_pairs_of_engines_at_once(reference: Reference) -> None:
 # ---- Stopped or slow ranks
 
 
-def test_a_rank_stopped_inside_a_layer_is_named_after_the_timeout(
-    reference: Reference, plant: Callable[..., Planted], traces: Traces
+TIMEOUT_S = 5  # the shortest that a collective may have
+
+
+@pytest.mark.parametrize(
+    ("point", "collective"),
+    [
+        ("experts", r"reduce_scatter of group '\w+' \(.*step \d+, layer \d\)"),
+        ("step", r"all_gather of group 'dp' "),  # outside of any collective: the others wait to agree
+    ],
+)
+def test_a_stopped_rank_is_named_after_the_timeout(
+    reference: Reference, plant: Callable[..., Planted], traces: Traces, point: str, collective: str
 ) -> None:
-    planted = plant(rank=2, point="experts", call=2, action="stop")
-    with LLM(reference.folder, **TWO_BY_TWO, collective_timeout=5, enforce_eager=True, **SETTINGS) as llm:
+    planted = plant(rank=2, point=point, call=2 if point == "experts" else 1, action="stop")
+    with LLM(reference.folder, **TWO_BY_TWO, collective_timeout=TIMEOUT_S, enforce_eager=True, **SETTINGS) as llm:
         traces.record()
         streams = started_streams(llm, reference, 4)
         planted.trigger()
         with pytest.raises(EngineError) as failure:
             list(streams[0])
-        assert planted.seconds_since() >= 5
+        assert TIMEOUT_S <= planted.seconds_since() < TIMEOUT_S + 5
     error = str(failure.value)
     assert re.search(r"rank.* 2\b", error), error
-    assert re.search(r"reduce_scatter of group '\w+' \(.*step \d+, layer \d\)", error), error
+    assert re.search(collective, error), error
     traces.assert_none()
+
+
+def test_a_stopped_rank_that_no_other_waits_for_is_named_after_the_timeout(
+    reference: Reference, plant: Callable[..., Planted], traces: Traces
+) -> None:
+    planted = plant(rank=0, point="step", action="stop")
+    with LLM(reference.folder, executor="mp", step_timeout=2, **SETTINGS) as llm:
+        traces.record()
+        (stream,) = started_streams(llm, reference, 1)
+        planted.trigger()
+        with pytest.raises(EngineError, match=r"rank 0: no step was finished for 2 s"):
+            list(stream)
+        assert 2 <= planted.seconds_since() < 7
+    traces.assert_none()
+
+
+@pytest.mark.parametrize(("point", "rank", "layout"), [("step", 0, {}), ("step", 2, TWO_BY_TWO)], ids=["alone", "four"])
+def test_a_rank_that_is_stopped_for_less_than_the_timeout_is_no_failure(
+    reference: Reference, plant: Callable[..., Planted], point: str, rank: int, layout: dict[str, int]
+) -> None:
+    planted = plant(rank=rank, point=point, action="stop")
+    timeouts = dict(collective_timeout=10, step_timeout=11)
+    with LLM(reference.folder, executor="mp", enforce_eager=True, **layout, **timeouts, **SETTINGS) as llm:
+        streams = started_streams(llm, reference, 2)
+        planted.trigger()
+        pid = planted.stopped_pid()
+        time.sleep(0.8 * timeouts["collective_timeout"])
+        os.kill(pid, signal.SIGCONT)
+        assert {list(stream)[-1].outputs[0].finish_reason for stream in streams} == {"length"}
+
+
+def test_a_rank_stopped_while_it_loads_is_named_after_the_timeout(
+    reference: Reference, plant: Callable[..., Planted], traces: Traces
+) -> None:
+    planted = plant(rank=2, point="loading", action="stop")
+    planted.trigger()
+    with pytest.raises(EngineError, match=r"rank 2 did not load the model within 4 s \(load_timeout\)"):
+        LLM(reference.folder, **TWO_BY_TWO, load_timeout=4, **SETTINGS)
+    traces.assert_none()
+
+
+def test_a_rank_may_load_for_longer_than_a_collective_may_take(
+    reference: Reference, plant: Callable[..., Planted]
+) -> None:
+    planted = plant(rank=2, point="loading", action="stop")
+    planted.trigger()
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(LLM, reference.folder, **TWO_BY_TWO, collective_timeout=TIMEOUT_S, **SETTINGS)
+        pid = planted.stopped_pid()
+        time.sleep(1.2 * TIMEOUT_S)
+        os.kill(pid, signal.SIGCONT)
+        started.result(60).shutdown()

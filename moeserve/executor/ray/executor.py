@@ -34,10 +34,10 @@ class RayExecutor:
             ranks: their actors.
         """
         config = starts[0].config
-        self._name = rank_name(config, starts[0].rank)
+        self.name = ", ".join(rank_name(config, start.rank) for start in starts)
         first = sampling_rank(config)
         self._ranks = [*ranks[first:], *ranks[:first]]  # the one that samples first
-        self._timeout_s = config.collective_timeout + SECONDS_OF_SILENCE  # longer than ranks wait for each other
+        self._timeout_s = config.step_timeout + SECONDS_OF_SILENCE  # an earlier error names the rank
         loading = [
             rank.start.remote(msgspec.msgpack.encode(start), show_progress=show_progress and start.rank == 0)
             for rank, start in zip(ranks, starts, strict=True)
@@ -45,7 +45,7 @@ class RayExecutor:
         try:
             self.num_blocks = int(ray.get(loading)[0])
         except RayError as error:
-            raise DistributedError(f"{self._name}: a rank of the replica did not start ({first_line(error)})") from None
+            raise DistributedError(f"{self.name}: a rank of the replica did not start ({first_line(error)})") from None
         num_in_flight = config.max_concurrent_batches
         self._graph = _compiled(self._ranks, self._timeout_s, num_in_flight) if config.ray_compiled_graph else None
         self._sent: SimpleQueue[Any] = SimpleQueue()  # answers to rounds, to be waited for; None: the end
@@ -58,7 +58,7 @@ class RayExecutor:
             try:
                 answers = self._graph.execute(data)
             except Exception as error:  # Ray raises many kinds
-                raise DistributedError(f"{self._name}: a round could not be sent ({first_line(error)})") from None
+                raise DistributedError(f"{self.name}: a round could not be sent ({first_line(error)})") from None
         else:
             answers = [rank.execute.remote(data) for rank in self._ranks]
         future = self._outcomes.expect()
@@ -79,7 +79,7 @@ class RayExecutor:
                 outcomes = [msgspec.msgpack.decode(each, type=Outcome) for each in encoded if each]
                 self._outcomes.add(gathered(outcomes))
             except Exception as error:  # Ray raises many kinds
-                cause = f"{self._name}: a round was not done by all ranks of the replica ({first_line(error)})"
+                cause = f"{self.name}: a round was not done by all ranks of the replica ({first_line(error)})"
                 self._outcomes.add(DistributedError(cause))
 
     def shutdown(self) -> None:
