@@ -40,7 +40,7 @@ from moeserve.errors import DistributedError, EngineError, RequestError
 from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
-from moeserve.processes.supervision import WatchedProcess, collect_failures, send_failures
+from moeserve.processes.supervision import WatchedProcess, collect_failures
 from moeserve.processes.worker_group import WorkerGroup
 from moeserve.protocol import ChunkResult, ReplicaMessage, Request, RequestUpdate, StepPlan, StepResult
 from moeserve.sampling_params import RequestParams
@@ -268,12 +268,11 @@ class _EngineSimulation:
         watched = [self.watched(rank, FromRank)]
         channel = self.channel_class(process.link.theirs, ReplicaMessage)
         try:
-            executor = MultiprocExecutor(watched, gathers_reports=False)
+            executor = MultiprocExecutor(watched, start.config)
             serve(channel, start, executor)
             executor.shutdown()
         except Exception as error:
-            send_failures(channel, collect_failures(watched, [report_of(error, process.name)]))
-            process.end("ended with exit status 1")
+            process.fail(channel, collect_failures(watched, [report_of(error, process.name)]))
 
     def run_rank(self, start: RankStart, ranks: _Ranks, process: SimulatedProcess) -> None:
         """Do what `worker.process.run` does."""
@@ -300,8 +299,7 @@ class _EngineSimulation:
                     channel.send(outcome)
                     has_ended = outcome.agreement.ends_all
         except Exception as error:
-            send_failures(channel, [report_of(error, process.name)])
-            process.end("ended with exit status 1")
+            process.fail(channel, [report_of(error, process.name)])
 
     def inject_fault(self) -> None:
         fault, replica = self.scenario.fault, self.world.dice.randrange(self.scenario.num_replicas)

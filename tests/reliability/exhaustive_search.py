@@ -370,7 +370,8 @@ class _Player:
             return Outcome(agreement=agreement, result=StepResult(step=0, chunks=[]))
         chunks = self.table.apply(plan)
         results = [ChunkResult(token_id=7) if chunk.samples else ChunkResult() for chunk in chunks]
-        self.table.append_tokens(chunks, [7] * sum(chunk.samples for chunk in chunks))
+        if self.scheduler.config.plans_ahead:
+            self.table.append_tokens(chunks, [7] * sum(chunk.samples for chunk in chunks))
         ids = [chr(chunk.request.seed) for chunk in chunks]
         if fault == "step":
             self.may_fail.update(ids)

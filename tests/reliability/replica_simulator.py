@@ -684,7 +684,8 @@ class _Simulation:
             )
             for chunk in chunks
         ]
-        table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
+        if self.scenario.plans_ahead:
+            table.append_tokens(chunks, [each.token_id for each in results if each.token_id is not None])
         if self.dice.random() < self.scenario.row_failure_probability:
             row = self.dice.randrange(len(results))
             results[row] = ChunkResult(error="not a number")

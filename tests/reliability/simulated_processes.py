@@ -7,8 +7,13 @@ import functools
 import os
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from virtual_time import Task, World
+
+from moeserve.processes.channel import Channel
+from moeserve.processes.failures import FailureReport
+from moeserve.processes.supervision import SECONDS_TO_EXIT, send_failures
 
 BUFFER_BYTES = 4096  # of a socket
 
@@ -106,6 +111,12 @@ class SimulatedProcess:
             self._is_closed = True
             self.link.close()
             os.close(self._ended_fd)
+
+    def fail(self, channel: Channel[Any], reports: list[FailureReport]) -> None:
+        """Report failures, and end once the reports are on their way."""
+        send_failures(channel, reports)
+        self.world.wait(lambda: not self.link.back.bytes, SECONDS_TO_EXIT)
+        self.end("ended with exit status 1")
 
     def end(self, cause: str) -> None:
         """End the process and its children, which watch it."""

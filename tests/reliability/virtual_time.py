@@ -152,7 +152,7 @@ class World:
 
             def __init__(self) -> None:
                 self._poll = _RealPoll()
-                self.register = self._poll.register
+                self.register, self.modify = self._poll.register, self._poll.modify
 
             def poll(self, timeout_ms: float | None = None) -> Any:
                 if timeout_ms is not None and timeout_ms <= 0:
