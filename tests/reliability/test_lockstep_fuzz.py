@@ -165,6 +165,7 @@ def fuzz(
     *,
     tp: int,
     dp: int,
+    pp: int = 1,
     dispatcher: str,
     check_order: bool,
     seed: int,
@@ -174,18 +175,19 @@ def fuzz(
     options = OPTIONS | dict(dispatcher=dispatcher, debug_collectives=check_order, collective_timeout=30)
     stories = worker_groups.run(
         ranks,
-        tp * dp,
+        pp * tp * dp,
         timetable,
         within_s=within_s,
         folder=str(pool.reference.folder),
         tp=tp,
+        pp=pp,
         options=options,
         num_blocks=NUM_BLOCKS,
         seed=seed,
     )
-    worker_groups.check_counts(stories, tp, pool.reference.model.config.num_experts_per_tok)
+    worker_groups.check_counts(stories, tp, pool.reference.model.config.num_experts_per_tok, pp)
     happened = check_news(timetable, stories, pool)
-    leaders = stories[::tp]
+    leaders = stories[(pp - 1) * tp :: pp * tp]  # the ranks that sample
     assert len({story.num_rounds for story in leaders}) == 1, "I1: replicas left after different rounds"
     slowest = max(story.slowest_round_s for story in leaders)
     assert slowest < LONGEST_ROUND_S, f"a round took {slowest:.1f} s"
@@ -202,13 +204,13 @@ def check_variety(happened: Counter[str], at_least: int) -> None:
     assert all(happened[kind] >= at_least for kind in kinds), happened
 
 
-LAYOUTS = [("mixtral", 1, 4), ("mixtral", 2, 2), ("mixtral-odd", 1, 8)]
-IDS = ["dp4", "tp2dp2", "dp8"]
+LAYOUTS = [("mixtral", 1, 1, 4), ("mixtral", 1, 2, 2), ("mixtral-odd", 1, 1, 8), ("mixtral", 2, 1, 3)]
+IDS = ["dp4", "tp2dp2", "dp8", "pp2dp3"]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "tp", "dp"), LAYOUTS, ids=IDS)
-def test_random_traffic(ranks: Ranks, pool_named: Callable[[str], Pool], name: str, tp: int, dp: int) -> None:
+@pytest.mark.parametrize(("name", "pp", "tp", "dp"), LAYOUTS, ids=IDS)
+def test_random_traffic(ranks: Ranks, pool_named: Callable[[str], Pool], name: str, pp: int, tp: int, dp: int) -> None:
     pool = pool_named(name)
     happened: Counter[str] = Counter()
     for seed, dispatcher, check_order in ((1, "all_to_all", True), (2, "allgather", False)):
@@ -219,6 +221,7 @@ def test_random_traffic(ranks: Ranks, pool_named: Callable[[str], Pool], name: s
             timetable,
             tp=tp,
             dp=dp,
+            pp=pp,
             dispatcher=dispatcher,
             check_order=check_order,
             seed=seed,
@@ -272,8 +275,10 @@ def test_planted_bug_is_found(
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("name", "tp", "dp"), LAYOUTS, ids=IDS)
-def test_ten_thousand_requests(ranks: Ranks, pool_named: Callable[[str], Pool], name: str, tp: int, dp: int) -> None:
+@pytest.mark.parametrize(("name", "pp", "tp", "dp"), LAYOUTS, ids=IDS)
+def test_ten_thousand_requests(
+    ranks: Ranks, pool_named: Callable[[str], Pool], name: str, pp: int, tp: int, dp: int
+) -> None:
     pool = pool_named(name)
     for seed in range(10):
         started = time.monotonic()
@@ -283,11 +288,12 @@ def test_ten_thousand_requests(ranks: Ranks, pool_named: Callable[[str], Pool], 
             make_traffic(100 + seed, dp, 1000, pool),
             tp=tp,
             dp=dp,
+            pp=pp,
             dispatcher=("all_to_all", "allgather")[seed % 2],
             check_order=seed % 4 < 2,
             seed=seed,
             within_s=700,
         )
         seconds = time.monotonic() - started
-        print(f"{name} tp {tp} dp {dp} seed {seed}: {seconds:.1f} s, {dict(happened)}", file=sys.stderr)
+        print(f"{name} pp {pp} tp {tp} dp {dp} seed {seed}: {seconds:.1f} s, {dict(happened)}", file=sys.stderr)
         check_variety(happened, 20)
