@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 
 import pytest
 
 from moeserve.protocol import Request
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.dp_router import Candidate, DPRouter, PrefixMemory, choose_replica
+from moeserve.scheduling.dp_router import DPRouter
 
-
-def candidate(free: int = 100, requests: int = 0, waiting: int = 0, cached: int = 0) -> Candidate:
-    return Candidate(num_free_blocks=free, num_requests=requests, num_blocks_waiting=waiting, num_cached_blocks=cached)
-
-
-@pytest.mark.parametrize(
-    ("candidates", "chosen"),
-    [
-        ([candidate(), candidate(), candidate()], 0),
-        ([candidate(requests=3), candidate(requests=2), candidate(requests=4)], 1),
-        ([candidate(waiting=9), candidate(waiting=8)], 1),
-        # the prefix of 6 blocks is worth 5 requests more, but not 7
-        ([candidate(requests=1), candidate(requests=6, cached=6)], 1),
-        ([candidate(requests=1), candidate(requests=8, cached=6)], 0),
-        # no room for 10 blocks, or only without the waiting prompts
-        ([candidate(free=9), candidate(requests=50, free=10)], 1),
-        ([candidate(free=15, waiting=6), candidate(requests=50, free=10)], 1),
-        ([candidate(free=4, cached=6), candidate(requests=50, free=9)], 0),
-        # no room anywhere
-        ([candidate(free=0, requests=2), candidate(free=1, requests=1)], 1),
-    ],
-)
-def test_choice_of_a_replica(candidates: list[Candidate], chosen: int) -> None:
-    assert choose_replica(candidates, 10) == chosen
-
-
-def test_prefix_memory_equals_a_plain_list() -> None:
-    """Random prompts with common prefixes, against a list of digests, most recent first."""
-    generator = random.Random(0)
-    memory, recent = PrefixMemory(8), []
-    for _ in range(300):
-        prompt = [generator.randrange(2) for _ in range(generator.randrange(1, 6))]
-        digests = [bytes(prompt[: end + 1]) for end in range(len(prompt))]
-        known = 0
-        while known < len(digests) and digests[known] in recent:
-            known += 1
-        assert memory.num_known(digests) == known
-        memory.remember(digests)
-        recent = (digests + [digest for digest in recent if digest not in digests])[:8]
+BLOCK_SIZE = 4
+NUM_BLOCKS = 30  # of each replica
 
 
 def request(name: str, token_ids: list[int], cache_salt: str = "") -> Request:
@@ -56,7 +20,67 @@ def request(name: str, token_ids: list[int], cache_salt: str = "") -> Request:
 
 
 def router(num_replicas: int, *, enable_prefix_caching: bool = True) -> DPRouter:
-    return DPRouter(num_replicas, 100, 4, enable_prefix_caching=enable_prefix_caching, salt=b"s")
+    return DPRouter(num_replicas, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching, salt=b"s")
+
+
+@dataclass(eq=False)
+class PlainReplica:
+    """What the router knows of a replica, without any index."""
+
+    num_free_blocks: int = NUM_BLOCKS
+    waiting: dict[str, int] = field(default_factory=dict)  # blocks to compute before the first token, by live request
+    recent: list[tuple[str, ...]] = field(default_factory=list)  # prefixes of whole blocks, most recent first
+
+    def num_cached(self, prefixes: list[tuple[str, ...]]) -> int:
+        return next((index for index, each in enumerate(prefixes) if each not in self.recent), len(prefixes))
+
+    def cost(self, prefixes: list[tuple[str, ...]], num_blocks: int) -> tuple[bool, int]:
+        num_to_compute = num_blocks - self.num_cached(prefixes)
+        num_waiting = sum(self.waiting.values())
+        is_full = num_to_compute > self.num_free_blocks - num_waiting
+        return is_full, num_to_compute + num_waiting + len(self.waiting)
+
+    def send(self, name: str, prefixes: list[tuple[str, ...]], num_blocks: int) -> None:
+        self.waiting[name] = num_blocks - self.num_cached(prefixes)
+        self.recent = (prefixes + [each for each in self.recent if each not in prefixes])[:NUM_BLOCKS]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 5, 20])
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_choices_equal_those_of_a_plain_search(num_replicas: int, enable_prefix_caching: bool) -> None:
+    """Random prompts with common prefixes, first tokens, ends and reports, against a minimum over all replicas."""
+    dice = random.Random(num_replicas)
+    state = router(num_replicas, enable_prefix_caching=enable_prefix_caching)
+    plain = [PlainReplica() for _ in range(num_replicas)]
+    live: dict[str, int] = {}
+    used = set()
+    for number in range(600):
+        draw, name = dice.random(), str(number)
+        if draw < 0.5 or not live:
+            token_ids = [dice.randrange(2)] * (4 * dice.randrange(5)) + [
+                dice.randrange(2) for _ in range(dice.randint(1, 60))
+            ]
+            salt = dice.choice(["", "tenant"])
+            whole = len(token_ids) // BLOCK_SIZE if enable_prefix_caching and num_replicas > 1 else 0
+            prefixes = [(salt, *map(str, token_ids[: (end + 1) * BLOCK_SIZE])) for end in range(whole)]
+            num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+            costs = [(*each.cost(prefixes, num_blocks), index) for index, each in enumerate(plain)]
+            live[name] = state.choose(request(name, token_ids, salt))
+            assert live[name] == min(costs)[-1]
+            plain[live[name]].send(name, prefixes, num_blocks)
+            used.add(live[name])
+        elif draw < 0.85:
+            name = dice.choice(list(live))
+            has_ended = dice.random() < 0.7
+            state.note_update(name, has_ended=has_ended)
+            plain[live[name]].waiting[name] = 0
+            if has_ended:
+                del plain[live.pop(name)].waiting[name]
+        else:
+            index, num_free = dice.randrange(num_replicas), dice.randint(0, NUM_BLOCKS)
+            state.note_free_blocks(index, num_free)
+            plain[index].num_free_blocks = num_free
+        assert state.num_used == len(used)
 
 
 def test_choices_follow_requests_and_updates() -> None:

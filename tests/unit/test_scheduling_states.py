@@ -195,6 +195,8 @@ def params(draw: st.DrawFn) -> RequestParams:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    scheduler_class = Scheduler
+
     @initialize(
         block_size=st.integers(1, 4),
         max_model_len=st.integers(4, 32),
@@ -230,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             plans_ahead=plans_ahead,
             num_batches=1 if plans_ahead else max_plans,
         )
-        self.scheduler = Scheduler(self.config, b"engine")
+        self.scheduler = self.scheduler_class(self.config, b"engine")
         self.new_table = lambda: RequestTable(max_num_seqs, max_blocks)
         self.table = self.new_table()
         self.live: list[Expected] = []  # in order of arrival

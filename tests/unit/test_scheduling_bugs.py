@@ -1,0 +1,154 @@
+"""Schedulers with one bug each, which the random histories of `test_scheduling_states.py` must find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from test_scheduling_states import SchedulerMachine
+
+from moeserve.protocol import Request, RequestUpdate
+from moeserve.scheduling.request import LiveRequest
+from moeserve.scheduling.scheduler import Scheduler
+
+
+class FreesBlocksOfPlansInFlight(Scheduler):
+    """It gives the blocks of a request that has ended to others while a plan in flight names them."""
+
+    def _release(self, request: LiveRequest) -> None:
+        self._free_slots.append(request.slot)
+        self._pool.release(request.block_ids)
+
+
+class LosesBlocksOfPlansInFlight(Scheduler):
+    """It never frees the blocks of a request that ends while a plan in flight names them."""
+
+    def _release(self, request: LiveRequest) -> None:
+        super()._release(request)
+        self._ended_in_flight.discard(request)
+
+
+class PreemptsRequestsInFlight(Scheduler):
+    """It preempts a request whose blocks a plan in flight writes."""
+
+    def _make_room(self, request: LiveRequest, num_tokens: int) -> bool:
+        while self._num_new_blocks(request, num_tokens) > self._pool.num_free:
+            newest = next(reversed(self._running.values()))
+            del self._running[newest.request_id]
+            self._free_slots.append(newest.slot)
+            self._pool.release(newest.block_ids)
+            newest.reset_computed()
+            self._waiting[newest.request_id] = newest
+            if newest is request:
+                return False
+        return True
+
+
+class PlansBeyondTheEnd(Scheduler):
+    """It plans tokens after the last one that a request may have."""
+
+    def _may_continue(self, request: LiveRequest) -> bool:
+        return request.num_unplanned > 0 and (request.is_registered or request.num_plans == 0)
+
+
+class SharesBlocksBeforeTheyAreFull(Scheduler):
+    """It shares the block of a request's last token, so that nothing is left to compute."""
+
+    def _cached_prefix(self, request: LiveRequest) -> list[int]:
+        prefix = super()._cached_prefix(request)
+        size = self.config.block_size
+        if prefix and len(request.token_ids) == (len(prefix) + 1) * size:
+            block_id = self._pool.find(request.digest(len(prefix), size))
+            prefix += [] if block_id is None else [block_id]
+        return prefix
+
+
+class ReportsEndedRequests(Scheduler):
+    """It returns results of requests that have ended meanwhile."""
+
+    def commit(self, result: Any, reports: Any = ()) -> list[RequestUpdate]:
+        ended = [chunk.request for chunk in self._plans[0] if chunk.request.ended]
+        late = [RequestUpdate(request_id=request.request_id, token_ids=[1]) for request in ended]
+        return super().commit(result, reports) + late
+
+
+class EndsAllAfterAFailedStep(Scheduler):
+    """A failed step ends requests that were not in it."""
+
+    def abort_step(self) -> list[RequestUpdate]:
+        return super().abort_step() + self.abort_all()
+
+
+class FailsTheNewestStep(Scheduler):
+    """A failed step ends the requests of the newest plan instead of the oldest."""
+
+    def abort_step(self) -> list[RequestUpdate]:
+        self._plans.rotate(1)
+        updates = super().abort_step()
+        return updates
+
+
+class EndsAllForOneRow(Scheduler):
+    """A row that cannot be sampled ends all requests."""
+
+    def commit(self, result: Any, reports: Any = ()) -> list[RequestUpdate]:
+        updates = super().commit(result, reports)
+        return updates + (self.abort_all() if any(update.error for update in updates) else [])
+
+
+class RemembersLostRanks(Scheduler):
+    """It does not register requests again with ranks that have lost their state."""
+
+    def forget_ranks(self) -> None:
+        pass
+
+
+class ForgetsResumedTokens(Scheduler):
+    """A request that continues elsewhere starts again."""
+
+    def add(self, request: Request) -> None:
+        super().add(msgspec.structs.replace(request, output_token_ids=[]))
+
+
+class IgnoresSalts(Scheduler):
+    """Tenants share cached prefixes."""
+
+    def add(self, request: Request) -> None:
+        super().add(msgspec.structs.replace(request, cache_salt=""))
+
+
+class PreemptsToTheEndOfTheQueue(Scheduler):
+    """A preempted request waits behind requests that came later."""
+
+    def _preempt(self, request: LiveRequest) -> None:
+        super()._preempt(request)
+        self._waiting.move_to_end(request.request_id)
+
+
+BUGS: Sequence[type[Scheduler]] = [
+    FreesBlocksOfPlansInFlight,
+    LosesBlocksOfPlansInFlight,
+    PreemptsRequestsInFlight,
+    PlansBeyondTheEnd,
+    SharesBlocksBeforeTheyAreFull,
+    ReportsEndedRequests,
+    EndsAllAfterAFailedStep,
+    FailsTheNewestStep,
+    EndsAllForOneRow,
+    RemembersLostRanks,
+    ForgetsResumedTokens,
+    IgnoresSalts,
+    PreemptsToTheEndOfTheQueue,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[bug.__name__ for bug in BUGS])
+def test_planted_bug_is_found(bug: type[Scheduler]) -> None:
+    machine = type("Machine", (SchedulerMachine,), {"scheduler_class": bug})
+    generated = settings(max_examples=600, stateful_step_count=50, phases=[Phase.generate])
+    with pytest.raises((AssertionError, LookupError, StopIteration)):
+        run_state_machine_as_test(machine, settings=generated)
