@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from scenario import BLOCK_SIZE, END_TOKEN, MAX_MODEL_LEN, InvariantViolation, sampled_token, whole_output
+from scenario import BLOCK_SIZE, END_TOKEN, HEARTBEAT_S, MAX_MODEL_LEN, InvariantViolation, sampled_token, whole_output
 from simulated_processes import BUFFER_BYTES, SimulatedProcess
 from virtual_time import World
 
@@ -435,7 +435,7 @@ class _EngineSimulation:
     def check_idle(self) -> None:
         """Send one request for each replica: a router that knows of no load sends each to another one."""
         dice = self.world.dice
-        self.world.wait(lambda: False, 1.0)  # the last statistics arrive
+        self.world.wait(lambda: False, 2 * HEARTBEAT_S)  # steps in flight end, with replicas that may be asleep
         engine = self.engine
         self.require(not engine.has_work, "I4", "an idle engine has work")
         before = list(engine.num_free_blocks)
