@@ -76,14 +76,19 @@ class StepwiseDetokenizer:
         self._context: list[int] = []  # the tokens of the previous piece; the last of them is no byte token
         self._context_length = 0  # characters of the context when decoded alone
         self._held: list[int] = []
-        self._run = _ByteRun()  # of the held tokens, if they are bytes after a context
+        self._run = _ByteRun()  # of the held tokens, if they are bytes
+        self._num_stripped: int | None = None  # characters that the text of an output loses that begins with this run
 
     @property
     def held_text(self) -> str:
-        if self._context and self._run.num_tokens == len(self._held):
+        if self._run.num_tokens != len(self._held):
+            text = self._decode_held()
+            return "" if REPLACEMENT_CHARACTER in text else text
+        if self._context or not self._run.text:
             return self._run.text
-        text = self._decode_held()
-        return "" if REPLACEMENT_CHARACTER in text else text
+        if self._num_stripped is None:
+            self._num_stripped = len(self._run.text) - len(self._decode_held())
+        return self._run.text[self._num_stripped :]
 
     def feed(self, token_id: int) -> str:
         token = self._vocabulary.token(token_id)

@@ -440,6 +440,7 @@ class _EngineSimulation:
         self.require(not engine.has_work, "I4", "an idle engine has work")
         before = list(engine.num_free_blocks)
         self.require(before == [NUM_BLOCKS] * len(before), "I4", f"blocks are in use: {before} of {NUM_BLOCKS}")
+        num_groups = self.num_groups
         for number in range(self.scenario.num_replicas):
             request = Request(
                 request_id=f"last {number}",
@@ -454,7 +455,8 @@ class _EngineSimulation:
         while engine.has_work:
             self.take(engine.step())
             least = [min(pair) for pair in zip(least, engine.num_free_blocks, strict=True)]
-        self.require(max(least) < NUM_BLOCKS, "I4", f"an idle engine sends all requests to some replicas: {least}")
+        is_spread = max(least) < NUM_BLOCKS or self.num_groups > num_groups  # a silent fault is noticed only now
+        self.require(is_spread, "I4", f"an idle engine sends all requests to some replicas: {least}")
 
     def require(self, holds: bool, invariant: str, message: str) -> None:
         if not holds:

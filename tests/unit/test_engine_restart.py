@@ -6,6 +6,7 @@ import os
 import socket
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from test_config import FACTS
 
@@ -14,7 +15,7 @@ from moeserve.config.validation import parse_settings
 from moeserve.engine import replicas
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.engine.replicas import Replicas
-from moeserve.errors import CheckpointError, EngineError, SettingsError
+from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError
 from moeserve.processes.channel import Channel
 from moeserve.processes.supervision import WatchedProcess
 from moeserve.processes.worker_group import WorkerGroup
@@ -133,6 +134,16 @@ def test_requests_continue_on_new_processes_after_the_tokens_that_came(engine: R
     machine.lasting_fault = None
     engine.add(request("another"))
     assert [added.output_token_ids for added in machine.engines[2].requests] == [[5, 6, 7], [], []]
+
+
+@pytest.mark.parametrize("text", [dict(cache_salt="\ud800"), dict(request_id="\udc00")])
+def test_a_request_that_cannot_be_encoded_leaves_nothing(engine: Replicas, machine: Machine, text: Any) -> None:
+    with pytest.raises(RequestError):
+        engine.add(msgspec.structs.replace(request("bad"), **text))
+    assert not engine.has_work
+    assert machine.engines[0].received == []
+    engine.add(request("bad"))
+    assert machine.engines[0].received == ["bad"]
 
 
 def test_requests_end_after_several_failures_without_a_token(engine: Replicas, machine: Machine) -> None:

@@ -216,6 +216,14 @@ PLAN = StepPlan(
 )
 
 
+def test_values_are_checked_once() -> None:
+    """By `SamplingParams`, where the user gives them: the ranks and the engine's processes do not check them again."""
+    with pytest.raises(RequestError):
+        SamplingParams(temperature=-1).for_engine()
+    unchecked = msgspec.structs.replace(RequestParams(), temperature=-1.0, top_p=7.0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(unchecked), type=RequestParams) == unchecked
+
+
 @pytest.mark.parametrize("message", [RequestParams(), REQUEST, PLAN], ids=lambda message: type(message).__name__)
 def test_encoded_messages_decode_to_equal_ones(message: Any) -> None:
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))

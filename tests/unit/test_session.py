@@ -75,6 +75,26 @@ def test_a_failed_step_leaves_finished_outputs(session: Session, engine: Engine)
     assert session.output(finished).outputs[0].token_ids == [2]
 
 
+def test_whatever_comes_while_the_engine_runs_is_queued(session: Session, engine: Engine) -> None:
+    """A stream that is garbage-collected in the middle of a step changes nothing in the engine until the step ends."""
+    kept, collected = submit(session), submit(session)
+    aborted_in_step = []
+
+    def step() -> list[RequestUpdate]:
+        session.discard([collected])
+        submit(session)
+        aborted_in_step.extend(engine.aborted)
+        return [end(kept)]
+
+    engine.step = step  # type: ignore[method-assign]
+    session.poll()
+    assert aborted_in_step == []
+    engine.steps.append([])
+    engine.step = engine.steps.popleft  # type: ignore[method-assign]
+    session.poll()
+    assert engine.aborted == [collected]
+
+
 def test_an_update_that_fails_ends_its_prompt_only(session: Session, engine: Engine) -> None:
     bad, good = submit(session, logprobs=1), submit(session)
     engine.steps.append([end(bad), end(good)])  # the bad one lacks log-probabilities

@@ -203,6 +203,32 @@ def test_work_per_token_does_not_grow_with_the_output(
     assert num_decoded <= 4 * len(token_ids)
 
 
+@pytest.mark.parametrize("before", ["", "a"])
+def test_a_run_of_byte_tokens_is_decoded_once(
+    codec_of: dict[str, TextCodec], before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though what it shows so far is looked at after each token, for stop strings. Also if the text begins with it."""
+    codec = codec_of["llama"]
+    run = [id_of(codec, f"<0x{byte:02X}>") for byte in (b" " + "é€".encode()) * 100]
+    token_ids = (codec.encode(before) if before else []) + run
+    whole = codec.decode(token_ids, skip_special_tokens=False)
+    decode, num_decoded = codec.decode, 0
+
+    def counting_decode(ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return decode(ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(codec, "decode", counting_decode)
+    detokenizer = codec.detokenizer(skip_special_tokens=True)
+    text = ""
+    for token_id in token_ids:
+        text += detokenizer.feed(token_id)
+        assert whole.startswith(text + detokenizer.held_text)
+    assert text + detokenizer.held_text == whole == text + detokenizer.finish()
+    assert num_decoded <= 4 * len(token_ids)
+
+
 @pytest.mark.parametrize(("family", "token"), [("byte-level", "Ġworld"), ("llama", "▁a"), ("metaspace", "▁a")])
 def test_token_text_keeps_the_leading_space(codec_of: dict[str, TextCodec], family: str, token: str) -> None:
     codec = codec_of[family]
