@@ -13,8 +13,8 @@ from moeserve import LLM
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """True if it is the process of an engine's rank: those have names of their own, "rank 3"."""
-    return process.name().startswith("rank ")
+    """True if it is the process of an engine's rank: those have names of their own, "rank 3", or that of their actor."""
+    return process.name().startswith(("rank ", "ray::RankActor"))
 
 
 def living_ranks(of: int | None = None) -> list[psutil.Process]:

@@ -101,10 +101,10 @@ def wait_in_turn(place: Place, transport: TransportName) -> list[float]:
 def test_members_of_the_groups_of_a_mesh(ranks: Ranks) -> None:
     everyone = [0, 1, 2, 3]
     assert ranks.run(4, "test_group:members") == [
-        [everyone, [0, 1], [0, 2], everyone],
-        [everyone, [0, 1], [1, 3], everyone],
-        [everyone, [2, 3], [0, 2], everyone],
-        [everyone, [2, 3], [1, 3], everyone],
+        [everyone, [0, 1], [0, 2], everyone, [0], everyone],
+        [everyone, [0, 1], [1, 3], everyone, [1], everyone],
+        [everyone, [2, 3], [0, 2], everyone, [2], everyone],
+        [everyone, [2, 3], [1, 3], everyone, [3], everyone],
     ]
 
 

@@ -8,13 +8,14 @@ actor, its node and the network between work.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import msgspec
@@ -33,12 +34,12 @@ from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, send
 from moeserve.scheduling.lockstep import Round
 from moeserve.worker.protocol import RankStart
 
-# An actor that has not answered for this long has failed. Imports can block Python in an actor.
+# An actor that has not answered for this long has failed.
 SECONDS_OF_SILENCE = 7.0
 # An actor that was not called for this long exits.
 SECONDS_UNTIL_ORPHANED = 30.0
 SECONDS_OF_A_READ = 1.0
-SECONDS_TO_START = 60.0  # for the process of an actor
+SECONDS_TO_START = 180.0  # for the process of an actor, which imports torch
 PIECE_BYTES = 2**20
 
 
@@ -103,6 +104,8 @@ class RankActor(ActorProcess):
 
     def __init__(self, name: str, log_level: int) -> None:
         super().__init__(name, log_level)
+        # Imports torch, which can block this process for longer than SECONDS_OF_SILENCE: it answers no call before that.
+        importlib.import_module("moeserve.worker.worker")
         self._store: Any = None
         self._worker: Any = None
         self._thread = threading.local()
@@ -125,7 +128,7 @@ class RankActor(ActorProcess):
     def start(self, data: bytes, *, show_progress: bool) -> int:
         """Meet the other ranks and load the model. Return the KV cache blocks of each rank."""
         with self._reporting_failures():
-            from moeserve.worker.process import join  # imports torch: only now, when this process is watched
+            from moeserve.worker.process import join
             from moeserve.worker.worker import Worker
 
             start = msgspec.msgpack.decode(data, type=RankStart)
@@ -160,20 +163,20 @@ class ActorHandle:
         """
         self.actor = actor
         self._tunnel = tunnel
-        self._cause = ""
+        self._cause: str | None = None  # why it has ended
         self._ended = threading.Event()
         self._ended_fd = os.eventfd(0)
-        self._lock = threading.Lock()  # guards what `close` closes
+        self._lock = threading.Lock()  # guards the cause, and what `close` closes
         self._is_closed = False
-        for work in (self._carry_from_actor, self._carry_to_actor):
-            threading.Thread(target=work, name=f"{work.__name__} {name}", daemon=True).start()
+        for carry in (self._carry_from_actor, self._carry_to_actor):
+            threading.Thread(target=self._watch, args=(carry,), name=f"{carry.__name__} {name}", daemon=True).start()
 
     @property
     def watched_fds(self) -> list[int]:
         return [self._ended_fd]
 
     def exit_cause(self) -> str | None:
-        return self._cause if self._ended.is_set() else None
+        return self._cause
 
     def kill(self) -> None:
         if ray.is_initialized():  # else Ray would start another cluster
@@ -190,38 +193,49 @@ class ActorHandle:
                 os.close(self._ended_fd)
                 self._tunnel.shutdown(socket.SHUT_RDWR)
 
+    def _watch(self, carry: Callable[[], None]) -> None:
+        """Carry bytes in one direction until the channel is closed here. A failure is the end of the process."""
+        try:
+            carry()
+            return
+        except _SilenceError as error:
+            cause = str(error)
+        except RayActorError as error:
+            cause = exit_cause(error)
+        except Exception as error:  # whatever it is, the actor cannot be reached
+            cause = f"it cannot be reached through Ray any more ({type(error).__name__}: {first_line(error)})"
+        with self._lock:
+            if self._is_closed:
+                return
+            self._cause = self._cause or cause
+            self._ended.set()
+            os.eventfd_write(self._ended_fd, 1)
+
     def _carry_from_actor(self) -> None:
         timeout_s = SECONDS_TO_START
         unread = bytearray()  # kept here while our side does not take it: an actor that is not read ends itself
-        try:
-            while not self._is_closed:
-                answer = self.actor.read.remote()
+        while not self._is_closed:
+            answer = self.actor.read.remote()
+            try:
+                unread += ray.get(answer, timeout=timeout_s)
+            except GetTimeoutError:  # this process itself may have been stopped for a while
                 try:
-                    unread += ray.get(answer, timeout=timeout_s)
-                except GetTimeoutError:  # this process itself may have been stopped for a while
                     unread += ray.get(answer, timeout=SECONDS_OF_A_READ)
-                timeout_s = SECONDS_OF_SILENCE
-                with contextlib.suppress(BlockingIOError):
-                    while unread:
-                        del unread[: self._tunnel.send(memoryview(unread)[:PIECE_BYTES], socket.MSG_DONTWAIT)]
-        except GetTimeoutError:
-            self._cause = f"no answer for {timeout_s:g} s: the process hangs, or its node or the network has failed"
-        except RayActorError as error:
-            self._cause = exit_cause(error)
-        except OSError as error:  # closed here
-            self._cause = str(error)
-        except Exception as error:  # whatever it is, the actor cannot be reached
-            self._cause = f"it cannot be reached through Ray any more ({type(error).__name__}: {first_line(error)})"
-        finally:
-            with self._lock:
-                self._ended.set()
-                if not self._is_closed:
-                    os.eventfd_write(self._ended_fd, 1)
+                except GetTimeoutError:
+                    raise _SilenceError(timeout_s) from None
+            timeout_s = SECONDS_OF_SILENCE
+            with contextlib.suppress(BlockingIOError):
+                while unread:
+                    del unread[: self._tunnel.send(memoryview(unread)[:PIECE_BYTES], socket.MSG_DONTWAIT)]
 
     def _carry_to_actor(self) -> None:
-        with contextlib.suppress(Exception):  # `_carry_from_actor` fails as well, and keeps the cause
-            while data := self._tunnel.recv(PIECE_BYTES):
-                ray.get(self.actor.write.remote(data))
+        while data := self._tunnel.recv(PIECE_BYTES):
+            ray.get(self.actor.write.remote(data))
+
+
+class _SilenceError(Exception):
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"no answer for {timeout_s:g} s: the process hangs, or its node or the network has failed")
 
 
 def start_actor(kind: type[ActorProcess], name: str, place: Place, resources: dict[str, Any]) -> WatchedProcess[Any]:
