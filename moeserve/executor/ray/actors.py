@@ -104,7 +104,7 @@ class RankActor(ActorProcess):
 
     def __init__(self, name: str, log_level: int) -> None:
         super().__init__(name, log_level)
-        # Imports torch, which can block this process for longer than SECONDS_OF_SILENCE: it answers no call before that.
+        # Imports torch, which can block this process for longer than SECONDS_OF_SILENCE: no call is answered before.
         importlib.import_module("moeserve.worker.worker")
         self._store: Any = None
         self._worker: Any = None
