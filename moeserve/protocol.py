@@ -43,8 +43,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a running request that every rank of its replica keeps, as it is when the request is admitted.
 
-    From then on the ranks append blocks that plans name, and tokens: those that they sample, or, where the scheduler does
-    not plan ahead of tokens, those that plans name.
+    From then on the ranks append blocks that plans name, and tokens: those that they sample, or, where the scheduler
+    does not plan ahead of tokens, those that plans name.
     """
 
     slot: int  # of the ranks' table; whatever was there before is forgotten

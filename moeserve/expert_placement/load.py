@@ -110,7 +110,7 @@ class LoadMeter:
     def _collect_stage(
         self, placement_epoch: int, figures: Sequence[int]
     ) -> tuple[LoadWindow, tuple[tuple[int, ...], ...]]:
-        """Return the window of this stage's layers, and the figures of its ranks. Collective: all ranks of the stage."""
+        """Return the window of this stage's layers, and the figures of its ranks. Collective: all its ranks."""
         ep = self._groups.ep
         waited = ep.seconds_waited()
         before = self._waited + [0.0] * (len(waited) - len(self._waited))

@@ -105,8 +105,8 @@ class Rebalancer:
     def __init__(self, layers: Mapping[int, PlacedLayer], groups: Groups, horizon: int) -> None:
         """
         Args:
-            layers: those of this stage with experts, by their index in the model; at least one. Their weights are loaded
-                and packed.
+            layers: those of this stage with experts, by their index in the model; at least one. Their weights are
+                loaded and packed.
             horizon: steps within which a new placement must save more time than it costs.
         """
         self.epoch = 0  # epoch of the placement in use: the number of switched layers
@@ -179,7 +179,7 @@ class Rebalancer:
         self.epoch += 1
 
     def begin_step(self) -> Piece | None:
-        """Start to move a piece, if there is one, and return it for `finish_step`. Collective: all ranks of the stage."""
+        """Start to move a piece, if there is one, and return it for `finish_step`. Collective: all ranks of a stage."""
         if not self._changes or self.must_switch:
             return None
         change = self._changes[0]

@@ -92,8 +92,8 @@ class DenseFeedForward(nn.Module):
 class Decoder(nn.Module):
     """One rank's part of the model: from token ids to hidden states, and from hidden states to logits.
 
-    With several pipeline stages, a rank has the layers of its stage. The first stage has the embedding, the last one the
-    norm and the head; in between, a stage receives the residual stream from the stage before, and sends it to the next.
+    With several pipeline stages, a rank has the layers of its stage. The first stage has the embedding, the last one
+    the norm and the head; each stage but the first receives the residual stream from the stage before it.
 
     Args:
         placements: the placement over the ep group of each layer that has experts, in order; see `place_experts`.
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
         return [layer.attention.make_cache(num_blocks, block_size) for layer in self.layers]
 
     def forward(self, step: StepInputs, caches: list[Any]) -> Tensor:
-        """Return hidden states [T, D] after the last norm, of all tokens of the replica. Not used but on the last stage."""
+        """Return hidden states [T, D] of all tokens of the replica; on the last stage, after the last norm."""
         return self.send(self.run_layers(*self.receive(step), caches, step))
 
     def receive(self, step: StepInputs) -> tuple[Tensor, Rotation]:

@@ -35,8 +35,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int  # of one step
     max_model_len: int  # tokens of a request, prompt and output together
     enable_prefix_caching: bool
-    # Plan tokens whose predecessor is not sampled yet; ranks append what they sample. False: wait until it is committed;
-    # then plans bring the tokens to the ranks, not all of which may sample.
+    # Plan tokens whose predecessor is not sampled yet; ranks append what they sample. False: wait until it is
+    # committed; then plans bring the tokens to the ranks, not all of which may sample.
     plans_ahead: bool = True
     num_batches: int = 1  # in which the requests run, if each plan takes its share of them
 

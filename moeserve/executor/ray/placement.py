@@ -43,8 +43,8 @@ def reserve(
 ) -> list[Place]:
     """Return a place for each rank, by rank: those of this node first, then by address and bundle.
 
-    The placement group that this process is in is used if there is one; else a group is reserved for each replica, or for
-    each of its pipeline stages where nodes are too small for whole replicas.
+    The placement group that this process is in is used if there is one; else a group is reserved for each replica, or
+    for each of its pipeline stages where nodes are too small for whole replicas.
 
     Args:
         list_nodes: returns the living nodes, this one first.
