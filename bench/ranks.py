@@ -25,7 +25,7 @@ from moeserve.distributed.connect import Rendezvous, TransportName, connect
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.mesh import Mesh
-from moeserve.distributed.store import start_store
+from moeserve.distributed.store_server import start_store
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
 from moeserve.machine import usable_cores
@@ -137,7 +137,7 @@ class Ranks:
             start_process(
                 "moeserve.bench.ranks:work",
                 rank_name(config, rank),
-                RankStart(config=config, rank=rank, store_host="127.0.0.1", store_port=self._store.port),
+                RankStart(config=config, rank=rank, store=self._store.address),
                 Answer,
                 environment=environment_of_rank(config, usable_cores()),
             )
@@ -259,9 +259,7 @@ def _connect(start: RankStart, transport: TransportName) -> GroupCoordinator:
     return connect(
         Mesh(tp=start.config.tensor_parallel_size, dp=start.config.data_parallel_size),
         start.rank,
-        Rendezvous(
-            start.store_host, start.store_port, start.config.collective_timeout, f"{start.store_key}{transport}"
-        ),
+        Rendezvous(start.store, start.config.collective_timeout, transport),
         transport=transport,
     ).world
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import ProcessGroupGloo, Store
 
+from moeserve.addresses import StoreAddress
 from moeserve.distributed import gloo, nccl, shared_memory, symmetric_memory
 from moeserve.distributed.coordinator import GroupConnection, GroupCoordinator
 from moeserve.distributed.groups import NEIGHBOURS, Groups, make_groups
 from moeserve.distributed.mesh import Mesh
 from moeserve.distributed.order_check import OrderCheck
-from moeserve.distributed.store import RankStore, format_ranks, own_address
+from moeserve.distributed.store import GatheringStore, RankStore, RendezvousStore, connect_store, format_ranks
 from moeserve.distributed.torch_group import as_torch_group
 from moeserve.distributed.transport import Transport, TransportError, TransportUnavailable
 from moeserve.errors import DistributedError
@@ -38,15 +38,14 @@ MEASURED_GROUPS = ("ep",)  # whose waits show by how much ranks are unevenly loa
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store at which the ranks of a launch meet. A rank connects once to a store, or to each key of it.
+    """The store at which the ranks of a launch meet. A rank connects once to a store, or to each scope of it.
 
-    The key is a secret of the launch: all entries are under it. timeout_s limits the rendezvous and each collective.
+    timeout_s limits the rendezvous and each collective.
     """
 
-    host: str
-    port: int
+    store: StoreAddress
     timeout_s: float
-    key: str = ""
+    scope: str = ""
 
 
 def connect(
@@ -60,7 +59,8 @@ def connect(
 ) -> Groups:
     """Meet the other ranks of the mesh, and connect with them. collective: all ranks of the mesh.
 
-    gloo and NCCL listen on the address from which the store is reached; shared memory has no address.
+    gloo and NCCL listen on the address from which the store is reached, or on the loopback interface if it is on this
+    host; shared memory has no address.
 
     Args:
         check_order: ranks compare each collective with the others' before they begin it. Slow, for debugging.
@@ -73,12 +73,10 @@ def connect(
         SettingsError: the device is a GPU, but torch has no NCCL.
     """
     timeout_s = rendezvous.timeout_s
-    address = own_address(rank, rendezvous.host, rendezvous.port, timeout_s)
-    server = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    store: Store = PrefixStore(rendezvous.key, server) if rendezvous.key else server
+    store = connect_store(rank, rendezvous.store, timeout_s, rendezvous.scope)
     rank_store = RankStore(rank, store, timeout_s)
     hosts = rank_store.register(range(mesh.world_size), host_identity())
-    connector = _Connector(rank, hosts, rank_store, address, transport, device)
+    connector = _Connector(rank, hosts, rank_store, store.own_address, transport, device)
 
     everyone = tuple(range(mesh.world_size))
     order_check = None
@@ -140,7 +138,7 @@ class _Connector:
         return self._nccl_transport(name, ranks) if is_needed else None
 
     def gloo_group(self, name: str, ranks: tuple[int, ...]) -> ProcessGroupGloo:
-        store, index = self._store_of(name, ranks), ranks.index(self.rank)
+        store, index = GatheringStore(self._store_of(name, ranks), len(ranks)), ranks.index(self.rank)
         try:
             return gloo.make_process_group(store, index, len(ranks), address=self.address, timeout_s=self.timeout_s)
         except RuntimeError as error:
@@ -153,7 +151,7 @@ class _Connector:
         return functools.partial(self._torch_group, ranks)
 
     def _torch_group(self, ranks: tuple[int, ...]) -> Any:
-        store = PrefixStore(f"torch/ep/{ranks[0]}", self.rank_store.store)
+        store = self._store_of("torch/ep", ranks)
         return as_torch_group(store, ranks.index(self.rank), len(ranks), self.nccl_groups[ranks])
 
     def _connect_hosts(
@@ -183,7 +181,7 @@ class _Connector:
                 )
             small_all_reduce = None
             if name == "tp":  # not for ep, whose sums may run beside those of tp, on another stream
-                small_all_reduce = self._one_shot_all_reduce(PrefixStore("symmetric", store), ranks)
+                small_all_reduce = self._one_shot_all_reduce(store.within("symmetric"), ranks)
             transport = nccl.NcclTransport(
                 self.nccl_groups[ranks], self.timeout_s, small_all_reduce=small_all_reduce, owns_process_group=is_new
             )
@@ -210,8 +208,8 @@ class _Connector:
                 logger.info("all-reduces of small tensors use NCCL, not symmetric memory (%s)", reason)
             return None
 
-    def _store_of(self, name: str, ranks: tuple[int, ...]) -> Store:
-        return PrefixStore(f"{name}/{ranks[0]}", self.rank_store.store)
+    def _store_of(self, name: str, ranks: tuple[int, ...]) -> RendezvousStore:
+        return self.rank_store.store.within(f"{name}/{ranks[0]}")
 
     def _fail(self, name: str, ranks: tuple[int, ...], cause: str, error: Exception) -> NoReturn:
         failure = f"group {name!r} ({format_ranks(ranks)}) could not be connected: {cause}"

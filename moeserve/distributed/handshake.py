@@ -13,7 +13,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from types import TracebackType
 
 from torch.distributed import Store
 
+from moeserve.distributed.store_server import is_same_user
 from moeserve.distributed.transport import TransportUnavailable
 
 SECRET_BYTES = 32
@@ -88,7 +88,7 @@ def agree(store: Store, rank: int, num_ranks: int, refusal: str, timeout_s: floa
     store.set(f"refusal/{rank}", refusal)
     keys = [f"refusal/{each}" for each in range(num_ranks)]
     store.wait(keys, timedelta(seconds=timeout_s))
-    reasons = [reason for key in keys if (reason := store.get(key).decode())]
+    reasons = [reason for value in store.multi_get(keys) if (reason := value.decode())]
     if reasons:
         raise TransportUnavailable(next((reason for reason in reasons if reason != OTHER_REFUSED), OTHER_REFUSED))
 
@@ -137,8 +137,8 @@ class _Handshake:
     def connect_all(self) -> None:
         """Connect to all lower ranks, and accept connections of all higher ranks."""
         names = []
-        for rank in range(self.num_ranks):
-            address = self.store.get(f"address/{rank}").decode()
+        addresses = self.store.multi_get([f"address/{rank}" for rank in range(self.num_ranks)])
+        for rank, address in enumerate(each.decode() for each in addresses):
             if address == NO_ADDRESS:
                 raise TransportUnavailable(f"rank {rank} of the group has no file to share")
             name, secret = address.split()
@@ -167,7 +167,7 @@ class _Handshake:
                 if time.monotonic() > self.deadline:
                     raise TransportUnavailable(f"rank {rank} of the group accepted no connection in time") from None
                 time.sleep(POLL_S)
-        if not _is_same_user(peer):
+        if not is_same_user(peer):
             raise TransportUnavailable(f"rank {rank} of the group runs as another user")
         self._send_file(peer, rank)
 
@@ -205,7 +205,7 @@ class _Handshake:
 
     def _identify(self, peer: socket.socket) -> None:
         """Read the first message of an accepted connection, and drop it unless it comes from a rank of the group."""
-        received = self._receive_file(peer) if _is_same_user(peer) else None
+        received = self._receive_file(peer) if is_same_user(peer) else None
         if received is None:
             peer.close()
             return
@@ -226,13 +226,6 @@ class _Handshake:
             for fd in fds:
                 os.close(fd)
         return None
-
-
-def _is_same_user(peer: socket.socket) -> bool:
-    """True if the process at the other end runs as this process' user, according to the kernel."""
-    credentials = struct.Struct("3i")  # process, user and group
-    _, user, _ = credentials.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
-    return bool(user == os.geteuid())
 
 
 def _listen(num_ranks: int) -> socket.socket:

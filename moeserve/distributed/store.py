@@ -2,45 +2,216 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, Store
 
-from moeserve.errors import DistributedError
+from moeserve.addresses import StoreAddress
+from moeserve.distributed.store_server import (
+    NONCE_BYTES,
+    Add,
+    Check,
+    Collect,
+    Get,
+    Operation,
+    Reply,
+    Request,
+    Set,
+    is_same_user,
+    proof,
+)
+from moeserve.errors import DistributedError, shown
+from moeserve.processes.channel import Channel
 
 # Ranks that fail of the same cause report within moments of each other. Those silent after this time are the cause.
 WAIT_FOR_REPORTS_S = 0.5
 
 
-def start_store(host: str = "127.0.0.1") -> TCPStore:
-    """Start a store server on a free port (see its `port`) of `host` alone. It stops when the object is deleted.
+class StoreConnection:
+    """An authenticated connection with the server of a store. Any thread may use it."""
 
-    A store serves one launch: each rank connects once.
+    def __init__(self, address: StoreAddress, timeout_s: float) -> None:
+        """
+        Args:
+            timeout_s: limits connecting, and each request that is given no time of its own.
+
+        Raises:
+            OSError: the server cannot be reached, or does not know the secret.
+        """
+        self.timeout_s = timeout_s
+        self.kept: list[Store] = []  # torch's objects refer to a store in Python without keeping it alive
+        if address.name:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(timeout_s)
+            connection.connect(b"\0" + address.name.encode())
+            if not is_same_user(connection):
+                raise ConnectionRefusedError("the store runs as another user")
+            self.own_address = "127.0.0.1"
+        else:
+            connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+            self.own_address = str(connection.getsockname()[0])
+        _authenticate(connection, address.key)
+        self._channel: Channel[Reply] = Channel(connection, Reply)
+        self._lock = threading.Lock()
+        self._num_requests = 0
+
+    def request(self, operation: Operation, timeout_s: float | None = None) -> Any:
+        """Return the reply to a request.
+
+        Raises:
+            DistStoreError: there is none in time, because another rank did not set a key.
+            DistNetworkError: the server has ended.
+        """
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        with self._lock:
+            self._num_requests += 1
+            self._channel.send(Request(self._num_requests, operation))
+            while True:
+                for reply in self._channel.receive(max(0.0, deadline - time.monotonic())):
+                    if reply.number == self._num_requests:  # not of a request that was given up
+                        return reply.value
+                if self._channel.is_closed:
+                    raise DistNetworkError("the store has ended")
+                if time.monotonic() >= deadline:
+                    raise DistStoreError(f"the store: timed out waiting for {shown(operation)}")
+
+
+class RendezvousStore(Store):
+    """A store of torch.distributed over a `StoreConnection`, whose keys all begin with a prefix.
+
+    The names of its methods are torch's: its libraries call them.
     """
-    listener = socket.create_server((host, 0), backlog=1024)
-    port = listener.getsockname()[1]
-    # The server takes over the listening socket, so no other process can take the port in between.
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    def __init__(self, connection: StoreConnection, prefix: str = "") -> None:
+        super().__init__()
+        self._connection = connection
+        self._prefix = prefix
+        connection.kept.append(self)
+
+    @property
+    def own_address(self) -> str:
+        """The address of this machine on the network of the store, where other ranks can reach it."""
+        return self._connection.own_address
+
+    def within(self, name: str) -> RendezvousStore:
+        """Return the part of this store whose keys begin with `name`."""
+        return RendezvousStore(self._connection, f"{self._prefix}{name}/")
+
+    def collect(self, folder: str, num_entries: int) -> dict[str, bytes]:
+        """Return all entries whose keys are `folder`, "/" and one name, once there are this many.
+
+        This is one request, however many entries there are.
+        """
+        entries = self._connection.request(Collect(self._prefix + folder, num_entries))
+        return {f"{folder}/{name}": value for name, value in entries.items()}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._connection.request(Set(self._prefix + key, value.encode() if isinstance(value, str) else bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        values: list[bytes] = self._connection.request(Get(self._keys(keys)))
+        return values
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        total: int = self._connection.request(Add(self._prefix + key, amount))
+        return total
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._connection.request(Check(self._keys(keys))))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._connection.request(Get(self._keys(keys)), None if timeout is None else timeout.total_seconds())
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def _keys(self, keys: Sequence[str]) -> list[str]:
+        return [self._prefix + key for key in keys]
 
 
-def own_address(rank: int, host: str, port: int, timeout_s: float) -> str:
-    """Return the address of this machine on the network of the store, where other ranks can reach it."""
+class GatheringStore(Store):
+    """A store in which each rank sets one key and reads all: it fetches them together.
+
+    gloo connects its ranks in this way. Without this, n ranks would make n * n requests.
+    """
+
+    def __init__(self, store: RendezvousStore, num_ranks: int) -> None:
+        super().__init__()
+        self._store = store
+        self._num_ranks = num_ranks
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            folder, separator, _ = key.rpartition("/")
+            if key not in self._values and separator:
+                self._values |= self._store.collect(folder, self._num_ranks)
+            if key not in self._values:  # not one key for each rank
+                self._values[key] = self._store.get(key)
+
+
+def connect_store(rank: int, address: StoreAddress, timeout_s: float, scope: str = "") -> RendezvousStore:
+    """Return the store at an address.
+
+    Args:
+        scope: launches that share a store use different ones.
+
+    Raises:
+        DistributedError: it cannot be reached.
+    """
     try:
-        with socket.create_connection((host, port), timeout=timeout_s) as connection:
-            return str(connection.getsockname()[0])
+        store = RendezvousStore(StoreConnection(address, timeout_s))
     except OSError as error:
         raise DistributedError(
-            f"rank {rank} cannot reach the store at {host}:{port} ({error}): has the process that started it ended?"
+            f"rank {rank} cannot reach the store at {address} ({error}): has the process that started it ended?"
         ) from error
+    return store.within(scope) if scope else store
+
+
+def _authenticate(connection: socket.socket, key: str) -> None:
+    """Prove that this side knows the secret, and check that the other one does."""
+    challenge = _receive(connection, NONCE_BYTES)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(nonce + proof(key, b"rank", challenge, nonce))
+    answer = _receive(connection, NONCE_BYTES)
+    if not hmac.compare_digest(answer, proof(key, b"store", nonce, challenge)):
+        raise ConnectionRefusedError("it does not know the secret of this launch")
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    received = b""
+    while len(received) < num_bytes:
+        if not (more := connection.recv(num_bytes - len(received))):
+            raise ConnectionRefusedError("it closed the connection: this rank has the secret of another launch")
+        received += more
+    return received
 
 
 class RankStore:
     """One rank's access to the store: it registers the rank, and exchanges failure reports with the others."""
 
-    def __init__(self, rank: int, store: Store, timeout_s: float) -> None:
+    def __init__(self, rank: int, store: RendezvousStore, timeout_s: float) -> None:
         self.rank = rank
         self.store = store
         self.timeout_s = timeout_s

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
-
 from moeserve.config.environment import environment_of_rank
 from moeserve.config.settings import EngineConfig
-from moeserve.distributed.store import start_store
+from moeserve.distributed.store_server import start_store
 from moeserve.engine.protocol import EngineMessage, EngineStart
 from moeserve.machine import usable_cores
 from moeserve.processes.local import start_process
@@ -16,18 +14,15 @@ from moeserve.worker.protocol import RankStart
 
 def start_local_group(config: EngineConfig, *, show_progress: bool) -> WorkerGroup:
     """Start a process for each replica, which starts those of its further ranks itself."""
-    stores = [start_store()]  # where the ranks meet: its port is open until the processes have ended
-    group = WorkerGroup(release=stores.clear)
-    key = secrets.token_hex(16)
+    store = start_store()  # where the ranks meet, until the processes have ended
+    group = WorkerGroup(release=store.close)
     environment = environment_of_rank(config, usable_cores())
     try:
         for rank in range(0, config.num_ranks, config.ranks_per_replica):
             first_rank = RankStart(
                 config=config,
                 rank=rank,
-                store_host="127.0.0.1",
-                store_port=stores[0].port,
-                store_key=key,
+                store=store.address,
                 show_progress=show_progress and rank == 0,
             )
             group.engines.append(

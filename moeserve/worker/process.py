@@ -42,7 +42,7 @@ def join(start: RankStart) -> Groups:
     return connect(
         mesh_of(config),
         start.rank,
-        Rendezvous(start.store_host, start.store_port, config.collective_timeout, start.store_key),
+        Rendezvous(start.store, config.collective_timeout),
         check_order=config.debug_collectives,
         device=device,
     )

@@ -6,19 +6,18 @@ from typing import TypeAlias
 
 import msgspec
 
+from moeserve.addresses import StoreAddress
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.mesh import Mesh
 from moeserve.scheduling.lockstep import Outcome, Round
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of a rank, and the address where it meets the others."""
+    """Identity of a rank, and the store where it meets the others."""
 
     config: EngineConfig
     rank: int
-    store_host: str
-    store_port: int
-    store_key: str = ""  # see `connect`
+    store: StoreAddress
     show_progress: bool = False  # of loading, on a terminal
 
     @property

@@ -25,7 +25,8 @@ import msgspec
 import torch
 
 import moeserve.engine.process  # noqa: F401  so that the fork server has it loaded
-from moeserve.distributed.store import start_store
+from moeserve.addresses import StoreAddress
+from moeserve.distributed.store_server import start_store
 from moeserve.processes.child import Parent
 from moeserve.processes.failures import root_cause
 from moeserve.processes.local import start_process
@@ -40,8 +41,7 @@ class Place(msgspec.Struct, frozen=True):
 
     rank: int
     num_ranks: int
-    store_host: str
-    store_port: int
+    store: StoreAddress
 
 
 class Order(msgspec.Struct, frozen=True, tag="order"):
@@ -93,7 +93,7 @@ class Run:
         self.processes = processes
         self.store = start_store()
         for rank, process in enumerate(processes):
-            place = Place(rank, len(processes), "127.0.0.1", self.store.port)
+            place = Place(rank, len(processes), self.store.address)
             process.send(Order(function, place, arguments))
 
     def outcomes(self, within_s: float = 60.0) -> list[Outcome]:

@@ -111,7 +111,7 @@ def test_cpu_graphs_need_shared_memory_and_no_order_check(ranks: Ranks) -> None:
 def supported(place: Place) -> list[bool]:
     answers = []
     for index, options in enumerate(({}, dict(transport="gloo"), dict(check_order=True))):
-        groups = join(place, key=str(index), **options)
+        groups = join(place, scope=str(index), **options)
         answers.append(groups.supports_cpu_graphs)
         groups.world.barrier()
     return answers

@@ -21,9 +21,10 @@ from model_context import cpu_context
 from ranks import Place, Ranks
 from test_dispatch import StepOf, expert_output
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo
 
 from moeserve.distributed.groups import Groups
+from moeserve.distributed.store import connect_store
 from moeserve.distributed.torch_group import as_torch_group
 from moeserve.expert_placement.placement import Placement
 from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -182,9 +183,9 @@ class RankUnderTest:
 @contextmanager
 def rank_under_test(place: Place) -> Iterator[RankUnderTest]:
     groups = join(place, timeout_s=50.0)
-    store = PrefixStore("stand-in", TCPStore(place.store_host, place.store_port, is_master=False))
+    store = connect_store(place.rank, place.store, 20.0, "stand-in")
     backend = ProcessGroupGloo(store, place.rank, place.num_ranks, timedelta(seconds=50))
-    process_group = as_torch_group(PrefixStore("group", store), place.rank, place.num_ranks, backend)
+    process_group = as_torch_group(store.within("group"), place.rank, place.num_ranks, backend)
     made = RankUnderTest(place, groups, process_group)
     yield made
     for communicator in made.communicators:

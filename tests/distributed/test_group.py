@@ -16,7 +16,7 @@ from ranks import Place, Ranks
 
 from moeserve.distributed.connect import TransportName
 from moeserve.distributed.groups import Groups, groups_of_one_rank
-from moeserve.distributed.store import start_store
+from moeserve.distributed.store_server import start_store
 from moeserve.errors import DistributedError
 
 TRANSPORTS = ("auto", "gloo")  # the first is shared memory here
@@ -135,14 +135,14 @@ def test_groups_with_equal_members_share_one_connection(
 
 
 def count_sockets(place: Place, tp: int, transport: TransportName) -> int:
-    """Return the number of sockets of this process that joining adds, without the one to the store."""
+    """Return the number of sockets of the transport that joining adds to this process."""
     before = connected_sockets(transport)
     groups = join(place, tp, transport=transport)
     groups.world.barrier()
     num_sockets = len(connected_sockets(transport) - before)
     groups.world.barrier()
     groups.leave("the test is over")
-    return num_sockets - (transport == "gloo")  # the store's is a TCP socket too
+    return num_sockets
 
 
 def connected_sockets(transport: TransportName) -> set[str]:
@@ -167,8 +167,8 @@ def tcp_sockets() -> list[list[str]]:
 def test_nothing_listens_beyond_this_host(ranks: Ranks) -> None:
     for addresses in ranks.run(2, "test_group:listening_addresses"):
         assert set(addresses) == {"0100007F"}  # 127.0.0.1
-    store = start_store()
-    port = f":{store.port:04X}"
+    store = start_store("127.0.0.1")
+    port = f":{store.address.port:04X}"
     assert [each[1] for each in tcp_sockets() if each[1].endswith(port) and each[3] == "0A"] == [f"0100007F{port}"]
 
 

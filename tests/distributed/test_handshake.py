@@ -22,9 +22,10 @@ import pytest
 import torch
 from joining import join
 from ranks import Place, Ranks
-from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from moeserve.distributed import handshake, shared_memory
+from moeserve.distributed.store import connect_store
 from moeserve.distributed.transport import TransportUnavailable
 
 # Of Linux' unshare.
@@ -60,12 +61,12 @@ def test_a_rank_that_cannot_map_memory_makes_all_use_gloo(ranks: Ranks) -> None:
 def join_without_addresses(place: Place, limited: int) -> bool:
     """Join with one rank whose address space has no room for the memory of the others."""
     usual = resource.getrlimit(resource.RLIMIT_AS)
-    join(place, key="before")  # load what is needed before the limit
+    join(place, scope="before")  # load what is needed before the limit
     if place.rank == limited:
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28, usual[1]))
     try:
         with mock.patch.object(shared_memory, "SLOT_BYTES", 2**28):  # 2 GiB of addresses, most of it never used
-            group = join(place, key="after").world
+            group = join(place, scope="after").world
         assert group.all_reduce_minimum(place.rank) == 0
         return group.supports_cpu_graphs
     finally:
@@ -223,7 +224,7 @@ def join_behind_a_crowd(place: Place) -> bool:
 
 
 def store_of(place: Place) -> Store:
-    return TCPStore(place.store_host, place.store_port, is_master=False)
+    return connect_store(place.rank, place.store, 20.0)
 
 
 def name_of_rank_0(store: Store) -> bytes:

@@ -13,13 +13,13 @@ from collective_checks import check_collectives, check_rounded
 from joining import join
 from ranks import Place, Ranks
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo
 
 from moeserve.distributed import gloo, nccl, symmetric_memory
 from moeserve.distributed.coordinator import GroupConnection, GroupCoordinator
 from moeserve.distributed.groups import Groups
 from moeserve.distributed.nccl import NcclTransport
-from moeserve.distributed.store import RankStore
+from moeserve.distributed.store import RankStore, connect_store
 from moeserve.distributed.transport import Transport, TransportError
 from moeserve.errors import DistributedError
 
@@ -59,7 +59,7 @@ class NcclStandIn:
 
 
 def stand_in(place: Place, timeout_s: float = 20.0) -> NcclStandIn:
-    store = PrefixStore("nccl", TCPStore(place.store_host, place.store_port, is_master=False))
+    store = connect_store(place.rank, place.store, 20.0, "nccl")
     return NcclStandIn(
         gloo.make_process_group(store, place.rank, place.num_ranks, address="127.0.0.1", timeout_s=timeout_s)
     )
@@ -77,7 +77,7 @@ def test_collectives(ranks: Ranks) -> None:
 def run_collectives(place: Place) -> list[int]:
     """Return the bytes of a sum."""
     everyone = tuple(range(place.num_ranks))
-    store = RankStore(place.rank, TCPStore(place.store_host, place.store_port, is_master=False), 20.0)
+    store = RankStore(place.rank, connect_store(place.rank, place.store, 20.0), 20.0)
     connection = GroupConnection(NcclTransport(stand_in(place), 20.0), store, None)
     group = GroupCoordinator(
         name="tp", rank=place.rank, ranks=everyone, node_of_rank=(0,) * place.num_ranks, connection=connection

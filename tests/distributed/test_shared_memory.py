@@ -59,8 +59,8 @@ def compare_with_gloo(place: Place, seed: int, num_calls: int, largest: int, slo
     assert kernels is not None
     isas = kernels.usable_isas()
     with mock.patch.multiple(shared_memory, **slots):
-        shared = join(place, key="shared").ep
-    gloo = join(place, key="gloo", transport="gloo").ep
+        shared = join(place, scope="shared").ep
+    gloo = join(place, scope="gloo", transport="gloo").ep
     assert (shared.supports_cpu_graphs, gloo.supports_cpu_graphs) == (True, False)
     dice = random.Random(seed)  # the same on all ranks
     num_ranks, rank = place.num_ranks, place.rank

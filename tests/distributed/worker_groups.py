@@ -135,7 +135,7 @@ def play(
     layout = dict(tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=place.num_ranks // (pp * tp))
     settings = parse_settings({"dtype": "float32", "num_threads": 1, **layout, **options})
     config = resolve(settings, read_facts(folder), MachineFacts(num_cores=place.num_ranks))
-    start = RankStart(config=config, rank=place.rank, store_host=place.store_host, store_port=place.store_port)
+    start = RankStart(config=config, rank=place.rank, store=place.store)
     groups = join(start)
     story = Story()
     part = named(faulty_part) if faulty_part else None

@@ -22,9 +22,11 @@ from rank_processes import lives, living_ranks, shared_memory_of
 from reference_models import Reference
 
 from moeserve import LLM, EngineError, SamplingParams, SettingsError
+from moeserve.addresses import StoreAddress
 from moeserve.distributed.connect import Rendezvous, connect
 from moeserve.distributed.mesh import Mesh
-from moeserve.distributed.store import start_store
+from moeserve.distributed.store import connect_store
+from moeserve.distributed.store_server import start_store
 from moeserve.engine import worker_group
 from moeserve.errors import DistributedError
 from moeserve.processes import local
@@ -99,7 +101,7 @@ class Traces:
         """Record the processes and ports of the engine, while it lives."""
         self.processes = [process for process in living_ranks() if process not in self._ranks]
         self.ports = ports_of([psutil.Process(), *self.processes]) - self._own_ports
-        assert {host for host, _ in self.ports} == {"127.0.0.1"}
+        assert {host for host, _ in self.ports} <= {"127.0.0.1"}
 
     def assert_none(self) -> None:
         """A killed process may take a moment until the last of its threads has ended, and its ports with it."""
@@ -149,7 +151,7 @@ def test_a_rank_killed_in_a_step_is_named_and_nothing_is_left(
     llm = LLM(reference.folder, **TWO_BY_TWO, **SETTINGS, enforce_eager=point != "replayed")
     traces.record()
     assert len(traces.processes) == 4
-    assert len(traces.ports) == 1  # the store
+    assert not traces.ports
     streams = started_streams(llm, reference, 6)
     planted.trigger()
     for stream in streams:
@@ -289,8 +291,8 @@ def test_an_impossible_layout_is_refused_before_a_process_starts(
 @pytest.mark.parametrize("num_stores", [40, pytest.param(200, marks=pytest.mark.soak)])
 def test_stores_that_start_at_once_do_not_clash(num_stores: int) -> None:
     with ThreadPoolExecutor(20) as pool:
-        stores = list(pool.map(lambda _: start_store(), range(num_stores)))
-    assert len({store.port for store in stores}) == num_stores
+        servers = list(pool.map(lambda _: start_store(), range(num_stores)))
+    stores = [connect_store(0, server.address, 10.0) for server in servers]
     for index, store in enumerate(stores):
         store.set("index", str(index))
     assert [int(store.get("index")) for store in stores] == list(range(num_stores))
@@ -308,7 +310,7 @@ def test_a_store_that_a_rank_cannot_reach_is_named(port: str) -> None:
                 client.setblocking(False)
                 client.connect_ex((host, number))
         with pytest.raises(DistributedError, match=rf"rank 3 .*127\.0\.0\.1:{number}"):
-            connect(Mesh(tp=1, dp=4), 3, Rendezvous(host, number, 1.0))
+            connect(Mesh(tp=1, dp=4), 3, Rendezvous(StoreAddress(host=host, port=number, key="00"), 1.0))
         for client in clients:
             client.close()
 

@@ -24,6 +24,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moeserve.addresses import address_on
+from moeserve.distributed.store_server import start_store
 from moeserve.errors import EngineError
 from moeserve.executor.ray.errors import exit_cause, first_line
 from moeserve.executor.ray.nodes import encoded_facts
@@ -117,13 +118,11 @@ class RankActor(ActorProcess):
             return encoded_facts(model)
 
     def open_store(self, interface: str | None, address: str) -> bytes:
-        """Open the store where ranks meet, on an address that other nodes can reach. Return its host and port."""
+        """Open the store where ranks meet, on an address that other nodes can reach. Return its `StoreAddress`."""
         with self._reporting_failures():
-            from moeserve.distributed.store import start_store
-
             host = address_on(interface) if interface else address
             self._store = start_store(host)
-            return msgspec.msgpack.encode((host, self._store.port))
+            return msgspec.msgpack.encode(self._store.address)
 
     def start(self, data: bytes, *, show_progress: bool) -> int:
         """Meet the other ranks and load the model. Return the KV cache blocks of each rank."""

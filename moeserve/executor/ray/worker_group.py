@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from moeserve.addresses import is_loopback
+from moeserve.addresses import StoreAddress, is_loopback
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import EngineError, SettingsError
 from moeserve.executor.ray.actors import (
@@ -101,16 +100,14 @@ def _load(group: WorkerGroup, config: EngineConfig, places: Sequence[Place], sho
     """Make the engines start their ranks."""
     first_rank, first_node = group.ranks[0], places[0].node
     opening = actor_of(first_rank).open_store.remote(config.network_interface, first_node.address)
-    host, port = msgspec.msgpack.decode(answer_of(first_rank, opening), type=tuple[str, int])
-    if is_loopback(host) and len({place.node for place in places}) > 1:
+    store = msgspec.msgpack.decode(answer_of(first_rank, opening), type=StoreAddress)
+    if is_loopback(store.host) and len({place.node for place in places}) > 1:
         raise SettingsError(
-            f"ranks would meet at {host} on node {first_node.address}, which other nodes cannot reach; start Ray there "
-            "with --node-ip-address, or set network_interface"
+            f"ranks would meet at {store.host} on node {first_node.address}, which other nodes cannot reach; start Ray "
+            "there with --node-ip-address, or set network_interface"
         )
-    key = secrets.token_hex(16)
     starts = [
-        msgspec.msgpack.encode(RankStart(config=config, rank=rank, store_host=host, store_port=port, store_key=key))
-        for rank in range(config.num_ranks)
+        msgspec.msgpack.encode(RankStart(config=config, rank=rank, store=store)) for rank in range(config.num_ranks)
     ]
     num_own = config.ranks_per_replica
     for replica, engine in enumerate(group.engines):

@@ -1,0 +1,282 @@
+"""The key-value store where ranks meet: its server, which answers only peers that know the secret of the launch.
+
+The secret reaches the ranks over inherited sockets or through Ray. A peer that connects gets a random challenge, and is
+disconnected unless it answers with the secret's HMAC of it; the server proves in the same way that it knows the secret.
+So a peer without the secret reads nothing but random bytes, and changes nothing. On one host the server listens on a
+socket in Linux' abstract namespace, and the kernel must confirm that a peer runs as the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from moeserve.addresses import StoreAddress
+from moeserve.processes.channel import Channel, frame
+from moeserve.processes.wake_up import WakeUp
+
+NONCE_BYTES = 32
+SECONDS_TO_AUTHENTICATE = 10.0
+MAX_STRANGERS = 1024  # connected peers that have not authenticated: beyond this the first one is dropped
+
+
+class Set(msgspec.Struct, frozen=True, tag="set"):
+    key: str
+    value: bytes
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Add to a number, and return the sum."""
+
+    key: str
+    amount: int
+
+
+class Check(msgspec.Struct, frozen=True, tag="check"):
+    """Return True if all keys exist."""
+
+    keys: list[str]
+
+
+class Get(msgspec.Struct, frozen=True, tag="get"):
+    """Return the values of keys, once all of them exist."""
+
+    keys: list[str]
+
+
+class Collect(msgspec.Struct, frozen=True, tag="collect"):
+    """Return all entries of a folder (keys up to the last "/"), by the rest of the key, once there are enough."""
+
+    folder: str
+    num_entries: int
+
+
+Operation: TypeAlias = Set | Add | Check | Get | Collect
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A connection has one request at a time: a new one replaces one that waits, which its rank gave up."""
+
+    number: int
+    operation: Operation
+
+
+class Reply(msgspec.Struct, frozen=True):
+    number: int  # of the request
+    value: Any
+
+
+def proof(key: str, role: bytes, first: bytes, second: bytes) -> bytes:
+    """Return what shows to the other side of a connection that this one knows the secret."""
+    return hmac.digest(bytes.fromhex(key), role + first + second, "sha256")
+
+
+def is_same_user(peer: socket.socket) -> bool:
+    """True if the process at the other end runs as this process' user, according to the kernel."""
+    credentials = struct.Struct("3i")  # process, user and group
+    _, user, _ = credentials.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return bool(user == os.geteuid())
+
+
+class StoreServer:
+    """A store in a thread of this process. It stops when `close` is called, or the object is deleted."""
+
+    def __init__(self, listener: socket.socket, address: StoreAddress) -> None:
+        self.address = address
+        wake_up = WakeUp()
+        loop = _Loop(listener, address.key, wake_up)
+        self._thread = threading.Thread(target=loop.run, name="moeserve store", daemon=True)
+        self._thread.start()
+        self._stop = weakref.finalize(self, _stop, wake_up, self._thread)
+
+    def close(self) -> None:
+        """Disconnect all ranks. May be called twice."""
+        self._stop()
+
+
+def start_store(host: str | None = None) -> StoreServer:
+    """Start a store for one launch.
+
+    Args:
+        host: address on which the ranks of other hosts reach it; None: all ranks run on this host.
+    """
+    key = secrets.token_hex(NONCE_BYTES)
+    if host is None and hasattr(socket, "SO_PEERCRED"):
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(b"\0moeserve-" + secrets.token_hex(16).encode())
+        listener.listen(1024)
+        return StoreServer(listener, StoreAddress(name=listener.getsockname()[1:].decode(), key=key))
+    listener = socket.create_server((host or "127.0.0.1", 0), backlog=1024)
+    return StoreServer(listener, StoreAddress(host=host or "127.0.0.1", port=listener.getsockname()[1], key=key))
+
+
+def _growth(folder: str, num_entries: int) -> str:
+    """Return what a request waits for that needs this many entries. No key has an empty part."""
+    return f"{folder}//{num_entries}"
+
+
+def _stop(wake_up: WakeUp, thread: threading.Thread) -> None:
+    wake_up.wake()
+    thread.join()
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """A connected peer that has not authenticated."""
+
+    connection: socket.socket
+    deadline: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    answer: bytes = b""  # received so far: its nonce and its proof
+
+
+@dataclass(eq=False)
+class _Rank:
+    """An authenticated peer."""
+
+    channel: Channel[Request]
+    waiting: Request | None = None
+
+
+class _Loop:
+    """The server's thread."""
+
+    def __init__(self, listener: socket.socket, key: str, wake_up: WakeUp) -> None:
+        self._listener, self._key, self._wake_up = listener, key, wake_up
+        listener.setblocking(False)
+        self._folders: dict[str, dict[str, bytes]] = {}
+        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, as are the ranks
+        self._ranks: dict[int, _Rank] = {}
+        self._waiting_for: dict[str, list[_Rank]] = {}  # ranks whose request needs a key, or more entries of a folder
+        self._poll = select.poll()
+
+    def run(self) -> None:
+        for fd in (self._listener.fileno(), self._wake_up.fd):
+            self._poll.register(fd, select.POLLIN)
+        while not self._wake_up.take():
+            for fd, _ in self._poll.poll(1000 if self._strangers else None):
+                with contextlib.suppress(OSError):
+                    self._handle(fd)
+            now = time.monotonic()
+            for fd in [fd for fd, stranger in self._strangers.items() if stranger.deadline < now]:
+                self._drop(fd)
+        for fd in [*self._strangers, *self._ranks]:
+            self._drop(fd)
+        self._listener.close()
+
+    def _handle(self, fd: int) -> None:
+        if fd == self._listener.fileno():
+            self._accept()
+        elif fd in self._strangers:
+            self._authenticate(fd, self._strangers[fd])
+        elif fd in self._ranks:
+            rank = self._ranks[fd]
+            try:
+                requests = rank.channel.receive(0.0)
+            except msgspec.DecodeError:
+                requests = []
+                rank.channel.is_closed = True
+            for request in requests:
+                rank.waiting = None
+                self._answer(rank, request)
+            if rank.channel.is_closed:
+                self._drop(fd)
+            else:
+                self._watch(fd, rank)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setblocking(False)
+        if connection.family == socket.AF_UNIX and not is_same_user(connection):
+            connection.close()
+            return
+        if len(self._strangers) == MAX_STRANGERS:
+            self._drop(next(iter(self._strangers)))
+        stranger = _Stranger(connection, time.monotonic() + SECONDS_TO_AUTHENTICATE)
+        self._strangers[connection.fileno()] = stranger
+        self._poll.register(connection, select.POLLIN)
+        connection.send(stranger.nonce, socket.MSG_NOSIGNAL)
+
+    def _authenticate(self, fd: int, stranger: _Stranger) -> None:
+        received = stranger.connection.recv(2 * NONCE_BYTES - len(stranger.answer))
+        stranger.answer += received
+        if received and len(stranger.answer) < 2 * NONCE_BYTES:
+            return
+        nonce, answer = stranger.answer[:NONCE_BYTES], stranger.answer[NONCE_BYTES:]
+        if not hmac.compare_digest(answer, proof(self._key, b"rank", stranger.nonce, nonce)):
+            self._drop(fd)
+            return
+        stranger.connection.send(proof(self._key, b"store", nonce, stranger.nonce), socket.MSG_NOSIGNAL)
+        del self._strangers[fd]
+        self._ranks[fd] = _Rank(Channel(stranger.connection, Request))
+
+    def _answer(self, rank: _Rank, request: Request) -> None:
+        """Reply to a request, or let it wait."""
+        match request.operation:
+            case Set(key=key, value=value):
+                self._set(key, value)
+                self._reply(rank, request, None)
+            case Add(key=key, amount=amount):
+                total = int(self._value(key) or 0) + amount
+                self._set(key, str(total).encode())
+                self._reply(rank, request, total)
+            case Check(keys=keys):
+                self._reply(rank, request, all(self._value(key) is not None for key in keys))
+            case Get(keys=keys):
+                values = [self._value(key) for key in keys]
+                if None in values:
+                    self._wait(rank, request, keys[values.index(None)])
+                else:
+                    self._reply(rank, request, values)
+            case Collect(folder=folder, num_entries=num_entries):
+                entries = self._folders.get(folder, {})
+                if len(entries) < num_entries:
+                    self._wait(rank, request, _growth(folder, num_entries))
+                else:
+                    self._reply(rank, request, entries)
+
+    def _value(self, key: str) -> bytes | None:
+        folder, _, name = key.rpartition("/")
+        return self._folders.get(folder, {}).get(name)
+
+    def _set(self, key: str, value: bytes) -> None:
+        folder, _, name = key.rpartition("/")
+        entries = self._folders.setdefault(folder, {})
+        entries[name] = value
+        waiting = self._waiting_for.pop(key, []) + self._waiting_for.pop(_growth(folder, len(entries)), [])
+        for rank in waiting:
+            request, rank.waiting = rank.waiting, None
+            if request is not None:
+                self._answer(rank, request)
+
+    def _wait(self, rank: _Rank, request: Request, needed: str) -> None:
+        rank.waiting = request
+        self._waiting_for.setdefault(needed, []).append(rank)
+
+    def _reply(self, rank: _Rank, request: Request, value: Any) -> None:
+        rank.channel.send_frame(frame(Reply(request.number, value)))
+        self._watch(rank.channel.fileno(), rank)
+
+    def _watch(self, fd: int, rank: _Rank) -> None:
+        if fd in self._ranks:
+            self._poll.modify(fd, select.POLLIN | (select.POLLOUT if rank.channel.has_unsent else 0))
+
+    def _drop(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        if (stranger := self._strangers.pop(fd, None)) is not None:
+            stranger.connection.close()
+        if (rank := self._ranks.pop(fd, None)) is not None:
+            rank.waiting = None
+            rank.channel.close()
