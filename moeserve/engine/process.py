@@ -96,6 +96,7 @@ class User:
         self._was_woken = False
         self._is_ending = False
         self._last_load: tuple[int, int, int] | None = None  # as it was delivered last
+        self._last_delivery_s = 0.0
 
     def register(self, poll: select.poll) -> None:
         """Register what becomes ready when `receive` has something to do."""
@@ -127,11 +128,16 @@ class User:
         return 0.0 if was_woken or self._is_ending else HEARTBEAT_S
 
     def deliver(self, delivery: Deliver) -> None:
-        """Send a delivery unless it repeats the last one, so that unread messages of idle replicas do not pile up."""
-        load = _load_of(delivery.stats)
-        if delivery.updates or delivery.load or load != self._last_load:
+        """Send a delivery unless it repeats the last one, so that unread messages of idle replicas do not pile up.
+
+        While requests run, one is sent now and then all the same: the user's process takes long silence for a failure,
+        and a long prompt has no updates for many steps.
+        """
+        load, now = _load_of(delivery.stats), time.monotonic()
+        is_due = delivery.stats.num_running > 0 and now - self._last_delivery_s > HEARTBEAT_S
+        if delivery.updates or delivery.load or load != self._last_load or is_due:
             self._channel.send(Delivery(delivery.updates, delivery.stats, delivery.load, delivery.answers))
-            self._last_load = load
+            self._last_load, self._last_delivery_s = load, now
 
 
 def _load_of(stats: ReplicaStats) -> tuple[int, int, int]:

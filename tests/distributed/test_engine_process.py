@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Iterator
 
 import pytest
 
+from moeserve.engine import process
 from moeserve.engine.process import HEARTBEAT_S, User
 from moeserve.errors import EngineError
 from moeserve.processes.channel import Channel
-from moeserve.protocol import ReplicaMessage, ReplicaStats, Shutdown, Wake
+from moeserve.protocol import ReplicaMessage, ReplicaStats, RequestUpdate, Shutdown, Wake
 from moeserve.scheduling.replica import Deliver
 
 
@@ -46,6 +48,34 @@ def test_an_idle_replica_sends_nothing_twice(ends: tuple[User, Channel[object]])
         user.deliver(Deliver([], ReplicaStats(num_free_blocks=7, num_waiting=0, num_running=0, num_rounds=step)))
     user.deliver(Deliver([], ReplicaStats(num_free_blocks=6, num_waiting=0, num_running=0, num_rounds=9)))
     assert len(channel.receive(1.0)) == 2
+
+
+def test_a_running_request_without_updates_is_no_silence(
+    ends: tuple[User, Channel[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt has no updates for many steps."""
+    user, channel = ends
+    monkeypatch.setattr(process, "HEARTBEAT_S", 0.0)
+    for step in range(5):
+        user.deliver(Deliver([], ReplicaStats(num_free_blocks=7, num_waiting=0, num_running=1, num_rounds=step)))
+    assert len(channel.receive(1.0)) == 5
+
+
+def test_what_the_socket_does_not_take_at_once_is_sent_later(ends: tuple[User, Channel[object]]) -> None:
+    """Also if nothing is delivered after it."""
+    user, channel = ends
+    updates = [RequestUpdate(request_id="0", token_ids=[5] * 2_000_000)]
+    user.deliver(Deliver(updates, ReplicaStats(num_free_blocks=7, num_waiting=0, num_running=0, num_rounds=1)))
+    received: list[object] = []
+    for _ in range(1000):
+        received += channel.receive(0.01)
+        if received:
+            break
+        poll = select.poll()
+        user.register(poll)
+        assert poll.poll(10_000)
+        user.receive()
+    assert len(received) == 1
 
 
 def test_the_end_of_the_user_is_an_error(ends: tuple[User, Channel[object]]) -> None:

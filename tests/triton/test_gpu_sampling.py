@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moeserve.ops.torch import elementwise
 from moeserve.ops.torch.table import TORCH_KERNELS
-from moeserve.protocol import SampleSpec
 from moeserve.sampling_params import RequestParams
 from moeserve.triton_kernels import sampling
 from moeserve.triton_kernels.sampling import row_maximum, sample_rows
@@ -44,10 +43,7 @@ def drawn(scores_RV: Tensor, params: list[RequestParams], numbers: list[float]) 
 
 def expected_tokens(scores_RV: Tensor, params: list[RequestParams]) -> list[int]:
     """Return the tokens that the sampler draws with torch's kernels and the numbers of `uniform_numbers`."""
-    specs = [
-        SampleSpec(params=each, seed=0, position=row, barred_token_ids=[], prompt_token_ids=[], output_token_ids=[])
-        for row, each in enumerate(params)
-    ]
+    specs = [sampler.SampleSpec(params=each, seed=0, position=row) for row, each in enumerate(params)]
     return [sampled.token_id for sampled in sampler.sample(scores_RV.clone(), specs, TORCH_KERNELS)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from moeserve.api.frontend import Frontend
 from moeserve.api.session import Session
-from moeserve.errors import EngineError, QueueFullError
+from moeserve.errors import EngineError, QueueFullError, RequestError
 from moeserve.protocol import Request, RequestUpdate, Sample
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.observer import LoadObserver
@@ -107,6 +107,25 @@ def test_an_update_that_fails_ends_its_prompt_only(session: Session, engine: Eng
     assert isinstance(caught.value.__cause__, IndexError)
     session.discard([bad])
     assert engine.aborted == [bad]  # the engine may not have ended it
+
+
+def test_the_owner_of_a_refused_request_is_notified(
+    session: Session, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for `poll` to return its prompt."""
+    prompt_id = submit(session)
+
+    def refuse(request: Request, samples: Sequence[Sample]) -> None:
+        raise RequestError("not this one")
+
+    monkeypatch.setattr(engine, "add", refuse)
+    engine.has_work = False
+    engine.steps.append([])
+    assert session.has_work
+    assert session.poll() == [prompt_id]
+    with pytest.raises(RequestError, match="not this one"):
+        session.raise_error([prompt_id])
+    assert not session.has_work
 
 
 def test_a_lost_request_is_an_engine_error(session: Session, engine: Engine) -> None:

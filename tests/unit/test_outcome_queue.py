@@ -1,0 +1,42 @@
+"""Ends of rounds pass from one thread to another without a loss, and wake the one that waits."""
+
+from __future__ import annotations
+
+import select
+import threading
+from concurrent.futures import Future
+
+from moeserve.executor.outcomes import OutcomeQueue
+from moeserve.scheduling.lockstep import Intent, Outcome, agree, make_row
+
+NUM_ROUNDS = 20_000
+
+
+def outcome(number: int) -> Outcome:
+    row = make_row(Intent(num_tokens=0, is_decode_only=True), number=number, replica=0)
+    return Outcome(agreement=agree([row], number=number, num_replicas=1))
+
+
+def test_all_ends_arrive_in_order() -> None:
+    queue = OutcomeQueue()
+    futures: list[Future[Outcome]] = [queue.expect() for _ in range(NUM_ROUNDS)]
+    outcomes = [outcome(number) for number in range(NUM_ROUNDS - 1)]
+    error = ZeroDivisionError("planted")
+
+    def add() -> None:
+        for each in (*outcomes, error):
+            queue.add(each)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    poll = select.poll()
+    poll.register(queue.fd, select.POLLIN)
+    while not futures[-1].done():
+        queue.complete()  # at any time, not only when it has been woken
+        assert futures[-1].done() or poll.poll(20_000)
+        queue.complete()
+    thread.join()
+    assert [future.result() for future in futures[:-1]] == outcomes
+    assert futures[-1].exception() is error
+    queue.complete()
+    assert not poll.poll(0)  # else the engine would not sleep
