@@ -13,7 +13,7 @@ from moeserve import LLM
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """True if it is the process of an engine's rank: those have names of their own, "rank 3", or that of their actor."""
+    """True if it is the process of an engine's rank: those are named "rank 3", or as Ray names their actors."""
     return process.name().startswith(("rank ", "ray::RankActor"))
 
 

@@ -32,12 +32,14 @@ class EngineActor(ActorProcess):
             ranks: their actors.
         """
         channel = self._open_channel(ReplicaMessage)
-        with self._reporting_failures():
-            starts = [msgspec.msgpack.decode(data, type=RankStart) for data in encoded]
-            executor = RayExecutor(starts, ranks, show_progress=show_progress)
-            serve(channel, starts[0], executor)
-            executor.shutdown()
-        self._exit()
+        try:
+            with self._reporting_failures():
+                starts = [msgspec.msgpack.decode(data, type=RankStart) for data in encoded]
+                executor = RayExecutor(starts, ranks, show_progress=show_progress)
+                serve(channel, starts[0], executor)
+                executor.shutdown()
+        finally:
+            self._exit()  # nobody waits for the result of this call
 
 
 def ray_replicas(config: EngineConfig, cluster: Cluster, *, show_progress: bool) -> Replicas:
