@@ -118,6 +118,7 @@ def resolve(
         enable_prefix_caching=cache.enable_prefix_caching,
         max_num_seqs=scheduler.max_num_seqs or (64 if device == "cpu" else 256),
         max_num_batched_tokens=scheduler.max_num_batched_tokens or (2048 if device == "cpu" else 8192),
+        max_prefill_tokens=scheduler.max_prefill_tokens,
         async_scheduling=plans_ahead,
         max_concurrent_batches=scheduler.max_concurrent_batches or (2 if plans_ahead else len(pipeline_layers)),
         tensor_parallel_size=parallel.tensor_parallel_size,

@@ -117,6 +117,7 @@ def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_tokens=config.max_prefill_tokens,
             max_model_len=config.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             plans_ahead=config.async_scheduling,

@@ -7,7 +7,7 @@ round's number, and delivers nothing. It stays asleep in its `Wait`, and a prepa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit
 from moeserve.scheduling.scheduler import Scheduler
 
 _NUMBER = 1  # index of the round's number in a row
+_NOTHING = Intent(num_tokens=0, is_decode_only=True)  # of a replica without work
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,9 @@ class LockstepGroup:
         self._members: dict[int, _Member] = {}
         self._awake: list[_Member] = []  # in order of replica
         self._woken: set[int] = set(range(num_replicas)) if drives_all else set()  # driven from the next round on
-        nothing = Intent(num_tokens=0, is_decode_only=True)
-        self._rows_of_sleepers = [make_row(nothing, number=0, replica=index) for index in range(num_replicas)]
+        self._rows_of_sleepers = [make_row(_NOTHING, number=0, replica=index) for index in range(num_replicas)]
         self._agreement: Agreement | None = None
-        self._num_active = 0  # rounds that were not idle, in a row
+        self._recent: deque[Agreement] = deque(maxlen=max_rounds)  # newest last
 
     @property
     def num_preemptions(self) -> int:
@@ -91,7 +91,6 @@ class LockstepGroup:
                 plans[member.index] = plan
         self._agreement = agree(rows, number=self.num_rounds, num_replicas=self.num_replicas)
         self.num_rounds += 1
-        self._num_active = 0 if self._agreement.is_idle else self._num_active + 1
         return Step(self._agreement, plans)
 
     def finish(self, results: Mapping[int, StepResult]) -> list[tuple[int, Deliver]]:
@@ -101,6 +100,7 @@ class LockstepGroup:
             results: the results of the plans, by replica.
         """
         assert self._agreement is not None
+        self._recent.append(self._agreement)
         deliveries = []
         still_awake = []
         for member in self._awake:
@@ -110,7 +110,7 @@ class LockstepGroup:
                 result = None if self._agreement.is_idle else results.get(member.index, StepResult(step=0, chunks=[]))
                 outcomes.append(Outcome(agreement=self._agreement, result=result))
             deliveries.append((member.index, member.handle(outcomes)))
-            if member.scheduler.has_work or self._drives_all:
+            if member.scheduler.has_work or self._drives_all or member.announces_work:
                 still_awake.append(member)
             else:
                 member.sleep(self._agreement)
@@ -123,8 +123,7 @@ class LockstepGroup:
             if not member.is_awake:
                 member.is_awake = True
                 self._awake.append(member)
-                if self._agreement is not None and self._num_active:
-                    member.catch_up(self._agreement, self._num_active)
+                member.catch_up(self._recent)
                 member.handle([])
         if self._woken:
             self._woken.clear()
@@ -150,6 +149,12 @@ class _Member:
     is_awake: bool = False
     has_started: bool = False
 
+    @property
+    def announces_work(self) -> bool:
+        """True if rows that it has sent differ from those of a replica without work."""
+        sent = (each.row for each in self.rounds)
+        return any(row != make_row(_NOTHING, number=row[_NUMBER], replica=self.index) for row in sent)
+
     def handle(self, outcomes: list[Outcome]) -> Deliver:
         """Hand messages and outcomes to the replica, and return its delivery."""
         if not self.has_started:
@@ -158,22 +163,22 @@ class _Member:
         inbox, self.inbox = self.inbox, []
         return self._run(Events(inbox, outcomes))
 
-    def catch_up(self, last: Agreement, num_active: int) -> None:
-        """Send the rounds without plans that a replica that was driven would have in flight after the last one.
+    def catch_up(self, recent: Sequence[Agreement]) -> None:
+        """Take part in the last rounds without a plan. Its messages arrive with the outcome of the last one.
 
         Args:
-            num_active: rounds that were not idle, in a row. After the first one a replica sends rounds ahead.
+            recent: agreements of the last rounds, as many as can be in flight.
         """
-        inbox, self.inbox = self.inbox, []
-        self.handle([])
-        ran = Outcome(agreement=last, result=StepResult(step=0, chunks=[]))
-        if self.rounds and num_active > 1:
+        inbox = self.inbox
+        self.inbox = [] if recent else inbox
+        for agreement in recent:
+            if not self.rounds:
+                self.handle([])  # its sleep ends
+            if agreement is recent[-1]:
+                self.inbox = inbox
             self.rounds.popleft()
-            self.handle([ran])
-        self.inbox = inbox
-        if self.rounds:
-            self.rounds.popleft()
-            self.handle([ran])
+            result = None if agreement.is_idle else StepResult(step=0, chunks=[])
+            self.handle([Outcome(agreement=agreement, result=result)])
 
     def sleep(self, agreement: Agreement) -> None:
         """End the rounds that the replica has sent without a plan, as if all replicas had agreed to idle."""

@@ -46,6 +46,7 @@ class SimulationSettings:
     seconds: _Factor | None = setting(None, "simulate only the requests that arrive in the first seconds; none: all")
     max_num_seqs: PositiveInt = setting(256, "most requests that a replica runs in one step")
     max_num_batched_tokens: PositiveInt = setting(8192, "most tokens that a replica computes in one step")
+    max_prefill_tokens: PositiveInt = setting(512, "most of these that belong to prompts while any replica decodes")
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = setting(0, "seed of the experts' loads and their drift")
 
 

@@ -120,6 +120,7 @@ def serve(
         block_size=BLOCK_SIZE,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_prefill_tokens=settings.max_prefill_tokens,
         max_model_len=longest + 1,
         # Without recorded prefixes, looking for them only takes time.
         enable_prefix_caching=any(each.prefix_blocks for each in traffic.requests),

@@ -31,8 +31,10 @@ import msgspec
 from moeserve.errors import LockstepError
 from moeserve.protocol import RankReport, StepPlan, StepResult
 
-PROTOCOL_VERSION = 5
-ROW_SIZE = 6  # protocol version, round, replica, tokens, decode only, flags
+PROTOCOL_VERSION = 6
+ROW_SIZE = 8  # protocol version, round, replica, tokens, decode only, decoding requests, prefill tokens, flags
+LEAST_PREFILL_BUDGET = 128  # tokens
+PREFILL_ROUNDS = 4  # that the waiting prefills would take with constant budgets, if all replicas had equally many
 
 REQUESTS_SHUTDOWN, HAS_FAILED, REQUESTS_LOAD = 1, 2, 4  # bits of a row's last integer
 
@@ -52,6 +54,8 @@ class Intent:
 
     num_tokens: int  # of its plan; 0 without one
     is_decode_only: bool  # no chunk of its plan is longer than a token
+    num_decoding: int = 0  # its requests that decode, in this round or later
+    num_prefill_tokens: int = 0  # tokens of its prompts that no plan computes yet
     flags: IntentFlags = IntentFlags()
 
 
@@ -66,6 +70,7 @@ class Agreement:
     is_decode_only: bool
     is_shutdown: bool  # all replicas requested it, so all stop now
     failed_ranks: tuple[int, ...]  # replicas that announced a failure; if there are any, all stop now
+    prefill_budget: int | None  # most prompt tokens of each replica in a later round; None: no limit
     padded_tokens: int  # the largest count of any replica, to which padded steps are sized
 
     @property
@@ -114,6 +119,8 @@ def make_row(intent: Intent, *, number: int, replica: int) -> list[int]:
         replica,
         intent.num_tokens,
         int(intent.is_decode_only),
+        intent.num_decoding,
+        intent.num_prefill_tokens,
         packed_flags,
     ]
 
@@ -129,7 +136,7 @@ def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> A
             f"{len(rows)} rows of {sorted({len(row) for row in rows})} integers were gathered; "
             f"{num_replicas} replicas exchange {ROW_SIZE} each"
         )
-    versions, numbers, ranks, num_tokens, decode_only, packed_flags = zip(*rows, strict=True)
+    versions, numbers, ranks, num_tokens, decode_only, num_decoding, num_prefill, packed_flags = zip(*rows, strict=True)
     _require_all("protocol version", versions, PROTOCOL_VERSION, "install the same version of moeserve everywhere")
     _require_all("round", numbers, number, "a replica entered a round too many or too few")
     if ranks != tuple(range(num_replicas)):
@@ -147,8 +154,26 @@ def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> A
         is_decode_only=all(decode_only),
         is_shutdown=all(packed & REQUESTS_SHUTDOWN for packed in flags),
         failed_ranks=failed_ranks,
+        prefill_budget=_prefill_budget(num_decoding, num_prefill),
         padded_tokens=max(num_tokens),
     )
+
+
+def _prefill_budget(num_decoding: Sequence[int], num_prefill_tokens: Sequence[int]) -> int | None:
+    """Return the prompt tokens that each replica may compute in a round.
+
+    A step takes as long as its longest prefill, on all replicas. The mean over the replicas keeps the delay of all in
+    proportion to the work of all: a long prompt on one of many replicas proceeds in small chunks, and when prompts wait
+    everywhere the chunks are large, which costs least per token.
+
+    Args:
+        num_decoding: requests, by replica.
+        num_prefill_tokens: that wait, by replica.
+    """
+    num_replicas = len(num_decoding)
+    if num_replicas == 1 or not any(num_decoding):
+        return None
+    return max(LEAST_PREFILL_BUDGET, sum(num_prefill_tokens) // (num_replicas * PREFILL_ROUNDS))
 
 
 def _require_all(name: str, values: Sequence[int], expected: int, hint: str) -> None:

@@ -113,6 +113,8 @@ class Replica:
         self._max_rounds = max_rounds
         self._num_sent = 0  # rounds
         self._rounds: deque[_RoundInFlight] = deque()
+        # Prefill budgets of the next rounds, from the agreements of the last `max_rounds` ones.
+        self._prefill_budgets: deque[int | None] = deque([None] * max_rounds, maxlen=max_rounds)
         self._others_run = False  # by the last outcome
         self._is_awake = num_replicas > 1  # a sleep has ended: ask the others once whether they have work
         self._live_request_ids: dict[str, None] = {}  # accepted requests that no update has ended
@@ -172,7 +174,7 @@ class Replica:
         plan = None
         if self._failure is None:
             try:
-                plan = self._scheduler.schedule()
+                plan = self._scheduler.schedule(self._prefill_budgets[len(self._rounds)])
             except Exception as error:
                 self._failure = error
         requests_load = self._must_request_load()
@@ -191,6 +193,8 @@ class Replica:
         intent = Intent(
             num_tokens=0 if plan is None else plan.num_tokens,
             is_decode_only=plan is None or plan.is_decode_only,
+            num_decoding=self._scheduler.num_decoding,
+            num_prefill_tokens=self._scheduler.num_prefill_tokens,
             flags=flags,
         )
         work = Round(row=make_row(intent, number=self._num_sent, replica=self._index), plan=plan)
@@ -207,6 +211,8 @@ class Replica:
         agreement, result = outcome.agreement, outcome.result
         self._is_awake = False
         self._others_run = self._num_replicas > 1 and not agreement.is_idle
+        # While nothing runs, nothing is delayed: budgets from before a rest are void after it.
+        self._prefill_budgets += [None] * self._max_rounds if agreement.is_idle else [agreement.prefill_budget]
         if agreement.collects_load:
             self._load_answers_request |= self._load_requested and ended.requests_load
             self._load_requested &= not ended.requests_load

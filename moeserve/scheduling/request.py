@@ -56,6 +56,11 @@ class LiveRequest:
         return len(self.token_ids) + self.num_unknown - self.num_planned
 
     @property
+    def is_prefilling(self) -> bool:
+        """True if several tokens must be planned before the next one is sampled."""
+        return self.num_unplanned > 1
+
+    @property
     def needs_every_prompt_row(self) -> bool:
         """True until the prompt log-probabilities are sent: no position of the prompt may then be skipped."""
         return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0

@@ -38,6 +38,7 @@ class SchedulerConfig:
     # Plan tokens whose predecessor is not sampled yet; ranks append what they sample. False: wait until it is
     # committed; then plans bring the tokens to the ranks, not all of which may sample.
     plans_ahead: bool = True
+    max_prefill_tokens: int | None = None  # most that a prefill budget allows; None: no limit
     num_batches: int = 1  # in which the requests run, if each plan takes its share of them
 
 
@@ -57,6 +58,24 @@ class _PlannedChunk:
         request = self.request
         token_ids, block_ids = request.token_ids[: self.num_known], request.block_ids[: self.num_blocks]
         return ExpectedState(request.request_id, request.slot, token_ids, block_ids)
+
+
+@dataclass
+class _Budget:
+    """The tokens that are left in a step."""
+
+    num_tokens: int
+    num_prefill_tokens: int  # of these, in chunks of several tokens
+
+    def most_for(self, request: LiveRequest, num_after: int) -> int:
+        """Return the most tokens that a request may have if one is kept for each of `num_after` further requests."""
+        most = min(request.num_unplanned, max(1, self.num_tokens - num_after), self.num_tokens)
+        return min(most, self.num_prefill_tokens) if request.is_prefilling else most
+
+    def take(self, request: LiveRequest, num_tokens: int) -> None:
+        self.num_tokens -= num_tokens
+        if request.is_prefilling:
+            self.num_prefill_tokens -= num_tokens
 
 
 class Scheduler:
@@ -80,6 +99,8 @@ class Scheduler:
         self._pool = BlockPool(config.num_blocks)
         self._running: dict[str, LiveRequest] = {}  # in order of admission
         self._waiting: OrderedDict[str, LiveRequest] = OrderedDict()  # in order of arrival
+        self._num_waiting_tokens = 0  # known tokens of waiting requests
+        self._prefilling: set[LiveRequest] = set()  # running requests that lack more than a token
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
         self._step = 0
@@ -110,6 +131,16 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_decoding(self) -> int:
+        """Running requests that lack one token."""
+        return len(self._running) - len(self._prefilling)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of prompts that no plan computes yet. Some of those that wait may be in the prefix cache."""
+        return self._num_waiting_tokens + sum(request.num_unplanned for request in self._prefilling)
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, including those kept for the prefix cache."""
         return self._pool.num_free
@@ -132,6 +163,7 @@ class Scheduler:
             )
         root = root_digest(self._cache_salt, request.cache_salt)
         self._waiting[request.request_id] = LiveRequest(request, self._num_arrived, root)
+        self._num_waiting_tokens += num_tokens + len(request.output_token_ids)
         self._num_arrived += 1
 
     def abort(self, request_id: str) -> RequestUpdate | None:
@@ -145,15 +177,23 @@ class Scheduler:
         """End every request. Results of plans in flight must still be committed, and are dropped."""
         return [update for request_id in self.live_request_ids if (update := self.abort(request_id)) is not None]
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, prefill_budget: int | None = None) -> StepPlan | None:
         """Plan the next step and allocate the blocks it needs. Return None if no request can run now.
 
         That is so if there are none, or if they wait for the results of plans in flight.
+
+        Args:
+            prefill_budget: most tokens in chunks of several tokens, not more than `max_prefill_tokens`; at least one.
+                None: prefills are limited by `max_num_batched_tokens` alone.
         """
+        num_tokens = num_prefill_tokens = self.config.max_num_batched_tokens
+        if prefill_budget is not None:
+            num_prefill_tokens = min(prefill_budget, self.config.max_prefill_tokens or num_tokens)
+        budget = _Budget(num_tokens, num_prefill_tokens)
         new_blocks: list[tuple[int, list[int]]] = []
         planned: list[tuple[LiveRequest, int]] = []
         num_preemptions = self.num_preemptions
-        budget, has_room = self._continue_running(planned, new_blocks, self.config.max_num_batched_tokens)
+        has_room = self._continue_running(planned, new_blocks, budget)
         if has_room and self.num_preemptions == num_preemptions:
             self._admit_waiting(planned, budget)
         if not planned:
@@ -227,6 +267,10 @@ class Scheduler:
         for request in self._running.values():
             assert request.num_planned <= len(request.token_ids) + request.num_unknown <= self.config.max_model_len
             assert len(request.block_ids) == num_blocks_for(request.num_planned, self.config.block_size), request
+        prefilling = {request for request in self._running.values() if request.is_prefilling}
+        assert self._prefilling == prefilling, f"prefills are lost: {self._prefilling ^ prefilling}"
+        waiting_tokens = sum(len(request.token_ids) for request in self._waiting.values())
+        assert self._num_waiting_tokens == waiting_tokens, f"{self._num_waiting_tokens} are not {waiting_tokens} tokens"
         for request in self._waiting.values():
             assert request.num_planned == len(request.block_ids) == 0, request
             assert request.slot == NO_SLOT, request
@@ -234,12 +278,11 @@ class Scheduler:
         self._pool.check_invariants(block_id for request in holders for block_id in request.block_ids)
 
     def _continue_running(
-        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: int
-    ) -> tuple[int, bool]:
+        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: _Budget
+    ) -> bool:
         """Plan the running requests, oldest first. A prompt leaves one token for each request that decodes after it.
 
-        Returns:
-            The rest of the budget, and False if a request cannot grow now, so that no newer one may get blocks.
+        Return False if a request cannot grow now, so that no newer one may get blocks.
         """
         ready = [request for request in self._running.values() if self._may_continue(request)][: self._max_chunks]
         num_left = len(ready)
@@ -247,19 +290,19 @@ class Scheduler:
             num_left -= 1
             if request.slot == NO_SLOT:  # preempted in this call
                 continue
-            num_tokens = min(request.num_unplanned, max(1, budget - num_left), budget)
+            num_tokens = budget.most_for(request, num_left)
             if num_tokens == 0:
-                break
+                continue
             if not self._make_room(request, num_tokens):
-                return budget, False
+                return False
             if num_new := self._num_new_blocks(request, num_tokens):
                 added = self._pool.allocate(num_new)
                 request.block_ids += added
                 if request.is_registered:
                     new_blocks.append((request.slot, added))
             planned.append((request, num_tokens))
-            budget -= num_tokens
-        return budget, True
+            budget.take(request, num_tokens)
+        return True
 
     @property
     def _max_chunks(self) -> int:
@@ -303,15 +346,17 @@ class Scheduler:
         request.reset_computed()
         later = [other for other in self._waiting.values() if other.arrival > request.arrival]
         self._waiting[request.request_id] = request
+        self._num_waiting_tokens += len(request.token_ids)
         for other in later:
             self._waiting.move_to_end(other.request_id)
         self.num_preemptions += 1
 
-    def _admit_waiting(self, planned: list[tuple[LiveRequest, int]], budget: int) -> None:
+    def _admit_waiting(self, planned: list[tuple[LiveRequest, int]], budget: _Budget) -> None:
         """Admit waiting requests, oldest first. A few may pass those that do not fit yet."""
         passed: list[LiveRequest] = []
         for request in list(self._waiting.values()):
-            if budget == 0 or len(planned) == self._max_chunks or len(self._running) == self.config.max_num_seqs:
+            is_full = len(planned) == self._max_chunks or len(self._running) == self.config.max_num_seqs
+            if is_full or min(budget.num_tokens, budget.num_prefill_tokens) == 0:
                 return
             prefix = self._cached_prefix(request)
             if not self._has_room(request, prefix):
@@ -322,17 +367,19 @@ class Scheduler:
             for other in passed:
                 other.num_passed += 1
             del self._waiting[request.request_id]
+            self._num_waiting_tokens -= len(request.token_ids)
             self._running[request.request_id] = request
+            self._prefilling.add(request)
             self._pool.share(prefix)
             request.block_ids = prefix
             request.slot = self._free_slots.pop()
             request.num_computed = request.num_planned = len(prefix) * self.config.block_size
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed
-            num_tokens = min(request.num_unplanned, budget)
+            num_tokens = budget.most_for(request, num_after=0)
             request.block_ids += self._pool.allocate(self._num_new_blocks(request, num_tokens))
             planned.append((request, num_tokens))
-            budget -= num_tokens
+            budget.take(request, num_tokens)
             if any(other.num_passed == MAX_PASSED for other in passed):
                 return
 
@@ -371,6 +418,8 @@ class Scheduler:
         request.num_planned = end
         request.num_unknown += samples
         request.num_plans += 1
+        if not request.is_prefilling:
+            self._prefilling.discard(request)
         num_known = len(request.token_ids) + (request.num_unknown if self.config.plans_ahead else 0)
         return _PlannedChunk(request, num_tokens, samples, num_prompt_rows, num_known, len(request.block_ids))
 
@@ -417,6 +466,7 @@ class Scheduler:
         request.ended = True
         if request.request_id in self._waiting:
             del self._waiting[request.request_id]
+            self._num_waiting_tokens -= len(request.token_ids)
         else:
             del self._running[request.request_id]
             self._release(request)
@@ -424,6 +474,7 @@ class Scheduler:
     def _release(self, request: LiveRequest) -> None:
         """Free the slot of a request that no longer runs, and its blocks unless a plan in flight names them."""
         self._free_slots.append(request.slot)
+        self._prefilling.discard(request)
         if request.num_plans:
             self._ended_in_flight.add(request)
         else:

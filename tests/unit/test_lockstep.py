@@ -56,6 +56,7 @@ def test_fields_of_an_agreement() -> None:
         is_shutdown=False,
         failed_ranks=(),
         collects_load=False,
+        prefill_budget=None,
         padded_tokens=9,
     )
     assert agree(NOTHING, NOTHING).is_idle
