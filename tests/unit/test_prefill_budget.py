@@ -55,7 +55,7 @@ def test_budgets_grow_with_what_waits_everywhere() -> None:
 
 @dataclass
 class Group:
-    """Replicas in lockstep whose ranks sample a constant. It records the prompt tokens of each replica in each round."""
+    """Replicas in lockstep whose ranks sample a constant. It records the rounds that are not idle."""
 
     num_replicas: int
     max_rounds: int
