@@ -54,7 +54,7 @@ class Found(AssertionError):
 
 
 class Answer(NamedTuple):
-    """What a replica gets from a `Wait`."""
+    """The answer to a `Wait` of a replica."""
 
     messages: tuple[int, ...]  # places in its script
     outcomes: tuple[Agreement, ...]

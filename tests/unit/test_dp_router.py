@@ -25,7 +25,7 @@ def router(num_replicas: int, *, enable_prefix_caching: bool = True) -> DPRouter
 
 @dataclass(eq=False)
 class PlainReplica:
-    """What the router knows of a replica, without any index."""
+    """The state of a replica as a router knows it, without any index."""
 
     num_free_blocks: int = NUM_BLOCKS
     waiting: dict[str, int] = field(default_factory=dict)  # blocks to compute before the first token, by live request
