@@ -411,3 +411,21 @@ def run_checked_collectives(place: Place) -> None:
         groups.ep.broadcast(torch.ones(2, dtype=torch.int64), 3)
         assert groups.world.all_reduce_minimum(place.rank) == 0
         groups.world.barrier()
+
+
+def test_a_rank_has_one_socket_for_each_other_replica_and_one_for_the_store(ranks: Ranks) -> None:
+    """So 320 replicas need 319 and one, beside the one on which gloo listens and the channel of the process."""
+    ranks.run(6, "test_group:count_all_sockets")  # gloo's listening socket stays
+    for num_ranks in (3, 6):
+        assert ranks.run(num_ranks, "test_group:count_all_sockets") == [num_ranks] * num_ranks
+
+
+def count_all_sockets(place: Place) -> int:
+    """Return the number of sockets of this process that joining adds."""
+    before = own_sockets()
+    groups = join(place, transport="gloo")
+    groups.world.barrier()
+    num_sockets = len(own_sockets() - before)
+    groups.world.barrier()
+    groups.leave("the test is over")
+    return num_sockets
