@@ -30,6 +30,7 @@ from scenario import BLOCK_SIZE, END_TOKEN, HEARTBEAT_S, MAX_MODEL_LEN, Invarian
 from simulated_processes import BUFFER_BYTES, SimulatedProcess
 from virtual_time import World
 
+from moeserve.addresses import StoreAddress
 from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve
 from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
@@ -242,7 +243,7 @@ class _EngineSimulation:
         ranks = _Ranks(self.world, self.scenario)
         self.engines = []
         for replica in range(self.scenario.num_replicas):
-            start = RankStart(config=config_of(self.scenario), rank=replica, store_host="", store_port=0)
+            start = RankStart(config=config_of(self.scenario), rank=replica, store=StoreAddress(key=""))
             engine = self.new_process(f"engine of replica {replica}", functools.partial(self.run_engine, start, ranks))
             self.engines.append(engine)
             group.engines.append(self.watched(engine, EngineMessage))
