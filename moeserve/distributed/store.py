@@ -19,6 +19,8 @@ from moeserve.distributed.store_server import (
     Add,
     Check,
     Collect,
+    CompareSet,
+    Delete,
     Get,
     Operation,
     Reply,
@@ -113,7 +115,7 @@ class RendezvousStore(Store):
         return {f"{folder}/{name}": value for name, value in entries.items()}
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._connection.request(Set(self._prefix + key, value.encode() if isinstance(value, str) else bytes(value)))
+        self._connection.request(Set(self._prefix + key, _as_bytes(value)))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -130,6 +132,19 @@ class RendezvousStore(Store):
         total: int = self._connection.request(Add(self._prefix + key, amount))
         return total
 
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        values = _as_bytes(expected_value), _as_bytes(desired_value)
+        value: bytes = self._connection.request(CompareSet(self._prefix + key, *values))
+        return value
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._connection.request(Delete(self._prefix + key)))
+
+    deleteKey = delete_key  # the name by which torch's C++ code looks it up
+
+    def clone(self) -> RendezvousStore:
+        return RendezvousStore(self._connection, self._prefix)
+
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._connection.request(Check(self._keys(keys))))
 
@@ -141,6 +156,10 @@ class RendezvousStore(Store):
 
     def _keys(self, keys: Sequence[str]) -> list[str]:
         return [self._prefix + key for key in keys]
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 class GatheringStore(Store):

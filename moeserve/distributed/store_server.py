@@ -44,6 +44,20 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     amount: int
 
 
+class CompareSet(msgspec.Struct, frozen=True, tag="compare-set"):
+    """Set a key that has the expected value, or that is absent if that is empty. Return its value."""
+
+    key: str
+    expected: bytes
+    value: bytes
+
+
+class Delete(msgspec.Struct, frozen=True, tag="delete"):
+    """Remove a key. Return True if it existed."""
+
+    key: str
+
+
 class Check(msgspec.Struct, frozen=True, tag="check"):
     """Return True if all keys exist."""
 
@@ -63,7 +77,7 @@ class Collect(msgspec.Struct, frozen=True, tag="collect"):
     num_entries: int
 
 
-Operation: TypeAlias = Set | Add | Check | Get | Collect
+Operation: TypeAlias = Set | Add | CompareSet | Delete | Check | Get | Collect
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -232,6 +246,14 @@ class _Loop:
                 total = int(self._value(key) or 0) + amount
                 self._set(key, str(total).encode())
                 self._reply(rank, request, total)
+            case CompareSet(key=key, expected=expected, value=value):
+                current = self._value(key)
+                if (b"" if current is None else current) == expected:
+                    self._set(key, current := value)
+                self._reply(rank, request, expected if current is None else current)
+            case Delete(key=key):
+                folder, _, name = key.rpartition("/")
+                self._reply(rank, request, self._folders.get(folder, {}).pop(name, None) is not None)
             case Check(keys=keys):
                 self._reply(rank, request, all(self._value(key) is not None for key in keys))
             case Get(keys=keys):

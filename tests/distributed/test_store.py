@@ -17,7 +17,7 @@ import pytest
 import torch
 from rank_processes import living_ranks
 from reference_models import Reference
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore
 
 from moeserve import LLM, SamplingParams
 from moeserve.addresses import StoreAddress
@@ -77,6 +77,31 @@ def test_ranks_exchange_values(server: StoreServer) -> None:
     server.close()
     with pytest.raises(DistNetworkError):
         first.get("a")
+
+
+def test_libraries_find_the_operations_of_a_store_of_torch(server: StoreServer) -> None:
+    """They call the methods through the base class, here under a prefix, and get the results of torch's own store."""
+    own = connect_store(0, server.address, 20.0)
+    found = []
+    for store in (PrefixStore("a", own), PrefixStore("a", HashStore())):
+        store.set("k", "v")
+        store.multi_set(["m", "n"], ["1", "2"])
+        found.append(
+            [
+                *(store.get("k"), store.multi_get(["m", "n"]), store.check(["k", "m"]), store.check(["k", "z"])),
+                *(
+                    store.add("c", 2),
+                    store.add("c", 3),
+                    store.delete_key("k"),
+                    store.delete_key("k"),
+                    store.check(["k"]),
+                ),
+                *(store.compare_set("m", "1", "one"), store.compare_set("m", "1", "two"), store.get("m")),
+                *(store.compare_set("new", "", "first"), store.compare_set("none", "x", "y"), store.check(["none"])),
+            ]
+        )
+    assert found[0] == found[1]
+    assert own.clone().get("a/m") == b"one"
 
 
 @pytest.mark.parametrize("sent", ["nothing", "noise", "request", "other secret"])
