@@ -7,17 +7,23 @@ import dataclasses
 import json
 from pathlib import Path
 
-from moeserve.cli.parser import Parser, add_dtype
+from moeserve.cli.parser import Parser, add_dtype, add_stages
 
 
 def add_arguments(command: Parser) -> None:
     command.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder; weights are not needed")
     add_dtype(command, "number format that memory is counted for; auto: the checkpoint's")
+    add_stages(command)
     command.add_argument("--json", action="store_true", help="print JSON, with bytes as numbers")
 
 
 def run(options: argparse.Namespace) -> None:
     from moeserve.models import inspection
 
-    found = inspection.inspect(options.model, None if options.dtype == "auto" else options.dtype)
+    found = inspection.inspect(
+        options.model,
+        None if options.dtype == "auto" else options.dtype,
+        num_stages=options.pipeline_parallel_size,
+        pipeline_layers=options.pipeline_layers,
+    )
     print(json.dumps(dataclasses.asdict(found), indent=2) if options.json else inspection.as_text(found))

@@ -117,11 +117,30 @@ def add_cluster(command: Parser) -> None:
     command.add_argument(
         "--gpus-per-node", type=reader(int), metavar="GPUS", help=f"ranks of each node (default: {GPUS_PER_NODE})"
     )
+    add_stages(command)
     command.add_argument(
         "--loads", type=Path, metavar="FILE", help="tokens of each expert: JSON, or the .jsonl of expert_load_file"
     )
     add_dtype(command, "number format of the weights and the KV cache; auto: the checkpoint's")
     command.add_argument("--json", action="store_true", help="print JSON, with bytes and seconds as numbers")
+
+
+def add_stages(command: Parser) -> None:
+    """Add the pipeline stages."""
+    command.add_argument(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=reader(PositiveInt),
+        default=1,
+        metavar="STAGES",
+        help="pipeline stages of each replica (default: 1)",
+    )
+    command.add_argument(
+        "--pipeline-layers",
+        type=reader(list[PositiveInt]),
+        metavar="LAYERS,...",
+        help="layers of each stage (default: even shares)",
+    )
 
 
 def cluster_of(options: argparse.Namespace) -> tuple[int, int]:

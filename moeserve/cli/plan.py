@@ -65,6 +65,8 @@ def run(options: argparse.Namespace) -> None:
         num_ranks,
         None if options.dtype == "auto" else options.dtype,
         options.tp,
+        pp=options.pipeline_parallel_size,
+        pipeline_layers=options.pipeline_layers,
         loads=options.loads,
         num_redundant=options.num_redundant_experts,
     )

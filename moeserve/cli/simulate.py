@@ -39,6 +39,8 @@ def run(options: argparse.Namespace) -> None:
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
         tp=options.tp,
+        pp=options.pipeline_parallel_size,
+        pipeline_layers=options.pipeline_layers,
         dtype=None if options.dtype == "auto" else options.dtype,
         loads=options.loads,
         assumptions=Assumptions(**given(options, Assumptions)),

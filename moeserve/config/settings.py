@@ -81,10 +81,10 @@ class SchedulerSettings:
     max_num_batched_tokens: PositiveInt | None = setting(
         None, "most tokens computed in one step; none: 2048 on a CPU, 8192 on a GPU"
     )
-    max_prefill_tokens: PositiveInt = setting(
+    max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = setting(
         512,
         "with several replicas: most prompt tokens that each computes in a step while any of them decodes, and so the "
-        "longest that a token of one waits for prompts of another",
+        "longest that a token of one waits for prompts of another; 0: max_num_batched_tokens",
     )
     max_queued_requests: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = setting(
         8192, "most requests in flight beyond those that can run at once; further ones are refused"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeserve.config.resolve import layers_of_stages
 from moeserve.config.settings import DtypeName
+from moeserve.distributed.groups import unconnected
+from moeserve.distributed.mesh import Mesh
 from moeserve.errors import CheckpointError
 from moeserve.machine import free_memory, shown_bytes
 from moeserve.models.checkpoint import read_headers
-from moeserve.models.registry import describe
+from moeserve.models.registry import Description, describe
 from moeserve.models.summary import Part, summarize
 
 
@@ -21,6 +26,15 @@ class Stored:
     num_shards: int
     num_bytes: int
     bytes_of_dtype: dict[str, int]  # keys are safetensors' names, such as BF16 or F8_E4M3
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSize:
+    """The size of one pipeline stage."""
+
+    num_layers: int
+    weight_bytes: int
+    cache_bytes_per_token: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +62,28 @@ class Inspection:
     stored: Stored | None  # None: the folder holds no weights, or they are damaged
     stored_problem: str | None  # the damage, if any
     free_bytes: int  # free memory of this machine
+    stages: tuple[StageSize, ...]  # empty if there is one
 
 
-def inspect(folder: Path, dtype: DtypeName | None) -> Inspection:
+def inspect(
+    folder: Path, dtype: DtypeName | None, *, num_stages: int = 1, pipeline_layers: Sequence[int] | None = None
+) -> Inspection:
     """Read config.json and the headers of the shards.
 
     Args:
         dtype: the dtype in which weights would be loaded; None: that of the checkpoint.
+        num_stages: pipeline stages, of one rank each.
+        pipeline_layers: of each stage; None: even shares.
 
     Raises:
         CheckpointError: the config is wrong or not supported.
+        SettingsError: the layers cannot be divided so.
     """
     description = describe(folder)
     stored, problem = _stored(folder)
-    summary = summarize(description, dtype or description.dtype)
+    dtype = dtype or description.dtype
+    summary = summarize(description, dtype)
+    stage_layers = layers_of_stages(summary.num_layers, num_stages, pipeline_layers)
     moe = description.model.first_moe
     return Inspection(
         model=str(folder),
@@ -85,6 +107,7 @@ def inspect(folder: Path, dtype: DtypeName | None) -> Inspection:
         stored=stored,
         stored_problem=problem,
         free_bytes=free_memory(),
+        stages=_stages(description, dtype, stage_layers) if num_stages > 1 else (),
     )
 
 
@@ -116,7 +139,28 @@ def as_text(found: Inspection) -> str:
         dtype = "" if part is total else part.dtype
         counts = f"{_count(part.num_parameters):>12}{_count(part.num_active):>12}{shown_bytes(part.num_bytes):>12}"
         lines.append(f"{part.name:<16}{dtype:<10}{counts}")
+    if found.stages:
+        lines += ["", f"{'stage':<16}{'layers':>10}{'memory':>12}{'KV cache per token':>22}"]
+    for number, stage in enumerate(found.stages):
+        sizes = f"{shown_bytes(stage.weight_bytes):>12}{shown_bytes(stage.cache_bytes_per_token):>22}"
+        lines.append(f"{number:<16}{stage.num_layers:>10}{sizes}")
     return "\n".join(lines)
+
+
+def _stages(description: Description, dtype: DtypeName, stage_layers: Sequence[int]) -> tuple[StageSize, ...]:
+    mesh = Mesh(tp=1, dp=1, pp=len(stage_layers))
+    ends = itertools.accumulate(stage_layers, initial=0)
+    sizes = []
+    for rank, (first, end) in enumerate(itertools.pairwise(ends)):
+        summary = summarize(description, dtype, unconnected(mesh, rank), stage=range(first, end))
+        sizes.append(
+            StageSize(
+                num_layers=end - first,
+                weight_bytes=summary.weight_bytes,
+                cache_bytes_per_token=summary.cache_bytes_per_token,
+            )
+        )
+    return tuple(sizes)
 
 
 def _stored(folder: Path) -> tuple[Stored | None, str | None]:

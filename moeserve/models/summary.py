@@ -65,17 +65,20 @@ def summarize(
     dtype: DtypeName,
     groups: Groups | None = None,
     placements: Sequence[Placement] | None = None,
+    stage: range | None = None,
 ) -> Summary:
     """Count a model's parameters part by part: all of them, or those of the rank whose groups are given.
 
     Args:
         placements: the placement of each sparse layer; None: each expert once, in order.
+        stage: numbers of the layers of the rank; None: all layers.
     """
     config = description.model
     groups = groups or groups_of_one_rank()
     if placements is None:
         placements = config.place_experts(groups.ep.world_size)
-    model = _build_without_memory(config, placements, groups, getattr(torch, dtype))
+    stage = range(len(config.layers)) if stage is None else stage
+    model = _build_without_memory(config, placements, groups, getattr(torch, dtype), stage)
     counts = _Counts()
     rows_used = config.vocab_size if config.tie_word_embeddings else 1  # a tied output head uses all rows
     if model.embedding is not None:
@@ -98,8 +101,8 @@ def summarize(
     return Summary(
         dtype=dtype,
         parts=counts.parts(),
-        num_layers=len(config.layers),
-        num_sparse_layers=config.num_sparse_layers,
+        num_layers=len(model.layers),
+        num_sparse_layers=len(config.of_stage(placements, stage)),
         cache_bytes_per_token=model.cache_bytes_per_token,
     )
 
@@ -135,12 +138,12 @@ def loading_memory(model: Decoder, *, fills_all_first: bool = False) -> LoadingM
 
 
 def _build_without_memory(
-    config: ModelConfig, placements: Sequence[Placement], groups: Groups, dtype: torch.dtype
+    config: ModelConfig, placements: Sequence[Placement], groups: Groups, dtype: torch.dtype, stage: range
 ) -> Decoder:
     meta = torch.device("meta")
     context = ModelContext(select_kernels(meta), groups, dtype, meta)
     dispatchers = TorchDispatchers("local" if groups.ep.world_size == 1 else "all_to_all", groups.ep, context)
-    return Decoder(config, placements, dispatchers, context)
+    return Decoder(config, placements, dispatchers, context, stage)
 
 
 def _kept_bytes(weights: Weights) -> int:

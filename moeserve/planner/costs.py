@@ -12,7 +12,7 @@ prompt's cache while it is computed, scales of fp8 rows, and padding of tiles.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal, NamedTuple, TypeAlias
@@ -20,9 +20,10 @@ from typing import Literal, NamedTuple, TypeAlias
 from moeserve.layers.attention import AttentionConfig
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.models.registry import Description
+from moeserve.moe.layer import MoEConfig
 from moeserve.planner.formula import Formula
 from moeserve.planner.hardware import Hardware
-from moeserve.planner.layout import BYTES_OF_DTYPE, Layout, Layouts
+from moeserve.planner.layout import BYTES_OF_DTYPE, Layout, Layouts, Stage
 from moeserve.planner.settings import Assumptions
 
 
@@ -70,6 +71,7 @@ class Term:
     formula: Formula
     count: int  # occurrences in the step
     kind: Kind
+    stage: int  # pipeline stage
 
     @property
     def seconds(self) -> float:
@@ -105,8 +107,23 @@ class _Part:
     count: int
     kind: Kind = "layers"
 
-    def term(self, factor: int, **quantities: float) -> Term:
-        return Term(Formula(self.name, self.template, {**self.constants, **quantities}), self.count * factor, self.kind)
+    def term(self, stage: int, factor: int, **quantities: float) -> Term:
+        formula = Formula(self.name, self.template, {**self.constants, **quantities})
+        return Term(formula, self.count * factor, self.kind, stage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StageParts:
+    """The parts of a step in one pipeline stage."""
+
+    of_replica_rows: list[_Part]
+    of_own_rows: list[_Part]
+    attention: dict[int | None, _Part]  # by window
+    experts: _Part
+    exchange: _Part
+    gather: _Part
+    head: _Part | None  # only in the last stage
+    handover: _Part | None  # not in the last stage
 
 
 PRODUCTS = "max({parameters} x {bytes} / {memory_bandwidth}, 2 x {parameters} x {tokens} / {rate})"
@@ -127,6 +144,8 @@ EXCHANGE = (
 )
 # An all-gather of a replica's rows over its tp ranks before a part of a layer, and a reduce-scatter after it.
 GATHER = "2 x ({tokens} x (1 - 1 / {tp}) x {width} x {bytes} / {bandwidth} + {latency})"
+# The residual stream, from each rank of a stage to one of the next.
+HANDOVER = "{tokens} x {width} x {bytes} / {bandwidth} + {latency}"
 # If tokens choose independently, a rank's rows vary about as a Poisson distribution: by the square root of their mean.
 # The largest of n independent normal values lies about z deviations above their mean (Blom, 1958).
 BALANCE = "max({placement}, min({placement} + {z} x ({placement} / {mean_rows}) ^ 0.5, {highest}))"
@@ -148,9 +167,11 @@ class LayoutCosts:
         moe = config.first_moe
         self.assumptions = assumptions
         self.num_parts = 2 if assumptions.overlap else 1  # halves of a step
-        self.tp, self.dp = layout.tp, layout.dp
-        self.num_ranks = layout.tp * layout.dp
-        self.ranks_per_node = ranks_per_node
+        self.tp, self.dp, self.pp = layout.tp, layout.dp, layout.pp
+        self.num_ranks = layout.tp * layout.dp  # of a stage
+        ranks_of_replica = layout.tp * layout.pp
+        # Ranks of a stage in one node.
+        self.ranks_per_node = max(min(layout.tp, ranks_per_node), ranks_per_node // layout.pp)
         self.is_fp8 = is_fp8(description, assumptions)
         self.num_sparse_layers = config.num_sparse_layers
         self.top_k = moe.router.top_k if moe else 0
@@ -167,51 +188,19 @@ class LayoutCosts:
         weights = {**plain, "bytes": weight_bytes}
         if self.is_fp8:
             weights["rate"] = hardware.fp8_rate * assumptions.compute_efficiency
-        parameters: Counter[str] = Counter()
-        for part in layout.parts:
-            parameters[part.name] += part.num_parameters
-        num_layers, num_sparse = len(config.layers), self.num_sparse_layers
-        num_dense = num_layers - num_sparse
-
-        def products(name: str, part: str, count: int, format: Mapping[str, float]) -> list[_Part]:
-            each = parameters[part] / max(1, count)
-            return [_Part(name, PRODUCTS, {"parameters": each, **format}, count)] if each else []
-
-        self._of_replica_rows = [
-            *products("projections of attention", "attention", num_layers, weights),
-            *products("dense networks", "dense networks", num_dense, weights),
-        ]
-        self._of_own_rows = [
-            *products("router", "routers", num_sparse, plain),
-            *products("shared experts", "shared experts", num_sparse, weights),
-        ]
-        head = parameters["embedding" if config.tie_word_embeddings else "output head"]
-        self._head = _Part("output head", PRODUCTS, {"parameters": head, **plain}, 1, "head")
+        experts_per_rank = sum(_parameters(stage)["routed experts"] for stage in layout.stages)
+        self.expert_bytes = experts_per_rank / max(1, self.num_sparse_layers * self._slots) * weight_bytes
         decode_operations, prompt_operations = _operations(config.layers[0].attention, layout.tp)
-        attention = {
-            "cache_bytes": layout.cache_bytes_per_token / num_layers,
-            "decode_operations": decode_operations,
-            "prompt_operations": prompt_operations,
-            **plain,
-        }
-        windows = Counter(getattr(layer.attention, "window", None) for layer in config.layers)
-        self._attention = {
-            window: _Part(
-                "attention" if window is None else f"attention to {window} positions", ATTENTION, attention, count
-            )
-            for window, count in windows.items()
-        }
-        self.expert_bytes = parameters["routed experts"] / max(1, num_sparse * self._slots) * weight_bytes
+        attention = {"decode_operations": decode_operations, "prompt_operations": prompt_operations, **plain}
         experts = {
             "slots": self._slots,
-            "all_slots": sum(len(holder.experts) for holder in layout.holders),
+            "all_slots": sum(len(holder.experts) for holder in layout.holders if holder.stage == 0),
             "chosen": self.top_k,
             "ranks": self.num_ranks,
             "parameters": self.expert_bytes / weight_bytes,
             **weights,
         }
-        self._experts = _Part("routed experts", EXPERTS, experts, num_sparse)
-        self.leaving_rows = rows_that_leave(assumptions.exchange, self.num_ranks, ranks_per_node, self.top_k)
+        self.leaving_rows = rows_that_leave(assumptions.exchange, self.num_ranks, self.ranks_per_node, self.top_k)
         node_rows, network_rows = (rows.value for rows in self.leaving_rows)
         exchange = {
             "node_rows": node_rows,
@@ -222,28 +211,70 @@ class LayoutCosts:
             "network_bandwidth": self.network_bandwidth,
             "latency": assumptions.exchange_latency,
         }
-        self._exchange = _Part("dispatch and combine", EXCHANGE, exchange, num_sparse, "exchange")
         self.sent_bytes_per_token = (node_rows + network_rows) * config.hidden_size * exchange["bytes"]
-        gather = {
-            "tp": layout.tp,
-            "width": config.hidden_size,
-            "bytes": value_bytes,
-            "bandwidth": min(
-                self.node_bandwidth, self.network_bandwidth if layout.tp > ranks_per_node else self.node_bandwidth
-            ),
-            "latency": assumptions.exchange_latency,
-        }
-        # Around attention, and around dense networks.
-        self._gather = _Part("gather and scatter of tp ranks", GATHER, gather, num_layers + num_dense, "exchange")
+        rows = {"width": config.hidden_size, "bytes": value_bytes, "latency": assumptions.exchange_latency}
+        slower = min(self.node_bandwidth, self.network_bandwidth)
+        gather = {"tp": layout.tp, "bandwidth": self.node_bandwidth if layout.tp <= ranks_per_node else slower, **rows}
+        is_in_node = ranks_per_node % ranks_of_replica == 0
+        handover = {"bandwidth": self.node_bandwidth if is_in_node else slower, **rows}
+
+        def parts_of(stage: Stage) -> _StageParts:
+            parameters = _parameters(stage)
+            layers = config.layers[stage.first_layer : stage.first_layer + stage.num_layers]
+            num_sparse = sum(isinstance(layer.feed_forward, MoEConfig) for layer in layers)
+            num_dense = len(layers) - num_sparse
+            is_last = stage is layout.stages[-1]
+
+            def products(name: str, part: str, count: int, format: Mapping[str, float]) -> list[_Part]:
+                each = parameters[part] / max(1, count)
+                return [_Part(name, PRODUCTS, {"parameters": each, **format}, count)] if each else []
+
+            cache = {"cache_bytes": stage.cache_bytes_per_token / len(layers), **attention}
+            windows = Counter(getattr(layer.attention, "window", None) for layer in layers)
+            # A tied head of the only stage shares the embedding.
+            head = {"parameters": parameters["output head"] or parameters["embedding"], **plain}
+            return _StageParts(
+                of_replica_rows=[
+                    *products("projections of attention", "attention", len(layers), weights),
+                    *products("dense networks", "dense networks", num_dense, weights),
+                ],
+                of_own_rows=[
+                    *products("router", "routers", num_sparse, plain),
+                    *products("shared experts", "shared experts", num_sparse, weights),
+                ],
+                attention={
+                    window: _Part(
+                        "attention" if window is None else f"attention to {window} positions", ATTENTION, cache, count
+                    )
+                    for window, count in windows.items()
+                },
+                experts=_Part("routed experts", EXPERTS, experts, num_sparse),
+                exchange=_Part("dispatch and combine", EXCHANGE, exchange, num_sparse, "exchange"),
+                # Around attention, and around dense networks.
+                gather=_Part("gather and scatter of tp ranks", GATHER, gather, len(layers) + num_dense, "exchange"),
+                head=_Part("output head", PRODUCTS, head, 1, "head") if is_last else None,
+                handover=None if is_last else _Part("hand-over to the next stage", HANDOVER, handover, 1, "exchange"),
+            )
+
+        self._stages = tuple(map(parts_of, layout.stages))
 
     def step_seconds(self, load: StepLoad, imbalance: float | None = None) -> StepTime:
-        """Return the time of a step with tokens.
+        """Return the time of a step with tokens, from the first stage to the last.
 
         Args:
             imbalance: rows of the fullest rank over the mean; None: the expected one for this number of tokens.
         """
+        return self._step_time(self.terms(load, imbalance))
+
+    def stage_seconds(self, load: StepLoad, imbalance: float | None = None) -> list[float]:
+        """Return the seconds that a step with tokens takes in each pipeline stage. See `step_seconds`."""
+        terms = list(self.terms(load, imbalance))
+        stages = ([term for term in terms if term.stage == stage] for stage in range(self.pp))
+        return [self._step_time(of_stage).seconds for of_stage in stages]
+
+    def _step_time(self, terms: Iterable[Term]) -> StepTime:
         seconds: dict[Kind, float] = {"layers": 0.0, "exchange": 0.0, "head": 0.0}
-        for term in self.terms(load, imbalance):
+        for term in terms:
             seconds[term.kind] += term.seconds
         return StepTime(**seconds, has_overlap=self.assumptions.overlap)
 
@@ -254,25 +285,29 @@ class LayoutCosts:
         if imbalance is None:
             imbalance = self.imbalance(load.num_tokens).value
         tokens = part.most_tokens
-        for work in self._of_replica_rows:
-            yield work.term(parts, tokens=tokens)
-        for window, attention in self._attention.items():
-            pairs = part.decode_pairs, part.prefill_pairs
-            if window is not None:
-                pairs = min(pairs[0], part.num_decoding * window), min(pairs[1], part.num_prefill * window)
-            yield attention.term(parts, decode_pairs=pairs[0], prompt_pairs=pairs[1])
-        for work in self._of_own_rows:
-            yield work.term(parts, tokens=tokens / self.tp)
-        if self.num_sparse_layers:
-            yield self._experts.term(parts, tokens=part.num_tokens, imbalance=imbalance)
-        if self.has_exchange:
-            # The rank sends its own rows, which do not depend on the balance of experts. The fullest rank receives
-            # its rows, whose number does not depend on the balance of replicas.
-            exchanged = max(tokens / self.tp / imbalance, part.num_tokens / self.num_ranks)
-            yield self._exchange.term(parts, tokens=exchanged, imbalance=imbalance)
-        if self.tp > 1:
-            yield self._gather.term(parts, tokens=tokens)
-        yield self._head.term(1, tokens=max(1, load.num_decoding))
+        for stage, work in enumerate(self._stages):
+            for product in work.of_replica_rows:
+                yield product.term(stage, parts, tokens=tokens)
+            for window, attention in work.attention.items():
+                pairs = part.decode_pairs, part.prefill_pairs
+                if window is not None:
+                    pairs = min(pairs[0], part.num_decoding * window), min(pairs[1], part.num_prefill * window)
+                yield attention.term(stage, parts, decode_pairs=pairs[0], prompt_pairs=pairs[1])
+            for product in work.of_own_rows:
+                yield product.term(stage, parts, tokens=tokens / self.tp)
+            if work.experts.count:
+                yield work.experts.term(stage, parts, tokens=part.num_tokens, imbalance=imbalance)
+            if self.has_exchange and work.exchange.count:
+                # The rank sends its own rows, which do not depend on the balance of experts. The fullest rank receives
+                # its rows, whose number does not depend on the balance of replicas.
+                exchanged = max(tokens / self.tp / imbalance, part.num_tokens / self.num_ranks)
+                yield work.exchange.term(stage, parts, tokens=exchanged, imbalance=imbalance)
+            if self.tp > 1:
+                yield work.gather.term(stage, parts, tokens=tokens)
+            if work.handover:
+                yield work.handover.term(stage, 1, tokens=load.most_tokens / self.tp)
+            if work.head:
+                yield work.head.term(stage, 1, tokens=max(1, load.num_decoding))
 
     def imbalance(self, num_tokens: float, placement: float | None = None) -> Formula:
         """Return the rows of the fullest rank over the mean, by placement and by chance.
@@ -291,6 +326,13 @@ class LayoutCosts:
             "highest": min(chosen, self._slots or 1) * self.num_ranks / chosen,
         }
         return Formula("rows of the fullest rank / mean", BALANCE, numbers, unit="")
+
+
+def _parameters(stage: Stage) -> Counter[str]:
+    parameters: Counter[str] = Counter()
+    for part in stage.parts:
+        parameters[part.name] += part.num_parameters
+    return parameters
 
 
 def rows_that_leave(exchange: str, num_ranks: int, ranks_per_node: int, chosen: int) -> tuple[Formula, Formula]:

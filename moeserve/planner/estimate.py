@@ -5,7 +5,7 @@ The figures follow from the hardware and from `Assumptions` on how well an engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moeserve.machine import shown_bytes
@@ -13,7 +13,7 @@ from moeserve.models.registry import describe
 from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad, is_fp8
 from moeserve.planner.formula import Formula, shown_seconds
 from moeserve.planner.hardware import Hardware
-from moeserve.planner.layout import Layout, Layouts
+from moeserve.planner.layout import Layout, Layouts, Stage
 from moeserve.planner.settings import Assumptions
 from moeserve.planner.traffic import Lengths, Traffic
 
@@ -27,8 +27,9 @@ FP8_PARTS = ("attention", "dense networks", "routed experts", "shared experts")
 class PhaseEstimate:
     """Steps that only decode, or only compute prompts. All replicas have equally many tokens."""
 
-    tokens_per_replica: int
-    step_s: float
+    tokens_per_replica: int  # of one step
+    step_s: float  # from the first pipeline stage to the last
+    slowest_stage_s: float  # a step begins and ends in each such time
     exchange_s: float  # dispatch and combine, in one layer that has experts
     sent_bytes: float  # bytes that a rank sends to others in one such layer
     fullest_rank: float  # rows of the fullest rank over the mean
@@ -42,6 +43,7 @@ class Estimate:
 
     tp: int
     dp: int
+    pp: int
     weight_bytes: int  # on the rank that has most
     cache_tokens: int  # capacity of a replica's cache
     cache_requests: int  # the same in requests of average length while they decode
@@ -79,7 +81,8 @@ def estimate_layouts(
 
     Args:
         found: layouts over whole nodes.
-        decode_requests: requests that each replica decodes at once, if its cache holds them.
+        decode_requests: requests that each replica decodes at once, if its cache holds them; with several pipeline
+            stages, each has an equal share of them in a step.
         prefill_tokens: prompt tokens that each replica computes in a step.
 
     Raises:
@@ -93,13 +96,15 @@ def estimate_layouts(
         costs = LayoutCosts(description, found, layout, hardware, assumptions, ranks_per_node)
         weights, cache, requests = memory_formulas(layout, costs, hardware, lengths)
         cache_tokens, cache_requests = int(cache.value), int(requests.value)
-        decoding, prefilling = min(decode_requests, cache_requests), min(prefill_tokens, cache_tokens)
+        decoding = -(-min(decode_requests, cache_requests) // layout.pp)
+        prefilling = min(prefill_tokens, cache_tokens)
         decode = ReplicaLoad(num_decoding=decoding, decode_pairs=decoding * lengths.decode_context)
         prefill = ReplicaLoad(num_prefill=prefilling, prefill_pairs=prefilling * lengths.pairs_per_prompt_token)
         usable_bytes = hardware.memory * assumptions.memory_share
         return Estimate(
             tp=layout.tp,
             dp=layout.dp,
+            pp=layout.pp,
             weight_bytes=int(weights.value),
             cache_tokens=cache_tokens,
             cache_requests=cache_requests,
@@ -124,23 +129,31 @@ def estimate_layouts(
 def memory_formulas(
     layout: Layout, costs: LayoutCosts, hardware: Hardware, lengths: Lengths
 ) -> tuple[Formula, Formula, Formula]:
-    """Return the bytes of a rank's weights, and the capacity of a replica's cache in tokens and in requests."""
+    """Return the bytes of a rank's weights, and the capacity of a replica's cache in tokens and in requests.
+
+    With several pipeline stages, they are those of the stage that has room for the fewest tokens.
+    """
+    of_stages = [_memory_of_stage(stage, costs, hardware) for stage in layout.stages]
+    weights, cache = min(of_stages, key=lambda formulas: formulas[1].value)
+    numbers = {"tokens": cache.value, "tokens_of_a_request": lengths.decode_context}
+    return weights, cache, Formula("the same", "{tokens} / {tokens_of_a_request}", numbers, "requests")
+
+
+def _memory_of_stage(stage: Stage, costs: LayoutCosts, hardware: Hardware) -> tuple[Formula, Formula]:
     fp8_parts = FP8_PARTS if costs.is_fp8 else ()
     numbers: dict[str, float] = {
-        "fp8_parameters": sum(part.num_parameters for part in layout.parts if part.name in fp8_parts),
-        "bytes_of_others": sum(part.num_bytes for part in layout.parts if part.name not in fp8_parts),
+        "fp8_parameters": sum(part.num_parameters for part in stage.parts if part.name in fp8_parts),
+        "bytes_of_others": sum(part.num_bytes for part in stage.parts if part.name not in fp8_parts),
     }
     weights = Formula("weights of a rank", "{fp8_parameters} + {bytes_of_others}", numbers, "bytes")
     numbers = {
         "memory": hardware.memory,
         "share": costs.assumptions.memory_share,
         "weights": weights.value,
-        "bytes_of_a_token": layout.cache_bytes_per_token,
+        "bytes_of_a_token": stage.cache_bytes_per_token,
     }
     template = "max(0, ({memory} x {share} - {weights}) / {bytes_of_a_token})"
-    cache = Formula("KV cache of a replica", template, numbers, "tokens")
-    numbers = {"tokens": cache.value, "tokens_of_a_request": lengths.decode_context}
-    return weights, cache, Formula("the same", "{tokens} / {tokens_of_a_request}", numbers, "requests")
+    return weights, Formula("KV cache of a replica", template, numbers, "tokens")
 
 
 def as_text(found: Estimates) -> str:
@@ -152,6 +165,7 @@ def as_text(found: Estimates) -> str:
         f"requests of {lengths.prompt_tokens:.0f} + {lengths.output_tokens:.0f} tokens ({note}"
         f"{lengths.decode_context:.0f} in the cache while they decode)",
         f"Assumed: {_assumed(found.assumptions)}",
+        *_pipeline_lines(found.layouts),
         "",
         f"{'tp':>4}{'dp':>5}{'weights':>11}{'KV cache of a replica':>23}" + _PHASE_HEADS[0].format("requests decoded"),
         f"{'':>9}{'per rank':>11}{'tokens':>12}{'requests':>11}" + _PHASE_HEADS[1].format("by a replica"),
@@ -180,6 +194,13 @@ def as_text(found: Estimates) -> str:
     return "\n".join(lines)
 
 
+def _pipeline_lines(layouts: Sequence[Estimate]) -> list[str]:
+    pp = max((layout.pp for layout in layouts), default=1)
+    if pp == 1:
+        return []
+    return [f"Pipeline: {pp} stages with a step each. A step passes all stages; the slowest one limits tokens/s"]
+
+
 _PHASE_HEADS = (
     f"{{:>19}}{'step':>11}{'tokens/s':>10}{'a layer with experts:':>24}{'fullest':>10}",
     f"{{:>19}}{'':>11}{'':>10}{'exchange':>12}{'sent':>12}{'rank':>10}",
@@ -204,15 +225,16 @@ def _assumed(assumptions: Assumptions) -> str:
 
 def _phase(costs: LayoutCosts, of_replica: ReplicaLoad) -> PhaseEstimate:
     load = StepLoad.of((of_replica,) * costs.dp)
-    seconds = costs.step_seconds(load).seconds
+    of_stages = costs.stage_seconds(load)
     exchange = (term for term in costs.terms(load) if term.formula.name == "dispatch and combine")
     return PhaseEstimate(
         tokens_per_replica=round(load.most_tokens),
-        step_s=seconds,
+        step_s=sum(of_stages),
+        slowest_stage_s=max(of_stages),
         exchange_s=sum(term.seconds for term in exchange) / max(1, costs.num_sparse_layers),
         sent_bytes=costs.sent_bytes_per_token * load.most_tokens / costs.tp,
         fullest_rank=costs.imbalance(load.num_tokens).value,
-        tokens_per_s=load.num_tokens / seconds,
+        tokens_per_s=load.num_tokens / max(of_stages),
         formulas=tuple(_formulas(costs, load)),
     )
 
@@ -220,14 +242,23 @@ def _phase(costs: LayoutCosts, of_replica: ReplicaLoad) -> PhaseEstimate:
 def _formulas(costs: LayoutCosts, load: StepLoad) -> Iterator[str]:
     """Yield the formula of each term of a step, with its numbers, and of their sum."""
     for term in costs.terms(load):
-        yield f"{term.formula.as_text()}\n    x {term.count} = {shown_seconds(term.seconds)}"
+        where = f"Stage {term.stage}: " if costs.pp > 1 else ""
+        yield f"{where}{term.formula.as_text()}\n    x {term.count} = {shown_seconds(term.seconds)}"
     if costs.has_exchange:
         for formula in (*costs.leaving_rows, costs.imbalance(load.num_tokens)):
             yield formula.as_text()
-    step = costs.step_seconds(load).formula
-    yield step.as_text()
-    numbers = {"tokens_of_all_replicas": load.num_tokens, "step": step.value}
-    yield Formula("tokens per second", "{tokens_of_all_replicas} / {step}", numbers, unit="").as_text()
+    numbers: dict[str, float] = {"tokens_of_all_replicas": load.num_tokens}
+    if costs.pp == 1:
+        step = costs.step_seconds(load).formula
+        yield step.as_text()
+        numbers["step"] = step.value
+        yield Formula("tokens per second", "{tokens_of_all_replicas} / {step}", numbers, unit="").as_text()
+        return
+    of_stages = {f"stage_{number}": seconds for number, seconds in enumerate(costs.stage_seconds(load))}
+    names = ", ".join(f"{{{name}}}" for name in of_stages)
+    yield Formula("step", names.replace(",", " +"), of_stages).as_text()
+    template = f"{{tokens_of_all_replicas}} / max({names})"
+    yield Formula("tokens per second", template, numbers | of_stages, unit="").as_text()
 
 
 def _shortage(weight_bytes: float, usable_bytes: float) -> str:

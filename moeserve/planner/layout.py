@@ -8,10 +8,12 @@ all-gather (moe/dispatch/allgather.py).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeserve.config.resolve import layers_of_stages
 from moeserve.config.settings import DtypeName
 from moeserve.distributed.groups import unconnected
 from moeserve.distributed.mesh import Mesh, share_of
@@ -35,23 +37,39 @@ class Holder:
 
     rank: int
     replica: int
+    stage: int = 0
     heads: tuple[int, int]  # the first and the last
     experts: tuple[int, ...]  # in the first layer with experts; without loads, in each
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One pipeline stage: some consecutive layers. Sizes are those of its rank that has most."""
+
+    first_layer: int
+    num_layers: int
+    weight_bytes: int
+    parts: tuple[Part, ...]  # the same weights by kind
+    cache_bytes_per_token: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to use all ranks: dp replicas of attention, each divided over tp ranks; experts over all of them."""
+    """One way to use all ranks: dp replicas of attention, each divided over tp ranks of pp pipeline stages.
+
+    The experts of a layer are divided over the tp x dp ranks of its stage.
+    """
 
     tp: int
     dp: int
+    pp: int = 1
     refusal: str | None = None  # why the layout is impossible; all other fields are then zero or empty
     heads_per_rank: int = 0
     experts_per_rank: tuple[int, int] = (0, 0)  # fewest and most
     fullest_rank: float = 0.0  # expected rows of the fullest rank over the mean; mean of the layers
     weight_bytes: int = 0  # on the rank that has most
-    parts: tuple[Part, ...] = ()  # the same weights by kind
-    cache_bytes_per_token: int = 0  # on one rank, for each token of its replica
+    cache_bytes_per_token: int = 0  # on the rank that has most, for each token of its replica
+    stages: tuple[Stage, ...] = ()
     # Bytes sent by all ranks together, per token and layer, in large steps:
     attention_bytes: int = 0  # gathered before attention, scattered after it
     dispatch_bytes: float = 0.0  # expert ids to all ranks, rows to those that need them, outputs back
@@ -76,32 +94,40 @@ def find_layouts(
     dtype: DtypeName | None,
     tp: int | None = None,
     *,
+    pp: int = 1,
+    pipeline_layers: Sequence[int] | None = None,
     loads: Path | None = None,
     num_redundant: int = 0,
 ) -> Layouts:
     """Return all layouts of `num_ranks` ranks, from most replicas to fewest, or only the one with this tp.
 
     Args:
+        pp: pipeline stages of each replica.
+        pipeline_layers: of each stage; None: even shares.
         loads: file of the tokens of each routed expert; see `read_loads`.
         num_redundant: slots beyond one for each expert, over all ranks together.
 
     Raises:
-        SettingsError: an impossible number of ranks, tp or number of slots, or loads of another model.
+        SettingsError: an impossible number of ranks, tp, stages or slots, or loads of another model.
         CheckpointError: see `describe`.
     """
     if not 1 <= num_ranks <= MAX_RANKS:
         raise SettingsError(f"ranks={shown(num_ranks)} cannot be laid out; choose from 1 to {MAX_RANKS} ranks")
     description = describe(folder)
     config, dtype = description.model, dtype or description.dtype
-    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    if pp < 1 or num_ranks % pp:
+        raise SettingsError(f"pipeline_parallel_size={shown(pp)} does not divide ranks={num_ranks}")
+    stage_layers = layers_of_stages(len(config.layers), pp, pipeline_layers)
+    num_expert_ranks = num_ranks // pp
+    sizes = [size for size in range(1, num_expert_ranks + 1) if num_expert_ranks % size == 0]
     if tp is not None:
-        _refuse_tp(description, tp, num_ranks, sizes)
+        _refuse_tp(description, tp, num_expert_ranks, sizes)
         sizes = [tp]
-    # The placement depends on the number of ranks alone and is the same for all layouts.
+    # The placement depends on the number of ranks of a stage alone and is the same for all layouts.
     loads_of_layer: Sequence[Sequence[float]] = ()
     if loads is not None:
         loads_of_layer = read_loads(loads, num_layers=config.num_sparse_layers, num_experts=config.num_experts)
-    placements = config.place_experts(num_ranks, loads=loads_of_layer, num_redundant=num_redundant)
+    placements = config.place_experts(num_expert_ranks, loads=loads_of_layer, num_redundant=num_redundant)
     loads_of_layer = loads_of_layer or [(1.0,) * config.num_experts] * len(placements)
     imbalances = list(map(imbalance, loads_of_layer, placements))
     fullest_rank = sum(imbalances) / len(imbalances) if imbalances else 1.0
@@ -111,7 +137,15 @@ def find_layouts(
         dtype=dtype,
         num_experts=config.num_experts,
         layouts=tuple(
-            _layout(description, Mesh(tp=size, dp=num_ranks // size), dtype, placements, fullest_rank) for size in sizes
+            _layout(
+                description,
+                Mesh(tp=size, dp=num_expert_ranks // size, pp=pp),
+                dtype,
+                placements,
+                stage_layers,
+                fullest_rank,
+            )
+            for size in sizes
         ),
     )
 
@@ -140,15 +174,28 @@ def as_text(found: Layouts) -> str:
         )
     is_one = len(found.layouts) == 1
     for layout in found.layouts:
+        if layout.pp > 1 and is_one:
+            lines += ["", *map(_stage_line, range(layout.pp), layout.stages)]
         if layout.holders and (is_one or found.num_ranks <= MAX_RANKS_LISTED):
-            lines += ["", f"tp {layout.tp}, dp {layout.dp}", *map(_holder_line, layout.holders)]
+            pp = f", pp {layout.pp}" if layout.pp > 1 else ""
+            lines += ["", f"tp {layout.tp}, dp {layout.dp}{pp}"]
+            lines += [_holder_line(holder, shows_stage=layout.pp > 1) for holder in layout.holders]
     return "\n".join(lines)
 
 
-def _holder_line(holder: Holder) -> str:
+def _stage_line(number: int, stage: Stage) -> str:
+    layers = _named("layer", range(stage.first_layer, stage.first_layer + stage.num_layers))
+    return (
+        f"stage {number}: {layers}, weights of {shown_bytes(stage.weight_bytes)} on a rank, "
+        f"cache of {stage.cache_bytes_per_token} bytes per token"
+    )
+
+
+def _holder_line(holder: Holder, *, shows_stage: bool) -> str:
     first, last = holder.heads
     heads, experts = _named("head", range(first, last + 1)), _named("expert", holder.experts)
-    return f"rank {holder.rank}: replica {holder.replica}, {heads}, {experts}"
+    stage = f" stage {holder.stage}," if shows_stage else ""
+    return f"rank {holder.rank}: replica {holder.replica},{stage} {heads}, {experts}"
 
 
 def _refuse_tp(description: Description, tp: int, num_ranks: int, sizes: list[int]) -> None:
@@ -161,41 +208,62 @@ def _refuse_tp(description: Description, tp: int, num_ranks: int, sizes: list[in
 
 
 def _layout(
-    description: Description, mesh: Mesh, dtype: DtypeName, placements: Sequence[Placement], fullest_rank: float
+    description: Description,
+    mesh: Mesh,
+    dtype: DtypeName,
+    placements: Sequence[Placement],
+    stage_layers: Sequence[int],
+    fullest_rank: float,
 ) -> Layout:
     config = description.model
     refusal = config.refusal_to_divide(mesh.tp)
     if refusal is not None:
-        return Layout(tp=mesh.tp, dp=mesh.dp, refusal=refusal)
-    slots = placements[0].logical_of_slot if placements else ((),) * mesh.world_size
+        return Layout(tp=mesh.tp, dp=mesh.dp, pp=mesh.pp, refusal=refusal)
+    slots = placements[0].logical_of_slot if placements else ((),) * (mesh.tp * mesh.dp)
     counts = list(map(len, slots))
     # Ranks differ in their experts, and by a row or two in weights that do not divide evenly: the rank with most
-    # experts stands for all.
-    summary = summarize(description, dtype, unconnected(mesh, counts.index(max(counts))), placements)
+    # experts stands for all of its stage.
+    fullest = counts.index(max(counts))
+    ends = list(itertools.accumulate(stage_layers, initial=0))
+    stages = []
+    for number, layers in enumerate(itertools.starmap(range, itertools.pairwise(ends))):
+        groups = unconnected(mesh, mesh.group("ep", number * mesh.tp)[fullest])
+        summary = summarize(description, dtype, groups, placements, layers)
+        stages.append(
+            Stage(
+                first_layer=layers.start,
+                num_layers=len(layers),
+                weight_bytes=summary.weight_bytes,
+                parts=summary.parts,
+                cache_bytes_per_token=summary.cache_bytes_per_token,
+            )
+        )
     num_heads = config.layers[0].attention.num_heads
     row_bytes = config.hidden_size * BYTES_OF_DTYPE[dtype]
     dispatched, gathered = _exchange(config.first_moe, placements, row_bytes) if placements else (0.0, 0.0)
     return Layout(
         tp=mesh.tp,
         dp=mesh.dp,
+        pp=mesh.pp,
         heads_per_rank=num_heads // mesh.tp,
         experts_per_rank=(min(counts), max(counts)),
         fullest_rank=fullest_rank,
-        weight_bytes=summary.weight_bytes,
-        parts=summary.parts,
-        cache_bytes_per_token=summary.cache_bytes_per_token,
+        weight_bytes=max(stage.weight_bytes for stage in stages),
+        cache_bytes_per_token=max(stage.cache_bytes_per_token for stage in stages),
+        stages=tuple(stages),
         # A row from the token's rank to each other one of its replica, and a partial sum back from each.
         attention_bytes=2 * (mesh.tp - 1) * row_bytes,
         dispatch_bytes=dispatched,
         allgather_bytes=gathered,
-        holders=tuple(_holder(rank, mesh, num_heads, experts) for rank, experts in enumerate(slots)),
+        holders=tuple(_holder(rank, mesh, num_heads, slots) for rank in range(mesh.world_size)),
     )
 
 
-def _holder(rank: int, mesh: Mesh, num_heads: int, experts: tuple[int, ...]) -> Holder:
+def _holder(rank: int, mesh: Mesh, num_heads: int, slots: Sequence[tuple[int, ...]]) -> Holder:
     at = mesh.coordinates(rank)
     heads = share_of(num_heads, at.tp, mesh.tp)
-    return Holder(rank=rank, replica=at.dp, heads=(heads.start, heads.stop - 1), experts=experts)
+    experts = slots[at.dp * mesh.tp + at.tp]
+    return Holder(rank=rank, replica=at.dp, stage=at.pp, heads=(heads.start, heads.stop - 1), experts=experts)
 
 
 def _exchange(moe: MoEConfig | None, placements: Sequence[Placement], row_bytes: int) -> tuple[float, float]:

@@ -26,6 +26,7 @@ class Step:
 
     agreement: Agreement
     plans: Mapping[int, StepPlan]  # by replica
+    planned_after: int  # rounds that had ended when the last of the plans was sent; 0 without plans
 
 
 class LockstepGroup:
@@ -79,19 +80,22 @@ class LockstepGroup:
             row[_NUMBER] = self.num_rounds
         rows = self._rows_of_sleepers.copy()
         plans = {}
+        planned_after = 0
         for member in self._awake:
             if not member.rounds and self._drives_all:
-                member.handle([])  # its sleep ends
+                member.handle([], self.num_rounds)  # its sleep ends
             if not member.rounds:  # it has nothing to run
                 continue
-            rows[member.index] = member.rounds[0].row
+            first = member.rounds[0]
+            rows[member.index] = first.work.row
             if not self._drives_all:  # it slept through other rounds
                 rows[member.index][_NUMBER] = self.num_rounds
-            if (plan := member.rounds[0].plan) is not None:
-                plans[member.index] = plan
+            if first.work.plan is not None:
+                plans[member.index] = first.work.plan
+                planned_after = max(planned_after, first.num_ended)
         self._agreement = agree(rows, number=self.num_rounds, num_replicas=self.num_replicas)
         self.num_rounds += 1
-        return Step(self._agreement, plans)
+        return Step(self._agreement, plans, planned_after)
 
     def finish(self, results: Mapping[int, StepResult]) -> list[tuple[int, Deliver]]:
         """End the round, and return each replica that took part with its delivery.
@@ -109,11 +113,11 @@ class LockstepGroup:
                 member.rounds.popleft()
                 result = None if self._agreement.is_idle else results.get(member.index, StepResult(step=0, chunks=[]))
                 outcomes.append(Outcome(agreement=self._agreement, result=result))
-            deliveries.append((member.index, member.handle(outcomes)))
+            deliveries.append((member.index, member.handle(outcomes, self.num_rounds)))
             if member.scheduler.has_work or self._drives_all or member.announces_work:
                 still_awake.append(member)
             else:
-                member.sleep(self._agreement)
+                member.sleep(self._agreement, self.num_rounds)
         self._awake = still_awake
         return deliveries
 
@@ -123,8 +127,8 @@ class LockstepGroup:
             if not member.is_awake:
                 member.is_awake = True
                 self._awake.append(member)
-                member.catch_up(self._recent)
-                member.handle([])
+                member.catch_up(self._recent, self.num_rounds)
+                member.handle([], self.num_rounds)
         if self._woken:
             self._woken.clear()
             self._awake.sort(key=lambda member: member.index)
@@ -137,6 +141,12 @@ class LockstepGroup:
         return self._members[index]
 
 
+@dataclass(frozen=True)
+class _Sent:
+    work: Round
+    num_ended: int  # rounds, when it was sent
+
+
 @dataclass(eq=False)
 class _Member:
     """A replica, in its `Wait` between rounds."""
@@ -145,25 +155,27 @@ class _Member:
     scheduler: Scheduler
     loop: Generator[Effect, Any, None]
     inbox: list[ReplicaMessage] = field(default_factory=list)
-    rounds: deque[Round] = field(default_factory=deque)  # in flight
+    rounds: deque[_Sent] = field(default_factory=deque)  # in flight
+    num_ended: int = 0  # rounds, when it was last driven
     is_awake: bool = False
     has_started: bool = False
 
     @property
     def announces_work(self) -> bool:
         """True if rows that it has sent differ from those of a replica without work."""
-        sent = (each.row for each in self.rounds)
+        sent = (each.work.row for each in self.rounds)
         return any(row != make_row(_NOTHING, number=row[_NUMBER], replica=self.index) for row in sent)
 
-    def handle(self, outcomes: list[Outcome]) -> Deliver:
-        """Hand messages and outcomes to the replica, and return its delivery."""
+    def handle(self, outcomes: list[Outcome], num_ended: int) -> Deliver:
+        """Hand messages and outcomes to the replica after so many rounds, and return its delivery."""
+        self.num_ended = num_ended
         if not self.has_started:
             self.has_started = True
             self._run(None)
         inbox, self.inbox = self.inbox, []
         return self._run(Events(inbox, outcomes))
 
-    def catch_up(self, recent: Sequence[Agreement]) -> None:
+    def catch_up(self, recent: Sequence[Agreement], num_ended: int) -> None:
         """Take part in the last rounds without a plan. Its messages arrive with the outcome of the last one.
 
         Args:
@@ -173,18 +185,18 @@ class _Member:
         self.inbox = [] if recent else inbox
         for agreement in recent:
             if not self.rounds:
-                self.handle([])  # its sleep ends
+                self.handle([], num_ended)  # its sleep ends
             if agreement is recent[-1]:
                 self.inbox = inbox
             self.rounds.popleft()
             result = None if agreement.is_idle else StepResult(step=0, chunks=[])
-            self.handle([Outcome(agreement=agreement, result=result)])
+            self.handle([Outcome(agreement=agreement, result=result)], num_ended)
 
-    def sleep(self, agreement: Agreement) -> None:
+    def sleep(self, agreement: Agreement, num_ended: int) -> None:
         """End the rounds that the replica has sent without a plan, as if all replicas had agreed to idle."""
         idle = Outcome(agreement=replace(agreement, is_idle=True))
         rounds, self.rounds = len(self.rounds), deque()
-        self.handle([idle] * rounds)
+        self.handle([idle] * rounds, num_ended)
         self.is_awake = False
 
     def _run(self, events: Events | None) -> Deliver:
@@ -193,7 +205,7 @@ class _Member:
         while True:
             match effect:
                 case Submit(work=work):
-                    self.rounds.append(work)
+                    self.rounds.append(_Sent(work, self.num_ended))
                 case Deliver():
                     assert delivery is None, "two deliveries without a wait between them"
                     delivery = effect

@@ -46,7 +46,13 @@ class SimulationSettings:
     seconds: _Factor | None = setting(None, "simulate only the requests that arrive in the first seconds; none: all")
     max_num_seqs: PositiveInt = setting(256, "most requests that a replica runs in one step")
     max_num_batched_tokens: PositiveInt = setting(8192, "most tokens that a replica computes in one step")
-    max_prefill_tokens: PositiveInt = setting(512, "most of these that belong to prompts while any replica decodes")
+    async_scheduling: bool = setting(True, "plan the next step while one runs; always off with several pipeline stages")
+    host_time: Annotated[float, msgspec.Meta(ge=0, le=10)] = setting(
+        0.002, "seconds that the host takes for each step: planning, messages and updates"
+    )
+    max_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = setting(
+        512, "most of these that belong to prompts while any replica decodes; 0: all"
+    )
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = setting(0, "seed of the experts' loads and their drift")
 
 

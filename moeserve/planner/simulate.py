@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,12 +20,13 @@ from moeserve.config.settings import DtypeName
 from moeserve.errors import SettingsError
 from moeserve.expert_placement.placement import read_loads
 from moeserve.models.registry import describe
+from moeserve.planner.clock import Clock
 from moeserve.planner.costs import LayoutCosts, ReplicaLoad, StepLoad
 from moeserve.planner.estimate import estimate_layouts
 from moeserve.planner.expert_balance import ExpertBalance, draw_loads
 from moeserve.planner.hardware import Hardware
 from moeserve.planner.layout import find_layouts
-from moeserve.planner.lockstep_group import LockstepGroup
+from moeserve.planner.lockstep_group import LockstepGroup, Step
 from moeserve.planner.settings import Assumptions, ExpertSettings, SimulationSettings
 from moeserve.planner.simulation_report import Outcome, Percentiles, Simulation
 from moeserve.planner.traffic import RecordedRequest, Traffic
@@ -45,6 +46,8 @@ def simulate(
     num_ranks: int,
     ranks_per_node: int,
     tp: int = 1,
+    pp: int = 1,
+    pipeline_layers: Sequence[int] | None = None,
     dtype: DtypeName | None = None,
     loads: Path | None = None,
     assumptions: Assumptions,
@@ -56,7 +59,9 @@ def simulate(
     Args:
         model: folder with a config.json.
         traffic: before its rate and lengths are scaled.
-        tp: ranks of each replica.
+        tp: ranks that share the heads of each replica.
+        pp: pipeline stages of each replica.
+        pipeline_layers: of each stage; None: even shares.
         loads: file of expert loads at the start; see `read_loads`. None: drawn.
 
     Raises:
@@ -66,7 +71,15 @@ def simulate(
     if loads is not None and experts.skew:
         raise SettingsError(f"skew={experts.skew:g} draws loads, and loads={loads} gives them; use one of them")
     traffic = _scaled(traffic, settings)
-    found = find_layouts(model, num_ranks, dtype, tp, num_redundant=experts.num_redundant_experts)
+    found = find_layouts(
+        model,
+        num_ranks,
+        dtype,
+        tp,
+        pp=pp,
+        pipeline_layers=pipeline_layers,
+        num_redundant=experts.num_redundant_experts,
+    )
     (layout,) = found.layouts
     (estimate,) = estimate_layouts(found, hardware, traffic, assumptions, ranks_per_node=ranks_per_node).layouts
     if not estimate.cache_tokens:
@@ -89,6 +102,7 @@ def simulate(
         ranks_per_node=ranks_per_node,
         tp=tp,
         dp=layout.dp,
+        pp=pp,
         cache_tokens=estimate.cache_tokens,
         num_requests=len(traffic.requests),
         requests_per_s=len(traffic.requests) / last_s if last_s else 0.0,
@@ -115,6 +129,7 @@ def serve(
         SettingsError: a request does not fit into the cache.
     """
     longest = max(each.prompt_tokens + each.output_tokens for each in traffic.requests)
+    plans_ahead = settings.async_scheduling and costs.pp == 1
     config = SchedulerConfig(
         num_blocks=cache_tokens // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
@@ -124,16 +139,20 @@ def serve(
         max_model_len=longest + 1,
         # Without recorded prefixes, looking for them only takes time.
         enable_prefix_caching=any(each.prefix_blocks for each in traffic.requests),
+        plans_ahead=plans_ahead,
+        num_batches=costs.pp,
     )
     if config.num_blocks * config.block_size < config.max_model_len:
         raise SettingsError(
             f"the traffic has a request of {longest} tokens, but the KV cache of a replica holds {cache_tokens}; "
             f"use more ranks, a larger tp, or shorter requests with length"
         )
-    group = LockstepGroup(costs.dp, lambda: Scheduler(config, b""), drives_all=drives_all)
+    max_rounds = 2 if plans_ahead else costs.pp
+    group = LockstepGroup(costs.dp, lambda: Scheduler(config, b""), max_rounds=max_rounds, drives_all=drives_all)
+    clock = Clock(costs.pp, settings.host_time)
     gc.disable()  # steps leave no reference cycles, and searching for them doubles the time
     try:
-        return _Run(traffic, costs, balance, config, group).run()
+        return _Run(traffic, costs, balance, config, group, clock).run()
     finally:
         gc.enable()
 
@@ -144,6 +163,7 @@ class _InFlight:
 
     recorded: RecordedRequest
     first_token_s: float = 0.0
+    last_token_s: float = 0.0
     num_tokens: int = 0
 
 
@@ -157,12 +177,14 @@ class _Run:
         balance: ExpertBalance,
         config: SchedulerConfig,
         group: LockstepGroup,
+        clock: Clock,
     ) -> None:
         self._traffic = traffic
         self._costs = costs
         self._balance = balance
         self._config = config
         self._group = group
+        self._clock = clock
         self._num_replicas = costs.dp
         self._router = DPRouter(
             self._num_replicas,
@@ -173,14 +195,13 @@ class _Run:
         )
         self._num_sent = 0
         self._in_flight: dict[str, _InFlight] = {}
-        self._now = 0.0
         self._ranks = defaultdict[int, _Ranks](_Ranks)  # by replica
         # Statistics:
         self._prompt_tokens = self._cached_tokens = self._output_tokens = self._num_finished = 0
-        self._first_token_s, self._output_token_s = array("d"), array("d")
+        self._first_token_s, self._output_token_s, self._gap_s = array("d"), array("d"), array("d")
+        self._num_decode_only = 0
         self._step_s, self._fullest = array("d"), array("d")
         self._tokens_run = self._idle_steps = self._max_blocks_used = 0
-        self._busy_s = 0.0
         self._balance_at_start = balance.expected
         self._balance_s = 0.0  # expected balance times seconds of steps
 
@@ -190,22 +211,23 @@ class _Run:
             self._send_arrivals()
             this_round = self._group.begin()
             if not this_round.agreement.is_idle:
-                self._execute(this_round.plans)
+                self._execute(this_round)
                 continue
             self._group.finish({})
+            self._clock.skip()
             if self._in_flight:  # they came while this round, without any plan, was in flight
                 continue
             if self._num_sent == len(requests):
                 return self._outcome()
             # All replicas sleep until the next arrival.
             arrival_s = requests[self._num_sent].arrival_s
-            self._balance.rest(arrival_s - self._now)
-            self._now = arrival_s
+            self._balance.rest(arrival_s - self._clock.now)
+            self._clock.rest_until(arrival_s)
 
     def _send_arrivals(self) -> None:
         """Route the requests that have arrived until now."""
         requests = self._traffic.requests
-        while self._num_sent < len(requests) and requests[self._num_sent].arrival_s <= self._now:
+        while self._num_sent < len(requests) and requests[self._num_sent].arrival_s <= self._clock.now:
             self._send(self._num_sent, requests[self._num_sent])
             self._num_sent += 1
 
@@ -219,24 +241,25 @@ class _Run:
         self._in_flight[request.request_id] = _InFlight(recorded)
         self._group.send(self._router.choose(request), AddRequest(request))
 
-    def _execute(self, plans: Mapping[int, StepPlan]) -> None:
+    def _execute(self, step: Step) -> None:
         """Run a step of all replicas. Requests that arrive during it are routed before its updates."""
+        plans = step.plans
         load = StepLoad.of([load_of(plan) for plan in plans.values()])
         expected = self._balance.expected
         fullest = self._costs.imbalance(load.num_tokens, expected).value
-        step_s = self._costs.step_seconds(load, fullest).seconds
-        seconds = step_s + self._balance.advance(load, step_s)
+        of_stages = self._costs.stage_seconds(load, fullest)
+        moving_s = self._balance.advance(load, max(of_stages))
+        seconds = self._clock.run(of_stages, moving_s, step.planned_after)
 
-        self._step_s.append(seconds)
+        self._step_s.append(sum(of_stages) + moving_s)
+        self._num_decode_only += not load.num_prefill
         self._fullest.append(fullest)
-        self._busy_s += seconds
         self._balance_s += expected * seconds
         self._tokens_run += round(load.num_tokens)
         self._idle_steps += self._num_replicas - len(plans)
         used = [self._config.num_blocks - self._group.num_free_blocks(rank) for rank in plans]
         self._max_blocks_used = max(self._max_blocks_used, *used)
 
-        self._now += seconds
         self._send_arrivals()
         for rank, delivery in self._group.finish({rank: self._ranks[rank].run(plan) for rank, plan in plans.items()}):
             self._router.note_free_blocks(rank, delivery.stats.num_free_blocks)
@@ -247,18 +270,22 @@ class _Run:
         assert update.error is None, update
         has_ended = update.finish_reason is not None
         self._router.note_update(update.request_id, has_ended=has_ended)
+        now = self._clock.now
         request = self._in_flight[update.request_id]
         recorded = request.recorded
         if not request.num_tokens:
-            request.first_token_s = self._now
-            self._first_token_s.append(self._now - recorded.arrival_s)
+            request.first_token_s = now
+            self._first_token_s.append(now - recorded.arrival_s)
+        elif update.token_ids:
+            self._gap_s.append(now - request.last_token_s)
+        request.last_token_s = now
         request.num_tokens += len(update.token_ids)
         if not has_ended:
             return
         assert request.num_tokens == recorded.output_tokens, request
         del self._in_flight[update.request_id]
         if request.num_tokens > 1:
-            self._output_token_s.append((self._now - request.first_token_s) / (request.num_tokens - 1))
+            self._output_token_s.append((now - request.first_token_s) / (request.num_tokens - 1))
         self._num_finished += 1
         self._prompt_tokens += recorded.prompt_tokens
         self._cached_tokens += update.num_cached_tokens
@@ -271,13 +298,17 @@ class _Run:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             output_tokens=self._output_tokens,
-            seconds=self._now,
-            busy_s=self._busy_s,
-            output_tokens_per_s=self._output_tokens / self._now,
+            seconds=self._clock.now,
+            busy_s=self._clock.busy_s,
+            output_tokens_per_s=self._output_tokens / self._clock.now,
             first_token_s=Percentiles.of(self._first_token_s),
             output_token_s=Percentiles.of(self._output_token_s),
+            gap_s=Percentiles.of(self._gap_s),
             num_steps=num_steps,
             step_s=Percentiles.of(self._step_s),
+            decode_only_share=self._num_decode_only / num_steps,
+            host_s=self._clock.host_s,
+            host_waited_s=self._clock.host_waited_s,
             fullest_rank=Percentiles.of(self._fullest),
             tokens_per_step=self._tokens_run / num_steps,
             idle_step_share=self._idle_steps / (num_steps * self._num_replicas),
@@ -285,7 +316,7 @@ class _Run:
             num_preemptions=self._group.num_preemptions,
             cache_used_most=self._max_blocks_used / self._config.num_blocks,
             balance_at_start=self._balance_at_start,
-            balance_mean=self._balance_s / self._busy_s,
+            balance_mean=self._balance_s / self._clock.busy_s,
             balance_at_end=self._balance.expected,
             rebalances=tuple(self._balance.rebalances),
         )

@@ -40,9 +40,13 @@ class Outcome:
     busy_s: float  # the part of these in which steps ran
     output_tokens_per_s: float
     first_token_s: Percentiles  # after the arrival
+    gap_s: Percentiles  # between one token of a request and the next; of all tokens
     output_token_s: Percentiles  # between tokens after the first; mean of each request with several
     num_steps: int
-    step_s: Percentiles
+    step_s: Percentiles  # on the accelerators, from the first pipeline stage to the last
+    decode_only_share: float  # of the steps
+    host_s: float  # work of the host for all steps
+    host_waited_s: float  # the part of it in which the accelerators waited; the rest was hidden
     fullest_rank: Percentiles  # rows over the mean in each step, by placement and chance
     tokens_per_step: float
     idle_step_share: float  # share of all replicas' steps in which one had nothing to run while another had
@@ -65,6 +69,7 @@ class Simulation:
     ranks_per_node: int
     tp: int
     dp: int
+    pp: int
     cache_tokens: int  # capacity of a replica
     num_requests: int
     requests_per_s: float
@@ -74,8 +79,10 @@ class Simulation:
 def as_text(found: Simulation) -> str:
     """Return the results as tables."""
     outcome = found.outcome
+    pp = f", pp {found.pp}" if found.pp > 1 else ""
+    hidden = 1 - outcome.host_waited_s / outcome.host_s if outcome.host_s else 1.0
     lines = [
-        f"{found.num_nodes} x {found.ranks_per_node} {found.hardware}, tp {found.tp}, dp {found.dp}, "
+        f"{found.num_nodes} x {found.ranks_per_node} {found.hardware}, tp {found.tp}, dp {found.dp}{pp}, "
         f"{found.cache_tokens} tokens in the KV cache of a replica",
         f"{found.num_requests} requests, {found.requests_per_s:.2f} in a second",
         "",
@@ -83,13 +90,16 @@ def as_text(found: Simulation) -> str:
         f"{outcome.busy_s:.2f} s of them",
         f"{'prompt tokens':<28}{outcome.prompt_tokens} ({outcome.cached_tokens} from the prefix cache)",
         f"{'output tokens':<28}{outcome.output_tokens}, {outcome.output_tokens_per_s:.0f} in a second",
-        f"{'steps':<28}{outcome.num_steps}, of {outcome.tokens_per_step:.1f} tokens",
+        f"{'steps':<28}{outcome.num_steps}, of {outcome.tokens_per_step:.1f} tokens; "
+        f"{outcome.decode_only_share:.1%} only decode",
+        f"{'work of the host':<28}{outcome.host_s:.2f} s, {hidden:.1%} hidden behind steps",
         f"{'idle steps':<28}{outcome.idle_step_share:.1%}; {outcome.num_replicas_used} of {found.dp} replicas served",
         f"{'KV cache in use':<28}at most {outcome.cache_used_most:.1%} of a replica's; "
         f"{outcome.num_preemptions} preemptions",
         "",
         f"{'':<28}{'p50':>12}{'p90':>12}{'p99':>12}",
         _times("time to the first token", outcome.first_token_s),
+        _times("between two tokens", outcome.gap_s),
         _times("time per output token", outcome.output_token_s),
         _times("step", outcome.step_s),
         f"{'fullest rank in a step':<28}" + "".join(f"{value:>12.2f}" for value in vars(outcome.fullest_rank).values()),

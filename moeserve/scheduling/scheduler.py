@@ -38,7 +38,7 @@ class SchedulerConfig:
     # Plan tokens whose predecessor is not sampled yet; ranks append what they sample. False: wait until it is
     # committed; then plans bring the tokens to the ranks, not all of which may sample.
     plans_ahead: bool = True
-    max_prefill_tokens: int | None = None  # most that a prefill budget allows; None: no limit
+    max_prefill_tokens: int = 0  # most that a prefill budget allows; 0: prefill budgets are ignored
     num_batches: int = 1  # in which the requests run, if each plan takes its share of them
 
 
@@ -187,8 +187,8 @@ class Scheduler:
                 None: prefills are limited by `max_num_batched_tokens` alone.
         """
         num_tokens = num_prefill_tokens = self.config.max_num_batched_tokens
-        if prefill_budget is not None:
-            num_prefill_tokens = min(prefill_budget, self.config.max_prefill_tokens or num_tokens)
+        if prefill_budget is not None and self.config.max_prefill_tokens:
+            num_prefill_tokens = min(prefill_budget, self.config.max_prefill_tokens)
         budget = _Budget(num_tokens, num_prefill_tokens)
         new_blocks: list[tuple[int, list[int]]] = []
         planned: list[tuple[LiveRequest, int]] = []

@@ -176,3 +176,19 @@ def test_tp_ranks_exchange_their_own_share_and_gather_all(tmp_path: Path) -> Non
 
 def test_one_rank_exchanges_nothing(tmp_path: Path) -> None:
     assert costs_of(tmp_path, 1, exchange_latency=1).step_seconds(decoding(10)).exchange == 0
+
+
+def test_stages_take_the_time_of_their_layers(tmp_path: Path) -> None:
+    """With one rank for each stage, both together take as long as one rank alone, and the hand-over."""
+    load = decoding(64)
+    whole = costs_of(tmp_path, 1)
+    found = find_layouts(tmp_path, 2, None, 1, pp=2)
+    halves = LayoutCosts(describe(tmp_path), found, found.layouts[0], H800, whole.assumptions, 2)
+    first_s, second_s = halves.stage_seconds(load, 1.0)
+    handover = [term.seconds for term in halves.terms(load, 1.0) if term.formula.name.startswith("hand-over")]
+    config = describe(tmp_path).model
+    bandwidth = H800.node_bandwidth * whole.assumptions.link_efficiency
+    assert handover == [pytest.approx(64 * config.hidden_size * 2 / bandwidth + whole.assumptions.exchange_latency)]
+    assert first_s + second_s - handover[0] == pytest.approx(whole.step_seconds(load, 1.0).seconds)
+    head = [term.seconds for term in halves.terms(load, 1.0) if term.kind == "head"]
+    assert second_s - sum(head) < first_s

@@ -134,7 +134,7 @@ def test_loads_determine_the_balance(tmp_path: Path) -> None:
     (layout,) = find_layouts(folder, 4, None, 1, num_redundant=4).layouts
     assert layout.fullest_rank == pytest.approx(2.5 / 2)
     assert [holder.experts for holder in layout.holders] == [(0, 1, 2), (3, 4, 5), (6, 7, 0), (1, 2, 3)]
-    (routed,) = (part for part in layout.parts if part.name == "routed experts")
+    (routed,) = (part for part in layout.stages[0].parts if part.name == "routed experts")
     assert routed.num_parameters == 32 * 3 * 3 * 4096 * 14336
 
 

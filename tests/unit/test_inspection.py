@@ -205,3 +205,18 @@ def test_damaged_shards_do_not_hide_the_rest(tmp_path: Path, capsys: pytest.Capt
         assert says in report
         for shown in ("671.03 B", "36.63 B", "fp8 in blocks of 128 x 128"):
             assert shown in report
+
+
+def test_pipeline_stages_share_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers are counted once over all stages."""
+    folder = folder_of(tmp_path, DEEPSEEK_V3)
+    whole, staged = inspect(folder, None), inspect(folder, None, num_stages=3, pipeline_layers=[21, 20, 20])
+    assert [stage.num_layers for stage in staged.stages] == [21, 20, 20]
+    assert sum(stage.weight_bytes for stage in staged.stages) == whole.weight_bytes
+    assert sum(stage.cache_bytes_per_token for stage in staged.stages) == whole.cache_bytes_per_token
+    first, middle, _ = staged.stages
+    assert first.cache_bytes_per_token == 21 * middle.cache_bytes_per_token // 20
+    assert cli.main(["inspect", str(folder), "-pp", "3", "--pipeline-layers", "21,20,20"]) == 0
+    assert "stage" in capsys.readouterr().out
+    assert cli.main(["inspect", str(folder), "-pp", "3", "--pipeline-layers", "21,20"]) == 1
+    assert "pipeline_layers=[21, 20]" in capsys.readouterr().err

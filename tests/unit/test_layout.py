@@ -151,4 +151,24 @@ def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["plan", folder, "--ranks", "32", "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert [(layout["tp"], len(layout["holders"])) for layout in layouts] == [(tp, 32) for tp in (1, 2, 4, 8, 16, 32)]
-    assert layouts[1]["holders"][31] == {"rank": 31, "replica": 15, "heads": [16, 31], "experts": [7]}
+    assert layouts[1]["holders"][31] == {"rank": 31, "replica": 15, "stage": 0, "heads": [16, 31], "experts": [7]}
+
+
+def test_pipeline_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two stages of two replicas of two ranks: experts are divided over the four ranks of a stage."""
+    folder = folder_of(tmp_path, "Mixtral-8x7B")
+    (layout,) = find_layouts(folder, 8, None, 2, pp=2, pipeline_layers=[17, 15]).layouts
+    (one_stage,) = find_layouts(folder, 4, None, 2).layouts
+    assert (layout.tp, layout.dp, layout.pp) == (2, 2, 2)
+    assert [(stage.first_layer, stage.num_layers) for stage in layout.stages] == [(0, 17), (17, 15)]
+    assert sum(stage.weight_bytes for stage in layout.stages) == one_stage.weight_bytes
+    assert sum(stage.cache_bytes_per_token for stage in layout.stages) == one_stage.cache_bytes_per_token
+    assert layout.weight_bytes == layout.stages[0].weight_bytes
+    assert [(each.replica, each.stage, each.experts) for each in layout.holders[:4]] == [
+        (0, 0, (0, 1)),
+        (0, 0, (2, 3)),
+        (0, 1, (0, 1)),
+        (0, 1, (2, 3)),
+    ]
+    assert cli.main(["plan", str(folder), "--ranks", "8", "--tp", "2", "-pp", "3"]) == 1
+    assert "pipeline_parallel_size=3" in capsys.readouterr().err

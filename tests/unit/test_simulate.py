@@ -62,7 +62,7 @@ def drawn_traffic(seed: int, num_requests: int, seconds: float, *, prompt: int =
     )
 
 
-SMALL = SimulationSettings(max_num_seqs=4, max_num_batched_tokens=128)
+SMALL = SimulationSettings(max_num_seqs=4, max_num_batched_tokens=128, host_time=0.0)
 
 
 def served(traffic: Traffic, costs: LayoutCosts, *, cache_tokens: int = 4000, **options: Any) -> Outcome:
@@ -94,15 +94,15 @@ def test_every_request_ends_once_with_its_output_length(costs: LayoutCosts) -> N
 def test_time_is_the_sum_of_step_times(costs: LayoutCosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests come at once, so there is no idle time. Each decode step has one token per request."""
     steps: list[tuple[StepLoad, float, float]] = []
-    step_seconds = costs.step_seconds
+    stage_seconds = costs.stage_seconds
 
     def recorded(load: StepLoad, imbalance: float | None = None) -> Any:
         assert imbalance is not None
-        time = step_seconds(load, imbalance)
-        steps.append((load, imbalance, time.seconds))
-        return time
+        of_stages = stage_seconds(load, imbalance)
+        steps.append((load, imbalance, sum(of_stages)))
+        return of_stages
 
-    monkeypatch.setattr(costs, "step_seconds", recorded)
+    monkeypatch.setattr(costs, "stage_seconds", recorded)
     traffic = Traffic(tuple(RecordedRequest(0.0, 20, 5, ()) for _ in range(NUM_REPLICAS)), 1)
     found = served(traffic, costs)
     assert found.seconds == pytest.approx(sum(seconds for _, _, seconds in steps))
@@ -113,6 +113,44 @@ def test_time_is_the_sum_of_step_times(costs: LayoutCosts, monkeypatch: pytest.M
     assert steps[0][1] == costs.imbalance(20 * NUM_REPLICAS, balance_of(costs).expected).value
     assert found.first_token_s.p99 == pytest.approx(steps[0][2])
     assert found.output_token_s.p50 == pytest.approx(sum(seconds for _, _, seconds in steps[1:]) / 4)
+
+
+def test_the_host_is_hidden_behind_steps(costs: LayoutCosts) -> None:
+    """A step cannot be planned before the end of the last one without async scheduling, so the host's time adds up."""
+    traffic = Traffic(tuple(RecordedRequest(0.0, 20, 30, ()) for _ in range(NUM_REPLICAS)), 1)
+
+    def run(**settings: Any) -> Outcome:
+        return serve(traffic, costs, balance_of(costs), SimulationSettings(**settings), cache_tokens=4000)
+
+    free = run(host_time=0.0)
+    host_time = free.seconds / free.num_steps / 2
+    off, on, slow = run(async_scheduling=False, host_time=host_time), run(host_time=host_time), run(host_time=1.0)
+    assert free.num_steps == off.num_steps == on.num_steps == 30
+    assert off.seconds == pytest.approx(free.seconds + 30 * host_time)
+    assert off.host_waited_s == pytest.approx(off.host_s) == pytest.approx(30 * host_time)
+    assert on.seconds == pytest.approx(free.seconds + host_time)  # only the first step waits
+    assert on.host_waited_s == pytest.approx(host_time)
+    # A host that is slower than the steps sets their pace.
+    assert slow.seconds == pytest.approx(30 * 1.0 + slow.step_s.p50, rel=1e-2)
+
+
+def test_pipeline_stages_work_at_the_same_time(folder: Path) -> None:
+    """Two stages of one layer each. With requests for two batches, steps begin at the pace of the slower stage."""
+    found = find_layouts(folder, NUM_REPLICAS, None, 1, pp=2)
+    costs = LayoutCosts(describe(folder), found, found.layouts[0], H800, Assumptions(), NUM_REPLICAS)
+    balance = ExpertBalance(costs, ExpertSettings(), draw_loads(2, 16, 0.0, seed=0), seed=0)
+    settings = SimulationSettings(host_time=0.0)
+
+    def run(num_requests: int) -> Outcome:
+        traffic = Traffic((RecordedRequest(0.0, 20, 200, ()),) * num_requests, 1)
+        return serve(traffic, costs, balance, settings, cache_tokens=100_000)
+
+    one, two = run(1), run(2 * costs.dp)
+    assert one.num_steps == 200
+    assert one.seconds == pytest.approx(200 * one.step_s.p50, rel=0.05)
+    load = StepLoad.of([ReplicaLoad(num_decoding=1, decode_pairs=120)] * costs.dp)
+    of_stages = costs.stage_seconds(load)
+    assert two.seconds == pytest.approx(400 * max(of_stages), rel=0.1)
 
 
 def test_time_passes_between_requests(costs: LayoutCosts) -> None:
