@@ -19,6 +19,13 @@ of them waiting forever. The following rules prevent that:
    internal error still sends a round to announce it, and all ranks stop in that round; rounds that were sent after it
    are not run anywhere. A rank that fails inside a collective, or dies, cannot announce it; then the supervisor of the
    processes ends the others.
+
+With pipeline stages, the rules hold for the ranks of each stage. A replica sends the same row and plan to all of them,
+so all stages reach the same agreement. In a step a rank receives from the stage before, computes, and sends to the
+next; a send ends when the next stage receives. Sort these operations by round, then by stage: each waits only for
+operations before it, a send for the earlier rounds of its receiver. So the first operation that is not done can always
+proceed. Expert loads are exchanged between all stages before the operations of a round, so they wait for earlier
+rounds only.
 """
 
 from __future__ import annotations

@@ -148,6 +148,19 @@ def test_an_engine_adopts_the_placement_group_that_it_is_in(cluster: Cluster, re
     assert given["executor"] == "ray"
 
 
+def test_pipeline_stages_on_two_hosts(cluster: Cluster, reference: Reference) -> None:
+    """A stage takes all cores of a host. Between stages, tensors travel over the network.
+
+    It runs before tests with `replicas`, which take all cores.
+    """
+    prompts = reference.prompts(3, 40, 17, 24, 9, 31)
+    with engine(cluster, reference, 1, 1, pipeline_parallel_size=2, num_threads=CORES):
+        assert [len(cluster.ranks(host)) for host in cluster.hosts] == [1, 1]
+        assert cluster.ask("generate", prompts=prompts, max_tokens=NUM_TOKENS)["tokens"] == expected(reference, prompts)
+        check_failure(cluster, reference, lambda host: host.kill(RANK))
+        assert "stage 1" in cluster.restarts()[-1]
+
+
 @pytest.fixture(scope="module")
 def replicas(cluster: Cluster, reference: Reference) -> Iterator[None]:
     """Two replicas of two ranks, each on one host."""
