@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
+import weakref
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -22,10 +23,15 @@ class UniprocExecutor:
         self._work: SimpleQueue[Round | None] = SimpleQueue()  # None: the thread ends
         self._outcomes = OutcomeQueue()
         loaded: Future[Worker] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(config, show_progress, loaded), name="moeserve rank 0", daemon=True
+        thread = threading.Thread(
+            target=_run,
+            args=(config, show_progress, loaded, self._work, self._outcomes),
+            name="moeserve rank 0",
+            daemon=True,
         )
-        self._thread.start()
+        thread.start()
+        # Without a call of shutdown too, also as Python exits: the thread holds the model.
+        self._end_thread = weakref.finalize(self, _end, thread, self._work)
         try:
             self.worker: Worker | None = loaded.result()
         except BaseException:
@@ -46,24 +52,35 @@ class UniprocExecutor:
         self._outcomes.complete()
 
     def shutdown(self) -> None:
-        if self._thread.is_alive():
-            self._work.put(None)
-            self._thread.join()
+        self._end_thread()
         self.worker = None
 
-    def _run(self, config: EngineConfig, show_progress: bool, loaded: Future[Worker]) -> None:
+
+def _run(
+    config: EngineConfig,
+    show_progress: bool,
+    loaded: Future[Worker],
+    rounds: SimpleQueue[Round | None],
+    outcomes: OutcomeQueue,
+) -> None:
+    """Load the model and execute rounds until there is None. Does not refer to the executor, which may be deleted."""
+    try:
+        worker = Worker(config, groups_of_one_rank(), show_progress=show_progress)
+    except BaseException as error:
+        loaded.set_exception(error)
+        del loaded  # which refers to this frame through the traceback
+        rounds.get()
+        return
+    loaded.set_result(worker)
+    del loaded
+    while (work := rounds.get()) is not None:
         try:
-            worker = Worker(config, groups_of_one_rank(), show_progress=show_progress)
+            ended: Outcome | BaseException = worker.execute(work)
         except BaseException as error:
-            loaded.set_exception(error)
-            del loaded  # which refers to this frame through the traceback
-            self._work.get()
-            return
-        loaded.set_result(worker)
-        del loaded
-        while (work := self._work.get()) is not None:
-            try:
-                ended: Outcome | BaseException = worker.execute(work)
-            except BaseException as error:
-                ended = error
-            self._outcomes.add(ended)
+            ended = error
+        outcomes.add(ended)
+
+
+def _end(thread: threading.Thread, rounds: SimpleQueue[Round | None]) -> None:
+    rounds.put(None)
+    thread.join()

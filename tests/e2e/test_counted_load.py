@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import urllib.request
 from collections.abc import Callable
@@ -88,8 +89,9 @@ def test_file_and_metrics_get_every_window(reference_named: Callable[[str], Refe
     total = summed(windows)
     # The call returns everything since the last call, also what is in the file.
     assert (reported.num_steps, reported.tokens_of_expert) == (total.num_steps, total.tokens_of_expert)
-    assert {window.num_steps for window in windows[:-1]} == {3}
-    assert [window.first_step for window in windows] == [3 * number for number in range(len(windows))]
+    assert {window.num_steps for window in windows[:-1]} <= {3, 4}  # a round more may be in flight
+    ends = itertools.accumulate(window.num_steps for window in windows)
+    assert [window.first_step for window in windows] == [0, *ends][:-1]
     assert [list(counts) for counts in total.tokens_of_expert] == expected
     assert float(metrics["moeserve_tokens_total"]) == total.num_tokens
     assert float(metrics["moeserve_steps_total"]) == total.num_steps
