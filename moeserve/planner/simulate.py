@@ -1,8 +1,8 @@
 """Serves recorded traffic on a simulated cluster in virtual time: `moeserve simulate`.
 
-The scheduling is real: `Replica` and `Scheduler` for each replica, in a `LockstepGroup`, behind a `DPRouter`. The times
-of steps come from the cost model, placements and rebalancing from expert_balance.py. The result depends on the arguments
-alone.
+The scheduling is real: `Replica` and `Scheduler` for each replica, in a `LockstepGroup`, behind a `DPRouter`.
+The times of steps come from the cost model, placements and rebalancing from expert_balance.py.
+The result depends on the arguments alone.
 
 Token values do not matter, but common prefixes of prompts do. A prompt token is therefore the id of its block in the
 traffic, or the request's own negative number if the traffic records no blocks. Output tokens are the request's own.
