@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from moeserve.api.prompts import Prompt, Prompts
 from moeserve.api.startup import open_session
+from moeserve.config.resolve import shown_layout
 from moeserve.config.settings import Settings
 from moeserve.config.validation import parse_settings
 from moeserve.errors import MoeserveError, RequestError, SettingsError, shown
@@ -63,7 +64,7 @@ class LLM:
         quantization = "" if config.quantization is None else f"quantization={config.quantization!r}, "
         return (
             f"LLM(model={config.model_path!r}, dtype={config.dtype!r}, {quantization}device={config.device!r}, "
-            f"tensor_parallel_size={config.tensor_parallel_size}, data_parallel_size={config.data_parallel_size})"
+            f"{shown_layout(config)})"
         )
 
     def get_default_sampling_params(self) -> SamplingParams:

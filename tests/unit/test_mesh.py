@@ -35,6 +35,17 @@ def test_groups_are_rows_of_the_table_of_ranks(axis: Axis) -> None:
         assert all({mesh.group(axis, rank) for rank in group} == {group} for group in groups)
 
 
+def test_neighbours_have_the_same_place_in_consecutive_stages() -> None:
+    for dp, pp, tp in SIZES:
+        mesh, table = Mesh(tp=tp, dp=dp, pp=pp), np.arange(dp * pp * tp).reshape(dp, pp, tp)
+        for (replica, stage, place), rank in np.ndenumerate(table):
+            after = (rank, table[replica, stage + 1, place]) if stage + 1 < pp else None
+            assert mesh.neighbour(int(rank), 1) == after
+            if after is not None:
+                assert mesh.neighbour(int(after[1]), -1) == after
+        assert all(mesh.neighbour(int(rank), -1) is None for rank in table[:, 0].flat)
+
+
 def test_coordinates_are_indices_into_the_table_of_ranks() -> None:
     for dp, pp, tp in SIZES:
         mesh = Mesh(tp=tp, dp=dp, pp=pp)
