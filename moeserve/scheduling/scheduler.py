@@ -67,9 +67,9 @@ class _Budget:
     num_tokens: int
     num_prefill_tokens: int  # of these, in chunks of several tokens
 
-    def most_for(self, request: LiveRequest, num_after: int) -> int:
-        """Return the most tokens that a request may have if one is kept for each of `num_after` further requests."""
-        most = min(request.num_unplanned, max(1, self.num_tokens - num_after), self.num_tokens)
+    def most_for(self, request: LiveRequest) -> int:
+        """Return the most tokens that a request may have."""
+        most = min(request.num_unplanned, self.num_tokens)
         return min(most, self.num_prefill_tokens) if request.is_prefilling else most
 
     def take(self, request: LiveRequest, num_tokens: int) -> None:
@@ -280,17 +280,15 @@ class Scheduler:
     def _continue_running(
         self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: _Budget
     ) -> bool:
-        """Plan the running requests, oldest first. A prompt leaves one token for each request that decodes after it.
+        """Plan the running requests, oldest first: those that decode come before a prompt that takes the whole budget.
 
         Return False if a request cannot grow now, so that no newer one may get blocks.
         """
         ready = [request for request in self._running.values() if self._may_continue(request)][: self._max_chunks]
-        num_left = len(ready)
         for request in ready:
-            num_left -= 1
             if request.slot == NO_SLOT:  # preempted in this call
                 continue
-            num_tokens = budget.most_for(request, num_left)
+            num_tokens = budget.most_for(request)
             if num_tokens == 0:
                 continue
             if not self._make_room(request, num_tokens):
@@ -376,7 +374,7 @@ class Scheduler:
             request.num_computed = request.num_planned = len(prefix) * self.config.block_size
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed
-            num_tokens = budget.most_for(request, num_after=0)
+            num_tokens = budget.most_for(request)
             request.block_ids += self._pool.allocate(self._num_new_blocks(request, num_tokens))
             planned.append((request, num_tokens))
             budget.take(request, num_tokens)

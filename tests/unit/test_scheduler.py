@@ -218,14 +218,7 @@ def test_a_long_request_is_passed_by_a_bounded_number_of_short_ones() -> None:
     assert ended.index("short 0") < ended.index("running") < ended.index("long") <= MAX_PASSED + 1
 
 
-def test_a_prompt_leaves_budget_to_requests_that_decode() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    scheduler.add(request("long", 12))
-    scheduler.add(request("a", 1))
-    step(scheduler)
-    step(scheduler)
-    step(scheduler)
-    assert lengths(step(scheduler)[0]) == [1, 1]
+def test_a_request_that_decodes_advances_beside_a_long_prompt() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
     scheduler.add(request("a", 1))
     scheduler.add(request("long", 12))
