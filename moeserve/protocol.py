@@ -48,8 +48,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     slot: int  # of the ranks' table; whatever was there before is forgotten
-    token_ids: list[int]  # prompt and output
+    token_ids: list[int]  # prompt and output; with `prompt_slot`, the output alone
     num_prompt_tokens: int
+    prompt_slot: int | None = None  # of a request registered before, which has the same prompt
     block_ids: list[int]
     params: RequestParams
     seed: int

@@ -70,15 +70,20 @@ class LiveRequest:
         num_tokens = len(self.token_ids) + self.num_unknown
         return num_tokens == max_model_len or num_tokens - self.num_prompt_tokens == self.request.params.max_tokens
 
-    def registration(self) -> Registration:
-        """Return the state that ranks keep. No plan that names the request may be in flight."""
+    def registration(self, prompt_slot: int | None) -> Registration:
+        """Return the state that ranks keep. No plan that names the request may be in flight.
+
+        Args:
+            prompt_slot: of a registered request with the same prompt, if there is one.
+        """
         assert self.slot != NO_SLOT, self.request_id
         assert self.num_plans == 0, self.request_id
         request = self.request
         return Registration(
             slot=self.slot,
-            token_ids=self.token_ids,
+            token_ids=self.token_ids if prompt_slot is None else self.token_ids[self.num_prompt_tokens :],
             num_prompt_tokens=self.num_prompt_tokens,
+            prompt_slot=prompt_slot,
             block_ids=self.block_ids.copy(),  # grows before the ranks read it
             params=request.params,
             seed=request.seed,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeserve.errors import RequestError
-from moeserve.protocol import ChunkResult, RankReport, Request, RequestUpdate, StepPlan, StepResult
+from moeserve.protocol import ChunkResult, RankReport, Registration, Request, RequestUpdate, StepPlan, StepResult
 from moeserve.scheduling.block_pool import BlockPool, num_blocks_for, root_digest
 from moeserve.scheduling.rank_state import ExpectedState, check_reports
 from moeserve.scheduling.request import NO_SLOT, LiveRequest
@@ -105,6 +105,7 @@ class Scheduler:
         self._num_arrived = 0
         self._step = 0
         self._plans: deque[list[_PlannedChunk]] = deque()  # in flight
+        self._owner_of_prompt: dict[int, LiveRequest] = {}  # running requests, by the identity of their prompts
         self._ended_in_flight: set[LiveRequest] = set()  # ended, but a plan in flight names their blocks
 
     @property
@@ -205,7 +206,7 @@ class Scheduler:
             slots=[request.slot for request, _ in planned],
             starts=[request.num_planned for request, _ in planned],
             lengths=[num_tokens for _, num_tokens in planned],
-            registrations=[request.registration() for request, _ in planned if not request.is_registered],
+            registrations=[self._registration(request) for request, _ in planned if not request.is_registered],
             new_blocks=new_blocks,
             new_tokens=[] if self.config.plans_ahead else self._unsent_tokens(planned),
         )
@@ -248,6 +249,7 @@ class Scheduler:
         assert not self._plans, f"{len(self._plans)} plans are in flight"
         for request in self._running.values():
             request.is_registered = False
+        self._owner_of_prompt.clear()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent. For tests and debugging: visits every block."""
@@ -406,6 +408,11 @@ class Scheduler:
     def _num_new_blocks(self, request: LiveRequest, num_tokens: int) -> int:
         return num_blocks_for(request.num_planned + num_tokens, self.config.block_size) - len(request.block_ids)
 
+    def _registration(self, request: LiveRequest) -> Registration:
+        """Return what registers a request. Samples share their prompt: while one of them runs, it is not sent again."""
+        owner = self._owner_of_prompt.setdefault(id(request.request.prompt_token_ids), request)
+        return request.registration(None if owner is request else owner.slot)
+
     def _start_chunk(self, request: LiveRequest, num_tokens: int) -> _PlannedChunk:
         end = request.num_planned + num_tokens
         samples = num_tokens == request.num_unplanned
@@ -472,6 +479,9 @@ class Scheduler:
     def _release(self, request: LiveRequest) -> None:
         """Free the slot of a request that no longer runs, and its blocks unless a plan in flight names them."""
         self._free_slots.append(request.slot)
+        prompt = id(request.request.prompt_token_ids)
+        if self._owner_of_prompt.get(prompt) is request:
+            del self._owner_of_prompt[prompt]
         self._prefilling.discard(request)
         if request.num_plans:
             self._ended_in_flight.add(request)

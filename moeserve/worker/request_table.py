@@ -85,8 +85,11 @@ class RequestTable:
             chunk.request.token_ids.append(token_id)
 
     def _register(self, registration: Registration) -> None:
+        prompt: list[int] = []
+        if registration.prompt_slot is not None:
+            prompt = self._requests[registration.prompt_slot].token_ids[: registration.num_prompt_tokens]
         request = RequestState(
-            token_ids=registration.token_ids.copy(),
+            token_ids=prompt + registration.token_ids,
             num_prompt_tokens=registration.num_prompt_tokens,
             num_blocks=0,
             params=registration.params,

@@ -21,9 +21,11 @@ from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
 from moeserve.outputs import Logprob
-from moeserve.protocol import AddRequest, Request, Sample, TokenLogprobs
+from moeserve.protocol import AddRequest, ChunkResult, RankReport, Request, Sample, StepPlan, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams, SamplingParams
 from moeserve.scheduling.request import LiveRequest
+from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
+from moeserve.worker.request_table import RequestTable
 
 
 class Tokenizing(Exception):
@@ -127,3 +129,32 @@ def test_samples_share_their_prompt_in_messages_and_in_memory() -> None:
     assert len({id(each.token_ids) for each in live}) == 1
     live[0].append(5, None, 20_000)  # has tokens of its own from now on
     assert (len(live[0].token_ids), len(live[1].token_ids)) == (10_001, 10_000)
+
+
+def test_ranks_get_the_prompt_of_running_samples_once() -> None:
+    """Also when the first of them has ended, and when it ends while the others wait."""
+    config = SchedulerConfig(
+        num_blocks=1000,
+        block_size=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=4096,
+        max_model_len=2048,
+        enable_prefix_caching=True,
+    )
+    scheduler, table = Scheduler(config, b""), RequestTable(4, 128)
+    first = Request(request_id="0", prompt_token_ids=[7] * 1000, params=RequestParams(max_tokens=3), seed=0)
+    samples = [Sample(str(index), index) for index in range(1, 12)]
+    for request in AddRequest(first, samples).requests:
+        scheduler.add(request)
+    sent = []
+    while (plan := scheduler.schedule()) is not None:
+        sent.append(len(msgspec.msgpack.encode(plan)))
+        chunks = table.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan))
+        assert all(chunk.request.token_ids[:1000] == [7] * 1000 for chunk in chunks)
+        table.append_tokens(chunks, [8 for chunk in chunks if chunk.samples])
+        results = [ChunkResult(token_id=8 if chunk.samples else None) for chunk in chunks]
+        report = RankReport(0, table.digests(plan.slots))
+        scheduler.commit(StepResult(step=plan.step, chunks=results), [report])
+    assert len(sent) == 9  # four at a time
+    assert sum(size > 1000 for size in sent) == 3
+    assert max(sent) < 3000  # one prompt of 1000 bytes, and the parameters of four requests

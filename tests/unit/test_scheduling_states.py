@@ -273,6 +273,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         other = others[pick % len(others)]
         self.add_prompt(list(other.tokens(length)), params, True, other.request.cache_salt, False, 0)
 
+    @precondition(lambda self: self.live)
+    @rule(pick=picks, params=params())
+    def add_sample(self, pick: int, params: RequestParams) -> None:
+        """Another output of a prompt, which it shares in memory."""
+        other = self.live[pick % len(self.live)].request
+        self.add_prompt(other.prompt_token_ids, params, True, other.cache_salt, False, 0)
+
     def add_prompt(
         self, prompt: list[int], params: RequestParams, has_eos: bool, salt: str, old_id: bool, num_resumed: int
     ) -> None:
@@ -281,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         number = len(self.live) + len(self.past)
         request = Request(
             request_id=free_ids[-1] if old_id and free_ids else f"request {number}",
-            prompt_token_ids=prompt[: self.max_model_len - 1],
+            prompt_token_ids=prompt if len(prompt) < self.max_model_len else prompt[: self.max_model_len - 1],
             params=params,
             seed=number,  # tells requests apart
             eos_token_ids=[EOS] if has_eos else [],
