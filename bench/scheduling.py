@@ -6,7 +6,8 @@
   between decode steps, on a rank in a thread of this process: from the end of one run through the layers to the
   beginning of the next. Sampling, the engine's loop, and building the step's inputs are in it.
 - *callers*: the same prompts through `LLM.generate`, 64 asyncio tasks of an `AsyncLLM`, and 16 threads of an `LLM`.
-- *pipeline*: two stages with one and with two batches in flight.
+- *pipeline*: two stages, a core for each, with one batch of requests in flight and with two. Two batches of half the
+  size read the weights of most experts twice, so they gain less than two of the same size.
 
 Rates are in new tokens per second. What is compared is measured in alternation; ratios are medians over the rounds.
 """
@@ -160,15 +161,21 @@ def measure_pipeline(
     stack: ExitStack, model: Path, settings: Mapping[str, Any], new_tokens: int, num_rounds: int
 ) -> list[Row]:
     shared = dict(settings) | {"num_threads": 1, "pipeline_parallel_size": 2}
-    ways = {
-        f"{count} in flight": stack.enter_context(LLM(model, max_concurrent_batches=count, **shared))
-        for count in (1, 2)
+    one, two = (stack.enter_context(LLM(model, max_concurrent_batches=count, **shared)) for count in (1, 2))
+    batch = PIPELINE_BATCH
+
+    def measure(llm: LLM, num_requests: int) -> Callable[[], float]:
+        workload = Workload(num_requests, PROMPT_TOKENS, new_tokens, llm.config.vocab_size)
+        return rate_measure("decode", generate_with(llm), workload)
+
+    measures = {
+        f"one batch of {batch}": measure(one, batch),
+        f"two batches of {batch // 2}": measure(two, batch),
+        f"two batches of {batch}": measure(two, 2 * batch),
     }
-    workload = Workload(PIPELINE_BATCH, PROMPT_TOKENS, new_tokens, next(iter(ways.values())).config.vocab_size)
-    measures = {way: rate_measure("decode", generate_with(llm), workload) for way, llm in ways.items()}
     rounds = interleave(measures, num_rounds, warms_up=True)
     figures = {way: [{"rate": rate} for rate in samples] for way, samples in rounds.items()}
-    return rows_of_ways("pipeline", PIPELINE_BATCH, figures)
+    return rows_of_ways("pipeline", batch, figures)
 
 
 def rows_of_ways(table: str, batch: int, figures: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Row]:
