@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Generator
 from typing import Any
 
+import msgspec
 import pytest
 from load_windows import of_counts
 
@@ -111,6 +113,7 @@ class Driven:
                 block_size=4,
                 max_num_seqs=2,
                 max_num_batched_tokens=max_num_batched_tokens,
+                max_prefill_tokens=16,
                 max_model_len=16,
                 enable_prefix_caching=False,
             ),
@@ -243,6 +246,19 @@ def test_tokens_after_the_end_of_a_request_are_dropped() -> None:
     assert [(update.token_ids, update.finish_reason) for update in replica.updates] == [([7], "stop")]
     replica.scheduler.check_invariants()
     assert replica.scheduler.num_free_blocks == 8
+
+
+def test_rounds_that_are_sent_together_have_the_budgets_of_their_own_numbers() -> None:
+    replica = Driven(max_num_batched_tokens=3, max_rounds=2)
+    replica.step()
+    replica.handle(Events([AddRequest(request("a", 12))], []))
+    outcomes = []
+    for prefill_budget in (1, 2):
+        outcome = replica.outcome()
+        agreement = dataclasses.replace(outcome.agreement, prefill_budget=prefill_budget)
+        outcomes.append(msgspec.structs.replace(outcome, agreement=agreement))
+    replica.handle(Events([], outcomes))
+    assert [work.plan.lengths for work in replica.rounds if work.plan is not None] == [[1], [2]]
 
 
 def test_an_abort_takes_effect_while_a_plan_is_in_flight() -> None:
