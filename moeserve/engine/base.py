@@ -25,7 +25,11 @@ class Engine(Protocol):
     """
 
     config: EngineConfig  # with the max_model_len that the KV cache allows
-    refusal: str  # why no requests are accepted; empty while they are
+
+    @property
+    def refusal(self) -> str:
+        """Why no requests are accepted; empty while they are, or while the next one would restart a failed engine."""
+        ...
 
     @property
     def has_work(self) -> bool:
@@ -64,7 +68,7 @@ class Engine(Protocol):
         """Start to collect all ranks' expert loads since the last collection. `take_loads` returns them.
 
         Raises:
-            EngineError: the engine was shut down, or has failed for good.
+            EngineError: the engine was shut down, or has failed.
         """
         ...
 

@@ -34,7 +34,7 @@ SECONDS_TO_RESTART = 110.0
 SECONDS_BETWEEN_STARTS = 1.0
 # Time for ranks that have loaded the model to name those that have not. Seconds.
 SECONDS_TO_NAME_A_RANK = 10.0
-# Failures without a new token in between, after which requests end: one of them may be the cause.
+# Restarts without a new token of a request, after which the next failure ends it: it may be the cause.
 MAX_FRUITLESS_RESTARTS = 3
 WAKE = frame(Wake())
 # Times `step_timeout` without a message, after which the replicas' processes hang. They report ranks that hang earlier.
@@ -49,6 +49,7 @@ class _InFlight:
     engine: WatchedProcess[EngineMessage]  # of its replica
     token_ids: list[int] = field(default_factory=list)  # received
     is_aborted: bool = False  # its end is on its way
+    num_failures: int = 0  # of the engine since its last token
 
     def resumed(self) -> Request:
         """Return the request that continues after the tokens that were received."""
@@ -61,7 +62,7 @@ class Replicas:
     When a process fails, all processes are ended. Then either all requests end with an error that names the process,
     and further requests are refused; or, with on_failure="restart", new processes are started and the requests continue
     after the tokens that were received. A restart is retried for a while, until the operator of the cluster has
-    replaced a failed node.
+    replaced a failed node. Without requests the next one restarts the engine.
     """
 
     def __init__(
@@ -86,15 +87,14 @@ class Replicas:
         self._close = close
         self._ownership = Ownership()
         self._wake_up = WakeUp()
-        self._undelivered: list[RequestUpdate] = []  # received outside a step: the next one returns them
+        self._undelivered: list[RequestUpdate] = []  # received, and not returned by `step` yet
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
         self._in_flight: dict[str, _InFlight] = {}
         self._awaits_load = False  # a window was requested and has not been received
         self._must_wake = False  # replicas may be asleep, and one has work
         self._has_sleepers = False  # a request was sent while others ran, without waking the other replicas
         self._last_message_s = 0.0  # or the first request, if that was later
-        self._num_fruitless_restarts = 0
-        self.refusal = ""  # why no requests are accepted
+        self._failure = ""  # why there are no processes; empty while they run
         self._is_shut_down = False
         try:
             num_blocks = self._start()
@@ -109,17 +109,23 @@ class Replicas:
         return bool(self._in_flight or self._undelivered)
 
     @property
+    def refusal(self) -> str:
+        if self._failure and self.config.on_failure == "end":
+            return f"the engine has failed and takes no requests; make a new one. The failure: {self._failure}"
+        return "the engine was shut down; make a new one" if self._is_shut_down else ""
+
+    @property
     def num_free_blocks(self) -> list[int]:
-        """KV cache blocks that each replica has free, as it reported last."""
-        self._undelivered = self._receive()
+        """KV cache blocks that each replica has free, as it reported last. A failure is noticed here too."""
+        self._receive()
         return list(self._num_free_blocks)
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         self._ownership.require()
-        self._undelivered = self._receive()  # which returns what was undelivered before
-        if self.refusal and self.config.on_failure == "restart" and not self._is_shut_down:
-            self._restart()  # the last attempt was given up
-            self.refusal = ""
+        self._receive()
+        if self._failure and not self.refusal:
+            self._awaits_load = False  # the call that waited has raised
+            self._restart()
         self._require_open()
         require_new([request.request_id, *(sample.request_id for sample in samples)], self._in_flight)
         self._send(request, samples)
@@ -133,10 +139,11 @@ class Replicas:
     def step(self) -> list[RequestUpdate]:
         self._ownership.require()
         self._wake_sleepers()
-        updates = self._receive()
-        while not updates and self._in_flight and not self._wake_up.take():
+        self._receive()
+        while not self._undelivered and self._in_flight and not self._wake_up.take():
             self._wait()
-            updates = self._receive()
+            self._receive()
+        updates, self._undelivered = self._undelivered, []
         if not updates and not self._in_flight:
             self._require_open()
         return updates
@@ -146,18 +153,20 @@ class Replicas:
 
     def collect_load(self) -> None:
         self._ownership.require()
-        self._undelivered = self._receive()
+        self._receive()
         self._require_open()
-        self._awaits_load = True
-        self._group.engines[0].channel.send(CollectLoad())
-        self._must_wake = True
+        self._request_load()
 
     def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
         self._ownership.require()
+        was_woken = False
         while wait and self._awaits_load:  # a periodic window may arrive before the requested one
             self._require_open()
+            was_woken |= self._wake_up.take()  # which would end every wait
             self._wait()
-            self._undelivered = self._receive()
+            self._receive()
+        if was_woken:
+            self._wake_up.wake()  # the next step that waits
         loads, self._loads = self._loads, []
         return loads
 
@@ -165,9 +174,8 @@ class Replicas:
         if self._is_shut_down or not self._ownership.is_owner:  # a fork of the owner must leave the engine alone
             return
         self._is_shut_down = True
-        if not self.refusal:
-            self.refusal = "the engine was shut down; make a new one"
-            self._undelivered += self._end_requests(error=None)
+        self._undelivered += self._end_requests(list(self._in_flight), error=None)
+        if not self._failure:
             for engine in self._group.engines:
                 engine.channel.send(Shutdown())
             self._group.end(SECONDS_TO_END)
@@ -195,6 +203,11 @@ class Replicas:
         )
         return num_blocks
 
+    def _request_load(self) -> None:
+        self._awaits_load = True
+        self._group.engines[0].channel.send(CollectLoad())
+        self._must_wake = True
+
     def _restart(self) -> None:
         """Start new processes, and try again until the resources for them are there.
 
@@ -206,7 +219,9 @@ class Replicas:
             try:
                 with interrupts_allowed():
                     self._start()
-                self._awaits_load = False
+                self._failure = ""
+                if self._awaits_load:
+                    self._request_load()
                 return
             except (EngineError, ValueError) as error:  # a node that comes back may be incomplete for a while
                 if time.monotonic() > deadline:
@@ -273,44 +288,51 @@ class Replicas:
         self._wake_sleepers()
         self._poll.ready(self.config.step_timeout)
 
-    def _receive(self) -> list[RequestUpdate]:
-        """Return all updates that have arrived, without waiting. A failure ends or resumes all requests."""
-        updates, self._undelivered = self._undelivered, []
-        if self.refusal:
-            return updates
-        ready = self._poll.ready()
-        updates += self._received(ready)
-        silent_s = time.monotonic() - self._last_message_s if self._in_flight else 0.0
-        if any(process.failures() for process in ready) or silent_s > MOST_SILENT_STEPS * self.config.step_timeout:
-            silence = FailureReport(name="all replicas", cause=f"no message for {silent_s:.0f} s")
-            cause = root_cause(self._group.collect_failures() or [silence])
-            updates += self._received(self._group.engines)
-            self._end_group()
-            error = str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight"))
-            if self.config.on_failure == "end" or self._num_fruitless_restarts == MAX_FRUITLESS_RESTARTS:
-                updates += self._fail(error)
-            else:
-                logger.warning("the engine is restarted, and its requests continue. The failure: %s", error)
-                updates += self._resume()
-        return updates
+    def _receive(self) -> None:
+        """Take all updates that have arrived, without waiting. A failure ends requests or resumes them."""
+        if not self._failure:
+            ready = self._poll.ready()
+            self._undelivered += self._received(ready)
+            silent_s = time.monotonic() - self._last_message_s if self._in_flight else 0.0
+            if any(process.failures() for process in ready) or silent_s > MOST_SILENT_STEPS * self.config.step_timeout:
+                silence = FailureReport(name="all replicas", cause=f"no message for {silent_s:.0f} s")
+                cause = root_cause(self._group.collect_failures() or [silence])
+                self._undelivered += self._received(self._group.engines)
+                self._end_group()
+                self._fail(str(as_error(cause, f"the engine failed with {len(self._in_flight)} request(s) in flight")))
+        if self._failure and self._in_flight:  # also after a Ctrl-C during the restart
+            self._undelivered += self._resume()
+
+    def _fail(self, error: str) -> None:
+        """End the requests that cannot be resumed after a failure of the engine."""
+        self._failure = error
+        for known in self._in_flight.values():
+            known.num_failures += 1
+        may_resume = self.config.on_failure == "restart"
+        self._undelivered += self._end_requests(
+            [
+                name
+                for name, known in self._in_flight.items()
+                if not may_resume or known.num_failures > MAX_FRUITLESS_RESTARTS
+            ],
+            error=error,
+        )
 
     def _resume(self) -> list[RequestUpdate]:
-        """Restart, and send all requests again with the tokens that were received."""
-        self._num_fruitless_restarts += 1
+        """Restart, and send all requests again with the tokens that were received. Return the ends of the others."""
+        logger.warning("the engine is restarted, and its requests continue. The failure: %s", self._failure)
         try:
             self._restart()
         except EngineError as error:
-            return self._fail(str(error))
+            self._failure = str(error)
+            return self._end_requests(list(self._in_flight), error=self._failure)
         in_flight, self._in_flight = self._in_flight, {}
-        for known in in_flight.values():
+        for name, known in in_flight.items():
             if not known.is_aborted:
                 self._send(known.resumed())
+                self._in_flight[name].num_failures = known.num_failures
         aborted = [name for name, known in in_flight.items() if known.is_aborted]
         return [RequestUpdate(request_id=name, finish_reason="abort") for name in aborted]
-
-    def _fail(self, error: str) -> list[RequestUpdate]:
-        self.refusal = f"the engine has failed and takes no requests; make a new one. The failure: {error}"
-        return self._end_requests(error=error)
 
     def _received(self, ready: Iterable[WatchedProcess[EngineMessage]]) -> list[RequestUpdate]:
         """Return the updates that these processes have sent."""
@@ -334,8 +356,9 @@ class Replicas:
             known = self._in_flight.get(update.request_id)
             if known is None:
                 continue
-            known.token_ids += update.token_ids
-            self._num_fruitless_restarts = 0
+            if update.token_ids:
+                known.token_ids += update.token_ids
+                known.num_failures = 0
             has_ended = update.finish_reason is not None
             self._router.note_update(update.request_id, has_ended=has_ended)
             if has_ended:
@@ -343,10 +366,13 @@ class Replicas:
                 self._must_wake |= self._has_sleepers  # the request that kept replicas awake may have been this one
             yield update
 
-    def _end_requests(self, *, error: str | None) -> list[RequestUpdate]:
-        request_ids, self._in_flight = list(self._in_flight), {}
+    def _end_requests(self, request_ids: Sequence[str], *, error: str | None) -> list[RequestUpdate]:
+        for name in request_ids:
+            del self._in_flight[name]
         return [RequestUpdate(request_id=name, finish_reason="abort", error=error) for name in request_ids]
 
     def _require_open(self) -> None:
         if self.refusal:
             raise EngineError(self.refusal)
+        if self._failure:
+            raise EngineError(f"the engine has failed, and the next request restarts it. The failure: {self._failure}")

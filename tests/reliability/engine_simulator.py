@@ -401,6 +401,7 @@ class _EngineSimulation:
 
     def take(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
+            self.require(update.request_id in self.sent, "I3", f"a request that was refused has an update: {update}")
             known = self.sent[update.request_id]
             self.require(known.end is None, "I3", f"an update after the end: {update}")
             known.token_ids += update.token_ids

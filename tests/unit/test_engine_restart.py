@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 from typing import Any, ClassVar
 
+import load_windows
 import msgspec
 import pytest
 from test_config import FACTS
 
 from moeserve.config.resolve import MachineFacts, resolve
+from moeserve.config.settings import EngineConfig
 from moeserve.config.validation import parse_settings
 from moeserve.engine import replicas
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.engine.replicas import Replicas
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError
 from moeserve.processes.channel import Channel
-from moeserve.processes.supervision import WatchedProcess
+from moeserve.processes.supervision import ProcessPoll, WatchedProcess
 from moeserve.processes.worker_group import WorkerGroup
-from moeserve.protocol import AddRequest, ReplicaMessage, ReplicaStats, Request, RequestUpdate, Shutdown
+from moeserve.protocol import AddRequest, CollectLoad, ReplicaMessage, ReplicaStats, Request, RequestUpdate, Shutdown
 from moeserve.sampling_params import RequestParams
+from moeserve.telemetry.expert_load import LoadWindow
 
 CONFIG, RESTARTING = (
     resolve(parse_settings({"data_parallel_size": 2, "on_failure": how}), FACTS, MachineFacts(num_cores=2))
     for how in ("end", "restart")
 )
+STATS = ReplicaStats(num_free_blocks=1, num_waiting=0, num_running=1, num_rounds=1)
+WINDOW = load_windows.of_counts([[2]], [[2]])
 
 
 class Engine:
@@ -44,19 +50,24 @@ class Engine:
     @property
     def received(self) -> list[Any]:
         """All messages but wake-ups: the id of a request that was added, or the message."""
-        self._received += self._channel.receive()
-        shown = [each.request.request_id if isinstance(each, AddRequest) else each for each in self._received]
+        shown = [each.request.request_id if isinstance(each, AddRequest) else each for each in self.messages]
         return [each for each in shown if isinstance(each, str | Shutdown)]
 
     @property
     def requests(self) -> list[Request]:
         """The requests that were added."""
+        return [each.request for each in self.messages if isinstance(each, AddRequest)]
+
+    @property
+    def messages(self) -> list[Any]:
         self._received += self._channel.receive()
-        return [each.request for each in self._received if isinstance(each, AddRequest)]
+        return self._received
 
     def send(self, update: RequestUpdate) -> None:
-        stats = ReplicaStats(num_free_blocks=1, num_waiting=0, num_running=1, num_rounds=1)
-        self._channel.send(Delivery([update], stats))
+        self._channel.send(Delivery([update], STATS))
+
+    def answer(self, window: LoadWindow) -> None:
+        self._channel.send(Delivery([], STATS, window, answers=True))
 
     def exit_cause(self) -> str | None:
         return self.cause
@@ -78,7 +89,7 @@ class Machine:
         self.engines: list[Engine] = []
         self.num_starts = 0
         self.num_closed = 0
-        self.faults: list[Exception] = []  # raised by the next starts
+        self.faults: list[BaseException] = []  # raised by the next starts
         self.lasting_fault: Exception | None = None  # raised by all starts after these
 
     def start(self) -> WorkerGroup:
@@ -154,6 +165,100 @@ def test_requests_end_after_several_failures_without_a_token(engine: Replicas, m
     ends = engine.step()
     assert {update.request_id for update in ends} >= {"poison"}
     assert all(f"cause {replicas.MAX_FRUITLESS_RESTARTS}" in str(update.error) for update in ends)
+
+
+def test_a_request_beside_a_poisonous_one_continues(engine: Replicas, machine: Machine) -> None:
+    """Restarts end, although another request gets tokens between the failures."""
+    engine.add(request("poison"))
+    engine.add(request("healthy"))
+    updates: list[RequestUpdate] = []
+    for number in range(replicas.MAX_FRUITLESS_RESTARTS + 1):
+        machine.engines[number].send(RequestUpdate(request_id="healthy", token_ids=[number]))
+        machine.engines[number].cause = f"cause {number}"
+        updates += engine.step()
+    (end,) = (update for update in updates if update.finish_reason)
+    assert (end.request_id, machine.engines[-1].received) == ("poison", ["healthy"])
+    assert f"cause {replicas.MAX_FRUITLESS_RESTARTS}" in str(end.error)
+    assert [each for update in updates for each in update.token_ids] == machine.engines[-1].requests[0].output_token_ids
+
+
+def test_a_poisonous_request_alone_ends_before_the_next_restart(engine: Replicas, machine: Machine) -> None:
+    engine.add(request("poison"))
+    for number in range(replicas.MAX_FRUITLESS_RESTARTS + 1):
+        machine.engines[number].kill()
+        engine.num_free_blocks  # noqa: B018
+    assert machine.num_starts == replicas.MAX_FRUITLESS_RESTARTS + 1
+    assert [update.request_id for update in engine.step()] == ["poison"]
+    engine.add(request("healthy"))
+    assert machine.engines[-1].received == ["healthy"]
+
+
+def test_ctrl_c_during_a_restart_loses_nothing(engine: Replicas, machine: Machine) -> None:
+    engine.add(request("begun"))
+    machine.engines[0].send(RequestUpdate(request_id="begun", token_ids=[5, 6]))
+    machine.engines[0].kill()
+    machine.faults = [KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert [update.token_ids for update in engine.step()] == [[5, 6]]
+    assert [added.output_token_ids for added in machine.engines[1].requests] == [[5, 6]]
+
+
+def test_a_restart_collects_loads_again(engine: Replicas, machine: Machine) -> None:
+    engine.add(request("one"))
+    engine.collect_load()
+    machine.engines[0].kill()
+    engine.num_free_blocks  # noqa: B018
+    machine.engines[1].answer(WINDOW)
+    assert engine.take_loads(wait=True) == [WINDOW]
+    assert CollectLoad() in machine.engines[1].messages
+
+
+def test_loads_that_cannot_come_raise_a_named_error(engine: Replicas, machine: Machine) -> None:
+    engine.collect_load()
+    machine.engines[0].kill()
+    with pytest.raises(EngineError, match="killed by SIGKILL"):
+        engine.take_loads(wait=True)
+    engine.add(request("one"))
+    assert CollectLoad() not in machine.engines[1].messages
+    assert engine.take_loads(wait=True) == []
+
+
+def test_a_wake_up_is_for_the_next_step_and_ends_no_other_wait(
+    engine: Replicas, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add(request("one"))
+    engine.collect_load()
+    engine.wake()
+    waits: list[float | None] = []
+
+    def ready(poll: ProcessPoll, timeout_s: float | None = 0.0) -> list[WatchedProcess[Any]]:
+        if timeout_s != 0.0:
+            waits.append(timeout_s)
+            assert not select.select([engine._wake_up.fd], [], [], 0)[0], "the wait would end at once"
+            machine.engines[0].answer(WINDOW)
+        return poll_ready(poll, timeout_s)
+
+    poll_ready = ProcessPoll.ready
+    monkeypatch.setattr(ProcessPoll, "ready", ready)
+    assert len(engine.take_loads(wait=True)) == len(waits) == 1
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("how", [CONFIG, RESTARTING])
+def test_a_failure_without_requests_is_noticed_when_free_blocks_are_read(machine: Machine, how: EngineConfig) -> None:
+    engine = Replicas(how, machine.start)
+    machine.engines[0].kill()
+    engine.num_free_blocks  # noqa: B018
+    assert machine.num_starts == 1
+    if how is RESTARTING:
+        assert engine.refusal == ""  # the next request is accepted
+        machine.lasting_fault = EngineError("no node")
+        with pytest.raises(EngineError):
+            engine.add(request("one"))
+        assert engine.refusal == ""
+        engine.shutdown()
+    assert engine.refusal
 
 
 def test_ends_are_not_lost_where_no_new_processes_can_be_started(engine: Replicas, machine: Machine) -> None:

@@ -97,7 +97,8 @@ def engine(machine: Machine) -> Iterator[Replicas]:
     engine = Replicas(CONFIG, machine.start)
     CountedProcess.looks.clear()
     yield engine
-    engine.refusal = "the test is over"
+    for handle in machine.handles:
+        handle.cause = "the test is over"
     engine.shutdown()
 
 
