@@ -166,8 +166,8 @@ class ParallelSettings:
     load_timeout: PositiveInt = setting(3600, "seconds within which all ranks must have loaded the model")
     step_timeout: PositiveInt = setting(
         600,
-        "seconds after which a step without a result, on ranks in other processes, is a failure of the engine; with "
-        "several ranks more than collective_timeout",
+        "seconds after which a step without a result is a failure of the engine; with several ranks more than "
+        "collective_timeout",
     )
     on_failure: Literal["auto", "end", "restart"] = setting(
         "auto",

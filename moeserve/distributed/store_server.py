@@ -29,7 +29,7 @@ from moeserve.processes.wake_up import WakeUp
 
 NONCE_BYTES = 32
 SECONDS_TO_AUTHENTICATE = 10.0
-MAX_STRANGERS = 1024  # connected peers that have not authenticated: beyond this the first one is dropped
+MAX_UNAUTHENTICATED = 1024  # connected peers that have not authenticated: beyond this the first one is dropped
 
 
 class Set(msgspec.Struct, frozen=True, tag="set"):
@@ -81,7 +81,7 @@ Operation: TypeAlias = Set | Add | CompareSet | Delete | Check | Get | Collect
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A connection has one request at a time: a new one replaces one that waits, which its rank gave up."""
+    """A connection has one request at a time: a new one replaces one that waits."""
 
     number: int
     operation: Operation
@@ -113,7 +113,7 @@ class StoreServer:
         loop = _Loop(listener, address.key, wake_up)
         self._thread = threading.Thread(target=loop.run, name="moeserve store", daemon=True)
         self._thread.start()
-        self._stop = weakref.finalize(self, _stop, wake_up, self._thread)
+        self._stop = weakref.finalize(self, _stop, wake_up, self._thread, os.getpid())
 
     def close(self) -> None:
         """Disconnect all ranks. May be called twice."""
@@ -141,13 +141,14 @@ def _growth(folder: str, num_entries: int) -> str:
     return f"{folder}//{num_entries}"
 
 
-def _stop(wake_up: WakeUp, thread: threading.Thread) -> None:
-    wake_up.wake()
-    thread.join()
+def _stop(wake_up: WakeUp, thread: threading.Thread, owner: int) -> None:
+    if os.getpid() == owner:  # a fork has no such thread, but shares the event that would end the owner's
+        wake_up.wake()
+        thread.join()
 
 
 @dataclass(eq=False)
-class _Stranger:
+class _UnauthenticatedPeer:
     """A connected peer that has not authenticated."""
 
     connection: socket.socket
@@ -171,30 +172,40 @@ class _Loop:
         self._listener, self._key, self._wake_up = listener, key, wake_up
         listener.setblocking(False)
         self._folders: dict[str, dict[str, bytes]] = {}
-        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, as are the ranks
+        self._unauthenticated: dict[int, _UnauthenticatedPeer] = {}  # by file descriptor, as are the ranks
         self._ranks: dict[int, _Rank] = {}
         self._waiting_for: dict[str, list[_Rank]] = {}  # ranks whose request needs a key, or more entries of a folder
         self._poll = select.poll()
+        self._is_listening = True
 
     def run(self) -> None:
         for fd in (self._listener.fileno(), self._wake_up.fd):
             self._poll.register(fd, select.POLLIN)
         while not self._wake_up.take():
-            for fd, _ in self._poll.poll(1000 if self._strangers else None):
-                with contextlib.suppress(OSError):
+            was_listening, self._is_listening = self._is_listening, True
+            events = self._poll.poll(None if was_listening and not self._unauthenticated else 1000)
+            if not was_listening:
+                self._poll.register(self._listener, select.POLLIN)
+            for fd, _ in events:
+                try:
                     self._handle(fd)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    if fd in self._unauthenticated or fd in self._ranks:  # else it would stay ready
+                        self._drop(fd)
             now = time.monotonic()
-            for fd in [fd for fd, stranger in self._strangers.items() if stranger.deadline < now]:
+            for fd in [fd for fd, peer in self._unauthenticated.items() if peer.deadline < now]:
                 self._drop(fd)
-        for fd in [*self._strangers, *self._ranks]:
+        for fd in [*self._unauthenticated, *self._ranks]:
             self._drop(fd)
         self._listener.close()
 
     def _handle(self, fd: int) -> None:
         if fd == self._listener.fileno():
             self._accept()
-        elif fd in self._strangers:
-            self._authenticate(fd, self._strangers[fd])
+        elif fd in self._unauthenticated:
+            self._authenticate(fd, self._unauthenticated[fd])
         elif fd in self._ranks:
             rank = self._ranks[fd]
             try:
@@ -211,30 +222,38 @@ class _Loop:
                 self._watch(fd, rank)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # the peer has left
+            return
+        except OSError:  # no file descriptor is free; the listener stays ready, so look away for a while
+            self._poll.unregister(self._listener)
+            self._is_listening = False
+            return
         connection.setblocking(False)
         if connection.family == socket.AF_UNIX and not is_same_user(connection):
             connection.close()
             return
-        if len(self._strangers) == MAX_STRANGERS:
-            self._drop(next(iter(self._strangers)))
-        stranger = _Stranger(connection, time.monotonic() + SECONDS_TO_AUTHENTICATE)
-        self._strangers[connection.fileno()] = stranger
+        if len(self._unauthenticated) == MAX_UNAUTHENTICATED:
+            self._drop(next(iter(self._unauthenticated)))
+        peer = _UnauthenticatedPeer(connection, time.monotonic() + SECONDS_TO_AUTHENTICATE)
+        self._unauthenticated[connection.fileno()] = peer
         self._poll.register(connection, select.POLLIN)
-        connection.send(stranger.nonce, socket.MSG_NOSIGNAL)
+        with contextlib.suppress(OSError):  # it has left, which the next event shows
+            connection.send(peer.nonce, socket.MSG_NOSIGNAL)
 
-    def _authenticate(self, fd: int, stranger: _Stranger) -> None:
-        received = stranger.connection.recv(2 * NONCE_BYTES - len(stranger.answer))
-        stranger.answer += received
-        if received and len(stranger.answer) < 2 * NONCE_BYTES:
+    def _authenticate(self, fd: int, peer: _UnauthenticatedPeer) -> None:
+        received = peer.connection.recv(2 * NONCE_BYTES - len(peer.answer))
+        peer.answer += received
+        if received and len(peer.answer) < 2 * NONCE_BYTES:
             return
-        nonce, answer = stranger.answer[:NONCE_BYTES], stranger.answer[NONCE_BYTES:]
-        if not hmac.compare_digest(answer, proof(self._key, b"rank", stranger.nonce, nonce)):
+        nonce, answer = peer.answer[:NONCE_BYTES], peer.answer[NONCE_BYTES:]
+        if not hmac.compare_digest(answer, proof(self._key, b"rank", peer.nonce, nonce)):
             self._drop(fd)
             return
-        stranger.connection.send(proof(self._key, b"store", nonce, stranger.nonce), socket.MSG_NOSIGNAL)
-        del self._strangers[fd]
-        self._ranks[fd] = _Rank(Channel(stranger.connection, Request))
+        peer.connection.send(proof(self._key, b"store", nonce, peer.nonce), socket.MSG_NOSIGNAL)
+        del self._unauthenticated[fd]
+        self._ranks[fd] = _Rank(Channel(peer.connection, Request))
 
     def _answer(self, rank: _Rank, request: Request) -> None:
         """Reply to a request, or let it wait."""
@@ -297,8 +316,8 @@ class _Loop:
 
     def _drop(self, fd: int) -> None:
         self._poll.unregister(fd)
-        if (stranger := self._strangers.pop(fd, None)) is not None:
-            stranger.connection.close()
+        if (peer := self._unauthenticated.pop(fd, None)) is not None:
+            peer.connection.close()
         if (rank := self._ranks.pop(fd, None)) is not None:
             rank.waiting = None
             rank.channel.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -46,6 +47,7 @@ class EngineCore:
         self._loop = self._replica.run()
         self._inbox: list[ReplicaMessage] = []
         self._futures: deque[Future[Outcome]] = deque()
+        self._last_outcome_s = time.monotonic()  # or the first round in flight, if that was later
         self._in_flight: dict[str, None] = {}  # requests whose end was not delivered
         self._undelivered: list[RequestUpdate] = []  # not returned by `step` yet
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
@@ -93,9 +95,13 @@ class EngineCore:
         self._inbox.append(CollectLoad())
 
     def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
+        was_woken = False
         while wait and self._awaits_load:
             self._require_open()
+            was_woken |= self._wake_up.take()  # which would end every wait
             self._advance()
+        if was_woken:
+            self._wake_up.wake()  # the next step that waits
         loads, self._loads = self._loads, []
         return loads
 
@@ -104,6 +110,7 @@ class EngineCore:
             return
         self._inbox.append(Shutdown())
         while self._wait is not None and not self.refusal:
+            self._wake_up.take()  # which would end every wait
             self._advance()
         self.refusal = self.refusal or "the engine was shut down; make a new one"
         self.executor.shutdown()
@@ -119,9 +126,10 @@ class EngineCore:
                 self.executor.register(poll)
                 poll.register(self._wake_up.fd, select.POLLIN)
                 with interrupts_allowed():
-                    poll.poll()
+                    poll.poll(self.config.step_timeout * 1000 if self._futures else None)
                 self.executor.progress()
                 outcomes = completed(self._futures)
+            self._require_outcomes_in_time(has_outcomes=bool(outcomes))
             messages, self._inbox = self._inbox, []
             self._wait = perform(self._loop, Events(messages, outcomes), self.executor, self._futures, self._receive)
         except Exception as error:
@@ -132,6 +140,15 @@ class EngineCore:
             self._undelivered += ended
             self._in_flight = {}
             self.executor.shutdown()
+
+    def _require_outcomes_in_time(self, *, has_outcomes: bool) -> None:
+        if has_outcomes or not self._futures:
+            self._last_outcome_s = time.monotonic()
+        elif time.monotonic() - self._last_outcome_s > self.config.step_timeout:
+            self.executor.abandon()
+            raise EngineError(
+                f"{self.executor.name}: no step was finished for {self.config.step_timeout} s (step_timeout)"
+            )
 
     def _receive(self, delivery: Deliver) -> None:
         self._undelivered += delivery.updates

@@ -45,8 +45,11 @@ def perform(
 
 
 def completed(futures: deque[Future[Outcome]]) -> list[Outcome]:
-    """Remove and return the outcomes of the oldest rounds that have ended. Raises the error of one that has failed."""
-    outcomes = []
-    while futures and futures[0].done():
+    """Remove and return the outcomes of the oldest rounds that have ended.
+
+    Raises the error of a round that has failed, once the outcomes before it were returned.
+    """
+    outcomes: list[Outcome] = []
+    while futures and futures[0].done() and not (outcomes and futures[0].exception()):
         outcomes.append(futures.popleft().result())
     return outcomes

@@ -82,9 +82,10 @@ class MultiprocExecutor:
         for rank, answers in zip(self._ranks, self._answers, strict=True):
             answers += rank.receive()  # also sends what could not be sent before
         answering = self._answers[: self._num_answering]
+        if not all(answering):  # else the next call raises: an outcome that has arrived is never lost
+            self._require_alive()
         while all(answering):
             self._pending.popleft().set_result(gathered([answers.popleft() for answers in answering]))
-        self._require_alive()
 
     def shutdown(self) -> None:
         for rank in self._ranks:

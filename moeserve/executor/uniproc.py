@@ -51,6 +51,11 @@ class UniprocExecutor:
     def progress(self) -> None:
         self._outcomes.complete()
 
+    def abandon(self) -> None:
+        """Let a thread that hangs end by itself, if it ever does: nothing can end it, and `shutdown` must not wait."""
+        if self._end_thread.detach() is not None:
+            self._work.put(None)
+
     def shutdown(self) -> None:
         self._end_thread()
         self.worker = None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -23,7 +26,17 @@ from moeserve import LLM, SamplingParams
 from moeserve.addresses import StoreAddress
 from moeserve.distributed import gloo
 from moeserve.distributed.store import GatheringStore, RendezvousStore, StoreConnection, connect_store
-from moeserve.distributed.store_server import NONCE_BYTES, Check, Operation, Request, Set, StoreServer, start_store
+from moeserve.distributed.store_server import (
+    NONCE_BYTES,
+    SECONDS_TO_AUTHENTICATE,
+    Check,
+    Operation,
+    Request,
+    Set,
+    StoreServer,
+    proof,
+    start_store,
+)
 from moeserve.errors import DistributedError
 from moeserve.processes.channel import frame
 
@@ -174,6 +187,50 @@ def test_another_user_is_disconnected_at_once() -> None:
         os._exit(0)
     assert os.read(reader, 8) == b"0"
     os.waitpid(pid, 0)
+    server.close()
+
+
+def test_a_fork_that_closes_the_store_leaves_its_owners_alone() -> None:
+    server = start_store()
+    if not (pid := os.fork()):
+        server.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    rank = connect_store(0, server.address, 20.0)
+    rank.set("a", "1")
+    assert rank.get("a") == b"1"
+    server.close()
+
+
+def test_a_peer_that_does_not_read_its_proof_is_disconnected() -> None:
+    """Its connection would stay ready, and the server would look at nothing else."""
+    server = start_store()
+    peer, nonce = raw_connection(server.address), bytes(NONCE_BYTES)
+    challenge = peer.recv(NONCE_BYTES, socket.MSG_WAITALL)
+    peer.shutdown(socket.SHUT_RD)
+    peer.sendall(nonce + proof(server.address.key, b"rank", challenge, nonce))
+    poll = select.poll()
+    poll.register(peer, 0)
+    assert poll.poll(0.5 * SECONDS_TO_AUTHENTICATE * 1000)
+    server.close()
+
+
+def test_a_server_without_file_descriptors_pauses_and_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_store()
+    accept = socket.socket.accept
+    calls_s: list[float] = []
+
+    def refuse_once(listener: socket.socket) -> Any:
+        calls_s.append(time.monotonic())
+        if len(calls_s) == 1:
+            raise OSError(errno.EMFILE, "planted")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", refuse_once)
+    rank = connect_store(0, server.address, 20.0)
+    rank.set("a", "1")
+    assert rank.get("a") == b"1"
+    assert calls_s[1] - calls_s[0] > 0.9
     server.close()
 
 

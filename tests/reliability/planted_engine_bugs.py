@@ -20,9 +20,8 @@ class FailsQuietly(Replicas):
     """After a failure only one request gets its cause; the others end as if they were aborted."""
 
     def _end_requests(self, request_ids: Sequence[str], *, error: str | None) -> list[RequestUpdate]:
-        first, *others = super()._end_requests(request_ids, error=error) or [None]
-        quiet = [msgspec.structs.replace(other, error=None) for other in others if other is not None]
-        return [] if first is None else [first, *quiet]
+        ends = super()._end_requests(request_ids, error=error)
+        return [*ends[:1], *(msgspec.structs.replace(end, error=None) for end in ends[1:])]
 
 
 class BooksBeforeEncoding(Replicas):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import select
 import socket
+from collections import deque
+from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +13,7 @@ from test_config import FACTS
 
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
+from moeserve.engine.effects import completed
 from moeserve.errors import DistributedError
 from moeserve.executor.multiproc import MultiprocExecutor
 from moeserve.processes.channel import Channel
@@ -79,6 +82,30 @@ def test_a_round_larger_than_a_socket_reaches_the_rank_as_it_reads(rank: Rank) -
     rank.channel.send(Outcome(agreement=agree([row], number=0, num_replicas=1)))
     while not future.done():
         wait(executor)
+
+
+def test_the_last_outcome_of_a_rank_that_has_ended_is_kept(rank: Rank) -> None:
+    executor = MultiprocExecutor([rank.process], CONFIG)
+    row = make_row(Intent(num_tokens=0, is_decode_only=True), number=0, replica=0)
+    outcome = Outcome(agreement=agree([row], number=0, num_replicas=1))
+    futures = deque(executor.submit(Round(row=row, plan=None)) for _ in range(2))
+    rank.channel.send(outcome)
+    rank.channel.close()
+    wait(executor)
+    assert completed(futures) == [outcome]
+    with pytest.raises(DistributedError, match="rank 0 has ended"):
+        executor.progress()
+
+
+def test_outcomes_before_a_failed_round_are_returned_before_its_error() -> None:
+    row = make_row(Intent(num_tokens=0, is_decode_only=True), number=0, replica=0)
+    outcome = Outcome(agreement=agree([row], number=0, num_replicas=1))
+    futures: deque[Future[Outcome]] = deque(Future() for _ in range(2))
+    futures[0].set_result(outcome)
+    futures[1].set_exception(DistributedError("a consequence"))
+    assert completed(futures) == [outcome]
+    with pytest.raises(DistributedError, match="a consequence"):
+        completed(futures)
 
 
 def test_a_rank_that_closes_its_channel_has_ended(rank: Rank) -> None:

@@ -77,7 +77,8 @@ class RayExecutor:
             try:
                 encoded = ray.get(list(answers), timeout=self._timeout_s)
                 outcomes = [msgspec.msgpack.decode(each, type=Outcome) for each in encoded if each]
-                self._outcomes.add(gathered(outcomes))
+                if outcomes:  # after a round that ends all replicas, ranks answer none
+                    self._outcomes.add(gathered(outcomes))
             except Exception as error:  # Ray raises many kinds
                 cause = f"{self.name}: a round was not done by all ranks of the replica ({first_line(error)})"
                 self._outcomes.add(DistributedError(cause))

@@ -1,0 +1,72 @@
+"""One rank in this process: a step that hangs, and wake-ups while the engine waits for something else."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from reference_models import Reference
+
+from moeserve import LLM, EngineError, SamplingParams
+from moeserve.engine.core import EngineCore
+from moeserve.worker.worker import Worker
+
+PARAMS = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture
+def llm(plain: Reference) -> Iterator[LLM]:
+    with LLM(plain.folder, num_threads=1, max_model_len=96, step_timeout=2) as llm:
+        yield llm
+
+
+def test_a_step_that_hangs_ends_requests_and_the_engine(
+    llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    execute = Worker.execute
+
+    def hang(worker: Worker, work: Any) -> Any:
+        released.wait()
+        return execute(worker, work)
+
+    monkeypatch.setattr(Worker, "execute", hang)
+    (rank,) = (thread for thread in threading.enumerate() if thread.name == "moeserve rank 0")
+    with pytest.raises(EngineError, match="step_timeout"):
+        llm.generate(plain.prompts(9), PARAMS)
+    with pytest.raises(EngineError, match="step_timeout"):
+        llm.generate(plain.prompts(9), PARAMS)
+    llm.shutdown()
+    assert rank.is_alive()
+    released.set()
+    rank.join(20.0)
+    assert not rank.is_alive()
+
+
+def test_a_wake_up_does_not_end_other_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = llm.core
+    assert isinstance(core, EngineCore)
+    register, execute = core.executor.register, Worker.execute
+    waits = threading.Semaphore(0)
+
+    def checked(poll: select.poll) -> None:
+        assert not select.select([core._wake_up.fd], [], [], 0)[0], "the wait would end at once"
+        waits.release()
+        register(poll)
+
+    def execute_once_awaited(worker: Worker, work: Any) -> Any:
+        assert waits.acquire(timeout=20.0)
+        return execute(worker, work)
+
+    monkeypatch.setattr(core.executor, "register", checked)
+    monkeypatch.setattr(Worker, "execute", execute_once_awaited)
+    core.wake()
+    core.collect_load()
+    assert core.take_loads(wait=True)
+    assert core._wake_up.take()  # the next step
+    core.wake()
+    core.shutdown()
+    assert "shut down" in core.refusal  # no wait failed
