@@ -74,6 +74,7 @@ class Agreement:
     num_tokens: tuple[int, ...]  # by replica
     collects_load: bool  # all ranks exchange their expert loads before they run anything
     is_idle: bool  # no tokens and no collection: no step is executed
+    has_requests: bool  # a replica has requests, even if none of them runs in this round: none may sleep
     is_decode_only: bool
     is_shutdown: bool  # all replicas requested it, so all stop now
     failed_ranks: tuple[int, ...]  # replicas that announced a failure; if there are any, all stop now
@@ -158,6 +159,7 @@ def agree(rows: Sequence[Sequence[int]], *, number: int, num_replicas: int) -> A
         num_tokens=num_tokens,
         collects_load=collects_load,
         is_idle=not any(num_tokens) and not collects_load,
+        has_requests=any(num_tokens) or any(num_decoding) or any(num_prefill),
         is_decode_only=all(decode_only),
         is_shutdown=all(packed & REQUESTS_SHUTDOWN for packed in flags),
         failed_ranks=failed_ranks,

@@ -210,9 +210,9 @@ class Replica:
     def _finish_round(self, ended: _RoundInFlight, outcome: Outcome) -> None:
         agreement, result = outcome.agreement, outcome.result
         self._is_awake = False
-        self._others_run = self._num_replicas > 1 and not agreement.is_idle
+        self._others_run = self._num_replicas > 1 and agreement.has_requests
         # While nothing runs, nothing is delayed: budgets from before a rest are void after it.
-        self._prefill_budgets += [None] * self._max_rounds if agreement.is_idle else [agreement.prefill_budget]
+        self._prefill_budgets += [agreement.prefill_budget] if agreement.has_requests else [None] * self._max_rounds
         if agreement.collects_load:
             self._load_answers_request |= self._load_requested and ended.requests_load
             self._load_requested &= not ended.requests_load

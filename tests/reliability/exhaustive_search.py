@@ -310,7 +310,7 @@ class _Player:
         if row[-1] & HAS_FAILED and not self.has_fault:
             raise Found("crash", f"{self.name} failed without a fault")
         is_needless = given is not None and not given.messages and not row[3] and not row[-1]
-        if is_needless and given and given.outcomes and all(each.is_idle for each in given.outcomes):
+        if is_needless and given and given.outcomes and not any(each.has_requests for each in given.outcomes):
             raise Found("idle", f"{self.name} goes on without sleeping, with nothing to do")
         self.num_loads_due -= bool(row[-1] & REQUESTS_LOAD)
         if self.num_loads_due < 0 and not self.has_fault:

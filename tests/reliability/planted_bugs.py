@@ -396,7 +396,7 @@ PLANTED = [
     Planted(NeedsWakeUps, {"deadlock"}),
     Planted(IgnoresHeartbeat, {"deadlock"}),
     Planted(ReadsOneMessage, {"I3", "I4"}),
-    Planted(ReadsOneOutcome, {"livelock"}),
+    Planted(ReadsOneOutcome, {"livelock", "idle"}),
     Planted(SendsPlanTwice, {"I5"}),
     Planted(EndsPlannedRequests, {"I4", "I5"}),
     Planted(GoesOnAfterFailure, {"livelock"}),

@@ -187,6 +187,7 @@ class _Simulation:
         self.leave_counts: dict[int, int] = {}  # collectives entered by ranks that left
         self.num_steps = 0
         self.num_idle_rounds = 0
+        self.num_waiting_rounds = 0
         self.num_rests = 0  # times that the group became idle
         self.was_active = False
         self.num_asked = self.num_collections = 0  # for figures; without a step
@@ -489,8 +490,10 @@ class _Simulation:
         )
         process.last_number = number
         has_nothing = not work.row[3] and not work.row[-1]
-        was_idle = events is not None and events.outcomes and all(each.agreement.is_idle for each in events.outcomes)
-        if has_nothing and was_idle and events is not None and not events.messages:
+        rested = (
+            events is not None and events.outcomes and not any(each.agreement.has_requests for each in events.outcomes)
+        )
+        if has_nothing and rested and events is not None and not events.messages:
             self._violated("idle", f"replica {process.index} goes on without sleeping, with nothing to do")
         if process.has_internal_fault and not process.has_announced_failure:
             process.has_announced_failure = True
@@ -652,6 +655,11 @@ class _Simulation:
             self.num_collections += 1
             num_due = self.num_asked + self.num_steps // LOAD_WINDOW
             self._require(self.num_collections <= num_due, "idle", f"{self.num_collections} rounds only to collect")
+            return
+        if any(row[5] or row[6] for row in rows):  # requests wait for results of steps in flight
+            self.num_waiting_rounds += 1
+            most = self.num_steps * self.scenario.max_rounds
+            self._require(self.num_waiting_rounds <= most, "idle", f"{self.num_waiting_rounds} rounds of waiting")
             return
         self.num_idle_rounds += 1
         self.num_rests += self.was_active

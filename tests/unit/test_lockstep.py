@@ -54,6 +54,7 @@ def test_fields_of_an_agreement() -> None:
         number=0,
         num_tokens=(3, 9),
         is_idle=False,
+        has_requests=True,
         is_decode_only=False,
         is_shutdown=False,
         failed_ranks=(),
@@ -159,10 +160,11 @@ class Driven:
             self.handle(Events(list(messages), []))
         self.handle(Events([], [self.outcome(error, other)]))
 
-    def outcome(self, error: str = "", other: IntentFlags = NO_FLAGS) -> Outcome:
-        """Run the oldest round. An error fails its first row."""
+    def outcome(self, error: str = "", other: IntentFlags = NO_FLAGS, num_decoding: int = 0) -> Outcome:
+        """Run the oldest round. An error fails its first row. The other replica has `num_decoding` requests."""
         work = self.rounds.pop(0)
-        row = make_row(Intent(num_tokens=0, is_decode_only=True, flags=other), number=self.num_rounds, replica=1)
+        intent = Intent(num_tokens=0, is_decode_only=True, num_decoding=num_decoding, flags=other)
+        row = make_row(intent, number=self.num_rounds, replica=1)
         agreement = lockstep.agree([work.row, row], number=self.num_rounds, num_replicas=2)
         self.num_rounds += 1
         if agreement.is_idle or agreement.ends_all:
@@ -189,6 +191,17 @@ def test_load_is_collected_after_each_window_of_steps_with_tokens() -> None:
     assert len(collected) == len(answered)
     assert all(later - earlier <= 2 for earlier, later in itertools.pairwise(collected)), collected
     assert sum(answered) == 2  # a request is answered once
+
+
+def test_a_replica_stays_awake_while_requests_of_another_wait_for_their_tokens() -> None:
+    """Such as requests on pipeline stages, which are not in every round."""
+    replica = Driven()
+    replica.step()
+    replica.handle(Events([], []))
+    replica.handle(Events([], [replica.outcome(num_decoding=1)]))
+    assert replica.rounds
+    replica.handle(Events([], [replica.outcome()]))
+    assert not replica.rounds
 
 
 def test_two_rounds_in_flight_request_load_once() -> None:
