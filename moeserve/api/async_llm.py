@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from typing import Any
 
 from moeserve.api.llm import signature_with_settings
@@ -15,6 +17,9 @@ from moeserve.config.validation import parse_settings
 from moeserve.errors import EngineError, SettingsError
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
+
+# Longest time in which an idle engine does not look for failures of its processes. Seconds.
+SECONDS_BETWEEN_CHECKS = 1.0
 
 
 class AsyncLLM:
@@ -57,8 +62,11 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """True if the engine has failed and takes no requests."""
-        return self._failure is not None or (bool(self.session.engine.refusal) and not self._is_closing)
+        """True if the engine has failed for good. With on_failure="restart", the next request restarts it."""
+        restarts = self.config.on_failure == "restart" and self.config.executor != "uniproc"
+        if self._is_closing or restarts:
+            return self._failure is not None
+        return self._failure is not None or bool(self.session.engine.refusal)
 
     @property
     def dead_error(self) -> BaseException:
@@ -116,8 +124,11 @@ class AsyncLLM:
         self._has_work.set()
 
     async def check_health(self) -> None:
-        """Raise EngineError if the engine cannot serve requests."""
-        if self.errored or not self.is_running:
+        """Raise EngineError if the engine cannot serve requests: it has failed, or its last restart has.
+
+        The death of a process is noticed within about a second.
+        """
+        if self.session.engine.refusal or self._failure or not self.is_running:
             raise EngineError(str(self.dead_error))
 
     async def get_tokenizer(self) -> Any:
@@ -143,32 +154,42 @@ class AsyncLLM:
 
     async def _submit(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> str:
         """Start a prompt, and return its id. Tokenizing may take a while, and must not hold up the event loop."""
-        submission = asyncio.ensure_future(asyncio.to_thread(self.session.submit, [prompt], params, request_id))
+        submitted: Future[list[str]] = Future()
+
+        def submit() -> None:
+            try:
+                submitted.set_result(self.session.submit([prompt], params, request_id))
+            except Exception as error:
+                submitted.set_exception(error)
+
         try:
-            (prompt_id,) = await asyncio.shield(submission)
-        except asyncio.CancelledError:  # the thread goes on
-            submission.add_done_callback(self._discard_submitted)
+            await asyncio.to_thread(submit)
+        except asyncio.CancelledError:  # the thread goes on if it has begun, even after the end of the event loop
+            submitted.add_done_callback(self._discard_submitted)
             raise
+        (prompt_id,) = submitted.result()
         return prompt_id
 
-    def _discard_submitted(self, submission: asyncio.Future[list[str]]) -> None:
-        if submission.exception() is None:
-            self.session.discard(submission.result())
+    def _discard_submitted(self, submitted: Future[list[str]]) -> None:
+        if submitted.exception() is None:
+            self.session.discard(submitted.result())
             self._has_work.set()
 
     def _run(self) -> None:
-        """Run the engine while there are requests, and tell their tasks what has changed."""
+        """Run the engine while there are requests, and wake the tasks whose output has changed."""
         try:
             while not self._is_closing:
+                self._notify(self.session.poll())  # of an idle engine too: it notices the death of a process
                 if not self.session.has_work:
-                    self._has_work.wait()
+                    self._has_work.wait(SECONDS_BETWEEN_CHECKS)
                     self._has_work.clear()
-                    continue
-                self._notify(self.session.poll())
         except BaseException as error:
             self._failure = error
-        self.session.shutdown()
-        self.session.poll()  # takes the ends of all requests
+        try:
+            self.session.shutdown()
+            self.session.poll()  # takes the ends of all requests
+        except BaseException as error:
+            self._failure = self._failure or error
         self._has_ended = True
         self._notify(list(self._mailboxes))
 
@@ -178,7 +199,7 @@ class AsyncLLM:
             if (mailbox := self._mailboxes.get(prompt_id)) is not None:
                 by_loop.setdefault(mailbox.loop, []).append(mailbox)
         for loop, mailboxes in by_loop.items():
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(_set_all, mailboxes)
 
 

@@ -145,14 +145,12 @@ class Frontend:
         found = self._output_of_request.get(request_id)
         return None if found is None else found[0].prompt_id
 
-    def discard(self, prompt_id: str) -> list[str]:
-        """Forget a prompt. Returns its unfinished requests, which the engine must end."""
-        unfinished = self.unfinished(prompt_id)
+    def discard(self, prompt_id: str) -> None:
+        """Forget a prompt. The engine must end its unfinished requests."""
+        for request_id in self.unfinished(prompt_id):
+            del self._output_of_request[request_id]
         del self._prompts[prompt_id]
         self._unfinished_prompts.discard(prompt_id)
-        for request_id in unfinished:
-            del self._output_of_request[request_id]
-        return unfinished
 
     def _register(self, prompt: EncodedPrompt, params: SamplingParams, prompt_id: str | None) -> Submission:
         while prompt_id is None and str(self._num_prompts) in self._prompts:  # an id that a caller has chosen

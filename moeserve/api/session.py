@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from moeserve.api.frontend import EncodedPrompts, Frontend, Submission
-from moeserve.api.prompts import EncodedPrompt, Prompts
+from moeserve.api.prompts import EncodedPrompt, Prompts, pair_prompts
 from moeserve.engine.base import Engine
 from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError
 from moeserve.interrupts import interrupts_deferred
 from moeserve.outputs import RequestOutput
+from moeserve.protocol import AbortRequest
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.expert_load import LoadWindow, summed
 from moeserve.telemetry.observer import LoadObserver
@@ -35,21 +36,24 @@ class Session:
         self._max_requests = max_requests
         self._engine_lock = _FairLock()
         self._is_polling = False  # the thread that holds the lock may be waiting in the engine
-        self._frontend_lock = threading.Lock()  # never held while anything waits
-        self._to_add: deque[Submission] = deque()
-        # Prompts to end, True: and to forget. A stream may be garbage-collected in any thread at any time, so ending a
-        # prompt only queues it.
+        # The prompts, their errors and `_unreported` change only under this lock, which nobody holds while waiting. One
+        # entry may be read without it.
+        self._frontend_lock = threading.Lock()
+        # Prompts to end, True: and to forget. A stream may be garbage-collected in any thread at any time, so the
+        # prompt is ended by whoever holds the frontend lock next.
         self._to_end: deque[tuple[str, bool]] = deque()
+        self._for_engine: deque[Submission | AbortRequest] = deque()  # passed on by whoever uses the engine next
         self._errors: dict[str, MoeserveError] = {}  # by prompt
-        self._unreported: dict[str, None] = {}  # prompts with an error that `poll` has not returned yet
+        self._unreported: dict[str, None] = {}  # prompts that changed since `poll` or their own `advance` returned them
         self._load: LoadWindow | None = None  # since the last call of `expert_load`
 
     @property
     def has_work(self) -> bool:
         """True if `poll` has something to do."""
-        if self._to_add or self._to_end or self._unreported or self.engine.has_work:
+        if self._for_engine or self._to_end or self._unreported or self.engine.has_work:
             return True
-        return not self.frontend.unfinished_prompts <= self._errors.keys()
+        with self._frontend_lock:
+            return not self.frontend.unfinished_prompts <= self._errors.keys()
 
     def submit(
         self,
@@ -62,16 +66,12 @@ class Session:
         Raises:
             QueueFullError: too many requests are in flight. No prompt was started.
         """
+        with interrupts_deferred(), self._frontend_lock:  # before time is spent on tokenizing
+            self._require_room(sum(params.n for _, params in pair_prompts(prompts, sampling_params)))
         encoded = self.frontend.encode(prompts, sampling_params)
         with interrupts_deferred():
             with self._frontend_lock:
-                num_in_flight, num_new = self._num_in_flight(), sum(params.n for _, params in encoded)
-                if num_in_flight and num_in_flight + num_new > self._max_requests:
-                    raise QueueFullError(
-                        f"{num_in_flight} requests are in flight and {num_new} more were submitted; at most "
-                        f"{self._max_requests} may be (max_queued_requests, and max_num_seqs of each replica). Try "
-                        "again later"
-                    )
+                self._require_room(sum(params.n for _, params in encoded))
                 prompt_ids = self._submit(encoded, prompt_id)
             self.wake()
         return prompt_ids
@@ -88,12 +88,21 @@ class Session:
             self.wake()
         return prompt_ids
 
+    def _require_room(self, num_new: int) -> None:
+        num_in_flight = self._num_in_flight()
+        if num_in_flight and num_in_flight + num_new > self._max_requests:
+            raise QueueFullError(
+                f"{num_in_flight} requests are in flight and {num_new} more were submitted; at most "
+                f"{self._max_requests} may be (max_queued_requests, and max_num_seqs of each replica). Try again later"
+            )
+
     def _num_in_flight(self) -> int:
+        self._take_ends()
         return self.frontend.num_requests - sum(len(self.frontend.unfinished(failed)) for failed in self._errors)
 
     def _submit(self, encoded: EncodedPrompts, prompt_id: str | None = None) -> list[str]:
         submissions = self.frontend.register(encoded, prompt_id)
-        self._to_add += submissions
+        self._for_engine += submissions
         return [submission.prompt_id for submission in submissions]
 
     def poll(self) -> list[str]:
@@ -103,19 +112,26 @@ class Session:
             The prompts that have changed.
         """
         with self._exclusive():
-            changed = self._poll() | self._unreported
-            self._unreported.clear()
-            return list(changed)
+            self._poll()
+            with self._frontend_lock:
+                changed = list(self._unreported)
+                self._unreported.clear()
+            return changed
 
     def advance(self, prompt_ids: Sequence[str], *, waits_for_others: bool = False) -> list[str]:
-        """Run the engine for a moment, unless all of these prompts have ended. Returns those that have not.
+        """Run the engine for a moment, unless all of these prompts have ended or another thread has advanced them.
 
         Args:
-            waits_for_others: run it in any case: the caller waits for the end of other prompts.
+            waits_for_others: run it even if all have ended: the caller waits for the end of other prompts.
+
+        Returns:
+            The prompts that have not ended.
         """
         with self._exclusive():
-            if waits_for_others or self._unfinished(prompt_ids):
+            has_changed = self._take_reports(prompt_ids)
+            if not has_changed and (waits_for_others or self._unfinished(prompt_ids)):
                 self._poll()
+                self._take_reports(prompt_ids)
             return self._unfinished(prompt_ids)
 
     def raise_error(self, prompt_ids: Iterable[str]) -> None:
@@ -187,7 +203,7 @@ class Session:
                     self._handle_queues()
                 finally:
                     self._is_polling = False
-            if self._to_end:  # queued since the last line that handles queues
+            if self._to_end or self._for_engine:  # queued since the last line that handles queues
                 self._end([])
 
     def wake(self) -> None:
@@ -198,63 +214,96 @@ class Session:
     def _end(self, prompts: list[tuple[str, bool]]) -> None:
         with interrupts_deferred():
             self._to_end += prompts
+            if self._frontend_lock.acquire(blocking=False):  # this thread may hold it: see `_to_end`
+                try:
+                    self._take_ends()
+                finally:
+                    self._frontend_lock.release()
             if self._is_polling:
                 self.engine.wake()
-            # Otherwise nobody may look at the queue for a long time. Whoever holds a lock will soon; it may be this
+            # Otherwise nobody may look at the queue for a long time. Whoever holds the lock will soon; it may be this
             # thread, which the garbage collector has interrupted.
-            elif not self._frontend_lock.locked() and self._engine_lock.acquire_at_once():
+            elif self._engine_lock.acquire_at_once():
                 try:
-                    self._handle_queues()
+                    self._pass_on(adds=False)
                 finally:
                     self._engine_lock.release()
 
-    def _handle_queues(self) -> None:
-        while self._to_add:
-            submission = self._to_add.popleft()
-            try:
-                self.engine.add(submission.request, submission.samples)
-            except (EngineError, RequestError) as error:
-                self._fail(submission.prompt_id, error)
+    def _take_ends(self) -> None:
+        """End the prompts that are to end, and forget some. The frontend lock must be held."""
         while self._to_end:
             prompt_id, forgets = self._to_end.popleft()
+            self._for_engine += map(AbortRequest, self.frontend.unfinished(prompt_id))
+            if forgets:
+                self._errors.pop(prompt_id, None)
+                self._unreported.pop(prompt_id, None)
+                self.frontend.discard(prompt_id)
+
+    def _handle_queues(self) -> None:
+        with self._frontend_lock:
+            self._take_ends()
+        self._pass_on(adds=True)
+
+    def _pass_on(self, *, adds: bool) -> None:
+        """Pass what was queued to the engine.
+
+        Args:
+            adds: False: stop at a new request. Adding it may restart the engine, and its caller will poll soon.
+        """
+        while self._for_engine:
+            first = self._for_engine[0]
+            if isinstance(first, AbortRequest):
+                with contextlib.suppress(EngineError):  # an engine that has failed has no requests
+                    self.engine.abort(first.request_id)
+            elif self.frontend.prompt_of(first.request.request_id) is not None:  # not discarded meanwhile
+                if not adds:
+                    return
+                self._add(first)
+            self._for_engine.popleft()  # only now: a Ctrl-C may have ended a restart above
+
+    def _add(self, submission: Submission) -> None:
+        try:
+            self.engine.add(submission.request, submission.samples)
+        except (EngineError, RequestError) as error:
             with self._frontend_lock:
-                request_ids = self.frontend.unfinished(prompt_id)
-                if forgets:
-                    self._errors.pop(prompt_id, None)
-                    self._unreported.pop(prompt_id, None)
-                    self.frontend.discard(prompt_id)
-            with contextlib.suppress(EngineError):  # an engine that has failed has no requests
-                for request_id in request_ids:
-                    self.engine.abort(request_id)
+                if (prompt_id := self.frontend.prompt_of(submission.request.request_id)) is not None:
+                    self._fail(prompt_id, error)
+
+    def _take_reports(self, prompt_ids: Sequence[str]) -> bool:
+        """Return True if one of these prompts has changed since `poll` or this method returned it."""
+        with self._frontend_lock:
+            changed = [name for name in prompt_ids if name in self._unreported]
+            for name in changed:
+                del self._unreported[name]
+        return bool(changed)
 
     def _unfinished(self, prompt_ids: Iterable[str]) -> list[str]:
         unfinished_prompts = self.frontend.unfinished_prompts
         return [name for name in prompt_ids if name in unfinished_prompts and name not in self._errors]
 
     def _fail(self, prompt_id: str, error: MoeserveError) -> None:
+        """End a prompt with an error. The frontend lock must be held."""
         if self._errors.setdefault(prompt_id, error) is error:
             self._unreported[prompt_id] = None
 
-    def _poll(self) -> dict[str, None]:
+    def _poll(self) -> None:
         try:
             updates = self.engine.step()
         except EngineError as error:  # it ended the requests of all callers
             with self._frontend_lock:
-                concerned = list(self.frontend.unfinished_prompts)
-            for concerned_id in concerned:
-                self._fail(concerned_id, error)
-            return {}
-        changed: dict[str, None] = {}
+                for concerned in self.frontend.unfinished_prompts:
+                    self._fail(concerned, error)
+            return
         to_abort: list[str] = []
         with self._frontend_lock:
-            if not self._to_add and not updates and not self.engine.has_work:
+            if not self._for_engine and not updates and not self.engine.has_work:
                 for lost in self._unfinished(self.frontend.unfinished_prompts):
                     self._fail(lost, EngineError(f"the engine has lost request {lost!r}: an error of moeserve"))
             for update in updates:
                 prompt_id = self.frontend.prompt_of(update.request_id)
                 if prompt_id is None:  # it has ended here, while the engine was a step ahead
                     continue
-                changed[prompt_id] = None
+                self._unreported[prompt_id] = None
                 try:
                     ended_here = self.frontend.update(update)
                 except Exception as error:  # the other updates of the step must not be lost
@@ -269,7 +318,6 @@ class Session:
         for request_id in to_abort:
             self.engine.abort(request_id)
         self._note_loads(self.engine.take_loads())
-        return changed
 
     def _collect_load(self) -> LoadWindow:
         self.engine.collect_load()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from pathlib import Path
 from typing import BinaryIO
 
 from moeserve.errors import SettingsError
 from moeserve.telemetry.expert_load import LoadWindow, write_window
 from moeserve.telemetry.metrics import MetricsServer
+
+logger = logging.getLogger(__name__)
 
 
 class LoadObserver:
@@ -41,19 +45,27 @@ class LoadObserver:
         return self._file is not None or self._metrics is not None
 
     def observe(self, window: LoadWindow) -> None:
-        """Write a window, unless it has no steps."""
+        """Write a window, unless it has no steps. A file that cannot be written gets no more windows."""
         if not window.num_steps:
             return
         if self._file is not None:
-            write_window(self._file, window)
+            try:
+                write_window(self._file, window)
+            except OSError as error:
+                logger.warning("expert_load_file=%r gets no more expert loads: %s", self._file.name, error.strerror)
+                self._close_file()
         if self._metrics is not None:
             self._metrics.observe(window)
 
     def close(self) -> None:
         """Close the file and the server. May be called twice."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._close_file()
         if self._metrics is not None:
             self._metrics.stop()
             self._metrics = None
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what could not be written
+                file.close()

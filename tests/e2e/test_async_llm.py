@@ -151,3 +151,12 @@ def test_after_shutdown_requests_are_refused(plain: Reference) -> None:
     assert asyncio.run(run())[-1] == "abort"
     assert not llm.is_running
     assert not llm.errored
+
+
+def test_a_full_disk_does_not_end_the_engine(plain: Reference, caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = dict(expert_load_file="/dev/full", expert_load_window=1)
+    llm = AsyncLLM(plain.folder, dtype="float32", max_model_len=128, show_progress=False, **settings)
+    tokens, _ = asyncio.run(tokens_of(llm, [5, 6, 7], RequestOutputKind.DELTA))
+    llm.shutdown()
+    assert tokens == plain.greedy([5, 6, 7], NUM_TOKENS)
+    assert ["/dev/full" in message for message in caplog.messages if "expert" in message] == [True]

@@ -325,11 +325,13 @@ def test_prompt_logprobs_begin_with_none() -> None:
     assert frontend.output("2").prompt_logprobs is None
 
 
-def test_a_discarded_prompt_names_the_requests_to_end() -> None:
+def test_a_discarded_prompt_takes_no_updates() -> None:
     frontend = new_frontend()
     frontend.register(frontend.encode(["a", "b"], SamplingParams(n=2)))
     send(frontend, "0-1", "x", finish_reason="length")
-    assert frontend.discard("0") == ["0-0"]
+    assert frontend.unfinished("0") == ["0-0"]
+    frontend.discard("0")
+    assert frontend.unfinished("0") == []
     assert send(frontend, "0-0", "y") is None
     assert send(frontend, "1-0", "y") is False
     with pytest.raises(KeyError):

@@ -137,6 +137,83 @@ def test_a_lost_request_is_an_engine_error(session: Session, engine: Engine) -> 
         session.raise_error([lost])
 
 
+def test_a_discarded_id_is_free_at_once(session: Session, engine: Engine) -> None:
+    """Also for requests that the engine never got, or has not ended yet."""
+    for _ in range(3):
+        session.submit([[1]], SamplingParams(n=2), "mine")
+        session.discard(["mine"])
+    session.submit([[1]], SamplingParams(n=2), "mine")
+    engine.steps.append([])
+    session.poll()
+    with session._frontend_lock:  # a finaliser in a thread that holds it does not wait
+        session.discard(["mine"])
+    session.submit([[1]], SamplingParams(), "mine")
+    engine.steps.append([])
+    session.poll()
+    assert engine.added == ["3-0", "3-1", "4"]
+    assert set(engine.aborted) >= {"3-0", "3-1"}
+    assert "4" not in engine.aborted
+
+
+def test_an_aborted_prompt_is_added_first(session: Session, engine: Engine) -> None:
+    prompt_id = submit(session)
+    session.abort(prompt_id)
+    assert engine.aborted == []
+    engine.steps.append([])
+    session.poll()
+    assert (engine.added, engine.aborted) == ([prompt_id], [prompt_id])
+
+
+def test_a_discard_never_adds_requests(session: Session, engine: Engine) -> None:
+    """Adding one may restart the engine, and a discard runs in event loops."""
+    running = submit(session)
+    engine.steps.append([])
+    session.poll()
+    session.discard([running])
+    assert engine.aborted == [running]
+    discarded, waiting = submit(session), submit(session)
+    session.discard([discarded])
+    assert engine.added == [running]
+    engine.steps.append([])
+    session.poll()
+    assert engine.added == [running, waiting]
+
+
+def test_an_interrupted_restart_loses_no_request(
+    session: Session, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt_id = submit(session)
+
+    def interrupted(request: Request, samples: Sequence[Sample]) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.poll()
+    engine.steps.append([])
+    session.poll()
+    assert engine.added == [prompt_id]
+
+
+def test_a_prompt_that_another_thread_has_advanced_needs_no_step(session: Session, engine: Engine) -> None:
+    first, second = submit(session), submit(session)
+    engine.steps.append(
+        [RequestUpdate(request_id=first, token_ids=[3]), RequestUpdate(request_id=second, token_ids=[4])]
+    )
+    assert session.advance([first]) == [first]
+    assert session.advance([second]) == [second]  # without a step: none is left
+    engine.steps.append([end(second)])
+    assert session.advance([second]) == []
+
+
+def test_a_full_queue_refuses_before_it_tokenizes(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit(session, n=4)
+    monkeypatch.setattr(session.frontend, "encode", None)
+    with pytest.raises(QueueFullError):
+        submit(session)
+
+
 def test_a_full_queue_refuses_prompts_and_changes_nothing(session: Session, engine: Engine) -> None:
     first, _ = submit(session, n=3), submit(session)
     for params in (SamplingParams(), SamplingParams(n=2)):
@@ -166,8 +243,8 @@ def test_a_long_list_is_started_in_order_as_room_appears(session: Session, engin
     assert len(prompt_ids) == 4
     assert session.submit_first(waiting) == []
     session.discard(prompt_ids)
-    assert len(session.submit_first(waiting)) == 1  # more than the limit, but alone
+    assert len(session.submit_first(waiting)) == 1  # more than the limit, but alone; the engine never got the others
     session.wake()
     engine.steps.append([])
     session.advance([], waits_for_others=True)
-    assert engine.added == ["0-0", "0-1", "1", "2-0", "2-1", "3", "4", *(f"5-{index}" for index in range(9))]
+    assert engine.added == ["0-0", "0-1", "1", *(f"5-{index}" for index in range(9))]
