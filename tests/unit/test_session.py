@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
@@ -194,6 +195,31 @@ def test_an_interrupted_restart_loses_no_request(
     engine.steps.append([])
     session.poll()
     assert engine.added == [prompt_id]
+
+
+def test_a_submission_counts_requests_while_others_fail(
+    session: Session, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(request: Request, samples: Sequence[Sample]) -> None:
+        raise RequestError("not this one")
+
+    monkeypatch.setattr(engine, "add", refuse)
+    engine.steps += [[], []]
+    submit(session)
+    session.poll()
+    submit(session)
+    thread = threading.Thread(target=session.poll)  # refuses the second one
+    unfinished = session.frontend.unfinished
+
+    def slow(prompt_id: str) -> list[str]:
+        if thread.ident is None:
+            thread.start()
+            thread.join(0.2)  # it waits for this submission
+        return unfinished(prompt_id)
+
+    monkeypatch.setattr(session.frontend, "unfinished", slow)
+    submit(session)
+    thread.join()
 
 
 def test_a_prompt_that_another_thread_has_advanced_needs_no_step(session: Session, engine: Engine) -> None:
