@@ -1,4 +1,4 @@
-"""The handshake of shared memory: all ranks use gloo where one cannot be reached, and strangers get nothing."""
+"""The handshake of shared memory: ranks use gloo where one cannot be reached; unauthenticated peers get nothing."""
 
 from __future__ import annotations
 
@@ -171,33 +171,33 @@ def exchange_among_threads(num_ranks: int) -> list[Any]:
         return list(threads.map(exchange, range(num_ranks)))
 
 
-def test_strangers_get_nothing_and_delay_nobody(ranks: Ranks) -> None:
-    assert ranks.run(2, "test_handshake:join_among_strangers") == [True] * 2
+def test_unauthenticated_peers_get_nothing_and_delay_nobody(ranks: Ranks) -> None:
+    assert ranks.run(2, "test_handshake:join_among_unauthenticated_peers") == [True] * 2
 
 
-def join_among_strangers(place: Place) -> bool:
-    """Join while strangers are connected to rank 0, which have sent nothing or something without the secret."""
+def join_among_unauthenticated_peers(place: Place) -> bool:
+    """Join while peers are connected to rank 0 that have sent nothing, or something without the secret."""
     store = store_of(place)
     if place.rank == 0:
         store.set("pid", str(os.getpid()))
         return join(place).world.supports_cpu_graphs
     name = name_of_rank_0(store)
-    with contextlib.ExitStack() as strangers:
+    with contextlib.ExitStack() as peers:
         for message in (b"", b"hello", b"0" * 32 + b"1"):
-            stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            stranger.connect(name)
+            peer = peers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            peer.connect(name)
             with open("/proc/self/status", "rb") as file:
                 if message:
-                    socket.send_fds(stranger, [message], [file.fileno()])
+                    socket.send_fds(peer, [message], [file.fileno()])
         return join(place).world.supports_cpu_graphs
 
 
-def test_a_crowd_of_strangers_is_outlived(ranks: Ranks) -> None:
+def test_a_crowd_of_unauthenticated_peers_is_outlived(ranks: Ranks) -> None:
     assert ranks.run(2, "test_handshake:join_behind_a_crowd") == [True] * 2
 
 
 def join_behind_a_crowd(place: Place) -> bool:
-    """Join when the queue of rank 0 is full of strangers, and rank 0 accepts nobody for a while."""
+    """Join when the queue of rank 0 is full of unauthenticated peers, and rank 0 accepts nobody for a while."""
     store = store_of(place)
     if place.rank == 0:
         store.set("pid", str(os.getpid()))
@@ -213,9 +213,9 @@ def join_behind_a_crowd(place: Place) -> bool:
     with contextlib.ExitStack() as crowd:
         with contextlib.suppress(BlockingIOError):
             while True:
-                stranger = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                stranger.setblocking(False)
-                stranger.connect(name)
+                peer = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                peer.setblocking(False)
+                peer.connect(name)
         timer = threading.Timer(0.5, store.set, ("begin", ""))
         timer.start()
         joined = join(place).world.supports_cpu_graphs
