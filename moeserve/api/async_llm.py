@@ -63,10 +63,7 @@ class AsyncLLM:
     @property
     def errored(self) -> bool:
         """True if the engine has failed for good. With on_failure="restart", the next request restarts it."""
-        restarts = self.config.on_failure == "restart" and self.config.executor != "uniproc"
-        if self._is_closing or restarts:
-            return self._failure is not None
-        return self._failure is not None or bool(self.session.engine.refusal)
+        return self._failure is not None or (bool(self.session.engine.refusal) and not self._is_closing)
 
     @property
     def dead_error(self) -> BaseException:
@@ -124,11 +121,11 @@ class AsyncLLM:
         self._has_work.set()
 
     async def check_health(self) -> None:
-        """Raise EngineError if the engine cannot serve requests: it has failed, or its last restart has.
+        """Raise EngineError if the engine cannot serve requests. It notices the death of a process in about a second.
 
-        The death of a process is noticed within about a second.
+        With on_failure="restart", an engine that has failed can: the next request restarts it.
         """
-        if self.session.engine.refusal or self._failure or not self.is_running:
+        if self.errored or not self.is_running:
             raise EngineError(str(self.dead_error))
 
     async def get_tokenizer(self) -> Any:

@@ -289,9 +289,10 @@ class Session:
     def _poll(self) -> None:
         try:
             updates = self.engine.step()
-        except EngineError as error:  # it ended the requests of all callers
+        except EngineError as error:  # it ended all requests that it had
             with self._frontend_lock:
-                for concerned in self.frontend.unfinished_prompts:
+                waiting = {queued.prompt_id for queued in self._for_engine if isinstance(queued, Submission)}
+                for concerned in self.frontend.unfinished_prompts - waiting:  # a new request may restart the engine
                     self._fail(concerned, error)
             return
         to_abort: list[str] = []

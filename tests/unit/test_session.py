@@ -197,6 +197,21 @@ def test_an_interrupted_restart_loses_no_request(
     assert engine.added == [prompt_id]
 
 
+def test_a_failure_does_not_concern_requests_that_the_engine_never_got(session: Session, engine: Engine) -> None:
+    """They may restart it."""
+    submitted = []
+
+    def step() -> list[RequestUpdate]:
+        submitted.append(submit(session))
+        raise EngineError("disk on fire")
+
+    failed = submit(session)
+    engine.step = step  # type: ignore[method-assign]
+    assert session.poll() == [failed]
+    session.raise_error(submitted)  # nothing
+    assert engine.added == [failed, *submitted]
+
+
 def test_a_submission_counts_requests_while_others_fail(
     session: Session, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
