@@ -219,6 +219,7 @@ class LeadingExecutor:
         self._layers = count_dispatches(worker.runner.model)
         self._last_number = -1
         self._pool = ThreadPoolExecutor(1)
+        self._has_ended = False
         self._outcomes = OutcomeQueue()
 
     def submit(self, work: Round) -> Future[Outcome]:
@@ -237,10 +238,11 @@ class LeadingExecutor:
         self._outcomes.complete()
 
     def shutdown(self) -> None:
-        """Rounds that were sent after the last one are not run on any rank."""
         self._pool.shutdown(cancel_futures=True)
 
     def _run(self, work: Round) -> None:
+        if self._has_ended:  # rounds that were sent after the last one are not run on any rank
+            return
         try:
             self._outcomes.add(self._executed(work))
         except BaseException as error:
@@ -249,8 +251,7 @@ class LeadingExecutor:
     def _executed(self, work: Round) -> Outcome:
         outcome = self._worker.execute(work)
         agreement = outcome.agreement
-        if agreement.ends_all:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._has_ended = agreement.ends_all
         num_tokens, announced = 0 if work.plan is None else work.plan.num_tokens, agreement.num_tokens[self._dp_index]
         assert num_tokens == announced, f"I5: {num_tokens} tokens are to run, and {announced} were agreed"
         self._story.num_rounds += 1
