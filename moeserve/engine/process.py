@@ -53,7 +53,7 @@ def serve(channel: Channel[ReplicaMessage], start: RankStart, executor: Executor
         load_window=config.expert_load_window,
     )
     channel.send(Ready(executor.num_blocks))
-    drive(replica, User(channel), executor, config.step_timeout)
+    drive(replica, User(channel, config.max_concurrent_batches), executor, config.step_timeout)
 
 
 def drive(replica: Replica, user: User, executor: Executor, step_timeout_s: float) -> None:
@@ -91,9 +91,14 @@ def _outcomes(executor: Executor, futures: deque[Future[Outcome]]) -> list[Outco
 class User:
     """The user's process, as the engine process sees it."""
 
-    def __init__(self, channel: Channel[ReplicaMessage]) -> None:
+    def __init__(self, channel: Channel[ReplicaMessage], max_rounds: int) -> None:
+        """
+        Args:
+            max_rounds: rounds of a replica in flight at once.
+        """
         self._channel = channel
-        self._was_woken = False
+        self._max_rounds = max_rounds
+        self._num_sleeps_skipped = 0  # of the next ones
         self._is_ending = False
         self._last_load: tuple[int, int, int] | None = None  # as it was delivered last
         self._last_delivery_s = 0.0
@@ -112,20 +117,23 @@ class User:
         if self._channel.is_closed:
             raise EngineError("the user's process has ended")
         self._is_ending |= any(isinstance(message, Shutdown) for message in messages)
-        self._was_woken |= any(isinstance(message, Wake) for message in messages)
+        if any(isinstance(message, Wake) for message in messages):
+            self._num_sleeps_skipped = self._max_rounds
         return messages
 
     def sleep_s(self, *, heartbeat: bool) -> float | None:
         """Return how long an idle replica may sleep. None: until something happens.
 
-        A replica that is woken may find the one with the request inside an agreement that began before the request
-        came. That agreement ends idle and the next one has the request, so a replica skips sleeping once after a
-        wake-up. After `Shutdown` it does not sleep at all: the others are about to receive it too.
+        A replica that is woken may find the one with the request inside rounds that were sent before the request came.
+        Those end idle, and the next one has the request. So after a wake-up a replica skips sleeping as often as there
+        may be rounds in flight. After `Shutdown` it does not sleep at all: the others are about to receive it too.
         """
         if not heartbeat:
             return None
-        was_woken, self._was_woken = self._was_woken, False
-        return 0.0 if was_woken or self._is_ending else HEARTBEAT_S
+        if self._num_sleeps_skipped:
+            self._num_sleeps_skipped -= 1
+            return 0.0
+        return 0.0 if self._is_ending else HEARTBEAT_S
 
     def deliver(self, delivery: Deliver) -> None:
         """Send a delivery unless it repeats the last one, so that unread messages of idle replicas do not pile up.

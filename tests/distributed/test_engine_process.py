@@ -20,14 +20,14 @@ from moeserve.scheduling.replica import Deliver
 def ends() -> Iterator[tuple[User, Channel[object]]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield User(Channel(theirs, ReplicaMessage)), Channel(ours, object)
+        yield User(Channel(theirs, ReplicaMessage), max_rounds=2), Channel(ours, object)
 
 
-def test_a_wake_up_prevents_sleep_once(ends: tuple[User, Channel[object]]) -> None:
+def test_after_a_wake_up_all_rounds_that_may_be_in_flight_end_without_sleep(ends: tuple[User, Channel[object]]) -> None:
     user, channel = ends
     channel.send(Wake())
     assert user.receive() == [Wake()]
-    assert [user.sleep_s(heartbeat=True) for _ in range(2)] == [0.0, HEARTBEAT_S]
+    assert [user.sleep_s(heartbeat=True) for _ in range(3)] == [0.0, 0.0, HEARTBEAT_S]
 
 
 def test_a_replica_that_is_shut_down_does_not_sleep(ends: tuple[User, Channel[object]]) -> None:
