@@ -286,7 +286,8 @@ class Scheduler:
 
         Return False if a request cannot grow now, so that no newer one may get blocks.
         """
-        ready = [request for request in self._running.values() if self._may_continue(request)][: self._max_chunks]
+        share = self._share_of_plan(len(self._running))
+        ready = [request for request in self._running.values() if self._may_continue(request)][:share]
         for request in ready:
             if request.slot == NO_SLOT:  # preempted in this call
                 continue
@@ -304,10 +305,8 @@ class Scheduler:
             budget.take(request, num_tokens)
         return True
 
-    @property
-    def _max_chunks(self) -> int:
-        """Requests in one plan, so that each of `num_batches` plans gets an equal share."""
-        num_requests = min(len(self._running) + len(self._waiting), self.config.max_num_seqs)
+    def _share_of_plan(self, num_requests: int) -> int:
+        """Return how many of some requests one plan takes, so that each of `num_batches` plans gets an equal share."""
         return -(-num_requests // self.config.num_batches)
 
     def _unsent_tokens(self, planned: Sequence[tuple[LiveRequest, int]]) -> list[tuple[int, int]]:
@@ -354,15 +353,16 @@ class Scheduler:
     def _admit_waiting(self, planned: list[tuple[LiveRequest, int]], budget: _Budget) -> None:
         """Admit waiting requests, oldest first. A few may pass those that do not fit yet."""
         passed: list[LiveRequest] = []
+        share = self._share_of_plan(min(len(self._running) + len(self._waiting), self.config.max_num_seqs))
         for request in list(self._waiting.values()):
-            is_full = len(planned) == self._max_chunks or len(self._running) == self.config.max_num_seqs
+            is_full = len(planned) >= share or len(self._running) == self.config.max_num_seqs
             if is_full or min(budget.num_tokens, budget.num_prefill_tokens) == 0:
                 return
             prefix = self._cached_prefix(request)
             if not self._has_room(request, prefix):
-                if request.num_passed == MAX_PASSED:
-                    return
                 passed.append(request)
+                if request.num_passed == MAX_PASSED or len(passed) == MAX_PASSED:
+                    return
                 continue
             for other in passed:
                 other.num_passed += 1

@@ -218,6 +218,33 @@ def test_a_long_request_is_passed_by_a_bounded_number_of_short_ones() -> None:
     assert ended.index("short 0") < ended.index("running") < ended.index("long") <= MAX_PASSED + 1
 
 
+def test_a_long_queue_is_not_searched_for_requests_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(**SIX_BLOCKS)
+    scheduler.add(request("running", 20, max_tokens=4))
+    step(scheduler)
+    for number in range(10 * MAX_PASSED):
+        scheduler.add(request(f"long {number}", 20, max_tokens=1))
+    looked_at = []
+    prefix_of = scheduler._cached_prefix
+    monkeypatch.setattr(scheduler, "_cached_prefix", lambda each: looked_at.append(each) or prefix_of(each))
+    step(scheduler)
+    assert len(looked_at) == MAX_PASSED
+
+
+def test_batches_stay_even_when_the_queue_is_longer_than_the_cache() -> None:
+    scheduler = make_scheduler(num_batches=2, plans_ahead=False, enable_prefix_caching=False)
+    for number in range(40):
+        scheduler.add(request(str(number), 6, max_tokens=9))
+    for number in range(6):
+        first, second = scheduler.schedule(), scheduler.schedule()
+        assert first is not None
+        assert second is not None
+        for plan in (first, second):
+            chunks = [ChunkResult(token_id=1) for _ in plan.slots]
+            scheduler.commit(StepResult(step=plan.step, chunks=chunks))
+        assert number == 0 or abs(len(first.slots) - len(second.slots)) <= 1, (first.slots, second.slots)
+
+
 def test_a_request_that_decodes_advances_beside_a_long_prompt() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
     scheduler.add(request("a", 1))
