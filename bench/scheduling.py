@@ -4,7 +4,7 @@
 
 - *steps*: decoding with one step in flight (`async_scheduling=False`) and with two. *idle* is the share of the time
   between decode steps, on a rank in a thread of this process: from the end of one run through the layers to the
-  beginning of the next. Sampling, the engine's loop, and building the step's inputs are in it.
+  beginning of the next. The head, sampling, the engine's loop, and building the step's inputs are in it.
 - *callers*: the same prompts through `LLM.generate`, 64 asyncio tasks of an `AsyncLLM`, and 16 threads of an `LLM`.
 - *pipeline*: two stages, a core for each, with one batch of requests in flight and with two. Two batches of half the
   size read the weights of most experts twice, so they gain less than two of the same size.
