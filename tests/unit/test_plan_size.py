@@ -1,4 +1,4 @@
-"""A plan is small, however long its requests are: ranks keep what they were told before."""
+"""A plan is small, however long its requests are: ranks keep what earlier plans have sent."""
 
 from __future__ import annotations
 
