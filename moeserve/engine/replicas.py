@@ -290,7 +290,7 @@ class Replicas:
 
     def _receive(self) -> None:
         """Take all updates that have arrived, without waiting. A failure ends requests or resumes them."""
-        if not self._failure:
+        if not self._failure and not self._is_shut_down:
             ready = self._poll.ready()
             self._undelivered += self._received(ready)
             silent_s = time.monotonic() - self._last_message_s if self._in_flight else 0.0

@@ -292,7 +292,7 @@ class Client(User):
         story: Story,
     ) -> None:
         here, there = socket.socketpair()
-        super().__init__(Channel(there, ReplicaMessage))
+        super().__init__(Channel(there, ReplicaMessage), max_rounds=2)
         self.far_end: Channel[Any] = Channel(here, EngineMessage)
         self.scheduler = scheduler
         self.num_blocks = scheduler.num_free_blocks
