@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import select
-import time
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 from moeserve.config.settings import EngineConfig
 from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, new_scheduler, require_new
-from moeserve.engine.effects import completed, perform
+from moeserve.engine.effects import Driver, StepTimeoutError
 from moeserve.errors import EngineError
 from moeserve.executor.uniproc import UniprocExecutor
 from moeserve.interrupts import interrupts_allowed
@@ -25,8 +22,7 @@ from moeserve.protocol import (
     Sample,
     Shutdown,
 )
-from moeserve.scheduling.lockstep import Outcome
-from moeserve.scheduling.replica import Deliver, Events, Replica, Wait
+from moeserve.scheduling.replica import Deliver, Replica
 from moeserve.telemetry.expert_load import LoadWindow
 
 
@@ -44,17 +40,14 @@ class EngineCore:
         )
         self._ownership = Ownership()
         self._wake_up = WakeUp()
-        self._loop = self._replica.run()
         self._inbox: list[ReplicaMessage] = []
-        self._futures: deque[Future[Outcome]] = deque()
-        self._last_outcome_s = time.monotonic()  # or the first round in flight, if that was later
         self._in_flight: dict[str, None] = {}  # requests whose end was not delivered
         self._undelivered: list[RequestUpdate] = []  # not returned by `step` yet
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
         self._awaits_load = False
         self._num_free_blocks = self.executor.num_blocks
         self.refusal = ""  # why no requests are accepted
-        self._wait: Wait | None = perform(self._loop, None, self.executor, self._futures, self._receive)
+        self._driver = Driver(self._replica, self.executor, self._receive, self.config.step_timeout)
 
     @property
     def num_free_blocks(self) -> list[int]:
@@ -63,7 +56,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._undelivered or self._futures)
+        return bool(self._in_flight or self._undelivered or self._driver.has_rounds)
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         self._require_open()
@@ -109,7 +102,7 @@ class EngineCore:
         if self.refusal or not self._ownership.is_owner:  # a fork of the owner has no thread that computes
             return
         self._inbox.append(Shutdown())
-        while self._wait is not None and not self.refusal:
+        while self._driver.wait is not None and not self.refusal:
             self._wake_up.take()  # which would end every wait
             self._advance()
         self.refusal = self.refusal or "the engine was shut down; make a new one"
@@ -117,22 +110,21 @@ class EngineCore:
 
     def _advance(self) -> None:
         """Wait for something to happen, and let the replica handle it. A failure ends all requests."""
-        assert self._wait is not None
+        assert self._driver.wait is not None
         try:
-            self.executor.progress()
-            outcomes = completed(self._futures)
+            outcomes = self._driver.outcomes()
             if not self._inbox and not outcomes:
                 poll = select.poll()
                 self.executor.register(poll)
                 poll.register(self._wake_up.fd, select.POLLIN)
                 with interrupts_allowed():
-                    poll.poll(self.config.step_timeout * 1000 if self._futures else None)
-                self.executor.progress()
-                outcomes = completed(self._futures)
-            self._require_outcomes_in_time(has_outcomes=bool(outcomes))
+                    poll.poll(self.config.step_timeout * 1000 if self._driver.has_rounds else None)
+                outcomes = self._driver.outcomes()
             messages, self._inbox = self._inbox, []
-            self._wait = perform(self._loop, Events(messages, outcomes), self.executor, self._futures, self._receive)
+            self._driver.handle(messages, outcomes, self._receive)
         except Exception as error:
+            if isinstance(error, StepTimeoutError):
+                self.executor.abandon()
             cause = f"{type(error).__name__}: {error}"
             self.refusal = f"the engine has failed and takes no requests; make a new one. The failure: {cause}"
             self._receive(self._replica.end_all_requests(cause))
@@ -140,15 +132,6 @@ class EngineCore:
             self._undelivered += ended
             self._in_flight = {}
             self.executor.shutdown()
-
-    def _require_outcomes_in_time(self, *, has_outcomes: bool) -> None:
-        if has_outcomes or not self._futures:
-            self._last_outcome_s = time.monotonic()
-        elif time.monotonic() - self._last_outcome_s > self.config.step_timeout:
-            self.executor.abandon()
-            raise EngineError(
-                f"{self.executor.name}: no step was finished for {self.config.step_timeout} s (step_timeout)"
-            )
 
     def _receive(self, delivery: Deliver) -> None:
         self._undelivered += delivery.updates

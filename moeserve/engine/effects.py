@@ -1,47 +1,82 @@
-"""Performs the effects of a `Replica` with an executor. Engines differ in where they wait and in who gets updates."""
+"""Drives the loop of a `Replica` with an executor. Engines differ in where they wait and in who gets updates."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
+from moeserve.errors import DistributedError
 from moeserve.executor.base import Executor
+from moeserve.protocol import ReplicaMessage
 from moeserve.scheduling.lockstep import Outcome
-from moeserve.scheduling.replica import Deliver, Effect, Events, Submit, Wait
+from moeserve.scheduling.replica import Deliver, Events, Replica, Submit, Wait
 
 
-def perform(
-    loop: Generator[Effect, Any, None],
-    events: Events | None,
-    executor: Executor,
-    futures: deque[Future[Outcome]],
-    deliver: Callable[[Deliver], None],
-) -> Wait | None:
-    """Hand events to a replica's loop, and perform its effects until it waits again.
+class StepTimeoutError(DistributedError):
+    """The ranks have not finished a step within `step_timeout`."""
 
-    Args:
-        events: None at the start.
-        futures: of the rounds in flight; new ones are appended.
 
-    Returns:
-        None if the loop has ended.
-    """
-    answer: Events | None = events
-    while True:
-        try:
-            effect = loop.send(answer)
-        except StopIteration:
-            return None
-        answer = None
-        match effect:
-            case Submit(work=work):
-                futures.append(executor.submit(work))
-            case Deliver():
-                deliver(effect)
-            case Wait():
-                return effect
+class Driver:
+    """Performs the effects of a replica's loop, and limits the time of its steps."""
+
+    def __init__(
+        self, replica: Replica, executor: Executor, deliver: Callable[[Deliver], None], step_timeout_s: float
+    ) -> None:
+        """Perform the effects until the loop waits for the first time.
+
+        Args:
+            deliver: takes what the loop delivers now. It is not kept: an engine that owns this may be deleted.
+        """
+        self._executor = executor
+        self._step_timeout_s = step_timeout_s
+        self._loop = replica.run()
+        self._futures: deque[Future[Outcome]] = deque()  # of the rounds in flight
+        self._last_outcome_s = time.monotonic()  # or the first round in flight, if that was later
+        self.wait = self._perform(None, deliver)  # None: the loop has ended
+
+    @property
+    def has_rounds(self) -> bool:
+        """True if rounds are in flight."""
+        return bool(self._futures)
+
+    def outcomes(self) -> list[Outcome]:
+        """Return the outcomes that have arrived. Raises the error of a failed round."""
+        self._executor.progress()
+        return completed(self._futures)
+
+    def handle(
+        self, messages: list[ReplicaMessage], outcomes: list[Outcome], deliver: Callable[[Deliver], None]
+    ) -> None:
+        """Hand events to the loop, and perform its effects until it waits again.
+
+        Raises:
+            StepTimeoutError: rounds are in flight, and none has ended for too long.
+        """
+        if outcomes or not self._futures:
+            self._last_outcome_s = time.monotonic()
+        elif time.monotonic() - self._last_outcome_s > self._step_timeout_s:
+            raise StepTimeoutError(
+                f"{self._executor.name}: no step was finished for {self._step_timeout_s} s (step_timeout)"
+            )
+        self.wait = self._perform(Events(messages, outcomes), deliver)
+
+    def _perform(self, events: Events | None, deliver: Callable[[Deliver], None]) -> Wait | None:
+        answer = events
+        while True:
+            try:
+                effect = self._loop.send(answer)
+            except StopIteration:
+                return None
+            answer = None
+            match effect:
+                case Submit(work=work):
+                    self._futures.append(self._executor.submit(work))
+                case Deliver():
+                    deliver(effect)
+                case Wait():
+                    return effect
 
 
 def completed(futures: deque[Future[Outcome]]) -> list[Outcome]:

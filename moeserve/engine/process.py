@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import select
 import time
-from collections import deque
-from concurrent.futures import Future
 
 from moeserve.engine.base import fit_to_cache, new_scheduler
-from moeserve.engine.effects import completed, perform
+from moeserve.engine.effects import Driver
 from moeserve.engine.protocol import Delivery, EngineStart, Ready
-from moeserve.errors import DistributedError, EngineError
+from moeserve.errors import EngineError
 from moeserve.executor.base import Executor
 from moeserve.executor.multiproc import MultiprocExecutor, start_ranks
 from moeserve.processes.channel import Channel
 from moeserve.processes.child import Parent
 from moeserve.protocol import ReplicaMessage, ReplicaStats, Shutdown, Wake
-from moeserve.scheduling.lockstep import Outcome
-from moeserve.scheduling.replica import Deliver, Events, Replica
+from moeserve.scheduling.replica import Deliver, Replica
 from moeserve.worker.protocol import RankStart
 
 # The longest sleep of an idle replica between agreements with the others. Seconds.
@@ -61,31 +58,19 @@ def drive(replica: Replica, user: User, executor: Executor, step_timeout_s: floa
 
     Raises:
         EngineError: a rank, another replica or the user's process has failed.
-        DistributedError: the ranks have not finished a step in time.
+        StepTimeoutError: the ranks have not finished a step in time.
     """
-    futures: deque[Future[Outcome]] = deque()
-    loop = replica.run()
-    wait = perform(loop, None, executor, futures, user.deliver)
-    last_outcome_s = time.monotonic()
-    while wait is not None:
-        messages, outcomes = user.receive(), _outcomes(executor, futures)
+    driver = Driver(replica, executor, user.deliver, step_timeout_s)
+    while driver.wait is not None:
+        messages, outcomes = user.receive(), driver.outcomes()
         if not messages and not outcomes:
             poll = select.poll()
             user.register(poll)
             executor.register(poll)
-            timeout_s = step_timeout_s if futures else user.sleep_s(heartbeat=wait.heartbeat)
+            timeout_s = step_timeout_s if driver.has_rounds else user.sleep_s(heartbeat=driver.wait.heartbeat)
             poll.poll(None if timeout_s is None else timeout_s * 1000)
-            messages, outcomes = user.receive(), _outcomes(executor, futures)
-        if outcomes or not futures:
-            last_outcome_s = time.monotonic()
-        elif time.monotonic() - last_outcome_s > step_timeout_s:
-            raise DistributedError(f"{executor.name}: no step was finished for {step_timeout_s} s (step_timeout)")
-        wait = perform(loop, Events(messages, outcomes), executor, futures, user.deliver)
-
-
-def _outcomes(executor: Executor, futures: deque[Future[Outcome]]) -> list[Outcome]:
-    executor.progress()
-    return completed(futures)
+            messages, outcomes = user.receive(), driver.outcomes()
+        driver.handle(messages, outcomes, user.deliver)
 
 
 class User:
