@@ -12,9 +12,9 @@ from typing import Any
 
 from moeserve.api.llm import signature_with_settings
 from moeserve.api.prompts import Prompt
-from moeserve.api.startup import open_session
+from moeserve.api.startup import open_session, tokenizer_of
 from moeserve.config.validation import parse_settings
-from moeserve.errors import EngineError, SettingsError
+from moeserve.errors import EngineError
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
 
@@ -134,9 +134,7 @@ class AsyncLLM:
         Raises:
             SettingsError: there is no tokenizer.
         """
-        if self._codec is None:
-            raise SettingsError("there is no tokenizer; name the folder of one as tokenizer")
-        return self._codec.tokenizer
+        return tokenizer_of(self._codec)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the sampling parameters of generation_config.json, which `generate` uses by default."""

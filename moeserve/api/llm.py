@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from moeserve.api.prompts import Prompt, Prompts
-from moeserve.api.startup import open_session
+from moeserve.api.startup import open_session, tokenizer_of
 from moeserve.config.resolve import shown_layout
 from moeserve.config.settings import Settings
 from moeserve.config.validation import parse_settings
@@ -77,9 +77,7 @@ class LLM:
         Raises:
             SettingsError: there is no tokenizer.
         """
-        if self.codec is None:
-            raise SettingsError("there is no tokenizer; name the folder of one as tokenizer")
-        return self.codec.tokenizer
+        return tokenizer_of(self.codec)
 
     def generate(
         self,

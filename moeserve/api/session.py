@@ -36,11 +36,11 @@ class Session:
         self._max_requests = max_requests
         self._engine_lock = _FairLock()
         self._is_polling = False  # the thread that holds the lock may be waiting in the engine
-        # The prompts, their errors and `_unreported` change only under this lock, which nobody holds while waiting. One
-        # entry may be read without it.
+        # Protects the frontend's prompts, `_errors` and `_unreported`. A single entry may be read without it. No thread
+        # waits for anything else while it holds this lock.
         self._frontend_lock = threading.Lock()
-        # Prompts to end, True: and to forget. A stream may be garbage-collected in any thread at any time, so the
-        # prompt is ended by whoever holds the frontend lock next.
+        # Prompts that are to end; True if they are also to be forgotten. The garbage collector may close a stream in
+        # any thread, even in one that holds the frontend lock. So the next holder of that lock ends the prompt.
         self._to_end: deque[tuple[str, bool]] = deque()
         self._for_engine: deque[Submission | AbortRequest] = deque()  # passed on by whoever uses the engine next
         self._errors: dict[str, MoeserveError] = {}  # by prompt
@@ -221,8 +221,8 @@ class Session:
                     self._frontend_lock.release()
             if self._is_polling:
                 self.engine.wake()
-            # Otherwise nobody may look at the queue for a long time. Whoever holds the lock will soon; it may be this
-            # thread, which the garbage collector has interrupted.
+            # No thread runs the engine, and it may be long until one does: pass the aborts on here. If another thread
+            # has the engine's lock, it is about to do so; this thread may have it too, when the collector runs in it.
             elif self._engine_lock.acquire_at_once():
                 try:
                     self._pass_on(adds=False)

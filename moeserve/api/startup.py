@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,6 +44,17 @@ class OpenedSession:
     codec: TextCodec | None  # None: the checkpoint has no tokenizer
     default_params: SamplingParams
     has_experts: bool
+
+
+def tokenizer_of(codec: TextCodec | None) -> Any:
+    """Return the tokenizer of a checkpoint, an object of transformers.
+
+    Raises:
+        SettingsError: there is no tokenizer.
+    """
+    if codec is None:
+        raise SettingsError("there is no tokenizer; name the folder of one as tokenizer")
+    return codec.tokenizer
 
 
 def open_session(settings: Settings, *, show_progress: bool) -> OpenedSession:

@@ -28,11 +28,8 @@ logger = logging.getLogger(__name__)
 TransportName = Literal["auto", "gloo"]
 
 CPU = torch.device("cpu")
-GROUPS_OF_LAYERS = (
-    "tp",
-    "ep",
-    NEIGHBOURS,
-)  # they carry tensors on the model's device; the other groups carry host tensors only
+# They carry tensors on the model's device; the other groups carry host tensors only.
+GROUPS_OF_LAYERS = ("tp", "ep", NEIGHBOURS)
 MEASURED_GROUPS = ("ep",)  # whose waits show by how much ranks are unevenly loaded
 
 

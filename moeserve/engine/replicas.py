@@ -338,9 +338,10 @@ class Replicas:
         """Return the updates that these processes have sent."""
         updates: list[RequestUpdate] = []
         for process in ready:
-            index = self._index_of.get(process)
-            for message in process.receive() if index is not None else []:
-                assert index is not None
+            if process not in self._index_of:  # of the other processes, failures alone are looked for
+                continue
+            index = self._index_of[process]
+            for message in process.receive():
                 assert isinstance(message, Delivery), message
                 self._last_message_s = time.monotonic()
                 self._num_free_blocks[index] = message.stats.num_free_blocks

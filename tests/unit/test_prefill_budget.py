@@ -137,8 +137,8 @@ def test_a_budget_applies_a_fixed_number_of_rounds_later(max_rounds: int, plans_
 def test_neither_prompts_nor_tokens_wait_longer_than_their_bounds(
     max_rounds: int, plans_ahead: bool, seed: int
 ) -> None:
-    """Decoding requests never miss a round, and wait for no more prompt tokens than the budget in any. A prompt gets at
-    least LEAST_PREFILL_BUDGET tokens, with those before it in its replica, in each round after those in flight."""
+    """A decoding request runs in every round, beside at most as many prompt tokens as the budget allows. Once the
+    rounds in flight have ended, a prompt and those before it in its replica get LEAST_PREFILL_BUDGET tokens a round."""
     dice = random.Random(seed)
     group = Group(dice.randint(2, 6), max_rounds, plans_ahead)
     group.send(0, "decodes", 1, max_tokens=10_000)

@@ -139,7 +139,7 @@ def test_a_lost_request_is_an_engine_error(session: Session, engine: Engine) -> 
 
 
 def test_a_discarded_id_is_free_at_once(session: Session, engine: Engine) -> None:
-    """Also for requests that the engine never got, or has not ended yet."""
+    """Its requests may still wait for the engine, or may not have ended there yet."""
     for _ in range(3):
         session.submit([[1]], SamplingParams(n=2), "mine")
         session.discard(["mine"])
