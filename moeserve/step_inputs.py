@@ -17,6 +17,10 @@ class ChunkSpan:
     num_rows: int
     context_len: int  # positions up to its last row: those computed before, and this chunk's
 
+    @property
+    def last_row(self) -> int:
+        return self.first_row + self.num_rows - 1
+
 
 @dataclass(frozen=True)
 class StepInputs:

@@ -39,6 +39,7 @@ class Session:
         # Protects the frontend's prompts, `_errors` and `_unreported`. A single entry may be read without it. No thread
         # waits for anything else while it holds this lock.
         self._frontend_lock = threading.Lock()
+        self._engine_is_free = threading.Condition(self._frontend_lock)  # notified when a thread has used the engine
         # Prompts that are to end; True if they are also to be forgotten. The garbage collector may close a stream in
         # any thread, even in one that holds the frontend lock. So the next holder of that lock ends the prompt.
         self._to_end: deque[tuple[str, bool]] = deque()
@@ -119,20 +120,34 @@ class Session:
             return changed
 
     def advance(self, prompt_ids: Sequence[str], *, waits_for_others: bool = False) -> list[str]:
-        """Run the engine for a moment, unless all of these prompts have ended or another thread has advanced them.
+        """Run the engine for a moment, or wait while another thread runs it.
+
+        Returns at once if all of these prompts have ended, or if another thread has advanced some of them.
 
         Args:
-            waits_for_others: run it even if all have ended: the caller waits for the end of other prompts.
+            waits_for_others: do not return at once if all have ended: the caller waits for the end of other prompts.
 
         Returns:
             The prompts that have not ended.
         """
-        with self._exclusive():
-            has_changed = self._take_reports(prompt_ids)
-            if not has_changed and (waits_for_others or self._unfinished(prompt_ids)):
-                self._poll()
-                self._take_reports(prompt_ids)
+        with interrupts_deferred():
+            if not self._wait_for_reports(prompt_ids, waits_for_others):
+                with self._exclusive():
+                    self._poll()
+                    with self._frontend_lock:
+                        self._take_reports(prompt_ids)
             return self._unfinished(prompt_ids)
+
+    def _wait_for_reports(self, prompt_ids: Sequence[str], waits_for_others: bool) -> bool:
+        """Return False if this thread should run the engine. See `advance`."""
+        with self._frontend_lock:
+            if self._take_reports(prompt_ids) or not (waits_for_others or self._unfinished(prompt_ids)):
+                return True
+            if not self._is_polling:
+                return False
+            self._engine_is_free.wait()
+            self._take_reports(prompt_ids)
+            return True
 
     def raise_error(self, prompt_ids: Iterable[str]) -> None:
         """Raise the first error that has ended one of these prompts. Several threads may raise the same.
@@ -203,6 +218,8 @@ class Session:
                     self._handle_queues()
                 finally:
                     self._is_polling = False
+                    with self._frontend_lock:
+                        self._engine_is_free.notify_all()
             if self._to_end or self._for_engine:  # queued since the last line that handles queues
                 self._end([])
 
@@ -270,11 +287,13 @@ class Session:
                     self._fail(prompt_id, error)
 
     def _take_reports(self, prompt_ids: Sequence[str]) -> bool:
-        """Return True if one of these prompts has changed since `poll` or this method returned it."""
-        with self._frontend_lock:
-            changed = [name for name in prompt_ids if name in self._unreported]
-            for name in changed:
-                del self._unreported[name]
+        """Return True if one of these prompts has changed since `poll` or this method returned it.
+
+        The frontend lock must be held.
+        """
+        changed = [name for name in prompt_ids if name in self._unreported]
+        for name in changed:
+            del self._unreported[name]
         return bool(changed)
 
     def _unfinished(self, prompt_ids: Iterable[str]) -> list[str]:

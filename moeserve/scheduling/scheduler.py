@@ -66,16 +66,26 @@ class _Budget:
 
     num_tokens: int
     num_prefill_tokens: int  # of these, in chunks of several tokens
+    num_wanted: int = 0  # tokens of prompts that have no chunk in the step yet
 
     def most_for(self, request: LiveRequest) -> int:
-        """Return the most tokens that a request may have."""
-        most = min(request.num_unplanned, self.num_tokens)
-        return min(most, self.num_prefill_tokens) if request.is_prefilling else most
+        """Return the most tokens that a request may have.
+
+        A long prompt leaves half of the prefill tokens to those behind it, as far as they want them. So it slows short
+        prompts down, but they need not wait until it is computed.
+        """
+        if not request.is_prefilling:
+            return min(request.num_unplanned, self.num_tokens)
+        num_left = min(self.num_tokens, self.num_prefill_tokens)
+        wanted_behind = max(self.num_wanted - request.num_unplanned, 0)
+        return min(request.num_unplanned, num_left - min(num_left // 2, wanted_behind))
 
     def take(self, request: LiveRequest, num_tokens: int) -> None:
+        """Give a request this many tokens."""
         self.num_tokens -= num_tokens
         if request.is_prefilling:
             self.num_prefill_tokens -= num_tokens
+            self.num_wanted -= request.num_unplanned
 
 
 class Scheduler:
@@ -282,12 +292,16 @@ class Scheduler:
     def _continue_running(
         self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: _Budget
     ) -> bool:
-        """Plan the running requests, oldest first: those that decode come before a prompt that takes the whole budget.
+        """Plan the running requests, oldest first. Prompts leave a token for each request that decodes.
 
         Return False if a request cannot grow now, so that no newer one may get blocks.
         """
         share = self._share_of_plan(len(self._running))
         ready = [request for request in self._running.values() if self._may_continue(request)][:share]
+        prompts = [request.num_unplanned for request in ready if request.is_prefilling]
+        most_for_prompts = max(budget.num_tokens - (len(ready) - len(prompts)), 1)
+        budget.num_prefill_tokens = min(budget.num_prefill_tokens, most_for_prompts)
+        budget.num_wanted = sum(prompts) + (self._num_waiting_tokens if prompts and self._can_admit() else 0)
         for request in ready:
             if request.slot == NO_SLOT:  # preempted in this call
                 continue
@@ -383,6 +397,13 @@ class Scheduler:
             if any(other.num_passed == MAX_PASSED for other in passed):
                 return
 
+    def _can_admit(self) -> bool:
+        """True if the oldest waiting request can be admitted now."""
+        if not self._waiting or len(self._running) == self.config.max_num_seqs:
+            return False
+        oldest = next(iter(self._waiting.values()))
+        return self._has_room(oldest, self._cached_prefix(oldest))
+
     def _cached_prefix(self, request: LiveRequest) -> list[int]:
         """Return the longest run of cached blocks that a request begins with. Its last token is always computed."""
         prefix: list[int] = []
@@ -396,14 +417,18 @@ class Scheduler:
         return prefix
 
     def _has_room(self, request: LiveRequest, prefix: list[int]) -> bool:
-        """True if all known tokens of a request fit, leaving one block for each running request to grow.
+        """True if all known tokens of a request fit, beside those of the running ones and a block for each to grow.
 
         Checking the first chunk alone would admit long prompts only to preempt them half computed. A request that
         would run alone may take all blocks, so every request is admitted eventually.
         """
         num_shared = sum(not self._pool.is_free(block_id) for block_id in prefix)
-        num_taken = num_blocks_for(len(request.token_ids), self.config.block_size) - num_shared
-        return num_taken + len(self._running) <= self._pool.num_free
+        num_taken = self._num_blocks_of_known_tokens(request) - num_shared
+        num_promised = sum(self._num_blocks_of_known_tokens(each) - len(each.block_ids) for each in self._prefilling)
+        return num_taken + num_promised + len(self._running) <= self._pool.num_free
+
+    def _num_blocks_of_known_tokens(self, request: LiveRequest) -> int:
+        return num_blocks_for(len(request.token_ids), self.config.block_size)
 
     def _num_new_blocks(self, request: LiveRequest, num_tokens: int) -> int:
         return num_blocks_for(request.num_planned + num_tokens, self.config.block_size) - len(request.block_ids)

@@ -16,7 +16,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.protocol import ChunkResult, LogprobRows
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.request_table import Chunk, RequestTable
-from moeserve.worker.sampler import SampledToken, prompt_logprobs, sample, sample_spec
+from moeserve.worker.sampler import CAUSE_OF_DAMAGE, SampledToken, prompt_logprobs, sample, sample_spec
 from moeserve.worker.step_replay import StepContext, StepReplay
 
 # Rows of prompt log-probabilities computed at once: a long prompt times a vocabulary would not fit.
@@ -67,9 +67,9 @@ class ModelRunner:
         sampling = [chunk for chunk in chunks if chunk.samples]
         logits_LV = self.model.logits(step.rows_for_logits(hidden_TD)) if sampling else None
         samples_here = self.context.tp_rank == 0
+        spans_of_chunks = list(zip(chunks, step.spans[: len(chunks)], strict=True))
         prompts = [
-            list(self._prompt_rows(chunk, hidden_TD[span.first_row :], samples_here))
-            for chunk, span in zip(chunks, step.spans[: len(chunks)], strict=True)
+            list(self._prompt_rows(chunk, hidden_TD[span.first_row :], samples_here)) for chunk, span in spans_of_chunks
         ]
         sampled: list[SampledToken] = []
         if samples_here and logits_LV is not None:
@@ -79,10 +79,11 @@ class ModelRunner:
             self._append_tokens(chunks, [token.token_id for token in sampled] or [0] * len(sampling))
         if not samples_here:
             return []
+        damaged = _damaged_rows(hidden_TD, [span.last_row for chunk, span in spans_of_chunks if not chunk.samples])
         remaining = iter(sampled)
         return [
-            _chunk_result(next(remaining) if chunk.samples else None, prompt)
-            for chunk, prompt in zip(chunks, prompts, strict=True)
+            _chunk_result(next(remaining) if chunk.samples else None, prompt, span.last_row in damaged)
+            for (chunk, span), prompt in zip(spans_of_chunks, prompts, strict=True)
         ]
 
     def skip(self, chunks: Sequence[Chunk]) -> None:
@@ -135,12 +136,7 @@ class ModelRunner:
             context_lens=self._tensor(starts + lengths, np.int32),
             block_table=self._tensor(self.table.block_table[slots, :max_blocks], np.int32),
             logits_rows=self._tensor(
-                [
-                    span.first_row + span.num_rows - 1
-                    for chunk, span in zip(chunks, spans, strict=True)
-                    if chunk.samples
-                ],
-                np.int64,
+                [span.last_row for chunk, span in zip(chunks, spans, strict=True) if chunk.samples], np.int64
             ),
             spans=spans,
             tp_sizes=share_sizes(total, mesh.tp),
@@ -175,8 +171,24 @@ class ModelRunner:
         return torch.from_numpy(np.asarray(numbers, dtype)).to(self.context.device, non_blocking=True)
 
 
-def _chunk_result(token: SampledToken | None, prompt: list[LogprobRows | str]) -> ChunkResult:
+def _damaged_rows(hidden_TD: Tensor, rows: list[int]) -> set[int]:
+    """Return those of the rows that are not finite."""
+    if not rows:
+        return set()
+    is_finite_R = hidden_TD[rows].isfinite().all(dim=1)
+    return {row for row, is_finite in zip(rows, is_finite_R.tolist(), strict=True) if not is_finite}
+
+
+def _chunk_result(token: SampledToken | None, prompt: list[LogprobRows | str], is_damaged: bool) -> ChunkResult:
+    """Return the result of one chunk.
+
+    Args:
+        is_damaged: its last row is not finite though nothing is sampled from it. That row attends to all before it, so
+            the keys and values of the chunk may be damaged too, and must not get into the prefix cache.
+    """
     errors = [piece for piece in prompt if isinstance(piece, str)]
+    if is_damaged:
+        errors.append("the model produced NaN or infinite hidden states; " + CAUSE_OF_DAMAGE)
     if token is not None and token.error is not None:
         errors.append(token.error)
     if errors:

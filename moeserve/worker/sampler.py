@@ -30,6 +30,8 @@ HEAD_SIZE = 256
 # Penalties must not make a score infinite, because the difference of two infinities is NaN.
 LARGEST_SCORE = torch.finfo(torch.float32).max
 NO_TOKEN = -1
+# Ends messages about numbers that are not finite.
+CAUSE_OF_DAMAGE = "its weights may be damaged, or its numbers too large for the dtype (float32 is the widest)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +137,7 @@ def uniform(seed: int, position: int) -> float:
 def _errors_of_rows(highest_L: Tensor, dtype: torch.dtype) -> dict[int, str]:
     """Return an error for each row whose highest logit is NaN or infinite."""
     return {
-        row: f"the model produced {'NaN' if math.isnan(highest) else 'infinite'} logits ({dtype}); its weights may be "
-        "damaged, or its numbers too large for the dtype (float32 is the widest)"
+        row: f"the model produced {'NaN' if math.isnan(highest) else 'infinite'} logits ({dtype}); {CAUSE_OF_DAMAGE}"
         for row, highest in enumerate(highest_L.tolist())
         if not math.isfinite(highest)
     }

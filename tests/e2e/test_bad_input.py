@@ -23,6 +23,7 @@ from moeserve import (
     SamplingParams,
     SettingsError,
 )
+from moeserve.step_inputs import StepInputs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -198,6 +199,31 @@ def test_a_row_that_cannot_be_sampled_ends_its_own_request(
     assert_alive(llm, plain)
 
 
+def test_a_damaged_part_of_a_prompt_ends_its_request_and_is_not_cached(
+    plain: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt,) = plain.prompts(50)
+    with LLM(plain.folder, dtype="float32", max_model_len=64, max_num_batched_tokens=32) as llm:
+        runner = llm.core.executor.worker.runner  # type: ignore[attr-defined]
+
+        class Damaging:
+            padded_size = staticmethod(runner.replay.padded_size)
+            replay = staticmethod(runner.replay)
+
+            def __call__(self, step: StepInputs) -> torch.Tensor:
+                hidden_TD: torch.Tensor = self.replay(step)
+                return hidden_TD if len(step.logits_rows) else torch.full_like(hidden_TD, torch.nan)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "replay", Damaging())
+            with pytest.raises(EngineError, match="NaN or infinite hidden states"):
+                llm.generate([prompt], GREEDY)
+        output = llm.generate([prompt], GREEDY)[0]
+    assert output.num_cached_tokens == 0
+    assert output.outputs[0].token_ids == plain.greedy(prompt, 5)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_call_and_the_engine_continues(
     llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

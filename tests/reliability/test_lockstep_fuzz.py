@@ -276,11 +276,11 @@ def test_planted_bug_is_found(
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("name", "pp", "tp", "dp"), LAYOUTS, ids=IDS)
-def test_ten_thousand_requests(
+def test_three_thousand_requests(
     ranks: Ranks, pool_named: Callable[[str], Pool], name: str, pp: int, tp: int, dp: int
 ) -> None:
     pool = pool_named(name)
-    for seed in range(10):
+    for seed in range(3):
         started = time.monotonic()
         happened = fuzz(
             ranks,
@@ -290,7 +290,7 @@ def test_ten_thousand_requests(
             dp=dp,
             pp=pp,
             dispatcher=("all_to_all", "allgather")[seed % 2],
-            check_order=seed % 4 < 2,
+            check_order=seed % 2 == 0,
             seed=seed,
             within_s=700,
         )

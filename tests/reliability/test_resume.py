@@ -22,7 +22,7 @@ NUM_TOKENS = 100
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2dp2": dict(tensor_parallel_size=2, data_parallel_size=2, on_failure="restart"),
     "pp2dp2": dict(pipeline_parallel_size=2, data_parallel_size=2, on_failure="restart"),
-    "ray": dict(executor="ray", data_parallel_size=2, num_threads=1),
+    "ray": dict(executor="ray", data_parallel_size=2, num_threads=1, debug_rank_state=True),
 }
 SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -32,8 +32,10 @@ def llm(request: pytest.FixtureRequest, reference_named: Callable[[str], Referen
     if request.param == "ray":
         pytest.importorskip("ray")
     settings: dict[str, Any] = dict(dtype="float32", max_model_len=256, kv_cache_memory="8MiB", max_num_seqs=8)
-    with LLM(reference_named("mixtral").folder, **LAYOUTS[request.param], **settings) as llm:
-        yield llm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "local")  # other tests may have started a cluster of several hosts
+        with LLM(reference_named("mixtral").folder, **LAYOUTS[request.param], **settings) as llm:
+            yield llm
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(50, marks=SOAK)])

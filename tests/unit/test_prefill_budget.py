@@ -138,7 +138,8 @@ def test_neither_prompts_nor_tokens_wait_longer_than_their_bounds(
     max_rounds: int, plans_ahead: bool, seed: int
 ) -> None:
     """A decoding request runs in every round, beside at most as many prompt tokens as the budget allows. Once the
-    rounds in flight have ended, a prompt and those before it in its replica get LEAST_PREFILL_BUDGET tokens a round."""
+    rounds in flight have ended, a prompt and those before it in its replica get LEAST_PREFILL_BUDGET tokens a round,
+    except for the half that they leave to those behind them."""
     dice = random.Random(seed)
     group = Group(dice.randint(2, 6), max_rounds, plans_ahead)
     group.send(0, "decodes", 1, max_tokens=10_000)
@@ -148,7 +149,7 @@ def test_neither_prompts_nor_tokens_wait_longer_than_their_bounds(
             if number < 120:
                 index, name, num_tokens = dice.randrange(group.num_replicas), str(len(latest)), dice.randint(1, 1500)
                 group.send(index, name, num_tokens, max_tokens=dice.randint(1, 40))
-                latest[name] = number + max_rounds + -(-group.waiting[index] // LEAST_PREFILL_BUDGET)
+                latest[name] = number + max_rounds + -(-group.waiting[index] // (LEAST_PREFILL_BUDGET // 2))
         group.run_round()
     assert len(latest) > 50
     assert {

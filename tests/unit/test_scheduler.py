@@ -252,6 +252,24 @@ def test_a_request_that_decodes_advances_beside_a_long_prompt() -> None:
     assert [lengths(step(scheduler)[0]) for _ in range(3)] == [[1, 3], [1, 3], [1, 3]]
 
 
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16, num_blocks=32)
+    scheduler.add(request("long", 60, max_tokens=2))
+    assert lengths(step(scheduler)[0]) == [16]  # nobody waits
+    scheduler.add(request("short", 3))
+    scheduler.add(request("middle", 12))
+    # Half of the tokens are for others as long as they want them, and none is left over.
+    assert [lengths(step(scheduler)[0]) for _ in range(4)] == [[8, 3, 5], [8, 1, 7], [14, 1, 1], [14, 1, 1]]
+
+
+@pytest.mark.parametrize("limit", [{"num_blocks": 16}, {"max_num_seqs": 1}], ids=["cache is full", "one runs"])
+def test_a_long_prompt_leaves_nothing_to_those_that_cannot_be_admitted(limit: dict[str, int]) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16, **limit)
+    scheduler.add(request("long", 60, max_tokens=1))
+    scheduler.add(request("other", 10))
+    assert [lengths(step(scheduler)[0]) for _ in range(4)] == [[16], [16], [16], [12]]
+
+
 def test_a_free_cached_prefix_takes_room() -> None:
     scheduler = make_scheduler(**SIX_BLOCKS)
     prompt = [*PROMPT, 1, 2, 3]

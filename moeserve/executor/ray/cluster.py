@@ -141,13 +141,15 @@ def _require_version() -> None:
 def _running_cluster() -> str:
     """Return the address of the cluster in RAY_ADDRESS, or of the one that was started on this host; "" if none runs.
 
-    Ray itself would wait a minute for a cluster that has ended, and then end this process.
+    RAY_ADDRESS=local asks for a cluster of this process alone, as Ray understands it. Ray itself would wait a minute for a cluster that has ended, and then end this process.
 
     Raises:
         EngineError: the cluster in RAY_ADDRESS does not answer.
     """
     given = ray_address()
-    if given in ("auto", "local"):
+    if given == "local":
+        return ""
+    if given == "auto":
         given = ""
     if given.startswith("ray://"):
         raise EngineError(f"RAY_ADDRESS={given}: a Ray client cannot run an engine; start the program on a node")

@@ -178,12 +178,12 @@ class ChunkAttention:
         size, max_blocks = problem.block_size, step.block_table.shape[1]
         counts_S = torch.tensor([-(-span.context_len // size) for span in step.spans])
         block_starts = [0, *counts_S.cumsum(0).tolist()]
-        last_rows = [span.first_row + span.num_rows for span in step.spans]
+        ends = [span.last_row + 1 for span in step.spans]
         # The place of each block's id in the flattened block table.
         before_S = torch.arange(len(counts_S)) * max_blocks - torch.tensor(block_starts[:-1])
         places_B = torch.arange(block_starts[-1]) + before_S.repeat_interleave(counts_S)
         self._wrapper.plan(
-            qo_indptr=_numbers([0, *last_rows]),
+            qo_indptr=_numbers([0, *ends]),
             paged_kv_indptr=_numbers(block_starts),
             paged_kv_indices=step.block_table.flatten()[places_B.to(step.block_table.device, non_blocking=True)],
             paged_kv_last_page_len=_numbers(

@@ -48,8 +48,8 @@ class TorchAttention:
         for chunk, span in enumerate(step.spans):
             if span.num_rows == 0 or span.context_len == 0:
                 continue
-            last_row = span.first_row + span.num_rows
-            rows = slice(last_row - min(span.num_rows, span.context_len), last_row)
+            end = span.last_row + 1
+            rows = slice(end - min(span.num_rows, span.context_len), end)
             out_TNH[rows] = self._attend_chunk(query_TNH[rows], cache, step.block_table[chunk], span, sinks_N)
         return out_TNH
 
@@ -94,8 +94,8 @@ class TorchLatentAttention:
             num_rows = min(span.num_rows, span.context_len)
             if num_rows == 0 or (max_rows is not None and num_rows > max_rows):
                 continue
-            last_row = span.first_row + span.num_rows
-            rows = slice(last_row - num_rows, last_row)
+            end = span.last_row + 1
+            rows = slice(end - num_rows, end)
             position_R = torch.arange(span.context_len - num_rows, span.context_len, device=query_TNP.device)
             latent_CP = gather_latents(cache, block_ids_B, span.context_len)
             attended_QL = attend_in_float32(
