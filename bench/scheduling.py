@@ -3,8 +3,8 @@
     python -m moeserve.bench.scheduling [--table steps] [--table callers] [--table pipeline] [--rounds 5] [--json PATH]
 
 - *steps*: decoding with one step in flight (`async_scheduling=False`) and with two. *idle* is the share of the time
-  between decode steps, on a rank in a thread of this process: from the end of one run through the layers to the
-  beginning of the next. The head, sampling, the engine's loop, and building the step's inputs are in it.
+  of decode steps in which a rank, in a thread of this process, computes neither layers nor the head. Sampling, the
+  engine's loop, and building the step's inputs are in it.
 - *callers*: the same prompts through `LLM.generate`, 64 asyncio tasks of an `AsyncLLM`, and 16 threads of an `LLM`.
 - *pipeline*: two stages, a core for each, with one batch of requests in flight and with two. Two batches of half the
   size read the weights of most experts twice, so they gain less than two of the same size.
@@ -36,6 +36,7 @@ from moeserve.engine.core import EngineCore
 from moeserve.sampling_params import RequestOutputKind
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import StepInputs
+from moeserve.worker.model_runner import ModelRunner
 
 MODELS = ("qwen3-mini",)
 TABLES = ("steps", "callers", "pipeline")
@@ -67,7 +68,7 @@ def measure_steps(
         way: stack.enter_context(LLM(model, executor="uniproc", async_scheduling=is_on, **settings))
         for way, is_on in ways.items()
     }
-    timers = {way: time_layers(llm) for way, llm in llms.items()}
+    timers = {way: timer_of(llm) for way, llm in llms.items()}
     rows: list[Row] = []
     for batch in BATCHES:
         workload = Workload(batch, PROMPT_TOKENS, new_tokens, llms["one step in flight"].config.vocab_size)
@@ -81,41 +82,50 @@ def measure_steps(
     return rows
 
 
-class LayerTimer:
-    """A `StepReplay` that notes when each decode step begins and ends to run through the layers."""
+class ModelTimer:
+    """A `StepReplay` that notes when each decode step begins, and how long it computes layers and the head."""
 
-    def __init__(self, replay: Any) -> None:
-        self._replay = replay
-        self.spans: list[tuple[float, float]] = []
+    def __init__(self, runner: ModelRunner) -> None:
+        """Take the place of the runner's replay, and of its model's head."""
+        self._replay, self._logits = runner.replay, runner.model.logits
+        self.starts: list[float] = []
+        self.seconds: list[float] = []
+        runner.replay = self
+        runner.model.logits = self._timed_logits  # type: ignore[method-assign]
 
     def padded_size(self, agreement: Agreement) -> int | None:
-        size: int | None = self._replay.padded_size(agreement)
-        return size
+        return self._replay.padded_size(agreement)
 
     def __call__(self, step: StepInputs) -> Tensor:
         start = time.perf_counter()
-        hidden_TD: Tensor = self._replay(step)
+        hidden_TD = self._replay(step)
         if step.max_rows_per_chunk == 1:
-            self.spans.append((start, time.perf_counter()))
+            self.starts.append(start)
+            self.seconds.append(time.perf_counter() - start)
         return hidden_TD
 
+    def _timed_logits(self, hidden_TD: Tensor) -> Tensor:
+        start = time.perf_counter()
+        logits_TV = self._logits(hidden_TD)
+        if self.seconds:  # not the head of a prompt, before the first decode step
+            self.seconds[-1] += time.perf_counter() - start
+        return logits_TV
 
-def time_layers(llm: LLM) -> LayerTimer:
+
+def timer_of(llm: LLM) -> ModelTimer:
     assert isinstance(llm.core, EngineCore)
     assert llm.core.executor.worker is not None
-    runner = llm.core.executor.worker.runner
-    timer = LayerTimer(runner.replay)
-    runner.replay = timer
-    return timer
+    return ModelTimer(llm.core.executor.worker.runner)
 
 
-def timed_decode(llm: LLM, timer: LayerTimer, workload: Workload) -> tuple[float, float]:
+def timed_decode(llm: LLM, timer: ModelTimer, workload: Workload) -> tuple[float, float]:
     """Return new tokens per second while decoding, and the idle share of that time."""
-    timer.spans.clear()
+    timer.starts.clear()
+    timer.seconds.clear()
     generate_with(llm)(draw_prompts(workload, random.Random(time.monotonic_ns())), workload.new_tokens)
-    first, *later = timer.spans[: workload.new_tokens - 1]
-    total_s = later[-1][1] - first[1]
-    return workload.batch * len(later) / total_s, 1 - sum(end - start for start, end in later) / total_s
+    num_steps = workload.new_tokens - 2  # from the beginning of the first decode step to that of the last
+    total_s = timer.starts[num_steps] - timer.starts[0]
+    return workload.batch * num_steps / total_s, 1 - sum(timer.seconds[:num_steps]) / total_s
 
 
 def measure_callers(

@@ -141,7 +141,8 @@ def _require_version() -> None:
 def _running_cluster() -> str:
     """Return the address of the cluster in RAY_ADDRESS, or of the one that was started on this host; "" if none runs.
 
-    RAY_ADDRESS=local asks for a cluster of this process alone, as Ray understands it. Ray itself would wait a minute for a cluster that has ended, and then end this process.
+    RAY_ADDRESS=local asks for a cluster of this process alone, as in Ray. Ray itself would wait a minute for a cluster
+    that has ended, and then end this process.
 
     Raises:
         EngineError: the cluster in RAY_ADDRESS does not answer.
