@@ -225,7 +225,9 @@ def _choose_executor(
         return parallel.executor
     if cores_of_nodes is not None:
         return "ray"
-    return "uniproc" if parallel.num_ranks == 1 else "mp"
+    if parallel.num_ranks == 1 and parallel.on_failure != "restart":
+        return "uniproc"
+    return "mp"
 
 
 def _choose_dispatcher(wanted: Literal["auto"] | DispatcherName, num_ranks: int, device: str) -> DispatcherName:
@@ -286,6 +288,11 @@ def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: M
         )
     if num_ranks > 1 and parallel.executor == "uniproc":
         raise SettingsError(f"executor='uniproc' runs one rank, but {layout} needs {num_ranks}; use executor='mp'")
+    if parallel.on_failure == "restart" and parallel.executor == "uniproc":
+        raise SettingsError(
+            "on_failure='restart' starts processes of ranks again, but with executor='uniproc' the rank runs in this "
+            "one; use executor='mp'"
+        )
     num_threads = parallel.num_threads or 1
     if nodes is None and num_ranks > (most := _most_ranks(machine.num_cores)):
         raise SettingsError(

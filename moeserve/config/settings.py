@@ -123,7 +123,8 @@ class ParallelSettings:
     executor: Literal["auto", "uniproc", "mp", "ray"] = setting(
         "auto",
         "where ranks run; uniproc: in this process; mp: in processes on this host; ray: in actors of a Ray cluster; "
-        "auto: one rank uniproc; several ranks ray inside a Ray cluster or if this host has too few cores, else mp",
+        "auto: one rank uniproc, or mp if it may restart; several ranks ray inside a Ray cluster or if this host has "
+        "too few cores, else mp",
     )
     ray_compiled_graph: bool = setting(True, "with Ray: send steps through a compiled graph instead of actor calls")
     network_interface: str | None = setting(

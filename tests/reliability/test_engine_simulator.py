@@ -22,10 +22,10 @@ def run_scenarios(seeds: range) -> Counter[str]:
 
 
 def test_random_faults() -> None:
-    counts = run_scenarios(range(60))
+    counts = run_scenarios(range(40))
     faults = ("none", "kill engine", "kill rank", "stop engine", "stop rank", "raise", "cut to", "cut from", "close")
-    assert all(counts[fault] >= 2 for fault in faults), counts
-    assert min(counts[kind] for kind in ("restarts", "end", "stop", "length", "abort", "error")) >= 15, counts
+    assert all(counts[fault] >= 1 for fault in faults), counts
+    assert min(counts[kind] for kind in ("restarts", "end", "stop", "length", "abort", "error")) >= 10, counts
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

@@ -122,6 +122,7 @@ def test_wrong_values_are_refused_by_name(option: str, value: object, named: str
         (dict(quantization="fp8"), ["quantization='fp8'", "'int8' or 'int4'"]),
         (dict(quantization="fp8", has_float8=False, **ON_GPU), ["triton", "8.9"]),
         (dict(data_parallel_size=2, executor="uniproc"), ["executor='uniproc'", "executor='mp'"]),
+        (dict(on_failure="restart", executor="uniproc"), ["on_failure='restart'", "executor='mp'"]),
         (
             dict(pipeline_parallel_size=2, executor="uniproc"),
             ["executor='uniproc'", "pipeline_parallel_size=2", "'mp'"],
@@ -173,6 +174,10 @@ def test_ranks_share_the_cores(tp: int, dp: int, num_cores: int, num_threads: in
     config = decide(tensor_parallel_size=tp, data_parallel_size=dp, num_cores=num_cores)
     assert (config.num_ranks, config.num_threads) == (tp * dp, num_threads)
     assert config.executor == ("uniproc" if tp * dp == 1 else "mp")
+
+
+def test_a_single_rank_that_may_restart_has_a_process() -> None:
+    assert decide(on_failure="restart").executor == "mp"
 
 
 def test_experts_are_placed_by_loads_or_by_a_file() -> None:
