@@ -62,7 +62,7 @@ from moeserve.protocol import (
     Wake,
 )
 from moeserve.sampling_params import RequestParams
-from moeserve.scheduling.lockstep import REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Outcome, Round, agree
+from moeserve.scheduling.lockstep import HAS_FAILED, REQUESTS_LOAD, REQUESTS_SHUTDOWN, Agreement, Outcome, Round, agree
 from moeserve.scheduling.replica import Deliver, Effect, Events, Replica, Submit, Wait
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from moeserve.worker.request_table import RequestTable
@@ -649,8 +649,8 @@ class _Simulation:
             if self.num_steps > self.step_bound:
                 self._violated("livelock", f"{self.num_steps} steps; {self.step_bound} are enough for all requests")
             return
-        if all(row[-1] & REQUESTS_SHUTDOWN for row in rows):
-            return
+        if all(row[-1] & REQUESTS_SHUTDOWN for row in rows) or any(row[-1] & HAS_FAILED for row in rows):
+            return  # the last round
         if any(row[-1] & REQUESTS_LOAD for row in rows):
             self.num_collections += 1
             num_due = self.num_asked + self.num_steps // LOAD_WINDOW

@@ -134,7 +134,7 @@ def first_violation(bug: bugs.Planted) -> str:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("num_replicas", "num_seeds", "num_requests"), [(8, 20_000, 40), (64, 500, 200), (320, 24, 200)]
+    ("num_replicas", "num_seeds", "num_requests"), [(8, 10_000, 40), (64, 200, 200), (320, 12, 200)]
 )
 def test_many_seeds(num_replicas: int, num_seeds: int, num_requests: int) -> None:
     run_scenarios(num_replicas, range(1000, 1000 + num_seeds), num_requests)
