@@ -20,6 +20,7 @@ from moeserve.config.settings import Settings
 from moeserve.config.validation import parse_settings
 from moeserve.errors import MoeserveError, RequestError, SettingsError, shown
 from moeserve.expert_placement.placement import Placement, write_placements
+from moeserve.interrupts import interrupts_deferred
 from moeserve.models.packed_cache_writer import wait_for_cache_writers
 from moeserve.outputs import RequestOutput
 from moeserve.sampling_params import SamplingParams
@@ -109,9 +110,10 @@ class LLM:
         try:
             with tqdm(total=len(waiting), desc="prompts", disable=None if use_tqdm else True) as progress:
                 while waiting or unfinished:
-                    started = self.session.submit_first(waiting)
-                    prompt_ids += started
-                    unfinished += started
+                    with interrupts_deferred():  # until the new prompts are among those that are discarded below
+                        started = self.session.submit_first(waiting)
+                        prompt_ids += started
+                        unfinished += started
                     num_before = len(unfinished)
                     unfinished = self.session.advance(unfinished, waits_for_others=bool(waiting))
                     progress.update(num_before - len(unfinished))
@@ -132,8 +134,10 @@ class LLM:
         of `generate`; errors come with the first output.
         """
         params = self._default_params if sampling_params is None else sampling_params
-        prompt_ids = self.session.submit([prompt], params)
+        prompt_ids: list[str] = []
         try:
+            with interrupts_deferred():  # until the prompt is known to be discarded below
+                prompt_ids = self.session.submit([prompt], params)
             unfinished = prompt_ids
             while unfinished:
                 unfinished = self.session.advance(prompt_ids)

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from moeserve.api.frontend import EncodedPrompts, Frontend, Submission
-from moeserve.api.prompts import EncodedPrompt, Prompts, pair_prompts
+from moeserve.api.prompts import EncodedPrompt, Prompts
 from moeserve.engine.base import Engine
 from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError
-from moeserve.interrupts import interrupts_deferred
+from moeserve.interrupts import interrupts_allowed, interrupts_deferred
 from moeserve.outputs import RequestOutput
 from moeserve.protocol import AbortRequest
 from moeserve.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ class Session:
         self._frontend_lock = threading.Lock()
         self._engine_is_free = threading.Condition(self._frontend_lock)  # notified when a thread has used the engine
         # Prompts that are to end; True if they are also to be forgotten. The garbage collector may close a stream in
-        # any thread, even in one that holds the frontend lock. So the next holder of that lock ends the prompt.
+        # any thread, even in one that holds the frontend lock. So whoever holds that lock ends them when it leaves.
         self._to_end: deque[tuple[str, bool]] = deque()
         self._for_engine: deque[Submission | AbortRequest] = deque()  # passed on by whoever uses the engine next
         self._errors: dict[str, MoeserveError] = {}  # by prompt
@@ -53,7 +53,7 @@ class Session:
         """True if `poll` has something to do."""
         if self._for_engine or self._to_end or self._unreported or self.engine.has_work:
             return True
-        with self._frontend_lock:
+        with self._frontend():
             return not self.frontend.unfinished_prompts <= self._errors.keys()
 
     def submit(
@@ -68,7 +68,7 @@ class Session:
             QueueFullError: too many requests are in flight. No prompt was started.
         """
         with interrupts_deferred(), self._frontend_lock:  # before time is spent on tokenizing
-            self._require_room(sum(params.n for _, params in pair_prompts(prompts, sampling_params)))
+            self._require_room(1)
         encoded = self.frontend.encode(prompts, sampling_params)
         with interrupts_deferred():
             with self._frontend_lock:
@@ -93,8 +93,8 @@ class Session:
         num_in_flight = self._num_in_flight()
         if num_in_flight and num_in_flight + num_new > self._max_requests:
             raise QueueFullError(
-                f"{num_in_flight} requests are in flight and {num_new} more were submitted; at most "
-                f"{self._max_requests} may be (max_queued_requests, and max_num_seqs of each replica). Try again later"
+                f"{num_in_flight} requests are in flight; at most {self._max_requests} may be (max_queued_requests, "
+                "and max_num_seqs of each replica): there is no room for these prompts. Try again later"
             )
 
     def _num_in_flight(self) -> int:
@@ -125,7 +125,7 @@ class Session:
         Returns at once if all of these prompts have ended, or if another thread has advanced some of them.
 
         Args:
-            waits_for_others: do not return at once if all have ended: the caller waits for the end of other prompts.
+            waits_for_others: do not return at once if all have ended: the caller waits for room in the queue.
 
         Returns:
             The prompts that have not ended.
@@ -133,7 +133,8 @@ class Session:
         with interrupts_deferred():
             if not self._wait_for_reports(prompt_ids, waits_for_others):
                 with self._exclusive():
-                    self._poll()
+                    if waits_for_others or self._unfinished(prompt_ids):  # else the engine has just refused them
+                        self._poll()
                     with self._frontend_lock:
                         self._take_reports(prompt_ids)
             return self._unfinished(prompt_ids)
@@ -145,7 +146,8 @@ class Session:
                 return True
             if not self._is_polling:
                 return False
-            self._engine_is_free.wait()
+            with interrupts_allowed():
+                self._engine_is_free.wait()
             self._take_reports(prompt_ids)
             return True
 
@@ -163,12 +165,12 @@ class Session:
 
     def output(self, prompt_id: str) -> RequestOutput:
         """Return all outputs of a prompt, complete so far."""
-        with self._frontend_lock:
+        with self._frontend():
             return self.frontend.output(prompt_id)
 
     def new_output(self, prompt_id: str) -> RequestOutput | None:
         """Return what a prompt's outputs have gained since the last call, as its `output_kind` says. None: nothing."""
-        with self._frontend_lock:
+        with self._frontend():
             return self.frontend.new_output(prompt_id)
 
     def abort(self, prompt_id: str) -> None:
@@ -185,20 +187,20 @@ class Session:
         Raises:
             EngineError: the engine was shut down, or has failed.
         """
-        self.wake()
+        self.engine.wake()
         with self._exclusive():
             window, self._load = self._collect_load(), None
             return window
 
     def peek_expert_load(self) -> LoadWindow:
         """Return the same as `expert_load`, without starting a new period."""
-        self.wake()
+        self.engine.wake()
         with self._exclusive():
             return self._collect_load()
 
     def shutdown(self) -> None:
         """End all requests and the engine. May be called twice."""
-        self.wake()
+        self.engine.wake()
         with self._exclusive():
             if self._observer.is_enabled:
                 with contextlib.suppress(EngineError):  # the engine has failed, or was shut down before
@@ -222,6 +224,14 @@ class Session:
                         self._engine_is_free.notify_all()
             if self._to_end or self._for_engine:  # queued since the last line that handles queues
                 self._end([])
+
+    @contextlib.contextmanager
+    def _frontend(self) -> Iterator[None]:
+        """Read the frontend, and then end what could not be ended meanwhile."""
+        with self._frontend_lock:
+            yield
+        if self._to_end:
+            self._end([])
 
     def wake(self) -> None:
         """Make the thread that runs the engine look at the queues. Without one, the next looks there first."""
@@ -287,7 +297,7 @@ class Session:
                     self._fail(prompt_id, error)
 
     def _take_reports(self, prompt_ids: Sequence[str]) -> bool:
-        """Return True if one of these prompts has changed since `poll` or this method returned it.
+        """Return True if one of these prompts has changed since its last report.
 
         The frontend lock must be held.
         """

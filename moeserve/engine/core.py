@@ -56,7 +56,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._undelivered or self._driver.has_rounds)
+        has_rounds = self._driver.has_rounds and not self.refusal  # those of an engine that has failed never end
+        return bool(self._in_flight or self._undelivered or has_rounds)
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         self._require_open()

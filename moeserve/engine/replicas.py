@@ -223,7 +223,7 @@ class Replicas:
                 if self._awaits_load:
                     self._request_load()
                 return
-            except (EngineError, ValueError) as error:  # a node that comes back may be incomplete for a while
+            except (EngineError, ValueError, OSError) as error:  # a node that comes back may be incomplete for a while
                 if time.monotonic() > deadline:
                     raise EngineError(f"the engine could not be restarted: {error}") from error
                 logger.warning("restarting failed, trying again: %s", error)

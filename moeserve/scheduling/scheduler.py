@@ -66,18 +66,22 @@ class _Budget:
 
     num_tokens: int
     num_prefill_tokens: int  # of these, in chunks of several tokens
-    num_wanted: int = 0  # tokens of prompts that have no chunk in the step yet
+    num_wanted: int = 0  # tokens of prompts that have no chunk in the step yet, and perhaps get none
+
+    @property
+    def num_left_for_prompts(self) -> int:
+        return min(self.num_tokens, self.num_prefill_tokens)
 
     def most_for(self, request: LiveRequest) -> int:
-        """Return the most tokens that a request may have.
+        """Return the most tokens that a request may have now.
 
-        A long prompt leaves half of the prefill tokens to those behind it, as far as they want them. So it slows short
-        prompts down, but they need not wait until it is computed.
+        A long prompt leaves half of the prefill tokens to those behind it, as far as they want them. So short prompts
+        slow down beside it, but do not wait for its end.
         """
         if not request.is_prefilling:
             return min(request.num_unplanned, self.num_tokens)
-        num_left = min(self.num_tokens, self.num_prefill_tokens)
         wanted_behind = max(self.num_wanted - request.num_unplanned, 0)
+        num_left = self.num_left_for_prompts
         return min(request.num_unplanned, num_left - min(num_left // 2, wanted_behind))
 
     def take(self, request: LiveRequest, num_tokens: int) -> None:
@@ -207,6 +211,7 @@ class Scheduler:
         has_room = self._continue_running(planned, new_blocks, budget)
         if has_room and self.num_preemptions == num_preemptions:
             self._admit_waiting(planned, budget)
+            self._extend_prompts(planned, new_blocks, budget)
         if not planned:
             assert self._plans or not self.has_work, "there are requests, but none of them can run"
             return None
@@ -301,7 +306,7 @@ class Scheduler:
         prompts = [request.num_unplanned for request in ready if request.is_prefilling]
         most_for_prompts = max(budget.num_tokens - (len(ready) - len(prompts)), 1)
         budget.num_prefill_tokens = min(budget.num_prefill_tokens, most_for_prompts)
-        budget.num_wanted = sum(prompts) + (self._num_waiting_tokens if prompts and self._can_admit() else 0)
+        budget.num_wanted = sum(prompts) + self._num_waiting_tokens
         for request in ready:
             if request.slot == NO_SLOT:  # preempted in this call
                 continue
@@ -310,14 +315,31 @@ class Scheduler:
                 continue
             if not self._make_room(request, num_tokens):
                 return False
-            if num_new := self._num_new_blocks(request, num_tokens):
-                added = self._pool.allocate(num_new)
-                request.block_ids += added
-                if request.is_registered:
-                    new_blocks.append((request.slot, added))
+            self._allocate(request, num_tokens, new_blocks)
             planned.append((request, num_tokens))
             budget.take(request, num_tokens)
         return True
+
+    def _extend_prompts(
+        self, planned: list[tuple[LiveRequest, int]], new_blocks: list[tuple[int, list[int]]], budget: _Budget
+    ) -> None:
+        """Give planned prompts, oldest first, the tokens that they left to others and that nobody took."""
+        for index, (request, num_tokens) in enumerate(planned):
+            num_more = min(request.num_unplanned - num_tokens, budget.num_left_for_prompts)
+            if num_more <= 0 or self._num_new_blocks(request, num_tokens + num_more) > self._pool.num_free:
+                continue
+            self._allocate(request, num_tokens + num_more, new_blocks)
+            planned[index] = request, num_tokens + num_more
+            budget.num_tokens -= num_more
+            budget.num_prefill_tokens -= num_more
+
+    def _allocate(self, request: LiveRequest, num_tokens: int, new_blocks: list[tuple[int, list[int]]]) -> None:
+        """Give a running request the blocks for its next tokens. There must be enough."""
+        if num_new := self._num_new_blocks(request, num_tokens):
+            added = self._pool.allocate(num_new)
+            request.block_ids += added
+            if request.is_registered:  # else its registration has all of them
+                new_blocks.append((request.slot, added))
 
     def _share_of_plan(self, num_requests: int) -> int:
         """Return how many of some requests one plan takes, so that each of `num_batches` plans gets an equal share."""
@@ -368,12 +390,13 @@ class Scheduler:
         """Admit waiting requests, oldest first. A few may pass those that do not fit yet."""
         passed: list[LiveRequest] = []
         share = self._share_of_plan(min(len(self._running) + len(self._waiting), self.config.max_num_seqs))
+        num_promised = sum(map(self._num_missing_blocks, self._prefilling))
         for request in list(self._waiting.values()):
             is_full = len(planned) >= share or len(self._running) == self.config.max_num_seqs
-            if is_full or min(budget.num_tokens, budget.num_prefill_tokens) == 0:
+            if is_full or budget.num_left_for_prompts == 0:
                 return
             prefix = self._cached_prefix(request)
-            if not self._has_room(request, prefix):
+            if not self._has_room(request, prefix, num_promised):
                 passed.append(request)
                 if request.num_passed == MAX_PASSED or len(passed) == MAX_PASSED:
                     return
@@ -392,17 +415,11 @@ class Scheduler:
                 request.num_cached_tokens = request.num_computed
             num_tokens = budget.most_for(request)
             request.block_ids += self._pool.allocate(self._num_new_blocks(request, num_tokens))
+            num_promised += self._num_missing_blocks(request)
             planned.append((request, num_tokens))
             budget.take(request, num_tokens)
             if any(other.num_passed == MAX_PASSED for other in passed):
                 return
-
-    def _can_admit(self) -> bool:
-        """True if the oldest waiting request can be admitted now."""
-        if not self._waiting or len(self._running) == self.config.max_num_seqs:
-            return False
-        oldest = next(iter(self._waiting.values()))
-        return self._has_room(oldest, self._cached_prefix(oldest))
 
     def _cached_prefix(self, request: LiveRequest) -> list[int]:
         """Return the longest run of cached blocks that a request begins with. Its last token is always computed."""
@@ -416,19 +433,23 @@ class Scheduler:
             prefix.append(block_id)
         return prefix
 
-    def _has_room(self, request: LiveRequest, prefix: list[int]) -> bool:
-        """True if all known tokens of a request fit, beside those of the running ones and a block for each to grow.
+    def _has_room(self, request: LiveRequest, prefix: list[int], num_promised: int) -> bool:
+        """True if all known tokens of a request fit, leaving one block for each running request to grow.
 
         Checking the first chunk alone would admit long prompts only to preempt them half computed. A request that
         would run alone may take all blocks, so every request is admitted eventually.
+
+        Args:
+            prefix: blocks of the request that are in the cache.
+            num_promised: blocks that running requests need for their known tokens.
         """
         num_shared = sum(not self._pool.is_free(block_id) for block_id in prefix)
-        num_taken = self._num_blocks_of_known_tokens(request) - num_shared
-        num_promised = sum(self._num_blocks_of_known_tokens(each) - len(each.block_ids) for each in self._prefilling)
+        num_taken = self._num_missing_blocks(request) - num_shared
         return num_taken + num_promised + len(self._running) <= self._pool.num_free
 
-    def _num_blocks_of_known_tokens(self, request: LiveRequest) -> int:
-        return num_blocks_for(len(request.token_ids), self.config.block_size)
+    def _num_missing_blocks(self, request: LiveRequest) -> int:
+        """Return how many more blocks the known tokens of a request need."""
+        return num_blocks_for(len(request.token_ids), self.config.block_size) - len(request.block_ids)
 
     def _num_new_blocks(self, request: LiveRequest, num_tokens: int) -> int:
         return num_blocks_for(request.num_planned + num_tokens, self.config.block_size) - len(request.block_ids)

@@ -183,8 +183,8 @@ def _chunk_result(token: SampledToken | None, prompt: list[LogprobRows | str], i
     """Return the result of one chunk.
 
     Args:
-        is_damaged: its last row is not finite though nothing is sampled from it. That row attends to all before it, so
-            the keys and values of the chunk may be damaged too, and must not get into the prefix cache.
+        is_damaged: its last row is not finite though nothing is sampled from it. Keys and values of the chunk may be
+            damaged too, and must not get into the prefix cache.
     """
     errors = [piece for piece in prompt if isinstance(piece, str)]
     if is_damaged:

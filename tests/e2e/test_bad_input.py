@@ -241,6 +241,24 @@ def test_ctrl_c_ends_the_call_and_the_engine_continues(
     assert_alive(llm, plain)
 
 
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_ctrl_c_while_prompts_are_submitted_leaves_none(
+    llm: LLM, plain: Reference, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return submit(*arguments)
+
+    submit = llm.session._submit
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.session, "_submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.stream([7], GREEDY)) if call == "stream" else llm.generate([[7]], GREEDY)
+    assert llm.session.frontend.num_requests == 0
+    assert_alive(llm, plain)
+
+
 def assert_alive(llm: LLM, plain: Reference) -> None:
     assert llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids == plain.greedy([5, 6, 7], 5)
     assert not llm.core.has_work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import select
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from reference_models import Reference
 
-from moeserve import LLM, EngineError, SamplingParams
+from moeserve import LLM, AsyncLLM, EngineError, SamplingParams
 from moeserve.engine.core import EngineCore
 from moeserve.worker.worker import Worker
 
@@ -44,6 +45,25 @@ def test_a_step_that_hangs_ends_requests_and_the_engine(
     released.set()
     rank.join(20.0)
     assert not rank.is_alive()
+
+
+def test_the_engine_of_tasks_can_be_shut_down_after_a_step_that_hangs(
+    plain: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(Worker, "execute", lambda worker, work: released.wait())
+
+    async def use(llm: AsyncLLM) -> None:
+        for _ in range(2):
+            with pytest.raises(EngineError, match="step_timeout"):
+                async for _ in llm.generate([5, 6], PARAMS):
+                    pass
+
+    llm = AsyncLLM(plain.folder, num_threads=1, max_model_len=96, step_timeout=2)
+    asyncio.run(use(llm))
+    llm.shutdown()
+    assert not llm.is_running
+    released.set()
 
 
 def test_a_wake_up_does_not_end_other_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

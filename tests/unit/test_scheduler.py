@@ -120,7 +120,7 @@ def test_prompt_logprobs_half_collected_at_a_preemption_are_neither_lost_nor_rep
             if update.request_id == "b"
         ]
     assert scheduler.num_preemptions == 1
-    assert computed == [0, 1, 2, 3, 4, 5, 6, 0, 2, 4, 6, 8]
+    assert computed == [*range(8), 0, 2, 4, 6, 8]
     assert sent == [PROMPT[1:], []]
 
 
@@ -268,6 +268,19 @@ def test_a_long_prompt_leaves_nothing_to_those_that_cannot_be_admitted(limit: di
     scheduler.add(request("long", 60, max_tokens=1))
     scheduler.add(request("other", 10))
     assert [lengths(step(scheduler)[0]) for _ in range(4)] == [[16], [16], [16], [12]]
+
+
+def test_tokens_left_to_others_are_not_lost() -> None:
+    """Neither those of a cached prefix, nor those of requests that get no slot."""
+    scheduler = make_scheduler(max_num_batched_tokens=16, num_blocks=64)
+    scheduler.add(request("first", 40, max_tokens=1))
+    run(scheduler)
+    scheduler.add(request("long", 60, max_tokens=1))
+    scheduler.add(request("first", 40, max_tokens=1))  # nine of its ten blocks are cached
+    assert lengths(step(scheduler)[0]) == [12, 4]
+    for name in "abcdefghij":
+        scheduler.add(request(name, 1, max_tokens=50))
+    assert lengths(step(scheduler)[0]) == [9, *[1] * 7]
 
 
 def test_a_free_cached_prefix_takes_room() -> None:

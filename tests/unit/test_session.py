@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -156,6 +157,46 @@ def test_a_discarded_id_is_free_at_once(session: Session, engine: Engine) -> Non
     assert "4" not in engine.aborted
 
 
+def test_a_prompt_discarded_while_its_lock_is_held_ends_when_the_lock_is_free(
+    session: Session, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may close a stream inside any call."""
+    kept, collected = submit(session), submit(session)
+    engine.steps.append([])
+    session.poll()
+    output = session.frontend.output
+
+    def collecting_output(prompt_id: str) -> Any:
+        session.discard([collected])
+        return output(prompt_id)
+
+    monkeypatch.setattr(session.frontend, "output", collecting_output)
+    session.output(kept)
+    assert engine.aborted == [collected]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_does_not_wait_for_the_step_of_another_thread(session: Session, engine: Engine) -> None:
+    prompt_id = submit(session)
+    is_running, may_end = threading.Event(), threading.Event()
+
+    def step() -> list[RequestUpdate]:
+        is_running.set()
+        assert may_end.wait(60)
+        return [end(prompt_id)]
+
+    engine.step = step  # type: ignore[method-assign]
+    other = threading.Thread(target=session.poll)
+    other.start()
+    assert is_running.wait(60)
+    threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        session.advance([prompt_id])
+    assert other.is_alive()
+    may_end.set()
+    other.join()
+
+
 def test_an_aborted_prompt_is_added_first(session: Session, engine: Engine) -> None:
     prompt_id = submit(session)
     session.abort(prompt_id)
@@ -258,7 +299,7 @@ def test_a_full_queue_refuses_before_it_tokenizes(session: Session, monkeypatch:
 def test_a_full_queue_refuses_prompts_and_changes_nothing(session: Session, engine: Engine) -> None:
     first, _ = submit(session, n=3), submit(session)
     for params in (SamplingParams(), SamplingParams(n=2)):
-        with pytest.raises(QueueFullError, match=r"4 requests are in flight .* at most 4"):
+        with pytest.raises(QueueFullError, match=r"4 requests are in flight; at most 4"):
             session.submit([[1]], params)
     engine.steps += [[end(f"{first}-{index}")] for index in range(3)]
     while session.advance([first]):
