@@ -31,8 +31,8 @@ class AsyncLLM:
         llm.shutdown()
 
     The constructor returns when the model is loaded, and should not be called in an event loop. Tasks of several event
-    loops, in several threads, may use one object. Settings, and names where they are the same, are those of `LLM` and
-    of vLLM's AsyncLLM.
+    loops, in several threads, may use one object. It takes the settings of `LLM`; methods are named as in vLLM's
+    AsyncLLM.
 
     Raises:
         SettingsError, CheckpointError, EngineError: as `LLM`.
@@ -123,7 +123,7 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raise EngineError if the engine cannot serve requests. It notices the death of a process in about a second.
 
-        With on_failure="restart", an engine that has failed can: the next request restarts it.
+        With on_failure="restart", an engine that has failed is healthy: the next request restarts it.
         """
         if self.errored or not self.is_running:
             raise EngineError(str(self.dead_error))

@@ -100,8 +100,8 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a parameter cannot be served. The engine is unchanged.
-            EngineError: a prompt failed, or the engine has failed or was shut down. The other prompts were completed
-                first, unless the engine has failed; the error's `outputs` has the outputs of all prompts.
+            EngineError: a prompt failed, or the engine has failed or was shut down. The other prompts
+                end before this is raised, unless the engine has failed; the error's `outputs` has all outputs.
         """
         params = self._default_params if sampling_params is None else sampling_params
         waiting = deque(self.session.frontend.encode(prompts, params))  # for room in the queue
@@ -128,7 +128,7 @@ class LLM:
             self.session.discard(prompt_ids)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, and yield its output whenever it has grown: complete so far, or as `output_kind` says.
+        """Complete one prompt, and yield its output after new tokens: all of it so far, or as `output_kind` says.
 
         Closing the iterator, or leaving it to the garbage collector, ends the request. Arguments and errors are those
         of `generate`; errors come with the first output.
@@ -230,8 +230,7 @@ class LLM:
     def expert_load(self) -> LoadWindow:
         """Return the tokens of each expert of each layer, over all ranks, since the last call or the start.
 
-        Steps in progress are not waited for. A load file and metrics get the same tokens, in windows that end here at
-        the latest.
+        Steps in progress are not waited for. This call ends the current window of a load file and of metrics.
 
         Raises:
             SettingsError: the model has no experts.

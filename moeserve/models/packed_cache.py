@@ -7,6 +7,7 @@ complete, so a process that is killed leaves no damaged entry.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # bytes; kernels need every tensor to begin at a multiple of it
 PARTIAL = ".partial"
-ABANDONED_SECONDS = 3600  # since the last write to a partial file, after which its process must have died
+NEW_SECONDS = 10  # a partial file may not be locked yet
 BLOCK_BYTES = 16 * 2**20  # written between two syncs; writing can be cancelled in between
 HEADER_BYTES = 1 << 20  # of a shard, hashed by its fingerprint
 
@@ -94,6 +95,7 @@ class PackedWeightCache:
                 logger.info("packed weights are not cached: only %s are free in %s", shown_bytes(free), self.folder)
                 return False
             with partial.open("xb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until this process closes the file, or ends
                 is_complete = _write(file, header, tensors, is_cancelled)
             if is_complete:
                 os.replace(partial, self._path(key))
@@ -117,8 +119,9 @@ class PackedWeightCache:
     def _evict(self, num_bytes: int) -> None:
         """Delete what killed processes left, and the least recently used entries until `num_bytes` fit."""
         for path in self.folder.glob(f"*{PARTIAL}"):
-            with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+            with contextlib.suppress(OSError), path.open("rb") as file:  # another process has removed or locked it
+                if time.time() - path.stat().st_mtime > NEW_SECONDS:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
         found = []
         for path in self.folder.glob("*.safetensors"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import time
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.models import packed_cache
-from moeserve.models.packed_cache import ABANDONED_SECONDS, PARTIAL, PackedWeightCache, fingerprint
+from moeserve.models.packed_cache import NEW_SECONDS, PARTIAL, PackedWeightCache, fingerprint
 
 TENSORS = {
     "panels": torch.arange(256, dtype=torch.uint8).repeat(1000),
@@ -127,17 +128,22 @@ def test_a_folder_that_cannot_be_written_causes_no_error(tmp_path: Path, caplog:
     assert "cannot be written" in caplog.text
 
 
-@pytest.mark.parametrize(("age", "is_removed"), [(0, False), (ABANDONED_SECONDS + 60, True)])
-def test_the_partial_file_of_a_killed_process_is_removed_when_it_is_old(
-    tmp_path: Path, age: float, is_removed: bool
+@pytest.mark.parametrize(
+    ("age", "is_written", "is_removed"),
+    [(0, False, False), (NEW_SECONDS + 60, True, False), (NEW_SECONDS + 60, False, True)],
+)
+def test_the_partial_file_of_a_process_that_has_ended_is_removed(
+    tmp_path: Path, age: float, is_written: bool, is_removed: bool
 ) -> None:
     partial = tmp_path / f"a.0123{PARTIAL}"
-    partial.write_bytes(b"half")
-    os.utime(partial, (time.time() - age,) * 2)
-    cache = PackedWeightCache(tmp_path, 2**20)
-    assert cache.load("a") is None
-    assert cache.store("b", TENSORS)
-    assert partial.exists() != is_removed
+    with partial.open("wb") as file:
+        if is_written:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        os.utime(partial, (time.time() - age,) * 2)
+        cache = PackedWeightCache(tmp_path, 2**20)
+        assert cache.load("a") is None
+        assert cache.store("b", TENSORS)
+        assert partial.exists() != is_removed
 
 
 def test_concurrent_writers_leave_whole_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
