@@ -119,6 +119,7 @@ class RankProcess:
 
     def send(self, order: Order) -> None:
         self._process.channel.send(order)
+        self._process.channel.flush(60.0)  # an order may be larger than what a socket holds
 
     def receive(self, deadline: float) -> Outcome:
         while not self._is_closed:
