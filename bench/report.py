@@ -110,7 +110,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     ),
     "executors": ("tp", "dp"),
     "rebalance": ("ranks", "tokens"),
-    "scheduling": ("model", "table", "batch", "way"),
+    "scheduling": ("table", "model", "batch", "way"),
 }
 
 
@@ -126,6 +126,7 @@ class Cells(string.Formatter):
 
 COLUMNS: dict[str, Columns] = {
     "scheduling": [
+        ("table", "{table}"),
         ("model", "{model}"),
         ("batch", "{batch}"),
         ("way", "{way}"),

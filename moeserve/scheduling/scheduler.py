@@ -303,7 +303,7 @@ class Scheduler:
         """
         share = self._share_of_plan(len(self._running))
         ready = [request for request in self._running.values() if self._may_continue(request)][:share]
-        prompts = [request.num_unplanned for request in ready if request.is_prefilling]
+        prompts = [request.num_unplanned for request in ready if request in self._prefilling]
         most_for_prompts = max(budget.num_tokens - (len(ready) - len(prompts)), 1)
         budget.num_prefill_tokens = min(budget.num_prefill_tokens, most_for_prompts)
         budget.num_wanted = sum(prompts) + self._num_waiting_tokens
