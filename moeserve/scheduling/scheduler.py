@@ -23,6 +23,8 @@ from moeserve.scheduling.request import NO_SLOT, LiveRequest
 
 # Later requests that may be admitted before one that does not fit into the KV cache yet.
 MAX_PASSED = 64
+# A prompt is long while its rest would take more than this many steps alone.
+STEPS_OF_LONG_PROMPT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +78,16 @@ class _Budget:
         """Return the most tokens that a request may have now.
 
         A long prompt leaves half of the prefill tokens to those behind it, as far as they want them. So short prompts
-        slow down beside it, but do not wait for its end.
+        slow down beside it, but do not wait for its end. Others are computed one after the other, which ends each of
+        them sooner on average.
         """
         if not request.is_prefilling:
             return min(request.num_unplanned, self.num_tokens)
-        wanted_behind = max(self.num_wanted - request.num_unplanned, 0)
         num_left = self.num_left_for_prompts
-        return min(request.num_unplanned, num_left - min(num_left // 2, wanted_behind))
+        if request.num_unplanned <= STEPS_OF_LONG_PROMPT * num_left:
+            return min(request.num_unplanned, num_left)
+        wanted_behind = max(self.num_wanted - request.num_unplanned, 0)
+        return num_left - min(num_left // 2, wanted_behind)
 
     def take(self, request: LiveRequest, num_tokens: int) -> None:
         """Give a request this many tokens."""

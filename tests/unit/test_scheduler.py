@@ -63,7 +63,7 @@ def step(scheduler: Scheduler, token_id: int = 1) -> tuple[list[Chunk], list[Req
     plan = scheduler.schedule()
     assert plan is not None
     scheduler.check_invariants()
-    table = TABLES.setdefault(scheduler, RequestTable(CONFIG.max_num_seqs, CONFIG.max_model_len))
+    table = TABLES.setdefault(scheduler, RequestTable(CONFIG.max_num_seqs, 200))
     chunks = table.apply(plan)
     result = result_of(chunks, plan.step, token_id)
     table.append_tokens(chunks, [token_id] * sum(chunk.samples for chunk in chunks))
@@ -120,7 +120,7 @@ def test_prompt_logprobs_half_collected_at_a_preemption_are_neither_lost_nor_rep
             if update.request_id == "b"
         ]
     assert scheduler.num_preemptions == 1
-    assert computed == [*range(8), 0, 2, 4, 6, 8]
+    assert computed == [0, 1, 2, 3, 4, 5, 6, 0, 2, 4, 6, 8]
     assert sent == [PROMPT[1:], []]
 
 
@@ -252,9 +252,12 @@ def test_a_request_that_decodes_advances_beside_a_long_prompt() -> None:
     assert [lengths(step(scheduler)[0]) for _ in range(3)] == [[1, 3], [1, 3], [1, 3]]
 
 
+LONG: dict[str, Any] = {"num_blocks": 64, "max_model_len": 200, "max_num_batched_tokens": 16}
+
+
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=16, num_blocks=32)
-    scheduler.add(request("long", 60, max_tokens=2))
+    scheduler = make_scheduler(**LONG)
+    scheduler.add(request("long", 150, max_tokens=2))
     assert lengths(step(scheduler)[0]) == [16]  # nobody waits
     scheduler.add(request("short", 3))
     scheduler.add(request("middle", 12))
@@ -262,20 +265,28 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     assert [lengths(step(scheduler)[0]) for _ in range(4)] == [[8, 3, 5], [8, 1, 7], [14, 1, 1], [14, 1, 1]]
 
 
-@pytest.mark.parametrize("limit", [{"num_blocks": 16}, {"max_num_seqs": 1}], ids=["cache is full", "one runs"])
+def test_a_prompt_near_its_end_leaves_nothing_to_others() -> None:
+    scheduler = make_scheduler(**LONG)
+    scheduler.add(request("first", 72, max_tokens=1))
+    scheduler.add(request("second", 30, max_tokens=1))
+    expected = [[8, 8], [16], [16], [16], [16], [16], [6]]
+    assert [lengths(step(scheduler)[0]) for _ in expected] == expected
+
+
+@pytest.mark.parametrize("limit", [{"num_blocks": 40}, {"max_num_seqs": 1}], ids=["cache is full", "one runs"])
 def test_a_long_prompt_leaves_nothing_to_those_that_cannot_be_admitted(limit: dict[str, int]) -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=16, **limit)
-    scheduler.add(request("long", 60, max_tokens=1))
+    scheduler = make_scheduler(**LONG | {"max_model_len": 160} | limit)
+    scheduler.add(request("long", 158, max_tokens=1))
     scheduler.add(request("other", 10))
-    assert [lengths(step(scheduler)[0]) for _ in range(4)] == [[16], [16], [16], [12]]
+    assert [lengths(step(scheduler)[0]) for _ in range(10)] == [[16]] * 9 + [[14]]
 
 
 def test_tokens_left_to_others_are_not_lost() -> None:
     """Neither those of a cached prefix, nor those of requests that get no slot."""
-    scheduler = make_scheduler(max_num_batched_tokens=16, num_blocks=64)
+    scheduler = make_scheduler(**LONG)
     scheduler.add(request("first", 40, max_tokens=1))
     run(scheduler)
-    scheduler.add(request("long", 60, max_tokens=1))
+    scheduler.add(request("long", 150, max_tokens=1))
     scheduler.add(request("first", 40, max_tokens=1))  # nine of its ten blocks are cached
     assert lengths(step(scheduler)[0]) == [12, 4]
     for name in "abcdefghij":
