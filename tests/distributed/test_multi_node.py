@@ -164,7 +164,7 @@ def test_pipeline_stages_on_two_hosts(cluster: Cluster, reference: Reference) ->
 @pytest.fixture(scope="module")
 def replicas(cluster: Cluster, reference: Reference) -> Iterator[None]:
     """Two replicas of two ranks, each on one host."""
-    with engine(cluster, reference, 2, 2, num_threads=1):
+    with engine(cluster, reference, 2, 2, num_threads=1, debug_rank_state=True):
         yield
 
 

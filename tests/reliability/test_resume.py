@@ -27,7 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS))
+# Killed ranks of Ray are also in tests/distributed/test_multi_node.py.
+@pytest.fixture(scope="module", params=["tp2dp2", "pp2dp2", pytest.param("ray", marks=SOAK)])
 def llm(request: pytest.FixtureRequest, reference_named: Callable[[str], Reference]) -> Iterator[LLM]:
     if request.param == "ray":
         pytest.importorskip("ray")
