@@ -83,7 +83,7 @@ def measure_steps(
 
 
 class ModelTimer:
-    """A `StepReplay` that notes when each decode step begins, and how long it computes layers and the head."""
+    """A `StepReplay` that records when each decode step begins, and the time that its layers and head take."""
 
     def __init__(self, runner: ModelRunner) -> None:
         """Take the place of the runner's replay, and of its model's head."""

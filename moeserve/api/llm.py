@@ -100,8 +100,8 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a parameter cannot be served. The engine is unchanged.
-            EngineError: a prompt failed, or the engine has failed or was shut down. The other prompts
-                end before this is raised, unless the engine has failed; the error's `outputs` has all outputs.
+            EngineError: a prompt failed, or the engine has failed or was shut down. The other prompts end
+                before this is raised, unless the engine has failed. The error's `outputs` has those of all prompts.
         """
         params = self._default_params if sampling_params is None else sampling_params
         waiting = deque(self.session.frontend.encode(prompts, params))  # for room in the queue

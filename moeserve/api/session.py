@@ -140,7 +140,7 @@ class Session:
             return self._unfinished(prompt_ids)
 
     def _wait_for_reports(self, prompt_ids: Sequence[str], waits_for_others: bool) -> bool:
-        """Return False if this thread should run the engine. See `advance`."""
+        """Wait while another thread runs the engine. Return False if this thread should run it; see `advance`."""
         with self._frontend_lock:
             if self._take_reports(prompt_ids) or not (waits_for_others or self._unfinished(prompt_ids)):
                 return True
@@ -187,21 +187,18 @@ class Session:
         Raises:
             EngineError: the engine was shut down, or has failed.
         """
-        self.engine.wake()
-        with self._exclusive():
+        with self._exclusive_soon():
             window, self._load = self._collect_load(), None
             return window
 
     def peek_expert_load(self) -> LoadWindow:
         """Return the same as `expert_load`, without starting a new period."""
-        self.engine.wake()
-        with self._exclusive():
+        with self._exclusive_soon():
             return self._collect_load()
 
     def shutdown(self) -> None:
         """End all requests and the engine. May be called twice."""
-        self.engine.wake()
-        with self._exclusive():
+        with self._exclusive_soon():
             if self._observer.is_enabled:
                 with contextlib.suppress(EngineError):  # the engine has failed, or was shut down before
                     self._collect_load()
@@ -226,8 +223,15 @@ class Session:
                 self._end([])
 
     @contextlib.contextmanager
+    def _exclusive_soon(self) -> Iterator[None]:
+        """Use the engine alone, without waiting for the next token that another thread waits for."""
+        self.engine.wake()  # also if that thread is not waiting yet, which `wake` would miss
+        with self._exclusive():
+            yield
+
+    @contextlib.contextmanager
     def _frontend(self) -> Iterator[None]:
-        """Read the frontend, and then end what could not be ended meanwhile."""
+        """Read the frontend. Then end the prompts that the garbage collector dropped while the lock was held."""
         with self._frontend_lock:
             yield
         if self._to_end:

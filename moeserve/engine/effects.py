@@ -49,7 +49,7 @@ class Driver:
     def handle(
         self, messages: list[ReplicaMessage], outcomes: list[Outcome], deliver: Callable[[Deliver], None]
     ) -> None:
-        """Hand events to the loop, and perform its effects until it waits again.
+        """Hand events to the replica's loop, and do what it asks for until it waits again.
 
         Raises:
             StepTimeoutError: rounds are in flight, and none has ended for too long.

@@ -23,7 +23,7 @@ from moeserve.scheduling.request import NO_SLOT, LiveRequest
 
 # Later requests that may be admitted before one that does not fit into the KV cache yet.
 MAX_PASSED = 64
-# A prompt is long while its rest would take more than this many steps alone.
+# A prompt is long while the rest of it would take more than this many steps if it ran alone.
 STEPS_OF_LONG_PROMPT = 4
 
 
@@ -75,11 +75,10 @@ class _Budget:
         return min(self.num_tokens, self.num_prefill_tokens)
 
     def most_for(self, request: LiveRequest) -> int:
-        """Return the most tokens that a request may have now.
+        """Return the most tokens that the request may compute in this step.
 
-        A long prompt leaves half of the prefill tokens to those behind it, as far as they want them. So short prompts
-        slow down beside it, but do not wait for its end. Others are computed one after the other, which ends each of
-        them sooner on average.
+        A long prompt leaves up to half of the prefill tokens to the prompts behind it, so that short ones need not wait
+        for its end. Other prompts run one after the other: on average each ends sooner than if they shared the step.
         """
         if not request.is_prefilling:
             return min(request.num_unplanned, self.num_tokens)
@@ -90,7 +89,7 @@ class _Budget:
         return num_left - min(num_left // 2, wanted_behind)
 
     def take(self, request: LiveRequest, num_tokens: int) -> None:
-        """Give a request this many tokens."""
+        """Subtract the tokens of a request's chunk from the budget."""
         self.num_tokens -= num_tokens
         if request.is_prefilling:
             self.num_prefill_tokens -= num_tokens
@@ -339,7 +338,7 @@ class Scheduler:
             budget.num_prefill_tokens -= num_more
 
     def _allocate(self, request: LiveRequest, num_tokens: int, new_blocks: list[tuple[int, list[int]]]) -> None:
-        """Give a running request the blocks for its next tokens. There must be enough."""
+        """Allocate the blocks that a running request needs for its next tokens. Enough must be free."""
         if num_new := self._num_new_blocks(request, num_tokens):
             added = self._pool.allocate(num_new)
             request.block_ids += added
@@ -347,7 +346,7 @@ class Scheduler:
                 new_blocks.append((request.slot, added))
 
     def _share_of_plan(self, num_requests: int) -> int:
-        """Return how many of some requests one plan takes, so that each of `num_batches` plans gets an equal share."""
+        """Return how many of `num_requests` requests one plan takes: an equal share for each of `num_batches` plans."""
         return -(-num_requests // self.config.num_batches)
 
     def _unsent_tokens(self, planned: Sequence[tuple[LiveRequest, int]]) -> list[tuple[int, int]]:

@@ -67,9 +67,10 @@ class ModelRunner:
         sampling = [chunk for chunk in chunks if chunk.samples]
         logits_LV = self.model.logits(step.rows_for_logits(hidden_TD)) if sampling else None
         samples_here = self.context.tp_rank == 0
-        spans_of_chunks = list(zip(chunks, step.spans[: len(chunks)], strict=True))
+        chunks_and_spans = list(zip(chunks, step.spans[: len(chunks)], strict=True))
         prompts = [
-            list(self._prompt_rows(chunk, hidden_TD[span.first_row :], samples_here)) for chunk, span in spans_of_chunks
+            list(self._prompt_rows(chunk, hidden_TD[span.first_row :], samples_here))
+            for chunk, span in chunks_and_spans
         ]
         sampled: list[SampledToken] = []
         if samples_here and logits_LV is not None:
@@ -79,11 +80,11 @@ class ModelRunner:
             self._append_tokens(chunks, [token.token_id for token in sampled] or [0] * len(sampling))
         if not samples_here:
             return []
-        damaged = _damaged_rows(hidden_TD, [span.last_row for chunk, span in spans_of_chunks if not chunk.samples])
+        damaged = _damaged_rows(hidden_TD, [span.last_row for chunk, span in chunks_and_spans if not chunk.samples])
         remaining = iter(sampled)
         return [
             _chunk_result(next(remaining) if chunk.samples else None, prompt, span.last_row in damaged)
-            for (chunk, span), prompt in zip(spans_of_chunks, prompts, strict=True)
+            for (chunk, span), prompt in zip(chunks_and_spans, prompts, strict=True)
         ]
 
     def skip(self, chunks: Sequence[Chunk]) -> None:
@@ -172,7 +173,7 @@ class ModelRunner:
 
 
 def _damaged_rows(hidden_TD: Tensor, rows: list[int]) -> set[int]:
-    """Return those of the rows that are not finite."""
+    """Return which of these rows contain NaN or infinity."""
     if not rows:
         return set()
     is_finite_R = hidden_TD[rows].isfinite().all(dim=1)

@@ -30,7 +30,7 @@ HEAD_SIZE = 256
 # Penalties must not make a score infinite, because the difference of two infinities is NaN.
 LARGEST_SCORE = torch.finfo(torch.float32).max
 NO_TOKEN = -1
-# Ends messages about numbers that are not finite.
+# The end of messages about NaN and infinity.
 CAUSE_OF_DAMAGE = "its weights may be damaged, or its numbers too large for the dtype (float32 is the widest)"
 
 
