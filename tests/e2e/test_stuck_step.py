@@ -38,6 +38,7 @@ def test_a_step_that_hangs_ends_requests_and_the_engine(
     (rank,) = (thread for thread in threading.enumerate() if thread.name == "moeserve rank 0")
     with pytest.raises(EngineError, match="step_timeout"):
         llm.generate(plain.prompts(9), PARAMS)
+    assert not llm.core.has_work  # though the step never ended
     with pytest.raises(EngineError, match="step_timeout"):
         llm.generate(plain.prompts(9), PARAMS)
     llm.shutdown()
