@@ -36,23 +36,35 @@ Activation activation_of_name(const std::string& name) {
   refuse("'" + name + "' is no activation; expected none, swiglu or clamped_swiglu");
 }
 
+InputChunks chunks_of(int64_t num_inputs, std::optional<int64_t> chunk_inputs) {
+  const InputChunks chunks{num_inputs, chunk_inputs.value_or(num_inputs)};
+  if (chunks.chunk_inputs < 1 || chunks.count() > kMaxInputChunks) {
+    refuse("chunk_inputs=" + std::to_string(chunks.chunk_inputs) + " does not divide " + std::to_string(num_inputs) +
+           " inputs into at most " + std::to_string(kMaxInputChunks) + " chunks");
+  }
+  return chunks;
+}
+
 // Return the bytes of a packed weight of `num_parts` parts, each of which begins with its own panel.
-int64_t packed_bytes(const std::string& format, int64_t num_outputs, int64_t num_inputs, int64_t num_parts) {
+int64_t packed_bytes(const std::string& format, int64_t num_outputs, int64_t num_inputs, int64_t num_parts,
+                     std::optional<int64_t> chunk_inputs) {
   const WeightFormat known = format_of_name(format);
   if (num_outputs < 1 || num_inputs < 1 || num_parts < 1 || num_outputs % num_parts != 0) {
     refuse("a weight of shape [" + std::to_string(num_outputs) + ", " + std::to_string(num_inputs) +
            "] cannot be packed in " + std::to_string(num_parts) + " parts");
   }
-  return num_parts * count_panels(num_outputs / num_parts) * panel_bytes(known, num_inputs);
+  return num_parts * count_panels(num_outputs / num_parts) * panel_bytes(known, chunks_of(num_inputs, chunk_inputs));
 }
 
-void pack(const std::string& format, const Tensor& weight, const Tensor& panels, int64_t num_parts) {
+void pack(const std::string& format, const Tensor& weight, const Tensor& panels, int64_t num_parts,
+          std::optional<int64_t> chunk_inputs) {
   check_dims("weight", weight, 2);
   check_float_type("weight", weight);
   check_contiguous("weight", weight);
   check_type("panels", panels, ElementType::kUInt8, "uint8");
   check_contiguous("panels", panels);
-  const int64_t bytes = packed_bytes(format, weight.size(0), weight.size(1), num_parts);
+  const int64_t bytes = packed_bytes(format, weight.size(0), weight.size(1), num_parts, chunk_inputs);
+  const InputChunks chunks = chunks_of(weight.size(1), chunk_inputs);
   check_shape("panels", panels, {bytes});
   const WeightFormat known = format_of_name(format);
   const bool keeps_type = known == WeightFormat::kFloat32 || known == WeightFormat::kBFloat16;
@@ -66,7 +78,7 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
   const int64_t source_bytes = rows * weight.size(1) * element_bytes(weight.type);
   const nb::gil_scoped_release released;
   for (int64_t part = 0; part < num_parts; ++part) {
-    pack_weight(known, weight.type, static_cast<const char*>(weight.data) + part * source_bytes, rows, weight.size(1),
+    pack_weight(known, weight.type, static_cast<const char*>(weight.data) + part * source_bytes, rows, chunks,
                 static_cast<char*>(panels.data) + part * (bytes / num_parts));
   }
 }
@@ -86,7 +98,7 @@ void advise_large_pages(const Tensor& memory) {
 class PackedWeights {
  public:
   PackedWeights(const std::string& format, nb::object panels, int64_t num_outputs, int64_t num_inputs, nb::object bias,
-                const std::string& activation, double alpha, double limit)
+                const std::string& activation, double alpha, double limit, std::optional<int64_t> chunk_inputs)
       : panels_owner_(std::move(panels)), bias_owner_(std::move(bias)) {
     product_.format = format_of_name(format);
     product_.activation = activation_of_name(activation);
@@ -94,12 +106,14 @@ class PackedWeights {
     product_.limit = static_cast<float>(limit);
     product_.num_outputs = num_outputs;
     product_.num_inputs = num_inputs;
+    product_.chunk_inputs = chunks_of(num_inputs, chunk_inputs).chunk_inputs;
     panels_ = nb::cast<Tensor>(panels_owner_);
     check_type("panels", panels_, ElementType::kUInt8, "uint8");
     check_dims("panels", panels_, 2);
     check_contiguous("panels", panels_);
     const int64_t num_parts = product_.activation == Activation::kNone ? 1 : 2;
-    check_shape("panels", panels_, {panels_.size(0), packed_bytes(format, num_outputs, num_inputs, num_parts)});
+    const int64_t bytes = packed_bytes(format, num_outputs, num_inputs, num_parts, product_.chunk_inputs);
+    check_shape("panels", panels_, {panels_.size(0), bytes});
     num_columns_ = num_outputs / num_parts;
     if (bias_owner_.is_none()) return;
     bias_ = nb::cast<Tensor>(bias_owner_);
@@ -160,9 +174,12 @@ class PackedWeights {
     if (bias_) check_type("input", input, bias_->type, "bias'");
     if (product_.format == WeightFormat::kBFloat16) check_type("input", input, ElementType::kBFloat16, "bfloat16");
     if (product_.format == WeightFormat::kFloat32) check_type("input", input, ElementType::kFloat32, "float32");
-    check_type("output", output, input.type, "input's");
     PackedProduct product = product_;
     product.type = input.type;
+    product.output_type = output.type;
+    if (output.type != ElementType::kFloat32 || product.activation != Activation::kNone) {
+      check_type("output", output, input.type, "input's");
+    }
     product.input_stride = input.strides[0];
     product.output_stride = output.strides[0];
     return product;
@@ -221,15 +238,17 @@ class PackedWeights {
 void bind_products(nb::module_& module) {
   using namespace nb::literals;
   module.def("packed_bytes", &packed_bytes, "format"_a, "num_outputs"_a, "num_inputs"_a, "num_parts"_a = 1,
-             "Return the bytes of a packed weight [num_outputs, num_inputs].");
+             "chunk_inputs"_a.none() = nb::none(), "Return the bytes of a packed weight [num_outputs, num_inputs].");
   module.def("pack_weight", &pack, "format"_a, "weight"_a, "panels"_a, "num_parts"_a = 1,
+             "chunk_inputs"_a.none() = nb::none(),
              "Pack a weight [outputs, inputs] into `panels`, which may be the memory of the weight.");
   module.def("advise_large_pages", &advise_large_pages, "memory"_a,
              "Request huge pages for memory that has not been used yet.");
   nb::class_<PackedWeights>(module, "PackedWeights", "Packed weights of one shape, with bias and activation.")
-      .def(nb::init<const std::string&, nb::object, int64_t, int64_t, nb::object, const std::string&, double, double>(),
+      .def(nb::init<const std::string&, nb::object, int64_t, int64_t, nb::object, const std::string&, double, double,
+                    std::optional<int64_t>>(),
            "format"_a, "panels"_a, "num_outputs"_a, "num_inputs"_a, "bias"_a.none() = nb::none(),
-           "activation"_a = "none", "alpha"_a = 0.0, "limit"_a = 0.0)
+           "activation"_a = "none", "alpha"_a = 0.0, "limit"_a = 0.0, "chunk_inputs"_a.none() = nb::none())
       .def("multiply", &PackedWeights::multiply, "input"_a, "output"_a, "Multiply all rows with the only weight.")
       .def("multiply_rows", &PackedWeights::multiply_rows, "input"_a, "counts"_a, "has_spare_rows"_a, "output"_a,
            "Multiply the first counts[0] rows with the first weight, and so on.")

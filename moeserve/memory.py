@@ -119,11 +119,12 @@ _pool = BufferPool()
 _uses_pool = True
 
 
-def new_empty(like: Tensor, *shape: int) -> Tensor:
-    """Return `like.new_empty(shape)`, in reused memory if it is large and on the CPU."""
-    if math.prod(shape) * like.dtype.itemsize < MIN_REUSED_BYTES or like.device.type != "cpu" or not _uses_pool:
-        return like.new_empty(shape)
-    return _pool.empty(*shape, dtype=like.dtype)
+def new_empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `like.new_empty(shape, dtype=dtype)`, in reused memory if it is large and on the CPU."""
+    dtype = dtype or like.dtype
+    if math.prod(shape) * dtype.itemsize < MIN_REUSED_BYTES or like.device.type != "cpu" or not _uses_pool:
+        return like.new_empty(shape, dtype=dtype)
+    return _pool.empty(*shape, dtype=dtype)
 
 
 @contextmanager

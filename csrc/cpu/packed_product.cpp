@@ -48,9 +48,13 @@ struct Work {
   int64_t num_inputs;
 };
 
+constexpr int kMaxWaitingSums = 4;  // of chunks that wait for their neighbours in the tree
+static_assert(kMaxInputChunks <= 1 << (kMaxWaitingSums - 1));
+
 // Buffers that each thread keeps from call to call.
 struct Scratch {
-  alignas(64) float sums[kMaxItemRows * kTileOutputs];
+  alignas(64) float waiting_sums[kMaxWaitingSums][kMaxItemRows * kTileOutputs];
+  float* sums = waiting_sums[0];  // of the current chunk
   alignas(64) char weights[2][kBigBlockInputs * kPanel * sizeof(float)];
   alignas(64) float scales[kTileOutputs];
 };
@@ -288,15 +292,20 @@ MOESERVE_INLINE Epilogue make_epilogue(const PackedProduct& product, const Item&
   return epilogue;
 }
 
-template <int W, typename Element>
+template <int W>
+MOESERVE_INLINE void scale_row(const Epilogue& epilogue, float* sums) {
+  for (int n = 0; epilogue.is_needed && n < kTileOutputs; n += W) {
+    store<W>(sums + n, load<W>(sums + n) * load<W>(epilogue.factors + n) + load<W>(epilogue.biases + n));
+  }
+}
+
+template <int W, typename Output>
 MOESERVE_INLINE void finish_rows(const PackedProduct& product, const Epilogue& epilogue, float* sums, int num_rows,
-                                 Element* output) {
+                                 Output* output) {
   const int count = epilogue.num_outputs[0] + (is_gated(product) ? 0 : epilogue.num_outputs[1]);
   const int last = count / W * W;
   for (int r = 0; r < num_rows; ++r, sums += kTileOutputs, output += product.output_stride) {
-    for (int n = 0; epilogue.is_needed && n < kTileOutputs; n += W) {
-      store<W>(sums + n, load<W>(sums + n) * load<W>(epilogue.factors + n) + load<W>(epilogue.biases + n));
-    }
+    scale_row<W>(epilogue, sums);
     if (is_gated(product)) {
       for (int n = 0; n < kPanel; n += W) {
         store<W>(sums + n, activate<W>(product, load<W>(sums + n), load<W>(sums + kPanel + n)));
@@ -307,10 +316,45 @@ MOESERVE_INLINE void finish_rows(const PackedProduct& product, const Epilogue& e
   }
 }
 
+// Sum the chunks of an item one after the other, and add neighbours in the tree as soon as both are complete. The sums
+// in `room.sums` are scaled and have the bias. Return an epilogue that has nothing left to do.
 template <int W, typename Element>
+MOESERVE_INLINE Epilogue sum_chunks(const Work& work, const Item& item, const void* bias, Scratch& room,
+                                    void (*accumulate_rows)(const Work&, Scratch&)) {
+  const PackedProduct& product = work.product;
+  const InputChunks chunks = product.chunks();
+  Epilogue epilogue;
+  const int64_t chunk_bytes = panel_bytes(product.format, chunks.chunk_inputs);
+  const int64_t chunk_stride =
+      padded_inputs(product.format, chunks.chunk_inputs) * static_cast<int64_t>(sizeof(Element));
+  int num_waiting = 0;
+  for (int64_t chunk = 0; chunk < chunks.count(); ++chunk) {
+    const bool is_last = chunk + 1 == chunks.count();
+    Work part = work;
+    part.input += chunk * chunk_stride;
+    for (const char*& panel : part.panels) panel += chunk * chunk_bytes;
+    part.next_item = is_last ? work.next_item - chunk * chunk_bytes : chunk_bytes;
+    part.num_inputs = padded_inputs(product.format, chunks.size(chunk));
+    room.sums = room.waiting_sums[num_waiting++];
+    accumulate_rows(part, room);
+    epilogue = make_epilogue<Element>(product, item, part, chunk == 0 ? bias : nullptr);
+    for (int r = 0; r < item.num_rows; ++r) scale_row<W>(epilogue, room.sums + r * kTileOutputs);
+    for (int64_t place = chunk + 1; num_waiting > 1 && (place % 2 == 0 || is_last); place /= 2) {
+      const float* right = room.waiting_sums[--num_waiting];
+      room.sums = room.waiting_sums[num_waiting - 1];
+      for (int64_t i = 0; i < item.num_rows * kTileOutputs; i += W) {
+        store<W>(room.sums + i, load<W>(room.sums + i) + load<W>(right + i));
+      }
+    }
+  }
+  epilogue.is_needed = false;
+  return epilogue;
+}
+
+template <int W, typename Element, typename Output>
 MOESERVE_INLINE void run_item(const PackedProduct& product, const RowGroup& group, const Item& item,
                               void (*accumulate_rows)(const Work&, Scratch&)) {
-  const int64_t panel_size = panel_bytes(product.format, product.num_inputs);
+  const int64_t panel_size = panel_bytes(product.format, product.chunks());
   const int64_t num_panels = count_panels(is_gated(product) ? product.num_outputs / 2 : product.num_outputs);
   const int64_t first = is_gated(product) ? item.column : item.column * 2;
   const int64_t second = is_gated(product) ? num_panels + item.column : std::min(first + 1, num_panels - 1);
@@ -322,17 +366,26 @@ MOESERVE_INLINE void run_item(const PackedProduct& product, const RowGroup& grou
                   item.num_rows,
                   padded_inputs(product.format, product.num_inputs)};
   Scratch& room = scratch();
-  accumulate_rows(work, room);
-  auto* output = reinterpret_cast<Element*>(group.output) + item.first_row * product.output_stride + first * kPanel;
-  const Epilogue epilogue = make_epilogue<Element>(product, item, work, group.bias);
+  auto* output = reinterpret_cast<Output*>(group.output) + item.first_row * product.output_stride + first * kPanel;
+  Epilogue epilogue;
+  if (product.chunks().count() > 1) {
+    epilogue = sum_chunks<W, Element>(work, item, group.bias, room, accumulate_rows);
+  } else {
+    room.sums = room.waiting_sums[0];
+    accumulate_rows(work, room);
+    epilogue = make_epilogue<Element>(product, item, work, group.bias);
+  }
   finish_rows<W>(product, epilogue, room.sums, item.num_rows, output);
 }
 
 template <int W>
 MOESERVE_INLINE void run_item(const PackedProduct& product, const RowGroup& group, const Item& item,
                               void (*accumulate_rows)(const Work&, Scratch&)) {
-  if (product.type == ElementType::kBFloat16) return run_item<W, BFloat16>(product, group, item, accumulate_rows);
-  run_item<W, float>(product, group, item, accumulate_rows);
+  if (product.type == ElementType::kFloat32) return run_item<W, float, float>(product, group, item, accumulate_rows);
+  if (product.output_type == ElementType::kBFloat16) {
+    return run_item<W, BFloat16, BFloat16>(product, group, item, accumulate_rows);
+  }
+  run_item<W, BFloat16, float>(product, group, item, accumulate_rows);
 }
 
 MOESERVE_TARGET_AVX512_BF16 void run_avx512_bf16(const PackedProduct& product, const RowGroup& group,
@@ -364,11 +417,14 @@ void plan(const PackedProduct& product, const std::vector<RowGroup>& groups, std
   }
 }
 
-// Copy the rows with their inputs filled up with zeros, as the weights are.
+// Copy the rows with the inputs of each chunk filled up with zeros, as the weights are.
 std::vector<RowGroup> with_padded_inputs(PackedProduct& product, const std::vector<RowGroup>& groups,
                                          std::vector<char>& room) {
   const int64_t element = element_bytes(product.type);
-  const int64_t width = padded_inputs(product.format, product.num_inputs);
+  const InputChunks chunks = product.chunks();
+  const int64_t width = padded_inputs(product.format, chunks);
+  const int64_t chunk_bytes = chunks.chunk_inputs * element;
+  const int64_t padded_chunk_bytes = padded_inputs(product.format, chunks.chunk_inputs) * element;
   int64_t num_rows = 0;
   for (const RowGroup& group : groups) num_rows += group.num_rows;
   room.assign(num_rows * width * element, 0);
@@ -378,7 +434,10 @@ std::vector<RowGroup> with_padded_inputs(PackedProduct& product, const std::vect
     const char* source = group.input;
     group.input = target;
     for (int64_t r = 0; r < group.num_rows; ++r, target += width * element) {
-      std::memcpy(target, source + r * product.input_stride * element, product.num_inputs * element);
+      const char* row = source + r * product.input_stride * element;
+      for (int64_t c = 0; c < chunks.count(); ++c) {
+        std::memcpy(target + c * padded_chunk_bytes, row + c * chunk_bytes, chunks.size(c) * element);
+      }
     }
   }
   product.input_stride = width;
@@ -391,7 +450,7 @@ void packed_product(const PackedProduct& asked, const std::vector<RowGroup>& ask
   PackedProduct product = asked;
   std::vector<char> room;
   std::vector<RowGroup> padded;
-  const bool is_padded = padded_inputs(product.format, product.num_inputs) != product.num_inputs;
+  const bool is_padded = padded_inputs(product.format, product.chunks()) != product.num_inputs;
   if (is_padded) padded = with_padded_inputs(product, asked_groups, room);
   const std::vector<RowGroup>& groups = is_padded ? padded : asked_groups;
 

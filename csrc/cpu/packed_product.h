@@ -16,6 +16,8 @@ enum class Activation {
   kClampedSwiGLU,  // g * sigmoid(alpha * g) * (u + 1), with g <= limit and |u| <= limit
 };
 
+constexpr int kMaxInputChunks = 8;
+
 // Rows that are multiplied with one weight.
 struct RowGroup {
   const char* panels;
@@ -30,18 +32,27 @@ struct RowGroup {
 // With an activation, the first N / 2 outputs of a weight are gates and the others ups, each half packed separately,
 // and the output has N / 2 columns.
 //
-// The products of an output are added in the order of K, so its bytes depend on its row, its weights and the
+// The products of each chunk of inputs are added in the order of K. The sums of the chunks are added in a binary tree:
+// neighbours first, ((0 + 1) + (2 + 3)) + ..., where the last chunks may lack a neighbour. A bias is added to the sum
+// of the first chunk. So the bytes of an output depend on its row, its weights, the size of the chunks and the
 // instruction set alone.
+//
+// Ranks that each have 1, 2, 4 or 8 of the chunks compute nodes of this tree. Their outputs in float32, added in the
+// same way, have the same bytes as the outputs of one rank.
 struct PackedProduct {
   WeightFormat format;
-  ElementType type;  // type of the rows: float32 or bfloat16; the same as an unquantised weight
+  ElementType type;         // type of the rows: float32 or bfloat16; the same as an unquantised weight
+  ElementType output_type;  // `type`, or float32 without an activation
   Activation activation;
   float alpha;
   float limit;
   int64_t num_outputs;   // N
   int64_t num_inputs;    // K
+  int64_t chunk_inputs;  // inputs of each chunk but the last; at most kMaxInputChunks chunks
   int64_t input_stride;  // elements from row to row
   int64_t output_stride;
+
+  InputChunks chunks() const { return {num_inputs, chunk_inputs}; }
 };
 
 void packed_product(const PackedProduct& product, const std::vector<RowGroup>& groups);

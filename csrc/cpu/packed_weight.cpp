@@ -237,6 +237,20 @@ void pack_panel(WeightFormat format, const Element* source, int num_rows, int64_
   choose_pack_columns(current_isa())(format, columns, panel);
 }
 
+// Pack each chunk of a panel as a panel of its own.
+template <typename Element>
+void pack_chunks(WeightFormat format, const Element* source, int num_rows, const InputChunks& chunks, char* panel) {
+  if (chunks.count() == 1) return pack_panel(format, source, num_rows, chunks.num_inputs, panel);
+  std::vector<Element> copy;
+  for (int64_t chunk = 0; chunk < chunks.count(); ++chunk, source += chunks.chunk_inputs) {
+    const int64_t size = chunks.size(chunk);
+    copy.resize(num_rows * size);
+    for (int n = 0; n < num_rows; ++n) std::copy_n(source + n * chunks.num_inputs, size, copy.data() + n * size);
+    pack_panel(format, copy.data(), num_rows, size, panel);
+    panel += panel_bytes(format, size);
+  }
+}
+
 }  // namespace
 
 int64_t count_panels(int64_t num_outputs) { return (num_outputs + kPanel - 1) / kPanel; }
@@ -269,17 +283,31 @@ int64_t panel_bytes(WeightFormat format, int64_t num_inputs) {
   return padded / kInt4Group * kInt4GroupBytes;
 }
 
+int64_t panel_bytes(WeightFormat format, const InputChunks& chunks) {
+  const int64_t last = chunks.count() - 1;
+  return last * panel_bytes(format, chunks.chunk_inputs) + panel_bytes(format, chunks.size(last));
+}
+
+int64_t padded_inputs(WeightFormat format, const InputChunks& chunks) {
+  const int64_t last = chunks.count() - 1;
+  return last * padded_inputs(format, chunks.chunk_inputs) + padded_inputs(format, chunks.size(last));
+}
+
 void pack_weight(WeightFormat format, ElementType source_type, const void* source, int64_t num_outputs,
-                 int64_t num_inputs, void* panels) {
-  const int64_t bytes = panel_bytes(format, num_inputs);
+                 InputChunks chunks, void* panels) {
+  const bool is_plain = format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16;
+  if (is_plain && padded_inputs(format, chunks.chunk_inputs) == chunks.chunk_inputs) {
+    chunks.chunk_inputs = chunks.num_inputs;  // the same layout
+  }
+  const int64_t bytes = panel_bytes(format, chunks);
   parallel_for(count_panels(num_outputs), [&](int64_t p) {
     const int num_rows = static_cast<int>(std::min<int64_t>(kPanel, num_outputs - p * kPanel));
     char* panel = static_cast<char*>(panels) + p * bytes;
-    const int64_t first = p * kPanel * num_inputs;
+    const int64_t first = p * kPanel * chunks.num_inputs;
     if (source_type == ElementType::kBFloat16) {
-      pack_panel(format, static_cast<const BFloat16*>(source) + first, num_rows, num_inputs, panel);
+      pack_chunks(format, static_cast<const BFloat16*>(source) + first, num_rows, chunks, panel);
     } else {
-      pack_panel(format, static_cast<const float*>(source) + first, num_rows, num_inputs, panel);
+      pack_chunks(format, static_cast<const float*>(source) + first, num_rows, chunks, panel);
     }
   });
 }

@@ -10,9 +10,13 @@
 //              value j of word (q, c, i) belongs to output 16 * (j % 2) + c and input 4 * q + 2 * (j / 2) + i
 //
 // N and K are filled up with zeros to whole panels and groups of inputs.
+//
+// The inputs may be divided into chunks, all of one size but the last, which may be smaller. Each chunk of a panel is
+// packed as the panel of a weight of its own, and follows the chunk before it.
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "element_type.h"
@@ -36,12 +40,25 @@ int64_t count_panels(int64_t num_outputs);
 // Return the number of inputs, filled up to whole groups.
 int64_t padded_inputs(WeightFormat format, int64_t num_inputs);
 
-// Return the bytes of one panel, a multiple of 64.
+// Return the bytes of one panel of a single chunk, a multiple of 64.
 int64_t panel_bytes(WeightFormat format, int64_t num_inputs);
 
+// The inputs of a weight in chunks of `chunk_inputs`, of which the last one may have fewer.
+struct InputChunks {
+  int64_t num_inputs;
+  int64_t chunk_inputs;
+
+  int64_t count() const { return (num_inputs + chunk_inputs - 1) / chunk_inputs; }
+  int64_t size(int64_t chunk) const { return std::min(chunk_inputs, num_inputs - chunk * chunk_inputs); }
+};
+
+// The same for all chunks of a panel, and for their inputs.
+int64_t panel_bytes(WeightFormat format, const InputChunks& chunks);
+int64_t padded_inputs(WeightFormat format, const InputChunks& chunks);
+
 // Pack a row-major weight [N, K], float32 or bfloat16, into panels, on several threads. `source` may be the memory of
-// the panels if the format keeps the type and N and K need no filling.
+// the panels if the format keeps the type and N and the chunks of K need no filling.
 void pack_weight(WeightFormat format, ElementType source_type, const void* source, int64_t num_outputs,
-                 int64_t num_inputs, void* panels);
+                 InputChunks chunks, void* panels);
 
 }  // namespace moeserve

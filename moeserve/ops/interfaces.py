@@ -208,6 +208,20 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class InputChunks:
+    """The order in which a product adds its inputs, where ranks divide them.
+
+    Each chunk is summed by itself, in float32, and the sums of the chunks are added in a tree, neighbours first. So the
+    sum does not depend on the number of ranks. A bias is added to the sum of the first chunk.
+
+    Only kernels with `Kernels.batch_invariant_dtypes` keep to chunks; the others add inputs in any order.
+    """
+
+    size: int  # inputs of each chunk but the last, which may have fewer
+    is_partial: bool  # True if this rank has some of the chunks: results are float32 sums for the ranks to add
+
+
+@dataclass(frozen=True)
 class OpenWeights:
     """Weights [e, O, I] in plain memory, as a checkpoint fills them."""
 
@@ -215,6 +229,7 @@ class OpenWeights:
     bias_eO: Tensor | None = None
     activation: GatedActivation | None = None
     scales_eGB: Tensor | None = None  # of weights in 8-bit blocks: see weight_blocks.py
+    chunks: InputChunks | None = None  # None: a product adds all inputs in one chunk
 
     @property
     def num_parts(self) -> int:
@@ -225,7 +240,7 @@ class OpenWeights:
 class Product(Protocol):
     """activation(input @ weight.T + bias) for e weights of one shape.
 
-    Results have the dtype of the input, and contiguous rows.
+    Results have the dtype of the input (float32 with partial `InputChunks`), and contiguous rows.
     """
 
     def multiply(self, input_TI: Tensor) -> Tensor:
@@ -280,12 +295,13 @@ class PackedWeights:
     num_inputs: int
     bias_eO: Tensor | None
     activation: GatedActivation | None
+    chunks: InputChunks | None = None
 
     @classmethod
     def from_panels(cls, weights: OpenWeights, packed_format: PackedFormat, panels: Tensor) -> PackedWeights:
         """Return panels that were packed from weights of this shape, with the bias of these weights."""
         _, num_outputs, num_inputs = weights.weight_eOI.shape
-        return cls(packed_format, panels, num_outputs, num_inputs, weights.bias_eO, weights.activation)
+        return cls(packed_format, panels, num_outputs, num_inputs, weights.bias_eO, weights.activation, weights.chunks)
 
     @property
     def num_parts(self) -> int:

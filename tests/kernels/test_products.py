@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from torch.nn import functional
 from moeserve.ops.interfaces import (
     ClampedSwiGLU,
     GatedActivation,
+    InputChunks,
     OpenWeights,
     PackedFormat,
     PackedWeights,
@@ -57,17 +60,17 @@ def make(
     *,
     has_bias: bool = False,
     activation: GatedActivation | None = None,
+    chunks: InputChunks | None = None,
 ) -> OpenWeights:
     weight_eOI = torch.randn(num_weights, num_outputs, num_inputs).mul(num_inputs**-0.5).to(dtype)
     bias_eO = torch.randn(num_weights, num_outputs).to(dtype) if has_bias else None
-    return OpenWeights(weight_eOI, bias_eO, activation)
+    return OpenWeights(weight_eOI, bias_eO, activation, chunks=chunks)
 
 
 def packed_copy(weights: OpenWeights, packed_format: PackedFormat) -> PackedWeights:
     assert KERNELS.packing is not None
-    return KERNELS.packing.pack(
-        OpenWeights(weights.weight_eOI.clone(), weights.bias_eO, weights.activation), packed_format, in_place=False
-    )
+    copy = dataclasses.replace(weights, weight_eOI=weights.weight_eOI.clone())
+    return KERNELS.packing.pack(copy, packed_format, in_place=False)
 
 
 def native_product(packed: PackedWeights) -> Product:
@@ -208,6 +211,71 @@ def test_bytes_of_a_row_do_not_depend_on_others_or_threads(
             assert torch.equal(product.multiply(rows_RI[first:]), alone[first:]), (num_threads, num_rows)
 
 
+def add_in_tree(parts: list[Tensor]) -> Tensor:
+    """Return the sum of 1, 2, 4 or 8 parts, or of the first of as many: ((0 + 1) + (2 + 3)) + ..."""
+    while len(parts) > 1:
+        parts = [
+            parts[first] + parts[first + 1] if first + 1 < len(parts) else parts[first]
+            for first in range(0, len(parts), 2)
+        ]
+    return parts[0]
+
+
+def product_of_chunks(
+    whole: OpenWeights, packed_format: PackedFormat, chunks: range, chunk_size: int
+) -> tuple[slice, Product]:
+    """Return some inputs of a weight, and the partial product of a rank that has them."""
+    inputs = slice(chunks.start * chunk_size, min(chunks.stop * chunk_size, whole.weight_eOI.shape[2]))
+    part = OpenWeights(
+        whole.weight_eOI[:, :, inputs].contiguous(),
+        whole.bias_eO if chunks.start == 0 else None,
+        chunks=InputChunks(chunk_size, is_partial=True),
+    )
+    return inputs, native_product(packed_copy(part, packed_format))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("packed_format", "dtype"), CASES)
+def test_chunks_have_the_bytes_of_their_sums_on_any_number_of_ranks(
+    isa: str, packed_format: PackedFormat, dtype: torch.dtype, has_bias: bool
+) -> None:
+    """Chunks that fill blocks and groups of inputs and chunks that do not; last chunks that are smaller or missing."""
+    torch.manual_seed(7)
+    sizes = [(64, 8 * 256, 256), (70, 8 * 32, 32), (32, 8 * 12, 12), (34, 8 * 13, 13), (96, 7 * 40 + 3, 40)]
+    for num_outputs, num_inputs, chunk_size in [*sizes, (32, 5 * 16 + 1, 16), (33, 3 * 96, 96), (64, 70, 70)]:
+        chunks = InputChunks(chunk_size, is_partial=False)
+        whole = make(1, num_outputs, num_inputs, dtype, has_bias=has_bias, chunks=chunks)
+        product = native_product(packed_copy(whole, packed_format))
+        rows_RI = torch.randn(200, num_inputs + 6).to(dtype)[:, 6:]
+        num_chunks = -(-num_inputs // chunk_size)
+        for num_rows, num_ranks in itertools.product((1, 6, 7, 200), (2, 4, 8)):
+            rows = rows_RI[:num_rows]
+            parts: list[Tensor] = []
+            for rank in range(num_ranks):
+                of_rank = range(8 * rank // num_ranks, min(8 * (rank + 1) // num_ranks, num_chunks))
+                if of_rank:
+                    inputs, of_chunks = product_of_chunks(whole, packed_format, of_rank, chunk_size)
+                    parts.append(of_chunks.multiply(rows[:, inputs]))
+            assert all(part.dtype == torch.float32 for part in parts)
+            assert torch.equal(product.multiply(rows), add_in_tree(parts).to(dtype)), (num_inputs, num_rows, num_ranks)
+            if num_ranks == 8 and num_chunks > 3:
+                in_order = functools.reduce(torch.add, parts)
+                assert num_rows < 200 or not torch.equal(in_order, add_in_tree(parts)), "the order must matter here"
+
+
+@pytest.mark.parametrize(("packed_format", "dtype"), CASES)
+def test_chunks_are_packed_as_weights_of_their_own(packed_format: PackedFormat, dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    for num_inputs, chunk_size in ((8 * 64, 64), (8 * 12, 12), (7 * 5, 10)):
+        whole = make(2, 64, num_inputs, dtype, chunks=InputChunks(chunk_size, is_partial=False))
+        panels_ePB = packed_copy(whole, packed_format).panels.view(2, 2, -1)
+        chunks = [
+            packed_copy(OpenWeights(part.contiguous()), packed_format).panels.view(2, 2, -1)
+            for part in whole.weight_eOI.split(chunk_size, dim=2)
+        ]
+        assert torch.equal(panels_ePB, torch.cat(chunks, dim=2))
+
+
 def rows_and_counts(counts: list[int], num_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.randn(sum(counts), num_inputs).to(dtype), torch.tensor(counts, dtype=torch.int64)
 
@@ -293,6 +361,7 @@ def _same(dtype: torch.dtype) -> PackedFormat:
         (dict(input_=torch.zeros(32, 2).T), "input is not contiguous"),
         (dict(output=torch.zeros(2, 63)), r"output has shape \[2, 63\], expected \[2, 64\]"),
         (dict(output=torch.zeros(2, 64, dtype=torch.bfloat16)), "output is not of type input's"),
+        (dict(output=torch.zeros(2, 64, dtype=torch.int32)), "output is not of type input's"),
         (dict(counts=torch.tensor([1])), "counts add up to 1, but input has 2 rows"),
         (dict(counts=torch.tensor([3])), "counts do not fit the 2 rows of input"),
         (dict(counts=torch.tensor([-1])), "counts do not fit the 2 rows of input"),
@@ -312,3 +381,6 @@ def test_panels_of_another_size_are_refused() -> None:
         kernels.PackedWeights("float32", torch.zeros(1, 100, dtype=torch.uint8), 64, 32)
     with pytest.raises(ValueError, match="'int3' is no format"):
         kernels.packed_bytes("int3", 64, 32)
+    for chunk_inputs in (0, 3):
+        with pytest.raises(ValueError, match=rf"chunk_inputs={chunk_inputs} does not divide 32 inputs into at most 8"):
+            kernels.packed_bytes("float32", 64, 32, chunk_inputs=chunk_inputs)

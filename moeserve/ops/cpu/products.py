@@ -45,6 +45,7 @@ class CpuProduct:
 
     def __init__(self, native: ModuleType, packed: PackedWeights) -> None:
         self.num_columns = packed.num_outputs // packed.num_parts
+        self.is_partial = packed.chunks is not None and packed.chunks.is_partial
         self.weights = native.PackedWeights(
             packed.format,
             packed.panels,
@@ -52,10 +53,12 @@ class CpuProduct:
             packed.num_inputs,
             packed.bias_eO,
             **activation_arguments(packed.activation),
+            chunk_inputs=None if packed.chunks is None else packed.chunks.size,
         )
 
     def multiply(self, input_TI: Tensor) -> Tensor:
-        output_TC = new_empty(input_TI, len(input_TI), self.num_columns)
+        dtype = torch.float32 if self.is_partial else input_TI.dtype
+        output_TC = new_empty(input_TI, len(input_TI), self.num_columns, dtype=dtype)
         self.weights.multiply(input_TI, output_TC)
         return output_TC
 
@@ -98,7 +101,8 @@ class CpuPacking:
 
     def num_bytes(self, weights: OpenWeights, packed_format: PackedFormat) -> int:
         _, num_outputs, num_inputs = weights.weight_eOI.shape
-        return int(self._native.packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts))
+        chunk_inputs = None if weights.chunks is None else weights.chunks.size
+        return int(self._native.packed_bytes(packed_format, num_outputs, num_inputs, weights.num_parts, chunk_inputs))
 
     def fits_in_place(self, weights: OpenWeights, packed_format: PackedFormat) -> bool:
         is_same_format = packed_format == str(weights.weight_eOI.dtype).removeprefix("torch.")
@@ -111,8 +115,9 @@ class CpuPacking:
             panels = weight_eOI.data.view(torch.uint8).view(len(weight_eOI), size)
         else:
             panels = self.allocate_weights((len(weight_eOI), size), torch.uint8, weight_eOI.device)
+        chunk_inputs = None if weights.chunks is None else weights.chunks.size
         for weight_OI, panel in zip(weight_eOI, panels, strict=True):
-            self._native.pack_weight(packed_format, weight_OI, panel, weights.num_parts)
+            self._native.pack_weight(packed_format, weight_OI, panel, weights.num_parts, chunk_inputs)
         return PackedWeights.from_panels(weights, packed_format, panels)
 
     def product(self, packed: PackedWeights) -> CpuProduct:
