@@ -12,7 +12,9 @@
 
 namespace moeserve {
 
-enum class Isa { kAvx2, kAvx512, kAvx512Bf16 };
+// Each instruction set includes those before it. kAvx2Vnni has VPDPBUSD for vectors of 256 bits, kAvx512 and later ones
+// for 512 bits.
+enum class Isa { kAvx2, kAvx2Vnni, kAvx512, kAvx512Bf16, kAmx };
 
 // Return the instruction sets that this machine supports, best first. Without any, no kernel may be called.
 const std::vector<Isa>& usable_isas();
@@ -30,7 +32,7 @@ Isa isa_of_name(const std::string& name);
 // Return the variant of a kernel for an instruction set.
 template <typename Kernel>
 Kernel choose_version(Isa isa, Kernel avx2, Kernel avx512, Kernel avx512_bf16) {
-  return isa == Isa::kAvx2 ? avx2 : isa == Isa::kAvx512 ? avx512 : avx512_bf16;
+  return isa < Isa::kAvx512 ? avx2 : isa == Isa::kAvx512 ? avx512 : avx512_bf16;
 }
 
 // Compiles the function template NAME<W> for each instruction set, and defines choose_NAME(isa), which returns the

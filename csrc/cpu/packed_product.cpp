@@ -11,12 +11,14 @@
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "isa.h"
 #include "parallel.h"
 #include "product_tile.h"
 #include "product_tile_avx512_bf16.h"
+#include "quantized_rows.h"
 #include "rows.h"
 
 namespace moeserve {
@@ -24,9 +26,10 @@ namespace moeserve {
 namespace {
 
 constexpr int kMaxItemRows = 192;
-constexpr int kBlockInputs = 128;     // inputs of a block shared by few tiles
-constexpr int kBigBlockInputs = 256;  // inputs of a block shared by many tiles
+constexpr int kBlockInputs = 256;     // inputs of a panel that stay in the L1 cache while tiles use them
+constexpr int kDotBlockInputs = 128;  // inputs of two panels, shared by few tiles of VDPBF16PS
 constexpr int kFewTiles = 4;
+constexpr int64_t kPrefetchBytes = 2048;    // ahead of use, where panels are read once
 constexpr int64_t kParallelWork = 1 << 17;  // bytes read, or multiply-adds / 8, that justify a second thread
 
 // The unit of work of a thread.
@@ -48,15 +51,22 @@ struct Work {
   int64_t num_inputs;
 };
 
+// The rows of all groups in the form that the kernels read.
+struct PreparedRows {
+  int64_t row_bytes;    // from row to row
+  int64_t chunk_bytes;  // of a row, from chunk to chunk
+  std::vector<RowGroup> groups;
+};
+
 constexpr int kMaxWaitingSums = 4;  // of chunks that wait for their neighbours in the tree
 static_assert(kMaxInputChunks <= 1 << (kMaxWaitingSums - 1));
 
 // Buffers that each thread keeps from call to call.
 struct Scratch {
   alignas(64) float waiting_sums[kMaxWaitingSums][kMaxItemRows * kTileOutputs];
-  float* sums = waiting_sums[0];  // of the current chunk
-  alignas(64) char weights[2][kBigBlockInputs * kPanel * sizeof(float)];
-  alignas(64) float scales[kTileOutputs];
+  float* sums = waiting_sums[0];                     // of the current chunk
+  alignas(64) uint8_t weights[kInt4Group * kPanel];  // a group of int4 codes as bytes
+  alignas(64) float scales[kPanel];
 };
 
 Scratch& scratch() {
@@ -68,83 +78,134 @@ bool is_gated(const PackedProduct& product) { return product.activation != Activ
 bool is_quantized(WeightFormat format) { return format == WeightFormat::kInt8 || format == WeightFormat::kInt4; }
 
 // Return the number of inputs of a block. The last block may have fewer.
-int64_t block_inputs(WeightFormat format, int num_tiles) {
-  if (format == WeightFormat::kInt4) return kInt4Group;
-  return num_tiles <= kFewTiles ? kBlockInputs : kBigBlockInputs;
+int64_t block_inputs(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kInt8:
+      return kRowGroup;
+    case WeightFormat::kInt4:
+      return kInt4Group;
+    default:
+      return kBlockInputs;
+  }
 }
 
-// Widen inputs [first, last) of a quantised panel to the panel layout of `Element`, and the scales of int4.
-template <typename Element>
-MOESERVE_INLINE void widen_block(WeightFormat format, const char* panel, int64_t first, int64_t last, Element* target,
-                                 float* scales) {
-  constexpr int kTogether = sizeof(Element) == 2 ? 2 : 1;
-  const auto place = [&](int64_t k, int n) {
-    return (k - first) / kTogether * kTogether * kPanel + n * kTogether + (k - first) % kTogether;
-  };
-  if (format == WeightFormat::kInt8) {
-    const auto* values = reinterpret_cast<const int8_t*>(panel);
-    for (int64_t k = first; k < last; ++k) {
-      for (int n = 0; n < kPanel; ++n) assign(target + place(k, n), values[k / 2 * 2 * kPanel + n * 2 + k % 2]);
+int64_t bytes_per_input(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kFloat32:
+      return 4 * kPanel;
+    case WeightFormat::kBFloat16:
+      return 2 * kPanel;
+    case WeightFormat::kInt8:
+      return kPanel;
+    case WeightFormat::kInt4:
+      break;
+  }
+  return kInt4GroupBytes / kInt4Group;
+}
+
+// Return the layout of quantised rows that the kernels of an instruction set read.
+QuantizedRowLayout row_layout(WeightFormat format, int64_t num_inputs, bool is_widened) {
+  return {padded_inputs(format, num_inputs), block_inputs(format), is_widened};
+}
+
+// Return the rows of tile t if tiles of similar size cover the `num_left` rows that are left.
+int rows_of_tile(int t, int num_tiles, int num_left) { return (num_left + num_tiles - t - 1) / (num_tiles - t); }
+
+// The bytes of the int4 codes, for each 16 bytes of a vector.
+struct Int4Table {
+  alignas(64) uint8_t bytes[64] = {};
+
+  constexpr Int4Table() {
+    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(kInt4Values[i % 16] + kByteOffset);
+  }
+};
+constexpr Int4Table kInt4Table;
+
+// Return the table's bytes at the indices, which are below 16.
+template <int W>
+MOESERVE_INLINE typename Vector<W>::UInt look_up(typename Vector<W>::UInt table, typename Vector<W>::UInt indices) {
+  typename Vector<W>::UInt bytes;
+  asm("vpshufb %2, %1, %0" : "=v"(bytes) : "v"(table), "v"(indices));
+  return bytes;
+}
+
+// Widen the codes and scales of an int4 group to a block. The codes become 128 more than their values.
+template <int W>
+MOESERVE_INLINE void widen_int4(const char* group, Scratch& room, Block& block) {
+  using UInt = typename Vector<W>::UInt;
+  UInt table;
+  std::memcpy(&table, kInt4Table.bytes, sizeof(table));
+  uint8_t* target = room.weights;
+  for (int quad = 0; quad < kInt4Group / 4; ++quad, target += 4 * kPanel) {
+    for (int byte = 0; byte < 2 * kPanel; byte += 4 * W) {
+      UInt codes;
+      std::memcpy(&codes, group + quad * 2 * kPanel + byte, sizeof(codes));
+      const UInt low = look_up<W>(table, codes & 0x0F0F0F0Fu);
+      const UInt high = look_up<W>(table, (codes >> 4) & 0x0F0F0F0Fu);
+      std::memcpy(target + byte, &low, sizeof(low));
+      std::memcpy(target + 2 * kPanel + byte, &high, sizeof(high));
     }
-    return;
   }
-  const char* group = panel + first / kInt4Group * kInt4GroupBytes;
-  const auto* words = reinterpret_cast<const uint16_t*>(group);
-  for (int64_t k = first; k < last; ++k) {
-    for (int n = 0; n < kPanel; ++n) {
-      const int code = words[k % kInt4Group / 4 * 32 + n % 16 * 2 + k % 2] >> (4 * (k % 4 / 2 * 2 + n / 16)) & 15;
-      assign(target + place(k, n), static_cast<float>(kInt4Values[code]));
-    }
-  }
-  const auto* group_scales = reinterpret_cast<const BFloat16*>(group + kInt4ScalesAt);
-  for (int n = 0; n < kPanel; ++n) scales[n] = widen(group_scales[n]);
+  const auto* scales = reinterpret_cast<const BFloat16*>(group + kInt4ScalesAt);
+  for (int n = 0; n < kPanel; n += W) store<W>(room.scales + n, load_in_order<W>(scales + n));
+  block.words = reinterpret_cast<const char*>(room.weights);
+  block.scales = room.scales;
 }
 
-// Return a block of the panels of an item: in place, or widened by widen(panel, target, scales) into the scratch
-// buffers.
-template <typename Element, typename Widen>
-MOESERVE_INLINE Block make_block(const Work& work, int64_t first, int64_t last, Scratch& room, const Widen& widen) {
-  const WeightFormat format = work.product.format;
-  Block block{{}, nullptr, last - first, first == 0};
-  for (int p = 0; p < 2; ++p) {
-    if (is_quantized(format)) {
-      widen(work.panels[p], room.weights[p], room.scales + p * kPanel);
-      block.panels[p] = room.weights[p];
-    } else {
-      block.panels[p] = work.panels[p] + first * kPanel * sizeof(Element);
-    }
-  }
-  if (format == WeightFormat::kInt4) block.scales = room.scales;
-  return block;
-}
-
-// Call tile(index, first row, rows) for tiles of similar size that cover all rows.
-template <typename Call>
-MOESERVE_INLINE void for_each_tile(int num_rows, int num_tiles, const Call& tile) {
-  for (int t = 0, row = 0; t < num_tiles; ++t) {
-    const int rows = (num_rows - row + num_tiles - t - 1) / (num_tiles - t);
-    tile(t, row, rows);
-    row += rows;
-  }
-}
-
-template <int W, int kRows, int kVectors, typename Element>
+// Compute the sums of all rows, panel by panel and block by block. Memory is read as one stream, some of it ahead.
+template <typename Products>
 MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
-  const auto* input = reinterpret_cast<const Element*>(work.input);
-  const int64_t stride = work.input_bytes / sizeof(Element);
-  const int num_tiles = (work.num_rows + kRows - 1) / kRows;
-  const int64_t step = block_inputs(work.product.format, num_tiles);
-  for (int64_t first = 0; first < work.num_inputs; first += step) {
-    const int64_t last = std::min(first + step, work.num_inputs);
-    const auto widen = [&](const char* panel, char* target, float* scales) {
-      widen_block(work.product.format, panel, first, last, reinterpret_cast<Element*>(target), scales);
-    };
-    const Block block = make_block<Element>(work, first, last, room, widen);
-    for (int row = 0; row < work.num_rows; row += kRows) {
-      const int rows = std::min(kRows, work.num_rows - row);
-      add_tile<W, kRows, kVectors>(input + row * stride + first, stride, rows, block, room.sums + row * kTileOutputs);
+  const WeightFormat format = work.product.format;
+  const int64_t step_inputs = is_quantized(format) ? 4 : Products::kParts;
+  const int64_t input_bytes = bytes_per_input(format);
+  const int64_t inputs = block_inputs(format);
+  const int num_tiles = (work.num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
+  const int64_t scales_at = row_layout(format, work.num_inputs, Products::kRowBytes == 8).scales_at();
+  const int64_t ahead = num_tiles == 1 ? kPrefetchBytes : inputs * input_bytes;
+  for (int p = 0; p < 2; ++p) {
+    const char* panel = work.panels[p];
+    const char* next_panel = p == 0 ? work.panels[1] : work.panels[0] + work.next_item;
+    const int64_t num_bytes = work.num_inputs * input_bytes;
+    for (int64_t first = 0; first < work.num_inputs; first += inputs) {
+      const int64_t count = std::min(inputs, work.num_inputs - first);
+      const int64_t begin = first * input_bytes;
+      const char* prefetch = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
+      Block block{panel + begin, nullptr, count / step_inputs, first == 0, prefetch};
+      if (format == WeightFormat::kInt4) {
+        widen_int4<Products::W>(panel + begin, room, block);
+        for (int64_t byte = 0; byte < kInt4GroupBytes; byte += 64) __builtin_prefetch(prefetch + byte);
+        block.prefetch = nullptr;
+      }
+      const char* input = work.input + first / step_inputs * Products::kRowBytes;
+      const char* scales = work.input + scales_at + first / inputs * static_cast<int64_t>(sizeof(RowScale));
+      for (int t = 0, row = 0; t < num_tiles; ++t) {
+        const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
+        const int64_t offset = row * work.input_bytes;
+        const TileRows tile{input + offset, scales + offset, work.input_bytes};
+        multiply_tile<Products>(tile, rows, block, room.sums + row * kTileOutputs + p * kPanel);
+        block.prefetch = nullptr;
+        row += rows;
+      }
     }
   }
+}
+
+// Compute the sums of rows that are not multiplied with VDPBF16PS.
+template <int W, typename IntegerProducts>
+MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
+  if (is_quantized(work.product.format)) return accumulate<IntegerProducts>(work, room);
+  if (work.product.format == WeightFormat::kBFloat16) return accumulate<WidenedProducts<W>>(work, room);
+  accumulate<Float32Products<W>>(work, room);
+}
+
+MOESERVE_TARGET_AVX2 void accumulate_avx2(const Work& work, Scratch& room) {
+  accumulate<8, WidenedByteProducts<8>>(work, room);
+}
+MOESERVE_TARGET_AVX2 void accumulate_avx2_vnni(const Work& work, Scratch& room) {
+  accumulate<8, ByteDotProducts<8>>(work, room);
+}
+MOESERVE_TARGET_AVX512 void accumulate_avx512(const Work& work, Scratch& room) {
+  accumulate<16, ByteDotProducts<16>>(work, room);
 }
 
 // Call run(std::integral_constant) with a number of rows from 1 to kDotRows.
@@ -156,36 +217,29 @@ MOESERVE_TARGET_AVX512_BF16 void call_with_rows(int num_rows, const Run& run) {
   run(std::integral_constant<int, kRows>{});
 }
 
-template <WeightFormat kFormat>
 MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
   const auto* input = reinterpret_cast<const BFloat16*>(work.input);
   const int64_t stride = work.input_bytes / 2;
-  const Block block{{work.panels[0], work.panels[1]}, nullptr, work.num_inputs, true};
-  const auto run = [&](auto rows) MOESERVE_TARGET_AVX512_BF16 {
-    constexpr int kRows = decltype(rows)::value;
-    const Prefetch next{{work.panels[0] + work.next_item, work.panels[1] + work.next_item}};
-    if constexpr (kFormat == WeightFormat::kInt4) {
-      dot_int4<kRows>(input, stride, block.panels, work.num_inputs, next, sums);
-    } else {
-      dot_tile<kRows, kFormat, kAhead>(input, stride, block, next, sums);
-    }
-  };
-  call_with_rows(work.num_rows, run);
+  const DotBlock block{{work.panels[0], work.panels[1]}, work.num_inputs, true};
+  const Prefetch next{{work.panels[0] + work.next_item, work.panels[1] + work.next_item}};
+  call_with_rows(work.num_rows, [&](auto rows) MOESERVE_TARGET_AVX512_BF16 {
+    dot_tile<decltype(rows)::value, kAhead>(input, stride, block, next, sums);
+  });
 }
 
 // Process tile t of `num_tiles`, which reads the block once and prefetches its share of the next block.
 template <int kRows>
-MOESERVE_TARGET_AVX512_BF16 void dot_shared(const BFloat16* input, int64_t stride, const Block& block,
+MOESERVE_TARGET_AVX512_BF16 void dot_shared(const BFloat16* input, int64_t stride, const DotBlock& block,
                                             const Prefetch& next, int t, int num_tiles, float* sums) {
   const int64_t half = block.num_inputs / 2 * 64;  // half of the bytes of a panel in the block
   if (num_tiles <= 3 && t < 2) {
     const Prefetch share{{next.panels[0] + t * half, next.panels[1] + t * half}};
-    dot_tile<kRows, WeightFormat::kBFloat16, 2>(input, stride, block, share, sums);
+    dot_tile<kRows, 2>(input, stride, block, share, sums);
   } else if (num_tiles > 3 && t < 4) {
     const Prefetch share{{next.panels[t / 2] + t % 2 * half, nullptr}};
-    dot_tile<kRows, WeightFormat::kBFloat16, 1>(input, stride, block, share, sums);
+    dot_tile<kRows, 1>(input, stride, block, share, sums);
   } else {
-    dot_tile<kRows, WeightFormat::kBFloat16, 0>(input, stride, block, next, sums);
+    dot_tile<kRows, 0>(input, stride, block, next, sums);
   }
 }
 
@@ -193,63 +247,31 @@ MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const Work& work, Scratch& room) 
   const auto* input = reinterpret_cast<const BFloat16*>(work.input);
   const int64_t stride = work.input_bytes / 2;
   const int num_tiles = (work.num_rows + kDotRows - 1) / kDotRows;
-  const int64_t step = block_inputs(work.product.format, num_tiles);
+  const int64_t step = num_tiles <= kFewTiles ? kDotBlockInputs : kBlockInputs;
   for (int64_t first = 0; first < work.num_inputs; first += step) {
     const int64_t last = std::min(first + step, work.num_inputs);
-    const auto widen = [&](const char* panel, char* target, float* scales) {
-      widen_panel(work.product.format, panel, first, last, target, scales);
-    };
-    const Block block = make_block<BFloat16>(work, first, last, room, widen);
-    Prefetch next{{block.panels[0], block.panels[1]}};
-    if (!is_quantized(work.product.format)) {
-      for (int p = 0; p < 2; ++p) {
-        next.panels[p] =
-            last < work.num_inputs ? block.panels[p] + (last - first) * kPanel * 2 : work.panels[p] + work.next_item;
-      }
+    DotBlock block{{}, last - first, first == 0};
+    Prefetch next{};
+    for (int p = 0; p < 2; ++p) {
+      block.panels[p] = work.panels[p] + first * kPanel * 2;
+      next.panels[p] =
+          last < work.num_inputs ? block.panels[p] + (last - first) * kPanel * 2 : work.panels[p] + work.next_item;
     }
-    for_each_tile(work.num_rows, num_tiles, [&](int t, int row, int rows) MOESERVE_TARGET_AVX512_BF16 {
+    for (int t = 0, row = 0; t < num_tiles; ++t) {
+      const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
       const BFloat16* values = input + row * stride + first;
       float* sums = room.sums + row * kTileOutputs;
       call_with_rows(rows, [&](auto count) MOESERVE_TARGET_AVX512_BF16 {
         dot_shared<decltype(count)::value>(values, stride, block, next, t, num_tiles, sums);
       });
-    });
-  }
-}
-
-MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
-  switch (work.product.format) {
-    case WeightFormat::kInt8:
-      return dot_few_rows<WeightFormat::kInt8>(work, sums);
-    case WeightFormat::kInt4:
-      return dot_few_rows<WeightFormat::kInt4>(work, sums);
-    default:
-      return dot_few_rows<WeightFormat::kBFloat16>(work, sums);
+      row += rows;
+    }
   }
 }
 
 MOESERVE_TARGET_AVX512_BF16 void accumulate_avx512_bf16(const Work& work, Scratch& room) {
-  if (work.product.type != ElementType::kBFloat16) return accumulate<16, 6, 2, float>(work, room);
-  if (work.num_rows <= kDotRows) return dot_few_rows(work, room.sums);
-  // Quantised panels are small: reading them several times from the cache is faster than widening them once.
-  const int num_tiles = (work.num_rows + kDotRows - 1) / kDotRows;
-  if (!is_quantized(work.product.format) || num_tiles > kFewTiles) return dot_many_rows(work, room);
-  for_each_tile(work.num_rows, num_tiles, [&](int, int row, int rows) MOESERVE_TARGET_AVX512_BF16 {
-    Work part = work;
-    part.input += row * work.input_bytes;
-    part.num_rows = rows;
-    dot_few_rows(part, room.sums + row * kTileOutputs);
-  });
-}
-
-MOESERVE_TARGET_AVX512 void accumulate_avx512(const Work& work, Scratch& room) {
-  if (work.product.type == ElementType::kBFloat16) return accumulate<16, 6, 2, BFloat16>(work, room);
-  accumulate<16, 6, 2, float>(work, room);
-}
-
-MOESERVE_TARGET_AVX2 void accumulate_avx2(const Work& work, Scratch& room) {
-  if (work.product.type == ElementType::kBFloat16) return accumulate<8, 4, 2, BFloat16>(work, room);
-  accumulate<8, 4, 2, float>(work, room);
+  if (work.product.format != WeightFormat::kBFloat16) return accumulate_avx512(work, room);
+  work.num_rows <= kDotRows ? dot_few_rows(work, room.sums) : dot_many_rows(work, room);
 }
 
 template <int W>
@@ -316,22 +338,22 @@ MOESERVE_INLINE void finish_rows(const PackedProduct& product, const Epilogue& e
   }
 }
 
+using Accumulate = void (*)(const Work&, Scratch&);
+
 // Sum the chunks of an item one after the other, and add neighbours in the tree as soon as both are complete. The sums
 // in `room.sums` are scaled and have the bias. Return an epilogue that has nothing left to do.
 template <int W, typename Element>
 MOESERVE_INLINE Epilogue sum_chunks(const Work& work, const Item& item, const void* bias, Scratch& room,
-                                    void (*accumulate_rows)(const Work&, Scratch&)) {
+                                    int64_t row_chunk_bytes, Accumulate accumulate_rows) {
   const PackedProduct& product = work.product;
   const InputChunks chunks = product.chunks();
   Epilogue epilogue;
   const int64_t chunk_bytes = panel_bytes(product.format, chunks.chunk_inputs);
-  const int64_t chunk_stride =
-      padded_inputs(product.format, chunks.chunk_inputs) * static_cast<int64_t>(sizeof(Element));
   int num_waiting = 0;
   for (int64_t chunk = 0; chunk < chunks.count(); ++chunk) {
     const bool is_last = chunk + 1 == chunks.count();
     Work part = work;
-    part.input += chunk * chunk_stride;
+    part.input += chunk * row_chunk_bytes;
     for (const char*& panel : part.panels) panel += chunk * chunk_bytes;
     part.next_item = is_last ? work.next_item - chunk * chunk_bytes : chunk_bytes;
     part.num_inputs = padded_inputs(product.format, chunks.size(chunk));
@@ -352,15 +374,15 @@ MOESERVE_INLINE Epilogue sum_chunks(const Work& work, const Item& item, const vo
 }
 
 template <int W, typename Element, typename Output>
-MOESERVE_INLINE void run_item(const PackedProduct& product, const RowGroup& group, const Item& item,
-                              void (*accumulate_rows)(const Work&, Scratch&)) {
+MOESERVE_INLINE void run_item(const PackedProduct& product, const PreparedRows& prepared, const RowGroup& group,
+                              const Item& item, Accumulate accumulate_rows) {
   const int64_t panel_size = panel_bytes(product.format, product.chunks());
   const int64_t num_panels = count_panels(is_gated(product) ? product.num_outputs / 2 : product.num_outputs);
   const int64_t first = is_gated(product) ? item.column : item.column * 2;
   const int64_t second = is_gated(product) ? num_panels + item.column : std::min(first + 1, num_panels - 1);
   const Work work{product,
-                  group.input + item.first_row * product.input_stride * static_cast<int64_t>(sizeof(Element)),
-                  product.input_stride * static_cast<int64_t>(sizeof(Element)),
+                  group.input + item.first_row * prepared.row_bytes,
+                  prepared.row_bytes,
                   {group.panels + first * panel_size, group.panels + second * panel_size},
                   is_gated(product) ? panel_size : 2 * panel_size,
                   item.num_rows,
@@ -369,7 +391,7 @@ MOESERVE_INLINE void run_item(const PackedProduct& product, const RowGroup& grou
   auto* output = reinterpret_cast<Output*>(group.output) + item.first_row * product.output_stride + first * kPanel;
   Epilogue epilogue;
   if (product.chunks().count() > 1) {
-    epilogue = sum_chunks<W, Element>(work, item, group.bias, room, accumulate_rows);
+    epilogue = sum_chunks<W, Element>(work, item, group.bias, room, prepared.chunk_bytes, accumulate_rows);
   } else {
     room.sums = room.waiting_sums[0];
     accumulate_rows(work, room);
@@ -379,24 +401,33 @@ MOESERVE_INLINE void run_item(const PackedProduct& product, const RowGroup& grou
 }
 
 template <int W>
-MOESERVE_INLINE void run_item(const PackedProduct& product, const RowGroup& group, const Item& item,
-                              void (*accumulate_rows)(const Work&, Scratch&)) {
-  if (product.type == ElementType::kFloat32) return run_item<W, float, float>(product, group, item, accumulate_rows);
-  if (product.output_type == ElementType::kBFloat16) {
-    return run_item<W, BFloat16, BFloat16>(product, group, item, accumulate_rows);
+MOESERVE_INLINE void run_item(const PackedProduct& product, const PreparedRows& prepared, const RowGroup& group,
+                              const Item& item, Accumulate accumulate_rows) {
+  if (product.type == ElementType::kFloat32) {
+    run_item<W, float, float>(product, prepared, group, item, accumulate_rows);
+  } else if (product.output_type == ElementType::kBFloat16) {
+    run_item<W, BFloat16, BFloat16>(product, prepared, group, item, accumulate_rows);
+  } else {
+    run_item<W, BFloat16, float>(product, prepared, group, item, accumulate_rows);
   }
-  run_item<W, BFloat16, float>(product, group, item, accumulate_rows);
 }
 
-MOESERVE_TARGET_AVX512_BF16 void run_avx512_bf16(const PackedProduct& product, const RowGroup& group,
-                                                 const Item& item) {
-  run_item<16>(product, group, item, accumulate_avx512_bf16);
-}
-MOESERVE_TARGET_AVX512 void run_avx512(const PackedProduct& product, const RowGroup& group, const Item& item) {
-  run_item<16>(product, group, item, accumulate_avx512);
-}
-MOESERVE_TARGET_AVX2 void run_avx2(const PackedProduct& product, const RowGroup& group, const Item& item) {
-  run_item<8>(product, group, item, accumulate_avx2);
+MOESERVE_DEFINE_VARIANTS(run_item,
+                         (const PackedProduct& product, const PreparedRows& prepared, const RowGroup& group,
+                          const Item& item, Accumulate accumulate_rows),
+                         (product, prepared, group, item, accumulate_rows))
+
+Accumulate choose_accumulate(Isa isa) {
+  switch (isa) {
+    case Isa::kAvx2:
+      return accumulate_avx2;
+    case Isa::kAvx2Vnni:
+      return accumulate_avx2_vnni;
+    case Isa::kAvx512:
+      return accumulate_avx512;
+    default:
+      return accumulate_avx512_bf16;
+  }
 }
 
 // Items are ordered by group, rows and column, because panels of neighbouring columns are adjacent in memory.
@@ -417,44 +448,55 @@ void plan(const PackedProduct& product, const std::vector<RowGroup>& groups, std
   }
 }
 
-// Copy the rows with the inputs of each chunk filled up with zeros, as the weights are.
-std::vector<RowGroup> with_padded_inputs(PackedProduct& product, const std::vector<RowGroup>& groups,
-                                         std::vector<char>& room) {
+// Bring the rows into the form that the kernels read: quantised, or with the inputs of each chunk filled up with zeros
+// as the weights are. Rows that have this form already stay where they are.
+PreparedRows prepare(const PackedProduct& product, const std::vector<RowGroup>& groups, Isa isa,
+                     std::vector<char>& room) {
   const int64_t element = element_bytes(product.type);
   const InputChunks chunks = product.chunks();
-  const int64_t width = padded_inputs(product.format, chunks);
-  const int64_t chunk_bytes = chunks.chunk_inputs * element;
-  const int64_t padded_chunk_bytes = padded_inputs(product.format, chunks.chunk_inputs) * element;
+  const bool quantizes = is_quantized(product.format);
+  if (!quantizes && padded_inputs(product.format, chunks) == product.num_inputs) {
+    return {product.input_stride * element, chunks.chunk_inputs * element, groups};
+  }
+  const auto layout_of = [&](int64_t num_inputs) { return row_layout(product.format, num_inputs, isa == Isa::kAvx2); };
+  const auto bytes_of = [&](int64_t num_inputs) {
+    return quantizes ? layout_of(num_inputs).row_bytes() : padded_inputs(product.format, num_inputs) * element;
+  };
+  const int64_t chunk_bytes = bytes_of(chunks.chunk_inputs);
+  const int64_t last = chunks.count() - 1;
+  PreparedRows prepared{last * chunk_bytes + bytes_of(chunks.size(last)), chunk_bytes, groups};
   int64_t num_rows = 0;
   for (const RowGroup& group : groups) num_rows += group.num_rows;
-  room.assign(num_rows * width * element, 0);
-  std::vector<RowGroup> padded = groups;
-  char* target = room.data();
-  for (RowGroup& group : padded) {
-    const char* source = group.input;
-    group.input = target;
-    for (int64_t r = 0; r < group.num_rows; ++r, target += width * element) {
-      const char* row = source + r * product.input_stride * element;
-      for (int64_t c = 0; c < chunks.count(); ++c) {
-        std::memcpy(target + c * padded_chunk_bytes, row + c * chunk_bytes, chunks.size(c) * element);
+  room.resize(num_rows * prepared.row_bytes + 64);
+  char* target = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64;
+  for (RowGroup& group : prepared.groups) {
+    const char* source = std::exchange(group.input, target);
+    for (int64_t c = 0; c < chunks.count(); ++c) {
+      const char* from = source + c * chunks.chunk_inputs * element;
+      char* to = target + c * chunk_bytes;
+      const int64_t size = chunks.size(c);
+      if (quantizes) {
+        quantize_rows(product.type, from, product.input_stride, group.num_rows, size, layout_of(size), to,
+                      prepared.row_bytes);
+        continue;
+      }
+      for (int64_t r = 0; r < group.num_rows; ++r, from += product.input_stride * element, to += prepared.row_bytes) {
+        std::memcpy(to, from, size * element);
+        std::memset(to + size * element, 0, bytes_of(size) - size * element);
       }
     }
+    target += group.num_rows * prepared.row_bytes;
   }
-  product.input_stride = width;
-  return padded;
+  return prepared;
 }
 
 }  // namespace
 
-void packed_product(const PackedProduct& asked, const std::vector<RowGroup>& asked_groups) {
-  PackedProduct product = asked;
-  std::vector<char> room;
-  std::vector<RowGroup> padded;
-  const bool is_padded = padded_inputs(product.format, product.chunks()) != product.num_inputs;
-  if (is_padded) padded = with_padded_inputs(product, asked_groups, room);
-  const std::vector<RowGroup>& groups = is_padded ? padded : asked_groups;
-
+void packed_product(const PackedProduct& product, const std::vector<RowGroup>& groups) {
+  const Isa isa = current_isa();
+  thread_local std::vector<char> rows_of_this_thread;
   thread_local std::vector<Item> items_of_this_thread;
+  const PreparedRows prepared = prepare(product, groups, isa, rows_of_this_thread);
   std::vector<Item>& items = items_of_this_thread;  // a reference, because other threads use it
   plan(product, groups, items);
   int64_t num_rows = 0;
@@ -463,8 +505,12 @@ void packed_product(const PackedProduct& asked, const std::vector<RowGroup>& ask
     num_rows += group.num_rows;
     num_weights += group.num_rows > 0 ? product.num_outputs * product.num_inputs : 0;
   }
-  const auto run = choose_version(current_isa(), run_avx2, run_avx512, run_avx512_bf16);
-  const auto work = [&](int64_t i) { run(product, groups[items[i].group], items[i]); };
+  const auto run = choose_run_item(isa);
+  const auto accumulate_rows = choose_accumulate(isa);
+  const auto work = [&](int64_t i) {
+    const Item& item = items[i];
+    run(product, prepared, prepared.groups[item.group], item, accumulate_rows);
+  };
   if (std::max(num_weights * 2, num_rows * product.num_outputs * product.num_inputs / 8) < kParallelWork) {
     for (size_t i = 0; i < items.size(); ++i) work(static_cast<int64_t>(i));
   } else {

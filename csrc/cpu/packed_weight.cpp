@@ -60,18 +60,17 @@ MOESERVE_INLINE void pack_int8(const Columns& columns, char* panel) {
     store<W>(scales + n, largest * (1.0f / kInt8Highest));
     store<W>(inverses + n, inverse_or_zero<W>(load<W>(scales + n)));
   }
-  for (int64_t k = 0; k < columns.num_inputs; k += 2) {
-    float rounded[2][kPanel];
-    for (int i = 0; i < 2; ++i) {
+  for (int64_t k = 0; k < columns.num_inputs; k += 4) {
+    float rounded[4][kPanel];
+    for (int i = 0; i < 4; ++i) {
       for (int n = 0; n < kPanel; n += W) {
         const Float<W> weights = load<W>(columns.weights.data() + (k + i) * kPanel + n);
-        store<W>(rounded[i] + n, round_to_integer<W>(weights * load<W>(inverses + n)));
+        store<W>(rounded[i] + n, round_to_integer<W>(weights * load<W>(inverses + n)) + kByteOffset);
       }
     }
-    auto* values = reinterpret_cast<int8_t*>(panel) + k * kPanel;
+    auto* bytes = reinterpret_cast<uint8_t*>(panel) + k * kPanel;
     for (int n = 0; n < kPanel; ++n) {
-      values[2 * n] = static_cast<int8_t>(rounded[0][n]);
-      values[2 * n + 1] = static_cast<int8_t>(rounded[1][n]);
+      for (int i = 0; i < 4; ++i) bytes[4 * n + i] = static_cast<uint8_t>(rounded[i][n]);
     }
   }
 }
@@ -164,19 +163,14 @@ MOESERVE_INLINE void pack_int4(const Columns& columns, char* panel) {
       for (int i = 0; i < W; ++i) assign(scales + n + i, lanes[i]);
       choose_int4_codes<W>(weights + n, load<W>(lanes), codes + n);
     }
-    uint16_t words[kInt4ScalesAt / 2];
-    for (int quad = 0; quad < kInt4Group / 4; ++quad) {
-      const int32_t* of_quad = codes + quad * 4 * kPanel;
-      for (int c = 0; c < 16; ++c) {
-        for (int i = 0; i < 2; ++i) {
-          const int32_t* near = of_quad + i * kPanel + c;
-          const int32_t* far = near + 2 * kPanel;
-          words[quad * 32 + c * 2 + i] = static_cast<uint16_t>(near[0] | near[16] << 4 | far[0] << 8 | far[16] << 12);
-        }
+    auto* bytes = reinterpret_cast<uint8_t*>(panel);
+    for (int k = 0; k < kInt4Group; ++k) {
+      for (int c = 0; c < kPanel / 2; ++c) {
+        const int32_t* near = codes + k * kPanel + c;
+        bytes[k / 4 * 2 * kPanel + 4 * c + k % 4] = static_cast<uint8_t>(near[0] | near[kPanel / 2] << 4);
       }
     }
-    std::memcpy(panel, words, sizeof(words));
-    std::memcpy(panel + sizeof(words), scales, sizeof(scales));
+    std::memcpy(panel + kInt4ScalesAt, scales, sizeof(scales));
   }
 }
 
@@ -260,8 +254,9 @@ int64_t padded_inputs(WeightFormat format, int64_t num_inputs) {
     case WeightFormat::kFloat32:
       return num_inputs;
     case WeightFormat::kBFloat16:
-    case WeightFormat::kInt8:
       return round_up(num_inputs, 2);
+    case WeightFormat::kInt8:
+      return round_up(num_inputs, 4);
     case WeightFormat::kInt4:
       break;
   }

@@ -5,9 +5,9 @@
 //
 //   float32    [K][32]                 one input after the other
 //   bfloat16   [K / 2][32][2]          two inputs of each output side by side, as for VDPBF16PS
-//   int8       [K / 2][32][2], [32] float32 scales of the outputs: weight = value * scale
-//   int4       for every 32 inputs: [8][16][2] words of four values, [32] bfloat16 scales: weight = value * scale;
-//              value j of word (q, c, i) belongs to output 16 * (j % 2) + c and input 4 * q + 2 * (j / 2) + i
+//   int8       [K / 4][32][4] bytes, [32] float32 scales of the outputs: weight = (byte - 128) * scale
+//   int4       for every 32 inputs: [8][16][4] bytes, [32] bfloat16 scales: weight = value of its code * scale;
+//              byte (q, c, i) has the codes of input 4 * q + i, for output c in its low half, 16 + c in its high half
 //
 // N and K are filled up with zeros to whole panels and groups of inputs.
 //
@@ -31,9 +31,10 @@ constexpr int kInt4ScalesAt = kInt4Group * kPanel / 2;  // bytes of values befor
 constexpr int kInt4GroupBytes = kInt4ScalesAt + kPanel * 2;
 
 // The values of the int4 codes. They are denser near zero, where most weights are: the values minimise the squared
-// error for normally distributed weights, found by Lloyd's algorithm with alternating codes and scales. All are exact
-// in bfloat16.
+// error for normally distributed weights, found by Lloyd's algorithm with alternating codes and scales. All fit in 8
+// bits.
 constexpr int kInt4Values[16] = {-128, -104, -80, -62, -47, -34, -22, -10, 1, 13, 24, 37, 50, 65, 83, 105};
+constexpr int kByteOffset = 128;  // added to weights of 8 bits, which are stored and multiplied as unsigned bytes
 
 int64_t count_panels(int64_t num_outputs);
 

@@ -102,17 +102,24 @@ def _unpacked_panel(panel: Tensor, packed_format: PackedFormat) -> Tensor:
         case "bfloat16":
             return panel.view(torch.bfloat16).view(-1, 32, 2).permute(1, 0, 2).flatten(1).double()
         case "int8":
-            values, scales = panel[:-128].view(torch.int8), panel[-128:].clone().view(torch.float32)
-            return values.view(-1, 32, 2).permute(1, 0, 2).flatten(1).double() * scales[:, None].double()
+            values, scales = panel[:-128].int() - 128, panel[-128:].clone().view(torch.float32)
+            return values.view(-1, 32, 4).permute(1, 0, 2).flatten(1).double() * scales[:, None].double()
         case "int4":
             groups_gB = panel.view(-1, 512 + 64)
-            words_gqci = groups_gB[:, :512].contiguous().view(torch.int16).to(torch.int32).view(-1, 8, 16, 2)
+            bytes_gqci = groups_gB[:, :512].int().view(-1, 8, 16, 4)
             scales_gO = groups_gB[:, 512:].contiguous().view(torch.bfloat16).double()
-            codes_gqcij = words_gqci[..., None] >> torch.tensor([0, 4, 8, 12]) & 15
-            values_gqcijj = INT4_VALUES[codes_gqcij].unflatten(-1, (2, 2))
-            # value j: output 16 * (j % 2) + c, input 4 * q + 2 * (j // 2) + i
-            values_gOK = values_gqcijj.permute(0, 5, 2, 1, 4, 3).flatten(1, 2).flatten(2)
+            values_ghqci = INT4_VALUES[torch.stack([bytes_gqci & 15, bytes_gqci >> 4], dim=1)]
+            values_gOK = values_ghqci.permute(0, 1, 3, 2, 4).flatten(1, 2).flatten(2)
             return (values_gOK * scales_gO[:, :, None]).permute(1, 0, 2).flatten(1)
+
+
+def quantized(rows_RI: Tensor) -> Tensor:
+    """Return the rows rounded to 8 bits as csrc/cpu/quantized_rows.h describes it, in float64."""
+    rows = functional.pad(rows_RI.float(), (0, -rows_RI.shape[1] % 128)).unflatten(1, (-1, 128))
+    highest = rows.abs().amax(-1, keepdim=True)
+    inverse = torch.full_like(highest, 127) / highest  # 127 / highest rounds twice
+    steps = (rows.double() * inverse.double()).round().nan_to_num(0)
+    return (steps * (highest * (1 / 127)).double()).flatten(1)[:, : rows_RI.shape[1]]
 
 
 def in_float64(rows_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, activation: GatedActivation | None) -> Tensor:
@@ -143,7 +150,8 @@ def test_products(
         (weight_OI,) = unpacked(packed)
         bias_O = None if weights.bias_eO is None else weights.bias_eO[0]
         rows_RI = torch.randn(200, num_inputs + 9).to(dtype)[:, 9:]
-        expected = in_float64(rows_RI, weight_OI, bias_O, activation)
+        multiplied_RI = quantized(rows_RI) if packed_format in ("int8", "int4") else rows_RI
+        expected = in_float64(multiplied_RI, weight_OI, bias_O, activation)
         for num_rows in (0, 1, 2, 6, 7, 31, 200):
             given = product.multiply(rows_RI[:num_rows])
             assert given.shape == expected[:num_rows].shape

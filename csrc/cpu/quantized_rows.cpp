@@ -1,0 +1,100 @@
+// Quantisation of rows. The bytes are the same with every instruction set.
+
+#include "quantized_rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "lanes.h"
+#include "rows.h"
+
+namespace moeserve {
+
+namespace {
+
+constexpr int kHighest = 127;
+
+// Quantise the values of one group, filled up with zeros, and return their scale.
+template <int W>
+MOESERVE_INLINE float quantize_group(const float* values, int8_t* quantized) {
+  using Int = typename Vector<W>::Int;
+  typedef int8_t Bytes __attribute__((vector_size(W)));
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  constexpr int32_t kRoundBits = 0x4B400000;
+  Float<W> largest = {};
+  Float<W> zeros = {};  // NaN after a NaN
+  for (int i = 0; i < kRowGroup; i += W) {
+    const Float<W> lanes = load<W>(values + i);
+    largest = larger<W>(lanes < 0.0f ? -lanes : lanes, largest);
+    zeros += lanes * 0.0f;
+  }
+  const float highest = largest_lane<W>(largest);
+  const float inverse = highest > 0 ? kHighest / highest : 0.0f;
+  for (int i = 0; i < kRowGroup; i += W) {
+    const Float<W> rounded = load<W>(values + i) * inverse + kRound;
+    const Bytes bytes = __builtin_convertvector(reinterpret_cast<Int>(rounded) - kRoundBits, Bytes);
+    std::memcpy(quantized + i, &bytes, sizeof(bytes));
+  }
+  return highest * (1.0f / kHighest) + sum_lanes<W>(zeros);
+}
+
+template <int W, typename Element>
+MOESERVE_INLINE void quantize_row(const Element* source, int64_t num_inputs, const QuantizedRowLayout& layout,
+                                  char* target) {
+  auto* scales = reinterpret_cast<RowScale*>(target + layout.scales_at());
+  for (int64_t first = 0; first < layout.num_inputs; first += kRowGroup) {
+    alignas(64) float values[kRowGroup] = {};
+    alignas(64) int8_t quantized[kRowGroup];
+    const int count = static_cast<int>(std::min<int64_t>(kRowGroup, num_inputs - first));
+    int i = 0;
+    for (; i + W <= count; i += W) store<W>(values + i, load_in_order<W>(source + first + i));
+    for (; i < count; ++i) values[i] = widen(source[first + i]);
+    const float scale = quantize_group<W>(values, quantized);
+
+    const int num_steps = static_cast<int>(std::min<int64_t>(kRowGroup, layout.num_inputs - first)) / 4;
+    char* words = target + first / 4 * layout.step_bytes();
+    if (layout.is_widened) {
+      for (int step = 0; step < num_steps; ++step) {
+        const int8_t* four = quantized + 4 * step;
+        const int16_t halves[4] = {four[0], four[2], four[1], four[3]};
+        std::memcpy(words + 8 * step, halves, sizeof(halves));
+      }
+    } else {
+      std::memcpy(words, quantized, 4 * num_steps);
+    }
+    for (int begin = 0; begin < 4 * num_steps; begin += layout.block_inputs) {
+      int sum = 0;
+      for (int64_t k = begin; k < begin + layout.block_inputs && k < kRowGroup; ++k) sum += quantized[k];
+      *scales++ = {scale, -128 * sum};
+    }
+  }
+}
+
+template <int W, typename Element>
+MOESERVE_INLINE void quantize_range(ElementType, const char* source, int64_t stride, int64_t num_rows,
+                                    int64_t num_inputs, const QuantizedRowLayout& layout, char* target,
+                                    int64_t target_stride) {
+  for (int64_t row = 0; row < num_rows; ++row, target += target_stride) {
+    quantize_row<W>(reinterpret_cast<const Element*>(source) + row * stride, num_inputs, layout, target);
+  }
+}
+
+MOESERVE_DEFINE_TYPED_VARIANTS(quantize_range, type,
+                               (ElementType type, const char* source, int64_t stride, int64_t num_rows,
+                                int64_t num_inputs, const QuantizedRowLayout& layout, char* target,
+                                int64_t target_stride),
+                               (type, source, stride, num_rows, num_inputs, layout, target, target_stride))
+
+}  // namespace
+
+void quantize_rows(ElementType type, const char* source, int64_t source_stride, int64_t num_rows, int64_t num_inputs,
+                   const QuantizedRowLayout& layout, char* target, int64_t target_stride) {
+  const auto run = choose_quantize_range_of_type(current_isa());
+  const int64_t stride_bytes = source_stride * element_bytes(type);
+  for_rows(num_rows, 4 * num_inputs, [&](int64_t first, int64_t last) {
+    run(type, source + first * stride_bytes, source_stride, last - first, num_inputs, layout,
+        target + first * target_stride, target_stride);
+  });
+}
+
+}  // namespace moeserve
