@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moeserve.layers.weights import Weights
 from moeserve.models.weight_loading import Destination
 
-PACKED_STATE_VERSION = 1  # of the layout of packed weights and of the names in a model's packed state
+PACKED_STATE_VERSION = 2
 
 
 class Packer:
