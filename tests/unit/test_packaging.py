@@ -1,6 +1,6 @@
-"""The contents of an installed moeserve, with a compiler and without; `make` installs pinned packages only.
+"""The contents of a source distribution and of wheels, with a compiler and without; pinned packages for `make`.
 
-The builds need no network: scikit-build-core and nanobind are installed with the `dev` extra.
+The builds need no network: all tools are installed with the `dev` extra.
 """
 
 import email.message
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,17 +22,20 @@ from packaging.utils import canonicalize_name
 
 import moeserve
 from moeserve.api.default_model import INSTALL_WEIGHTS
+from moeserve.ops.cpu.native import native_kernels
 
-pytest.importorskip("scikit_build_core", reason="builds the package; install it with: pip install -e '.[dev]'")
+for tool in ("build", "scikit_build_core"):
+    pytest.importorskip(tool, reason="builds the package; install it with: pip install -e '.[dev]'")
 
 ROOT = Path(__file__).parents[2]
+# What every Linux has, as manylinux defines it, of what a C++ module may need.
+SYSTEM_LIBRARIES = {"libc.so", "libdl.so", "libgcc_s.so", "libm.so", "libpthread.so", "librt.so", "libstdc++.so"}
 
 
-def build_wheel(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `pip wheel` as on a machine without a compiler, leaving no trace in the checkout."""
-    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
+def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Build the source distribution, and from it a wheel as on a machine without a compiler."""
     return subprocess.run(
-        [*map(str, command), "--config-settings", f"build-dir={folder / 'build'}", str(ROOT)],
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)],
         env=os.environ | {"CXX": "/nonexistent/c++"} | environment,
         capture_output=True,
         text=True,
@@ -40,15 +44,19 @@ def build_wheel(folder: Path, **environment: str) -> subprocess.CompletedProcess
 
 
 @pytest.fixture(scope="module")
-def pure_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel that was built without a compiler, which says so."""
-    folder = tmp_path_factory.mktemp("wheel")
-    built = build_wheel(folder, MOESERVE_REQUIRE_KERNELS="0")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source distribution and the wheel built from it without a compiler, which is reported."""
+    folder = tmp_path_factory.mktemp("distributions")
+    built = build(folder, MOESERVE_REQUIRE_KERNELS="0")
     assert built.returncode == 0, built.stdout + built.stderr
     assert "WITHOUT its C++ kernels" in built.stdout + built.stderr
-    (wheel,) = folder.glob("*.whl")
-    assert wheel.name == f"moeserve-{moeserve.__version__}-py3-none-any.whl"
-    return wheel
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pure_wheel(distributions: Path) -> Path:
+    """A wheel without C++ kernels."""
+    return distributions / f"moeserve-{moeserve.__version__}-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +64,29 @@ def metadata(pure_wheel: Path) -> email.message.Message:
     with zipfile.ZipFile(pure_wheel) as wheel:
         text = wheel.read(f"moeserve-{moeserve.__version__}.dist-info/METADATA").decode()
     return email.parser.Parser().parsestr(text)
+
+
+def test_the_source_distribution_holds_every_tracked_file(distributions: Path) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone of the repository")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    root = f"moeserve-{moeserve.__version__}"
+    with tarfile.open(distributions / f"{root}.tar.gz") as archive:
+        files = {name.removeprefix(f"{root}/") for name in archive.getnames()}
+    expected = {name for name in listed.stdout.splitlines() if not name.startswith(".ci/")}
+    assert files == expected | {"PKG-INFO"}
+
+
+def test_the_kernels_need_only_libraries_of_every_linux() -> None:
+    """So auditwheel has none to copy into the wheel."""
+    elffile = pytest.importorskip("elftools.elf.elffile", reason="it comes with auditwheel; pip install -e '.[dev]'")
+    kernels = native_kernels()
+    assert kernels is not None
+    with open(str(kernels.__file__), "rb") as file:
+        tags = elffile.ELFFile(file).get_section_by_name(".dynamic").iter_tags("DT_NEEDED")
+        needed = {tag.needed.rpartition(".")[0] for tag in tags if not tag.needed.startswith("ld-linux")}
+    assert "libc.so" in needed
+    assert needed <= SYSTEM_LIBRARIES
 
 
 def test_the_wheel_holds_every_source_file_under_its_installed_name(pure_wheel: Path) -> None:
@@ -121,7 +152,7 @@ def test_every_imported_package_is_required(metadata: email.message.Message) -> 
 
 
 def test_make_takes_no_build_without_kernels_where_there_is_a_compiler(tmp_path: Path) -> None:
-    built = build_wheel(tmp_path, MOESERVE_REQUIRE_KERNELS="1")
+    built = build(tmp_path, MOESERVE_REQUIRE_KERNELS="1")
     assert built.returncode != 0
     assert "CMake configuration failed" in built.stdout + built.stderr
     assert not list(tmp_path.glob("*.whl"))
