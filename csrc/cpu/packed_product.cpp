@@ -64,9 +64,9 @@ static_assert(kMaxInputChunks <= 1 << (kMaxWaitingSums - 1));
 // Buffers that each thread keeps from call to call.
 struct Scratch {
   alignas(64) float waiting_sums[kMaxWaitingSums][kMaxItemRows * kTileOutputs];
-  float* sums = waiting_sums[0];                     // of the current chunk
-  alignas(64) uint8_t weights[kInt4Group * kPanel];  // a group of int4 codes as bytes
-  alignas(64) float scales[kPanel];
+  float* sums = waiting_sums[0];                       // of the current chunk
+  alignas(64) uint8_t weights[kBlockInputs * kPanel];  // a block of int4 codes as bytes
+  alignas(64) float scales[kBlockInputs / kInputGroup * kPanel];
 };
 
 Scratch& scratch() {
@@ -76,18 +76,6 @@ Scratch& scratch() {
 
 bool is_gated(const PackedProduct& product) { return product.activation != Activation::kNone; }
 bool is_quantized(WeightFormat format) { return format == WeightFormat::kInt8 || format == WeightFormat::kInt4; }
-
-// Return the number of inputs of a block. The last block may have fewer.
-int64_t block_inputs(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::kInt8:
-      return kRowGroup;
-    case WeightFormat::kInt4:
-      return kInt4Group;
-    default:
-      return kBlockInputs;
-  }
-}
 
 int64_t bytes_per_input(WeightFormat format) {
   switch (format) {
@@ -100,12 +88,12 @@ int64_t bytes_per_input(WeightFormat format) {
     case WeightFormat::kInt4:
       break;
   }
-  return kInt4GroupBytes / kInt4Group;
+  return kInt4GroupBytes / kInputGroup;
 }
 
 // Return the layout of quantised rows that the kernels of an instruction set read.
 QuantizedRowLayout row_layout(WeightFormat format, int64_t num_inputs, bool is_widened) {
-  return {padded_inputs(format, num_inputs), block_inputs(format), is_widened};
+  return {padded_inputs(format, num_inputs), is_widened};
 }
 
 // Return the rows of tile t if tiles of similar size cover the `num_left` rows that are left.
@@ -129,27 +117,33 @@ MOESERVE_INLINE typename Vector<W>::UInt look_up(typename Vector<W>::UInt table,
   return bytes;
 }
 
-// Widen the codes and scales of an int4 group to a block. The codes become 128 more than their values.
+// Widen the codes and scales of groups of int4 to a block. The codes become 128 more than their values.
 template <int W>
-MOESERVE_INLINE void widen_int4(const char* group, Scratch& room, Block& block) {
+MOESERVE_INLINE void widen_int4(const char* groups, Scratch& room, Block& block) {
   using UInt = typename Vector<W>::UInt;
   UInt table;
   std::memcpy(&table, kInt4Table.bytes, sizeof(table));
   uint8_t* target = room.weights;
-  for (int quad = 0; quad < kInt4Group / 4; ++quad, target += 4 * kPanel) {
-    for (int byte = 0; byte < 2 * kPanel; byte += 4 * W) {
-      UInt codes;
-      std::memcpy(&codes, group + quad * 2 * kPanel + byte, sizeof(codes));
-      const UInt low = look_up<W>(table, codes & 0x0F0F0F0Fu);
-      const UInt high = look_up<W>(table, (codes >> 4) & 0x0F0F0F0Fu);
-      std::memcpy(target + byte, &low, sizeof(low));
-      std::memcpy(target + 2 * kPanel + byte, &high, sizeof(high));
+  const char* prefetch = block.prefetch;
+  for (int64_t group = 0; group < block.num_groups; ++group, groups += kInt4GroupBytes) {
+    for (int byte = 0; byte < kInt4GroupBytes; byte += 64) __builtin_prefetch(prefetch + byte);
+    prefetch += kInt4GroupBytes;
+    for (int quad = 0; quad < kInputGroup / 4; ++quad, target += 4 * kPanel) {
+      for (int byte = 0; byte < 2 * kPanel; byte += 4 * W) {
+        UInt codes;
+        std::memcpy(&codes, groups + quad * 2 * kPanel + byte, sizeof(codes));
+        const UInt low = look_up<W>(table, codes & 0x0F0F0F0Fu);
+        const UInt high = look_up<W>(table, (codes >> 4) & 0x0F0F0F0Fu);
+        std::memcpy(target + byte, &low, sizeof(low));
+        std::memcpy(target + 2 * kPanel + byte, &high, sizeof(high));
+      }
     }
+    const auto* scales = reinterpret_cast<const BFloat16*>(groups + kInt4ScalesAt);
+    for (int n = 0; n < kPanel; n += W) store<W>(room.scales + group * kPanel + n, load_in_order<W>(scales + n));
   }
-  const auto* scales = reinterpret_cast<const BFloat16*>(group + kInt4ScalesAt);
-  for (int n = 0; n < kPanel; n += W) store<W>(room.scales + n, load_in_order<W>(scales + n));
   block.words = reinterpret_cast<const char*>(room.weights);
   block.scales = room.scales;
+  block.prefetch = nullptr;
 }
 
 // Compute the sums of all rows, panel by panel and block by block. Memory is read as one stream, some of it ahead.
@@ -158,26 +152,22 @@ MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
   const WeightFormat format = work.product.format;
   const int64_t step_inputs = is_quantized(format) ? 4 : Products::kParts;
   const int64_t input_bytes = bytes_per_input(format);
-  const int64_t inputs = block_inputs(format);
   const int num_tiles = (work.num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
   const int64_t scales_at = row_layout(format, work.num_inputs, Products::kRowBytes == 8).scales_at();
-  const int64_t ahead = num_tiles == 1 ? kPrefetchBytes : inputs * input_bytes;
+  const int64_t ahead = num_tiles == 1 ? kPrefetchBytes : kBlockInputs * input_bytes;
   for (int p = 0; p < 2; ++p) {
     const char* panel = work.panels[p];
     const char* next_panel = p == 0 ? work.panels[1] : work.panels[0] + work.next_item;
     const int64_t num_bytes = work.num_inputs * input_bytes;
-    for (int64_t first = 0; first < work.num_inputs; first += inputs) {
-      const int64_t count = std::min(inputs, work.num_inputs - first);
+    for (int64_t first = 0; first < work.num_inputs; first += kBlockInputs) {
+      const int64_t count = std::min<int64_t>(kBlockInputs, work.num_inputs - first);
+      const int64_t num_groups = is_quantized(format) ? count / kInputGroup : 1;
       const int64_t begin = first * input_bytes;
       const char* prefetch = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
-      Block block{panel + begin, nullptr, count / step_inputs, first == 0, prefetch};
-      if (format == WeightFormat::kInt4) {
-        widen_int4<Products::W>(panel + begin, room, block);
-        for (int64_t byte = 0; byte < kInt4GroupBytes; byte += 64) __builtin_prefetch(prefetch + byte);
-        block.prefetch = nullptr;
-      }
+      Block block{panel + begin, nullptr, num_groups, count / num_groups / step_inputs, first == 0, prefetch};
+      if (format == WeightFormat::kInt4) widen_int4<Products::W>(panel + begin, room, block);
       const char* input = work.input + first / step_inputs * Products::kRowBytes;
-      const char* scales = work.input + scales_at + first / inputs * static_cast<int64_t>(sizeof(RowScale));
+      const char* scales = work.input + scales_at + first / kInputGroup * static_cast<int64_t>(sizeof(RowScale));
       for (int t = 0, row = 0; t < num_tiles; ++t) {
         const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
         const int64_t offset = row * work.input_bytes;

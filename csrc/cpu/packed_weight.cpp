@@ -107,7 +107,7 @@ MOESERVE_INLINE Int4Scales<W> try_int4_scales(const float* weights, Float<W> wan
   Float<W> errors = {};
   Float<W> products = {};
   Float<W> squares = {};
-  for (int k = 0; k < kInt4Group; ++k) {
+  for (int k = 0; k < kInputGroup; ++k) {
     const Float<W> weight = load<W>(weights + k * kPanel);
     const Float<W> values = nearest_int4<W>(weight * inverses);
     const Float<W> error = weight - values * scales;
@@ -123,7 +123,7 @@ MOESERVE_INLINE Int4Scales<W> try_int4_scales(const float* weights, Float<W> wan
 template <int W>
 MOESERVE_INLINE Float<W> choose_int4_scales(const float* weights) {
   Float<W> extreme = {};
-  for (int k = 0; k < kInt4Group; ++k) {
+  for (int k = 0; k < kInputGroup; ++k) {
     const Float<W> candidate = load<W>(weights + k * kPanel);
     extreme = magnitude<W>(candidate) > magnitude<W>(extreme) ? candidate : extreme;
   }
@@ -142,7 +142,7 @@ template <int W>
 MOESERVE_INLINE void choose_int4_codes(const float* weights, Float<W> scales, int32_t* codes) {
   using Int = typename Vector<W>::Int;
   const Float<W> inverses = inverse_or_zero<W>(scales);
-  for (int k = 0; k < kInt4Group; ++k) {
+  for (int k = 0; k < kInputGroup; ++k) {
     const Float<W> quotients = load<W>(weights + k * kPanel) * inverses;
     Int chosen = {};
     MOESERVE_UNROLL
@@ -153,10 +153,10 @@ MOESERVE_INLINE void choose_int4_codes(const float* weights, Float<W> scales, in
 
 template <int W>
 MOESERVE_INLINE void pack_int4(const Columns& columns, char* panel) {
-  for (int64_t first = 0; first < columns.num_inputs; first += kInt4Group, panel += kInt4GroupBytes) {
+  for (int64_t first = 0; first < columns.num_inputs; first += kInputGroup, panel += kInt4GroupBytes) {
     const float* weights = columns.weights.data() + first * kPanel;
     BFloat16 scales[kPanel];
-    int32_t codes[kInt4Group * kPanel];
+    int32_t codes[kInputGroup * kPanel];
     for (int n = 0; n < kPanel; n += W) {
       float lanes[W];
       store<W>(lanes, choose_int4_scales<W>(weights + n));
@@ -164,7 +164,7 @@ MOESERVE_INLINE void pack_int4(const Columns& columns, char* panel) {
       choose_int4_codes<W>(weights + n, load<W>(lanes), codes + n);
     }
     auto* bytes = reinterpret_cast<uint8_t*>(panel);
-    for (int k = 0; k < kInt4Group; ++k) {
+    for (int k = 0; k < kInputGroup; ++k) {
       for (int c = 0; c < kPanel / 2; ++c) {
         const int32_t* near = codes + k * kPanel + c;
         bytes[k / 4 * 2 * kPanel + 4 * c + k % 4] = static_cast<uint8_t>(near[0] | near[kPanel / 2] << 4);
@@ -256,11 +256,10 @@ int64_t padded_inputs(WeightFormat format, int64_t num_inputs) {
     case WeightFormat::kBFloat16:
       return round_up(num_inputs, 2);
     case WeightFormat::kInt8:
-      return round_up(num_inputs, 4);
     case WeightFormat::kInt4:
       break;
   }
-  return round_up(num_inputs, kInt4Group);
+  return round_up(num_inputs, kInputGroup);
 }
 
 int64_t panel_bytes(WeightFormat format, int64_t num_inputs) {
@@ -275,7 +274,7 @@ int64_t panel_bytes(WeightFormat format, int64_t num_inputs) {
     case WeightFormat::kInt4:
       break;
   }
-  return padded / kInt4Group * kInt4GroupBytes;
+  return padded / kInputGroup * kInt4GroupBytes;
 }
 
 int64_t panel_bytes(WeightFormat format, const InputChunks& chunks) {

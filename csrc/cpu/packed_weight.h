@@ -25,9 +25,9 @@ namespace moeserve {
 
 enum class WeightFormat { kFloat32, kBFloat16, kInt8, kInt4 };
 
-constexpr int kPanel = 32;                              // outputs of a panel
-constexpr int kInt4Group = 32;                          // inputs that share a scale
-constexpr int kInt4ScalesAt = kInt4Group * kPanel / 2;  // bytes of values before a group's scales
+constexpr int kPanel = 32;       // outputs of a panel
+constexpr int kInputGroup = 32;  // inputs of quantised weights that are multiplied together; int4: that share a scale
+constexpr int kInt4ScalesAt = kInputGroup * kPanel / 2;  // bytes of values before a group's scales
 constexpr int kInt4GroupBytes = kInt4ScalesAt + kPanel * 2;
 
 // The values of the int4 codes. They are denser near zero, where most weights are: the values minimise the squared

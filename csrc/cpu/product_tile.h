@@ -15,22 +15,32 @@ namespace moeserve {
 
 constexpr int kTileOutputs = 2 * kPanel;  // sums of a row side by side: those of two panels
 
+// Some inputs of a panel.
+struct Block {
+  const char* words;
+  const float* scales;  // [groups, kPanel] of the weights; null for scales of 1
+  int64_t num_groups;   // of inputs whose sums are scaled together
+  int64_t group_steps;
+  bool is_first;         // overwrite the sums instead of adding to them
+  const char* prefetch;  // memory to read into the cache at the speed of the words; null for none
+};
+
+// A part of the sums of a tile: one group of inputs, one row, and one vector of outputs.
+struct Part {
+  int64_t group;
+  int row;
+  int output;
+};
+
 // Some rows, from the first input of a block on.
 struct TileRows {
   const char* words;
   const char* scales;  // RowScale of a quantised row
   int64_t stride;      // bytes from row to row, of both
 
-  const RowScale& scale(int row) const { return *reinterpret_cast<const RowScale*>(scales + row * stride); }
-};
-
-// Some inputs of a panel.
-struct Block {
-  const char* words;
-  const float* scales;  // of the outputs; null for scales of 1
-  int64_t num_steps;
-  bool is_first;         // overwrite the sums instead of adding to them
-  const char* prefetch;  // memory to read into the cache at the speed of the words; null for none
+  const RowScale& scale(const Part& part) const {
+    return reinterpret_cast<const RowScale*>(scales + part.row * stride)[part.group];
+  }
 };
 
 // Products are described by classes with:
@@ -43,7 +53,7 @@ struct Block {
 //   weights      one part of a vector of words
 //   values       one part of a row's words, in all lanes
 //   add          add weights times values to sums
-//   begin, end   begin a block's sums, and add them to the sums [kTileOutputs] of a row
+//   begin, end   begin the sums of a group of inputs, and add them to those of the groups before it
 
 // Sums in float32, which continue from block to block.
 template <int kWidth>
@@ -55,10 +65,10 @@ struct FloatSums {
   static MOESERVE_INLINE void add(Sums& sums, const Float<W>& weights, const Float<W>& values) {
     sums += weights * values;
   }
-  static MOESERVE_INLINE Sums begin(const Block& block, const TileRows&, int, const float* target) {
+  static MOESERVE_INLINE Sums begin(const Block& block, const TileRows&, const Part&, const float* target) {
     return block.is_first ? Sums{} : load<W>(target);
   }
-  static MOESERVE_INLINE void end(const Block&, const TileRows&, int, int, const Sums& sums, float* target) {
+  static MOESERVE_INLINE void end(const Block&, const TileRows&, const Part&, const Sums& sums, float* target) {
     store<W>(target, sums);
   }
 };
@@ -121,15 +131,15 @@ struct IntegerSums {
   static MOESERVE_INLINE UInt broadcast_word(const char* word) {
     return reinterpret_cast<UInt>(broadcast<W>(*reinterpret_cast<const float*>(word)));
   }
-  static MOESERVE_INLINE Sums begin(const Block&, const TileRows& rows, int row, const float*) {
-    const auto* start = reinterpret_cast<const char*>(&rows.scale(row).start);
+  static MOESERVE_INLINE Sums begin(const Block&, const TileRows& rows, const Part& part, const float*) {
+    const auto* start = reinterpret_cast<const char*>(&rows.scale(part).start);
     return reinterpret_cast<Sums>(broadcast_word(start));
   }
-  static MOESERVE_INLINE void end(const Block& block, const TileRows& rows, int row, int output, const Sums& sums,
+  static MOESERVE_INLINE void end(const Block& block, const TileRows& rows, const Part& part, const Sums& sums,
                                   float* target) {
-    Float<W> scales = broadcast<W>(rows.scale(row).scale);
-    if (block.scales != nullptr) scales *= load<W>(block.scales + output);
-    const Float<W> before = block.is_first ? Float<W>{} : load<W>(target);
+    Float<W> scales = broadcast<W>(rows.scale(part).scale);
+    if (block.scales != nullptr) scales *= load<W>(block.scales + part.group * kPanel + part.output);
+    const Float<W> before = block.is_first && part.group == 0 ? Float<W>{} : load<W>(target);
     store<W>(target, before + __builtin_convertvector(sums, Float<W>) * scales);
   }
 };
@@ -220,35 +230,40 @@ template <typename Products, int kRows, int kVectors, bool kPrefetches>
 MOESERVE_INLINE void multiply_outputs(const TileRows& rows, const Block& block, int output, float* sums) {
   constexpr int W = Products::W;
   constexpr int64_t kStepBytes = kPanel * Products::kWordBytes;
-  constexpr int64_t kBytes = kVectors * W * Products::kWordBytes;
-  typename Products::Sums lanes[kRows][kVectors];
-  MOESERVE_UNROLL
-  for (int r = 0; r < kRows; ++r) {
-    MOESERVE_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      lanes[r][v] = Products::begin(block, rows, r, sums + r * kTileOutputs + output + v * W);
-    }
-  }
   const char* words = block.words + output * Products::kWordBytes;
-  const char* prefetch = block.prefetch + output * Products::kWordBytes;
+  const char* prefetch = block.prefetch;
   const char* row = rows.words;
-  for (int64_t step = 0; step < block.num_steps; ++step) {
-    if constexpr (kPrefetches) {
-      MOESERVE_UNROLL
-      for (int64_t byte = 0; byte < kBytes; byte += 64) __builtin_prefetch(prefetch + byte);
-      prefetch += kStepBytes;
-    }
-    add_part<Products, 0>(words, row, rows.stride, lanes);
-    if constexpr (Products::kParts == 2) add_part<Products, 1>(words, row, rows.stride, lanes);
-    words += kStepBytes;
-    row += Products::kRowBytes;
-  }
-  MOESERVE_UNROLL
-  for (int r = 0; r < kRows; ++r) {
+  for (int64_t group = 0; group < block.num_groups; ++group) {
+    typename Products::Sums lanes[kRows][kVectors];
     MOESERVE_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      const int first = output + v * W;
-      Products::end(block, rows, r, first, lanes[r][v], sums + r * kTileOutputs + first);
+    for (int r = 0; r < kRows; ++r) {
+      MOESERVE_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        const Part part{group, r, output + v * W};
+        lanes[r][v] = Products::begin(block, rows, part, sums + r * kTileOutputs + part.output);
+      }
+    }
+    for (int64_t step = 0; step < block.group_steps; ++step) {
+      if constexpr (kPrefetches) {
+        MOESERVE_UNROLL
+        for (int64_t byte = 0; byte < kStepBytes; byte += 64) __builtin_prefetch(prefetch + byte);
+        prefetch += kStepBytes;
+      }
+      add_part<Products, 0>(words, row, rows.stride, lanes);
+      if constexpr (Products::kParts == 2) {
+        asm volatile("" ::: "memory");  // load again: there are not enough registers to keep all words
+        add_part<Products, 1>(words, row, rows.stride, lanes);
+      }
+      words += kStepBytes;
+      row += Products::kRowBytes;
+    }
+    MOESERVE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      MOESERVE_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        const Part part{group, r, output + v * W};
+        Products::end(block, rows, part, lanes[r][v], sums + r * kTileOutputs + part.output);
+      }
     }
   }
 }
@@ -261,7 +276,7 @@ MOESERVE_INLINE void multiply_tile(const TileRows& rows, int num_rows, const Blo
   }
   constexpr int kVectors = Products::W == 16 || kRows > 2 ? 2 : 4;
   for (int output = 0; output < kPanel; output += kVectors * Products::W) {
-    if (block.prefetch != nullptr) {
+    if (block.prefetch != nullptr && output == 0) {
       multiply_outputs<Products, kRows, kVectors, true>(rows, block, output, sums);
     } else {
       multiply_outputs<Products, kRows, kVectors, false>(rows, block, output, sums);

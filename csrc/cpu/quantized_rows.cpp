@@ -23,14 +23,14 @@ MOESERVE_INLINE float quantize_group(const float* values, int8_t* quantized) {
   constexpr int32_t kRoundBits = 0x4B400000;
   Float<W> largest = {};
   Float<W> zeros = {};  // NaN after a NaN
-  for (int i = 0; i < kRowGroup; i += W) {
+  for (int i = 0; i < kInputGroup; i += W) {
     const Float<W> lanes = load<W>(values + i);
     largest = larger<W>(lanes < 0.0f ? -lanes : lanes, largest);
     zeros += lanes * 0.0f;
   }
   const float highest = largest_lane<W>(largest);
   const float inverse = highest > 0 ? kHighest / highest : 0.0f;
-  for (int i = 0; i < kRowGroup; i += W) {
+  for (int i = 0; i < kInputGroup; i += W) {
     const Float<W> rounded = load<W>(values + i) * inverse + kRound;
     const Bytes bytes = __builtin_convertvector(reinterpret_cast<Int>(rounded) - kRoundBits, Bytes);
     std::memcpy(quantized + i, &bytes, sizeof(bytes));
@@ -42,31 +42,28 @@ template <int W, typename Element>
 MOESERVE_INLINE void quantize_row(const Element* source, int64_t num_inputs, const QuantizedRowLayout& layout,
                                   char* target) {
   auto* scales = reinterpret_cast<RowScale*>(target + layout.scales_at());
-  for (int64_t first = 0; first < layout.num_inputs; first += kRowGroup) {
-    alignas(64) float values[kRowGroup] = {};
-    alignas(64) int8_t quantized[kRowGroup];
-    const int count = static_cast<int>(std::min<int64_t>(kRowGroup, num_inputs - first));
+  for (int64_t first = 0; first < layout.num_inputs; first += kInputGroup) {
+    alignas(64) float values[kInputGroup] = {};
+    alignas(64) int8_t quantized[kInputGroup];
+    const int count = static_cast<int>(std::min<int64_t>(kInputGroup, num_inputs - first));
     int i = 0;
     for (; i + W <= count; i += W) store<W>(values + i, load_in_order<W>(source + first + i));
     for (; i < count; ++i) values[i] = widen(source[first + i]);
     const float scale = quantize_group<W>(values, quantized);
 
-    const int num_steps = static_cast<int>(std::min<int64_t>(kRowGroup, layout.num_inputs - first)) / 4;
     char* words = target + first / 4 * layout.step_bytes();
     if (layout.is_widened) {
-      for (int step = 0; step < num_steps; ++step) {
+      for (int step = 0; step < kInputGroup / 4; ++step) {
         const int8_t* four = quantized + 4 * step;
         const int16_t halves[4] = {four[0], four[2], four[1], four[3]};
         std::memcpy(words + 8 * step, halves, sizeof(halves));
       }
     } else {
-      std::memcpy(words, quantized, 4 * num_steps);
+      std::memcpy(words, quantized, kInputGroup);
     }
-    for (int begin = 0; begin < 4 * num_steps; begin += layout.block_inputs) {
-      int sum = 0;
-      for (int64_t k = begin; k < begin + layout.block_inputs && k < kRowGroup; ++k) sum += quantized[k];
-      *scales++ = {scale, -128 * sum};
-    }
+    int sum = 0;
+    for (const int8_t value : quantized) sum += value;
+    *scales++ = {scale, -kByteOffset * sum};
   }
 }
 

@@ -1,6 +1,6 @@
 // Rows quantised to 8 bits, for products with quantised weights.
 //
-// Each group of 128 inputs of a row has one scale, 1/127 of its largest magnitude. A row with a NaN or an infinity in a
+// Each group of 32 inputs of a row has one scale, 1/127 of its largest magnitude. A row with a NaN or an infinity in a
 // group gets the scale NaN there, so its products are NaN.
 
 #pragma once
@@ -8,31 +8,28 @@
 #include <cstdint>
 
 #include "element_type.h"
-#include "isa.h"
+#include "packed_weight.h"
 
 namespace moeserve {
 
-constexpr int kRowGroup = 128;  // inputs that share a scale
-
-// Of the inputs of one block of a product.
+// Of one group of inputs.
 struct RowScale {
   float scale;
   int32_t start;  // -128 times the sum of the quantised values: where a sum begins whose weights have 128 added
 };
 
-// The memory of a quantised row: its values, and then a RowScale for each block.
+// The memory of a quantised row: its values, and then a RowScale for each group.
 //
 // Four values make a step. With VPDPBUSD they are four bytes; otherwise 16-bit integers, in the order 0, 2, 1, 3.
 struct QuantizedRowLayout {
-  int64_t num_inputs;    // filled up with zeros to whole steps
-  int64_t block_inputs;  // inputs of a RowScale; divides kRowGroup or is equal to it
-  bool is_widened;       // values are 16-bit integers
+  int64_t num_inputs;  // filled up with zeros to whole groups
+  bool is_widened;     // values are 16-bit integers
 
   int64_t step_bytes() const { return is_widened ? 8 : 4; }
-  int64_t num_blocks() const { return (num_inputs + block_inputs - 1) / block_inputs; }
-  int64_t scales_at() const { return (num_inputs / 4 * step_bytes() + 7) / 8 * 8; }
+  int64_t num_groups() const { return num_inputs / kInputGroup; }
+  int64_t scales_at() const { return num_inputs / 4 * step_bytes(); }
   int64_t row_bytes() const {
-    return (scales_at() + num_blocks() * static_cast<int64_t>(sizeof(RowScale)) + 63) / 64 * 64;
+    return (scales_at() + num_groups() * static_cast<int64_t>(sizeof(RowScale)) + 63) / 64 * 64;
   }
 };
 

@@ -115,7 +115,7 @@ def _unpacked_panel(panel: Tensor, packed_format: PackedFormat) -> Tensor:
 
 def quantized(rows_RI: Tensor) -> Tensor:
     """Return the rows rounded to 8 bits as csrc/cpu/quantized_rows.h describes it, in float64."""
-    rows = functional.pad(rows_RI.float(), (0, -rows_RI.shape[1] % 128)).unflatten(1, (-1, 128))
+    rows = functional.pad(rows_RI.float(), (0, -rows_RI.shape[1] % 32)).unflatten(1, (-1, 32))
     highest = rows.abs().amax(-1, keepdim=True)
     inverse = torch.full_like(highest, 127) / highest  # 127 / highest rounds twice
     steps = (rows.double() * inverse.double()).round().nan_to_num(0)
