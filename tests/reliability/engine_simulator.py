@@ -437,7 +437,8 @@ class _EngineSimulation:
     def check_idle(self) -> None:
         """Send one request for each replica: a router that knows of no load sends each to another one."""
         dice = self.world.dice
-        self.world.wait(lambda: False, 2 * HEARTBEAT_S)  # steps in flight end, with replicas that may be asleep
+        # Steps in flight end, one of which may stall, with replicas that may be asleep.
+        self.world.wait(lambda: False, 2 * HEARTBEAT_S + self.scenario.stall_s)
         engine = self.engine
         self.require(not engine.has_work, "I4", "an idle engine has work")
         before = list(engine.num_free_blocks)
