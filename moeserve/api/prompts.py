@@ -101,7 +101,9 @@ class PromptEncoder:
 
     def check_length(self, name: str, text: str) -> None:
         """Raise RequestError for a text that is too long for this model, before time and memory are spent on it."""
-        num_tokens = 0 if self._codec is None else self._codec.least_tokens(text)
+        if self._codec is None or len(text) < self._max_model_len:  # a token stands for a character or more
+            return
+        num_tokens = self._codec.least_tokens(text)
         if num_tokens > self._max_model_len - 1:
             raise RequestError(
                 f"{name} has {len(text)} characters, which are at least {num_tokens} tokens, and max_model_len="

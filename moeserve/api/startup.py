@@ -54,7 +54,7 @@ def tokenizer_of(codec: TextCodec | None) -> Any:
     """
     if codec is None:
         raise SettingsError("there is no tokenizer; name the folder of one as tokenizer")
-    return codec.tokenizer
+    return codec.of_transformers
 
 
 def open_session(settings: Settings, *, show_progress: bool) -> OpenedSession:

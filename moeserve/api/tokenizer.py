@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from moeserve.api.chat_messages import check_messages, check_tools
@@ -17,17 +16,8 @@ from moeserve.api.detokenizer import (
     StepwiseDetokenizer,
     is_stepwise,
 )
-from moeserve.api.tiktoken_file import load_tiktoken
+from moeserve.api.tokenizer_files import LoadedTokenizer, load_tokenizer, load_with_transformers
 from moeserve.errors import CheckpointError, RequestError
-
-# transformers reads these vocabularies wrongly: it omits the space that a SentencePiece model puts before a text, and
-# guesses how text is split before it is looked up in a tiktoken file. tiktoken.model is read if tokenizer_config.json
-# names the split; see tiktoken_file.py.
-UNREAD_VOCABULARY_FILES = ("tokenizer.model", "spiece.model", "tiktoken.model")
-# Files that are a tokenizer, the best first, and files that only accompany one.
-VOCABULARY_FILES = ("tokenizer.json", *UNREAD_VOCABULARY_FILES, "tekken.json", "vocab.json", "vocab.txt")
-COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
-
 
 # Characters of a text that Unicode's normal forms compose into one, at most.
 MOST_COMPOSED = 4
@@ -40,24 +30,21 @@ class TextCodec:
     of spaces before punctuation. It is not applied, because it removes spaces that the model wrote.
     """
 
-    def __init__(self, tokenizer: Any, *, adds_bos: bool = False) -> None:
+    def __init__(self, tokenizer: LoadedTokenizer) -> None:
         """
         Args:
-            tokenizer: a fast tokenizer of transformers. `load` makes one from a folder.
-            adds_bos: begin texts with the beginning-of-sequence token, if the tokenizer does not do so itself.
+            tokenizer: `load` reads one from a folder.
 
         Raises:
             CheckpointError: text of this tokenizer cannot be decoded token by token.
         """
         self.tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer
-        self._special_ids = frozenset(
-            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
-        bos = tokenizer.bos_token_id
-        is_missing = adds_bos and bos is not None and bos not in self._ids("a", add_special_tokens=True)
-        self._first_ids = [bos] if is_missing else []
-        self.num_tokens = 1 + max(tokenizer.get_vocab().values())  # larger ids have no text
+        self._backend = tokenizer.backend
+        self._added_tokens = self._backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in self._added_tokens.items() if token.special)
+        bos = tokenizer.token_id("bos_token")
+        first_ids = [bos] if tokenizer.adds_bos and bos is not None else []
+        self._first_ids = first_ids if bos not in self._ids("a", add_special_tokens=True) else []
 
         decoder = _steps(self._backend.decoder, "decoders")
         kinds = [step["type"] for step in decoder]
@@ -65,7 +52,7 @@ class TextCodec:
         self._has_byte_tokens = "ByteFallback" in kinds
         if not self.is_byte_level and not is_stepwise(decoder):
             raise CheckpointError(
-                f"the tokenizer in {tokenizer.name_or_path} has the decoder {' + '.join(kinds)}, which cannot be "
+                f"the tokenizer in {tokenizer.path} has the decoder {' + '.join(kinds)}, which cannot be "
                 f"streamed; supported are ByteLevel alone, and sequences of {', '.join(sorted(STEPWISE_DECODERS))}"
             )
         self.token_bytes = functools.cache(self._token_bytes)
@@ -76,40 +63,10 @@ class TextCodec:
         """Load the tokenizer of a folder; None if the folder has no tokenizer file at all.
 
         Raises:
-            CheckpointError: there is no such folder, or a tokenizer file is damaged, missing or of an unknown kind.
+            CheckpointError: as `load_tokenizer`, or text of this tokenizer cannot be decoded token by token.
         """
-        root = Path(folder)
-        if not root.is_dir():
-            raise CheckpointError(f"tokenizer {folder!r}: there is no such folder")
-        found = [name for name in (*VOCABULARY_FILES, *COMPANION_FILES) if (root / name).is_file()]
-        if not found:
-            return None
-        remedy = (
-            "add the tokenizer.json of the checkpoint, or of another with the same vocabulary; or remove "
-            f"{', '.join(found)} to work with token ids only"
-        )
-        vocabulary = found[0]
-        tokenizer = load_tiktoken(root) if vocabulary == "tiktoken.model" else None
-        if tokenizer is None and vocabulary in (*UNREAD_VOCABULARY_FILES, *COMPANION_FILES):
-            raise CheckpointError(f"{root} has no tokenizer but {vocabulary}, which moeserve cannot read: {remedy}")
-        if tokenizer is None:
-            from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds to import
-
-            # tokenizer.json is complete. A class named beside it may belong to another family and change its meaning.
-            loader = PreTrainedTokenizerFast if vocabulary == "tokenizer.json" else AutoTokenizer
-            try:
-                tokenizer = loader.from_pretrained(
-                    folder, use_fast=True, trust_remote_code=False, local_files_only=True
-                )
-            except Exception as error:  # a damaged file raises an error of any type
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise CheckpointError(f"{root / vocabulary} cannot be loaded ({reason:.400}): {remedy}") from error
-            if not tokenizer.is_fast:
-                raise CheckpointError(
-                    f"{root / vocabulary} gives a tokenizer without a fast version ({type(tokenizer).__name__}): "
-                    f"{remedy}"
-                )
-        return cls(tokenizer, adds_bos=_adds_bos(root))
+        tokenizer = load_tokenizer(folder)
+        return None if tokenizer is None else cls(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds.
@@ -136,15 +93,25 @@ class TextCodec:
             return ByteLevelDetokenizer(self, hidden_ids)
         return StepwiseDetokenizer(self, hidden_ids, has_byte_tokens=self._has_byte_tokens)
 
+    @functools.cached_property
+    def of_transformers(self) -> Any:
+        """The tokenizer as an object of transformers, which is imported for it."""
+        return load_with_transformers(self.tokenizer.path) if self.tokenizer.fast is None else self.tokenizer.fast
+
     @property
     def eos_token_ids(self) -> list[int]:
         """The tokenizer's end-of-sequence token, if it has one."""
-        eos = self.tokenizer.eos_token_id
+        eos = self.tokenizer.token_id("eos_token")
         return [] if eos is None else [eos]
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """Larger token ids have no text."""
+        return 1 + max(self._backend.get_vocab().values())
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self.tokenizer.chat_template)
+        return bool(self.tokenizer.chat_templates)
 
     def chat_prompt(
         self,
@@ -161,7 +128,7 @@ class TextCodec:
         Args:
             messages: list of {"role": ..., "content": ...}. The content is a text, or a list of
                 {"type": "text", "text": ...}, which are joined by line ends. Other keys reach the template unchanged.
-            chat_template: Jinja template; None: the checkpoint's.
+            chat_template: Jinja template, or the name of one of the checkpoint's; None: the checkpoint's.
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: end with the tokens that begin an answer.
             template_arguments: further variables of the template, such as {"enable_thinking": False}.
@@ -170,26 +137,17 @@ class TextCodec:
         Raises:
             RequestError: an argument is malformed, there is no chat template, or the template raises an error.
         """
-        messages = check_messages(messages)
-        tools = check_tools(tools)
-        if not (chat_template or self.has_chat_template):
-            raise RequestError(
-                "the checkpoint's tokenizer has no chat template; pass chat_template, or write the conversation as "
-                "one prompt and pass that to generate"
-            )
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=chat_template,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **(template_arguments or {}),
-            )
-        except ImportError:
-            raise  # jinja2 is missing
-        except Exception as error:  # raised by the template, or an error of any type in its expressions or arguments
-            raise RequestError(f"the chat template cannot render the messages: {error}") from error
+        from moeserve.api.chat_template import choose_template, render  # imports jinja2, for conversations only
+
+        messages, tools = check_messages(messages), check_tools(tools)
+        text = render(
+            choose_template(self.tokenizer.chat_templates, chat_template, has_tools=tools is not None),
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=self.tokenizer.special_tokens,
+            arguments=template_arguments or {},
+        )
         check_length(text)
         return self._ids(text, add_special_tokens=False)
 
@@ -201,9 +159,9 @@ class TextCodec:
     @functools.cached_property
     def _most_characters_per_token(self) -> int | None:
         """The most characters of a text that one token can stand for. None if there is no limit."""
-        if not keeps_text(self._backend, self.tokenizer.added_tokens_decoder.values()):
+        if not keeps_text(self._backend, self._added_tokens.values()):
             return None
-        return MOST_COMPOSED * max(map(len, self.tokenizer.get_vocab()))
+        return MOST_COMPOSED * max(map(len, self._backend.get_vocab()))
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -213,7 +171,7 @@ class TextCodec:
                 f"the text has half a surrogate pair ({text[error.start]!a}) at character {error.start}; "
                 "pass valid Unicode text"
             ) from None
-        token_ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return token_ids
 
     def _token_text(self, token_id: int) -> str:
@@ -265,10 +223,10 @@ def keeps_text(backend: Any, added_tokens: Iterable[Any]) -> bool:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte of each of the 256 characters of a byte-level vocabulary."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {character: byte for byte, character in bytes_to_unicode().items()}
+    """Return the byte of each of the 256 characters of a byte-level vocabulary, as GPT-2 assigned them."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _steps(part: Any, key: str) -> list[dict[str, Any]]:
@@ -281,10 +239,3 @@ def _steps(part: Any, key: str) -> list[dict[str, Any]]:
         return []
     state = json.loads(part.__getstate__())  # the library's way to write one part as JSON
     return state[key] if state["type"] == "Sequence" else [state]
-
-
-def _adds_bos(root: Path) -> bool:
-    """Return add_bos_token of tokenizer_config.json, which transformers 5 ignores and DeepSeek relies on."""
-    path = root / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return isinstance(config, dict) and config.get("add_bos_token") is True

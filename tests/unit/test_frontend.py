@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from moeserve.api.frontend import Frontend
 from moeserve.api.prompts import pair_prompts
 from moeserve.api.tokenizer import TextCodec
+from moeserve.api.tokenizer_files import LoadedTokenizer
 from moeserve.errors import RequestError
 from moeserve.outputs import Logprob, RequestOutput
 from moeserve.protocol import AddRequest, Request, RequestUpdate, TokenLogprobs
@@ -31,7 +32,7 @@ def byte_codec() -> TextCodec:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     make: Any = PreTrainedTokenizerFast
-    return TextCodec(make(tokenizer_object=tokenizer, eos_token="</s>"))
+    return TextCodec(LoadedTokenizer.from_transformers(make(tokenizer_object=tokenizer, eos_token="</s>")))
 
 
 CODEC = byte_codec()

@@ -18,6 +18,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from moeserve.api.frontend import Frontend
 from moeserve.api.logprobs import PromptLogprobs
 from moeserve.api.tokenizer import TextCodec
+from moeserve.api.tokenizer_files import LoadedTokenizer
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
 from moeserve.outputs import Logprob
@@ -47,7 +48,7 @@ def sentencepiece_like(**changes: Any) -> TextCodec:
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=changes.get("lstrip", False))])
     make: Any = PreTrainedTokenizerFast
-    return TextCodec(make(tokenizer_object=tokenizer))
+    return TextCodec(LoadedTokenizer.from_transformers(make(tokenizer_object=tokenizer)))
 
 
 NORMAL = sentencepiece_like(normalizer=normalizers.NFC())

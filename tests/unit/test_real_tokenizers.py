@@ -123,7 +123,7 @@ def family(request: pytest.FixtureRequest) -> Published:
 @given(text=st.sampled_from(TEXTS) | st.text(max_size=30))
 @settings(max_examples=200)
 def test_text_becomes_the_tokens_of_the_published_tokenizer(family: Published, text: str) -> None:
-    special = "".join(str(token) for token in family.codec.tokenizer.all_special_tokens)
+    special = "".join(str(token) for token in family.codec.of_transformers.all_special_tokens)
     for written in (text, f"{text}{special} {text}"):
         token_ids = family.codec.encode(written)
         assert token_ids == family.first_ids + family.reference.encode(written).ids

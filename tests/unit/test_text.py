@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from moeserve.api.output_text import OutputText
 from moeserve.api.tokenizer import TextCodec
+from moeserve.api.tokenizer_files import LoadedTokenizer
 from moeserve.errors import CheckpointError, RequestError
 from moeserve.sampling_params import SamplingParams
 
@@ -251,7 +252,7 @@ def test_num_tokens_counts_added_tokens(codec_of: dict[str, TextCodec]) -> None:
 
 def letters_codec(pieces_of_text: list[str]) -> TextCodec:
     tokenizer = word_tokenizer(["<unk>", *pieces_of_text], decoders.Fuse())
-    return TextCodec(fast_tokenizer(tokenizer, unk_token="<unk>"))
+    return TextCodec(LoadedTokenizer.from_transformers(fast_tokenizer(tokenizer, unk_token="<unk>")))
 
 
 LETTERS = ["a", "b", "ab", "ba", "aab", "bbaab"]
