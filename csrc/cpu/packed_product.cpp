@@ -17,6 +17,7 @@
 #include "isa.h"
 #include "parallel.h"
 #include "product_tile.h"
+#include "product_tile_amx.h"
 #include "product_tile_avx512_bf16.h"
 #include "quantized_rows.h"
 #include "rows.h"
@@ -26,8 +27,9 @@ namespace moeserve {
 namespace {
 
 constexpr int kMaxItemRows = 192;
-constexpr int kBlockInputs = 256;     // inputs of a panel that stay in the L1 cache while tiles use them
-constexpr int kDotBlockInputs = 128;  // inputs of two panels, shared by few tiles of VDPBF16PS
+constexpr int kBlockInputs = 256;      // inputs of a panel that stay in the L1 cache while tiles use them
+constexpr int kDotBlockInputs = 128;   // inputs of two panels, shared by few tiles of VDPBF16PS
+constexpr int kAmxBlockInputs = 1024;  // inputs of two panels, shared by several tiles of AMX
 constexpr int kFewTiles = 4;
 constexpr int64_t kPrefetchBytes = 2048;    // ahead of use, where panels are read once
 constexpr int64_t kParallelWork = 1 << 17;  // bytes read, or multiply-adds / 8, that justify a second thread
@@ -264,6 +266,41 @@ MOESERVE_TARGET_AVX512_BF16 void accumulate_avx512_bf16(const Work& work, Scratc
   work.num_rows <= kDotRows ? dot_few_rows(work, room.sums) : dot_many_rows(work, room);
 }
 
+// The same with AMX, for any number of rows, because its sums have other bits than those of VDPBF16PS.
+void accumulate_amx(const Work& work, Scratch& room) {
+  if (work.product.format != WeightFormat::kBFloat16) return accumulate_avx512(work, room);
+  const auto* input = reinterpret_cast<const BFloat16*>(work.input);
+  const int64_t stride = work.input_bytes / 2;
+  const int num_tiles = (work.num_rows + kAmxRows - 1) / kAmxRows;
+  const int64_t input_bytes = bytes_per_input(WeightFormat::kBFloat16);
+  const int64_t num_bytes = work.num_inputs * input_bytes;
+  const int64_t num_whole = work.num_inputs / kAmxInputs * kAmxInputs;
+  const int64_t step = num_tiles == 1 ? num_whole : kAmxBlockInputs;
+  const int64_t ahead = num_tiles == 1 ? kPrefetchBytes : step * input_bytes;
+  int sized_rows = 0;
+  int64_t sized_inputs = 0;
+  for (int64_t first = 0, count; first < work.num_inputs; first += count) {
+    count = first < num_whole ? std::min(step, num_whole - first) : work.num_inputs - num_whole;
+    const int64_t begin = first * input_bytes;
+    const char* const panels[2] = {work.panels[0] + begin, work.panels[1] + begin};
+    const int64_t skip = begin + ahead < num_bytes ? begin + ahead : work.next_item + begin + ahead - num_bytes;
+    const char* const prefetch[2] = {work.panels[0] + skip, work.panels[1] + skip};
+    for (int t = 0, row = 0; t < num_tiles; ++t) {
+      const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
+      const int64_t inputs = std::min<int64_t>(count, kAmxInputs);
+      if (rows != sized_rows || inputs != sized_inputs) {
+        sized_rows = rows;
+        sized_inputs = inputs;
+        TileSizes(rows, inputs).use();
+      }
+      const auto run = t == 0 ? amx_tile<true> : amx_tile<false>;
+      run(input + row * stride + first, stride, panels, count, first == 0, prefetch, room.sums + row * kTileOutputs);
+      row += rows;
+    }
+  }
+  release_tiles();
+}
+
 template <int W>
 MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, Float<W> up) {
   if (product.activation == Activation::kSwiGLU) return gate * sigmoid<W>(gate) * up;
@@ -415,9 +452,12 @@ Accumulate choose_accumulate(Isa isa) {
       return accumulate_avx2_vnni;
     case Isa::kAvx512:
       return accumulate_avx512;
-    default:
+    case Isa::kAvx512Bf16:
       return accumulate_avx512_bf16;
+    case Isa::kAmx:
+      break;
   }
+  return accumulate_amx;
 }
 
 // Items are ordered by group, rows and column, because panels of neighbouring columns are adjacent in memory.

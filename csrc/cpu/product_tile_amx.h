@@ -1,0 +1,93 @@
+// The inner loop of bfloat16 products with AMX: up to 16 rows times the 64 outputs of two panels.
+//
+// Tile registers 0 to 3 hold the sums, 4 the inputs of the rows, 5 to 7 the weights.
+
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+#include "product_tile.h"
+
+namespace moeserve {
+
+constexpr int kAmxRows = 16;
+constexpr int kAmxInputs = 32;  // of a tile register
+
+// Instructions by assembly, because compilers differ in which of them they know. Register numbers are literals.
+#define MOESERVE_TILE_LOAD(REGISTER, BASE, STRIDE) \
+  asm volatile("tileloadd (%0,%1,1), %%tmm" #REGISTER ::"r"(BASE), "r"(static_cast<int64_t>(STRIDE)) : "memory")
+#define MOESERVE_TILE_STORE(REGISTER, BASE, STRIDE) \
+  asm volatile("tilestored %%tmm" #REGISTER ", (%0,%1,1)" ::"r"(BASE), "r"(static_cast<int64_t>(STRIDE)) : "memory")
+#define MOESERVE_TILE_ZERO(REGISTER) asm volatile("tilezero %%tmm" #REGISTER ::)
+#define MOESERVE_TILE_DOT(SUMS, ROWS, WEIGHTS) \
+  asm volatile("tdpbf16ps %%tmm" #WEIGHTS ", %%tmm" #ROWS ", %%tmm" #SUMS ::)
+
+// Sizes of the tile registers, in the format of LDTILECFG.
+struct alignas(64) TileSizes {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t num_rows[16] = {};
+
+  // For at most 16 rows and an even number of inputs, at most 32.
+  TileSizes(int rows, int64_t num_inputs) {
+    for (int sums = 0; sums < 4; ++sums) set(sums, rows, 64);
+    set(4, rows, 2 * num_inputs);
+    for (int weights = 5; weights < 8; ++weights) set(weights, num_inputs / 2, 64);
+  }
+
+  void set(int index, int64_t rows, int64_t bytes) {
+    num_rows[index] = static_cast<uint8_t>(rows);
+    row_bytes[index] = static_cast<uint16_t>(bytes);
+  }
+  void use() const { asm volatile("ldtilecfg %0" ::"m"(*this)); }
+};
+
+inline void release_tiles() { asm volatile("tilerelease" ::); }
+
+// Add the products of some inputs to the sums: a multiple of 32, or fewer as the tile registers have. `prefetch` is
+// memory of each panel to read into the cache meanwhile.
+template <bool kPrefetches>
+inline void amx_tile(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_inputs,
+                     bool is_first, const char* const (&prefetch)[2], float* targets) {
+  constexpr int64_t kSumBytes = kTileOutputs * sizeof(float);
+  constexpr int64_t kPairBytes = 4 * kPanel;
+  if (is_first) {
+    MOESERVE_TILE_ZERO(0);
+    MOESERVE_TILE_ZERO(1);
+    MOESERVE_TILE_ZERO(2);
+    MOESERVE_TILE_ZERO(3);
+  } else {
+    MOESERVE_TILE_LOAD(0, targets, kSumBytes);
+    MOESERVE_TILE_LOAD(1, targets + 16, kSumBytes);
+    MOESERVE_TILE_LOAD(2, targets + 32, kSumBytes);
+    MOESERVE_TILE_LOAD(3, targets + 48, kSumBytes);
+  }
+  for (int64_t k = 0; k < num_inputs; k += kAmxInputs) {
+    const char* first = panels[0] + k / 2 * kPairBytes;
+    const char* second = panels[1] + k / 2 * kPairBytes;
+    if constexpr (kPrefetches) {
+      for (int64_t byte = 0; byte < kAmxInputs / 2 * kPairBytes; byte += 64) {
+        __builtin_prefetch(prefetch[0] + k / 2 * kPairBytes + byte);
+        __builtin_prefetch(prefetch[1] + k / 2 * kPairBytes + byte);
+      }
+    }
+    MOESERVE_TILE_LOAD(4, input + k, stride * 2);
+    MOESERVE_TILE_LOAD(5, first, kPairBytes);
+    MOESERVE_TILE_DOT(0, 4, 5);
+    MOESERVE_TILE_LOAD(6, first + 64, kPairBytes);
+    MOESERVE_TILE_DOT(1, 4, 6);
+    MOESERVE_TILE_LOAD(7, second, kPairBytes);
+    MOESERVE_TILE_DOT(2, 4, 7);
+    MOESERVE_TILE_LOAD(5, second + 64, kPairBytes);
+    MOESERVE_TILE_DOT(3, 4, 5);
+  }
+  MOESERVE_TILE_STORE(0, targets, kSumBytes);
+  MOESERVE_TILE_STORE(1, targets + 16, kSumBytes);
+  MOESERVE_TILE_STORE(2, targets + 32, kSumBytes);
+  MOESERVE_TILE_STORE(3, targets + 48, kSumBytes);
+}
+
+}  // namespace moeserve
