@@ -66,9 +66,10 @@ static_assert(kMaxInputChunks <= 1 << (kMaxWaitingSums - 1));
 // Buffers that each thread keeps from call to call.
 struct Scratch {
   alignas(64) float waiting_sums[kMaxWaitingSums][kMaxItemRows * kTileOutputs];
-  float* sums = waiting_sums[0];                       // of the current chunk
-  alignas(64) uint8_t weights[kBlockInputs * kPanel];  // a block of int4 codes as bytes
-  alignas(64) float scales[kBlockInputs / kInputGroup * kPanel];
+  float* sums = waiting_sums[0];                                  // of the current chunk
+  alignas(64) uint8_t weights[kBlockInputs * kPanel];             // a block of int4 codes as bytes
+  alignas(64) float scales[kBlockInputs / kInputGroup * kPanel];  // of its groups
+  alignas(64) float zeros[kBlockInputs / kInputGroup * kPanel];
 };
 
 Scratch& scratch() {
@@ -101,30 +102,28 @@ QuantizedRowLayout row_layout(WeightFormat format, int64_t num_inputs, bool is_w
 // Return the rows of tile t if tiles of similar size cover the `num_left` rows that are left.
 int rows_of_tile(int t, int num_tiles, int num_left) { return (num_left + num_tiles - t - 1) / (num_tiles - t); }
 
-// The bytes of the int4 codes, for each 16 bytes of a vector.
-struct Int4Table {
-  alignas(64) uint8_t bytes[64] = {};
-
-  constexpr Int4Table() {
-    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(kInt4Values[i % 16] + kByteOffset);
-  }
-};
-constexpr Int4Table kInt4Table;
-
-// Return the table's bytes at the indices, which are below 16.
+// Return float16 numbers that are not negative as floats.
 template <int W>
-MOESERVE_INLINE typename Vector<W>::UInt look_up(typename Vector<W>::UInt table, typename Vector<W>::UInt indices) {
-  typename Vector<W>::UInt bytes;
-  asm("vpshufb %2, %1, %0" : "=v"(bytes) : "v"(table), "v"(indices));
-  return bytes;
+MOESERVE_INLINE Float<W> widen_scales(const char* halves) {
+  using UInt = typename Vector<W>::UInt;
+  typename Vector<W>::HalfAsMany bits;
+  std::memcpy(&bits, halves, sizeof(bits));
+  constexpr float kExponent = 5.192296858534828e33f;  // 2^112: the difference of the exponents' biases
+  return reinterpret_cast<Float<W>>(__builtin_convertvector(bits, UInt) << 13) * kExponent;
 }
 
-// Widen the codes and scales of groups of int4 to a block. The codes become 128 more than their values.
+template <int W>
+MOESERVE_INLINE Float<W> widen_zeros(const char* bytes) {
+  typedef uint8_t Bytes __attribute__((vector_size(W)));
+  Bytes zeros;
+  std::memcpy(&zeros, bytes, sizeof(zeros));
+  return (__builtin_convertvector(zeros, Float<W>) - kInt4ZeroOffset) * kInt4ZeroStep;
+}
+
+// Widen groups of int4 codes to the bytes, scales and zeros of a block.
 template <int W>
 MOESERVE_INLINE void widen_int4(const char* groups, Scratch& room, Block& block) {
   using UInt = typename Vector<W>::UInt;
-  UInt table;
-  std::memcpy(&table, kInt4Table.bytes, sizeof(table));
   uint8_t* target = room.weights;
   const char* prefetch = block.prefetch;
   for (int64_t group = 0; group < block.num_groups; ++group, groups += kInt4GroupBytes) {
@@ -134,19 +133,32 @@ MOESERVE_INLINE void widen_int4(const char* groups, Scratch& room, Block& block)
       for (int byte = 0; byte < 2 * kPanel; byte += 4 * W) {
         UInt codes;
         std::memcpy(&codes, groups + quad * 2 * kPanel + byte, sizeof(codes));
-        const UInt low = look_up<W>(table, codes & 0x0F0F0F0Fu);
-        const UInt high = look_up<W>(table, (codes >> 4) & 0x0F0F0F0Fu);
+        const UInt low = codes & 0x0F0F0F0Fu;
+        const UInt high = (codes >> 4) & 0x0F0F0F0Fu;
         std::memcpy(target + byte, &low, sizeof(low));
         std::memcpy(target + 2 * kPanel + byte, &high, sizeof(high));
       }
     }
-    const auto* scales = reinterpret_cast<const BFloat16*>(groups + kInt4ScalesAt);
-    for (int n = 0; n < kPanel; n += W) store<W>(room.scales + group * kPanel + n, load_in_order<W>(scales + n));
+    for (int n = 0; n < kPanel; n += W) {
+      store<W>(room.scales + group * kPanel + n, widen_scales<W>(groups + kInt4ScalesAt + 2 * n));
+      store<W>(room.zeros + group * kPanel + n, widen_zeros<W>(groups + kInt4ZerosAt + n));
+    }
   }
   block.words = reinterpret_cast<const char*>(room.weights);
-  block.scales = room.scales;
   block.prefetch = nullptr;
 }
+
+// The scales and zeros of int8, whose scales are applied at the end.
+struct Int8Groups {
+  alignas(64) float scales[kBlockInputs / kInputGroup * kPanel] = {};
+  alignas(64) float zeros[kBlockInputs / kInputGroup * kPanel] = {};
+
+  constexpr Int8Groups() {
+    for (float& scale : scales) scale = 1;
+    for (float& zero : zeros) zero = kByteOffset;
+  }
+};
+constexpr Int8Groups kInt8Groups;
 
 // Compute the sums of all rows, panel by panel and block by block. Memory is read as one stream, some of it ahead.
 template <typename Products>
@@ -166,8 +178,12 @@ MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
       const int64_t num_groups = is_quantized(format) ? count / kInputGroup : 1;
       const int64_t begin = first * input_bytes;
       const char* prefetch = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
-      Block block{panel + begin, nullptr, num_groups, count / num_groups / step_inputs, first == 0, prefetch};
-      if (format == WeightFormat::kInt4) widen_int4<Products::W>(panel + begin, room, block);
+      const bool is_int4 = format == WeightFormat::kInt4;
+      const float* const scales_of_weights = is_int4 ? room.scales : kInt8Groups.scales;
+      const float* const zeros = is_int4 ? room.zeros : kInt8Groups.zeros;
+      Block block{panel + begin, scales_of_weights, zeros, num_groups, count / num_groups / step_inputs,
+                  first == 0,    prefetch};
+      if (is_int4) widen_int4<Products::W>(panel + begin, room, block);
       const char* input = work.input + first / step_inputs * Products::kRowBytes;
       const char* scales = work.input + scales_at + first / kInputGroup * static_cast<int64_t>(sizeof(RowScale));
       for (int t = 0, row = 0; t < num_tiles; ++t) {

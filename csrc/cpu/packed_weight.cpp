@@ -30,13 +30,6 @@ MOESERVE_INLINE Float<W> round_to_integer(Float<W> x) {
   return (x + kRound) - kRound;
 }
 
-// Round to nearest bfloat16, ties to even, as floats. Inputs are finite and do not overflow.
-template <int W>
-MOESERVE_INLINE Float<W> round_to_bfloat16(Float<W> x) {
-  const auto bits = reinterpret_cast<typename Vector<W>::UInt>(x);
-  return reinterpret_cast<Float<W>>((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u);
-}
-
 template <int W>
 MOESERVE_INLINE Float<W> inverse_or_zero(Float<W> x) {
   return x != 0.0f ? 1.0f / x : Float<W>{};
@@ -75,102 +68,47 @@ MOESERVE_INLINE void pack_int8(const Columns& columns, char* panel) {
   }
 }
 
-// Return the midpoint between the values of neighbouring codes.
-constexpr float int4_border(int code) { return 0.5f * (kInt4Values[code] + kInt4Values[code + 1]); }
-
-// Return the value nearest to each quotient: the sum of the gaps below it.
-template <int W>
-MOESERVE_INLINE Float<W> nearest_int4(Float<W> quotients) {
-  constexpr float kSteep = 1e30f;
-  Float<W> values = broadcast<W>(kInt4Values[0]);
-  MOESERVE_UNROLL
-  for (int code = 0; code < 15; ++code) {
-    const Float<W> gap = broadcast<W>(kInt4Values[code + 1] - kInt4Values[code]);
-    const Float<W> beyond = larger<W>((quotients - int4_border(code)) * kSteep, Float<W>{});
-    values += beyond < gap ? beyond : gap;
-  }
-  return values;
+MOESERVE_INLINE uint16_t half_bits(float value) {
+  // Round a number that is not negative to nearest float16, ties to even.
+  uint32_t bits;
+  value *= 1.9259299443872359e-34f;  // 2^-112: the difference of the exponents' biases
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<uint16_t>((bits + 0xFFF + ((bits >> 13) & 1)) >> 13);
 }
 
-// Scales of W outputs in a group of inputs, and their squared errors.
-template <int W>
-struct Int4Scales {
-  Float<W> scales;
-  Float<W> errors;
-  Float<W> fitted;  // least-squares scales for the chosen codes
-};
-
-template <int W>
-MOESERVE_INLINE Int4Scales<W> try_int4_scales(const float* weights, Float<W> wanted) {
-  const Float<W> scales = round_to_bfloat16<W>(wanted);
-  const Float<W> inverses = inverse_or_zero<W>(scales);
-  Float<W> errors = {};
-  Float<W> products = {};
-  Float<W> squares = {};
-  for (int k = 0; k < kInputGroup; ++k) {
-    const Float<W> weight = load<W>(weights + k * kPanel);
-    const Float<W> values = nearest_int4<W>(weight * inverses);
-    const Float<W> error = weight - values * scales;
-    errors += error * error;
-    products += weight * values;
-    squares += values * values;
-  }
-  return {scales, errors, products / squares};  // no value is 0
+MOESERVE_INLINE float half_value(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 13;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value * 5.192296858534828e33f;
 }
 
-// Choose the best of several scales that map the weight of largest magnitude near the value of the first code, and of
-// the least-squares scale for its codes.
-template <int W>
-MOESERVE_INLINE Float<W> choose_int4_scales(const float* weights) {
-  Float<W> extreme = {};
-  for (int k = 0; k < kInputGroup; ++k) {
-    const Float<W> candidate = load<W>(weights + k * kPanel);
-    extreme = magnitude<W>(candidate) > magnitude<W>(extreme) ? candidate : extreme;
-  }
-  Int4Scales<W> best = try_int4_scales<W>(weights, extreme * (1.0f / (kInt4Values[0] * 0.95f)));
-  for (const float part : {0.85f, 1.05f}) {
-    const Int4Scales<W> other = try_int4_scales<W>(weights, extreme * (1.0f / (kInt4Values[0] * part)));
-    best.scales = other.errors < best.errors ? other.scales : best.scales;
-    best.fitted = other.errors < best.errors ? other.fitted : best.fitted;
-    best.errors = other.errors < best.errors ? other.errors : best.errors;
-  }
-  const Int4Scales<W> last = try_int4_scales<W>(weights, best.fitted);
-  return last.errors < best.errors ? last.scales : best.scales;
-}
-
-template <int W>
-MOESERVE_INLINE void choose_int4_codes(const float* weights, Float<W> scales, int32_t* codes) {
-  using Int = typename Vector<W>::Int;
-  const Float<W> inverses = inverse_or_zero<W>(scales);
-  for (int k = 0; k < kInputGroup; ++k) {
-    const Float<W> quotients = load<W>(weights + k * kPanel) * inverses;
-    Int chosen = {};
-    MOESERVE_UNROLL
-    for (int border = 0; border < 15; ++border) chosen -= quotients > int4_border(border);  // true is -1
-    std::memcpy(codes + k * kPanel, &chosen, sizeof(chosen));
-  }
-}
-
+// Pack each group of inputs with the scale and zero point that cover its range.
 template <int W>
 MOESERVE_INLINE void pack_int4(const Columns& columns, char* panel) {
   for (int64_t first = 0; first < columns.num_inputs; first += kInputGroup, panel += kInt4GroupBytes) {
     const float* weights = columns.weights.data() + first * kPanel;
-    BFloat16 scales[kPanel];
-    int32_t codes[kInputGroup * kPanel];
-    for (int n = 0; n < kPanel; n += W) {
-      float lanes[W];
-      store<W>(lanes, choose_int4_scales<W>(weights + n));
-      for (int i = 0; i < W; ++i) assign(scales + n + i, lanes[i]);
-      choose_int4_codes<W>(weights + n, load<W>(lanes), codes + n);
-    }
     auto* bytes = reinterpret_cast<uint8_t*>(panel);
-    for (int k = 0; k < kInputGroup; ++k) {
-      for (int c = 0; c < kPanel / 2; ++c) {
-        const int32_t* near = codes + k * kPanel + c;
-        bytes[k / 4 * 2 * kPanel + 4 * c + k % 4] = static_cast<uint8_t>(near[0] | near[kPanel / 2] << 4);
+    std::fill_n(bytes, kInt4ScalesAt, 0);
+    for (int n = 0; n < kPanel; ++n) {
+      float lowest = 0.0f;
+      float highest = 0.0f;
+      for (int k = 0; k < kInputGroup; ++k) {
+        lowest = std::min(lowest, weights[k * kPanel + n]);
+        highest = std::max(highest, weights[k * kPanel + n]);
       }
+      const uint16_t scale_bits = half_bits((highest - lowest) / 15);
+      const float scale = half_value(scale_bits);
+      const float inverse = scale > 0 ? 1 / scale : 0.0f;
+      const float zero = std::nearbyint(-lowest * inverse / kInt4ZeroStep);
+      for (int k = 0; k < kInputGroup; ++k) {
+        const float code = std::nearbyint(weights[k * kPanel + n] * inverse + zero * kInt4ZeroStep);
+        const int bounded = static_cast<int>(std::clamp(code, 0.0f, 15.0f));
+        bytes[k / 4 * 2 * kPanel + 4 * (n % 16) + k % 4] |= static_cast<uint8_t>(bounded << (n / 16 * 4));
+      }
+      std::memcpy(panel + kInt4ScalesAt + 2 * n, &scale_bits, sizeof(scale_bits));
+      panel[kInt4ZerosAt + n] = static_cast<char>(static_cast<int>(zero) + kInt4ZeroOffset);
     }
-    std::memcpy(panel + kInt4ScalesAt, scales, sizeof(scales));
   }
 }
 

@@ -6,7 +6,8 @@
 //   float32    [K][32]                 one input after the other
 //   bfloat16   [K / 2][32][2]          two inputs of each output side by side, as for VDPBF16PS
 //   int8       [K / 4][32][4] bytes, [32] float32 scales of the outputs: weight = (byte - 128) * scale
-//   int4       for every 32 inputs: [8][16][4] bytes, [32] bfloat16 scales: weight = value of its code * scale;
+//   int4       for every 32 inputs: [8][16][4] bytes, [32] float16 scales, [32] bytes of zero points:
+//              weight = (code - (zero - 64) / 8) * scale;
 //              byte (q, c, i) has the codes of input 4 * q + i, for output c in its low half, 16 + c in its high half
 //
 // N and K are filled up with zeros to whole panels and groups of inputs.
@@ -27,14 +28,15 @@ enum class WeightFormat { kFloat32, kBFloat16, kInt8, kInt4 };
 
 constexpr int kPanel = 32;       // outputs of a panel
 constexpr int kInputGroup = 32;  // inputs of quantised weights that are multiplied together; int4: that share a scale
-constexpr int kInt4ScalesAt = kInputGroup * kPanel / 2;  // bytes of values before a group's scales
-constexpr int kInt4GroupBytes = kInt4ScalesAt + kPanel * 2;
+constexpr int kInt4ScalesAt = kInputGroup * kPanel / 2;  // bytes of codes before a group's scales
+constexpr int kInt4ZerosAt = kInt4ScalesAt + kPanel * 2;
+constexpr int kInt4GroupBytes = kInt4ZerosAt + kPanel;
 
-// The values of the int4 codes. They are denser near zero, where most weights are: the values minimise the squared
-// error for normally distributed weights, found by Lloyd's algorithm with alternating codes and scales. All fit in 8
-// bits.
-constexpr int kInt4Values[16] = {-128, -104, -80, -62, -47, -34, -22, -10, 1, 13, 24, 37, 50, 65, 83, 105};
-constexpr int kByteOffset = 128;  // added to weights of 8 bits, which are stored and multiplied as unsigned bytes
+// Zero points have steps of 1/8, from -8 to 23.9. So they include the integers of published formats, and those between
+// codes, which fit groups of weights better.
+constexpr int kInt4ZeroOffset = 64;
+constexpr float kInt4ZeroStep = 0.125f;
+constexpr int kByteOffset = 128;  // added to weights of int8, which are stored and multiplied as unsigned bytes
 
 int64_t count_panels(int64_t num_outputs);
 

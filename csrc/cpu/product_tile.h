@@ -18,7 +18,8 @@ constexpr int kTileOutputs = 2 * kPanel;  // sums of a row side by side: those o
 // Some inputs of a panel.
 struct Block {
   const char* words;
-  const float* scales;  // [groups, kPanel] of the weights; null for scales of 1
+  const float* scales;  // [groups, kPanel] of quantised weights
+  const float* zeros;   // [groups, kPanel]: words of quantised weights are more than the weights by this
   int64_t num_groups;   // of inputs whose sums are scaled together
   int64_t group_steps;
   bool is_first;         // overwrite the sums instead of adding to them
@@ -131,16 +132,15 @@ struct IntegerSums {
   static MOESERVE_INLINE UInt broadcast_word(const char* word) {
     return reinterpret_cast<UInt>(broadcast<W>(*reinterpret_cast<const float*>(word)));
   }
-  static MOESERVE_INLINE Sums begin(const Block&, const TileRows& rows, const Part& part, const float*) {
-    const auto* start = reinterpret_cast<const char*>(&rows.scale(part).start);
-    return reinterpret_cast<Sums>(broadcast_word(start));
-  }
+  static MOESERVE_INLINE Sums begin(const Block&, const TileRows&, const Part&, const float*) { return Sums{}; }
   static MOESERVE_INLINE void end(const Block& block, const TileRows& rows, const Part& part, const Sums& sums,
                                   float* target) {
-    Float<W> scales = broadcast<W>(rows.scale(part).scale);
-    if (block.scales != nullptr) scales *= load<W>(block.scales + part.group * kPanel + part.output);
+    const RowScale& row = rows.scale(part);
+    const int64_t place = part.group * kPanel + part.output;
+    const Float<W> excess = load<W>(block.zeros + place) * broadcast<W>(row.sum);
+    const Float<W> scales = load<W>(block.scales + place) * broadcast<W>(row.scale);
     const Float<W> before = block.is_first && part.group == 0 ? Float<W>{} : load<W>(target);
-    store<W>(target, before + __builtin_convertvector(sums, Float<W>) * scales);
+    store<W>(target, before + (__builtin_convertvector(sums, Float<W>) - excess) * scales);
   }
 };
 

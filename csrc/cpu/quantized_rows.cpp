@@ -63,7 +63,7 @@ MOESERVE_INLINE void quantize_row(const Element* source, int64_t num_inputs, con
     }
     int sum = 0;
     for (const int8_t value : quantized) sum += value;
-    *scales++ = {scale, -kByteOffset * sum};
+    *scales++ = {scale, static_cast<float>(sum)};
   }
 }
 

@@ -15,7 +15,7 @@ namespace moeserve {
 // Of one group of inputs.
 struct RowScale {
   float scale;
-  int32_t start;  // -128 times the sum of the quantised values: where a sum begins whose weights have 128 added
+  float sum;  // of the quantised values: exact
 };
 
 // The memory of a quantised row: its values, and then a RowScale for each group.

@@ -48,7 +48,6 @@ def dtypes_of(packed_format: PackedFormat) -> tuple[torch.dtype, ...]:
     return torch.float32, torch.bfloat16
 
 
-INT4_VALUES = torch.tensor([-128, -104, -80, -62, -47, -34, -22, -10, 1, 13, 24, 37, 50, 65, 83, 105]).double()
 CASES = [(packed_format, dtype) for packed_format in FORMATS for dtype in dtypes_of(packed_format)]
 
 
@@ -105,12 +104,13 @@ def _unpacked_panel(panel: Tensor, packed_format: PackedFormat) -> Tensor:
             values, scales = panel[:-128].int() - 128, panel[-128:].clone().view(torch.float32)
             return values.view(-1, 32, 4).permute(1, 0, 2).flatten(1).double() * scales[:, None].double()
         case "int4":
-            groups_gB = panel.view(-1, 512 + 64)
+            groups_gB = panel.view(-1, 512 + 64 + 32)
             bytes_gqci = groups_gB[:, :512].int().view(-1, 8, 16, 4)
-            scales_gO = groups_gB[:, 512:].contiguous().view(torch.bfloat16).double()
-            values_ghqci = INT4_VALUES[torch.stack([bytes_gqci & 15, bytes_gqci >> 4], dim=1)]
-            values_gOK = values_ghqci.permute(0, 1, 3, 2, 4).flatten(1, 2).flatten(2)
-            return (values_gOK * scales_gO[:, :, None]).permute(1, 0, 2).flatten(1)
+            scales_gO = groups_gB[:, 512:576].contiguous().view(torch.float16).double()
+            zeros_gO = (groups_gB[:, 576:].double() - 64) / 8
+            codes_ghqci = torch.stack([bytes_gqci & 15, bytes_gqci >> 4], dim=1)
+            codes_gOK = codes_ghqci.permute(0, 1, 3, 2, 4).flatten(1, 2).flatten(2).double()
+            return ((codes_gOK - zeros_gO[:, :, None]) * scales_gO[:, :, None]).permute(1, 0, 2).flatten(1)
 
 
 def quantized(rows_RI: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def test_int8_is_within_half_a_step(dtype: torch.dtype) -> None:
     assert (error_eOI <= 0.5001 * step_eO1).all()
 
 
-def test_int4_has_a_fifth_less_error_than_even_steps() -> None:
+def test_int4_has_less_error_than_symmetric_steps() -> None:
     """Q4_0 of GGUF has even steps, with the largest of 32 weights at -8."""
     torch.manual_seed(3)
     weights = make(1, 64, 128, torch.float32)
@@ -198,7 +198,7 @@ def test_int4_has_a_fifth_less_error_than_even_steps() -> None:
     usual = (groups / scale).round().clamp(-8, 7) * scale
     given = unpacked(packed_copy(weights, "int4")).view(-1, 32)
     usual_error, error = ((of - groups).pow(2).sum(1) for of in (usual, given))
-    assert float(error.sum()) <= 0.8 * float(usual_error.sum())
+    assert float(error.sum()) <= 0.9 * float(usual_error.sum())
     assert not error[24:28].sum()  # of zeros
 
 
