@@ -66,10 +66,7 @@ static_assert(kMaxInputChunks <= 1 << (kMaxWaitingSums - 1));
 // Buffers that each thread keeps from call to call.
 struct Scratch {
   alignas(64) float waiting_sums[kMaxWaitingSums][kMaxItemRows * kTileOutputs];
-  float* sums = waiting_sums[0];                                  // of the current chunk
-  alignas(64) uint8_t weights[kBlockInputs * kPanel];             // a block of int4 codes as bytes
-  alignas(64) float scales[kBlockInputs / kInputGroup * kPanel];  // of its groups
-  alignas(64) float zeros[kBlockInputs / kInputGroup * kPanel];
+  float* sums = waiting_sums[0];  // of the current chunk
 };
 
 Scratch& scratch() {
@@ -94,6 +91,9 @@ int64_t bytes_per_input(WeightFormat format) {
   return kInt4GroupBytes / kInputGroup;
 }
 
+// True if the kernels of an instruction set read quantised rows as 16-bit integers.
+bool widens_rows(WeightFormat format, Isa isa) { return isa == Isa::kAvx2 && format == WeightFormat::kInt8; }
+
 // Return the layout of quantised rows that the kernels of an instruction set read.
 QuantizedRowLayout row_layout(WeightFormat format, int64_t num_inputs, bool is_widened) {
   return {padded_inputs(format, num_inputs), is_widened};
@@ -101,64 +101,6 @@ QuantizedRowLayout row_layout(WeightFormat format, int64_t num_inputs, bool is_w
 
 // Return the rows of tile t if tiles of similar size cover the `num_left` rows that are left.
 int rows_of_tile(int t, int num_tiles, int num_left) { return (num_left + num_tiles - t - 1) / (num_tiles - t); }
-
-// Return float16 numbers that are not negative as floats.
-template <int W>
-MOESERVE_INLINE Float<W> widen_scales(const char* halves) {
-  using UInt = typename Vector<W>::UInt;
-  typename Vector<W>::HalfAsMany bits;
-  std::memcpy(&bits, halves, sizeof(bits));
-  constexpr float kExponent = 5.192296858534828e33f;  // 2^112: the difference of the exponents' biases
-  return reinterpret_cast<Float<W>>(__builtin_convertvector(bits, UInt) << 13) * kExponent;
-}
-
-template <int W>
-MOESERVE_INLINE Float<W> widen_zeros(const char* bytes) {
-  typedef uint8_t Bytes __attribute__((vector_size(W)));
-  Bytes zeros;
-  std::memcpy(&zeros, bytes, sizeof(zeros));
-  return (__builtin_convertvector(zeros, Float<W>) - kInt4ZeroOffset) * kInt4ZeroStep;
-}
-
-// Widen groups of int4 codes to the bytes, scales and zeros of a block.
-template <int W>
-MOESERVE_INLINE void widen_int4(const char* groups, Scratch& room, Block& block) {
-  using UInt = typename Vector<W>::UInt;
-  uint8_t* target = room.weights;
-  const char* prefetch = block.prefetch;
-  for (int64_t group = 0; group < block.num_groups; ++group, groups += kInt4GroupBytes) {
-    for (int byte = 0; byte < kInt4GroupBytes; byte += 64) __builtin_prefetch(prefetch + byte);
-    prefetch += kInt4GroupBytes;
-    for (int quad = 0; quad < kInputGroup / 4; ++quad, target += 4 * kPanel) {
-      for (int byte = 0; byte < 2 * kPanel; byte += 4 * W) {
-        UInt codes;
-        std::memcpy(&codes, groups + quad * 2 * kPanel + byte, sizeof(codes));
-        const UInt low = codes & 0x0F0F0F0Fu;
-        const UInt high = (codes >> 4) & 0x0F0F0F0Fu;
-        std::memcpy(target + byte, &low, sizeof(low));
-        std::memcpy(target + 2 * kPanel + byte, &high, sizeof(high));
-      }
-    }
-    for (int n = 0; n < kPanel; n += W) {
-      store<W>(room.scales + group * kPanel + n, widen_scales<W>(groups + kInt4ScalesAt + 2 * n));
-      store<W>(room.zeros + group * kPanel + n, widen_zeros<W>(groups + kInt4ZerosAt + n));
-    }
-  }
-  block.words = reinterpret_cast<const char*>(room.weights);
-  block.prefetch = nullptr;
-}
-
-// The scales and zeros of int8, whose scales are applied at the end.
-struct Int8Groups {
-  alignas(64) float scales[kBlockInputs / kInputGroup * kPanel] = {};
-  alignas(64) float zeros[kBlockInputs / kInputGroup * kPanel] = {};
-
-  constexpr Int8Groups() {
-    for (float& scale : scales) scale = 1;
-    for (float& zero : zeros) zero = kByteOffset;
-  }
-};
-constexpr Int8Groups kInt8Groups;
 
 // Compute the sums of all rows, panel by panel and block by block. Memory is read as one stream, some of it ahead.
 template <typename Products>
@@ -178,12 +120,7 @@ MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
       const int64_t num_groups = is_quantized(format) ? count / kInputGroup : 1;
       const int64_t begin = first * input_bytes;
       const char* prefetch = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
-      const bool is_int4 = format == WeightFormat::kInt4;
-      const float* const scales_of_weights = is_int4 ? room.scales : kInt8Groups.scales;
-      const float* const zeros = is_int4 ? room.zeros : kInt8Groups.zeros;
-      Block block{panel + begin, scales_of_weights, zeros, num_groups, count / num_groups / step_inputs,
-                  first == 0,    prefetch};
-      if (is_int4) widen_int4<Products::W>(panel + begin, room, block);
+      Block block{panel + begin, num_groups, count / num_groups / step_inputs, first == 0, prefetch};
       const char* input = work.input + first / step_inputs * Products::kRowBytes;
       const char* scales = work.input + scales_at + first / kInputGroup * static_cast<int64_t>(sizeof(RowScale));
       for (int t = 0, row = 0; t < num_tiles; ++t) {
@@ -199,21 +136,28 @@ MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
 }
 
 // Compute the sums of rows that are not multiplied with VDPBF16PS.
-template <int W, typename IntegerProducts>
+template <int W, typename Int8Products, typename Int4Products>
 MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
-  if (is_quantized(work.product.format)) return accumulate<IntegerProducts>(work, room);
-  if (work.product.format == WeightFormat::kBFloat16) return accumulate<WidenedProducts<W>>(work, room);
-  accumulate<Float32Products<W>>(work, room);
+  switch (work.product.format) {
+    case WeightFormat::kFloat32:
+      return accumulate<Float32Products<W>>(work, room);
+    case WeightFormat::kBFloat16:
+      return accumulate<WidenedProducts<W>>(work, room);
+    case WeightFormat::kInt8:
+      return accumulate<Int8Products>(work, room);
+    case WeightFormat::kInt4:
+      return accumulate<Int4Products>(work, room);
+  }
 }
 
 MOESERVE_TARGET_AVX2 void accumulate_avx2(const Work& work, Scratch& room) {
-  accumulate<8, WidenedByteProducts<8>>(work, room);
+  accumulate<8, WidenedByteProducts<8>, NibbleProducts<8>>(work, room);
 }
 MOESERVE_TARGET_AVX2 void accumulate_avx2_vnni(const Work& work, Scratch& room) {
-  accumulate<8, ByteDotProducts<8>>(work, room);
+  accumulate<8, ByteDotProducts<8, Int8Weights>, ByteDotProducts<8, Int4Weights>>(work, room);
 }
 MOESERVE_TARGET_AVX512 void accumulate_avx512(const Work& work, Scratch& room) {
-  accumulate<16, ByteDotProducts<16>>(work, room);
+  accumulate<16, ByteDotProducts<16, Int8Weights>, ByteDotProducts<16, Int4Weights>>(work, room);
 }
 
 // Call run(std::integral_constant) with a number of rows from 1 to kDotRows.
@@ -504,7 +448,9 @@ PreparedRows prepare(const PackedProduct& product, const std::vector<RowGroup>& 
   if (!quantizes && padded_inputs(product.format, chunks) == product.num_inputs) {
     return {product.input_stride * element, chunks.chunk_inputs * element, groups};
   }
-  const auto layout_of = [&](int64_t num_inputs) { return row_layout(product.format, num_inputs, isa == Isa::kAvx2); };
+  const auto layout_of = [&](int64_t num_inputs) {
+    return row_layout(product.format, num_inputs, widens_rows(product.format, isa));
+  };
   const auto bytes_of = [&](int64_t num_inputs) {
     return quantizes ? layout_of(num_inputs).row_bytes() : padded_inputs(product.format, num_inputs) * element;
   };

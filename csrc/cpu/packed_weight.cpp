@@ -71,7 +71,7 @@ MOESERVE_INLINE void pack_int8(const Columns& columns, char* panel) {
 MOESERVE_INLINE uint16_t half_bits(float value) {
   // Round a number that is not negative to nearest float16, ties to even.
   uint32_t bits;
-  value *= 1.9259299443872359e-34f;  // 2^-112: the difference of the exponents' biases
+  value *= 1 / kFloat16Exponent;
   std::memcpy(&bits, &value, sizeof(bits));
   return static_cast<uint16_t>((bits + 0xFFF + ((bits >> 13) & 1)) >> 13);
 }
@@ -80,7 +80,7 @@ MOESERVE_INLINE float half_value(uint16_t half) {
   const uint32_t bits = static_cast<uint32_t>(half) << 13;
   float value;
   std::memcpy(&value, &bits, sizeof(value));
-  return value * 5.192296858534828e33f;
+  return value * kFloat16Exponent;
 }
 
 // Pack each group of inputs with the scale and zero point that cover its range.

@@ -36,6 +36,9 @@ constexpr int kInt4GroupBytes = kInt4ZerosAt + kPanel;
 // codes, which fit groups of weights better.
 constexpr int kInt4ZeroOffset = 64;
 constexpr float kInt4ZeroStep = 0.125f;
+
+// The bits of a float16 that is not negative, shifted to those of a float32, are its value divided by this: 2^112.
+constexpr float kFloat16Exponent = 5.192296858534828e33f;
 constexpr int kByteOffset = 128;  // added to weights of int8, which are stored and multiplied as unsigned bytes
 
 int64_t count_panels(int64_t num_outputs);

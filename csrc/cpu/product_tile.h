@@ -18,58 +18,54 @@ constexpr int kTileOutputs = 2 * kPanel;  // sums of a row side by side: those o
 // Some inputs of a panel.
 struct Block {
   const char* words;
-  const float* scales;  // [groups, kPanel] of quantised weights
-  const float* zeros;   // [groups, kPanel]: words of quantised weights are more than the weights by this
-  int64_t num_groups;   // of inputs whose sums are scaled together
+  int64_t num_groups;  // of inputs whose sums are scaled together
   int64_t group_steps;
   bool is_first;         // overwrite the sums instead of adding to them
   const char* prefetch;  // memory to read into the cache at the speed of the words; null for none
 };
 
-// A part of the sums of a tile: one group of inputs, one row, and one vector of outputs.
-struct Part {
-  int64_t group;
-  int row;
-  int output;
-};
-
 // Some rows, from the first input of a block on.
 struct TileRows {
   const char* words;
-  const char* scales;  // RowScale of a quantised row
+  const char* scales;  // RowScale of quantised rows
   int64_t stride;      // bytes from row to row, of both
 
-  const RowScale& scale(const Part& part) const {
-    return reinterpret_cast<const RowScale*>(scales + part.row * stride)[part.group];
+  const RowScale& scale(int row, int64_t group) const {
+    return reinterpret_cast<const RowScale*>(scales + row * stride)[group];
   }
 };
 
 // Products are described by classes with:
-//   W            lanes of a vector
-//   kMaxRows     rows of a tile whose sums fit in the registers
-//   kWordBytes   of the panel, for one output in one step
-//   kRowBytes    of a row, in one step
-//   kParts       a step consists of this many multiply-adds of vectors
-//   Sums         a vector of sums
-//   weights      one part of a vector of words
-//   values       one part of a row's words, in all lanes
-//   add          add weights times values to sums
-//   begin, end   begin the sums of a group of inputs, and add them to those of the groups before it
+//   W           lanes of a vector
+//   kMaxRows    rows of a tile whose sums fit in the registers
+//   kStepBytes  of the panel
+//   kRowBytes   of a row, in one step
+//   kParts      a step consists of this many multiply-adds of vectors
+//   Sums        a vector of sums
+//   Scales      what the sums of a group of inputs are scaled by, for a vector of outputs
+//   weights     one part of a vector of words: vector `v` of the panel
+//   values      one part of a row's words, in all lanes
+//   add         add weights times values to sums
+//   scales      read the scales of a group, which begins at `words`
+//   begin, end  begin the sums of a group, and add them to those of the groups before it
 
-// Sums in float32, which continue from block to block.
+// Sums in float32, which continue from block to block. Each block is one group.
 template <int kWidth>
 struct FloatSums {
   static constexpr int W = kWidth;
   static constexpr int kMaxRows = W == 16 ? 12 : 6;
+  static constexpr int kStepBytes = 4 * kPanel;
+  static constexpr int kRowBytes = 4;
+  static constexpr int64_t kGroupBytes = 0;
   using Sums = Float<W>;
+  struct Scales {};
 
   static MOESERVE_INLINE void add(Sums& sums, const Float<W>& weights, const Float<W>& values) {
     sums += weights * values;
   }
-  static MOESERVE_INLINE Sums begin(const Block& block, const TileRows&, const Part&, const float* target) {
-    return block.is_first ? Sums{} : load<W>(target);
-  }
-  static MOESERVE_INLINE void end(const Block&, const TileRows&, const Part&, const Sums& sums, float* target) {
+  static MOESERVE_INLINE Scales scales(const char*, int) { return {}; }
+  static MOESERVE_INLINE Sums begin(bool is_first, const float* target) { return is_first ? Sums{} : load<W>(target); }
+  static MOESERVE_INLINE void end(bool, const Scales&, const TileRows&, int, int64_t, const Sums& sums, float* target) {
     store<W>(target, sums);
   }
 };
@@ -77,13 +73,11 @@ struct FloatSums {
 // A word is one float32.
 template <int W>
 struct Float32Products : FloatSums<W> {
-  static constexpr int kWordBytes = 4;
-  static constexpr int kRowBytes = 4;
   static constexpr int kParts = 1;
 
   template <int kPart>
-  static MOESERVE_INLINE Float<W> weights(const char* words) {
-    return load<W>(reinterpret_cast<const float*>(words));
+  static MOESERVE_INLINE Float<W> weights(const char* words, int v) {
+    return load<W>(reinterpret_cast<const float*>(words) + v * W);
   }
   template <int kPart>
   static MOESERVE_INLINE Float<W> values(const char* words) {
@@ -91,76 +85,115 @@ struct Float32Products : FloatSums<W> {
   }
 };
 
+template <int W>
+MOESERVE_INLINE typename Vector<W>::UInt load_words(const char* words) {
+  typename Vector<W>::UInt lanes;
+  std::memcpy(&lanes, words, sizeof(lanes));
+  return lanes;
+}
+
+template <int W>
+MOESERVE_INLINE typename Vector<W>::UInt broadcast_word(const char* word) {
+  return reinterpret_cast<typename Vector<W>::UInt>(broadcast<W>(*reinterpret_cast<const float*>(word)));
+}
+
 // A word is two bfloat16, which are widened to float32: the first by a shift, the second by a mask.
 template <int W>
 struct WidenedProducts : FloatSums<W> {
-  using UInt = typename Vector<W>::UInt;
-  static constexpr int kWordBytes = 4;
-  static constexpr int kRowBytes = 4;
   static constexpr int kParts = 2;
 
   template <int kPart>
-  static MOESERVE_INLINE Float<W> widen_part(const UInt& words) {
+  static MOESERVE_INLINE Float<W> widen_part(const typename Vector<W>::UInt& words) {
     return reinterpret_cast<Float<W>>(kPart == 0 ? words << 16 : words & 0xFFFF0000u);
   }
   template <int kPart>
-  static MOESERVE_INLINE Float<W> weights(const char* words) {
-    UInt lanes;
-    std::memcpy(&lanes, words, sizeof(lanes));
-    return widen_part<kPart>(lanes);
+  static MOESERVE_INLINE Float<W> weights(const char* words, int v) {
+    return widen_part<kPart>(load_words<W>(words + v * W * 4));
   }
   template <int kPart>
   static MOESERVE_INLINE Float<W> values(const char* words) {
-    return widen_part<kPart>(reinterpret_cast<UInt>(broadcast<W>(*reinterpret_cast<const float*>(words))));
+    return widen_part<kPart>(broadcast_word<W>(words));
   }
 };
 
-// Sums in int32, which are exact, so a block's sum has the same bits with every instruction set. A word is four
-// unsigned bytes, 128 more than the weights. `RowScale::start` removes that excess.
+// Sums of a group in integers. They and the correction by the zero points are exact, so results have the same bits with
+// every instruction set. A word is four unsigned bytes: weights plus their zero point.
 template <int kWidth>
 struct IntegerSums {
   static constexpr int W = kWidth;
-  static constexpr int kWordBytes = 4;
-  using Sums = typename Vector<W>::Int;
+  static constexpr int kRowBytes = 4;
+  static constexpr int kParts = 1;
+  using Int = typename Vector<W>::Int;
   using UInt = typename Vector<W>::UInt;
+  struct Scales {
+    Float<W> scales;
+    Float<W> zeros;
+  };
 
-  static MOESERVE_INLINE UInt load_words(const char* words) {
-    UInt lanes;
-    std::memcpy(&lanes, words, sizeof(lanes));
-    return lanes;
+  template <int kPart>
+  static MOESERVE_INLINE UInt values(const char* words) {
+    return broadcast_word<W>(words);
   }
-  static MOESERVE_INLINE UInt broadcast_word(const char* word) {
-    return reinterpret_cast<UInt>(broadcast<W>(*reinterpret_cast<const float*>(word)));
+  static MOESERVE_INLINE Int begin(bool, const float*) { return Int{}; }
+  static MOESERVE_INLINE void end(bool is_first, const Scales& group, const TileRows& rows, int row, int64_t index,
+                                  const Int& sums, float* target) {
+    const RowScale& of_row = rows.scale(row, index);
+    const Float<W> excess = group.zeros * broadcast<W>(of_row.sum);
+    const Float<W> before = is_first && index == 0 ? Float<W>{} : load<W>(target);
+    const Float<W> exact = __builtin_convertvector(sums, Float<W>) - excess;
+    store<W>(target, before + exact * (group.scales * broadcast<W>(of_row.scale)));
   }
-  static MOESERVE_INLINE Sums begin(const Block&, const TileRows&, const Part&, const float*) { return Sums{}; }
-  static MOESERVE_INLINE void end(const Block& block, const TileRows& rows, const Part& part, const Sums& sums,
-                                  float* target) {
-    const RowScale& row = rows.scale(part);
-    const int64_t place = part.group * kPanel + part.output;
-    const Float<W> excess = load<W>(block.zeros + place) * broadcast<W>(row.sum);
-    const Float<W> scales = load<W>(block.scales + place) * broadcast<W>(row.scale);
-    const Float<W> before = block.is_first && part.group == 0 ? Float<W>{} : load<W>(target);
-    store<W>(target, before + (__builtin_convertvector(sums, Float<W>) - excess) * scales);
+};
+
+// Weights of int8. Their scales are applied at the end of all groups.
+template <int W>
+struct Int8Weights : IntegerSums<W> {
+  static constexpr int kStepBytes = 4 * kPanel;
+  static constexpr int64_t kGroupBytes = kInputGroup * kPanel;
+  using typename IntegerSums<W>::Scales;
+  using typename IntegerSums<W>::UInt;
+
+  template <int kPart>
+  static MOESERVE_INLINE UInt weights(const char* words, int v) {
+    return load_words<W>(words + v * W * 4);
+  }
+  static MOESERVE_INLINE Scales scales(const char*, int) {
+    return {Float<W>{} + 1.0f, Float<W>{} + static_cast<float>(kByteOffset)};
+  }
+};
+
+// Weights of int4.
+template <int W>
+struct Int4Weights : IntegerSums<W> {
+  static constexpr int kStepBytes = 2 * kPanel;
+  static constexpr int64_t kGroupBytes = kInt4GroupBytes;
+  using typename IntegerSums<W>::Scales;
+  using typename IntegerSums<W>::UInt;
+
+  template <int kPart>
+  static MOESERVE_INLINE UInt weights(const char* words, int v) {
+    constexpr int kVectorsOfHalf = kPanel / 2 / W;
+    const UInt codes = load_words<W>(words + v % kVectorsOfHalf * W * 4);
+    return (v < kVectorsOfHalf ? codes : codes >> 4) & 0x0F0F0F0Fu;
+  }
+  static MOESERVE_INLINE Scales scales(const char* group, int v) {
+    typename Vector<W>::HalfAsMany halves;
+    std::memcpy(&halves, group + kInt4ScalesAt + v * W * 2, sizeof(halves));
+    typedef uint8_t Bytes __attribute__((vector_size(W)));
+    Bytes zeros;
+    std::memcpy(&zeros, group + kInt4ZerosAt + v * W, sizeof(zeros));
+    return {reinterpret_cast<Float<W>>(__builtin_convertvector(halves, UInt) << 13) * kFloat16Exponent,
+            (__builtin_convertvector(zeros, Float<W>) - kInt4ZeroOffset) * kInt4ZeroStep};
   }
 };
 
 // VPDPBUSD, which adds four products of unsigned and signed bytes.
-template <int W>
-struct ByteDotProducts : IntegerSums<W> {
+template <int W, template <int> typename Weights>
+struct ByteDotProducts : Weights<W> {
   static constexpr int kMaxRows = W == 16 ? 12 : 6;
-  static constexpr int kRowBytes = 4;
-  static constexpr int kParts = 1;
-  using typename IntegerSums<W>::Sums;
-  using typename IntegerSums<W>::UInt;
+  using Sums = typename Vector<W>::Int;
+  using UInt = typename Vector<W>::UInt;
 
-  template <int kPart>
-  static MOESERVE_INLINE UInt weights(const char* words) {
-    return IntegerSums<W>::load_words(words);
-  }
-  template <int kPart>
-  static MOESERVE_INLINE UInt values(const char* words) {
-    return IntegerSums<W>::broadcast_word(words);
-  }
   static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
     Sums added = sums;
     if constexpr (W == 16) {
@@ -172,25 +205,25 @@ struct ByteDotProducts : IntegerSums<W> {
   }
 };
 
-// The same with AVX2 alone: bytes 0 and 2 of the words, then 1 and 3, as 16-bit integers. Multiplying bytes directly
+// int8 with AVX2 alone: bytes 0 and 2 of the words, then 1 and 3, as 16-bit integers. Multiplying bytes directly
 // (VPMADDUBSW) would saturate.
 template <int W>
-struct WidenedByteProducts : IntegerSums<W> {
+struct WidenedByteProducts : Int8Weights<W> {
   static constexpr int kMaxRows = 4;
   static constexpr int kRowBytes = 8;
   static constexpr int kParts = 2;
-  using typename IntegerSums<W>::Sums;
-  using typename IntegerSums<W>::UInt;
+  using Sums = typename Vector<W>::Int;
+  using UInt = typename Vector<W>::UInt;
 
   template <int kPart>
-  static MOESERVE_INLINE UInt weights(const char* words) {
+  static MOESERVE_INLINE UInt weights(const char* words, int v) {
     using Halves = typename Vector<W>::Halves;
-    const auto halves = reinterpret_cast<Halves>(IntegerSums<W>::load_words(words));
+    const auto halves = reinterpret_cast<Halves>(load_words<W>(words + v * W * 4));
     return reinterpret_cast<UInt>(kPart == 0 ? halves & 0xFF : halves >> 8);
   }
   template <int kPart>
   static MOESERVE_INLINE UInt values(const char* words) {
-    return IntegerSums<W>::broadcast_word(words + 4 * kPart);
+    return broadcast_word<W>(words + 4 * kPart);
   }
   static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
     Sums products;
@@ -199,23 +232,46 @@ struct WidenedByteProducts : IntegerSums<W> {
   }
 };
 
+// int4 with AVX2 alone: the sums of pairs of products fit in 16 bits for all inputs of a group.
+template <int W>
+struct NibbleProducts : Int4Weights<W> {
+  static constexpr int kMaxRows = 6;
+  static_assert(kInputGroup / 2 * 15 * 127 <= INT16_MAX);
+  using Sums = typename Vector<W>::Halves;
+  using UInt = typename Vector<W>::UInt;
+  using typename Int4Weights<W>::Scales;
+
+  static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
+    Sums products;
+    asm("vpmaddubsw %2, %1, %0" : "=x"(products) : "x"(weights), "x"(values));
+    sums += products;
+  }
+  static MOESERVE_INLINE Sums begin(bool, const float*) { return Sums{}; }
+  static MOESERVE_INLINE void end(bool is_first, const Scales& group, const TileRows& rows, int row, int64_t index,
+                                  const Sums& sums, float* target) {
+    const Sums ones = Sums{} + 1;
+    typename Vector<W>::Int added;
+    asm("vpmaddwd %2, %1, %0" : "=x"(added) : "x"(sums), "x"(ones));
+    IntegerSums<W>::end(is_first, group, rows, row, index, added, target);
+  }
+};
+
 template <typename Products, int kPart, int kRows, int kVectors>
-MOESERVE_INLINE void add_part(const char* words, const char* row, int64_t stride,
+MOESERVE_INLINE void add_part(const char* words, int first_vector, const char* row, int64_t stride,
                               typename Products::Sums (&sums)[kRows][kVectors]) {
-  constexpr int64_t kVectorBytes = Products::W * Products::kWordBytes;
   if constexpr (kRows < kVectors) {
     MOESERVE_UNROLL
     for (int v = 0; v < kVectors; ++v) {
-      const auto weights = Products::template weights<kPart>(words + v * kVectorBytes);
+      const auto weights = Products::template weights<kPart>(words, first_vector + v);
       MOESERVE_UNROLL
       for (int r = 0; r < kRows; ++r) {
         Products::add(sums[r][v], weights, Products::template values<kPart>(row + r * stride));
       }
     }
   } else {
-    decltype(Products::template weights<kPart>(words)) weights[kVectors];
+    decltype(Products::template weights<kPart>(words, 0)) weights[kVectors];
     MOESERVE_UNROLL
-    for (int v = 0; v < kVectors; ++v) weights[v] = Products::template weights<kPart>(words + v * kVectorBytes);
+    for (int v = 0; v < kVectors; ++v) weights[v] = Products::template weights<kPart>(words, first_vector + v);
     MOESERVE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const auto values = Products::template values<kPart>(row + r * stride);
@@ -225,13 +281,12 @@ MOESERVE_INLINE void add_part(const char* words, const char* row, int64_t stride
   }
 }
 
-// Multiply kRows rows with kVectors vectors of outputs from `output` on.
-template <typename Products, int kRows, int kVectors, bool kPrefetches>
-MOESERVE_INLINE void multiply_outputs(const TileRows& rows, const Block& block, int output, float* sums) {
+// Multiply kRows rows with kVectors vectors of outputs from `kFirst` on.
+template <typename Products, int kRows, int kFirst, int kVectors>
+MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, const char* prefetch, float* sums) {
   constexpr int W = Products::W;
-  constexpr int64_t kStepBytes = kPanel * Products::kWordBytes;
-  const char* words = block.words + output * Products::kWordBytes;
-  const char* prefetch = block.prefetch;
+  constexpr int kStepBytes = Products::kStepBytes;
+  const char* group_words = block.words;
   const char* row = rows.words;
   for (int64_t group = 0; group < block.num_groups; ++group) {
     typename Products::Sums lanes[kRows][kVectors];
@@ -239,32 +294,37 @@ MOESERVE_INLINE void multiply_outputs(const TileRows& rows, const Block& block, 
     for (int r = 0; r < kRows; ++r) {
       MOESERVE_UNROLL
       for (int v = 0; v < kVectors; ++v) {
-        const Part part{group, r, output + v * W};
-        lanes[r][v] = Products::begin(block, rows, part, sums + r * kTileOutputs + part.output);
+        lanes[r][v] = Products::begin(block.is_first, sums + r * kTileOutputs + (kFirst + v) * W);
       }
     }
+    const char* words = group_words;
     for (int64_t step = 0; step < block.group_steps; ++step) {
-      if constexpr (kPrefetches) {
+      if (prefetch != nullptr) {
         MOESERVE_UNROLL
-        for (int64_t byte = 0; byte < kStepBytes; byte += 64) __builtin_prefetch(prefetch + byte);
+        for (int byte = 0; byte < kStepBytes; byte += 64) __builtin_prefetch(prefetch + byte);
         prefetch += kStepBytes;
       }
-      add_part<Products, 0>(words, row, rows.stride, lanes);
+      add_part<Products, 0>(words, kFirst, row, rows.stride, lanes);
       if constexpr (Products::kParts == 2) {
         asm volatile("" ::: "memory");  // load again: there are not enough registers to keep all words
-        add_part<Products, 1>(words, row, rows.stride, lanes);
+        add_part<Products, 1>(words, kFirst, row, rows.stride, lanes);
       }
       words += kStepBytes;
       row += Products::kRowBytes;
     }
+    if (prefetch != nullptr) {  // the scales
+      for (; words < group_words + Products::kGroupBytes; words += 64, prefetch += 64) __builtin_prefetch(prefetch);
+    }
     MOESERVE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      const auto scales = Products::scales(group_words, kFirst + v);
       MOESERVE_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
-        const Part part{group, r, output + v * W};
-        Products::end(block, rows, part, lanes[r][v], sums + r * kTileOutputs + part.output);
+      for (int r = 0; r < kRows; ++r) {
+        float* target = sums + r * kTileOutputs + (kFirst + v) * W;
+        Products::end(block.is_first, scales, rows, r, group, lanes[r][v], target);
       }
     }
+    group_words += Products::kGroupBytes;
   }
 }
 
@@ -274,13 +334,15 @@ MOESERVE_INLINE void multiply_tile(const TileRows& rows, int num_rows, const Blo
   if constexpr (kRows > 1) {
     if (num_rows < kRows) return multiply_tile<Products, kRows - 1>(rows, num_rows, block, sums);
   }
-  constexpr int kVectors = Products::W == 16 || kRows > 2 ? 2 : 4;
-  for (int output = 0; output < kPanel; output += kVectors * Products::W) {
-    if (block.prefetch != nullptr && output == 0) {
-      multiply_outputs<Products, kRows, kVectors, true>(rows, block, output, sums);
-    } else {
-      multiply_outputs<Products, kRows, kVectors, false>(rows, block, output, sums);
-    }
+  constexpr int kAll = kPanel / Products::W;
+  constexpr int kVectors = kRows > 2 ? 2 : kAll;
+  if (block.prefetch != nullptr) {
+    multiply_vectors<Products, kRows, 0, kVectors>(rows, block, block.prefetch, sums);
+  } else {
+    multiply_vectors<Products, kRows, 0, kVectors>(rows, block, nullptr, sums);
+  }
+  if constexpr (kVectors < kAll) {
+    multiply_vectors<Products, kRows, kVectors, kVectors>(rows, block, nullptr, sums);
   }
 }
 
