@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from paged_steps import KERNELS, kernels, needs_kernels, settings_restored
+from paged_steps import INSTRUCTION_SETS, KERNELS, kernels, needs_kernels, settings_restored
 from torch import Tensor
 from torch.nn import functional
 
@@ -282,6 +282,35 @@ def test_chunks_are_packed_as_weights_of_their_own(packed_format: PackedFormat, 
             for part in whole.weight_eOI.split(chunk_size, dim=2)
         ]
         assert torch.equal(panels_ePB, torch.cat(chunks, dim=2))
+
+
+@pytest.mark.parametrize("packed_format", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_products_have_the_same_bytes_with_every_instruction_set(
+    packed_format: PackedFormat, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(2)
+    assert kernels is not None
+    product = native_product(packed_copy(make(1, 96, 300, dtype, has_bias=True), packed_format))
+    rows_RI = torch.randn(40, 300).to(dtype) * torch.logspace(-3, 3, 300)
+    outputs = {}
+    for isa in INSTRUCTION_SETS:
+        kernels.set_isa(isa)
+        outputs[isa] = torch.cat([product.multiply(rows_RI.to(dtype)), product.multiply(rows_RI[:3].to(dtype))])
+    assert all(torch.equal(each, outputs["avx2"]) for each in outputs.values())
+
+
+@pytest.mark.parametrize(("packed_format", "dtype"), CASES)
+def test_a_value_that_is_not_finite_makes_its_row_nan_or_infinite(
+    isa: str, packed_format: PackedFormat, dtype: torch.dtype
+) -> None:
+    """The engine ends requests with such rows, so no kernel may hide them."""
+    product = native_product(packed_copy(make(1, 64, 96, dtype), packed_format))
+    for value in (float("nan"), float("inf"), -float("inf")):
+        rows_RI = torch.randn(3, 96).to(dtype)
+        rows_RI[1, 70] = value
+        is_finite_R = product.multiply(rows_RI).isfinite().all(dim=1)
+        assert is_finite_R.tolist() == [True, False, True]
 
 
 def rows_and_counts(counts: list[int], num_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
