@@ -68,47 +68,156 @@ MOESERVE_INLINE void pack_int8(const Columns& columns, char* panel) {
   }
 }
 
-MOESERVE_INLINE uint16_t half_bits(float value) {
-  // Round a number that is not negative to nearest float16, ties to even.
-  uint32_t bits;
+// Round to nearest float16, ties to even, as floats. Inputs are not negative.
+template <int W>
+MOESERVE_INLINE Float<W> round_to_float16(Float<W> x) {
+  constexpr float kLargest = 65504.0f;
+  const Float<W> bounded = x < kLargest ? x : broadcast<W>(kLargest);
+  const auto bits = reinterpret_cast<typename Vector<W>::UInt>(bounded * (1 / kFloat16Exponent));
+  return reinterpret_cast<Float<W>>((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFFu) * kFloat16Exponent;
+}
+
+// Return the bits of a number that is a float16.
+uint16_t float16_bits(float value) {
   value *= 1 / kFloat16Exponent;
+  uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
-  return static_cast<uint16_t>((bits + 0xFFF + ((bits >> 13) & 1)) >> 13);
+  return static_cast<uint16_t>(bits >> 13);
 }
 
-MOESERVE_INLINE float half_value(uint16_t half) {
-  const uint32_t bits = static_cast<uint32_t>(half) << 13;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value * kFloat16Exponent;
+// Write a group of inputs: scales and zero points [kPanel], and codes [kInputGroup][kPanel].
+void write_int4_group(const float* scales, const float* zeros, const float* codes, char* group) {
+  auto* bytes = reinterpret_cast<uint8_t*>(group);
+  for (int k = 0; k < kInputGroup; ++k) {
+    for (int c = 0; c < kPanel / 2; ++c) {
+      const float* low = codes + k * kPanel + c;
+      const float byte = low[0] + low[kPanel / 2] * 16.0f;
+      bytes[k / 4 * 2 * kPanel + 4 * c + k % 4] = static_cast<uint8_t>(byte);
+    }
+  }
+  for (int n = 0; n < kPanel; ++n) {
+    const uint16_t scale = float16_bits(scales[n]);
+    std::memcpy(group + kInt4ScalesAt + 2 * n, &scale, sizeof(scale));
+    bytes[kInt4ZerosAt + n] = static_cast<uint8_t>(zeros[n] * (1.0f / kInt4ZeroStep) + kInt4ZeroOffset);
+  }
 }
 
-// Pack each group of inputs with the scale and zero point that cover its range.
+// The values that W outputs have in a group of inputs: (code - zero) * scale for codes from 0 to 15.
+template <int W>
+struct Int4Grid {
+  Float<W> scales;
+  Float<W> zeros;
+
+  // Return the grid with its numbers as they are stored.
+  MOESERVE_INLINE Int4Grid rounded() const {
+    const Float<W> steps = round_to_integer<W>(zeros * (1.0f / kInt4ZeroStep)) + kInt4ZeroOffset;
+    const Float<W> bounded = steps > 0.0f ? steps : Float<W>{};
+    const Float<W> stored = bounded < 255.0f ? bounded : broadcast<W>(255.0f);
+    return {round_to_float16<W>(scales), (stored - kInt4ZeroOffset) * kInt4ZeroStep};
+  }
+
+  MOESERVE_INLINE Float<W> nearest_codes(Float<W> weights, Float<W> inverse_scales) const {
+    const Float<W> codes = round_to_integer<W>(weights * inverse_scales + zeros);
+    const Float<W> bounded = codes > 0.0f ? codes : Float<W>{};
+    return bounded < kInt4HighestCode ? bounded : broadcast<W>(kInt4HighestCode);
+  }
+};
+
+// Return the grid from `low` to `high`. A range far from zero is widened so that its zero point can be stored.
+template <int W>
+MOESERVE_INLINE Int4Grid<W> grid_of_range(Float<W> low, Float<W> high) {
+  constexpr float kLowestZero = -kInt4ZeroOffset * kInt4ZeroStep;
+  constexpr float kHighestZero = (255 - kInt4ZeroOffset) * kInt4ZeroStep;
+  const Float<W> smallest = larger<W>(low * (-1 / kLowestZero), low * (-1 / kHighestZero));
+  const Float<W> scales = larger<W>((high - low) * (1 / kInt4HighestCode), smallest);
+  return Int4Grid<W>{scales, -low * inverse_or_zero<W>(round_to_float16<W>(scales))}.rounded();
+}
+
+// A grid, its squared error, and the grid with the least squared error for the same codes.
+template <int W>
+struct Int4Fit {
+  Int4Grid<W> grid;
+  Float<W> errors;
+  Int4Grid<W> refitted;
+};
+
+template <int W>
+MOESERVE_INLINE Int4Fit<W> fit_int4(const float* weights, Float<W> sums, const Int4Grid<W>& grid) {
+  const Float<W> inverses = inverse_or_zero<W>(grid.scales);
+  Float<W> errors = {};
+  Float<W> codes = {};
+  Float<W> squares = {};
+  Float<W> products = {};
+  for (int k = 0; k < kInputGroup; ++k) {
+    const Float<W> weight = load<W>(weights + k * kPanel);
+    const Float<W> code = grid.nearest_codes(weight, inverses);
+    const Float<W> error = weight - (code - grid.zeros) * grid.scales;
+    errors += error * error;
+    codes += code;
+    squares += code * code;
+    products += code * weight;
+  }
+  // Linear regression of the weights on their codes, then of the scale alone, because the zero point is rounded.
+  constexpr float kShare = 1.0f / kInputGroup;
+  const Float<W> variance = squares - codes * codes * kShare;
+  const Float<W> covariance = products - codes * sums * kShare;
+  const Float<W> zeros = (codes - sums * variance * inverse_or_zero<W>(covariance)) * kShare;
+  const Float<W> rounded = Int4Grid<W>{Float<W>{}, zeros}.rounded().zeros;
+  const Float<W> length = squares + rounded * (rounded * kInputGroup - 2.0f * codes);
+  const Float<W> scales = (products - rounded * sums) * inverse_or_zero<W>(length);
+  return {grid, errors, Int4Grid<W>{larger<W>(scales, Float<W>{}), rounded}.rounded()};
+}
+
+// Choose the best of some grids: that of the whole range of the weights and that of nine tenths of it, each refitted
+// twice. More widths and more rounds reduce the error by 2% at most. Weights that are on a grid keep their values.
+template <int W>
+MOESERVE_INLINE Int4Grid<W> choose_int4_grid(const float* weights) {
+  Float<W> low = load<W>(weights);
+  Float<W> high = low;
+  Float<W> sums = low;
+  for (int k = 1; k < kInputGroup; ++k) {
+    const Float<W> weight = load<W>(weights + k * kPanel);
+    low = weight < low ? weight : low;
+    high = larger<W>(weight, high);
+    sums += weight;
+  }
+  Int4Fit<W> best = fit_int4<W>(weights, sums, grid_of_range<W>(low, high));
+  const auto improve = [&](const Int4Fit<W>& other) {
+    const auto is_better = other.errors < best.errors;
+    best.grid = {is_better ? other.grid.scales : best.grid.scales, is_better ? other.grid.zeros : best.grid.zeros};
+    best.errors = is_better ? other.errors : best.errors;
+  };
+  const Float<W> margin = (high - low) * 0.05f;
+  const Int4Grid<W> starts[2] = {best.refitted, grid_of_range<W>(low + margin, high - margin)};
+  for (int start = 0; start < 2; ++start) {
+    Int4Grid<W> grid = starts[start];
+    for (int round = 0; round < 2 + start; ++round) {
+      const Int4Fit<W> fit = fit_int4<W>(weights, sums, grid);
+      improve(fit);
+      grid = fit.refitted;
+    }
+  }
+  return best.grid;
+}
+
 template <int W>
 MOESERVE_INLINE void pack_int4(const Columns& columns, char* panel) {
   for (int64_t first = 0; first < columns.num_inputs; first += kInputGroup, panel += kInt4GroupBytes) {
     const float* weights = columns.weights.data() + first * kPanel;
-    auto* bytes = reinterpret_cast<uint8_t*>(panel);
-    std::fill_n(bytes, kInt4ScalesAt, 0);
-    for (int n = 0; n < kPanel; ++n) {
-      float lowest = 0.0f;
-      float highest = 0.0f;
+    float scales[kPanel];
+    float zeros[kPanel];
+    float codes[kInputGroup * kPanel];
+    for (int n = 0; n < kPanel; n += W) {
+      const Int4Grid<W> grid = choose_int4_grid<W>(weights + n);
+      store<W>(scales + n, grid.scales);
+      store<W>(zeros + n, grid.zeros);
+      const Float<W> inverses = inverse_or_zero<W>(grid.scales);
       for (int k = 0; k < kInputGroup; ++k) {
-        lowest = std::min(lowest, weights[k * kPanel + n]);
-        highest = std::max(highest, weights[k * kPanel + n]);
+        const int place = k * kPanel + n;
+        store<W>(codes + place, grid.nearest_codes(load<W>(weights + place), inverses));
       }
-      const uint16_t scale_bits = half_bits((highest - lowest) / 15);
-      const float scale = half_value(scale_bits);
-      const float inverse = scale > 0 ? 1 / scale : 0.0f;
-      const float zero = std::nearbyint(-lowest * inverse / kInt4ZeroStep);
-      for (int k = 0; k < kInputGroup; ++k) {
-        const float code = std::nearbyint(weights[k * kPanel + n] * inverse + zero * kInt4ZeroStep);
-        const int bounded = static_cast<int>(std::clamp(code, 0.0f, 15.0f));
-        bytes[k / 4 * 2 * kPanel + 4 * (n % 16) + k % 4] |= static_cast<uint8_t>(bounded << (n / 16 * 4));
-      }
-      std::memcpy(panel + kInt4ScalesAt + 2 * n, &scale_bits, sizeof(scale_bits));
-      panel[kInt4ZerosAt + n] = static_cast<char>(static_cast<int>(zero) + kInt4ZeroOffset);
     }
+    write_int4_group(scales, zeros, codes, panel);
   }
 }
 

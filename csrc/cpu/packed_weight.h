@@ -36,6 +36,7 @@ constexpr int kInt4GroupBytes = kInt4ZerosAt + kPanel;
 // codes, which fit groups of weights better.
 constexpr int kInt4ZeroOffset = 64;
 constexpr float kInt4ZeroStep = 0.125f;
+constexpr float kInt4HighestCode = 15;
 
 // The bits of a float16 that is not negative, shifted to those of a float32, are its value divided by this: 2^112.
 constexpr float kFloat16Exponent = 5.192296858534828e33f;
