@@ -147,8 +147,9 @@ def attention_calls(shape: Shape) -> dict[str, Call]:
         reference = attend(TORCH_KERNELS.make_attention(heads), caches)
     else:
         caches = make_caches(num_blocks, shape.block_size, shape.head_size, per_layer=1)
-        kernel = attend(KERNELS.make_latent_attention(scale, shape.latent_size), caches)
-        reference = attend(TORCH_KERNELS.make_latent_attention(scale, shape.latent_size), caches)
+        sizes = scale, shape.latent_size, shape.num_heads
+        kernel = attend(KERNELS.make_latent_attention(*sizes), caches)
+        reference = attend(TORCH_KERNELS.make_latent_attention(*sizes), caches)
         if shape.num_rows > 1:
             reference = _attend_expanded(shape, scale)
     return {"torch": reference, "C++": kernel}

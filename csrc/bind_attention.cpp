@@ -31,7 +31,8 @@ void check_value_cache(const Tensor& value_cache, const Tensor& key_cache) {
 
 void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_table,
             const Tensor& row_starts, const Tensor& context_lens, const Tensor& out, double scale,
-            std::optional<int64_t> window, std::optional<int64_t> value_size, const std::optional<Tensor>& sinks) {
+            std::optional<int64_t> window, std::optional<int64_t> value_size, const std::optional<Tensor>& sinks,
+            std::optional<int64_t> whole_group_size) {
   check_key_cache(key_cache);
   check_value_cache(value_cache, key_cache);
   check_dims("query", query, 3);
@@ -74,6 +75,7 @@ void attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_ca
   step.num_chunks = num_chunks;
   step.num_heads = num_heads;
   step.num_kv_heads = num_kv_heads;
+  step.whole_group_size = whole_group_size.value_or(num_heads / num_kv_heads);
   step.head_size = head_size;
   step.value_size = out_size;
   step.num_blocks = key_cache.size(0);
@@ -126,7 +128,7 @@ void bind_attention(nb::module_& module) {
   using namespace nb::literals;
   module.def("paged_attention", &attend, "query"_a, "key_cache"_a, "value_cache"_a, "block_table"_a, "row_starts"_a,
              "context_lens"_a, "out"_a, nb::kw_only(), "scale"_a, "window"_a.none(), "value_size"_a.none() = nb::none(),
-             "sinks"_a.none() = nb::none(),
+             "sinks"_a.none() = nb::none(), "whole_group_size"_a.none() = nb::none(),
              "Write the attention of each row to `out`. Rows outside all chunks and rows before position 0 get zeros.");
   module.def("write_cache", &write, "key"_a, "value"_a.none(), "key_cache"_a, "value_cache"_a.none(), "slots"_a,
              "Store the key and the optional value of each token at its slot. Slot -1 is skipped.");

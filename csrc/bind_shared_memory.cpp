@@ -118,22 +118,25 @@ void bind_shared_memory(nb::module_& module) {
           "All-gather of the given number of rows per rank. Return the number of the operation.")
       .def(
           "begin_sum_of_parts",
-          [](SharedMemory& self, int element, const Tensor& sent, const Tensor& out, Sizes sizes, int64_t row_bytes) {
+          [](SharedMemory& self, const Tensor& sent, const Tensor& out, Sizes sizes, int64_t row_bytes) {
             const Sizes bytes = scaled(std::move(sizes), row_bytes);
-            return begin(self, [&self, element, sent, out, bytes] {
-              return self.begin_sum_of_parts(static_cast<ElementType>(element), source_of(sent), target_of(out), bytes);
+            check_float_type("sent", sent);
+            check_float_type("out", out);
+            return begin(self, [&self, sent, out, bytes] {
+              return self.begin_sum_of_parts(sent.type, source_of(sent), out.type, target_of(out), bytes);
             });
           },
-          "element"_a, "sent"_a, "out"_a, "sizes"_a, "row_bytes"_a,
+          "sent"_a, "out"_a, "sizes"_a, "row_bytes"_a,
           "Reduce-scatter of the given number of rows per rank. Return the number of the operation.")
       .def(
           "begin_sum",
-          [](SharedMemory& self, int element, const Tensor& sent, const Tensor& out, int64_t num_bytes) {
-            return begin(self, [&self, element, sent, out, num_bytes] {
-              return self.begin_sum(static_cast<ElementType>(element), source_of(sent), target_of(out), num_bytes);
+          [](SharedMemory& self, const Tensor& sent, const Tensor& out, int64_t num_bytes) {
+            check_float_type("sent", sent);
+            return begin(self, [&self, sent, out, num_bytes] {
+              return self.begin_sum(sent.type, source_of(sent), target_of(out), num_bytes);
             });
           },
-          "element"_a, "sent"_a, "out"_a, "num_bytes"_a, "All-reduce. Return the number of the operation.")
+          "sent"_a, "out"_a, "num_bytes"_a, "All-reduce. Return the number of the operation.")
       .def("wait", &wait, "number"_a, "timeout_s"_a, "is_measured"_a = true,
            "Wait for an operation. Return 0 on success, otherwise the outcome.")
       .def("begin_step", &SharedMemory::begin_step, "Restart the index of operations that `seconds_waited` uses.")

@@ -184,7 +184,7 @@ def latent_attention(source: Source, is_small: bool) -> Iterator[Case]:
 def run_latent(
     shape: LatentShape, kernels: Kernels, query_TNP: Tensor, latent_TP: Tensor, cache: Tensor, step: StepInputs
 ) -> Results:
-    backend = kernels.make_latent_attention(query_TNP.shape[-1] ** -0.5, shape.latent_size)
+    backend = kernels.make_latent_attention(query_TNP.shape[-1] ** -0.5, shape.latent_size, shape.num_heads)
     written = torch.ones_like(cache)
     backend.write(latent_TP, written, step)
     return {"latent attend": backend.attend(query_TNP, cache, step), "latent write": written}

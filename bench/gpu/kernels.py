@@ -250,7 +250,7 @@ def _latent_attention(source: Source, shape: LatentShape, chunks: Chunks) -> Tim
     query_TNP = source.normal(batch * rows, shape.num_heads, size)
     cache, dense = source.normal(num_cache_blocks(step), BLOCK_SIZE, size), source.normal(batch, 1, context, size)
     dense_query = query_TNP.view(batch, rows, shape.num_heads, size).transpose(1, 2)
-    backend = TRITON_KERNELS.make_latent_attention(size**-0.5, shape.latent_size)
+    backend = TRITON_KERNELS.make_latent_attention(size**-0.5, shape.latent_size, shape.num_heads)
 
     def run_torch() -> Tensor:
         values = dense[..., : shape.latent_size]

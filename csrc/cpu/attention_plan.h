@@ -16,7 +16,7 @@
 
 namespace moeserve {
 
-constexpr int kPartition = 256;         // positions per kHeadsPerPartition heads of a group
+constexpr int kPartition = 256;         // positions per kHeadsPerPartition heads of a whole group
 constexpr int kHeadsPerPartition = 16;  // keeps the states of a group smaller than its keys and values
 static_assert(kPartition % kBlock == 0);
 
@@ -66,7 +66,7 @@ inline int64_t first_position(const PagedAttention& step, int64_t position) {
 }
 
 inline int64_t partition_size(const PagedAttention& step) {
-  return kPartition * std::max<int64_t>(1, group_size(step) / kHeadsPerPartition);
+  return kPartition * std::max<int64_t>(1, step.whole_group_size / kHeadsPerPartition);
 }
 
 inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }

@@ -327,6 +327,21 @@ MOESERVE_INLINE void finish_rows(const PackedProduct& product, const Epilogue& e
 
 using Accumulate = void (*)(const Work&, Scratch&);
 
+// Scale the last of the waiting sums, and add the `num_neighbours` before it, which end a branch of the tree with it.
+template <int W>
+MOESERVE_INLINE void merge_sums(const Epilogue& epilogue, int num_rows, int last, int num_neighbours, Scratch& room) {
+  float* target = room.waiting_sums[last - num_neighbours];
+  for (int row = 0; row < num_rows; ++row) {
+    for (int n = 0; n < kTileOutputs; n += W) {
+      const int place = row * kTileOutputs + n;
+      Float<W> sums = load<W>(room.waiting_sums[last] + place);
+      if (epilogue.is_needed) sums = sums * load<W>(epilogue.factors + n) + load<W>(epilogue.biases + n);
+      for (int i = 1; i <= num_neighbours; ++i) sums = load<W>(room.waiting_sums[last - i] + place) + sums;
+      store<W>(target + place, sums);
+    }
+  }
+}
+
 // Sum the chunks of an item one after the other, and add neighbours in the tree as soon as both are complete. The sums
 // in `room.sums` are scaled and have the bias. Return an epilogue that has nothing left to do.
 template <int W, typename Element>
@@ -344,18 +359,19 @@ MOESERVE_INLINE Epilogue sum_chunks(const Work& work, const Item& item, const vo
     for (const char*& panel : part.panels) panel += chunk * chunk_bytes;
     part.next_item = is_last ? work.next_item - chunk * chunk_bytes : chunk_bytes;
     part.num_inputs = padded_inputs(product.format, chunks.size(chunk));
-    room.sums = room.waiting_sums[num_waiting++];
+    room.sums = room.waiting_sums[num_waiting];
     accumulate_rows(part, room);
     epilogue = make_epilogue<Element>(product, item, part, chunk == 0 ? bias : nullptr);
-    for (int r = 0; r < item.num_rows; ++r) scale_row<W>(epilogue, room.sums + r * kTileOutputs);
-    for (int64_t place = chunk + 1; num_waiting > 1 && (place % 2 == 0 || is_last); place /= 2) {
-      const float* right = room.waiting_sums[--num_waiting];
-      room.sums = room.waiting_sums[num_waiting - 1];
-      for (int64_t i = 0; i < item.num_rows * kTileOutputs; i += W) {
-        store<W>(room.sums + i, load<W>(room.sums + i) + load<W>(right + i));
-      }
+    int num_neighbours = 0;
+    for (int64_t place = chunk + 1; num_neighbours < num_waiting && (place % 2 == 0 || is_last); place /= 2) {
+      ++num_neighbours;
     }
+    if (epilogue.is_needed || num_neighbours > 0) {
+      merge_sums<W>(epilogue, item.num_rows, num_waiting, num_neighbours, room);
+    }
+    num_waiting += 1 - num_neighbours;
   }
+  room.sums = room.waiting_sums[0];
   epilogue.is_needed = false;
   return epilogue;
 }

@@ -26,6 +26,7 @@ struct PagedAttention {
   int64_t num_chunks;
   int64_t num_heads;
   int64_t num_kv_heads;
+  int64_t whole_group_size;  // query heads of all ranks that read one key-value head; N / G or more
   int64_t head_size;
   int64_t value_size;
   int64_t num_blocks;
@@ -39,8 +40,8 @@ struct PagedAttention {
 // up to it. Rows outside all chunks and rows with a negative position get zeros.
 //
 // The bytes of a row do not depend on the batch, on the division of its request into chunks, on the number of threads,
-// or on the block size. They depend on the query, keys and values of the row, on the sinks, on the group size N / G,
-// and on the instruction set.
+// on the block size, or on the heads that this rank has. They depend on the query, keys and values of the row, on the
+// sinks, on `whole_group_size`, and on the instruction set.
 //
 // Scores, weights and sums are float32. With bfloat16 elements and AVX-512 BF16, weights are rounded to bfloat16 before
 // they are multiplied with values, and the rounded weights are summed.

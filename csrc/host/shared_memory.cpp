@@ -26,39 +26,82 @@ int64_t rounded_up(int64_t num_bytes, int64_t unit) { return (num_bytes + unit -
 
 // --- addition
 
-// The additions per element do not depend on W.
+constexpr int kStrip = 256;      // elements that are added at a time: their sums stay in the L1 cache
+constexpr int kMaxWaiting = 16;  // sums that wait for their neighbours: one for each bit of the number of parts
+
+struct Parts {
+  const char* const* parts;
+  int num_parts;
+  char* out;
+  int64_t num_elements;
+};
+
 template <int W, typename T>
-MOESERVE_INLINE void add_parts([[maybe_unused]] ElementType element, const char* const* parts, int num_parts, char* out,
-                               int64_t num_bytes) {
-  T* const result = reinterpret_cast<T*>(out);
-  const int64_t num_elements = num_bytes / static_cast<int64_t>(sizeof(T));
-  int64_t i = 0;
-  for (; i + 2 * W <= num_elements; i += 2 * W) {
-    Pair<W> sum = load_pair<W>(reinterpret_cast<const T*>(parts[0]) + i);
-    for (int p = 1; p < num_parts; ++p) {
-      const Pair<W> addend = load_pair<W>(reinterpret_cast<const T*>(parts[p]) + i);
-      sum.first += addend.first;
-      sum.second += addend.second;
+MOESERVE_INLINE void widen_strip(const T* source, int count, float* target) {
+  int i = 0;
+  for (; i + W <= count; i += W) store<W>(target + i, load_in_order<W>(source + i));
+  for (; i < count; ++i) target[i] = widen(source[i]);
+}
+
+template <int W, typename T>
+MOESERVE_INLINE void add_strip(const T* source, int count, float* target) {
+  int i = 0;
+  for (; i + W <= count; i += W) store<W>(target + i, load<W>(target + i) + load_in_order<W>(source + i));
+  for (; i < count; ++i) target[i] += widen(source[i]);
+}
+
+template <int W, typename T>
+MOESERVE_INLINE void round_strip(const float* source, int count, T* target) {
+  int i = 0;
+  for (; i + W <= count; i += W) store_in_order<W>(target + i, load<W>(source + i));
+  for (; i < count; ++i) assign(target + i, source[i]);
+}
+
+// The additions per element do not depend on W.
+template <int W, typename T, typename Out>
+MOESERVE_INLINE void add_parts(const Parts& sum) {
+  alignas(64) float waiting[kMaxWaiting][kStrip];
+  for (int64_t first = 0; first < sum.num_elements; first += kStrip) {
+    const int count = static_cast<int>(std::min<int64_t>(kStrip, sum.num_elements - first));
+    int num_waiting = 0;
+    for (int part = 0; part < sum.num_parts; ++part) {
+      const T* source = reinterpret_cast<const T*>(sum.parts[part]) + first;
+      const bool is_last = part + 1 == sum.num_parts;
+      int place = part + 1;
+      if (part % 2 == 0) {
+        widen_strip<W>(source, count, waiting[num_waiting++]);
+      } else {
+        add_strip<W>(source, count, waiting[num_waiting - 1]);
+        place /= 2;
+      }
+      for (; num_waiting > 1 && (place % 2 == 0 || is_last); place /= 2) {
+        --num_waiting;
+        add_strip<W>(waiting[num_waiting], count, waiting[num_waiting - 1]);
+      }
     }
-    store_pair<W>(result + i, round_to<W>(result, sum));
-  }
-  for (; i < num_elements; ++i) {
-    float sum = widen(reinterpret_cast<const T*>(parts[0])[i]);
-    for (int p = 1; p < num_parts; ++p) sum += widen(reinterpret_cast<const T*>(parts[p])[i]);
-    assign(result + i, sum);
+    round_strip<W>(waiting[0], count, reinterpret_cast<Out*>(sum.out) + first);
   }
 }
 
-MOESERVE_DEFINE_TYPED_VARIANTS(add_parts, element,
-                               (ElementType element, const char* const* parts, int num_parts, char* out,
-                                int64_t num_bytes),
-                               (element, parts, num_parts, out, num_bytes))
+template <int W>
+MOESERVE_INLINE void add_parts_of_types(ElementType element, ElementType out_element, const Parts& sum) {
+  const bool from_bfloat16 = element == ElementType::kBFloat16;
+  if (out_element == ElementType::kBFloat16) {
+    from_bfloat16 ? add_parts<W, BFloat16, BFloat16>(sum) : add_parts<W, float, BFloat16>(sum);
+  } else {
+    from_bfloat16 ? add_parts<W, BFloat16, float>(sum) : add_parts<W, float, float>(sum);
+  }
+}
+
+MOESERVE_DEFINE_VARIANTS(add_parts_of_types, (ElementType element, ElementType out_element, const Parts& sum),
+                         (element, out_element, sum))
 
 }  // namespace
 
-void add_in_order(ElementType element, const std::vector<const char*>& parts, char* out, int64_t num_bytes) {
-  const int num_parts = static_cast<int>(parts.size());
-  choose_add_parts_of_type(current_isa())(element, parts.data(), num_parts, out, num_bytes);
+void add_in_tree(ElementType element, const std::vector<const char*>& parts, ElementType out_element, char* out,
+                 int64_t num_bytes) {
+  const Parts sum{parts.data(), static_cast<int>(parts.size()), out, num_bytes / element_bytes(element)};
+  choose_add_parts_of_types(current_isa())(element, out_element, sum);
 }
 
 // --- layout of the memory
@@ -200,12 +243,13 @@ uint64_t SharedMemory::begin_gather(const char* sent, char* received, const std:
   return start(operation, sent, own_target, bytes_of_rank[rank_]);
 }
 
-uint64_t SharedMemory::begin_sum_of_parts(ElementType element, const char* sent, char* out,
+uint64_t SharedMemory::begin_sum_of_parts(ElementType element, const char* sent, ElementType out_element, char* out,
                                           const std::vector<int64_t>& bytes_of_rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Operation& operation = new_operation();
   operation.adds = true;
   operation.element = element;
+  operation.out_element = out_element;
   operation.out = out;
   for (int rank = 0; rank < num_ranks_; ++rank) {
     operation.parts[rank] = {sent, bytes_of_rank[rank], nullptr, bytes_of_rank[rank_], 0, true};
@@ -220,7 +264,7 @@ uint64_t SharedMemory::begin_sum(ElementType element, const char* sent, char* ou
   Operation& operation = new_operation();
   operation.sends_same = true;
   operation.adds = true;
-  operation.element = element;
+  operation.element = operation.out_element = element;
   operation.out = out;
   operation.own = sent;
   operation.parts.assign(num_ranks_, {sent, num_bytes, nullptr, num_bytes, 0, true});
@@ -385,7 +429,9 @@ bool SharedMemory::add_chunk(Operation& operation) {
     if (failure_ != Outcome::kDone) return false;
     addends_[rank] = memories_[rank].slots + message.offset;
   }
-  add_in_order(operation.element, addends_, operation.out + operation.num_added, num_bytes);
+  char* const out =
+      operation.out + operation.num_added / element_bytes(operation.element) * element_bytes(operation.out_element);
+  add_in_tree(operation.element, addends_, operation.out_element, out, num_bytes);
   operation.num_added += num_bytes;
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if (rank == rank_) continue;

@@ -23,9 +23,11 @@
 
 namespace moeserve {
 
-// Compute out = ((parts[0] + parts[1]) + parts[2]) + ..., added in float32 and rounded once. `out` may be one of the
-// parts.
-void add_in_order(ElementType element, const std::vector<const char*>& parts, char* out, int64_t num_bytes);
+// Compute out = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ..., added in float32 and rounded once. The last
+// parts may lack a neighbour. `num_bytes` is the size of a part; `out` may be one of the parts if both types are equal.
+// Types are bfloat16 and float32.
+void add_in_tree(ElementType element, const std::vector<const char*>& parts, ElementType out_element, char* out,
+                 int64_t num_bytes);
 
 // The layout of the memory of each rank, the same on all ranks of a group.
 struct Slots {
@@ -70,8 +72,8 @@ class SharedMemory {
   uint64_t begin_exchange(const char* sent, const std::vector<int64_t>& send_bytes, char* received,
                           const std::vector<int64_t>& receive_bytes);
   uint64_t begin_gather(const char* sent, char* received, const std::vector<int64_t>& bytes_of_rank);
-  // Reduce-scatter: `out` becomes the sum of the parts for this rank.
-  uint64_t begin_sum_of_parts(ElementType element, const char* sent, char* out,
+  // Reduce-scatter: `out` becomes the sum of the parts for this rank. See `add_in_tree`.
+  uint64_t begin_sum_of_parts(ElementType element, const char* sent, ElementType out_element, char* out,
                               const std::vector<int64_t>& bytes_of_rank);
   // All-reduce. `out` must not be `sent`.
   uint64_t begin_sum(ElementType element, const char* sent, char* out, int64_t num_bytes);
@@ -114,6 +116,7 @@ class SharedMemory {
     bool sends_same = false;  // all ranks receive the same bytes, written once
     bool adds = false;        // received data is summed instead of copied
     ElementType element = ElementType::kFloat32;
+    ElementType out_element = ElementType::kFloat32;
     std::vector<Part> parts;  // by rank
     char* out = nullptr;      // result of a sum
     const char* own = nullptr;

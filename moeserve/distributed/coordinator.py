@@ -98,7 +98,7 @@ class GroupCoordinator:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks, the same bytes on all of them.
 
-        On the CPU it is added in float32 in rank order; on a GPU see `nccl.py`.
+        On the CPU it is added in float32 in a tree of ranks (`sum_in_tree`); on a GPU see `nccl.py`.
         """
         if self.world_size == 1:
             return x
@@ -124,18 +124,22 @@ class GroupCoordinator:
         self.num_bytes_sent += x.nbytes * (self.world_size - 1)
         return self._begin_all_gather(x, sizes, "all_gather")
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Return this rank's rows of the sum over ranks: x [sum(sizes), ...] -> [sizes[rank_in_group], ...].
 
-        On the CPU it is added in float32 in rank order; on a GPU see `nccl.py`.
+        On the CPU it is added in float32 in a tree of ranks (`sum_in_tree`); on a GPU see `nccl.py`.
+
+        Args:
+            dtype: to which the sum is rounded; None: that of x.
         """
         assert len(x) == sum(sizes)
+        dtype = dtype or x.dtype
         if self.world_size == 1:
-            return x
+            return x.to(dtype)
         self._count_and_check("reduce_scatter", x.dtype, x.shape[1:], sizes)
         self._count_rows_sent(x, sizes)
         try:
-            reduced = self._connected.transport_of(x).reduce_scatter(x, sizes)
+            reduced = self._connected.transport_of(x).reduce_scatter(x, sizes, dtype)
         except TransportError as error:
             self._fail("reduce_scatter", self._position(), error)
         self._prepare_replay("reduce_scatter")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work
 
@@ -93,8 +94,8 @@ class GlooTransport(Transport):
     def seconds_waited(self) -> list[float]:
         return self._seconds_waited.copy()
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        return reduce_scatter_by_all_to_all(self, x, sizes, self._rank)
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return reduce_scatter_by_all_to_all(self, x, sizes, self._rank, dtype)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.nbytes * (self._num_ranks - 2) <= MAX_EXTRA_BYTES:

@@ -50,7 +50,7 @@ SPIN_WITHOUT_CORE_S = 1e-6
 MAX_EXTRA_BYTES = 2**17
 
 # The dtypes whose sums the C++ part computes. torch adds all others.
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Outcome(IntEnum):
@@ -180,26 +180,24 @@ class SharedMemoryTransport(Transport):
         operation = self._memory.begin_exchange(x, send_sizes, received, receive_sizes, row_bytes)
         return received, self._waiter(operation, x, received)
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        element = ELEMENTS.get(x.dtype)
-        if element is None:
-            return reduce_scatter_by_all_to_all(self, x, sizes, self._rank)
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if x.dtype not in NATIVE_DTYPES or dtype not in NATIVE_DTYPES:
+            return reduce_scatter_by_all_to_all(self, x, sizes, self._rank, dtype)
         x = x.contiguous()
         row_shape = x.shape[1:]
-        out = new_empty(x, sizes[self._rank], *row_shape)
-        operation = self._memory.begin_sum_of_parts(element, x, out, sizes, x.element_size() * row_shape.numel())
+        out = new_empty(x, sizes[self._rank], *row_shape, dtype=dtype)
+        operation = self._memory.begin_sum_of_parts(x, out, sizes, x.element_size() * row_shape.numel())
         self._waiter(operation, x, out)()
         return out
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.nbytes * (self._num_ranks - 2) > MAX_EXTRA_BYTES:
             return all_reduce_by_shares(self, x, self._num_ranks)
-        element = ELEMENTS.get(x.dtype)
-        if element is None:
+        if x.dtype not in NATIVE_DTYPES:
             return all_reduce_by_all_gather(self, x, self._num_ranks)
         x = x.contiguous()
         out = new_empty(x, *x.shape)
-        operation = self._memory.begin_sum(element, x, out, x.nbytes)
+        operation = self._memory.begin_sum(x, out, x.nbytes)
         self._waiter(operation, x, out)()
         return out
 

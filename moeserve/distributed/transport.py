@@ -41,7 +41,7 @@ class Transport(Protocol):
 
     def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending: ...
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor: ...
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
@@ -90,29 +90,35 @@ def all_gather(transport: Transport, x: Tensor, sizes: Sequence[int]) -> Tensor:
     return gathered
 
 
-def reduce_scatter_by_all_to_all(transport: Transport, x: Tensor, sizes: Sequence[int], rank_in_group: int) -> Tensor:
-    """Return this rank's rows of the sum: receive them from all ranks, and add them in rank order."""
+def reduce_scatter_by_all_to_all(
+    transport: Transport, x: Tensor, sizes: Sequence[int], rank_in_group: int, dtype: torch.dtype
+) -> Tensor:
+    """Return this rank's rows of the sum: receive them from all ranks, and add them in the tree."""
     num_own = sizes[rank_in_group]
     parts, wait = transport.begin_all_to_all(x, sizes, [num_own] * len(sizes))
     wait()
-    return sum_in_order(parts.view(len(sizes), num_own, *x.shape[1:]))
+    return sum_in_tree(parts.view(len(sizes), num_own, *x.shape[1:]), dtype)
 
 
 def all_reduce_by_all_gather(transport: Transport, x: Tensor, num_ranks: int) -> Tensor:
-    """Return the sum: receive all tensors whole, and add them in rank order."""
+    """Return the sum: receive all tensors whole, and add them in the tree."""
     parts = all_gather(transport, x.reshape(-1), [x.numel()] * num_ranks)
-    return sum_in_order(parts.view(num_ranks, x.numel())).view(x.shape)
+    return sum_in_tree(parts.view(num_ranks, x.numel()), x.dtype).view(x.shape)
 
 
 def all_reduce_by_shares(transport: Transport, x: Tensor, num_ranks: int) -> Tensor:
     """Return the sum: each rank adds one share, and the shares are gathered."""
     sizes = share_sizes(x.numel(), num_ranks)
-    return all_gather(transport, transport.reduce_scatter(x.reshape(-1), sizes), sizes).view(x.shape)
+    return all_gather(transport, transport.reduce_scatter(x.reshape(-1), sizes, x.dtype), sizes).view(x.shape)
 
 
-def sum_in_order(parts: Tensor) -> Tensor:
-    """Return the sum over the first dimension, added first to last, in the dtype of `parts`."""
-    total = parts[0].to(torch.float32 if parts.dtype in ACCUMULATED_IN_FLOAT32 else parts.dtype, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(parts.dtype)
+def sum_in_tree(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum over the first dimension: ((0 + 1) + (2 + 3)) + ..., where the last parts may lack a neighbour.
+
+    So the sum of twice as many parts has the same bytes, if neighbours are those of these sums.
+    """
+    sums = list(parts.float() if parts.dtype in ACCUMULATED_IN_FLOAT32 else parts)
+    while len(sums) > 1:
+        last = sums[-1:] if len(sums) % 2 else []
+        sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=False)] + last
+    return sums[0].to(dtype)

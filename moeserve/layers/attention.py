@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
 from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import QuantizationLimits
@@ -57,6 +58,8 @@ class Attention(nn.Module):
         num_heads, self.num_kv_heads = _length(self.heads), _length(self.kv_heads)
         query_size, kv_size = num_heads * config.head_dim, self.num_kv_heads * config.head_dim
         self.projected_sizes = [query_size, kv_size, kv_size]
+        num_chunks = num_input_chunks(config.can_divide)
+        share = share_inputs(config.num_heads * config.head_dim, num_chunks, context)
         first_query, first_key = self.heads.start * config.head_dim, self.kv_heads.start * config.head_dim
         # Errors in scores grow exponentially in the softmax, so queries and keys keep 8 bits.
         limits = QuantizationLimits(8, (first_query, first_key, query_size, query_size + kv_size))
@@ -72,8 +75,8 @@ class Attention(nn.Module):
                 self.query_norm = RMSNorm(config.head_dim, norm_epsilon, context)
                 self.key_norm = RMSNorm(config.head_dim, norm_epsilon, context)
             case "token":
-                self.query_norm = TokenNorm(query_size, norm_epsilon, context)
-                self.key_norm = TokenNorm(kv_size, norm_epsilon, context)
+                self.query_norm = TokenNorm(self.heads, config.num_heads, config.head_dim, norm_epsilon, context)
+                self.key_norm = TokenNorm(self.kv_heads, config.num_kv_heads, config.head_dim, norm_epsilon, context)
         self.sinks = context.parameter(num_heads, dtype=torch.float32) if config.has_sinks else None
         self.output = Linear(
             query_size,
@@ -81,6 +84,7 @@ class Attention(nn.Module):
             context,
             has_bias=config.has_output_bias and tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
             limits=QuantizationLimits(cuts=(first_query,)),
+            chunks=share.chunks,
         )
         shape = AttentionShape(
             num_heads=num_heads,
@@ -88,6 +92,7 @@ class Attention(nn.Module):
             head_size=config.head_dim,
             dtype=context.dtype,
             scale=config.head_dim**-0.5,
+            whole_group_size=config.num_heads // config.num_kv_heads,
             window=config.window,
             has_sinks=config.has_sinks,
         )
@@ -118,27 +123,31 @@ class Attention(nn.Module):
 class TokenNorm(nn.Module):
     """RMSNorm over all heads of a token together (OLMoE), those of other tp ranks included."""
 
-    def __init__(self, size: int, epsilon: float, context: ModelContext) -> None:
+    def __init__(self, heads: slice, num_heads: int, head_dim: int, epsilon: float, context: ModelContext) -> None:
         """
         Args:
-            size: values of this rank's heads, as many as of any other rank's.
+            heads: those of this rank. Every rank has as many, and several may have the same.
+            num_heads: of all ranks together.
         """
         super().__init__()
-        self.norm = RMSNorm(size, epsilon, context)
+        self.heads = heads
+        self.norm = RMSNorm(num_heads * head_dim, epsilon, context)
         self.tp = context.tp
+        self.num_holders = _length(heads) * self.tp.world_size // num_heads  # ranks that have the same heads
 
     @property
     def weight(self) -> nn.Parameter:
         return self.norm.weight
 
     def forward(self, heads_TNH: Tensor) -> Tensor:
+        """Every rank norms the heads of all, so that the order of the sum does not depend on the number of ranks."""
         if self.tp.world_size == 1:
             return self.norm(heads_TNH.flatten(1)).view_as(heads_TNH)
-        wide_TS = heads_TNH.flatten(1).float()
-        sum_T1 = self.tp.all_reduce(wide_TS.pow(2).sum(-1, keepdim=True))  # collective: all tp ranks
-        mean_T1 = sum_T1 / (wide_TS.shape[1] * self.tp.world_size)  # heads that several ranks have change no mean
-        normed_TS = (wide_TS * torch.rsqrt(mean_T1 + self.norm.epsilon)).to(heads_TNH.dtype)
-        return (self.norm.weight * normed_TS).view_as(heads_TNH)
+        num_tokens, num_ranks = len(heads_TNH), self.tp.world_size
+        gathered = self.tp.all_gather(heads_TNH, [num_tokens] * num_ranks)  # collective: all tp ranks
+        of_ranks = gathered.view(num_ranks, *heads_TNH.shape)[:: self.num_holders]
+        normed_TS = self.norm(rearrange(of_ranks, "r T N H -> T (r N H)"))
+        return rearrange(normed_TS, "T (N H) -> T N H", H=heads_TNH.shape[2])[:, self.heads].contiguous()
 
 
 def _kv_heads_of(heads: slice, config: AttentionConfig) -> slice:

@@ -26,6 +26,11 @@ class ModelContext:
     has_memory: bool = True  # False: parameters have shapes and dtypes only; see `allocate_parameters`
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """True if the kernels compute the same bytes for a token in any batch."""
+        return self.dtype in self.kernels.batch_invariant_dtypes
+
+    @property
     def tp(self) -> GroupCoordinator:
         """The ranks that share attention heads, dense networks and the vocabulary."""
         return self.groups.tp

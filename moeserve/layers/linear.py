@@ -11,6 +11,7 @@ from torch.nn import functional
 from moeserve.distributed.mesh import share_of, share_sizes
 from moeserve.layers.context import ModelContext
 from moeserve.layers.weights import DEFAULT_LIMITS, QuantizationLimits, Weights
+from moeserve.ops.interfaces import InputChunks
 
 # T tokens of the replica, t this tp rank's share of them, L rows of logits, I inputs, O outputs, V vocabulary, v this
 # rank's share of it, D model width
@@ -27,9 +28,10 @@ class Linear(nn.Module):
         *,
         has_bias: bool = False,
         limits: QuantizationLimits = DEFAULT_LIMITS,
+        chunks: InputChunks | None = None,
     ) -> None:
         super().__init__()
-        self.weights = Weights((1, num_outputs, num_inputs), context, has_bias=has_bias, limits=limits)
+        self.weights = Weights((1, num_outputs, num_inputs), context, has_bias=has_bias, limits=limits, chunks=chunks)
 
     @property
     def weight(self) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from moeserve.distributed.mesh import share_of
 from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import num_input_chunks, share_inputs
 from moeserve.layers.linear import Linear
 from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import QuantizationLimits, Weights
@@ -112,16 +113,18 @@ class LatentAttention(nn.Module):
         )
         self.latent_norm = RMSNorm(config.latent_size, NORM_EPSILON, context)
         self.head_maps = HeadMaps(config, num_heads, context)
+        num_chunks = num_input_chunks(config.can_divide)
         self.output = Linear(
             num_heads * config.value_dim,
             hidden_size,
             context,
             has_bias=config.has_bias and tp.rank_in_group == 0,  # added once: outputs are summed over the ranks
             limits=QuantizationLimits(cuts=(self.heads.start * config.value_dim,)),
+            chunks=share_inputs(config.num_heads * config.value_dim, num_chunks, context).chunks,
         )
         self.scale = config.query_dim**-0.5 * config.score_factor
         kernels = context.kernels
-        self.backend = kernels.make_latent_attention(self.scale, config.latent_size)
+        self.backend = kernels.make_latent_attention(self.scale, config.latent_size, config.num_heads)
         self._apply_rope = kernels.apply_rope
         self._attend = self._attend_absorbed if self.backend.takes_all_rows else self._attend_either_way
 

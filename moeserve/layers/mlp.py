@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
 from moeserve.layers.weights import QuantizationLimits, Weights
 from moeserve.ops.interfaces import SwiGLU
@@ -15,16 +16,16 @@ from moeserve.ops.interfaces import SwiGLU
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)). With a share of the width, outputs must be summed over the shares."""
 
-    def __init__(self, hidden_size: int, width: slice, context: ModelContext) -> None:
+    def __init__(self, hidden_size: int, share: InputShare, context: ModelContext) -> None:
         """
         Args:
-            width: this rank's share of the network's inner values.
+            share: this rank's share of the network's inner values.
         """
         super().__init__()
-        self.width = width
+        self.width = width = share.inputs
         num_inner, limits = width.stop - width.start, QuantizationLimits(cuts=(width.start,))
         self.gate_up = Weights((1, 2 * num_inner, hidden_size), context, activation=SwiGLU(), limits=limits)
-        self.down = Linear(num_inner, hidden_size, context, limits=limits)
+        self.down = Linear(num_inner, hidden_size, context, limits=limits, chunks=share.chunks)
 
     def forward(self, hidden_TD: Tensor) -> Tensor:
         return self.down(self.gate_up.product.multiply(hidden_TD))

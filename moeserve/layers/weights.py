@@ -10,12 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
-from moeserve.ops.interfaces import GatedActivation, OpenWeights, PackedFormat, PackedWeights, Product
+from moeserve.ops.interfaces import (
+    GatedActivation,
+    InputChunks,
+    OpenWeights,
+    PackedFormat,
+    PackedWeights,
+    Product,
+)
 from moeserve.ops.weight_blocks import BLOCK, CODES, num_blocks
 
 # e weights side by side, I inputs, O outputs, G blocks of outputs, B blocks of inputs
 
-MIN_QUANTIZED_OUTPUTS = 32  # smaller weights take too few bytes to matter
+MIN_QUANTIZED_OUTPUTS = 2  # a gate of one output takes too few bytes to matter
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Weights(nn.Module):
     Args:
         shape: e, O and I.
         borrow: returns memory [e, O, I] of another module to use; it is left as it is.
+        chunks: how the inputs are added if tp ranks divide them.
     """
 
     memory: nn.Parameter | None  # [e, O, I]
@@ -58,9 +66,11 @@ class Weights(nn.Module):
         activation: GatedActivation | None = None,
         limits: QuantizationLimits = DEFAULT_LIMITS,
         borrow: Callable[[], Tensor] | None = None,
+        chunks: InputChunks | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape
+        self.chunks = chunks
         self.context = context
         self.activation = activation
         self.limits = limits
@@ -105,7 +115,7 @@ class Weights(nn.Module):
     def open(self) -> OpenWeights:
         """The weights in plain memory, until they are packed."""
         assert self.memory is not None, "packed already, or not allocated"
-        return OpenWeights(self.memory, self.bias, self.activation, self.scales)
+        return OpenWeights(self.memory, self.bias, self.activation, self.scales, self.chunks)
 
     @property
     def memory_of_each(self) -> list[Tensor]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeserve.distributed.mesh import share_of
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import Attention, AttentionConfig
 from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import InputShare, num_input_chunks, share_inputs
 from moeserve.layers.linear import Embedding, OutputHead
 from moeserve.layers.mla import LatentAttention, LatentAttentionConfig
 from moeserve.layers.mlp import GatedMLP
@@ -62,7 +62,8 @@ class DecoderLayer(nn.Module):
             case MoEConfig() as moe:
                 self.feed_forward = MoELayer(moe, hidden_size, next(placements), dispatchers, context)
             case MLPConfig(width=width):
-                self.feed_forward = DenseFeedForward(hidden_size, width, context)
+                num_chunks = num_input_chunks(config.attention.can_divide)
+                self.feed_forward = DenseFeedForward(hidden_size, share_inputs(width, num_chunks, context), context)
 
     def forward(
         self, hidden_tD: Tensor, update_tD: Tensor | None, rotation: Rotation, cache: Any, step: StepInputs
@@ -70,7 +71,8 @@ class DecoderLayer(nn.Module):
         hidden_tD, normed_tD = self.attention_norm.after_adding(update_tD, hidden_tD)
         normed_TD = self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
         attended_TD = self.attention(normed_TD, rotation, cache, step)
-        attended_tD = self.tp.reduce_scatter(attended_TD, step.tp_sizes)  # collective: all tp ranks
+        # collective: all tp ranks
+        attended_tD = self.tp.reduce_scatter(attended_TD, step.tp_sizes, hidden_tD.dtype)
         hidden_tD, normed_tD = self.feed_forward_norm.after_adding(attended_tD, hidden_tD)
         return hidden_tD, self.feed_forward(normed_tD, step)
 
@@ -78,15 +80,15 @@ class DecoderLayer(nn.Module):
 class DenseFeedForward(nn.Module):
     """The feed-forward network of a layer without experts. Each tp rank has a share of its width."""
 
-    def __init__(self, hidden_size: int, width: int, context: ModelContext) -> None:
+    def __init__(self, hidden_size: int, share: InputShare, context: ModelContext) -> None:
         super().__init__()
         self.tp = context.tp
-        share = share_of(width, self.tp.rank_in_group, self.tp.world_size)
         self.mlp = GatedMLP(hidden_size, share, context)
 
     def forward(self, hidden_tD: Tensor, step: StepInputs) -> Tensor:
         hidden_TD = self.tp.all_gather(hidden_tD, step.tp_sizes)  # collective: all tp ranks
-        return self.tp.reduce_scatter(self.mlp(hidden_TD), step.tp_sizes)  # collective: all tp ranks
+        # collective: all tp ranks
+        return self.tp.reduce_scatter(self.mlp(hidden_TD), step.tp_sizes, hidden_tD.dtype)
 
 
 class Decoder(nn.Module):

@@ -9,6 +9,7 @@ from typing import TypeVar
 from moeserve.expert_placement.eplb import place_experts
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.input_share import keeps_bytes, num_input_chunks
 from moeserve.layers.mla import LatentAttentionConfig
 from moeserve.layers.rotary import RotaryConfig
 from moeserve.moe.layer import MoEConfig
@@ -84,6 +85,10 @@ class ModelConfig:
         """Numbers of tp ranks over which the heads can be divided."""
         most = max(layer.attention.num_heads for layer in self.layers)
         return tuple(size for size in range(1, most + 1) if self.refusal_to_divide(size) is None)
+
+    def keeps_bytes(self, num_ranks: int) -> bool:
+        """True if results with `num_ranks` tp ranks have the bytes of those with one, given kernels that keep to it."""
+        return all(keeps_bytes(num_input_chunks(layer.attention.can_divide), num_ranks) for layer in self.layers)
 
     def refusal_to_divide(self, num_ranks: int) -> str | None:
         """Return why the heads cannot be divided over `num_ranks` tp ranks; None if they can."""

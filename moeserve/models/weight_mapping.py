@@ -85,11 +85,9 @@ def _attention(prefix: str, attention: Attention) -> Iterator[Row]:
             yield f"{prefix}.{projection}_proj.bias", rows(bias, share, num_rows)
     if attention.sinks is not None:
         yield f"{prefix}.sinks", rows(attention.sinks, attention.heads, config.num_heads)
-    norms = (("q_norm", attention.query_norm, shares[0]), ("k_norm", attention.key_norm, shares[1]))
-    for name, norm, (share, num_rows) in norms:
+    for name, norm in (("q_norm", attention.query_norm), ("k_norm", attention.key_norm)):
         if not isinstance(norm, nn.Identity):
-            is_shared = config.normalized == "token"
-            yield f"{prefix}.{name}.weight", rows(norm.weight, share, num_rows) if is_shared else whole(norm.weight)
+            yield f"{prefix}.{name}.weight", whole(norm.weight)
     yield from _summed_linear(f"{prefix}.o_proj", attention.output, queries, num_queries, config.has_output_bias)
 
 

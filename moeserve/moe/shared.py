@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
+from moeserve.layers.input_share import InputShare
 from moeserve.layers.linear import Linear
 from moeserve.layers.mlp import GatedMLP
 
@@ -26,7 +27,7 @@ class SharedExperts(nn.Module):
 
     def __init__(self, config: SharedExpertsConfig, hidden_size: int, context: ModelContext) -> None:
         super().__init__()
-        self.mlp = GatedMLP(hidden_size, slice(0, config.width), context)
+        self.mlp = GatedMLP(hidden_size, InputShare(slice(0, config.width), None), context)
         self.gate = Linear(hidden_size, 1, context) if config.is_gated else None
         self.scale = context.kernels.gate_rows
 

@@ -337,6 +337,8 @@ class AttentionShape:
     head_size: int
     dtype: torch.dtype
     scale: float  # of the products of queries and keys
+    # Query heads of all tp ranks that read one key-value head, on which the order of sums depends; None: N / G.
+    whole_group_size: int | None = None
     window: int | None = None  # positions that a token attends to at most, its own included; None: all up to its own
     has_sinks: bool = False
 
@@ -474,7 +476,8 @@ class Kernels:
 
     make_router: Callable[[RouterConfig], RouteTokens]
     make_attention: Callable[[AttentionShape], AttentionBackend]
-    make_latent_attention: Callable[[float, int], LatentAttentionBackend]  # (scale, latent size L)
+    # (scale, latent size L, query heads of all tp ranks)
+    make_latent_attention: Callable[[float, int, int], LatentAttentionBackend]
     make_product: Callable[[OpenWeights], Product]
     make_step_graph: Callable[[int, int], StepGraph] | None  # (address and bytes of an Arena); None: no CPU graphs
     packing: WeightPacking | None  # None: products read open weights

@@ -16,6 +16,7 @@ from moeserve.distributed.groups import Groups
 from moeserve.expert_placement.load import LoadMeter
 from moeserve.expert_placement.rebalance import Rebalancer, spare_bytes
 from moeserve.models.decoder import Decoder
+from moeserve.models.model_config import ModelConfig
 from moeserve.moe.dispatch.factory import DispatcherFactory
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.threads import set_num_threads
@@ -78,8 +79,8 @@ class Worker:
         self._num_rounds = 0
         self._reports_state = config.debug_rank_state
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
-        if groups.rank == 0 and (reason := why_not_batch_invariant(config, kernels)):
-            logger.info("the last bits of a request's results may depend on what runs beside it: %s", reason)
+        if groups.rank == 0 and (note := note_on_bytes(config, model.config, kernels)):
+            logger.info(note)
 
     @torch.inference_mode()
     def execute(self, work: Round) -> Outcome:
@@ -191,14 +192,22 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
     return ReplayFactory(reserved_bytes=lambda: 0, make=lambda caches: EagerSteps(model, caches))
 
 
-def why_not_batch_invariant(config: EngineConfig, kernels: Kernels) -> str | None:
-    """Return why a request's results may depend on the batch and the layout, or None if they are equal to the bit."""
+def note_on_bytes(config: EngineConfig, model: ModelConfig, kernels: Kernels) -> str | None:
+    """Return on what the bytes of a request's results depend, or None if on the request alone."""
+    reason = None
     if config.device != "cpu":
-        return f"device={config.device!r}"
-    if not kernels.batch_invariant_dtypes:
-        return "the C++ kernels are missing"
-    if config.dtype == "float16":
-        return "dtype='float16', in which the C++ kernels do not compute"
-    if config.tensor_parallel_size > 1:
-        return f"tensor_parallel_size={config.tensor_parallel_size}"
-    return None
+        reason = f"device={config.device!r}"
+    elif not kernels.batch_invariant_dtypes:
+        reason = "the C++ kernels are missing"
+    elif config.dtype == "float16":
+        reason = "dtype='float16', in which the C++ kernels do not compute"
+    if reason is not None:
+        return f"the last bits of a request's results may depend on what runs beside it and on the layout: {reason}"
+    size = config.tensor_parallel_size
+    if model.keeps_bytes(size):
+        return None
+    alike = ", ".join(str(other) for other in model.tensor_parallel_sizes if model.keeps_bytes(other))
+    return (
+        f"the last bits of results with tensor_parallel_size={size} differ from those of one rank; they are the same "
+        f"with {alike}"
+    )

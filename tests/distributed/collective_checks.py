@@ -22,7 +22,7 @@ TABLES = (
 )
 ROW_SHAPES = ((), (5,), (2, 3))
 
-# Compares a sum of these terms with the sum in rank order.
+# Compares a sum of these terms with the sum in the tree of ranks.
 CheckSum = Callable[[Tensor, list[Tensor], Tensor], None]
 
 
@@ -81,7 +81,10 @@ def check_reduce_scatter(group: GroupCoordinator, dtype: str, check_sum: CheckSu
         for shape in ROW_SHAPES:
             terms = [random_values(100 * case + each, sum(sizes), *shape, dtype=dtype) for each in range(num_ranks)]
             reduced = group.reduce_scatter(strided(terms[rank]), sizes)
-            check(reduced, [each[own] for each in terms], sum_in_rank_order(terms)[own])
+            check(reduced, [each[own] for each in terms], sum_in_tree(terms)[own])
+            if dtype == "float32":  # partial sums, rounded once
+                rounded = group.reduce_scatter(strided(terms[rank]), sizes, torch.bfloat16)
+                check_exact(rounded, terms, sum_in_tree(terms)[own].bfloat16())
 
 
 def check_all_reduce(group: GroupCoordinator, dtype: str, check_sum: CheckSum) -> None:
@@ -89,7 +92,7 @@ def check_all_reduce(group: GroupCoordinator, dtype: str, check_sum: CheckSum) -
     for case, shape in enumerate([(), (0,), (1,), (7, 3), (257, 129), (300_003,)]):
         terms = [random_values(100 * case + rank, *shape, dtype=dtype) for rank in range(group.world_size)]
         given = strided(terms[group.rank_in_group])
-        check_sum(group.all_reduce(given), terms, sum_in_rank_order(terms))
+        check_sum(group.all_reduce(given), terms, sum_in_tree(terms))
         assert torch.equal(given, terms[group.rank_in_group]), "the input was changed"
 
 
@@ -132,11 +135,15 @@ def strided(x: Tensor) -> Tensor:
     return wide[..., 1]
 
 
-def sum_in_rank_order(terms: list[Tensor]) -> Tensor:
-    """Add one after the other by numpy, in float32 unless they are integers."""
-    if terms[0].dtype == torch.int64:
-        return torch.from_numpy(np.asarray(sum(term.numpy() for term in terms)))
-    total = terms[0].float().numpy().copy()
-    for term in terms[1:]:
-        total = total + term.float().numpy()
+def sum_in_tree(terms: list[Tensor]) -> Tensor:
+    """Add by numpy, in float32 unless they are integers: the largest power of two of the terms, and those after it."""
+
+    def add(numbers: list[np.ndarray]) -> np.ndarray:
+        if len(numbers) == 1:
+            return numbers[0]
+        half = 2 ** ((len(numbers) - 1).bit_length() - 1)
+        return np.asarray(add(numbers[:half]) + add(numbers[half:]))
+
+    is_integer = terms[0].dtype == torch.int64
+    total = add([(term if is_integer else term.float()).numpy() for term in terms])
     return torch.from_numpy(np.asarray(total)).to(terms[0].dtype)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moeserve.distributed import shared_memory
 from moeserve.distributed.coordinator import GroupCoordinator, PendingTensor
-from moeserve.distributed.transport import sum_in_order
+from moeserve.distributed.transport import sum_in_tree
 from moeserve.errors import DistributedError
 from moeserve.ops.cpu.native import native_kernels
 
@@ -89,7 +89,8 @@ def collective(group: GroupCoordinator, operation: str, x: Tensor, table: list[l
         case "all_gather":
             return group.all_gather(x, table[0])
         case "reduce_scatter":
-            return group.reduce_scatter(x, table[0])
+            is_rounded = x.dtype == torch.float32 and len(x) % 2
+            return group.reduce_scatter(x, table[0], torch.bfloat16 if is_rounded else None)
         case _:
             receive_sizes = [row[group.rank_in_group] for row in table]
             return group.all_to_all(x, table[group.rank_in_group], receive_sizes).wait()
@@ -146,7 +147,7 @@ def overlap(place: Place, seed: int, num_calls: int, slots: dict[str, int], dela
                 under_way.append((call, group.begin_all_gather(given[rank], sizes), torch.cat(given)))
             case 1:
                 x = [random_values([bound], "bfloat16", (seed, call, other)) for other in range(num_ranks)]
-                assert same_bytes(group.all_reduce(x[rank]), sum_in_order(torch.stack(x))), f"sum {call}"
+                assert same_bytes(group.all_reduce(x[rank]), sum_in_tree(torch.stack(x), x[0].dtype)), f"sum {call}"
             case _:
                 receive_sizes = [table[other][rank] for other in range(num_ranks)]
                 expected = torch.cat([given[other].split(table[other])[rank] for other in range(num_ranks)])

@@ -30,6 +30,11 @@ class Shape:
     with_sinks: bool = False
     latent_size: int | None = None
     scale: float | None = None
+    whole_group_size: int | None = None  # None: N / G
+
+    @property
+    def group_size(self) -> int:
+        return self.whole_group_size or self.num_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ def attend(kernels: Kernels, case: Case, max_rows: int | None = None) -> Tensor:
 def attention_of(kernels: Kernels, shape: Shape) -> Callable[[Case, int | None], Tensor]:
     scale = shape.scale or shape.head_size**-0.5
     if shape.latent_size is not None:
-        latent = kernels.make_latent_attention(scale, shape.latent_size)
+        latent = kernels.make_latent_attention(scale, shape.latent_size, shape.group_size)
         return lambda case, max_rows: latent.attend(case.query_TNH, case.key_cache[:, 0], case.step, max_rows)
     paged = kernels.make_attention(attention_shape(shape))
     return lambda case, _: paged.attend(
@@ -171,16 +176,39 @@ def attention_shape(shape: Shape, dtype: torch.dtype = torch.float32) -> Attenti
         scale=shape.scale or shape.head_size**-0.5,
         window=shape.window,
         has_sinks=shape.with_sinks,
+        whole_group_size=shape.whole_group_size,
     )
 
 
 def write(kernels: Kernels, case: Case, keys_TGH: Tensor, values_TGH: Tensor) -> None:
     """Write keys and values at the slots of the step; latent attention writes the keys alone."""
     if case.shape.latent_size is not None:
-        backend = kernels.make_latent_attention(case.scale, case.shape.latent_size)
+        backend = kernels.make_latent_attention(case.scale, case.shape.latent_size, case.shape.num_heads)
         return backend.write(keys_TGH[:, 0], case.key_cache[:, 0], case.step)
     paged = kernels.make_attention(attention_shape(case.shape))
     return paged.write(keys_TGH, values_TGH, KeyValueCache(case.key_cache, case.value_cache), case.step)  # type: ignore[attr-defined]
+
+
+def heads_of_rank(case: Case, rank: int, num_ranks: int) -> Case:
+    """Return the same step with the heads of one of several ranks that divide them."""
+    shape = case.shape
+    num_heads = shape.num_heads // num_ranks
+    heads = slice(rank * num_heads, (rank + 1) * num_heads)
+    kv_heads = slice(heads.start // shape.group_size, -(-heads.stop // shape.group_size))
+    key_cache = case.key_cache[:, kv_heads].contiguous()
+    return dataclasses.replace(
+        case,
+        shape=dataclasses.replace(
+            shape,
+            num_heads=num_heads,
+            num_kv_heads=kv_heads.stop - kv_heads.start,
+            whole_group_size=shape.group_size,
+        ),
+        query_TNH=case.query_TNH[:, heads],
+        key_cache=key_cache,
+        value_cache=key_cache if shape.latent_size is not None else case.value_cache[:, kv_heads].contiguous(),
+        sinks_N=None if case.sinks_N is None else case.sinks_N[heads],
+    )
 
 
 def with_step(case: Case, lengths: list[tuple[int, int]], rows: list[int] | slice) -> Case:

@@ -19,6 +19,7 @@ from attention_cases import (
     Shape,
     attend,
     expected_attention,
+    heads_of_rank,
     make_case,
     only_chunk,
     random_case,
@@ -234,6 +235,19 @@ def test_threads_do_not_change_a_byte(native: Kernels, lengths: list[tuple[int, 
         set_num_threads(num_threads)
         for _ in range(3):
             assert same_bytes(attend(native, case), expected), f"{num_threads} threads"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape", [Shape(8, 4, 64), Shape(64, 2, 24, with_sinks=True), Shape(128, 1, 48, latent_size=40)]
+)
+def test_ranks_that_divide_the_heads_change_no_byte(native: Kernels, shape: Shape, dtype: torch.dtype) -> None:
+    """Also if several ranks have the same key-value head, and so fewer heads that read it than one rank has."""
+    case = make_case([(1, 1300), (9, 700), (1, 40)], shape, dtype=dtype)
+    expected = attend(native, case)
+    for num_ranks in (2, 4, 8):
+        parts = [attend(native, heads_of_rank(case, rank, num_ranks)) for rank in range(num_ranks)]
+        assert same_bytes(torch.cat(parts, dim=1), expected), num_ranks
 
 
 def attend_chunk_by_chunk(table: Kernels, case: Case, draw: random.Random) -> Tensor:

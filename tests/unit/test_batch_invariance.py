@@ -1,8 +1,10 @@
-"""An engine logs why its results may depend on the batch."""
+"""An engine logs on what its results depend besides the request. Numbers of tp ranks that keep the bytes of one."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,32 +13,94 @@ import torch
 from reference_models import Reference
 
 from moeserve import LLM
+from moeserve.layers.attention import AttentionConfig
+from moeserve.layers.input_share import keeps_bytes, num_input_chunks, share_inputs
+from moeserve.layers.mla import LatentAttentionConfig
+from moeserve.models.model_config import ModelConfig
+from moeserve.models.registry import describe
 from moeserve.ops.cpu.native import native_kernels
+from moeserve.ops.interfaces import InputChunks
 from moeserve.ops.select import select_kernels
 from moeserve.worker import worker
-from moeserve.worker.worker import why_not_batch_invariant
+from moeserve.worker.worker import note_on_bytes
+
+
+def with_heads(model: ModelConfig, num_heads: int) -> ModelConfig:
+    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=1, head_dim=8)
+    return dataclasses.replace(
+        model, layers=tuple(dataclasses.replace(layer, attention=attention) for layer in model.layers)
+    )
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "num_heads", "note"),
     [
-        ({}, None),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-        ({"device": "cuda"}, "device='cuda'"),
-        ({"dtype": "float16"}, "dtype='float16'"),
+        ({}, 8, None),
+        ({"tensor_parallel_size": 8}, 16, None),
+        ({"tensor_parallel_size": 3}, 6, "tensor_parallel_size=3 differ from those of one rank; .* with 1, 2"),
+        ({"device": "cuda"}, 8, "device='cuda'"),
+        ({"dtype": "float16"}, 8, "dtype='float16'"),
     ],
 )
-def test_reasons(change: dict[str, Any], reason: str | None) -> None:
+def test_notes(plain: Reference, change: dict[str, Any], num_heads: int, note: str | None) -> None:
     config = SimpleNamespace(**dict(device="cpu", dtype="bfloat16", tensor_parallel_size=1) | change)
-    found = why_not_batch_invariant(cast(Any, config), select_kernels(torch.device("cpu")))
+    model = with_heads(describe(str(plain.folder)).model, num_heads)
+    found = note_on_bytes(cast(Any, config), model, select_kernels(torch.device("cpu")))
     if native_kernels() is None and "device" not in change:
-        reason = "C++ kernels"
-    assert found is None if reason is None else reason in str(found)
+        note = "C\\+\\+ kernels"
+    if note is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(note, found)
 
 
 @pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
-def test_the_reason_is_logged(plain: Reference, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_note_is_logged(plain: Reference, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=worker.__name__):
         for dtype in ("float32", "float16"):
             LLM(model=str(plain.folder), dtype=dtype, num_threads=1).shutdown()
             assert ("dtype='float16'" in caplog.text) == (dtype == "float16")
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "sizes"),
+    [
+        (32, 8, [1, 2, 4, 8]),
+        (16, 1, [1, 2, 4, 8]),
+        (12, 4, [1, 2, 4]),
+        (9, 3, [1, 3]),
+        (6, 3, [1, 3, 6]),
+        (25, 5, [1, 5]),
+        (11, 11, [1]),
+    ],
+)
+def test_sizes_that_keep_the_bytes_of_one(num_heads: int, num_kv_heads: int, sizes: list[int]) -> None:
+    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=8)
+    num_chunks = num_input_chunks(attention.can_divide)
+    assert [size for size in range(1, 33) if attention.can_divide(size) and keeps_bytes(num_chunks, size)] == sizes
+
+
+def test_latent_attention_divides_all_heads() -> None:
+    sizes = dict(query_rank=None, latent_size=16, key_dim=8, rotary_dim=4, value_dim=8)
+    assert num_input_chunks(LatentAttentionConfig(num_heads=128, **sizes).can_divide) == 8  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_inputs", [64, 61, 9, 10944])
+def test_chunks_are_those_of_one_rank(num_inputs: int) -> None:
+    """Also where they do not divide the inputs, and where there are too few inputs for all chunks."""
+
+    def share(rank: int, num_ranks: int) -> tuple[slice, InputChunks]:
+        tp = SimpleNamespace(rank_in_group=rank, world_size=num_ranks)
+        given = share_inputs(num_inputs, 8, cast(Any, SimpleNamespace(tp=tp, is_batch_invariant=True)))
+        assert given.chunks is not None
+        return given.inputs, given.chunks
+
+    def cuts(rank: int, num_ranks: int) -> list[int]:
+        inputs, chunks = share(rank, num_ranks)
+        return list(range(inputs.start, inputs.stop, chunks.size))
+
+    for num_ranks in (2, 4, 8):
+        assert [cut for rank in range(num_ranks) for cut in cuts(rank, num_ranks)] == cuts(0, 1)
+        assert all(share(rank, num_ranks)[1].is_partial for rank in range(num_ranks))
+    assert not share(0, 1)[1].is_partial

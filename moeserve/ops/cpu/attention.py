@@ -26,6 +26,7 @@ class CpuAttention:
     def __init__(self, native: ModuleType, shape: AttentionShape) -> None:
         self._native = native
         self._reference = TorchAttention(shape)
+        self._whole_group_size = shape.whole_group_size
         self._apply_rope = RowKernels(native).apply_rope
 
     def write(self, key_TGH: Tensor, value_TGH: Tensor, cache: KeyValueCache, step: StepInputs) -> None:
@@ -51,7 +52,13 @@ class CpuAttention:
             return reference.attend(query_TNH, cache, step, sinks_N)
         out_TNH = query_TNH.new_empty(query_TNH.shape)  # contiguous, also where the query is a view
         tensors = (query_TNH, cache.keys, cache.values, step.block_table, step.row_starts, step.context_lens, out_TNH)
-        self._native.paged_attention(*tensors, scale=reference.scale, window=reference.window, sinks=sinks_N)
+        self._native.paged_attention(
+            *tensors,
+            scale=reference.scale,
+            window=reference.window,
+            sinks=sinks_N,
+            whole_group_size=self._whole_group_size,
+        )
         return out_TNH
 
 
@@ -60,9 +67,10 @@ class CpuLatentAttention:
 
     takes_all_rows = True
 
-    def __init__(self, native: ModuleType, scale: float, latent_size: int) -> None:
+    def __init__(self, native: ModuleType, scale: float, latent_size: int, whole_num_heads: int) -> None:
         self._native = native
-        self._reference = TorchLatentAttention(scale, latent_size)
+        self._reference = TorchLatentAttention(scale, latent_size, whole_num_heads)
+        self._whole_num_heads = whole_num_heads
 
     def write(self, latent_TP: Tensor, cache: Tensor, step: StepInputs) -> None:
         self._native.write_cache(latent_TP[:, None], None, cache[:, None], None, step.cache_slots)
@@ -75,5 +83,11 @@ class CpuLatentAttention:
         out_TNL = new_empty(query_TNP, *query_TNP.shape[:2], latent_size)
         vectors = cache[:, None]
         tensors = (query_TNP, vectors, vectors, step.block_table, step.row_starts, step.context_lens, out_TNL)
-        self._native.paged_attention(*tensors, scale=self._reference.scale, window=None, value_size=latent_size)
+        self._native.paged_attention(
+            *tensors,
+            scale=self._reference.scale,
+            window=None,
+            value_size=latent_size,
+            whole_group_size=self._whole_num_heads,
+        )
         return out_TNL

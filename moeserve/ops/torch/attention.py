@@ -79,7 +79,11 @@ class TorchLatentAttention:
 
     takes_all_rows = False
 
-    def __init__(self, scale: float, latent_size: int) -> None:
+    def __init__(self, scale: float, latent_size: int, whole_num_heads: int) -> None:
+        """
+        Args:
+            whole_num_heads: query heads of all tp ranks. Not used: the order of sums is torch's own.
+        """
         self.scale = scale
         self.latent_size = latent_size
 

@@ -55,7 +55,7 @@ class TritonLatentAttention:
 
     takes_all_rows = False
 
-    def __init__(self, scale: float, latent_size: int) -> None:
+    def __init__(self, scale: float, latent_size: int, whole_num_heads: int) -> None:
         self._scale = scale
         self._latent_size = latent_size
 
