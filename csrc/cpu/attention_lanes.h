@@ -39,31 +39,6 @@ MOESERVE_INLINE Float<W> exp2_of_nonpositive(Float<W> x) {
   return x < -126.0f ? Float<W>{} : result;
 }
 
-typedef float Segment __attribute__((vector_size(16), aligned(1), may_alias));
-
-MOESERVE_INLINE const Segment& segment_at(const char* address) { return *reinterpret_cast<const Segment*>(address); }
-
-// Load W lanes in segments of 4: segment i begins at rows[4 * i] + offset.
-template <int W>
-MOESERVE_INLINE Float<W> load_segments(const char* const* rows, int64_t offset) {
-  Float<W> lanes;
-  if constexpr (W == 16) {
-    asm("vmovups %1, %x0\n\t"
-        "vinsertf32x4 $1, %2, %0, %0\n\t"
-        "vinsertf32x4 $2, %3, %0, %0\n\t"
-        "vinsertf32x4 $3, %4, %0, %0"
-        : "=&v"(lanes)
-        : "m"(segment_at(rows[0] + offset)), "m"(segment_at(rows[4] + offset)), "m"(segment_at(rows[8] + offset)),
-          "m"(segment_at(rows[12] + offset)));
-  } else {
-    asm("vmovups %1, %x0\n\t"
-        "vinsertf128 $1, %2, %0, %0"
-        : "=&x"(lanes)
-        : "m"(segment_at(rows[0] + offset)), "m"(segment_at(rows[4] + offset)));
-  }
-  return lanes;
-}
-
 // Interleave a and b in each segment of 4 lanes, by kSize lanes, from kFirst on.
 template <int W, int kFirst, int kSize, int... kLane>
 MOESERVE_INLINE Float<W> interleave(Float<W> a, Float<W> b, std::integer_sequence<int, kLane...>) {

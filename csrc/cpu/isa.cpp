@@ -1,10 +1,6 @@
-// Detection of the instruction sets.
+// The choice of an instruction set.
 
 #include "isa.h"
-
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,65 +11,21 @@ namespace moeserve {
 
 namespace {
 
-const char* const kNames[] = {"avx2", "avx2_vnni", "avx512", "avx512_bf16", "amx"};  // in the order of Isa
-
-struct CpuFeatures {
-  bool avx_vnni = false;
-  bool amx = false;  // with bfloat16 and int8
-};
-
-// Read features whose names are not known to every compiler.
-CpuFeatures read_features() {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  CpuFeatures features;
-  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
-    constexpr unsigned kAmxBits = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, int8
-    features.amx = (edx & kAmxBits) == kAmxBits;
-  }
-  if (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) features.avx_vnni = (eax & 1u << 4) != 0;
-  return features;
-}
-
-// Request the right to use the tile registers, for all threads of this process. Their state is large, so Linux saves it
-// only for processes that have asked.
-bool request_tiles() {
-#if defined(__linux__)
-  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
-  constexpr long kTileData = 18;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-
+// MOESERVE_ISA sets an upper limit, so that one machine can test and measure the kernels of others.
 std::vector<Isa> find_usable() {
-  std::vector<Isa> usable;
-  __builtin_cpu_init();
-  const CpuFeatures features = read_features();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512vnni");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  if (bf16 && features.amx && request_tiles()) usable.push_back(Isa::kAmx);
-  if (bf16) usable.push_back(Isa::kAvx512Bf16);
-  if (avx512) usable.push_back(Isa::kAvx512);
-  if (avx2 && features.avx_vnni) usable.push_back(Isa::kAvx2Vnni);
-  if (avx2) usable.push_back(Isa::kAvx2);
-
-  // MOESERVE_ISA sets an upper limit, so that one machine can test and measure the kernels of others.
+  const std::vector<Isa> supported = detect_isas();
   const char* highest = std::getenv("MOESERVE_ISA");
-  if (highest == nullptr || *highest == '\0') return usable;
+  if (highest == nullptr || *highest == '\0') return supported;
   const auto is_named = [highest](Isa isa) { return isa_name(isa) == highest; };
-  const auto first = std::find_if(usable.begin(), usable.end(), is_named);
-  if (first == usable.end()) {
+  const auto first = std::find_if(supported.begin(), supported.end(), is_named);
+  if (first == supported.end()) {
     throw std::invalid_argument("MOESERVE_ISA=" + std::string(highest) + " is not supported by this machine");
   }
-  return {first, usable.end()};
+  return {first, supported.end()};
 }
 
 std::atomic<Isa>& chosen() {
-  static std::atomic<Isa> isa{usable_isas().empty() ? Isa::kAvx2 : usable_isas().front()};
+  static std::atomic<Isa> isa{usable_isas().empty() ? Isa{} : usable_isas().front()};
   return isa;
 }
 
@@ -88,7 +40,7 @@ Isa current_isa() { return chosen().load(std::memory_order_relaxed); }
 
 void set_isa(Isa isa) { chosen().store(isa, std::memory_order_relaxed); }
 
-std::string isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
+std::string isa_name(Isa isa) { return kIsaNames[static_cast<int>(isa)]; }
 
 Isa isa_of_name(const std::string& name) {
   std::string usable_names;

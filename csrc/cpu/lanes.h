@@ -1,7 +1,4 @@
-// Vectors of W floats, for kernels that are written once and compiled for several instruction sets.
-//
-// Everything here is inlined into its caller and uses the instruction set of the caller: W = 16 needs AVX-512, 8 AVX2.
-// No vector is passed in a call, so the ABI warnings of GCC (-Wpsabi) do not apply.
+// Operations on vectors of W floats, for kernels that are written once and compiled for several instruction sets.
 
 #pragma once
 
@@ -10,33 +7,10 @@
 #include <utility>
 
 #include "isa.h"
-
-#define MOESERVE_INLINE inline __attribute__((always_inline))
-
-// Unrolls a loop over an array of vectors, so that the array stays in registers.
-#if defined(__clang__)
-#define MOESERVE_UNROLL _Pragma("unroll")
-#else
-#define MOESERVE_UNROLL _Pragma("GCC unroll 16")
-#endif
+#include "lane_loads.h"
+#include "vectors.h"
 
 namespace moeserve {
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-template <int W>
-struct Vector {
-  typedef float Float __attribute__((vector_size(W * sizeof(float))));
-  typedef int32_t Int __attribute__((vector_size(W * sizeof(int32_t))));
-  typedef uint32_t UInt __attribute__((vector_size(W * sizeof(uint32_t))));
-  typedef uint16_t Halves __attribute__((vector_size(W * sizeof(uint32_t))));
-  typedef uint16_t HalfAsMany __attribute__((vector_size(W * sizeof(uint16_t))));
-};
-
-template <int W>
-using Float = typename Vector<W>::Float;
 
 template <int W>
 MOESERVE_INLINE Float<W> load(const float* source) {
@@ -48,15 +22,6 @@ MOESERVE_INLINE Float<W> load(const float* source) {
 template <int W>
 MOESERVE_INLINE void store(float* target, Float<W> lanes) {
   std::memcpy(target, &lanes, sizeof(lanes));
-}
-
-// Inline assembly: GCC otherwise assumes the target of this function before it is inlined, and fills the lanes one by
-// one.
-template <int W>
-MOESERVE_INLINE Float<W> broadcast(float value) {
-  Float<W> lanes;
-  asm("vbroadcastss %1, %0" : "=v"(lanes) : "vm"(value));
-  return lanes;
 }
 
 // Return the larger lanes, and `b` where a lane is NaN.

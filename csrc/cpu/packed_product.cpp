@@ -10,15 +10,12 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "accumulate.h"
 #include "isa.h"
 #include "parallel.h"
-#include "product_tile.h"
-#include "product_tile_amx.h"
-#include "product_tile_avx512_bf16.h"
 #include "quantized_rows.h"
 #include "rows.h"
 
@@ -27,11 +24,6 @@ namespace moeserve {
 namespace {
 
 constexpr int kMaxItemRows = 192;
-constexpr int kBlockInputs = 256;      // inputs of a panel that stay in the L1 cache while tiles use them
-constexpr int kDotBlockInputs = 128;   // inputs of two panels, shared by few tiles of VDPBF16PS
-constexpr int kAmxBlockInputs = 1024;  // inputs of two panels, shared by several tiles of AMX
-constexpr int kFewTiles = 4;
-constexpr int64_t kPrefetchBytes = 2048;    // ahead of use, where panels are read once
 constexpr int64_t kParallelWork = 1 << 17;  // bytes read, or multiply-adds / 8, that justify a second thread
 
 // The unit of work of a thread.
@@ -40,17 +32,6 @@ struct Item {
   int32_t first_row;
   int32_t num_rows;
   int32_t column;  // outputs from 32 * column on, gates and ups; or outputs from 64 * column on
-};
-
-// The rows and panels of an item.
-struct Work {
-  const PackedProduct& product;
-  const char* input;
-  int64_t input_bytes;  // from row to row
-  const char* panels[2];
-  int64_t next_item;  // bytes from a panel to that of the next item
-  int num_rows;
-  int64_t num_inputs;
 };
 
 // The rows of all groups in the form that the kernels read.
@@ -75,191 +56,6 @@ Scratch& scratch() {
 }
 
 bool is_gated(const PackedProduct& product) { return product.activation != Activation::kNone; }
-bool is_quantized(WeightFormat format) { return format == WeightFormat::kInt8 || format == WeightFormat::kInt4; }
-
-int64_t bytes_per_input(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::kFloat32:
-      return 4 * kPanel;
-    case WeightFormat::kBFloat16:
-      return 2 * kPanel;
-    case WeightFormat::kInt8:
-      return kPanel;
-    case WeightFormat::kInt4:
-      break;
-  }
-  return kInt4GroupBytes / kInputGroup;
-}
-
-// True if the kernels of an instruction set read quantised rows as 16-bit integers.
-bool widens_rows(WeightFormat format, Isa isa) { return isa == Isa::kAvx2 && format == WeightFormat::kInt8; }
-
-// Return the layout of quantised rows that the kernels of an instruction set read.
-QuantizedRowLayout row_layout(WeightFormat format, int64_t num_inputs, bool is_widened) {
-  return {padded_inputs(format, num_inputs), is_widened};
-}
-
-// Return the rows of tile t if tiles of similar size cover the `num_left` rows that are left.
-int rows_of_tile(int t, int num_tiles, int num_left) { return (num_left + num_tiles - t - 1) / (num_tiles - t); }
-
-// Compute the sums of all rows, panel by panel and block by block. Memory is read as one stream, some of it ahead.
-template <typename Products>
-MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
-  const WeightFormat format = work.product.format;
-  const int64_t step_inputs = is_quantized(format) ? 4 : Products::kParts;
-  const int64_t input_bytes = bytes_per_input(format);
-  const int num_tiles = (work.num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
-  const int64_t scales_at = row_layout(format, work.num_inputs, Products::kRowBytes == 8).scales_at();
-  const int64_t ahead = num_tiles == 1 ? kPrefetchBytes : kBlockInputs * input_bytes;
-  for (int p = 0; p < 2; ++p) {
-    const char* panel = work.panels[p];
-    const char* next_panel = p == 0 ? work.panels[1] : work.panels[0] + work.next_item;
-    const int64_t num_bytes = work.num_inputs * input_bytes;
-    for (int64_t first = 0; first < work.num_inputs; first += kBlockInputs) {
-      const int64_t count = std::min<int64_t>(kBlockInputs, work.num_inputs - first);
-      const int64_t num_groups = is_quantized(format) ? count / kInputGroup : 1;
-      const int64_t begin = first * input_bytes;
-      const char* prefetch = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
-      Block block{panel + begin, num_groups, count / num_groups / step_inputs, first == 0, prefetch};
-      const char* input = work.input + first / step_inputs * Products::kRowBytes;
-      const char* scales = work.input + scales_at + first / kInputGroup * static_cast<int64_t>(sizeof(RowScale));
-      for (int t = 0, row = 0; t < num_tiles; ++t) {
-        const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
-        const int64_t offset = row * work.input_bytes;
-        const TileRows tile{input + offset, scales + offset, work.input_bytes};
-        multiply_tile<Products>(tile, rows, block, room.sums + row * kTileOutputs + p * kPanel);
-        block.prefetch = nullptr;
-        row += rows;
-      }
-    }
-  }
-}
-
-// Compute the sums of rows that are not multiplied with VDPBF16PS.
-template <int W, typename Int8Products, typename Int4Products>
-MOESERVE_INLINE void accumulate(const Work& work, Scratch& room) {
-  switch (work.product.format) {
-    case WeightFormat::kFloat32:
-      return accumulate<Float32Products<W>>(work, room);
-    case WeightFormat::kBFloat16:
-      return accumulate<WidenedProducts<W>>(work, room);
-    case WeightFormat::kInt8:
-      return accumulate<Int8Products>(work, room);
-    case WeightFormat::kInt4:
-      return accumulate<Int4Products>(work, room);
-  }
-}
-
-MOESERVE_TARGET_AVX2 void accumulate_avx2(const Work& work, Scratch& room) {
-  accumulate<8, WidenedByteProducts<8>, NibbleProducts<8>>(work, room);
-}
-MOESERVE_TARGET_AVX2 void accumulate_avx2_vnni(const Work& work, Scratch& room) {
-  accumulate<8, ByteDotProducts<8, Int8Weights>, ByteDotProducts<8, Int4Weights>>(work, room);
-}
-MOESERVE_TARGET_AVX512 void accumulate_avx512(const Work& work, Scratch& room) {
-  accumulate<16, ByteDotProducts<16, Int8Weights>, ByteDotProducts<16, Int4Weights>>(work, room);
-}
-
-// Call run(std::integral_constant) with a number of rows from 1 to kDotRows.
-template <int kRows = 1, typename Run>
-MOESERVE_TARGET_AVX512_BF16 void call_with_rows(int num_rows, const Run& run) {
-  if constexpr (kRows < kDotRows) {
-    if (num_rows > kRows) return call_with_rows<kRows + 1>(num_rows, run);
-  }
-  run(std::integral_constant<int, kRows>{});
-}
-
-MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const Work& work, float* sums) {
-  const auto* input = reinterpret_cast<const BFloat16*>(work.input);
-  const int64_t stride = work.input_bytes / 2;
-  const DotBlock block{{work.panels[0], work.panels[1]}, work.num_inputs, true};
-  const Prefetch next{{work.panels[0] + work.next_item, work.panels[1] + work.next_item}};
-  call_with_rows(work.num_rows, [&](auto rows) MOESERVE_TARGET_AVX512_BF16 {
-    dot_tile<decltype(rows)::value, kAhead>(input, stride, block, next, sums);
-  });
-}
-
-// Process tile t of `num_tiles`, which reads the block once and prefetches its share of the next block.
-template <int kRows>
-MOESERVE_TARGET_AVX512_BF16 void dot_shared(const BFloat16* input, int64_t stride, const DotBlock& block,
-                                            const Prefetch& next, int t, int num_tiles, float* sums) {
-  const int64_t half = block.num_inputs / 2 * 64;  // half of the bytes of a panel in the block
-  if (num_tiles <= 3 && t < 2) {
-    const Prefetch share{{next.panels[0] + t * half, next.panels[1] + t * half}};
-    dot_tile<kRows, 2>(input, stride, block, share, sums);
-  } else if (num_tiles > 3 && t < 4) {
-    const Prefetch share{{next.panels[t / 2] + t % 2 * half, nullptr}};
-    dot_tile<kRows, 1>(input, stride, block, share, sums);
-  } else {
-    dot_tile<kRows, 0>(input, stride, block, next, sums);
-  }
-}
-
-MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const Work& work, Scratch& room) {
-  const auto* input = reinterpret_cast<const BFloat16*>(work.input);
-  const int64_t stride = work.input_bytes / 2;
-  const int num_tiles = (work.num_rows + kDotRows - 1) / kDotRows;
-  const int64_t step = num_tiles <= kFewTiles ? kDotBlockInputs : kBlockInputs;
-  for (int64_t first = 0; first < work.num_inputs; first += step) {
-    const int64_t last = std::min(first + step, work.num_inputs);
-    DotBlock block{{}, last - first, first == 0};
-    Prefetch next{};
-    for (int p = 0; p < 2; ++p) {
-      block.panels[p] = work.panels[p] + first * kPanel * 2;
-      next.panels[p] =
-          last < work.num_inputs ? block.panels[p] + (last - first) * kPanel * 2 : work.panels[p] + work.next_item;
-    }
-    for (int t = 0, row = 0; t < num_tiles; ++t) {
-      const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
-      const BFloat16* values = input + row * stride + first;
-      float* sums = room.sums + row * kTileOutputs;
-      call_with_rows(rows, [&](auto count) MOESERVE_TARGET_AVX512_BF16 {
-        dot_shared<decltype(count)::value>(values, stride, block, next, t, num_tiles, sums);
-      });
-      row += rows;
-    }
-  }
-}
-
-MOESERVE_TARGET_AVX512_BF16 void accumulate_avx512_bf16(const Work& work, Scratch& room) {
-  if (work.product.format != WeightFormat::kBFloat16) return accumulate_avx512(work, room);
-  work.num_rows <= kDotRows ? dot_few_rows(work, room.sums) : dot_many_rows(work, room);
-}
-
-// The same with AMX, for any number of rows, because its sums have other bits than those of VDPBF16PS.
-void accumulate_amx(const Work& work, Scratch& room) {
-  if (work.product.format != WeightFormat::kBFloat16) return accumulate_avx512(work, room);
-  const auto* input = reinterpret_cast<const BFloat16*>(work.input);
-  const int64_t stride = work.input_bytes / 2;
-  const int num_tiles = (work.num_rows + kAmxRows - 1) / kAmxRows;
-  const int64_t input_bytes = bytes_per_input(WeightFormat::kBFloat16);
-  const int64_t num_bytes = work.num_inputs * input_bytes;
-  const int64_t num_whole = work.num_inputs / kAmxInputs * kAmxInputs;
-  const int64_t step = num_tiles == 1 ? num_whole : kAmxBlockInputs;
-  const int64_t ahead = num_tiles == 1 ? kPrefetchBytes : step * input_bytes;
-  int sized_rows = 0;
-  int64_t sized_inputs = 0;
-  for (int64_t first = 0, count; first < work.num_inputs; first += count) {
-    count = first < num_whole ? std::min(step, num_whole - first) : work.num_inputs - num_whole;
-    const int64_t begin = first * input_bytes;
-    const char* const panels[2] = {work.panels[0] + begin, work.panels[1] + begin};
-    const int64_t skip = begin + ahead < num_bytes ? begin + ahead : work.next_item + begin + ahead - num_bytes;
-    const char* const prefetch[2] = {work.panels[0] + skip, work.panels[1] + skip};
-    for (int t = 0, row = 0; t < num_tiles; ++t) {
-      const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
-      const int64_t inputs = std::min<int64_t>(count, kAmxInputs);
-      if (rows != sized_rows || inputs != sized_inputs) {
-        sized_rows = rows;
-        sized_inputs = inputs;
-        TileSizes(rows, inputs).use();
-      }
-      const auto run = t == 0 ? amx_tile<true> : amx_tile<false>;
-      run(input + row * stride + first, stride, panels, count, first == 0, prefetch, room.sums + row * kTileOutputs);
-      row += rows;
-    }
-  }
-  release_tiles();
-}
 
 template <int W>
 MOESERVE_INLINE Float<W> activate(const PackedProduct& product, Float<W> gate, Float<W> up) {
@@ -280,7 +76,7 @@ struct Epilogue {
 };
 
 template <typename Element>
-MOESERVE_INLINE Epilogue make_epilogue(const PackedProduct& product, const Item& item, const Work& work,
+MOESERVE_INLINE Epilogue make_epilogue(const PackedProduct& product, const Item& item, const ProductWork& work,
                                        const void* bias) {
   Epilogue epilogue;
   epilogue.is_needed = bias != nullptr || product.format == WeightFormat::kInt8;
@@ -325,8 +121,6 @@ MOESERVE_INLINE void finish_rows(const PackedProduct& product, const Epilogue& e
   }
 }
 
-using Accumulate = void (*)(const Work&, Scratch&);
-
 // Scale the last of the waiting sums, and add the `num_neighbours` before it, which end a branch of the tree with it.
 template <int W>
 MOESERVE_INLINE void merge_sums(const Epilogue& epilogue, int num_rows, int last, int num_neighbours, Scratch& room) {
@@ -345,22 +139,22 @@ MOESERVE_INLINE void merge_sums(const Epilogue& epilogue, int num_rows, int last
 // Sum the chunks of an item one after the other, and add neighbours in the tree as soon as both are complete. The sums
 // in `room.sums` are scaled and have the bias. Return an epilogue that has nothing left to do.
 template <int W, typename Element>
-MOESERVE_INLINE Epilogue sum_chunks(const Work& work, const Item& item, const void* bias, Scratch& room,
-                                    int64_t row_chunk_bytes, Accumulate accumulate_rows) {
-  const PackedProduct& product = work.product;
+MOESERVE_INLINE Epilogue sum_chunks(const PackedProduct& product, const ProductWork& work, const Item& item,
+                                    const void* bias, Scratch& room, int64_t row_chunk_bytes,
+                                    Accumulate accumulate_rows) {
   const InputChunks chunks = product.chunks();
   Epilogue epilogue;
   const int64_t chunk_bytes = panel_bytes(product.format, chunks.chunk_inputs);
   int num_waiting = 0;
   for (int64_t chunk = 0; chunk < chunks.count(); ++chunk) {
     const bool is_last = chunk + 1 == chunks.count();
-    Work part = work;
+    ProductWork part = work;
     part.input += chunk * row_chunk_bytes;
     for (const char*& panel : part.panels) panel += chunk * chunk_bytes;
     part.next_item = is_last ? work.next_item - chunk * chunk_bytes : chunk_bytes;
     part.num_inputs = padded_inputs(product.format, chunks.size(chunk));
     room.sums = room.waiting_sums[num_waiting];
-    accumulate_rows(part, room);
+    accumulate_rows(part, room.sums);
     epilogue = make_epilogue<Element>(product, item, part, chunk == 0 ? bias : nullptr);
     int num_neighbours = 0;
     for (int64_t place = chunk + 1; num_neighbours < num_waiting && (place % 2 == 0 || is_last); place /= 2) {
@@ -383,21 +177,21 @@ MOESERVE_INLINE void run_item(const PackedProduct& product, const PreparedRows& 
   const int64_t num_panels = count_panels(is_gated(product) ? product.num_outputs / 2 : product.num_outputs);
   const int64_t first = is_gated(product) ? item.column : item.column * 2;
   const int64_t second = is_gated(product) ? num_panels + item.column : std::min(first + 1, num_panels - 1);
-  const Work work{product,
-                  group.input + item.first_row * prepared.row_bytes,
-                  prepared.row_bytes,
-                  {group.panels + first * panel_size, group.panels + second * panel_size},
-                  is_gated(product) ? panel_size : 2 * panel_size,
-                  item.num_rows,
-                  padded_inputs(product.format, product.num_inputs)};
+  const ProductWork work{product.format,
+                         group.input + item.first_row * prepared.row_bytes,
+                         prepared.row_bytes,
+                         {group.panels + first * panel_size, group.panels + second * panel_size},
+                         is_gated(product) ? panel_size : 2 * panel_size,
+                         item.num_rows,
+                         padded_inputs(product.format, product.num_inputs)};
   Scratch& room = scratch();
   auto* output = reinterpret_cast<Output*>(group.output) + item.first_row * product.output_stride + first * kPanel;
   Epilogue epilogue;
   if (product.chunks().count() > 1) {
-    epilogue = sum_chunks<W, Element>(work, item, group.bias, room, prepared.chunk_bytes, accumulate_rows);
+    epilogue = sum_chunks<W, Element>(product, work, item, group.bias, room, prepared.chunk_bytes, accumulate_rows);
   } else {
     room.sums = room.waiting_sums[0];
-    accumulate_rows(work, room);
+    accumulate_rows(work, room.sums);
     epilogue = make_epilogue<Element>(product, item, work, group.bias);
   }
   finish_rows<W>(product, epilogue, room.sums, item.num_rows, output);
@@ -419,22 +213,6 @@ MOESERVE_DEFINE_VARIANTS(run_item,
                          (const PackedProduct& product, const PreparedRows& prepared, const RowGroup& group,
                           const Item& item, Accumulate accumulate_rows),
                          (product, prepared, group, item, accumulate_rows))
-
-Accumulate choose_accumulate(Isa isa) {
-  switch (isa) {
-    case Isa::kAvx2:
-      return accumulate_avx2;
-    case Isa::kAvx2Vnni:
-      return accumulate_avx2_vnni;
-    case Isa::kAvx512:
-      return accumulate_avx512;
-    case Isa::kAvx512Bf16:
-      return accumulate_avx512_bf16;
-    case Isa::kAmx:
-      break;
-  }
-  return accumulate_amx;
-}
 
 // Items are ordered by group, rows and column, because panels of neighbouring columns are adjacent in memory.
 void plan(const PackedProduct& product, const std::vector<RowGroup>& groups, std::vector<Item>& items) {

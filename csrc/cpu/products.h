@@ -19,7 +19,7 @@ template <int kWidth>
 struct FloatProducts {
   static constexpr int W = kWidth;
   static constexpr int kPerWord = 1;
-  static constexpr int kVectors = W == 16 ? 4 : 2;  // vectors of sums that fit in the registers
+  static constexpr int kVectors = W == 8 ? 2 : 4;  // vectors of sums that fit in the registers: AVX2 has half as many
   static constexpr int kExponentialDegree = 6;
   using Word = float;
   using Words = Float<W>;
@@ -29,45 +29,6 @@ struct FloatProducts {
   static MOESERVE_INLINE Words ones() { return broadcast<W>(1.0f); }
   static MOESERVE_INLINE Words pack(const Float<W>* vectors) { return vectors[0]; }
   static MOESERVE_INLINE void add(Float<W>& sums, const Words& a, const Words& b) { sums += a * b; }
-};
-
-// A word is two bfloat16, the first in its low half. VDPBF16PS adds both products of a step in float32 and treats
-// subnormal numbers as zero. Only for functions with MOESERVE_TARGET_AVX512_BF16.
-struct BFloat16Products {
-  static constexpr int W = 16;
-  static constexpr int kPerWord = 2;
-  static constexpr int kVectors = 4;
-  static constexpr int kExponentialDegree = 4;
-  using Word = uint32_t;
-  using Words = Vector<16>::UInt;
-
-  static MOESERVE_INLINE Words load_words(const Word* source) {
-    Words words;
-    std::memcpy(&words, source, sizeof(words));
-    return words;
-  }
-  static MOESERVE_INLINE Words broadcast_word(const Word* source) {
-    Words words;
-    asm("vpbroadcastd %1, %0" : "=v"(words) : "m"(*source));
-    return words;
-  }
-  static MOESERVE_INLINE Words ones() {
-    static const Word pair = 0x3F803F80u;
-    return broadcast_word(&pair);
-  }
-
-  // Round 32 floats to nearest, in order. Inline assembly, because compilers refuse intrinsics in a function without
-  // their target attribute, even if it is inlined into a function that has it.
-  static MOESERVE_INLINE Words pack(const Float<W>* vectors) {
-    Words words;
-    asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(words) : "v"(vectors[1]), "v"(vectors[0]));
-    return words;
-  }
-  static MOESERVE_INLINE void add(Float<W>& sums, const Words& a, const Words& b) {
-    Float<W> added = sums;
-    asm("vdpbf16ps %2, %1, %0" : "+v"(added) : "v"(a), "v"(b));
-    sums = added;
-  }
 };
 
 // Compute sums[r][v] = sum over `num_steps` of the words of row r times vector v of the strip [num_steps, kVectors *

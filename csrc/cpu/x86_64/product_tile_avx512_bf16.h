@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "isa.h"
-#include "product_tile.h"
+#include "cpu/isa.h"
+#include "cpu/product_tile.h"
 
 namespace moeserve {
 

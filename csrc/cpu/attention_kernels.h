@@ -1,17 +1,16 @@
 // The kernels of attention over a block, as templates that are compiled for each instruction set.
 
-#include "attention_block.h"
+#pragma once
 
 #include <algorithm>
 #include <cstring>
 
+#include "attention_block.h"
 #include "attention_packing.h"
 #include "products.h"
 #include "rows.h"
 
 namespace moeserve {
-
-namespace {
 
 constexpr float kLog2E = 1.44269504f;
 
@@ -313,7 +312,8 @@ MOESERVE_INLINE void finish(const States& state, const float* sink, int value_si
     assign(out + h, state.values[h] * factor + 0.0f);  // + 0.0f avoids negative zeros
 }
 
-// The kernels of an instruction set. They are functions of their own because target attributes apply to functions.
+// Defines the template Name<Products, Element> with the kernels of an instruction set, which TARGET enables: they are
+// functions of their own because target attributes apply to functions.
 #define MOESERVE_BLOCK_KERNELS(Name, TARGET)                                                                        \
   template <typename Products, typename Element>                                                                    \
   struct Name {                                                                                                     \
@@ -374,25 +374,5 @@ MOESERVE_INLINE void finish(const States& state, const float* sink, int value_si
         merge,                                                                                                      \
         finish};                                                                                                    \
   }
-
-MOESERVE_BLOCK_KERNELS(Avx512BFloat16, MOESERVE_TARGET_AVX512_BF16);
-MOESERVE_BLOCK_KERNELS(Avx512, MOESERVE_TARGET_AVX512);
-MOESERVE_BLOCK_KERNELS(Avx2, MOESERVE_TARGET_AVX2);
-
-#undef MOESERVE_BLOCK_KERNELS
-
-template <template <typename, typename> typename Kernels, int W>
-const BlockKernels& choose_of_type(ElementType type) {
-  if (type == ElementType::kBFloat16) return Kernels<FloatProducts<W>, BFloat16>::kernels;
-  return Kernels<FloatProducts<W>, float>::kernels;
-}
-
-}  // namespace
-
-const BlockKernels& choose_block_kernels(Isa isa, ElementType type) {
-  const BlockKernels* avx512 = &choose_of_type<Avx512, 16>(type);
-  const BlockKernels* dots = &Avx512BFloat16<BFloat16Products, BFloat16>::kernels;
-  return *choose_version(isa, &choose_of_type<Avx2, 8>(type), avx512, type == ElementType::kBFloat16 ? dots : avx512);
-}
 
 }  // namespace moeserve

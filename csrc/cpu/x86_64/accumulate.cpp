@@ -1,0 +1,150 @@
+// The sums of products with the instruction sets of x86-64.
+
+#include "cpu/accumulate.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "byte_products.h"
+#include "product_tile_amx.h"
+#include "product_tile_avx512_bf16.h"
+
+namespace moeserve {
+
+namespace {
+
+constexpr int kDotBlockInputs = 128;   // inputs of two panels, shared by few tiles of VDPBF16PS
+constexpr int kAmxBlockInputs = 1024;  // inputs of two panels, shared by several tiles of AMX
+constexpr int kFewTiles = 4;
+
+MOESERVE_TARGET_AVX2 void accumulate_avx2(const ProductWork& work, float* sums) {
+  accumulate<8, WidenedProducts<8>, WidenedByteProducts<8>, NibbleProducts<8>>(work, sums);
+}
+MOESERVE_TARGET_AVX2 void accumulate_avx2_vnni(const ProductWork& work, float* sums) {
+  accumulate<8, WidenedProducts<8>, ByteDotProducts<8, Int8Weights>, ByteDotProducts<8, Int4Weights>>(work, sums);
+}
+MOESERVE_TARGET_AVX512 void accumulate_avx512(const ProductWork& work, float* sums) {
+  accumulate<16, WidenedProducts<16>, ByteDotProducts<16, Int8Weights>, ByteDotProducts<16, Int4Weights>>(work, sums);
+}
+
+// Call run(std::integral_constant) with a number of rows from 1 to kDotRows.
+template <int kRows = 1, typename Run>
+MOESERVE_TARGET_AVX512_BF16 void call_with_rows(int num_rows, const Run& run) {
+  if constexpr (kRows < kDotRows) {
+    if (num_rows > kRows) return call_with_rows<kRows + 1>(num_rows, run);
+  }
+  run(std::integral_constant<int, kRows>{});
+}
+
+MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const ProductWork& work, float* sums) {
+  const auto* input = reinterpret_cast<const BFloat16*>(work.input);
+  const int64_t stride = work.input_bytes / 2;
+  const DotBlock block{{work.panels[0], work.panels[1]}, work.num_inputs, true};
+  const Prefetch next{{work.panels[0] + work.next_item, work.panels[1] + work.next_item}};
+  call_with_rows(work.num_rows, [&](auto rows) MOESERVE_TARGET_AVX512_BF16 {
+    dot_tile<decltype(rows)::value, kAhead>(input, stride, block, next, sums);
+  });
+}
+
+// Process tile t of `num_tiles`, which reads the block once and prefetches its share of the next block.
+template <int kRows>
+MOESERVE_TARGET_AVX512_BF16 void dot_shared(const BFloat16* input, int64_t stride, const DotBlock& block,
+                                            const Prefetch& next, int t, int num_tiles, float* sums) {
+  const int64_t half = block.num_inputs / 2 * 64;  // half of the bytes of a panel in the block
+  if (num_tiles <= 3 && t < 2) {
+    const Prefetch share{{next.panels[0] + t * half, next.panels[1] + t * half}};
+    dot_tile<kRows, 2>(input, stride, block, share, sums);
+  } else if (num_tiles > 3 && t < 4) {
+    const Prefetch share{{next.panels[t / 2] + t % 2 * half, nullptr}};
+    dot_tile<kRows, 1>(input, stride, block, share, sums);
+  } else {
+    dot_tile<kRows, 0>(input, stride, block, next, sums);
+  }
+}
+
+MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const ProductWork& work, float* sums) {
+  const auto* input = reinterpret_cast<const BFloat16*>(work.input);
+  const int64_t stride = work.input_bytes / 2;
+  const int num_tiles = (work.num_rows + kDotRows - 1) / kDotRows;
+  const int64_t step = num_tiles <= kFewTiles ? kDotBlockInputs : kBlockInputs;
+  for (int64_t first = 0; first < work.num_inputs; first += step) {
+    const int64_t last = std::min(first + step, work.num_inputs);
+    DotBlock block{{}, last - first, first == 0};
+    Prefetch next{};
+    for (int p = 0; p < 2; ++p) {
+      block.panels[p] = work.panels[p] + first * kPanel * 2;
+      next.panels[p] =
+          last < work.num_inputs ? block.panels[p] + (last - first) * kPanel * 2 : work.panels[p] + work.next_item;
+    }
+    for (int t = 0, row = 0; t < num_tiles; ++t) {
+      const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
+      const BFloat16* values = input + row * stride + first;
+      call_with_rows(rows, [&](auto count) MOESERVE_TARGET_AVX512_BF16 {
+        dot_shared<decltype(count)::value>(values, stride, block, next, t, num_tiles, sums + row * kTileOutputs);
+      });
+      row += rows;
+    }
+  }
+}
+
+MOESERVE_TARGET_AVX512_BF16 void accumulate_avx512_bf16(const ProductWork& work, float* sums) {
+  if (work.format != WeightFormat::kBFloat16) return accumulate_avx512(work, sums);
+  work.num_rows <= kDotRows ? dot_few_rows(work, sums) : dot_many_rows(work, sums);
+}
+
+// The same with AMX, for any number of rows, because its sums have other bits than those of VDPBF16PS.
+void accumulate_amx(const ProductWork& work, float* sums) {
+  if (work.format != WeightFormat::kBFloat16) return accumulate_avx512(work, sums);
+  const auto* input = reinterpret_cast<const BFloat16*>(work.input);
+  const int64_t stride = work.input_bytes / 2;
+  const int num_tiles = (work.num_rows + kAmxRows - 1) / kAmxRows;
+  const int64_t input_bytes = bytes_per_input(WeightFormat::kBFloat16);
+  const int64_t num_bytes = work.num_inputs * input_bytes;
+  const int64_t num_whole = work.num_inputs / kAmxInputs * kAmxInputs;
+  const int64_t step = num_tiles == 1 ? num_whole : kAmxBlockInputs;
+  const int64_t ahead = num_tiles == 1 ? kPrefetchBytes : step * input_bytes;
+  int sized_rows = 0;
+  int64_t sized_inputs = 0;
+  for (int64_t first = 0, count; first < work.num_inputs; first += count) {
+    count = first < num_whole ? std::min(step, num_whole - first) : work.num_inputs - num_whole;
+    const int64_t begin = first * input_bytes;
+    const char* const panels[2] = {work.panels[0] + begin, work.panels[1] + begin};
+    const int64_t skip = begin + ahead < num_bytes ? begin + ahead : work.next_item + begin + ahead - num_bytes;
+    const char* const prefetch[2] = {work.panels[0] + skip, work.panels[1] + skip};
+    for (int t = 0, row = 0; t < num_tiles; ++t) {
+      const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
+      const int64_t inputs = std::min<int64_t>(count, kAmxInputs);
+      if (rows != sized_rows || inputs != sized_inputs) {
+        sized_rows = rows;
+        sized_inputs = inputs;
+        TileSizes(rows, inputs).use();
+      }
+      const auto run = t == 0 ? amx_tile<true> : amx_tile<false>;
+      run(input + row * stride + first, stride, panels, count, first == 0, prefetch, sums + row * kTileOutputs);
+      row += rows;
+    }
+  }
+  release_tiles();
+}
+
+}  // namespace
+
+Accumulate choose_accumulate(Isa isa) {
+  switch (isa) {
+    case Isa::kAvx2:
+      return accumulate_avx2;
+    case Isa::kAvx2Vnni:
+      return accumulate_avx2_vnni;
+    case Isa::kAvx512:
+      return accumulate_avx512;
+    case Isa::kAvx512Bf16:
+      return accumulate_avx512_bf16;
+    case Isa::kAmx:
+      break;
+  }
+  return accumulate_amx;
+}
+
+bool widens_rows(WeightFormat format, Isa isa) { return isa == Isa::kAvx2 && format == WeightFormat::kInt8; }
+
+}  // namespace moeserve
