@@ -96,6 +96,9 @@ class ModelTimer:
     def padded_size(self, agreement: Agreement) -> int | None:
         return self._replay.padded_size(agreement)
 
+    def capture_ahead(self) -> bool:
+        return self._replay.capture_ahead()
+
     def __call__(self, step: StepInputs) -> Tensor:
         start = time.perf_counter()
         hidden_TD = self._replay(step)

@@ -190,7 +190,7 @@ PairSort read_sort(const Tensor& keys, int64_t first_key, int64_t num_known, con
 
 int64_t sort(const Tensor& keys, int64_t first_key, int64_t num_known, const Tensor& order, const Tensor& counts) {
   const PairSort step = read_sort(keys, first_key, num_known, order, counts);
-  return run_kernel([step] { return sort_pairs(step); });
+  return run_kernel([step] { return sort_pairs(step); }, step.num_tokens * step.keys_per_token);
 }
 
 void order_by_key(const Tensor& keys, int64_t first_key, int64_t num_known, const Tensor& order, const Tensor& counts) {

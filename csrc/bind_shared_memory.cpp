@@ -27,19 +27,17 @@ std::vector<int64_t> scaled(std::vector<int64_t> sizes, int64_t factor) {
 const char* source_of(const Tensor& tensor) { return static_cast<const char*>(tensor.data); }
 char* target_of(const Tensor& tensor) { return static_cast<char*>(tensor.data); }
 
-// Begin an operation and return its number. A replayed call begins a new operation with a new number.
+// Begin an operation and return its number. During capture it is a stand-in for those of the replays.
 template <typename Begin>
 uint64_t begin(SharedMemory& memory, const Begin& begin_operation) {
-  uint64_t number;
-  {
-    const nb::gil_scoped_release released;
-    number = begin_operation();
-  }
   if (CpuGraph* graph = capturing_cpu_graph()) {
+    const uint64_t stand_in = graph->add_number();
     graph->keep(nb::find(memory));
-    graph->add([begin_operation, cell = graph->cell(&memory, number)] { *cell = begin_operation(); });
+    graph->add([begin_operation, number = graph->number(stand_in)] { *number = begin_operation(); });
+    return stand_in;
   }
-  return number;
+  const nb::gil_scoped_release released;
+  return begin_operation();
 }
 
 // Wait without the GIL and return the outcome. Signal handlers run meanwhile and may raise; the operation continues in
@@ -59,20 +57,17 @@ Outcome wait_with_signals(SharedMemory& memory, uint64_t number, double timeout_
   }
 }
 
-// Return the outcome as a number: 0 on success.
+// Return the outcome as a number: 0 on success, and during capture.
 int wait(SharedMemory& memory, uint64_t number, double timeout_s, bool is_measured) {
-  Outcome outcome;
-  {
-    const nb::gil_scoped_release released;
-    outcome = wait_with_signals(memory, number, timeout_s, is_measured);
-  }
   if (CpuGraph* graph = capturing_cpu_graph()) {
-    graph->add([&memory, cell = graph->cell(&memory, number), timeout_s, is_measured] {
-      const Outcome replayed = wait_with_signals(memory, *cell, timeout_s, is_measured);
-      if (replayed != Outcome::kDone) throw ReplayedCallFailed{static_cast<int>(replayed)};
+    graph->add([&memory, number = graph->number(number), timeout_s, is_measured] {
+      const Outcome outcome = wait_with_signals(memory, *number, timeout_s, is_measured);
+      if (outcome != Outcome::kDone) throw ReplayedCallFailed{static_cast<int>(outcome)};
     });
+    return static_cast<int>(Outcome::kDone);
   }
-  return static_cast<int>(outcome);
+  const nb::gil_scoped_release released;
+  return static_cast<int>(wait_with_signals(memory, number, timeout_s, is_measured));
 }
 
 }  // namespace

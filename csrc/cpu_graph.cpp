@@ -51,7 +51,7 @@ void bind_cpu_graph(nb::module_& module) {
   nb::class_<CpuGraph>(module, "CpuGraph", "Captures the kernel calls of the current thread and replays them.")
       .def(nb::init<uintptr_t, size_t>(), "address"_a = 0, "num_bytes"_a = 0,
            "Tensors whose memory begins in [address, address + num_bytes) are not kept alive.")
-      .def("begin_capture", &CpuGraph::begin_capture, "Start capturing. The calls are executed as well.")
+      .def("begin_capture", &CpuGraph::begin_capture, "Start capturing: calls are recorded and not executed.")
       .def("end_capture", &CpuGraph::end_capture, "Stop capturing.")
       .def("replay", &CpuGraph::replay, "Execute all captured calls again on the same memory.")
       .def_prop_ro("num_calls", &CpuGraph::num_calls, "Number of captured calls.");

@@ -1,4 +1,4 @@
-// CPU graphs: kernel calls that are captured while Python makes them and replayed without Python.
+// CPU graphs: kernel calls that are recorded while Python makes them, and executed later without Python.
 
 #pragma once
 
@@ -9,7 +9,6 @@
 #include <map>
 #include <memory>
 #include <stdexcept>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -20,8 +19,8 @@ struct ReplayedCallFailed {
   int outcome;
 };
 
-// The kernel calls of one thread during capture, and the objects whose memory they use. A replay repeats the calls in
-// the same memory on its current contents.
+// The kernel calls of one thread during capture, which are not executed, and the objects whose memory they use. A
+// replay executes the calls in this memory on its current contents.
 class CpuGraph {
  public:
   // Objects with memory in the `num_bytes` from `address` on are not kept alive: the caller owns that memory.
@@ -39,13 +38,14 @@ class CpuGraph {
   void add(std::function<void()> call) { calls_.push_back(std::move(call)); }
   // Sets the handler that raises the error if the last captured call fails during replay.
   void set_handler(nanobind::object handler) { handlers_[calls_.size()] = std::move(handler); }
-  // A number that one call passes to another, such as the number of an operation. It is identified by the address of
-  // its owner and its value during capture.
-  std::shared_ptr<uint64_t> cell(const void* address, uint64_t recorded_number) {
-    std::shared_ptr<uint64_t>& found = cells_[{address, recorded_number}];
-    if (found == nullptr) found = std::make_shared<uint64_t>(recorded_number);
-    return found;
+  // Returns a stand-in for a number that one call returns and a later one takes, such as that of an operation. No
+  // operation has this number.
+  uint64_t add_number() {
+    numbers_.push_back(std::make_shared<uint64_t>());
+    return kFirstStandIn + numbers_.size() - 1;
   }
+  // The number of the current replay, for a stand-in.
+  std::shared_ptr<uint64_t> number(uint64_t stand_in) const { return numbers_.at(stand_in - kFirstStandIn); }
   void keep(nanobind::handle owner) { owners_.push_back(nanobind::borrow(owner)); }
   void keep(nanobind::handle owner, const void* data) {
     if (reinterpret_cast<uintptr_t>(data) - address_ >= num_bytes_) keep(owner);
@@ -53,38 +53,42 @@ class CpuGraph {
   size_t num_calls() const { return calls_.size(); }
 
  private:
+  static constexpr uint64_t kFirstStandIn = uint64_t{1} << 63;
+
   uintptr_t address_;
   size_t num_bytes_;
   std::vector<std::function<void()>> calls_;
   std::vector<nanobind::object> owners_;
   std::map<size_t, nanobind::object> handlers_;  // key: number of calls up to and including the call
-  std::map<std::pair<const void*, uint64_t>, std::shared_ptr<uint64_t>> cells_;
+  std::vector<std::shared_ptr<uint64_t>> numbers_;
 };
 
 // Return the graph that this thread is capturing, or null.
 CpuGraph* capturing_cpu_graph();
 
-// Run a kernel without the GIL, and add it to the graph being captured, if any. A replayed call must return the same
-// value as during capture, because Python has already acted on it.
+// Run a kernel without the GIL, or add it to the graph that this thread is capturing.
 template <typename Call>
-auto run_kernel(const Call& call) {
-  const auto run = [&call] {
-    const nanobind::gil_scoped_release released;
-    return call();
-  };
-  CpuGraph* graph = capturing_cpu_graph();
-  if constexpr (std::is_void_v<decltype(call())>) {
-    run();
-    if (graph != nullptr) graph->add(call);
-  } else {
-    const auto result = run();
-    if (graph != nullptr) {
-      graph->add([call, result] {
-        if (call() != result) throw std::runtime_error("a replayed call returned another value than during capture");
-      });
-    }
-    return result;
+void run_kernel(const Call& call) {
+  if (CpuGraph* graph = capturing_cpu_graph()) {
+    graph->add(call);
+    return;
   }
+  const nanobind::gil_scoped_release released;
+  call();
+}
+
+// Run a kernel that returns a value. During capture this is `expected`; a replay that finds another value throws,
+// because Python has acted on it.
+template <typename Call, typename Value>
+Value run_kernel(const Call& call, Value expected) {
+  if (CpuGraph* graph = capturing_cpu_graph()) {
+    graph->add([call, expected] {
+      if (call() != expected) throw std::runtime_error("a replayed call returned another value than during capture");
+    });
+    return expected;
+  }
+  const nanobind::gil_scoped_release released;
+  return call();
 }
 
 void bind_cpu_graph(nanobind::module_& module);

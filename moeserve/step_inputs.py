@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 # T tokens of the step in S chunks, L rows whose logits are computed, D model width
@@ -46,3 +47,20 @@ class StepInputs:
     def rows_for_logits(self, hidden_TD: Tensor) -> Tensor:
         """Return [L, D], the rows of `logits_rows`."""
         return hidden_TD if len(self.logits_rows) == len(hidden_TD) else hidden_TD[self.logits_rows]
+
+
+def decode_step(num_tokens: int) -> StepInputs:
+    """Return a step of one rank in which each request has one token. The numbers in it have no meaning."""
+    zeros_T = torch.zeros(num_tokens, dtype=torch.int64)
+    return StepInputs(
+        token_ids=zeros_T,
+        positions=zeros_T,
+        cache_slots=zeros_T,
+        row_starts=torch.arange(num_tokens + 1, dtype=torch.int32),
+        context_lens=torch.ones(num_tokens, dtype=torch.int32),
+        block_table=torch.zeros(num_tokens, 1, dtype=torch.int32),
+        logits_rows=zeros_T,
+        spans=tuple(ChunkSpan(row, 1, 1) for row in range(num_tokens)),
+        tp_sizes=(num_tokens,),
+        tokens_per_rank=(num_tokens,),
+    )

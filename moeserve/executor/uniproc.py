@@ -6,13 +6,15 @@ import select
 import threading
 import weakref
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.groups import groups_of_one_rank
 from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.scheduling.lockstep import Outcome, Round
 from moeserve.worker.worker import Worker
+
+IDLE_SECONDS = 0.05  # without a round, after which the rank captures steps: longer than between two steps of a request
 
 
 class UniprocExecutor:
@@ -78,12 +80,22 @@ def _run(
         return
     loaded.set_result(worker)
     del loaded
-    while (work := rounds.get()) is not None:
+    while (work := _next_round(rounds, worker)) is not None:
         try:
             ended: Outcome | BaseException = worker.execute(work)
         except BaseException as error:
             ended = error
         outcomes.add(ended)
+
+
+def _next_round(rounds: SimpleQueue[Round | None], worker: Worker) -> Round | None:
+    """Return the next round. An idle rank captures likely steps while it waits."""
+    timeout: float | None = IDLE_SECONDS
+    while True:
+        try:
+            return rounds.get(timeout=timeout)
+        except Empty:
+            timeout = 0.0 if worker.capture_ahead() else None
 
 
 def _end(thread: threading.Thread, rounds: SimpleQueue[Round | None]) -> None:

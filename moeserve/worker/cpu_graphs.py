@@ -3,6 +3,7 @@
 A decode step has one token per request, so its number of requests determines all shapes, on one rank and where ranks
 that share memory exchange few tokens. Every such step runs the same kernels on the same memory. Replaying them without
 Python saves a few microseconds per kernel, up to a fifth of a step of a small model. Results are equal to the last bit.
+Capturing records the kernels and executes none, so it needs no request.
 
 All graphs use the same memory, one at a time. A rank may replay a step that another rank runs layer by layer, because
 the collectives are the same.
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,7 @@ from moeserve.memory import Arena, without_pool
 from moeserve.models.decoder import Decoder
 from moeserve.ops.interfaces import Rotation
 from moeserve.scheduling.lockstep import Agreement
-from moeserve.step_inputs import StepInputs
+from moeserve.step_inputs import StepInputs, decode_step
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
 
@@ -71,13 +73,18 @@ class CapturedStep:
 
 
 class CpuGraphs:
-    """Runs a CPU rank's steps. A decode step is captured when its sizes occur for the second time."""
+    """Runs a CPU rank's steps, decode steps from graphs.
 
-    def __init__(self, model: Decoder, caches: list[Any], groups: Groups, max_blocks: int) -> None:
+    Likely sizes are captured while the rank has nothing else to do. Others are captured when they occur for the second
+    time, which takes about as long as running the layers without a graph.
+    """
+
+    def __init__(self, model: Decoder, caches: list[Any], groups: Groups, max_blocks: int, max_num_seqs: int) -> None:
         """
         Args:
             groups: those that the model's layers call.
             max_blocks: of one request.
+            max_num_seqs: of one step.
         """
         self.model = model
         self.groups = groups
@@ -85,11 +92,23 @@ class CpuGraphs:
         self.memory = Arena(MEMORY_BYTES)
         self.captured: OrderedDict[StepSizes, CapturedStep | None] = OrderedDict()  # LRU; None: cannot be captured
         self._sizes_seen: OrderedDict[StepSizes, None] = OrderedDict()
+        # With several ranks, the first layer's input comes from a collective, and sizes are combinations of theirs.
+        num_ahead = min(MAX_TOKENS, max_num_seqs) if groups.mesh.world_size == 1 else 0
+        self._sizes_ahead = deque(range(1, num_ahead + 1))
         # Shared by all graphs:
         self._inputs = {"block_table": torch.zeros(MAX_TOKENS, max_blocks, dtype=torch.int32)}
 
     def padded_size(self, agreement: Agreement) -> int | None:
         return None
+
+    def capture_ahead(self) -> bool:
+        if not self._sizes_ahead:
+            return False
+        step = decode_step(self._sizes_ahead.popleft())
+        sizes = len(step.token_ids), step.tokens_per_rank
+        if sizes not in self.captured:
+            self._capture(sizes, *self.model.receive(step), step)
+        return True
 
     def __call__(self, step: StepInputs) -> Tensor:
         hidden_tD, rotation = self.model.receive(step)
@@ -97,23 +116,22 @@ class CpuGraphs:
 
     def _run_layers(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
         sizes = len(step.token_ids), step.tokens_per_rank
-        if sizes in self.captured:
-            self.captured.move_to_end(sizes)
-            captured = self.captured[sizes]
-            if captured is not None and _is_decode(step):
+        if 0 < len(step.token_ids) <= MAX_TOKENS and _is_decode(step):
+            if sizes in self._sizes_seen and sizes not in self.captured:
+                self._capture(sizes, hidden_tD, rotation, step)
+            if sizes in self.captured:
+                self.captured.move_to_end(sizes)
+            if (captured := self.captured.get(sizes)) is not None:
                 result = captured.run(hidden_tD, rotation, step)
                 self.groups.add_replayed(captured.num_collectives)
                 return result
-        elif 0 < len(step.token_ids) <= MAX_TOKENS and _is_decode(step):
-            if sizes in self._sizes_seen:
-                return self._capture(sizes, hidden_tD, rotation, step)
             self._sizes_seen[sizes] = None
             if len(self._sizes_seen) > MAX_SIZES_SEEN:
                 self._sizes_seen.popitem(last=False)
         return self.model.run_layers(hidden_tD, rotation, self.caches, step)
 
-    def _capture(self, sizes: StepSizes, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
-        """Run the layers while capturing them."""
+    def _capture(self, sizes: StepSizes, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> None:
+        """Capture the layers of a step of such sizes, without executing a kernel."""
         make_graph = self.model.context.kernels.make_step_graph
         assert make_graph is not None
         graph = make_graph(self.memory.address, self.memory.num_bytes)
@@ -135,28 +153,29 @@ class CpuGraphs:
             ),
             result=hidden_tD,
         )
-        captured.copy_inputs(hidden_tD, rotation, step)
-
-        check, counts = OnlyKernels(self.memory), self.groups.count_collectives()
+        check, before = OnlyKernels(self.memory), self.groups.count_collectives()
+        alias = None
         graph.begin_capture()
         try:
-            with check, check.reads, without_pool():
+            # Reads on the host are looked for once, because that takes as long as the rest: what the layers read does
+            # not depend on the number of tokens.
+            with check, nullcontext() if self.captured else check.reads, without_pool():
                 result = self.model.run_layers(captured.hidden_tD, captured.rotation, self.caches, captured.step)
+            alias = self.memory.alias(result)  # a reference would keep this memory from all other graphs
+        except Exception as error:  # of an operation on numbers that no kernel has computed
+            check.missed.add(f"an operation that fails here: {error!r:.200}")
         finally:
             graph.end_capture()
-        alias = self.memory.alias(result)  # a reference would keep this memory from all other graphs
+        counts = tuple(after - count for after, count in zip(self.groups.count_collectives(), before, strict=True))
+        self.groups.add_replayed([-count for count in counts])
         if check.missed or alias is None:
             missed = ", ".join(sorted(check.missed)) or "an operation whose result is not in the graph's memory"
             logger.info("decode steps of %d tokens are not captured: the layers also call %s", sizes[0], missed)
             self.captured[sizes] = None
         else:
-            counts = tuple(
-                after - before for after, before in zip(self.groups.count_collectives(), counts, strict=True)
-            )
             self.captured[sizes] = dataclasses.replace(captured, num_collectives=counts, result=alias)
         if len(self.captured) > MAX_CPU_GRAPHS:
             self.captured.popitem(last=False)
-        return result
 
     def _input_memory(self, name: str, like: Tensor) -> Tensor:
         """Return the rows where all graphs find an input."""
@@ -176,6 +195,11 @@ class OnlyKernels(TorchDispatchMode):
         self.memory = memory
         self.missed: set[str] = set()
         self.reads = HostReads(self.missed)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler, of 900 modules, to keep it from compiling this class."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

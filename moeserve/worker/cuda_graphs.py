@@ -140,6 +140,9 @@ class CudaGraphs:
             return None
         return self.sizes[place]
 
+    def capture_ahead(self) -> bool:
+        return False  # all sizes are captured
+
     def __call__(self, step: StepInputs) -> Tensor:
         if step.padding is None:
             hidden_TD: Tensor = self.model(step, self.caches)

@@ -33,6 +33,10 @@ class StepReplay(Protocol):
         """Return the number of rows to which all replicas pad this step, or None for no padding."""
         ...
 
+    def capture_ahead(self) -> bool:
+        """Capture a likely step before it occurs. Return False if there is none left."""
+        ...
+
     def __call__(self, step: StepInputs) -> Tensor:
         """Return the hidden states [T, D] of a step, valid until the next call. Collective: all ranks.
 
@@ -51,6 +55,9 @@ class EagerSteps:
 
     def padded_size(self, agreement: Agreement) -> int | None:
         return None
+
+    def capture_ahead(self) -> bool:
+        return False
 
     def __call__(self, step: StepInputs) -> Tensor:
         hidden_TD: Tensor = self.model(step, self.caches)

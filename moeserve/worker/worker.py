@@ -76,11 +76,17 @@ class Worker:
                 cache.clear()
         table = RequestTable(config.max_num_seqs, context.max_blocks)
         self.runner = ModelRunner(model, context, replay.make(caches), table, appends_samples=config.async_scheduling)
+        self.capture_ahead()  # the smallest step, which comes first
         self._num_rounds = 0
         self._reports_state = config.debug_rank_state
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, kernels)):
             logger.info(note)
+
+    @torch.inference_mode()
+    def capture_ahead(self) -> bool:
+        """Capture a likely step before it occurs. Return False if there is none left."""
+        return self.runner.replay.capture_ahead()
 
     @torch.inference_mode()
     def execute(self, work: Round) -> Outcome:
@@ -169,7 +175,7 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
     if kernels.make_step_graph is not None and not config.enforce_eager and groups.supports_cpu_graphs:
         return ReplayFactory(
             reserved_bytes=lambda: MEMORY_BYTES,
-            make=lambda caches: CpuGraphs(model, caches, groups, context.max_blocks),
+            make=lambda caches: CpuGraphs(model, caches, groups, context.max_blocks, config.max_num_seqs),
         )
     if kernels.supports_cuda_graphs and not config.enforce_eager and groups.supports_cuda_graphs:
 

@@ -133,7 +133,8 @@ def play(
     """
     process.HEARTBEAT_S = HEARTBEAT_S
     layout = dict(tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=place.num_ranks // (pp * tp))
-    settings = parse_settings({"dtype": "float32", "num_threads": 1, **layout, **options})
+    # The dispatches of captured steps could not be counted.
+    settings = parse_settings({"dtype": "float32", "num_threads": 1, "enforce_eager": True, **layout, **options})
     config = resolve(settings, read_facts(folder), MachineFacts(num_cores=place.num_ranks))
     start = RankStart(config=config, rank=place.rank, store=place.store)
     groups = join(start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
+from moeserve.executor import uniproc
 from moeserve.memory import Arena
 from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
@@ -23,6 +25,12 @@ pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernel
 
 LENGTHS = [1, 5, 16, 17, 33, 40]  # of prompts
 NUM_TOKENS = [30, 4, 18, 9, 25, 18]  # of their outputs: requests leave at different steps, so sizes vary
+
+
+@pytest.fixture
+def never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes but the first are captured when they occur."""
+    monkeypatch.setattr(uniproc, "IDLE_SECONDS", 3600.0)
 
 
 @contextmanager
@@ -59,6 +67,7 @@ def generate_twice(llm: LLM, prompts: list[list[int]]) -> list[Any]:
     return [(result.outputs[0].token_ids, result.outputs[0].logprobs) for result in results]
 
 
+@pytest.mark.usefixtures("never_idle")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "name", ["mixtral", "mixtral-window", "deepseek-v2", "deepseek-v3", "qwen2-moe", "qwen3-moe", "gpt-oss"]
@@ -72,6 +81,34 @@ def test_replayed_steps_equal_eager_steps(name: str, dtype: str, reference_named
     with started(reference, dtype=dtype) as llm:
         assert generate_twice(llm, prompts) == expected
         assert {1, 2, 4, 6} <= sizes_of(llm)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "gpt-oss"])
+def test_an_idle_rank_captures_likely_sizes_before_they_occur(
+    name: str, reference_named: Callable[[str], Reference]
+) -> None:
+    reference = reference_named(name)
+    prompts = reference.prompts(*LENGTHS)
+    with started(reference, enforce_eager=True) as llm:
+        expected = generate_twice(llm, prompts)
+    with started(reference, max_num_seqs=8) as llm:
+        deadline = time.monotonic() + 60
+        while len(captured(llm)) < 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sizes_of(llm) == set(range(1, 9))
+        graphs = {sizes: id(step) for sizes, step in captured(llm).items()}
+        assert generate_twice(llm, prompts) == expected
+        assert {sizes: id(step) for sizes, step in captured(llm).items()} == graphs
+
+
+@pytest.mark.usefixtures("never_idle")
+def test_a_size_is_captured_when_it_occurs_again(plain: Reference) -> None:
+    prompts = [{"prompt_token_ids": prompt} for prompt in plain.prompts(5, 5, 5)]
+    with started(plain) as llm:
+        assert sizes_of(llm) == {1}
+        for max_tokens, expected in ((2, {1}), (3, {1, 3})):  # the first token of each comes with its prompt
+            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+            assert sizes_of(llm) == expected
 
 
 def test_a_step_with_other_operations_is_not_captured(
@@ -90,6 +127,7 @@ def test_a_step_with_other_operations_is_not_captured(
         assert captured(llm)[1, (1,)] is None
 
 
+@pytest.mark.usefixtures("never_idle")
 def test_the_least_recently_used_graph_is_evicted(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = plain.prompts(*LENGTHS)
     with started(plain) as llm:
@@ -101,6 +139,7 @@ def test_the_least_recently_used_graph_is_evicted(plain: Reference, monkeypatch:
         assert list(captured(llm)) == [(2, (2,)), (1, (1,))]  # the batch shrinks in the end
 
 
+@pytest.mark.usefixtures("never_idle")
 def test_all_graphs_share_memory(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Little more than one layer of the largest step needs is enough for all sizes; with less, only small steps fit."""
     prompts = plain.prompts(*LENGTHS)
@@ -119,6 +158,7 @@ def test_all_graphs_share_memory(plain: Reference, monkeypatch: pytest.MonkeyPat
             assert (sizes_of(llm) == sizes) == is_enough
 
 
+@pytest.mark.usefixtures("never_idle")
 def test_large_steps_are_not_captured(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_graphs, "MAX_TOKENS", 3)
     with started(plain) as llm:
