@@ -119,8 +119,10 @@ lint: $(INSTALLED)
 documents: $(INSTALLED)
 	$(VENV)/bin/python tests/check_documents.py
 
+# Also as on macOS, where the standard library lacks some functions.
 types: package
-	cd $(PACKAGE) && "$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache"
+	cd $(PACKAGE) && for platform in linux darwin; do "$(BIN)/mypy" --platform $$platform \
+		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache/$$platform" || exit 1; done
 
 # Without `site`, whose editable install would make the tool read the checkout, which lacks moeserve/bench.
 layers: package

@@ -79,10 +79,11 @@ void bind_shared_memory(nb::module_& module) {
       .def(
           "__init__",
           [](SharedMemory* self, int rank, const std::vector<int>& memory_fds, const std::vector<int>& sockets,
-             int64_t num_slots, int64_t slot_bytes,
-             double spin_s) { new (self) SharedMemory(rank, memory_fds, sockets, {num_slots, slot_bytes}, spin_s); },
-          "rank"_a, "memory_fds"_a, "sockets"_a, nb::kw_only(), "num_slots"_a, "slot_bytes"_a, "spin_s"_a,
-          "Map the memory of each rank. The socket to each other rank detects its death; the own entry is -1.")
+             int64_t num_slots, int64_t slot_bytes, double spin_s,
+             bool naps) { new (self) SharedMemory(rank, memory_fds, sockets, {num_slots, slot_bytes}, spin_s, naps); },
+          "rank"_a, "memory_fds"_a, "sockets"_a, nb::kw_only(), "num_slots"_a, "slot_bytes"_a, "spin_s"_a, "naps"_a,
+          "Map the memory of each rank. The socket to each other rank detects its death; the own entry is -1. naps: "
+          "sleep as on a system on which processes cannot sleep on a shared word; for tests.")
       .def_static(
           "num_bytes",
           [](int num_ranks, int64_t num_slots, int64_t slot_bytes) {

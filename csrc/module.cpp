@@ -1,5 +1,5 @@
 // The Python module moeserve._cpu. Its functions check their arguments, raising ValueError, release the GIL and run a
-// kernel.
+// kernel. On a processor without kernels it has the collectives in shared memory alone.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -9,9 +9,12 @@
 #include <vector>
 
 #include "bindings.h"
+#include "cpu_graph.h"
+
+#if defined(MOESERVE_HAS_KERNELS)
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
-#include "cpu_graph.h"
+#endif
 
 namespace nb = nanobind;
 
@@ -19,9 +22,12 @@ namespace moeserve {
 
 namespace {
 
+// Return none where the module was built without kernels.
 std::vector<std::string> usable_isa_names() {
   std::vector<std::string> names;
+#if defined(MOESERVE_HAS_KERNELS)
   for (Isa isa : usable_isas()) names.push_back(isa_name(isa));
+#endif
   return names;
 }
 
@@ -33,12 +39,14 @@ NB_MODULE(_cpu, module) {
   using namespace nb::literals;
   module.doc() = "C++ kernels of moeserve for CPUs, and shared memory between ranks.";
   moeserve::bind_shared_memory(module);
+  moeserve::bind_cpu_graph(module);
+  module.def("usable_isas", &moeserve::usable_isa_names,
+             "Return the instruction sets that this machine supports, best first.");
 
+#if defined(MOESERVE_HAS_KERNELS)
   moeserve::bind_attention(module);
   moeserve::bind_layers(module);
   moeserve::bind_products(module);
-  moeserve::bind_cpu_graph(module);
-
   module.def("set_num_threads", &moeserve::set_num_threads, "num_threads"_a,
              "Set the number of threads that kernels use.");
   module.def("num_threads", &moeserve::num_threads, "Return the number of threads that kernels use.");
@@ -47,9 +55,8 @@ NB_MODULE(_cpu, module) {
   module.def(
       "isa", [] { return moeserve::isa_name(moeserve::current_isa()); },
       "Return the instruction set that kernels use.");
-  module.def("usable_isas", &moeserve::usable_isa_names,
-             "Return the instruction sets that this machine supports, best first.");
   module.def(
       "set_isa", [](const std::string& name) { moeserve::set_isa(moeserve::isa_of_name(name)); }, "name"_a,
       "Select one of `usable_isas()`, for tests and benchmarks.");
+#endif
 }

@@ -6,25 +6,26 @@ import fcntl
 import ipaddress
 import socket
 import struct
+import sys
 
 import msgspec
 
 from moeserve.errors import SettingsError
 
-SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921  # the address of an interface; else: macOS
 _ANY_PORT = 9  # "connecting" a datagram socket only looks up the route
 
 
 class StoreAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where the ranks of a launch meet, and the secret that they need. See `distributed/store_server.py`."""
 
-    name: str = ""  # of a socket in the abstract namespace of this host; empty: host and port
+    name: str = ""  # of a socket on this host, see `processes/local_sockets.py`; empty: host and port
     host: str = ""
     port: int = 0
     key: str  # secret, hexadecimal
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}" if self.host else f"@{self.name}"
+        return self.name or f"{self.host}:{self.port}"
 
 
 def own_addresses() -> dict[str, str]:

@@ -1,5 +1,7 @@
 """Imported by every Python that a test starts with this folder on its path: lets a test change ranks before they run.
 
+With MOESERVE_TEST_OTHER_SYSTEM, each process of moeserve behaves as on another system than Linux; see other_system.py.
+
 A test sets MOESERVE_TEST_PLANT to "module:argument". Each rank that is started then imports the module and calls its
 `plant(name of the rank, argument)`, once all modules of the rank are loaded.
 """
@@ -12,6 +14,12 @@ import sys
 from typing import Any
 
 if "moeserve.processes" in sys.orig_argv:  # a rank, or the fork server from which ranks are forked
+    if "MOESERVE_TEST_OTHER_SYSTEM" in os.environ:
+        import other_system
+        import pytest
+
+        other_system.pretend(pytest.MonkeyPatch())
+
     from moeserve.processes.child import Parent
 
     channel = Parent.channel

@@ -3,7 +3,7 @@
 //
 // Each rank of a group owns one memory, which the others map too. It holds
 //
-//  - a doorbell: the futex on which the owner sleeps, and the set of ranks for which it waits;
+//  - a doorbell: the word on which the owner sleeps, and the set of ranks for which it waits;
 //  - acknowledgements: for each other rank, the number of its messages that the owner has read;
 //  - messages: a short queue for each reader. A message names the bytes of a slot that hold data for this reader;
 //  - slots: the data that the owner sends. A slot is free again once all readers of its messages have read it.
@@ -22,12 +22,6 @@
 #include "cpu/element_type.h"
 
 namespace moeserve {
-
-// Compute out = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ..., added in float32 and rounded once. The last
-// parts may lack a neighbour. `num_bytes` is the size of a part; `out` may be one of the parts if both types are equal.
-// Types are bfloat16 and float32.
-void add_in_tree(ElementType element, const std::vector<const char*>& parts, ElementType out_element, char* out,
-                 int64_t num_bytes);
 
 // The layout of the memory of each rank, the same on all ranks of a group.
 struct Slots {
@@ -60,9 +54,10 @@ class SharedMemory {
   // memory_fds: one per rank, mapped here and not needed afterwards. New memory is zero.
   // sockets: one per other rank, which must stay open while this object lives. A hang-up means that the rank is dead.
   // spin_s: how long to spin before sleeping.
+  // naps: sleep in short naps, as on a system on which processes cannot sleep on a shared word; for tests.
   // Throws std::runtime_error if a memory cannot be mapped.
   SharedMemory(int rank, const std::vector<int>& memory_fds, const std::vector<int>& sockets, Slots slots,
-               double spin_s);
+               double spin_s, bool naps);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
@@ -161,6 +156,7 @@ class SharedMemory {
   const int num_ranks_;
   const Slots slots_;
   const double spin_s_;
+  const bool naps_;
   const std::vector<int> sockets_;
   std::vector<Memory> memories_;
   std::vector<char> is_dead_;  // by rank: its socket was hung up

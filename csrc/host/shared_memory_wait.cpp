@@ -1,17 +1,13 @@
 // Waiting for the data of other ranks: spinning, sleeping, wake-ups, and the detection of dead ranks.
 
-#include <linux/futex.h>
 #include <poll.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <mutex>
 
 #include "shared_memory_layout.h"
+#include "word_wait.h"
 
 namespace moeserve {
 
@@ -47,16 +43,6 @@ class Stopwatch {
   const uint64_t number_;
   double began_ = 0;
 };
-
-// Sleep until the word is woken, unless it differs from `seen`. Returns false after a signal.
-bool futex_wait(std::atomic<uint32_t>& word, uint32_t seen, double seconds) {
-  timespec time;
-  time.tv_sec = static_cast<time_t>(seconds);
-  time.tv_nsec = static_cast<long>((seconds - static_cast<double>(time.tv_sec)) * 1e9);
-  return syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0) == 0 || errno != EINTR;
-}
-
-void futex_wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0); }
 
 }  // namespace
 
@@ -118,7 +104,7 @@ bool SharedMemory::spin() {
         num_failed_spins_ = 0;
         return true;
       }
-      __builtin_ia32_pause();
+      pause_core();
     }
   } while (is_trial && now() < deadline && failure_ == Outcome::kDone);
   ++num_failed_spins_;
@@ -149,7 +135,8 @@ bool SharedMemory::sleep(uint64_t number, double remaining_s) {
         if (memories_[rank].doorbell->awaited.load(std::memory_order_relaxed) != 0) ring(rank);
       }
     }
-    is_uninterrupted = futex_wait(doorbell.num_rings, seen, std::min(remaining_s, check_interval_));
+    const auto sleep_while_unchanged = naps_ ? nap_on_word : sleep_on_word;
+    is_uninterrupted = sleep_while_unchanged(doorbell.num_rings, seen, std::min(remaining_s, check_interval_));
   }
   doorbell.awaited.store(0, std::memory_order_relaxed);
   return is_uninterrupted;
@@ -172,13 +159,13 @@ void SharedMemory::wake(int rank, uint64_t what) {
 void SharedMemory::ring(int rank) {
   std::atomic<uint32_t>& num_rings = memories_[rank].doorbell->num_rings;
   num_rings.fetch_add(1, std::memory_order_acq_rel);
-  futex_wake(num_rings);
+  wake_sleeper(num_rings);
 }
 
 void SharedMemory::find_dead_ranks() {
   std::vector<pollfd> polled;
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    polled.push_back({rank == rank_ ? -1 : sockets_[rank], POLLRDHUP, 0});
+    polled.push_back({rank == rank_ ? -1 : sockets_[rank], POLLIN, 0});  // nobody sends: it is readable when closed
   }
   if (poll(polled.data(), polled.size(), 0) <= 0) return;
   for (int rank = 0; rank < num_ranks_; ++rank) {

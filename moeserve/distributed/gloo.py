@@ -132,15 +132,15 @@ def _long_timer_slack() -> Iterator[None]:
 
     gloo's thread polls a hundred times a second, which would be most of the CPU time of an idle rank.
     """
-    if sys.platform != "linux":
+    if sys.platform == "linux":
+        set_timer_slack = functools.partial(ctypes.CDLL(None).prctl, PR_SET_TIMERSLACK)
+        set_timer_slack(ctypes.c_ulong(TIMER_SLACK_NS))
+        try:
+            yield
+        finally:
+            set_timer_slack(ctypes.c_ulong(0))  # the default
+    else:
         yield
-        return
-    set_timer_slack = functools.partial(ctypes.CDLL(None).prctl, PR_SET_TIMERSLACK)
-    set_timer_slack(ctypes.c_ulong(TIMER_SLACK_NS))
-    try:
-        yield
-    finally:
-        set_timer_slack(ctypes.c_ulong(0))  # the default
 
 
 def send(group: ProcessGroupGloo, x: Tensor, rank_in_group: int) -> Work:

@@ -1,9 +1,9 @@
 """The exchange of open files between the ranks of one host, and the agreement of ranks on whether something worked.
 
-Ranks connect over sockets in Linux' abstract namespace, which have no file and end with their processes. The names are
-random and published in the store only; a process that connects must run as the same user and send a secret from the
-store. The result does not depend on hosts, containers or process ids: either all files reach all ranks, or all ranks
-agree that they do not. The sockets stay open: a closed one shows that the rank at its other end has died or left.
+Ranks connect over sockets of this host (`processes/local_sockets.py`). Their addresses are random and published in the
+store only; a process that connects must run as the same user and send a secret from the store. The result does not
+depend on hosts, containers or process ids: either all files reach all ranks, or all ranks agree that they do not. The
+sockets stay open: a closed one shows that the rank at its other end has died or left.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from types import TracebackType
 
 from torch.distributed import Store
 
-from moeserve.distributed.store_server import is_same_user
 from moeserve.distributed.transport import TransportUnavailable
+from moeserve.processes import local_sockets
+from moeserve.processes.local_sockets import is_same_user
 
 SECRET_BYTES = 32
+RANK_DIGITS = 8  # a message is the secret of its receiver and the rank of its sender
 POLL_S = 0.05  # between checks whether another rank refused
 NO_ADDRESS = "-"
 OTHER_REFUSED = "another rank refused"
@@ -114,9 +116,10 @@ class _Handshake:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for each in [self.listener, *self.unidentified.values()]:
-            if each is not None:
-                each.close()
+        if self.listener is not None:
+            local_sockets.stop_listening(self.listener)
+        for each in self.unidentified.values():
+            each.close()
         self.connections.files = [fd for fd in self.connections.files if fd >= 0]
         self.connections.close()
 
@@ -129,23 +132,23 @@ class _Handshake:
         address = NO_ADDRESS
         try:
             self.connections.files[self.rank] = make_file()
-            self.listener = _listen(self.num_ranks)
-            address = f"{self.listener.getsockname()[1:].decode()} {secrets.token_hex(SECRET_BYTES // 2)}"
+            self.listener = local_sockets.listen(self.num_ranks)
+            address = f"{secrets.token_hex(SECRET_BYTES // 2)} {local_sockets.address_of(self.listener)}"
         finally:
             self.store.set(f"address/{self.rank}", address)
 
     def connect_all(self) -> None:
         """Connect to all lower ranks, and accept connections of all higher ranks."""
-        names = []
+        peers = []
         addresses = self.store.multi_get([f"address/{rank}" for rank in range(self.num_ranks)])
         for rank, address in enumerate(each.decode() for each in addresses):
             if address == NO_ADDRESS:
                 raise TransportUnavailable(f"rank {rank} of the group has no file to share")
-            name, secret = address.split()
-            names.append(name)
+            secret, _, peer = address.partition(" ")
+            peers.append(peer)
             self.secrets.append(secret.encode())
         for rank in range(self.rank):
-            self._connect(rank, names[rank])
+            self._connect(rank, peers[rank])
         while any(fd < 0 for fd in self.connections.files):
             if not self._handle_events() and self.store.check(["refused"]):
                 raise TransportUnavailable(OTHER_REFUSED)
@@ -153,13 +156,13 @@ class _Handshake:
                 missing = [rank for rank, fd in enumerate(self.connections.files) if fd < 0]
                 raise TransportUnavailable(f"ranks {missing} of the group did not answer on this host")
 
-    def _connect(self, rank: int, name: str) -> None:
-        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _connect(self, rank: int, address: str) -> None:
+        peer = socket.socket(socket.AF_UNIX)
         self.connections.sockets[rank] = peer
         peer.settimeout(max(0.01, self.deadline - time.monotonic()))
         while True:
             try:
-                peer.connect(b"\0" + name.encode())
+                local_sockets.connect(peer, address)
                 break
             except BlockingIOError:  # the queue of the listener is full, and the kernel does not wait with a timeout
                 if self.store.check(["refused"]):
@@ -172,7 +175,7 @@ class _Handshake:
         self._send_file(peer, rank)
 
     def _send_file(self, peer: socket.socket, rank: int) -> None:
-        message = self.secrets[rank] + str(self.rank).encode()
+        message = self.secrets[rank] + str(self.rank).zfill(RANK_DIGITS).encode()
         socket.send_fds(peer, [message], [self.connections.files[self.rank]])
 
     def _handle_events(self) -> bool:
@@ -218,22 +221,15 @@ class _Handshake:
         self._send_file(peer, rank)
 
     def _receive_file(self, peer: socket.socket) -> tuple[int, int] | None:
-        """Return the rank of the sender and its file. None if the sender does not have the secret."""
+        """Return the rank of the sender and its file. None if the sender does not have the secret.
+
+        A rank sends its short message at once, so one that arrives in pieces is of another sender.
+        """
         with contextlib.suppress(OSError, ValueError):
-            message, fds, _, _ = socket.recv_fds(peer, SECRET_BYTES + 16, 1)
-            if len(fds) == 1 and secrets.compare_digest(message[:SECRET_BYTES], self.secrets[self.rank]):
+            message, fds, _, _ = socket.recv_fds(peer, SECRET_BYTES + RANK_DIGITS, 1)
+            is_whole = len(fds) == 1 and len(message) == SECRET_BYTES + RANK_DIGITS
+            if is_whole and secrets.compare_digest(message[:SECRET_BYTES], self.secrets[self.rank]):
                 return int(message[SECRET_BYTES:]), fds[0]
             for fd in fds:
                 os.close(fd)
         return None
-
-
-def _listen(num_ranks: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(b"\0moeserve-" + secrets.token_hex(16).encode())
-        listener.listen(num_ranks)
-    except OSError:
-        listener.close()
-        raise
-    return listener

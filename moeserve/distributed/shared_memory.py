@@ -1,8 +1,7 @@
-"""The transport between ranks of one host through memory that all of them map. Linux only; elsewhere gloo is used.
+"""The transport between ranks of one host through memory that all of them map.
 
-Each rank makes a memory without a name (memfd), gives it to the others, and writes what it sends into it; the protocol
-is in csrc/host/shared_memory.h. Nothing is in the file system, so killed ranks leave nothing behind, and the size of
-/dev/shm does not matter.
+Each rank makes a memory without a name, gives it to the others, and writes what it sends into it; the protocol is in
+csrc/host/shared_memory.h. Killed ranks leave nothing behind, and on Linux the size of /dev/shm does not matter.
 
 A rank that waits spins for a moment and then sleeps. A collective under way proceeds only while this rank begins or
 waits for a collective on the same connection, and data is sent in the order of the beginnings: up to NUM_SLOTS
@@ -12,11 +11,9 @@ same order of the program; within a group any order works.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import importlib
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NoReturn
@@ -26,6 +23,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from moeserve.distributed.handshake import PeerConnections, agree, exchange_files
+from moeserve.distributed.memory_file import make_memory_file
 from moeserve.distributed.store import format_ranks
 from moeserve.distributed.transport import (
     Pending,
@@ -49,8 +47,11 @@ SPIN_WITHOUT_CORE_S = 1e-6
 # all_reduce adds the whole tensor on every rank, not a share on each, if that reads at most this many bytes more.
 MAX_EXTRA_BYTES = 2**17
 
-# The dtypes whose sums the C++ part computes. torch adds all others.
+# The dtypes whose sums the C++ part computes where it has kernels for this processor. torch adds all others.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+# Waiting ranks sleep in short naps, as on a system on which processes cannot sleep on a shared word; for tests.
+NAPS = False
 
 
 class Outcome(IntEnum):
@@ -84,7 +85,9 @@ def connect(
         peers = exchange_files(PrefixStore("files", store), rank_in_group, num_ranks, make_memory, timeout_s)
         memory, refusal = None, ""
         try:
-            memory = native.SharedMemory(rank_in_group, peers.files, peers.socket_fds(), spin_s=spin_s, **sizes)
+            memory = native.SharedMemory(
+                rank_in_group, peers.files, peers.socket_fds(), spin_s=spin_s, naps=NAPS, **sizes
+            )
         except RuntimeError as error:
             refusal = str(error)
         finally:
@@ -161,6 +164,7 @@ class SharedMemoryTransport(Transport):
         self._connection = connection
         self._memory = connection.memory
         self._native = _native()
+        self._added_natively = NATIVE_DTYPES if self._native.usable_isas() else ()
         self._measures_waits = measures_waits
         self._num_ranks = len(connection.ranks)
         self._rank = connection.rank_in_group
@@ -181,7 +185,7 @@ class SharedMemoryTransport(Transport):
         return received, self._waiter(operation, x, received)
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if x.dtype not in NATIVE_DTYPES or dtype not in NATIVE_DTYPES:
+        if x.dtype not in self._added_natively or dtype not in self._added_natively:
             return reduce_scatter_by_all_to_all(self, x, sizes, self._rank, dtype)
         x = x.contiguous()
         row_shape = x.shape[1:]
@@ -193,7 +197,7 @@ class SharedMemoryTransport(Transport):
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.nbytes * (self._num_ranks - 2) > MAX_EXTRA_BYTES:
             return all_reduce_by_shares(self, x, self._num_ranks)
-        if x.dtype not in NATIVE_DTYPES:
+        if x.dtype not in self._added_natively:
             return all_reduce_by_all_gather(self, x, self._num_ranks)
         x = x.contiguous()
         out = new_empty(x, *x.shape)
@@ -230,24 +234,13 @@ class SharedMemoryTransport(Transport):
 
 
 def _make_memory(native: Any, num_ranks: int, sizes: dict[str, int]) -> int:
-    """Return a memory file without a name. OSError where there can be none."""
-    if native is None or not hasattr(native, "SharedMemory") or not hasattr(os, "memfd_create"):
-        raise OSError("moeserve._cpu is not built, or the system is not Linux")
-    fd = os.memfd_create("moeserve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, native.SharedMemory.num_bytes(num_ranks, **sizes))
-        # A rank that shrank its memory would kill the ranks that read it.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+    """Return a file of this rank's memory. OSError where there can be none."""
+    if native is None:
+        raise OSError("moeserve._cpu is not built")
+    return make_memory_file(native.SharedMemory.num_bytes(num_ranks, **sizes))
 
 
 @functools.cache
 def _native() -> Any:
-    """Return the C++ part. None if it is not built, or the processor lacks AVX2."""
-    if importlib.util.find_spec("moeserve._cpu") is None:
-        return None
-    native = importlib.import_module("moeserve._cpu")
-    return native if native.usable_isas() else None
+    """Return the C++ part. None if it is not built."""
+    return None if importlib.util.find_spec("moeserve._cpu") is None else importlib.import_module("moeserve._cpu")

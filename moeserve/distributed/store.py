@@ -26,10 +26,10 @@ from moeserve.distributed.store_server import (
     Reply,
     Request,
     Set,
-    is_same_user,
     proof,
 )
 from moeserve.errors import DistributedError, shown
+from moeserve.processes import local_sockets
 from moeserve.processes.channel import Channel
 
 # Ranks that fail of the same cause report within moments of each other. Those silent after this time are the cause.
@@ -52,8 +52,8 @@ class StoreConnection:
         if address.name:
             connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(timeout_s)
-            connection.connect(b"\0" + address.name.encode())
-            if not is_same_user(connection):
+            local_sockets.connect(connection, address.name)
+            if not local_sockets.is_same_user(connection):
                 raise ConnectionRefusedError("the store runs as another user")
             self.own_address = "127.0.0.1"
         else:

@@ -2,8 +2,9 @@
 
 The secret reaches the ranks over inherited sockets or through Ray. A peer that connects gets a random challenge, and is
 disconnected unless it answers with the secret's HMAC of it; the server proves in the same way that it knows the secret.
-So a peer without the secret reads nothing but random bytes, and changes nothing. On one host the server listens on a
-socket in Linux' abstract namespace, and the kernel must confirm that a peer runs as the same user.
+So a peer without the secret reads nothing but random bytes, and changes nothing. If all ranks run on one host with
+Linux, the server listens on a socket with an abstract name, and the kernel must confirm that a peer runs as the same
+user. On another system it then listens on the loopback interface.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -24,7 +24,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from moeserve.addresses import StoreAddress
+from moeserve.processes import local_sockets
 from moeserve.processes.channel import Channel, frame
+from moeserve.processes.local_sockets import NO_SIGNAL, is_same_user
 from moeserve.processes.wake_up import WakeUp
 
 NONCE_BYTES = 32
@@ -97,13 +99,6 @@ def proof(key: str, role: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.digest(bytes.fromhex(key), role + first + second, "sha256")
 
 
-def is_same_user(peer: socket.socket) -> bool:
-    """True if the process at the other end runs as this process' user, according to the kernel."""
-    credentials = struct.Struct("3i")  # process, user and group
-    _, user, _ = credentials.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
-    return bool(user == os.geteuid())
-
-
 class StoreServer:
     """A store in a thread of this process. It stops when `close` is called, or the object is deleted."""
 
@@ -127,11 +122,9 @@ def start_store(host: str | None = None) -> StoreServer:
         host: address on which the ranks of other hosts reach it; None: all ranks run on this host.
     """
     key = secrets.token_hex(NONCE_BYTES)
-    if host is None and hasattr(socket, "SO_PEERCRED"):
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(b"\0moeserve-" + secrets.token_hex(16).encode())
-        listener.listen(1024)
-        return StoreServer(listener, StoreAddress(name=listener.getsockname()[1:].decode(), key=key))
+    if host is None and local_sockets.HAS_ABSTRACT_NAMES:
+        listener = local_sockets.listen(1024)
+        return StoreServer(listener, StoreAddress(name=local_sockets.address_of(listener), key=key))
     listener = socket.create_server((host or "127.0.0.1", 0), backlog=1024)
     return StoreServer(listener, StoreAddress(host=host or "127.0.0.1", port=listener.getsockname()[1], key=key))
 
@@ -240,7 +233,7 @@ class _Loop:
         self._unauthenticated[connection.fileno()] = peer
         self._poll.register(connection, select.POLLIN)
         with contextlib.suppress(OSError):  # it has left, which the next event shows
-            connection.send(peer.nonce, socket.MSG_NOSIGNAL)
+            connection.send(peer.nonce, NO_SIGNAL)
 
     def _authenticate(self, fd: int, peer: _UnauthenticatedPeer) -> None:
         received = peer.connection.recv(2 * NONCE_BYTES - len(peer.answer))
@@ -251,7 +244,7 @@ class _Loop:
         if not hmac.compare_digest(answer, proof(self._key, b"rank", peer.nonce, nonce)):
             self._drop(fd)
             return
-        peer.connection.send(proof(self._key, b"store", nonce, peer.nonce), socket.MSG_NOSIGNAL)
+        peer.connection.send(proof(self._key, b"store", nonce, peer.nonce), NO_SIGNAL)
         del self._unauthenticated[fd]
         self._ranks[fd] = _Rank(Channel(peer.connection, Request))
 

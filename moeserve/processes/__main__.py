@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 import sys
 
-from moeserve.processes import child, fork_server
+from moeserve.processes import child
+
+if sys.platform == "linux":
+    from moeserve.processes import fork_server
 
 if __name__ == "__main__":
     role, fd = sys.argv[1:3]
-    if role == "fork-server":
+    if sys.platform == "linux" and role == "fork-server":
         fork_server.main(int(fd))
     connection = socket.socket(fileno=int(fd))
     connection.set_inheritable(False)

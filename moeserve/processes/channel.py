@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from moeserve.processes.local_sockets import NO_SIGNAL
+
 Incoming = TypeVar("Incoming")
 
 _LENGTH = struct.Struct("<Q")
@@ -101,7 +103,7 @@ class Channel(Generic[Incoming]):
     def _write(self) -> None:
         try:
             while self._outbox:
-                num_sent = self._socket.send(memoryview(self._outbox)[:_CHUNK_BYTES], socket.MSG_NOSIGNAL)
+                num_sent = self._socket.send(memoryview(self._outbox)[:_CHUNK_BYTES], NO_SIGNAL)
                 del self._outbox[:num_sent]
         except BlockingIOError:
             pass

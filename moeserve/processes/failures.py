@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from collections.abc import Sequence
 
@@ -59,6 +60,16 @@ def as_error(report: FailureReport, context: str) -> MoeserveError:
     if issubclass(kind, ValueError):
         return kind(f"{report.cause} ({report.name}, {context})")
     return EngineError(f"{context}: {report}")
+
+
+def shown_status(status: int) -> str:
+    """Return an exit status as messages show it; a negative one is the number of a signal."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
 
 
 def _short_traceback(error: BaseException) -> str:

@@ -8,6 +8,8 @@ of such variables. This is the only process-wide state of the package: a second 
 first.
 
 If a server cannot be used or was killed, processes are started without one. Processes that it has forked live on.
+
+Linux only: libraries of macOS do not survive a fork, and a process without pidfds can watch its own children alone.
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ import msgspec
 from moeserve.errors import EngineError
 from moeserve.processes import child
 from moeserve.processes.channel import frame, receive_frame
+from moeserve.processes.failures import shown_status
+from moeserve.processes.interpreter import import_path, same_modules
+from moeserve.processes.local_sockets import NO_SIGNAL
+
+assert sys.platform == "linux"
 
 # Prefixes of environment variables that the interpreter, the loader or libraries read only once, as they start.
 READ_AT_START = (
@@ -160,8 +167,8 @@ _lock = threading.Lock()
 
 
 def is_available() -> bool:
-    """True on a system on which processes can be forked, watched and signalled without being their parent."""
-    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+    """True if this Python can watch and signal processes that are not its children."""
+    return hasattr(os, "pidfd_open")
 
 
 def start(environment: Mapping[str, str]) -> _Server:
@@ -189,7 +196,7 @@ def fork(target: str, environment: Mapping[str, str], channel: socket.socket) ->
     request = _Request(
         target=target,
         environment={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
-        path=[os.fsencode(folder) for folder in _import_path()],
+        path=[os.fsencode(folder) for folder in import_path()],
         folder=os.getcwdb(),
         cores=sorted(os.sched_getaffinity(0)),
     )
@@ -240,28 +247,6 @@ def _output(fd: int) -> int:
         return os.dup(fd)
     except OSError:
         return os.open(os.devnull, os.O_WRONLY)
-
-
-def same_modules() -> dict[str, str]:
-    """Return environment variables with which a new Python finds the modules that this process finds."""
-    return {
-        "PYTHONPATH": os.pathsep.join(_import_path()),
-        "PYTHONSAFEPATH": "1",
-    }  # safe: `-m` alone would look in the working folder first
-
-
-def _import_path() -> list[str]:
-    return [os.path.abspath(folder) for folder in sys.path]
-
-
-def shown_status(status: int) -> str:
-    """Return an exit status as messages show it; a negative one is the number of a signal."""
-    if status >= 0:
-        return f"ended with exit status {status}"
-    try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"killed by signal {-status}"
 
 
 # ---- The server
@@ -365,7 +350,7 @@ class _ServerLoop:
             self._poll.unregister(reports)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with reports, contextlib.suppress(OSError):
-            reports.send(frame(status), socket.MSG_NOSIGNAL)
+            reports.send(frame(status), NO_SIGNAL)
 
     def _end(self) -> NoReturn:
         """End all processes, stopped ones too, and the server."""

@@ -13,10 +13,14 @@ from typing import Any
 import msgspec
 
 from moeserve.errors import EngineError
-from moeserve.processes import fork_server
 from moeserve.processes.channel import frame
 from moeserve.processes.child import Launch
+from moeserve.processes.failures import shown_status
+from moeserve.processes.interpreter import same_modules
 from moeserve.processes.supervision import ProcessHandle, WatchedProcess, open_pidfd
+
+if sys.platform == "linux":
+    from moeserve.processes import fork_server
 
 
 def start_process(
@@ -39,9 +43,7 @@ def start_process(
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        handle: ProcessHandle | None = fork_server.fork(target, environment, theirs)
-        if handle is None:
-            handle = SpawnedProcess(target, environment, theirs)
+        handle = _forked(target, environment, theirs) or SpawnedProcess(target, environment, theirs)
     process: WatchedProcess[Any] = WatchedProcess(name, ours, incoming, handle)
     launch = Launch(
         name=name,
@@ -51,6 +53,14 @@ def start_process(
     )
     process.channel.send_frame(frame(launch))
     return process
+
+
+def _forked(target: str, environment: Mapping[str, str], channel: socket.socket) -> ProcessHandle | None:
+    """Start a process through the fork server. None: it cannot be done."""
+    if sys.platform == "linux":
+        return fork_server.fork(target, environment, channel)
+    else:
+        return None
 
 
 class SpawnedProcess:
@@ -64,7 +74,7 @@ class SpawnedProcess:
             [sys.executable, "-X", "faulthandler", "-m", "moeserve.processes", "child", str(fd), target],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
-            env=dict(environment) | fork_server.same_modules(),
+            env=dict(environment) | same_modules(),
             start_new_session=True,
         )
         self.pid = self._process.pid
@@ -76,7 +86,7 @@ class SpawnedProcess:
 
     def exit_cause(self) -> str | None:
         status = self._process.poll()
-        return None if status is None else fork_server.shown_status(status)
+        return None if status is None else shown_status(status)
 
     def kill(self) -> None:
         if self._process.poll() is None:

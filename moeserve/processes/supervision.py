@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -223,7 +224,7 @@ def end_all(processes: Sequence[WatchedProcess[Any]], *, patience_s: float = 0.0
 
 def open_pidfd(pid: int) -> int | None:
     """Return a file descriptor that is readable once the process has ended; None if there is no such thing here."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):
+            return os.pidfd_open(pid)
+    return None

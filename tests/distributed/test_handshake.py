@@ -27,6 +27,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store
 from moeserve.distributed import handshake, shared_memory
 from moeserve.distributed.store import connect_store
 from moeserve.distributed.transport import TransportUnavailable
+from moeserve.processes import local_sockets
 
 # Of Linux' unshare.
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWNET = 0x20000, 0x4000000, 0x8000000, 0x40000000
@@ -79,19 +80,10 @@ def test_an_unreachable_rank_makes_all_use_gloo(ranks: Ranks) -> None:
 
 def join_from_elsewhere(place: Place, elsewhere: int) -> bool:
     """Join with one rank whose address leads nowhere, as in a container with a network of its own."""
-    listen = handshake._listen
-
-    class Elsewhere:
-        def __init__(self, num_ranks: int) -> None:
-            self.real = listen(num_ranks)
-
-        def getsockname(self) -> bytes:
-            return b"\0moeserve-" + secrets.token_hex(16).encode()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.real, name)
-
-    with mock.patch.object(handshake, "_listen", Elsewhere if place.rank == elsewhere else listen):
+    with contextlib.ExitStack() as patches:
+        if place.rank == elsewhere:
+            nowhere = f"@moeserve-{secrets.token_hex(16)}"
+            patches.enter_context(mock.patch.object(local_sockets, "address_of", return_value=nowhere))
         group = join(place).world
     assert group.all_reduce_minimum(place.rank) == 0
     return group.supports_cpu_graphs
@@ -184,7 +176,7 @@ def join_among_unauthenticated_peers(place: Place) -> bool:
     name = name_of_rank_0(store)
     with contextlib.ExitStack() as peers:
         for message in (b"", b"hello", b"0" * 32 + b"1"):
-            peer = peers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            peer = peers.enter_context(socket.socket(socket.AF_UNIX))
             peer.connect(name)
             with open("/proc/self/status", "rb") as file:
                 if message:
@@ -213,7 +205,7 @@ def join_behind_a_crowd(place: Place) -> bool:
     with contextlib.ExitStack() as crowd:
         with contextlib.suppress(BlockingIOError):
             while True:
-                peer = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                peer = crowd.enter_context(socket.socket(socket.AF_UNIX))
                 peer.setblocking(False)
                 peer.connect(name)
         timer = threading.Timer(0.5, store.set, ("begin", ""))

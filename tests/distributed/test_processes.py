@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import other_system
 import psutil
 import pytest
 
 from moeserve.errors import CheckpointError, EngineError
-from moeserve.processes import fork_server
 from moeserve.processes.failures import FailureReport, as_error, root_cause
 from moeserve.processes.fork_server import ForkedProcess
 from moeserve.processes.local import SpawnedProcess, start_process
@@ -31,10 +31,12 @@ BOTH_WAYS = pytest.mark.parametrize("way", ["forked", "spawned"], indirect=True)
 
 @pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Processes are forked by the server, or started without one as on a system where there can be none."""
+    """Processes are forked by the server, or started without one as on a system other than Linux."""
     way = getattr(request, "param", "forked")
     if way == "spawned":
-        monkeypatch.setattr(fork_server, "is_available", lambda: False)
+        other_system.pretend(monkeypatch)
+        for name, value in other_system.ENVIRONMENT.items():
+            monkeypatch.setenv(name, value)
     return str(way)
 
 
@@ -190,12 +192,12 @@ def test_a_stopped_grandchild_ends_with_its_parent(start: Start) -> None:
     wait_until(lambda: not runs(grandchild))
 
 
+PATH_OF_SCRIPT = os.pathsep.join(map(str, Path(__file__).parents[:2]))
 SCRIPT = """
 import os, sys, threading, time
-from moeserve.processes import fork_server
 from moeserve.processes.local import start_process
 if {way!r} == "spawned":
-    fork_server.is_available = lambda: False
+    del os.pidfd_open
 found = []
 def main():
     for _ in range(2):
@@ -218,7 +220,7 @@ def test_a_script_that_ends_leaves_no_process(tmp_path: Path, way: str, then: st
     """Also where a forked copy of it lives on, which holds its sockets open."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(way=way, then=then))
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {"PYTHONPATH": PATH_OF_SCRIPT}
     with subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
@@ -253,15 +255,6 @@ def test_a_process_has_what_its_parent_has_and_a_session_of_its_own(
     assert set(sys.path) - {""} <= set(path)
     process.handle.wait(20)
     assert capfd.readouterr().out == "to standard output\n"
-
-
-def test_without_pidfds_a_kill_is_noticed_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "pidfd_open")
-    process = start_process("watched:run", "rank 1", {"do": "compute"}, str, environment=os.environ)
-    assert first_message(process)
-    os.kill(pid_of(process), signal.SIGKILL)
-    assert first_failures(process)[0].cause == "killed by SIGKILL"
-    end_all([process])
 
 
 @pytest.fixture
@@ -306,7 +299,7 @@ def test_a_stopped_process_ends_with_the_fork_server(environment: dict[str, str]
     """It cannot notice the end of its user by itself."""
     script = SCRIPT.format(way="forked", then="os.kill(pid := found[0].handle.pid, 19); os.kill(os.getpid(), 9)")
     (tmp_path / "script.py").write_text(script)
-    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    path = {"PYTHONPATH": PATH_OF_SCRIPT}
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py"], env=os.environ | path, capture_output=True, text=True
     )

@@ -54,10 +54,9 @@ def test_bytes_are_those_of_gloo(
 
 
 def compare_with_gloo(place: Place, seed: int, num_calls: int, largest: int, slots: dict[str, int]) -> None:
-    """Compare random collectives over both transports, with sums by each instruction set."""
+    """Compare random collectives over both transports, with sums by each instruction set, or by torch."""
     kernels = native_kernels()
-    assert kernels is not None
-    isas = kernels.usable_isas()
+    isas = kernels.usable_isas() if kernels else []
     with mock.patch.multiple(shared_memory, **slots):
         shared = join(place, scope="shared").ep
     gloo = join(place, scope="gloo", transport="gloo").ep
@@ -65,7 +64,8 @@ def compare_with_gloo(place: Place, seed: int, num_calls: int, largest: int, slo
     dice = random.Random(seed)  # the same on all ranks
     num_ranks, rank = place.num_ranks, place.rank
     for call in range(num_calls):
-        kernels.set_isa(isas[(call // len(OPERATIONS)) % len(isas)])
+        if kernels:
+            kernels.set_isa(isas[(call // len(OPERATIONS)) % len(isas)])
         operation, dtype = OPERATIONS[call % len(OPERATIONS)], dice.choice(DTYPES)
         row = dice.choice([[], [3], [2, 5], [64], [1]])
         bound = int(largest ** dice.random())
@@ -77,7 +77,8 @@ def compare_with_gloo(place: Place, seed: int, num_calls: int, largest: int, slo
         x = random_values([num_rows.get(operation, bound), *row], dtype, (seed, call, rank))
         results = [collective(group, operation, x, table, source) for group in (shared, gloo)]
         assert same_bytes(*results), f"call {call}: {operation} of {dtype}, rows {row}, sizes {table}, bound {bound}"
-    kernels.set_isa(isas[0])
+    if kernels:
+        kernels.set_isa(isas[0])
 
 
 def collective(group: GroupCoordinator, operation: str, x: Tensor, table: list[list[int]], source: int) -> Tensor:
@@ -196,12 +197,12 @@ def wait_for_a_late_rank(place: Place, seconds: float) -> list[float]:
 
 def test_a_sleeping_rank_is_woken(ranks: Ranks) -> None:
     """Data wakes it, not its next check of the connections. Another program may delay it, so it may try three times."""
-    for _ in range(3):
-        seconds = ranks.run(3, "test_shared_memory:wake_sleeping_ranks", num_calls=20)
-        median = statistics.median(each for of_rank in seconds for each in of_rank)
-        if median < 0.005:
-            return
-    raise AssertionError(f"it takes {median} s")
+    tries = (ranks.run(3, "test_shared_memory:wake_sleeping_ranks", num_calls=20) for _ in range(3))
+    assert any(median_of(seconds) < 0.005 for seconds in tries)
+
+
+def median_of(seconds: list[list[float]]) -> float:
+    return statistics.median(each for of_rank in seconds for each in of_rank)
 
 
 def wake_sleeping_ranks(place: Place, num_calls: int) -> list[float]:

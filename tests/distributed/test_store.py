@@ -51,7 +51,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[StoreServer]:
 def raw_connection(address: StoreAddress) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX if address.name else socket.AF_INET)
     peer.settimeout(20)
-    peer.connect(b"\0" + address.name.encode() if address.name else (address.host, address.port))
+    peer.connect(b"\0" + address.name[1:].encode() if address.name else (address.host, address.port))
     return peer
 
 
@@ -65,12 +65,12 @@ def read_to_end(peer: socket.socket) -> bytes:
 
 
 def listening_names(processes: list[psutil.Process]) -> set[str]:
-    """Return the names in the abstract namespace on which processes listen."""
+    """Return the names in the abstract namespace on which processes listen, after "@"."""
     links = [link for process in processes for link in Path(f"/proc/{process.pid}/fd").iterdir()]
     inodes = {os.readlink(link)[8:-1] for link in links if link.is_symlink()}
     sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     accepting = [fields for fields in sockets if int(fields[3], 16) & 0x10000 and fields[6] in inodes]
-    return {fields[-1][1:] for fields in accepting}
+    return {fields[-1] for fields in accepting}
 
 
 def test_ranks_exchange_values(server: StoreServer) -> None:

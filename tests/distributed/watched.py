@@ -40,7 +40,8 @@ def run(parent: Parent) -> None:
             child = start_process("watched:run", "grandchild", config["child"], str, environment=os.environ)
             parent.adopt([child])
             channel.send(str(child.handle.pid))  # type: ignore[attr-defined]
-            wait_for_messages([child], 60)
+            while not child.failures():
+                wait_for_messages([child], 60)
             raise DistributedError("the other ranks have gone")  # a consequence of the child's failure comes after it
         case "describe":
             cores = sorted(os.sched_getaffinity(0))

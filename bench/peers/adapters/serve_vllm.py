@@ -9,6 +9,7 @@ OpenMP variables that it gives to its workers.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from .experts import Shape, experts_method
@@ -79,7 +80,10 @@ def load_experts(shape: dict[str, int], num_threads: int) -> Loader:
 
 
 def _cores(num_threads: int) -> list[int]:
-    return sorted(os.sched_getaffinity(0))[:num_threads]
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))[:num_threads]
+    else:
+        raise NotImplementedError("vLLM's workers are bound to cores on Linux only")
 
 
 def _worker_variables(cores: list[int]) -> dict[str, str]:

@@ -32,6 +32,7 @@ from moeserve.executor.ray.placement import Place
 from moeserve.processes.channel import Channel
 from moeserve.processes.failures import report_of
 from moeserve.processes.supervision import SECONDS_TO_EXIT, WatchedProcess, send_failures
+from moeserve.processes.wake_up import WakeUp
 from moeserve.scheduling.lockstep import Round
 from moeserve.worker.protocol import RankStart
 
@@ -164,7 +165,7 @@ class ActorHandle:
         self._tunnel = tunnel
         self._cause: str | None = None  # why it has ended
         self._ended = threading.Event()
-        self._ended_fd = os.eventfd(0)
+        self._end_signal = WakeUp()
         self._lock = threading.Lock()  # guards the cause, and what `close` closes
         self._is_closed = False
         for carry in (self._carry_from_actor, self._carry_to_actor):
@@ -172,7 +173,7 @@ class ActorHandle:
 
     @property
     def watched_fds(self) -> list[int]:
-        return [self._ended_fd]
+        return [self._end_signal.fd]
 
     def exit_cause(self) -> str | None:
         return self._cause
@@ -189,7 +190,6 @@ class ActorHandle:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                os.close(self._ended_fd)
                 self._tunnel.shutdown(socket.SHUT_RDWR)
 
     def _watch(self, carry: Callable[[], None]) -> None:
@@ -208,7 +208,7 @@ class ActorHandle:
                 return
             self._cause = self._cause or cause
             self._ended.set()
-            os.eventfd_write(self._ended_fd, 1)
+            self._end_signal.wake()
 
     def _carry_from_actor(self) -> None:
         timeout_s = SECONDS_TO_START

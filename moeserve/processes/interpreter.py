@@ -1,0 +1,19 @@
+"""The modules of this Python, for others that it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def import_path() -> list[str]:
+    """Return the folders where this process finds modules."""
+    return [os.path.abspath(folder) for folder in sys.path]
+
+
+def same_modules() -> dict[str, str]:
+    """Return environment variables with which a new Python finds the modules that this process finds."""
+    return {
+        "PYTHONPATH": os.pathsep.join(import_path()),
+        "PYTHONSAFEPATH": "1",
+    }  # safe: `-m` alone would look in the working folder first

@@ -1,0 +1,35 @@
+"""Lets processes behave as on a POSIX system other than Linux, with the portable forms of what Linux alone offers.
+
+`tests/sitecustomize.py` does so in each process of moeserve that a test starts with MOESERVE_TEST_OTHER_SYSTEM set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+from ranks import Place
+
+from moeserve.distributed import memory_file, shared_memory
+from moeserve.processes import local_sockets
+
+ENVIRONMENT = {"MOESERVE_TEST_OTHER_SYSTEM": "1"}
+
+
+def pretend(patch: pytest.MonkeyPatch) -> None:
+    """Take pidfds, the fork server, memfds, sleeping on words, abstract names and sums in C++ from this process."""
+    patch.delattr(os, "pidfd_open")
+    patch.setattr(memory_file, "HAS_MEMFD", False)
+    patch.setattr(shared_memory, "NAPS", True)
+    patch.setattr(shared_memory, "NATIVE_DTYPES", ())  # as on a processor without kernels
+    patch.setattr(local_sockets, "HAS_ABSTRACT_NAMES", False)
+
+
+def call(place: Place, target: str, arguments: dict[str, Any]) -> Any:
+    """Call a `module:function` of a test on a rank as on another system. See `ranks.py`."""
+    module, _, name = target.partition(":")
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch)
+        return getattr(importlib.import_module(module), name)(place, **arguments)
