@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from moeserve.config.environment import cache_folder
-from moeserve.errors import CheckpointError
+from moeserve.errors import CheckpointError, missing_extra
 
 
 def make_checkpoint(name: str, folder: Path | None = None) -> Path:
@@ -34,8 +34,12 @@ def make_checkpoint(name: str, folder: Path | None = None) -> Path:
 
     Raises:
         CheckpointError: the folder holds something else.
+        SettingsError: transformers is not installed.
     """
-    import transformers
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_extra("the checkpoints of benchmarks are made by transformers", "transformers", error) from None
 
     folder = folder or cache_folder() / "bench" / name
     config = CONFIGS[name]

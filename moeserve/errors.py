@@ -53,6 +53,15 @@ class RankStateError(MoeserveError, RuntimeError):
     """A rank keeps another state of a request than the scheduler. Raised with debug_rank_state=True only."""
 
 
+def missing_extra(what: str, extra: str, error: ImportError) -> SettingsError:
+    """Return the error for a package that is not installed, with the extra of moeserve that installs it.
+
+    Args:
+        what: what needs which package, as the message begins: "metrics need prometheus_client".
+    """
+    return SettingsError(f"{what} ({error}): pip install 'moeserve[{extra}]'")
+
+
 def nearest(
     word: str, known: Iterable[str], *, shown_as: Mapping[str, str] | None = None, otherwise: str | None = None
 ) -> str:

@@ -21,7 +21,7 @@ from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
 from moeserve.engine.replicas import Replicas
 from moeserve.engine.worker_group import start_local_group
-from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, shown
+from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, missing_extra, shown
 from moeserve.expert_placement.placement import read_loads, read_placements
 from moeserve.machine import usable_cores
 from moeserve.models import registry
@@ -50,7 +50,7 @@ def tokenizer_of(codec: TextCodec | None) -> Any:
     """Return the tokenizer of a checkpoint, an object of transformers.
 
     Raises:
-        SettingsError: there is no tokenizer.
+        SettingsError: there is no tokenizer, or transformers is not installed.
     """
     if codec is None:
         raise SettingsError("there is no tokenizer; name the folder of one as tokenizer")
@@ -136,7 +136,7 @@ def _find_cluster(parallel: ParallelSettings) -> Cluster | None:
         if not is_required:
             logger.warning("ranks run on this host, because Ray is not installed: %s", error)
             return None
-        raise SettingsError(f"executor='ray' needs Ray ({error}): pip install 'moeserve[ray]'") from None
+        raise missing_extra("executor='ray' needs Ray", "ray", error) from None
     try:
         return Cluster(may_start=is_required)
     except EngineError as error:

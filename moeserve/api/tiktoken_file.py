@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from moeserve.errors import CheckpointError, shown
+from moeserve.errors import CheckpointError, SettingsError, missing_extra, shown
 from moeserve.models.config_values import read_json
 
 FILE_NAME = "tiktoken.model"
@@ -52,6 +52,7 @@ def load_tiktoken(folder: Path) -> Any | None:
 
     Raises:
         CheckpointError: a file is damaged, or the config names tokens that do not fit the vocabulary.
+        SettingsError: transformers is not installed.
     """
     config_path = folder / "tokenizer_config.json"
     if not config_path.is_file():
@@ -64,6 +65,8 @@ def load_tiktoken(folder: Path) -> Any | None:
     ranks = read_ranks(path)
     try:
         return _build(folder, config, split, ranks)
+    except SettingsError:
+        raise
     except Exception as error:  # of any type: values of a wrong type, and tokens that do not fit the vocabulary
         raise CheckpointError(
             f"{config_path} does not fit the {len(ranks)} tokens of {path}: {error!r:.200}; copy both files again from "
@@ -102,8 +105,11 @@ def _code_module(config: dict[str, Any]) -> str:
 
 
 def _build(folder: Path, config: dict[str, Any], split: str, ranks: dict[bytes, int]) -> Any:
-    from transformers import PreTrainedTokenizerFast  # takes seconds to import
-    from transformers.convert_slow_tokenizer import TikTokenConverter
+    try:
+        from transformers import PreTrainedTokenizerFast  # takes seconds to import
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+    except ImportError as error:
+        raise missing_extra(f"reading {folder / FILE_NAME} needs transformers", "transformers", error) from None
 
     named = {
         key: value["content"] if isinstance(value, dict) else value

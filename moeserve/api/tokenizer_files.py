@@ -1,7 +1,7 @@
 """Load the tokenizer of a checkpoint: the vocabulary, its special tokens, and its chat templates.
 
 `tokenizer.json` is read by the tokenizers library alone. transformers takes longer to import than torch's own start, so
-it is imported only for other vocabularies, and for configs that add to a `tokenizer.json`.
+it is imported only for other vocabularies, and for configs that add to a `tokenizer.json`. It is an extra of moeserve.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from moeserve.api.tiktoken_file import load_tiktoken
-from moeserve.errors import CheckpointError
+from moeserve.errors import CheckpointError, SettingsError, missing_extra
 
 # transformers reads these vocabularies wrongly: it omits the space that a SentencePiece model puts before a text, and
 # guesses how text is split before it is looked up in a tiktoken file. tiktoken.model is read if tokenizer_config.json
@@ -68,6 +68,7 @@ def load_tokenizer(folder: str) -> LoadedTokenizer | None:
 
     Raises:
         CheckpointError: there is no such folder, or a tokenizer file is damaged, missing or of an unknown kind.
+        SettingsError: the tokenizer is read by transformers, which is not installed.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -88,6 +89,8 @@ def load_tokenizer(folder: str) -> LoadedTokenizer | None:
             return loaded
         fast = load_with_transformers(folder) if tiktoken is None else tiktoken
         adds_bos = _read(root / CONFIG_FILE).get("add_bos_token") is True
+    except SettingsError:
+        raise
     except Exception as error:  # a damaged file raises an error of any type
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(f"{root / vocabulary} cannot be loaded ({reason:.400}): {remedy}") from error
@@ -99,8 +102,15 @@ def load_tokenizer(folder: str) -> LoadedTokenizer | None:
 
 
 def load_with_transformers(folder: str) -> Any:
-    """Return the tokenizer of a folder as an object of transformers."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes about half as long to import as torch
+    """Return the tokenizer of a folder as an object of transformers.
+
+    Raises:
+        SettingsError: transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes about half as long to import as torch
+    except ImportError as error:
+        raise missing_extra(f"reading the tokenizer in {folder} needs transformers", "transformers", error) from None
 
     # tokenizer.json is complete. A class named beside it may belong to another family and change its meaning.
     loader = PreTrainedTokenizerFast if (Path(folder) / "tokenizer.json").is_file() else AutoTokenizer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeserve.addresses import address_on, address_towards, is_loopback, is_own, own_addresses
-from moeserve.errors import SettingsError
+from moeserve.errors import SettingsError, missing_extra
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def check_node(options: Launch, head: str, own: str) -> None:
     try:
         from moeserve.executor.ray.nodes import why_unreadable
     except ImportError as error:
-        raise SettingsError(f"Ray is not installed ({error}): pip install 'moeserve[ray]'") from None
+        raise missing_extra("a cluster needs Ray", "ray", error) from None
     is_head = head == own
     if options.num_nodes > 1 and is_loopback(own):
         others = [address for address in own_addresses().values() if not is_loopback(address)]

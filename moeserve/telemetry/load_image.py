@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moeserve.errors import SettingsError
+from moeserve.errors import missing_extra
 from moeserve.telemetry.expert_load import LoadWindow, layers_max_over_mean, ranks_max_over_mean, summed
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def load_figure(windows: Sequence[LoadWindow], planned: Sequence[Sequence[float]
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise SettingsError(f"pictures need matplotlib ({error}): pip install 'moeserve[viz]'") from None
+        raise missing_extra("pictures need matplotlib", "viz", error) from None
     total = summed(windows)
     over_time = np.array([np.sum(window.tokens_of_rank, axis=0) for window in windows]).T
     figures = [ranks_max_over_mean(window) for window in windows]

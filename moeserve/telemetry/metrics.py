@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moeserve.errors import SettingsError, shown
+from moeserve.errors import SettingsError, missing_extra, shown
 from moeserve.telemetry.expert_load import LoadWindow, evenness, max_over_mean, padding_share
 
 MAX_PORT = 65535
@@ -66,7 +66,7 @@ class MetricsServer:
         try:
             from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
         except ImportError as error:
-            raise SettingsError(f"metrics need prometheus_client ({error}): pip install 'moeserve[metrics]'") from None
+            raise missing_extra("metrics need prometheus_client", "metrics", error) from None
         if not 0 <= port <= MAX_PORT:
             raise SettingsError(f"port {shown(port)} cannot serve metrics; choose from 0 (any) to {MAX_PORT}")
         registry = CollectorRegistry()

@@ -28,6 +28,8 @@ for tool in ("build", "scikit_build_core"):
     pytest.importorskip(tool, reason="builds the package; install it with: pip install -e '.[dev]'")
 
 ROOT = Path(__file__).parents[2]
+# What every installation brings, besides what these packages need: all of it small but torch.
+REQUIRED = {"einops", "jinja2", "msgspec", "numpy", "safetensors", "tokenizers", "torch", "tqdm"}
 # What every Linux has, as manylinux defines it, of what a C++ module may need.
 SYSTEM_LIBRARIES = {"libc.so", "libdl.so", "libgcc_s.so", "libm.so", "libpthread.so", "librt.so", "libstdc++.so"}
 
@@ -151,6 +153,11 @@ def test_every_imported_package_is_required(metadata: email.message.Message) -> 
     assert not missing
 
 
+def test_torch_is_the_only_large_package_that_is_required(metadata: email.message.Message) -> None:
+    requirements = applicable(metadata.get_all("Requires-Dist", []), set())
+    assert {canonicalize_name(requirement.name) for requirement in requirements} == REQUIRED
+
+
 def test_make_takes_no_build_without_kernels_where_there_is_a_compiler(tmp_path: Path) -> None:
     built = build(tmp_path, MOESERVE_REQUIRE_KERNELS="1")
     assert built.returncode != 0
@@ -173,7 +180,7 @@ def pins() -> dict[str, str]:
 
 
 def applicable(requirements: Iterable[str], extras: set[str]) -> Iterator[Requirement]:
-    """Those that hold on this machine with these extras."""
+    """Yield those that hold on this machine with these extras."""
     for requirement in map(Requirement, requirements):
         if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
             yield requirement
