@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "cpu/parallel.h"
+
 namespace nb = nanobind;
 
 namespace moeserve {
@@ -32,10 +34,12 @@ void CpuGraph::replay() const {
   {
     const nb::gil_scoped_release released;
     try {
-      for (const std::function<void()>& call : calls_) {
-        ++num_started;
-        call();
-      }
+      with_waiting_threads([&] {
+        for (const std::function<void()>& call : calls_) {
+          ++num_started;
+          call();
+        }
+      });
       return;
     } catch (const ReplayedCallFailed& failure) {
       outcome = failure.outcome;
