@@ -67,7 +67,8 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   const int64_t input_bytes = bytes_per_input(format);
   const int num_tiles = (work.num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
   const int64_t scales_at = row_layout(format, work.num_inputs, Products::kRowBytes == 8).scales_at();
-  const int64_t ahead = num_tiles == 1 ? kPrefetchBytes : kBlockInputs * input_bytes;
+  const bool is_at_once = num_tiles == 1 && vectors_at_once<Products>(work.num_rows) * Products::W == kPanel;
+  const int64_t ahead = is_at_once ? kPrefetchBytes : kBlockInputs * input_bytes;
   for (int p = 0; p < 2; ++p) {
     const char* panel = work.panels[p];
     const char* next_panel = p == 0 ? work.panels[1] : work.panels[0] + work.next_item;
@@ -76,16 +77,16 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
       const int64_t count = std::min<int64_t>(kBlockInputs, work.num_inputs - first);
       const int64_t num_groups = is_quantized(format) ? count / kInputGroup : 1;
       const int64_t begin = first * input_bytes;
-      const char* prefetch = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
-      Block block{panel + begin, num_groups, count / num_groups / step_inputs, first == 0, prefetch};
+      const Block block{panel + begin, num_groups, count / num_groups / step_inputs, first == 0};
+      const char* next = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
+      Prefetch prefetch{next, next + count * input_bytes, is_at_once};
       const char* input = work.input + first / step_inputs * Products::kRowBytes;
       const char* scales = work.input + scales_at + first / kInputGroup * static_cast<int64_t>(sizeof(RowScale));
       for (int t = 0, row = 0; t < num_tiles; ++t) {
         const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
         const int64_t offset = row * work.input_bytes;
         const TileRows tile{input + offset, scales + offset, work.input_bytes};
-        multiply_tile<Products>(tile, rows, block, sums + row * kTileOutputs + p * kPanel);
-        block.prefetch = nullptr;
+        multiply_tile<Products>(tile, rows, block, prefetch, sums + row * kTileOutputs + p * kPanel);
         row += rows;
       }
     }

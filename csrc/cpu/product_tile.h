@@ -20,8 +20,15 @@ struct Block {
   const char* words;
   int64_t num_groups;  // of inputs whose sums are scaled together
   int64_t group_steps;
-  bool is_first;         // overwrite the sums instead of adding to them
-  const char* prefetch;  // memory to read into the cache at the speed of the words; null for none
+  bool is_first;  // overwrite the sums instead of adding to them
+};
+
+// Memory to read into the cache meanwhile, some lines in each step: as many as the step reads if all rows and outputs
+// are computed at once, otherwise one.
+struct Prefetch {
+  const char* next;
+  const char* end;
+  bool is_fast;
 };
 
 // Some rows, from the first input of a block on.
@@ -214,9 +221,11 @@ MOESERVE_INLINE void add_part(const char* words, int first_vector, const char* r
 
 // Multiply kRows rows with kVectors vectors of outputs from `kFirst` on.
 template <typename Products, int kRows, int kFirst, int kVectors>
-MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, const char* prefetch, float* sums) {
+MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, Prefetch& prefetch, float* sums) {
   constexpr int W = Products::W;
   constexpr int kStepBytes = Products::kStepBytes;
+  const int64_t second_line = kStepBytes > 64 && prefetch.is_fast ? 64 : 0;
+  const char* next = prefetch.next;
   const char* group_words = block.words;
   const char* row = rows.words;
   for (int64_t group = 0; group < block.num_groups; ++group) {
@@ -230,10 +239,10 @@ MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, 
     }
     const char* words = group_words;
     for (int64_t step = 0; step < block.group_steps; ++step) {
-      if (prefetch != nullptr) {
-        MOESERVE_UNROLL
-        for (int byte = 0; byte < kStepBytes; byte += 64) __builtin_prefetch(prefetch + byte);
-        prefetch += kStepBytes;
+      if (next < prefetch.end) {
+        __builtin_prefetch(next);
+        if (kStepBytes > 64) __builtin_prefetch(next + second_line);
+        next += 64 + second_line;
       }
       add_part<Products, 0>(words, kFirst, row, rows.stride, lanes);
       if constexpr (Products::kParts == 2) {
@@ -243,8 +252,8 @@ MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, 
       words += kStepBytes;
       row += Products::kRowBytes;
     }
-    if (prefetch != nullptr) {  // the scales
-      for (; words < group_words + Products::kGroupBytes; words += 64, prefetch += 64) __builtin_prefetch(prefetch);
+    for (; prefetch.is_fast && words < group_words + Products::kGroupBytes; words += 64, next += 64) {
+      __builtin_prefetch(next);  // the scales
     }
     MOESERVE_UNROLL
     for (int v = 0; v < kVectors; ++v) {
@@ -257,24 +266,26 @@ MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, 
     }
     group_words += Products::kGroupBytes;
   }
+  prefetch.next = next;
+}
+
+// Return the number of vectors of outputs that a tile computes at once.
+template <typename Products>
+constexpr int vectors_at_once(int num_rows) {
+  return num_rows > 3 ? 2 : kPanel / Products::W;
 }
 
 // Multiply `num_rows` <= kRows rows with the 32 outputs of a panel.
 template <typename Products, int kRows = Products::kMaxRows>
-MOESERVE_INLINE void multiply_tile(const TileRows& rows, int num_rows, const Block& block, float* sums) {
+MOESERVE_INLINE void multiply_tile(const TileRows& rows, int num_rows, const Block& block, Prefetch& prefetch,
+                                   float* sums) {
   if constexpr (kRows > 1) {
-    if (num_rows < kRows) return multiply_tile<Products, kRows - 1>(rows, num_rows, block, sums);
+    if (num_rows < kRows) return multiply_tile<Products, kRows - 1>(rows, num_rows, block, prefetch, sums);
   }
   constexpr int kAll = kPanel / Products::W;
-  constexpr int kVectors = kRows > 2 ? 2 : kAll;
-  if (block.prefetch != nullptr) {
-    multiply_vectors<Products, kRows, 0, kVectors>(rows, block, block.prefetch, sums);
-  } else {
-    multiply_vectors<Products, kRows, 0, kVectors>(rows, block, nullptr, sums);
-  }
-  if constexpr (kVectors < kAll) {
-    multiply_vectors<Products, kRows, kVectors, kVectors>(rows, block, nullptr, sums);
-  }
+  constexpr int kVectors = vectors_at_once<Products>(kRows);
+  multiply_vectors<Products, kRows, 0, kVectors>(rows, block, prefetch, sums);
+  if constexpr (kVectors < kAll) multiply_vectors<Products, kRows, kVectors, kVectors>(rows, block, prefetch, sums);
 }
 
 }  // namespace moeserve

@@ -40,7 +40,7 @@ MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const ProductWork& work, float* su
   const auto* input = reinterpret_cast<const BFloat16*>(work.input);
   const int64_t stride = work.input_bytes / 2;
   const DotBlock block{{work.panels[0], work.panels[1]}, work.num_inputs, true};
-  const Prefetch next{{work.panels[0] + work.next_item, work.panels[1] + work.next_item}};
+  const DotPrefetch next{{work.panels[0] + work.next_item, work.panels[1] + work.next_item}};
   call_with_rows(work.num_rows, [&](auto rows) MOESERVE_TARGET_AVX512_BF16 {
     dot_tile<decltype(rows)::value, kAhead>(input, stride, block, next, sums);
   });
@@ -49,13 +49,13 @@ MOESERVE_TARGET_AVX512_BF16 void dot_few_rows(const ProductWork& work, float* su
 // Process tile t of `num_tiles`, which reads the block once and prefetches its share of the next block.
 template <int kRows>
 MOESERVE_TARGET_AVX512_BF16 void dot_shared(const BFloat16* input, int64_t stride, const DotBlock& block,
-                                            const Prefetch& next, int t, int num_tiles, float* sums) {
+                                            const DotPrefetch& next, int t, int num_tiles, float* sums) {
   const int64_t half = block.num_inputs / 2 * 64;  // half of the bytes of a panel in the block
   if (num_tiles <= 3 && t < 2) {
-    const Prefetch share{{next.panels[0] + t * half, next.panels[1] + t * half}};
+    const DotPrefetch share{{next.panels[0] + t * half, next.panels[1] + t * half}};
     dot_tile<kRows, 2>(input, stride, block, share, sums);
   } else if (num_tiles > 3 && t < 4) {
-    const Prefetch share{{next.panels[t / 2] + t % 2 * half, nullptr}};
+    const DotPrefetch share{{next.panels[t / 2] + t % 2 * half, nullptr}};
     dot_tile<kRows, 1>(input, stride, block, share, sums);
   } else {
     dot_tile<kRows, 0>(input, stride, block, next, sums);
@@ -70,7 +70,7 @@ MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const ProductWork& work, float* s
   for (int64_t first = 0; first < work.num_inputs; first += step) {
     const int64_t last = std::min(first + step, work.num_inputs);
     DotBlock block{{}, last - first, first == 0};
-    Prefetch next{};
+    DotPrefetch next{};
     for (int p = 0; p < 2; ++p) {
       block.panels[p] = work.panels[p] + first * kPanel * 2;
       next.panels[p] =

@@ -23,7 +23,7 @@ struct DotBlock {
 // Memory to prefetch to the L2 cache: kLines cache lines for every pair of inputs that a tile reads. With kAhead, a
 // tile prefetches its own panels ahead of use and, with the last pairs, two lines each of the next panels. Cores read a
 // stream of memory a quarter to a half faster this way if they also compute.
-struct Prefetch {
+struct DotPrefetch {
   const char* panels[2];
 };
 
@@ -53,7 +53,7 @@ constexpr int64_t kPairBytes = 4 * kPanel;  // bytes of an input pair in a panel
 
 template <int kRows, int kLines>
 MOESERVE_DOT void dot_pairs(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_pairs,
-                            const Prefetch& next, __m512 (&sums)[kRows][4]) {
+                            const DotPrefetch& next, __m512 (&sums)[kRows][4]) {
   for (int64_t pair = 0; pair < num_pairs; ++pair) {
     if constexpr (kLines >= 1) _mm_prefetch(next.panels[0] + pair * 64, _MM_HINT_T1);
     if constexpr (kLines >= 2) _mm_prefetch(next.panels[1] + pair * 64, _MM_HINT_T1);
@@ -75,7 +75,7 @@ MOESERVE_DOT void dot_pairs(const BFloat16* input, int64_t stride, const char* c
 }
 
 template <int kRows, int kLines>
-MOESERVE_DOT void dot_tile(const BFloat16* input, int64_t stride, const DotBlock& block, const Prefetch& next,
+MOESERVE_DOT void dot_tile(const BFloat16* input, int64_t stride, const DotBlock& block, const DotPrefetch& next,
                            float* targets) {
   __m512 sums[kRows][4];
   MOESERVE_UNROLL
