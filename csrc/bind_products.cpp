@@ -57,7 +57,7 @@ int64_t packed_bytes(const std::string& format, int64_t num_outputs, int64_t num
 }
 
 void pack(const std::string& format, const Tensor& weight, const Tensor& panels, int64_t num_parts,
-          std::optional<int64_t> chunk_inputs) {
+          std::optional<int64_t> chunk_inputs, const std::optional<Tensor>& int4_scales) {
   check_dims("weight", weight, 2);
   check_float_type("weight", weight);
   check_contiguous("weight", weight);
@@ -74,11 +74,21 @@ void pack(const std::string& format, const Tensor& weight, const Tensor& panels,
   if (weight.data == panels.data && (!keeps_type || bytes != weight.num_elements() * element_bytes(weight.type))) {
     refuse("a weight of shape " + shape_text(weight) + " cannot be packed as " + format + " in place");
   }
+  if (int4_scales) {
+    if (known != WeightFormat::kInt4) refuse("int4_scales are for int4 only");
+    if (chunks.count() > 1 && chunks.chunk_inputs % kInputGroup != 0) {
+      refuse("int4_scales need chunks of whole groups of inputs");
+    }
+    const int64_t num_groups = (weight.size(1) + kInputGroup - 1) / kInputGroup;
+    check_array("int4_scales", *int4_scales, {weight.size(0), num_groups}, ElementType::kFloat16, "float16");
+  }
   const int64_t rows = weight.size(0) / num_parts;
   const int64_t source_bytes = rows * weight.size(1) * element_bytes(weight.type);
   const nb::gil_scoped_release released;
   for (int64_t part = 0; part < num_parts; ++part) {
-    pack_weight(known, weight.type, static_cast<const char*>(weight.data) + part * source_bytes, rows, chunks,
+    const uint16_t* scales = nullptr;
+    if (int4_scales) scales = numbers<uint16_t>(*int4_scales) + part * rows * int4_scales->size(1);
+    pack_weight(known, weight.type, static_cast<const char*>(weight.data) + part * source_bytes, scales, rows, chunks,
                 static_cast<char*>(panels.data) + part * (bytes / num_parts));
   }
 }
@@ -240,7 +250,7 @@ void bind_products(nb::module_& module) {
   module.def("packed_bytes", &packed_bytes, "format"_a, "num_outputs"_a, "num_inputs"_a, "num_parts"_a = 1,
              "chunk_inputs"_a.none() = nb::none(), "Return the bytes of a packed weight [num_outputs, num_inputs].");
   module.def("pack_weight", &pack, "format"_a, "weight"_a, "panels"_a, "num_parts"_a = 1,
-             "chunk_inputs"_a.none() = nb::none(),
+             "chunk_inputs"_a.none() = nb::none(), "int4_scales"_a.none() = nb::none(),
              "Pack a weight [outputs, inputs] into `panels`, which may be the memory of the weight.");
   module.def("advise_large_pages", &advise_large_pages, "memory"_a,
              "Request huge pages for memory that has not been used yet.");

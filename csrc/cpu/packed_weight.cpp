@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "isa.h"
@@ -39,6 +40,17 @@ MOESERVE_INLINE Float<W> inverse_or_zero(Float<W> x) {
 struct Columns {
   std::vector<float> weights;
   int64_t num_inputs;
+  std::vector<float> int4_scales;  // [num_inputs / kInputGroup][kPanel], or empty: they are chosen
+};
+
+// The weights of one panel, [count][num_inputs].
+template <typename Element>
+struct Rows {
+  const Element* weights;
+  int count;
+  int64_t num_inputs;
+  const uint16_t* int4_scales;  // of the first row; null: they are chosen
+  int64_t scale_stride;         // from row to row
 };
 
 template <int W>
@@ -83,6 +95,13 @@ uint16_t float16_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
   return static_cast<uint16_t>(bits >> 13);
+}
+
+float float16_value(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 13;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value * kFloat16Exponent;
 }
 
 // Write a group of inputs: scales and zero points [kPanel], and codes [kInputGroup][kPanel].
@@ -200,6 +219,18 @@ MOESERVE_INLINE Int4Grid<W> choose_int4_grid(const float* weights) {
   return best.grid;
 }
 
+// Return the grid of integers times given scales that has the weights.
+template <int W>
+MOESERVE_INLINE Int4Grid<W> grid_of_scales(const float* weights, Float<W> scales) {
+  const Float<W> inverses = inverse_or_zero<W>(scales);
+  Float<W> lowest = load<W>(weights) * inverses;
+  for (int k = 1; k < kInputGroup; ++k) {
+    const Float<W> integer = load<W>(weights + k * kPanel) * inverses;
+    lowest = integer < lowest ? integer : lowest;
+  }
+  return Int4Grid<W>{scales, -round_to_integer<W>(lowest)}.rounded();
+}
+
 template <int W>
 MOESERVE_INLINE void pack_int4(const Columns& columns, char* panel) {
   for (int64_t first = 0; first < columns.num_inputs; first += kInputGroup, panel += kInt4GroupBytes) {
@@ -208,7 +239,10 @@ MOESERVE_INLINE void pack_int4(const Columns& columns, char* panel) {
     float zeros[kPanel];
     float codes[kInputGroup * kPanel];
     for (int n = 0; n < kPanel; n += W) {
-      const Int4Grid<W> grid = choose_int4_grid<W>(weights + n);
+      const Int4Grid<W> grid =
+          columns.int4_scales.empty()
+              ? choose_int4_grid<W>(weights + n)
+              : grid_of_scales<W>(weights + n, load<W>(columns.int4_scales.data() + first / kInputGroup * kPanel + n));
       store<W>(scales + n, grid.scales);
       store<W>(zeros + n, grid.zeros);
       const Float<W> inverses = inverse_or_zero<W>(grid.scales);
@@ -262,17 +296,27 @@ void pack_same(const Element* source, int num_rows, int64_t num_inputs, int64_t 
 }
 
 template <typename Element>
-void pack_panel(WeightFormat format, const Element* source, int num_rows, int64_t num_inputs, char* panel) {
+void pack_panel(WeightFormat format, const Rows<Element>& rows, char* panel) {
+  const int64_t num_inputs = rows.num_inputs;
   const int64_t padded = padded_inputs(format, num_inputs);
   if (format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16) {
-    return pack_same(source, num_rows, num_inputs, padded, panel);
+    return pack_same(rows.weights, rows.count, num_inputs, padded, panel);
   }
-  Columns columns{std::vector<float>(kPanel * padded), padded};
+  Columns columns{std::vector<float>(kPanel * padded), padded, {}};
   constexpr int64_t kTogether = 16;  // inputs: rows and columns stay in the cache
   for (int64_t first = 0; first < num_inputs; first += kTogether) {
     const int64_t last = std::min(first + kTogether, num_inputs);
-    for (int n = 0; n < num_rows; ++n) {
-      for (int64_t k = first; k < last; ++k) columns.weights[k * kPanel + n] = widen(source[n * num_inputs + k]);
+    for (int n = 0; n < rows.count; ++n) {
+      for (int64_t k = first; k < last; ++k) columns.weights[k * kPanel + n] = widen(rows.weights[n * num_inputs + k]);
+    }
+  }
+  if (rows.int4_scales != nullptr) {
+    const int64_t num_groups = padded / kInputGroup;
+    columns.int4_scales.resize(num_groups * kPanel);
+    for (int n = 0; n < rows.count; ++n) {
+      for (int64_t group = 0; group < num_groups; ++group) {
+        columns.int4_scales[group * kPanel + n] = float16_value(rows.int4_scales[n * rows.scale_stride + group]);
+      }
     }
   }
   choose_pack_columns(current_isa())(format, columns, panel);
@@ -280,14 +324,18 @@ void pack_panel(WeightFormat format, const Element* source, int num_rows, int64_
 
 // Pack each chunk of a panel as a panel of its own.
 template <typename Element>
-void pack_chunks(WeightFormat format, const Element* source, int num_rows, const InputChunks& chunks, char* panel) {
-  if (chunks.count() == 1) return pack_panel(format, source, num_rows, chunks.num_inputs, panel);
+void pack_chunks(WeightFormat format, const Rows<Element>& rows, const InputChunks& chunks, char* panel) {
+  if (chunks.count() == 1) return pack_panel(format, rows, panel);
   std::vector<Element> copy;
-  for (int64_t chunk = 0; chunk < chunks.count(); ++chunk, source += chunks.chunk_inputs) {
+  for (int64_t chunk = 0; chunk < chunks.count(); ++chunk) {
     const int64_t size = chunks.size(chunk);
-    copy.resize(num_rows * size);
-    for (int n = 0; n < num_rows; ++n) std::copy_n(source + n * chunks.num_inputs, size, copy.data() + n * size);
-    pack_panel(format, copy.data(), num_rows, size, panel);
+    const int64_t first = chunk * chunks.chunk_inputs;
+    copy.resize(rows.count * size);
+    for (int n = 0; n < rows.count; ++n) {
+      std::copy_n(rows.weights + n * rows.num_inputs + first, size, copy.data() + n * size);
+    }
+    const uint16_t* scales = rows.int4_scales == nullptr ? nullptr : rows.int4_scales + first / kInputGroup;
+    pack_panel(format, Rows<Element>{copy.data(), rows.count, size, scales, rows.scale_stride}, panel);
     panel += panel_bytes(format, size);
   }
 }
@@ -334,21 +382,27 @@ int64_t padded_inputs(WeightFormat format, const InputChunks& chunks) {
   return last * padded_inputs(format, chunks.chunk_inputs) + padded_inputs(format, chunks.size(last));
 }
 
-void pack_weight(WeightFormat format, ElementType source_type, const void* source, int64_t num_outputs,
-                 InputChunks chunks, void* panels) {
+void pack_weight(WeightFormat format, ElementType source_type, const void* source, const uint16_t* int4_scales,
+                 int64_t num_outputs, InputChunks chunks, void* panels) {
   const bool is_plain = format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16;
   if (is_plain && padded_inputs(format, chunks.chunk_inputs) == chunks.chunk_inputs) {
     chunks.chunk_inputs = chunks.num_inputs;  // the same layout
   }
   const int64_t bytes = panel_bytes(format, chunks);
+  const int64_t num_groups = round_up(chunks.num_inputs, kInputGroup) / kInputGroup;
+  const auto pack = [&](const auto* weights, int64_t p) {
+    using Element = std::decay_t<decltype(*weights)>;
+    const int64_t first = p * kPanel;
+    const int count = static_cast<int>(std::min<int64_t>(kPanel, num_outputs - first));
+    const uint16_t* scales = int4_scales == nullptr ? nullptr : int4_scales + first * num_groups;
+    const Rows<Element> rows{weights + first * chunks.num_inputs, count, chunks.num_inputs, scales, num_groups};
+    pack_chunks(format, rows, chunks, static_cast<char*>(panels) + p * bytes);
+  };
   parallel_for(count_panels(num_outputs), [&](int64_t p) {
-    const int num_rows = static_cast<int>(std::min<int64_t>(kPanel, num_outputs - p * kPanel));
-    char* panel = static_cast<char*>(panels) + p * bytes;
-    const int64_t first = p * kPanel * chunks.num_inputs;
     if (source_type == ElementType::kBFloat16) {
-      pack_chunks(format, static_cast<const BFloat16*>(source) + first, num_rows, chunks, panel);
+      pack(static_cast<const BFloat16*>(source), p);
     } else {
-      pack_chunks(format, static_cast<const float*>(source) + first, num_rows, chunks, panel);
+      pack(static_cast<const float*>(source), p);
     }
   });
 }

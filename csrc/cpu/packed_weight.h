@@ -65,7 +65,11 @@ int64_t padded_inputs(WeightFormat format, const InputChunks& chunks);
 
 // Pack a row-major weight [N, K], float32 or bfloat16, into panels, on several threads. `source` may be the memory of
 // the panels if the format keeps the type and N and the chunks of K need no filling.
-void pack_weight(WeightFormat format, ElementType source_type, const void* source, int64_t num_outputs,
-                 InputChunks chunks, void* panels);
+//
+// `int4_scales`, which may be null, are the bits of float16 scales [N, groups of 32 inputs] that are not negative.
+// Weights near integers times these scales, with less than 16 integers in a group, become exactly those. Chunks must
+// then consist of whole groups.
+void pack_weight(WeightFormat format, ElementType source_type, const void* source, const uint16_t* int4_scales,
+                 int64_t num_outputs, InputChunks chunks, void* panels);
 
 }  // namespace moeserve

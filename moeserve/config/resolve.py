@@ -79,6 +79,8 @@ def resolve(
     dtype = cast(DtypeName, _DTYPE_OF_ALIAS.get(model.dtype, model.dtype))
     if model.dtype == "auto":
         dtype = checkpoint.dtype
+        if dtype == "float16" and model.quantization in ("int8", "int4"):
+            dtype = "bfloat16"  # kernels of quantised weights do not support float16, which int4 checkpoints often name
     needs_load = (
         parallel.rebalance == "auto" or telemetry.expert_load_file is not None or telemetry.metrics_port is not None
     )

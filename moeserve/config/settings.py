@@ -36,8 +36,8 @@ class ModelSettings:
     quantization: QuantizationName | None = setting(
         None,
         "quantise projections and experts while loading; on a CPU: int8 (one scale per output) or int4 (a scale and "
-        "a zero point per 32 weights); on a GPU: fp8 (one scale per 128 x 128 weights, used unchanged where the "
-        "checkpoint has them)",
+        "a zero point per 32 weights); on a GPU: fp8 (one scale per 128 x 128 weights); int4 and fp8 are used "
+        "unchanged where the checkpoint has them",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "device of all tensors; auto: cpu")
     attention_backend: Literal["auto", AttentionName] = setting(

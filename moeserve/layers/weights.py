@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moeserve.layers.context import ModelContext
 from moeserve.ops.interfaces import (
+    INT4_GROUP,
     GatedActivation,
     InputChunks,
     OpenWeights,
@@ -55,6 +56,7 @@ class Weights(nn.Module):
     memory: nn.Parameter | None  # [e, O, I]
     scales: nn.Parameter | None  # [e, G, B] float32
     panels: Tensor | None  # [e, bytes] uint8
+    int4_scales: Tensor | None  # from `keep_int4` until the weights are packed: see OpenWeights
     product: Product  # from `allocate` on
 
     def __init__(
@@ -80,6 +82,7 @@ class Weights(nn.Module):
         self.register_parameter("scales", None)
         self.bias = context.parameter(num_weights, num_outputs) if has_bias else None
         self.register_buffer("panels", None)
+        self.int4_scales = None
 
     def allocate(self) -> None:
         """Allocate the memory that a checkpoint fills. Called once."""
@@ -111,11 +114,16 @@ class Weights(nn.Module):
         has_whole_blocks = cuts is not None and not any(cut % BLOCK for cut in cuts)
         return has_whole_blocks and not self.is_borrowed and self.shape[1] >= MIN_QUANTIZED_OUTPUTS
 
+    def keep_int4(self) -> None:
+        """Pack the weights as int4, with scales that a checkpoint fills. Called before the weights are filled."""
+        num_weights, num_outputs, num_inputs = self.shape
+        self.int4_scales = torch.empty(num_weights, num_outputs, -(-num_inputs // INT4_GROUP), dtype=torch.float16)
+
     @property
     def open(self) -> OpenWeights:
         """The weights in plain memory, until they are packed."""
         assert self.memory is not None, "packed already, or not allocated"
-        return OpenWeights(self.memory, self.bias, self.activation, self.scales, self.chunks)
+        return OpenWeights(self.memory, self.bias, self.activation, self.scales, self.chunks, self.int4_scales)
 
     @property
     def memory_of_each(self) -> list[Tensor]:
@@ -137,6 +145,8 @@ class Weights(nn.Module):
         weights, quantization = self.open, self.context.quantization
         if not self.packs:
             return None
+        if self.int4_scales is not None:
+            return "int4"
         if quantization is None or self.shape[1] < MIN_QUANTIZED_OUTPUTS:
             return "float32" if weights.weight_eOI.dtype == torch.float32 else "bfloat16"
         assert quantization != "fp8", "8-bit floats are not packed"
@@ -173,7 +183,7 @@ class Weights(nn.Module):
     def _use(self, packed: PackedWeights) -> None:
         packing = self.context.kernels.packing
         assert packing is not None
-        self.panels, self.memory = packed.panels, None
+        self.panels, self.memory, self.int4_scales = packed.panels, None, None
         self.product = packing.product(packed)
 
 

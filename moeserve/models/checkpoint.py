@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
-from moeserve.models.quantization import CheckpointTensor, StoredTensor, WeightFormat
+from moeserve.models.quantization import CheckpointTensor, StoredTensor
+from moeserve.models.weight_format import WeightFormat
 
 MAX_NAMES_SHOWN = 5
 LFS_POINTER = b"version https://git-lfs"

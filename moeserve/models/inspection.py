@@ -184,7 +184,10 @@ def _stored(folder: Path) -> tuple[Stored | None, str | None]:
 
 
 def _stored_text(found: Inspection) -> str:
-    encoding = f"{found.stored_as}, dequantised when loaded" if found.stored_as else "not quantised"
+    encoding = "not quantised"
+    if found.stored_as is not None:
+        keeps = ", or kept with quantization='int4'" if "int4" in found.stored_as else ""
+        encoding = f"{found.stored_as}, dequantised when loaded{keeps}"
     if found.stored_problem is not None:
         return f"cannot be loaded: {found.stored_problem}; {encoding}"
     if found.stored is None:

@@ -1,15 +1,14 @@
-"""Weight formats: how stored tensors are grouped and decoded to the tensors of the model.
+"""The tensors of a checkpoint, plain or encoded, and the decoding of 8-bit floats and MXFP4.
 
-A format groups a weight with its scales and decodes it to float32, slice by slice. Only weights are decoded: rules of a
-format for quantising activations are not applied.
+An encoded weight is decoded to float32, slice by slice. Only weights are decoded: rules of a format for quantising
+activations are not applied.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moeserve.errors import CheckpointError
-from moeserve.models.config_values import ConfigValues
 
 # O rows, I columns, B blocks in a row, G blocks in a column, or groups of 32 values in a row, e experts
 
@@ -75,60 +73,6 @@ class CheckpointTensor(Protocol):
 
     def read(self, read_rows: ReadRows, start: int, stop: int) -> Tensor:
         """Return [stop - start, *shape[1:]], slices of the first dimension; encoded tensors in float32."""
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """The form in which a checkpoint stores its weights: plain, or some weights encoded with tensors of scales.
-
-    An encoded weight P is stored as P + `values_suffix` and P + `scales_suffix`.
-    """
-
-    stored_as: str | None = None  # the encoding in words; None for weights that are not encoded
-    encoded: Callable[[StoredTensor, StoredTensor], CheckpointTensor] | None = None  # (values, scales) -> the weight
-    values_suffix: str = ""
-    scales_suffix: str = ""
-
-    def group(self, stored: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
-        """Return the model's tensors by name. A part whose partner is missing stays a tensor of its own."""
-        tensors: dict[str, CheckpointTensor] = {name: PlainTensor(tensor) for name, tensor in stored.items()}
-        if self.encoded is not None:
-            for name in stored:
-                weight = name.removesuffix(self.scales_suffix)
-                values = stored.get(weight + self.values_suffix)
-                if weight != name and values is not None:
-                    del tensors[name], tensors[values.name]
-                    tensors[weight] = self.encoded(values, stored[name])
-        return tensors
-
-
-def read_weight_format(config: ConfigValues) -> WeightFormat:
-    """Return the format that `quantization_config` names.
-
-    Raises:
-        CheckpointError: the format is not supported.
-    """
-    config.refuse("compression_config")  # the key of compressed-tensors before quantization_config
-    quantization = config.values.get("quantization_config")
-    if quantization is None:
-        return WeightFormat()
-    match quantization:
-        case {"quant_method": "mxfp4"}:
-            return WeightFormat("mxfp4", Mxfp4Tensor, "_blocks", "_scales")
-        # Matrices in fp8 have scales, so lists of those that are not converted need not be read.
-        case {"quant_method": "fp8", "weight_block_size": [int(height), int(width)]} if (
-            height >= 1
-            and width >= 1
-            and quantization.get("activation_scheme", "dynamic") == "dynamic"
-            and quantization.get("fmt", "e4m3") == "e4m3"
-        ):
-            encoded = functools.partial(Fp8Tensor, block=(height, width))
-            return WeightFormat(f"fp8 in blocks of {height} x {width}", encoded, "", "_scale_inv")
-    raise config.wrong(
-        "quantization_config",
-        "is not supported; supported: fp8 (e4m3, dynamic activations, weight_block_size such as [128, 128]), mxfp4, or "
-        "none (float32, bfloat16 or float16 weights)",
-    )
 
 
 def decode_fp8(codes_OI: Tensor, scale_OB: Tensor, block_width: int) -> Tensor:

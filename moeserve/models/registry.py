@@ -15,7 +15,7 @@ from moeserve.models import families
 from moeserve.models.config_values import ConfigValues, read_json
 from moeserve.models.family import Family
 from moeserve.models.model_config import ModelConfig
-from moeserve.models.quantization import WeightFormat, read_weight_format
+from moeserve.models.weight_format import WeightFormat, read_weight_format
 
 
 def _find_families() -> dict[str, Family]:

@@ -23,7 +23,9 @@ from moeserve.layers.norm import RMSNorm
 from moeserve.layers.weights import Weights
 from moeserve.machine import shown_bytes
 from moeserve.models.checkpoint import Checkpoint, list_names, open_shard
+from moeserve.models.int4_tensors import Int4Tensor
 from moeserve.models.quantization import CheckpointTensor, Fp8Tensor, ReadRows, StoredTensor
+from moeserve.ops.interfaces import INT4_GROUP
 from moeserve.ops.weight_blocks import BLOCK, blocks_of, num_blocks, quantize
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,25 @@ class Destination:
     def is_in_blocks(self) -> bool:
         """True if the memory holds 8-bit blocks with scales."""
         return self.owner is not None and self.owner.scales is not None
+
+    @property
+    def int4_scales(self) -> Tensor | None:
+        """The memory [rows, groups] of scales for int4 codes that are kept; None if they are not."""
+        if self.owner is None or self.owner.int4_scales is None:
+            return None
+        weight_eOI = self.owner.open.weight_eOI
+        row = (self.memory.storage_offset() - weight_eOI.storage_offset()) // weight_eOI.shape[2]
+        return self.owner.int4_scales.flatten(0, 1)[row : row + len(self.memory)]
+
+    def can_keep_int4(self, tensor: CheckpointTensor) -> bool:
+        """Return True if the codes and scales of a checkpoint's tensor can be packed as they are."""
+        if not isinstance(tensor, Int4Tensor) or self.owner is None or not self.owner.packs:
+            return False
+        is_whole_rows = self.memory.stride() == (self.owner.shape[2], 1)
+        first_column = self.part[1].start if len(self.part) > 1 else 0
+        chunks = self.owner.open.chunks
+        is_aligned = first_column % INT4_GROUP == 0 and (chunks is None or chunks.size % INT4_GROUP == 0)
+        return is_whole_rows and tensor.has_packed_groups and is_aligned
 
 
 def whole(memory: Tensor, owner: Weights | None = None) -> Destination:
@@ -83,6 +104,24 @@ def _do_nothing(place: Destination) -> None:
     return
 
 
+def keep_int4(checkpoint: Checkpoint, destinations: Destinations) -> None:
+    """Prepare weights that a checkpoint stores in int4 to be packed with the same codes and scales.
+
+    Raises:
+        CheckpointError: a tensor in int4 has a wrong shape or dtype.
+    """
+    is_kept: dict[Weights, bool] = {}
+    for name, places in destinations.into.items():
+        tensor = checkpoint.tensors.get(name)
+        if isinstance(tensor, Int4Tensor):
+            tensor.check()
+        for place in places:
+            if place.owner is not None and tensor is not None:
+                is_kept[place.owner] = is_kept.get(place.owner, True) and place.can_keep_int4(tensor)
+    for weights in (weights for weights, keeps in is_kept.items() if keeps):
+        weights.keep_int4()
+
+
 def load_weights(
     checkpoint: Checkpoint,
     destinations: Destinations,
@@ -104,13 +143,18 @@ def load_weights(
     into = destinations.into
     _check(checkpoint, destinations)
     num_bytes = sum(place.memory.nbytes for places in into.values() for place in places)
-    if any(checkpoint.tensors[name].is_encoded and not into[name][0].is_in_blocks for name in into):
+    decoded = [name for name, places in into.items() if _is_decoded(checkpoint.tensors[name], places[0])]
+    if decoded:
+        is_int4 = any(isinstance(checkpoint.tensors[name], Int4Tensor) for name in decoded)
+        keeps_int4 = any(place.int4_scales is not None for places in into.values() for place in places)
         logger.warning(
-            "%s stores its weights as %s, %s on disk; they are dequantised and take %s in memory",
+            "%s stores its weights as %s, %s on disk; %d tensors are dequantised, and all weights take %s in memory%s",
             checkpoint.folder,
             checkpoint.stored_as,
             shown_bytes(checkpoint.stored_bytes),
+            len(decoded),
             shown_bytes(num_bytes),
+            " (quantization='int4' keeps them in int4 on CPUs)" if is_int4 and not keeps_int4 else "",
         )
 
     shards = _Shards()
@@ -221,6 +265,15 @@ def _fill(place: Destination, tensor: CheckpointTensor, read_rows: ReadRows, pro
         else:
             quantize(codes_of, piece, tensor.read(read_rows, begin, end)[part].reshape(piece.shape))
         progress.update(piece.nbytes)
+    scales_RG = place.int4_scales
+    if scales_RG is not None:
+        assert isinstance(tensor, Int4Tensor)
+        part_of_scales = slice(None), *(slice(cut.start // INT4_GROUP, -(-cut.stop // INT4_GROUP)) for cut in others)
+        scales_RG.copy_(tensor.read_scales(read_rows, first.start, first.stop)[part_of_scales])
+
+
+def _is_decoded(tensor: CheckpointTensor, place: Destination) -> bool:
+    return tensor.is_encoded and not place.is_in_blocks and place.int4_scales is None
 
 
 def _has_same_blocks(tensor: CheckpointTensor) -> TypeGuard[Fp8Tensor]:

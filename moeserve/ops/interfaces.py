@@ -230,6 +230,9 @@ class OpenWeights:
     activation: GatedActivation | None = None
     scales_eGB: Tensor | None = None  # of weights in 8-bit blocks: see weight_blocks.py
     chunks: InputChunks | None = None  # None: a product adds all inputs in one chunk
+    # [e, O, G] float16, for each INT4_GROUP inputs: weights that are integers times these scales, with less than 16
+    # integers in a group, are packed as int4 without loss. None: scales are chosen.
+    int4_scales_eOG: Tensor | None = None
 
     @property
     def num_parts(self) -> int:
@@ -283,6 +286,7 @@ class Product(Protocol):
 
 
 PackedFormat = Literal["float32", "bfloat16", "int8", "int4"]
+INT4_GROUP = 32  # inputs of int4 weights that share a scale and a zero point
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from moeserve.models.packed_cache import PackedWeightCache, fingerprint, hash_ke
 from moeserve.models.packed_cache_writer import CacheWriter, wait_for_cache_writers
 from moeserve.models.packing import PACKED_STATE_VERSION, Packer, adopt_state, packed_state
 from moeserve.models.summary import LoadingMemory, loading_memory
-from moeserve.models.weight_loading import fill_randomly, load_weights
+from moeserve.models.weight_loading import fill_randomly, keep_int4, load_weights
 from moeserve.models.weight_mapping import destinations
 from moeserve.moe.dispatch.factory import DispatcherFactory, DispatchShape, TorchDispatchers, open_dispatchers
 from moeserve.ops.interfaces import Kernels
@@ -75,6 +75,8 @@ def load_model(config: EngineConfig, groups: Groups, *, show_progress: bool) -> 
         packer.finish()
         return LoadedModel(model.eval())
     checkpoint = open_checkpoint(Path(config.model_path), description.weight_format)
+    if config.quantization == "int4" and description.weight_format.is_int4:
+        keep_int4(checkpoint, destinations(model, description.family, checkpoint.names))
     cache = PackedWeightCache(cache_folder() / "packed", config.packed_cache)
     # Rebalancing writes to the weights, which must not be mapped from the cache or on their way to it.
     is_cached = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference_models import Reference
+from float8_checkpoints import write
+from int4_checkpoints import encoded_and_decoded
+from reference_models import SHAPES, Reference, make_reference
 
 from moeserve import LLM, SamplingParams
 from moeserve.models import packed_cache_writer
@@ -76,6 +79,22 @@ def test_the_second_start_reads_no_checkpoint_and_gives_the_same_outputs(
     assert num_loads == [1]
     assert len(entries_in(cache)) == 1
     assert outputs(reference, **options) == first
+    assert num_loads == [1]
+
+
+def test_weights_that_keep_their_int4_codes_are_mapped_too(
+    num_loads: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = SHAPES["mixtral"]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    wider = dataclasses.replace(shape, settings=shape.settings | sizes)
+    reference = make_reference(tmp_path / "original", wider)
+    encoded, _, quantization = encoded_and_decoded(reference, "gptq", 32)
+    write(tmp_path / "encoded", reference, encoded, quantization)
+    reference.folder = tmp_path / "encoded"
+    first = outputs(reference, quantization="int4")
+    assert "dequantised" not in caplog.text
+    assert outputs(reference, quantization="int4") == first
     assert num_loads == [1]
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from float8_checkpoints import encoded_and_decoded, write
+from int4_checkpoints import CONFIGS
+from int4_checkpoints import encoded_and_decoded as in_int4
 from reference_models import SHAPES, Reference, make_reference
 from safetensors.torch import load_file
 from test_families import logits_of, reread
@@ -80,3 +82,11 @@ def test_mxfp4(tmp_path: Path) -> None:
     assert len(encoded) - len(decoded) == 2 * original.model.config.num_hidden_layers
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     assert_twins(tmp_path, original, encoded, decoded, quantization)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_int4(kind: str, tmp_path: Path) -> None:
+    shape = SHAPES["mixtral"]
+    wider = dataclasses.replace(shape, settings=shape.settings | {"hidden_size": 64, "intermediate_size": 96})
+    original = make_reference(tmp_path / "original", wider)
+    assert_twins(tmp_path, original, *in_int4(original, kind, 32))

@@ -55,6 +55,9 @@ def test_defaults_come_from_the_checkpoint_and_the_machine() -> None:
     assert (config.max_model_len, config.max_model_len_may_shrink) == (512, True)
     assert config.tokenizer_path == "somewhere"
     assert decide(has_cuda=True).device == "cpu"  # a GPU is used only on request
+    in_float16 = dataclasses.replace(FACTS, dtype="float16")  # as checkpoints of GPTQ and AWQ often are
+    assert decide(in_float16).dtype == "float16"
+    assert decide(in_float16, quantization="int4").dtype == "bfloat16"
     on_gpu = decide(quantization="fp8", has_kernels=False, attention_backend="varlen", **ON_GPU)
     assert (on_gpu.device, on_gpu.quantization, on_gpu.attention_backend) == ("cuda", "fp8", "varlen")
     assert "auto" not in {value for name, value in dataclasses.asdict(config).items() if name != "load_format"}

@@ -16,7 +16,8 @@ from moeserve import CheckpointError
 from moeserve.models import weight_loading
 from moeserve.models.checkpoint import open_checkpoint
 from moeserve.models.config_values import ConfigValues
-from moeserve.models.quantization import WeightFormat, decode_fp8, decode_mxfp4, read_weight_format
+from moeserve.models.quantization import decode_fp8, decode_mxfp4
+from moeserve.models.weight_format import WeightFormat, read_weight_format
 from moeserve.models.weight_loading import Destination, Destinations, load_weights, whole
 
 # O rows, I columns, B blocks in a row, G groups of 32 values in a row, e experts

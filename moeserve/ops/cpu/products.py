@@ -116,8 +116,10 @@ class CpuPacking:
         else:
             panels = self.allocate_weights((len(weight_eOI), size), torch.uint8, weight_eOI.device)
         chunk_inputs = None if weights.chunks is None else weights.chunks.size
-        for weight_OI, panel in zip(weight_eOI, panels, strict=True):
-            self._native.pack_weight(packed_format, weight_OI, panel, weights.num_parts, chunk_inputs)
+        scales_eOG = weights.int4_scales_eOG if packed_format == "int4" else None
+        for index, (weight_OI, panel) in enumerate(zip(weight_eOI, panels, strict=True)):
+            scales_OG = None if scales_eOG is None else scales_eOG[index]
+            self._native.pack_weight(packed_format, weight_OI, panel, weights.num_parts, chunk_inputs, scales_OG)
         return PackedWeights.from_panels(weights, packed_format, panels)
 
     def product(self, packed: PackedWeights) -> CpuProduct:

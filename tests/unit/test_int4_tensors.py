@@ -1,0 +1,149 @@
+"""Weights in int4 of GPTQ, AWQ and compressed-tensors: decoding against the formats' definitions, and every refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from int4_checkpoints import CONFIGS, Quantized, encode, quantize
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moeserve import CheckpointError
+from moeserve.models import weight_loading
+from moeserve.models.checkpoint import open_checkpoint
+from moeserve.models.config_values import ConfigValues
+from moeserve.models.weight_format import WeightFormat, read_weight_format
+from moeserve.models.weight_loading import Destination, Destinations, columns, load_weights, rows, whole
+
+# O outputs, I inputs, G groups of inputs
+
+Stored = dict[str, Tensor]
+
+
+def format_of(quantization: object) -> WeightFormat:
+    return read_weight_format(ConfigValues(Path("config.json"), {"quantization_config": quantization}))
+
+
+def random(num_outputs: int, num_inputs: int, group_size: int) -> Quantized:
+    weight_OI = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(num_inputs))
+    return quantize(weight_OI, group_size)
+
+
+def load(folder: Path, stored: Stored, quantization: object, *places: Destination) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    into = {"a.weight": list(places)}
+    load_weights(open_checkpoint(folder, format_of(quantization)), Destinations(into), show_progress=False)
+
+
+@pytest.mark.parametrize("group_size", [16, 48, 96])
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("piece_values", [300, 2**21])  # pieces that begin inside a word, and all at once
+def test_whole_tensors_and_parts(
+    kind: str, group_size: int, piece_values: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_loading, "PIECE_VALUES", piece_values)
+    weight = random(40, 96, group_size)
+    memory_OI, some_rows, some_columns = torch.empty(40, 96), torch.empty(13, 96), torch.empty(40, 25)
+    places = [whole(memory_OI), rows(some_rows, slice(11, 24), 40), columns(some_columns, slice(30, 55), 96)]
+    load(tmp_path, encode(kind, "a", weight), CONFIGS[kind], *places)
+    assert torch.equal(memory_OI, weight.values_OI)
+    assert torch.equal(some_rows, weight.values_OI[11:24])
+    assert torch.equal(some_columns, weight.values_OI[:, 30:55])
+
+
+def test_without_zero_points_the_middle_code_is_zero(tmp_path: Path) -> None:
+    weight = dataclasses.replace(random(16, 64, 32), zeros_OG=torch.full((16, 2), 8))
+    stored = encode("compressed-tensors", "a", weight)
+    del stored["a.weight_zero_point"]
+    memory_OI = torch.empty(16, 64)
+    load(tmp_path, stored, symmetric(), whole(memory_OI))
+    assert torch.equal(memory_OI, weight.values_OI)
+
+
+def symmetric(**changes: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True} | changes
+    return CONFIGS["compressed-tensors"] | {"config_groups": {"group_0": {"weights": weights}}}
+
+
+@pytest.mark.parametrize("kind", ["gptq", "compressed-tensors"])
+def test_groups_of_inputs_that_are_no_neighbours(kind: str, tmp_path: Path) -> None:
+    weight = random(16, 64, 16)
+    group_I = torch.arange(64).remainder(4).int()
+    exact_OI = (weight.codes_OI - weight.zeros_OG[:, group_I]) * weight.scales_OG[:, group_I].float()
+    name = "a.g_idx" if kind == "gptq" else "a.weight_g_idx"
+    config = CONFIGS[kind] | ({"desc_act": True} if kind == "gptq" else {})
+    memory_OI = torch.empty(16, 64)
+    load(tmp_path, encode(kind, "a", weight) | {name: group_I}, config, whole(memory_OI))
+    assert torch.equal(memory_OI, exact_OI)
+
+
+def test_every_zero_point_of_gptq(tmp_path: Path) -> None:
+    """From 1 to 16: they are stored as one less."""
+    zeros_OG = torch.arange(1, 17).view(8, 2)
+    weight = dataclasses.replace(random(8, 64, 32), zeros_OG=zeros_OG)
+    memory_OI = torch.empty(8, 64)
+    load(tmp_path, encode("gptq", "a", weight), CONFIGS["gptq"], whole(memory_OI))
+    assert torch.equal(memory_OI, weight.values_OI)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda s: s | {"a.qweight": s["a.qweight"].long()}, r"'a.qweight' is I64"),
+        (lambda s: s | {"a.qzeros": s["a.qzeros"].short()}, r"'a.qzeros' is I16"),
+        (lambda s: s | {"a.scales": s["a.scales"].double()}, r"'a.scales' is F64"),
+        (lambda s: s | {"a.scales": s["a.scales"][:, 1:]}, r"'a.scales' has shape \[4, 15\].*\[16, 64\]"),
+        (lambda s: s | {"a.scales": s["a.scales"][:3]}, r"'a.scales' has shape \[3, 16\]"),
+        (lambda s: s | {"a.qzeros": s["a.qzeros"][:3]}, r"'a.qzeros' has shape \[3, 2\].*\[4, 2\]"),
+        (lambda s: s | {"a.qweight": s["a.qweight"][None]}, r"'a.qweight' has shape \[1, 8, 16\]"),
+        (lambda s: s | {"a.qweight": s["a.qweight"][1:], "a.scales": s["a.scales"][:1]}, r"'a.qzeros' has shape"),
+        (lambda s: s | {"a.scales": s["a.scales"] * torch.inf}, r"'a.scales' holds NaN or infinity"),
+        (lambda s: s | {"a.g_idx": s["a.g_idx"][1:]}, r"'a.g_idx' has shape \[63\]"),
+        (lambda s: s | {"a.g_idx": s["a.g_idx"] + 1}, r"'a.g_idx' names groups"),
+    ],
+)
+def test_bad_tensors(change: Callable[[Stored], Stored], says: str, tmp_path: Path) -> None:
+    stored = change(encode("gptq", "a", random(16, 64, 16)))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor " + says):
+        load(tmp_path, stored, CONFIGS["gptq"] | {"desc_act": True}, whole(torch.empty(16, 64)))
+
+
+@pytest.mark.parametrize("missing", ["a.qweight", "a.qzeros", "a.scales"])
+def test_a_part_without_its_partners_is_refused(missing: str, tmp_path: Path) -> None:
+    stored = encode("awq", "a", random(16, 64, 16))
+    del stored[missing]
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors .*: a\.weight;"):
+        load(tmp_path, stored, CONFIGS["awq"], whole(torch.empty(16, 64)))
+
+
+@pytest.mark.parametrize("quantization", [*CONFIGS.values(), symmetric(), symmetric(strategy="channel")])
+def test_supported_configs(quantization: dict[str, Any]) -> None:
+    assert format_of(quantization).is_int4
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        CONFIGS["gptq"] | {"bits": 8},
+        CONFIGS["gptq"] | {"checkpoint_format": "marlin"},
+        CONFIGS["gptq"] | {"checkpoint_format": ["gptq"]},
+        CONFIGS["awq"] | {"version": "gemv"},
+        CONFIGS["awq"] | {"bits": 3},
+        symmetric(num_bits=8),
+        symmetric(type="float"),
+        symmetric(strategy="tensor"),
+        symmetric() | {"format": "int-quantized"},
+        symmetric() | {"config_groups": {}},
+        symmetric() | {"config_groups": {"group_0": {"weights": None}}},
+        symmetric()
+        | {"config_groups": {"group_0": symmetric()["config_groups"]["group_0"] | {"input_activations": {}}}},
+    ],
+)
+def test_unsupported_configs_are_refused(quantization: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: quantization_config="):
+        format_of(quantization)
