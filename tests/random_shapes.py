@@ -67,7 +67,8 @@ def _grouped_experts(dice: Random) -> dict[str, Any]:
 
 
 def _width(dice: Random) -> int:
-    return dice.randint(12, 90)
+    """Return an inner width. Chunks do not divide most of them, and of the smallest not every rank gets one."""
+    return dice.randint(9, 90)
 
 
 def _mixtral(dice: Random) -> Shape:

@@ -63,11 +63,13 @@ def latent_attention(
     max_rows_per_chunk: int,
     max_context: int,
     max_rows: int | None = None,
+    splits_contexts: bool = True,
 ) -> Tensor:
     """Attend from row i of a chunk, at position context_len - num_rows + i, to the positions up to it.
 
     Scores, softmax and sums are float32. Weights are rounded to the dtype of the vectors before they are multiplied
-    with them. The result of a row depends on its chunk alone, bit for bit, not on the other chunks of the step.
+    with them. The result of a row depends on its chunk alone, bit for bit, not on the other chunks of the step; without
+    splits it does not depend on its chunk either.
 
     Memory moved: for a chunk of one row, P * element size for each position and 64 heads, which bounds the time up to
     about 32 heads; and 4 * L + 8 bytes, written and read, for each head and split. Operations: 2 * N * (P + L) for each
@@ -84,6 +86,7 @@ def latent_attention(
         max_rows_per_chunk: upper bound of the rows of a chunk. With 1, only the kernels for one row are launched.
         max_context: upper bound of the context lengths, such as max_blocks * block_size.
         max_rows: chunks of more rows get zeros; default: no chunk does.
+        splits_contexts: see `launch_attention`.
 
     Returns:
         [T, N, L], contiguous, in the dtype of the queries; zeros for rows without a chunk or before position 0.
@@ -107,7 +110,7 @@ def latent_attention(
         max_attended_rows=max_rows_per_chunk if max_rows is None else max_rows,
         tile_config=tile_config(latent_size, element_size),
         split_config=split_config(num_heads, latent_size, element_size),
-        splits=choose_splits(num_heads),
+        splits=None if not splits_contexts else choose_splits(num_heads),
     )
 
 

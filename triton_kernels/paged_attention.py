@@ -24,12 +24,14 @@ def paged_attention(
     sinks_N: Tensor | None = None,
     max_rows_per_chunk: int,
     max_context: int,
+    splits_contexts: bool = True,
 ) -> Tensor:
     """Attend from row i of a chunk, at position p = context_len - num_rows + i, to the positions up to p.
 
     With a window, only positions after p - window are read. Query head n reads key-value head n // (N // G). Scores,
     softmax and sums are float32. Weights are rounded to the dtype of the values before they are multiplied with them.
-    The result of a row depends on its chunk alone, bit for bit, not on the other chunks of the step.
+    The result of a row depends on its chunk alone, bit for bit, not on the other chunks of the step; without splits it
+    does not depend on its chunk either.
 
     Memory moved: for a chunk of one row, 2 * G * H * element size for each position it attends to, which bounds the
     time; and 4 * H + 8 bytes, written and read, for each head and split. Operations: 4 * N * H for each row and
@@ -46,6 +48,7 @@ def paged_attention(
         sinks_N: [N] float32, an additional score of each head that has no value.
         max_rows_per_chunk: upper bound of the rows of a chunk. With 1, only the kernels for one row are launched.
         max_context: upper bound of the context lengths, such as max_blocks * block_size.
+        splits_contexts: see `launch_attention`.
 
     Returns:
         [T, N, H], contiguous, in the dtype of the queries; zeros for rows without a chunk or before position 0.
@@ -77,7 +80,7 @@ def paged_attention(
         max_attended_rows=max_rows_per_chunk,
         tile_config=tile_config(head_size, element_size),
         split_config=split_config(group, head_size, element_size),
-        splits=choose_splits(num_kv_heads),
+        splits=None if not splits_contexts else choose_splits(num_kv_heads),
     )
 
 

@@ -2,7 +2,7 @@
 
 Latent attention has one key-value head, whose values are the first elements of its keys. One kernel serves chunks of
 one row and splits their context among programs; another serves chunks of more rows. The number of rows of its chunk
-alone determines which kernel serves a row.
+alone determines which kernel serves a row, unless the second one serves all.
 
 Queries that share keys and values are the rows of a matrix product. They are the pairs (row, head) of a chunk: pair i
 is row i // group and head i % group.
@@ -71,13 +71,15 @@ def launch_attention(
     max_attended_rows: int,
     tile_config: AttentionConfig,
     split_config: AttentionConfig,
-    splits: Splits,
+    splits: Splits | None,
 ) -> Tensor:
     """Launch the kernels of one attention call; see `paged_attention.paged_attention`.
 
     Args:
         value_cache: None if the values are the first `value_size` elements of the keys.
         max_attended_rows: chunks of more rows get zeros.
+        splits: how the context of a chunk of one row is divided among programs. None: it is not, and all rows have one
+            order of additions, whatever the sizes of chunks; slow for few requests with long contexts.
 
     Returns:
         [T, N, value_size]
@@ -98,7 +100,7 @@ def launch_attention(
         query_TNP = query_TNP.contiguous()
     group = num_heads // num_kv_heads
     # If all chunks have one row, the merging kernel also writes the zeros.
-    is_one_row_each = max_rows_per_chunk <= 1
+    is_one_row_each = max_rows_per_chunk <= 1 and splits is not None
     new = query_TNP.new_empty if is_one_row_each and num_chunks > 0 else query_TNP.new_zeros
     output_TNV = new(num_tokens, num_heads, value_size)
     if output_TNV.numel() == 0 or num_chunks == 0:
@@ -126,11 +128,14 @@ def launch_attention(
             max_attended_rows,
             scale,
             **sizes,
+            LEAST_ROWS=1 if splits is None else 2,
             BLOCK_M=tile_config.block_pairs,
             BLOCK_C=tile_config.block_positions,
             CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
             **tile_config.compile_options,
         )
+    if splits is None:
+        return output_TNV
     if max_attended_rows < 1:
         return output_TNV.zero_() if is_one_row_each else output_TNV
 
@@ -233,6 +238,7 @@ def attend_tile_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_E: tl.constexpr,
     SHARES_VALUE: tl.constexpr,
+    LEAST_ROWS: tl.constexpr,  # chunks of fewer rows are left out
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     CHUNKS_AT_ONCE: tl.constexpr,
@@ -256,7 +262,7 @@ def attend_tile_kernel(
     first_pair = (slot - (first_row * GROUP // BLOCK_M + chunk)) * BLOCK_M
     context_len = tl.load(context_lens_ptr + chunk)
     is_too_long = tl.minimum(num_rows, context_len) > max_attended_rows
-    if (num_rows <= 1) | is_too_long | (first_pair >= num_rows * GROUP):
+    if (num_rows < LEAST_ROWS) | is_too_long | (first_pair >= num_rows * GROUP):
         return
     first_position = context_len - num_rows  # of the chunk; negative if it has more rows than positions
     lowest = first_position + first_pair // GROUP

@@ -33,6 +33,7 @@ FACTS = CheckpointFacts(
     vocab_size=49152,
     max_position_embeddings=8192,
     tensor_parallel_sizes=(1, 3, 9),
+    tensor_parallel_sizes_alike=(1, 3),
     num_layers=30,
     num_sparse_layers=30,
     num_experts=4,

@@ -26,7 +26,7 @@ from moeserve.expert_placement.placement import read_loads, read_placements
 from moeserve.machine import usable_cores
 from moeserve.models import registry
 from moeserve.ops.cpu.native import native_kernels
-from moeserve.ops.select import supports_float8_products
+from moeserve.ops.select import has_triton, supports_float8_products
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.observer import LoadObserver
 
@@ -115,6 +115,7 @@ def _machine_facts(cluster: Cluster | None) -> MachineFacts:
         num_gpus=torch.cuda.device_count(),
         has_nccl=torch.distributed.is_nccl_available(),
         has_kernels=native_kernels() is not None,
+        has_triton=has_triton(),
         has_float8=supports_float8_products(),
         cores_of_nodes=None if cluster is None else [node.cores for node in cluster.nodes()],
     )

@@ -38,6 +38,7 @@ class CheckpointFacts:
     vocab_size: int
     max_position_embeddings: int
     tensor_parallel_sizes: tuple[int, ...]  # that divide its attention heads
+    tensor_parallel_sizes_alike: tuple[int, ...] = (1,)  # of these, those whose results have the bytes of one rank's
     num_layers: int
     num_sparse_layers: int  # layers with experts
     num_experts: int  # of each of these layers
@@ -52,6 +53,7 @@ class MachineFacts:
     num_gpus: int | None = None  # that torch sees; None: not counted
     has_nccl: bool = True  # torch was built with it
     has_kernels: bool = True  # the C++ kernels were built
+    has_triton: bool = True
     has_float8: bool = True  # the GPU and the installation can multiply 8-bit floats
     cores_of_nodes: Sequence[int] | None = None  # of the Ray cluster; None: ranks run on this host
 
@@ -86,6 +88,8 @@ def resolve(
     )
     _check_device(model, device, dtype, machine)
     _check_layout(parallel, checkpoint.tensor_parallel_sizes, machine, device)
+    if model.batch_invariant:
+        _check_batch_invariant(settings, device, dtype, checkpoint, machine)
     pipeline_layers = layers_of_stages(checkpoint.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layers)
     _check_expert_placement(parallel, checkpoint, device)
     if needs_load and not checkpoint.num_sparse_layers:
@@ -108,6 +112,7 @@ def resolve(
         quantization=model.quantization,
         device=device,
         attention_backend="triton" if model.attention_backend == "auto" else model.attention_backend,
+        batch_invariant=model.batch_invariant,
         load_format=model.load_format,
         packed_cache=parse_bytes("packed_cache", model.packed_cache, least=0),
         seed=model.seed or 0,
@@ -132,7 +137,7 @@ def resolve(
         executor=executor,
         ray_compiled_graph=parallel.ray_compiled_graph,
         network_interface=parallel.network_interface,
-        dispatcher=_choose_dispatcher(parallel.dispatcher, parallel.num_expert_ranks, device),
+        dispatcher=_choose_dispatcher(parallel, device, prefers_deepep=not model.batch_invariant),
         dispatcher_may_change=parallel.dispatcher == "auto",
         deepep_low_latency_tokens=parallel.deepep_low_latency_tokens,
         deepep_float8=parallel.deepep_float8,
@@ -232,12 +237,13 @@ def _choose_executor(
     return "mp"
 
 
-def _choose_dispatcher(wanted: Literal["auto"] | DispatcherName, num_ranks: int, device: str) -> DispatcherName:
-    """Choose how `num_ranks` ranks that share the experts of a layer exchange tokens."""
+def _choose_dispatcher(parallel: ParallelSettings, device: str, *, prefers_deepep: bool) -> DispatcherName:
+    """Choose how the ranks that share the experts of a layer exchange tokens."""
+    wanted, num_ranks = parallel.dispatcher, parallel.num_expert_ranks
     if wanted == "auto":
         if num_ranks == 1:
             return "local"
-        return "deepep" if device == "cuda" else "all_to_all"
+        return "deepep" if device == "cuda" and prefers_deepep else "all_to_all"
     if wanted == "deepep" and num_ranks == 1:
         raise SettingsError("dispatcher='deepep' needs several ranks in a stage, and there is 1 rank; use 'auto'")
     if wanted == "deepep" and device != "cuda":
@@ -277,6 +283,34 @@ def _check_device(model: ModelSettings, device: str, dtype: DtypeName, machine: 
             f"{what} needs the C++ kernels, and moeserve was installed without them. Install a C++17 compiler (g++ or "
             "clang++) and install moeserve again, or leave quantization out"
         )
+
+
+def _check_batch_invariant(
+    settings: Settings, device: str, dtype: DtypeName, checkpoint: CheckpointFacts, machine: MachineFacts
+) -> None:
+    """Raise SettingsError if results would depend on the batch or the layout."""
+    model, parallel = settings.model, settings.parallel
+    alike = checkpoint.tensor_parallel_sizes_alike
+    refusal = None
+    if parallel.tensor_parallel_size not in alike:
+        refusal = (
+            f"tensor_parallel_size={parallel.tensor_parallel_size}, whose sums have another order than those of one "
+            f"rank; use one of {', '.join(map(str, alike))}"
+        )
+    elif device == "cpu" and dtype == "float16":
+        refusal = "dtype='float16' on a CPU; use 'bfloat16' or 'float32'"
+    elif device == "cpu" and not machine.has_kernels:
+        refusal = "an installation without the C++ kernels; install a C++17 compiler, and moeserve again"
+    elif device == "cuda" and not machine.has_triton:
+        refusal = "an installation without triton (pip install 'moeserve[cuda]')"
+    elif model.quantization == "fp8":
+        refusal = "quantization='fp8'; leave it out"
+    elif model.attention_backend not in ("auto", "triton"):
+        refusal = f"attention_backend={model.attention_backend!r}; use 'auto'"
+    elif parallel.dispatcher == "deepep":
+        refusal = "dispatcher='deepep', which adds the outputs of experts in its own order; use 'all_to_all' or 'auto'"
+    if refusal is not None:
+        raise SettingsError(f"batch_invariant=True does not allow {refusal}")
 
 
 def _check_layout(parallel: ParallelSettings, sizes: tuple[int, ...], machine: MachineFacts, device: str) -> None:

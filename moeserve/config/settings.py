@@ -45,6 +45,11 @@ class ModelSettings:
         "attention kernels on a GPU; triton: moeserve's own; flashinfer, varlen (torch): that library for the steps "
         "that it supports, triton for others; auto: triton",
     )
+    batch_invariant: bool = setting(
+        False,
+        "results depend on the request alone, to the bit, not on the batch or the layout; settings that exclude it are "
+        "errors; slower on a GPU, no difference on a CPU, which does so wherever it can",
+    )
     load_format: Literal["auto", "dummy"] = setting("auto", "dummy: random weights; only config.json is read")
     packed_cache: int | str = setting(
         "16GiB",
@@ -234,6 +239,7 @@ class EngineConfig:
     quantization: QuantizationName | None
     device: Literal["cpu", "cuda"]
     attention_backend: AttentionName
+    batch_invariant: bool  # required; a CPU may be it anyway
     load_format: Literal["auto", "dummy"]
     packed_cache: int  # bytes
     seed: int

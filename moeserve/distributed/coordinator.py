@@ -130,12 +130,11 @@ class GroupCoordinator:
         On the CPU it is added in float32 in a tree of ranks (`sum_in_tree`); on a GPU see `nccl.py`.
 
         Args:
-            dtype: to which the sum is rounded; None: that of x.
+            dtype: to which the sum is rounded. If it is given, GPUs add in the tree as well.
         """
         assert len(x) == sum(sizes)
-        dtype = dtype or x.dtype
         if self.world_size == 1:
-            return x.to(dtype)
+            return x if dtype is None else x.to(dtype)
         self._count_and_check("reduce_scatter", x.dtype, x.shape[1:], sizes)
         self._count_rows_sent(x, sizes)
         try:

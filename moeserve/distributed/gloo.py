@@ -94,7 +94,7 @@ class GlooTransport(Transport):
     def seconds_waited(self) -> list[float]:
         return self._seconds_waited.copy()
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         return reduce_scatter_by_all_to_all(self, x, sizes, self._rank, dtype)
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ class NcclTransport(Transport):
     **Sums.** NCCL chooses the order of the additions by its algorithm, the size and the wiring of the machine, and may
     round after each addition, so last bits depend on all of these. `all_reduce` returns the same bytes on all ranks.
     The order does not matter where all terms but one are zero, as in the combine of small steps. Shares of different
-    sizes are added here in the order of other transports and in float32, unless `small_all_reduce` applies. So are sums
-    that are rounded to another dtype, always: products of chunks (`InputChunks`), whose order matters.
+    sizes are added here in the order of other transports and in float32, unless `small_all_reduce` applies. So are all
+    sums of which the dtype of the result is given: those of products of chunks (`InputChunks`), whose order matters.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class NcclTransport(Transport):
         work = self._begin(lambda: self._process_group.alltoall_base(*arguments, AllToAllOptions()))
         return received, self._waiter(work)
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         x, num_own = x.contiguous(), sizes[self._rank]
         if not x.numel():  # on all ranks
             return x.new_empty((num_own, *x.shape[1:]), dtype=dtype)
-        if x.dtype != dtype:
+        if dtype is not None:
             return reduce_scatter_by_all_to_all(self, x, sizes, self._rank, dtype)
         if self._small_all_reduce is not None and self._small_all_reduce.supports(x):
             return self._all_reduce_small(self._small_all_reduce, x).narrow(0, sum(sizes[: self._rank]), num_own)
@@ -139,7 +139,7 @@ class NcclTransport(Transport):
         wait_exchanged()
         flat, wait_flat = self.begin_all_gather(ones[:1], equal)
         wait_flat()
-        results = [gathered, exchanged, flat, self.reduce_scatter(ones, equal, ones.dtype), self.all_reduce(ones)]
+        results = [gathered, exchanged, flat, self.reduce_scatter(ones, equal), self.all_reduce(ones)]
         try:
             sums = [float(each.sum()) for each in results]
         except RuntimeError as error:  # an error of the device, found when the host waits

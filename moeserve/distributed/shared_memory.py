@@ -184,7 +184,8 @@ class SharedMemoryTransport(Transport):
         operation = self._memory.begin_exchange(x, send_sizes, received, receive_sizes, row_bytes)
         return received, self._waiter(operation, x, received)
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or x.dtype
         if x.dtype not in self._added_natively or dtype not in self._added_natively:
             return reduce_scatter_by_all_to_all(self, x, sizes, self._rank, dtype)
         x = x.contiguous()

@@ -41,7 +41,7 @@ class Transport(Protocol):
 
     def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending: ...
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor: ...
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
@@ -91,7 +91,7 @@ def all_gather(transport: Transport, x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def reduce_scatter_by_all_to_all(
-    transport: Transport, x: Tensor, sizes: Sequence[int], rank_in_group: int, dtype: torch.dtype
+    transport: Transport, x: Tensor, sizes: Sequence[int], rank_in_group: int, dtype: torch.dtype | None
 ) -> Tensor:
     """Return this rank's rows of the sum: receive them from all ranks, and add them in the tree."""
     num_own = sizes[rank_in_group]
@@ -103,22 +103,25 @@ def reduce_scatter_by_all_to_all(
 def all_reduce_by_all_gather(transport: Transport, x: Tensor, num_ranks: int) -> Tensor:
     """Return the sum: receive all tensors whole, and add them in the tree."""
     parts = all_gather(transport, x.reshape(-1), [x.numel()] * num_ranks)
-    return sum_in_tree(parts.view(num_ranks, x.numel()), x.dtype).view(x.shape)
+    return sum_in_tree(parts.view(num_ranks, x.numel())).view(x.shape)
 
 
 def all_reduce_by_shares(transport: Transport, x: Tensor, num_ranks: int) -> Tensor:
     """Return the sum: each rank adds one share, and the shares are gathered."""
     sizes = share_sizes(x.numel(), num_ranks)
-    return all_gather(transport, transport.reduce_scatter(x.reshape(-1), sizes, x.dtype), sizes).view(x.shape)
+    return all_gather(transport, transport.reduce_scatter(x.reshape(-1), sizes), sizes).view(x.shape)
 
 
-def sum_in_tree(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_in_tree(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the sum over the first dimension: ((0 + 1) + (2 + 3)) + ..., where the last parts may lack a neighbour.
 
-    So the sum of twice as many parts has the same bytes, if neighbours are those of these sums.
+    So twice as many parts have a sum of the same bytes, if neighbours among them add up to these parts.
+
+    Args:
+        dtype: to which the sum is rounded; None: that of the parts.
     """
     sums = list(parts.float() if parts.dtype in ACCUMULATED_IN_FLOAT32 else parts)
     while len(sums) > 1:
         last = sums[-1:] if len(sums) % 2 else []
         sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=False)] + last
-    return sums[0].to(dtype)
+    return sums[0].to(dtype or parts.dtype)

@@ -31,6 +31,11 @@ class ModelContext:
         return self.dtype in self.kernels.batch_invariant_dtypes
 
     @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """The dtype to which partial sums of chunks are rounded; None: there are none (`GroupCoordinator`)."""
+        return self.dtype if self.is_batch_invariant else None
+
+    @property
     def tp(self) -> GroupCoordinator:
         """The ranks that share attention heads, dense networks and the vocabulary."""
         return self.groups.tp

@@ -49,6 +49,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = context.tp
+        self.sum_dtype = context.sum_dtype
         self.attention_norm = RMSNorm(hidden_size, norm_epsilon, context)
         self.attention: Attention | LatentAttention
         match config.attention:
@@ -72,7 +73,7 @@ class DecoderLayer(nn.Module):
         normed_TD = self.tp.all_gather(normed_tD, step.tp_sizes)  # collective: all tp ranks
         attended_TD = self.attention(normed_TD, rotation, cache, step)
         # collective: all tp ranks
-        attended_tD = self.tp.reduce_scatter(attended_TD, step.tp_sizes, hidden_tD.dtype)
+        attended_tD = self.tp.reduce_scatter(attended_TD, step.tp_sizes, self.sum_dtype)
         hidden_tD, normed_tD = self.feed_forward_norm.after_adding(attended_tD, hidden_tD)
         return hidden_tD, self.feed_forward(normed_tD, step)
 
@@ -83,12 +84,13 @@ class DenseFeedForward(nn.Module):
     def __init__(self, hidden_size: int, share: InputShare, context: ModelContext) -> None:
         super().__init__()
         self.tp = context.tp
+        self.sum_dtype = context.sum_dtype
         self.mlp = GatedMLP(hidden_size, share, context)
 
     def forward(self, hidden_tD: Tensor, step: StepInputs) -> Tensor:
         hidden_TD = self.tp.all_gather(hidden_tD, step.tp_sizes)  # collective: all tp ranks
         # collective: all tp ranks
-        return self.tp.reduce_scatter(self.mlp(hidden_TD), step.tp_sizes, hidden_tD.dtype)
+        return self.tp.reduce_scatter(self.mlp(hidden_TD), step.tp_sizes, self.sum_dtype)
 
 
 class Decoder(nn.Module):

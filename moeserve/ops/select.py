@@ -33,7 +33,7 @@ def _for_cpu() -> Kernels:
 
 
 def _for_cuda() -> Kernels:
-    if not _has_triton():
+    if not has_triton():
         return dataclasses.replace(TORCH_KERNELS, side_stream=CudaSideStream())
     from moeserve.ops.triton.table import TRITON_KERNELS
 
@@ -46,13 +46,18 @@ TABLES: dict[str, Callable[[], Kernels]] = {"cpu": _for_cpu, "cuda": _for_cuda, 
 
 
 def select_kernels(
-    device: torch.device, attention_library: AttentionName = "triton", block_size: int | None = None
+    device: torch.device,
+    attention_library: AttentionName = "triton",
+    block_size: int | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Kernels:
     """Return the kernels for a device. Called once per rank.
 
     Args:
         attention_library: on a GPU, the library that serves grouped-query attention; "triton": our own kernels.
         block_size: positions of a block of the KV cache; needed for any other library than our own.
+        batch_invariant: required, at the cost of speed on a GPU. The config allows it for our own kernels only.
 
     Raises:
         SettingsError: the named library cannot be used here.
@@ -60,6 +65,10 @@ def select_kernels(
     table = TABLES[device.type]()
     if table.name == "torch" and device.type != "meta":
         logger.info("the kernels for device %s are not built or installed: plain torch runs instead, slower", device)
+    if batch_invariant and not table.batch_invariant_dtypes:
+        from moeserve.ops.triton.invariant import batch_invariant_kernels
+
+        return batch_invariant_kernels(table)
     if attention_library == "triton":
         return table
     from moeserve.ops.libraries.attention import with_attention_library
@@ -71,8 +80,9 @@ def select_kernels(
 def supports_float8_products() -> bool:
     """True if this host's GPU multiplies 8-bit floats, and the kernels for it are installed."""
     is_able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
-    return is_able and _has_triton()
+    return is_able and has_triton()
 
 
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """True if the Triton kernels can be imported."""
     return importlib.util.find_spec("triton") is not None

@@ -125,6 +125,8 @@ def _select_kernels(config: EngineConfig, description: registry.Description, dev
     Raises:
         SettingsError: the attention library that the config names cannot be used.
     """
+    if config.batch_invariant:
+        return select_kernels(device, batch_invariant=True)
     if any(isinstance(layer.attention, AttentionConfig) for layer in description.model.layers):
         return select_kernels(device, config.attention_backend, config.block_size)
     if config.attention_backend != "triton":

@@ -201,11 +201,11 @@ def select_replay(config: EngineConfig, model: Decoder, groups: Groups, context:
 def note_on_bytes(config: EngineConfig, model: ModelConfig, kernels: Kernels) -> str | None:
     """Return on what the bytes of a request's results depend, or None if on the request alone."""
     reason = None
-    if config.device != "cpu":
+    if config.device != "cpu" and not config.batch_invariant:
         reason = f"device={config.device!r}"
     elif not kernels.batch_invariant_dtypes:
         reason = "the C++ kernels are missing"
-    elif config.dtype == "float16":
+    elif config.dtype == "float16" and config.device == "cpu":
         reason = "dtype='float16', in which the C++ kernels do not compute"
     if reason is not None:
         return f"the last bits of a request's results may depend on what runs beside it and on the layout: {reason}"

@@ -236,6 +236,11 @@ def test_chunks_have_the_bytes_of_their_sums_on_any_number_of_ranks(
                 assert num_rows < 200 or not torch.equal(in_order, add_in_tree(parts)), "the order must matter here"
 
 
+def test_a_rank_without_inputs_has_partial_sums_of_zero() -> None:
+    product = KERNELS.make_product(OpenWeights(torch.empty(1, 5, 0).bfloat16(), chunks=InputChunks(3, is_partial=True)))
+    assert torch.equal(product.multiply(torch.empty(2, 0).bfloat16()), torch.zeros(2, 5))
+
+
 @pytest.mark.parametrize(("packed_format", "dtype"), CASES)
 def test_chunks_are_packed_as_weights_of_their_own(packed_format: PackedFormat, dtype: torch.dtype) -> None:
     torch.manual_seed(8)

@@ -112,7 +112,7 @@ def compiled(kind: str, shape: Shape, dtype: str = "bf16") -> MachineCode:
 
     tile_config, split_config, splits = configs(shape, 4 if dtype == "fp32" else 2)
     if kind == "tiles":
-        kernel, config, own = attend_tile_kernel, tile_config, {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE}
+        kernel, config, own = attend_tile_kernel, tile_config, {"CHUNKS_AT_ONCE": CHUNKS_AT_ONCE, "LEAST_ROWS": 2}
     else:
         kernel, config = attend_split_kernel, split_config
         own = {"PIECE_SIZE": splits.piece_size, "MAX_SPLITS": splits.max_splits}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sm90 import MAX_SHARED_BYTES, MachineCode, compile_for_sm90
 
 pytestmark = [
@@ -61,6 +62,24 @@ def test_rms_norm(pointer: str, width: int, has_update: bool) -> None:
     assert code.shared_bytes <= 2048  # partial sums of the warps, no more
     if width % 1024 == 0:
         assert re.search(r"ld\.global[.\w]*\.v[248]", code.ptx), "loads are not vectorised"
+
+
+@pytest.mark.parametrize(
+    ("pointer", "num_chunks", "has_bias"),
+    [("*bf16", 1, False), ("*bf16", 8, True), ("*bf16", 7, False), ("*fp32", 8, False)],
+)
+def test_products_in_chunks(pointer: str, num_chunks: int, has_bias: bool) -> None:
+    from moeserve.triton_kernels.chunked_matmul import OPTIONS, chunked_matmul_kernel, kernel_constants
+
+    dtype = torch.float32 if pointer == "*fp32" else torch.bfloat16
+    types = dict(rows_ptr=pointer, weight_ptr=pointer, output_ptr=pointer)
+    constexprs = dict(CHUNK=2048 // num_chunks, NUM_CHUNKS=num_chunks, **kernel_constants(dtype))
+    if has_bias:
+        types["bias_ptr"] = pointer
+    else:
+        constexprs["bias_ptr"] = None
+    code = compiled(chunked_matmul_kernel, types, constexprs, OPTIONS, not_divisible=["num_rows"])
+    assert pointer == "*fp32" or code.num_wgmma > 0
 
 
 @pytest.mark.parametrize(

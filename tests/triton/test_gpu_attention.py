@@ -18,7 +18,7 @@ from moeserve.triton_kernels.latent_attention import write_latents
 from moeserve.triton_kernels.paged_kernels import Splits
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))
-from attention_cases import Case, Shape, expected_attention, make_case, only_chunk
+from attention_cases import Case, Shape, expected_attention, heads_of_rank, make_case, only_chunk, with_step
 from paged_steps import same_bytes
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
@@ -29,13 +29,18 @@ SHAPES = pytest.mark.parametrize("shape", [PAGED, LATENT], ids=["paged", "latent
 
 
 def attend(
-    case: Case, max_rows: int | None = None, max_rows_per_chunk: int | None = None, max_context: int | None = None
+    case: Case,
+    max_rows: int | None = None,
+    max_rows_per_chunk: int | None = None,
+    max_context: int | None = None,
+    splits_contexts: bool = True,
 ) -> Tensor:
     step, shape = case.step, case.shape
     if max_rows_per_chunk is None:
         max_rows_per_chunk = max((span.num_rows for span in step.spans), default=0)
     tables = (step.block_table, step.row_starts, step.context_lens)
     options = dict(
+        splits_contexts=splits_contexts,
         scale=case.scale,
         max_rows_per_chunk=max_rows_per_chunk,
         max_context=max_context or step.block_table.shape[1] * case.key_cache.shape[2],
@@ -185,6 +190,30 @@ def test_result_of_a_chunk_does_not_depend_on_other_chunks(shape: Shape) -> None
         alone = only_chunk(case, chunk)
         assert same_bytes(attend(alone), together[rows]), f"chunk {chunk}: {span}"
         assert same_bytes(attend(alone, max_rows_per_chunk=50, max_context=900), together[rows]), f"{span}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "shape", [Shape(4, 2, 16), WINDOW, Shape(8, 1, 32, latent_size=24)], ids=["paged", "window", "latent"]
+)
+def test_without_splits_neither_chunks_nor_ranks_change_a_byte(shape: Shape, dtype: torch.dtype) -> None:
+    case = make_case([(1, 150), (12, 140), (3, 3)], shape, dtype=dtype)
+    together = attend(case, splits_contexts=False)
+    check(case, together)
+    spans = case.step.spans
+    for num_rows in (1, 5):
+        parts = []
+        for chunk, span in enumerate(spans):
+            for first in range(0, span.num_rows, num_rows):
+                rows = range(span.first_row + first, span.first_row + min(first + num_rows, span.num_rows))
+                context_len = span.context_len - span.num_rows + first + len(rows)
+                alone = with_step(only_chunk(case, chunk), [(len(rows), context_len)], slice(0, None))
+                alone = dataclasses.replace(alone, query_TNH=case.query_TNH[rows.start : rows.stop])
+                parts.append(attend(alone, splits_contexts=False))
+        assert same_bytes(torch.cat(parts), together), num_rows
+    for num_ranks in (4,) if shape.num_heads % 4 == 0 else ():
+        of_ranks = [attend(heads_of_rank(case, rank, num_ranks), splits_contexts=False) for rank in range(num_ranks)]
+        assert same_bytes(torch.cat(of_ranks, dim=1), together), num_ranks
 
 
 def test_block_size_does_not_change_results() -> None:

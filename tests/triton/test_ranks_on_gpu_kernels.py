@@ -1,4 +1,7 @@
-"""Two ranks on Triton kernels in Triton's interpreter: float32 tokens equal those of transformers."""
+"""Ranks on Triton kernels in Triton's interpreter: float32 tokens equal those of transformers.
+
+With batch_invariant, results have the same bytes with any number of tp ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ import msgspec
 import pytest
 from ranks import Place, Ranks
 from reference_models import Reference
+from test_layouts import updates_of
 from worker_groups import Arrival, Story, Timetable
 
-from moeserve.protocol import Request
+from moeserve.protocol import Request, RequestUpdate
 from moeserve.sampling_params import RequestParams
 
 NUM_TOKENS = 4
@@ -33,17 +37,15 @@ def play(place: Place, **arguments: Any) -> dict[str, Any]:
         return worker_groups.play(place, **arguments)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_tokens_of_two_ranks(reference_named: Callable[[str], Reference], tp: int) -> None:
-    """Run two replicas, and one replica of two ranks, whose logits are computed by both."""
-    reference = reference_named("mixtral")
-    prompts = reference.clear_prompts((1, 9), NUM_TOKENS)
-    params = RequestParams(temperature=0, max_tokens=NUM_TOKENS)
+def run(
+    reference: Reference, prompts: list[list[int]], params: RequestParams, tp: int, dp: int, **options: Any
+) -> dict[str, list[RequestUpdate]]:
+    """Return the updates of each request. Requests are given to replicas in turn."""
     timetable = Timetable(
         arrivals=[
             Arrival(
                 round=0,
-                replica=index % (2 // tp),
+                replica=index % dp,
                 request=Request(request_id=str(index), prompt_token_ids=prompt, params=params, seed=0),
             )
             for index, prompt in enumerate(prompts)
@@ -52,20 +54,42 @@ def test_tokens_of_two_ranks(reference_named: Callable[[str], Reference], tp: in
     ranks = Ranks()  # separate processes, because each process selects its kernels once
     try:
         played = ranks.run(
-            2,
+            tp * dp,
             "test_ranks_on_gpu_kernels:play",
             200.0,
             folder=str(reference.folder),
             tp=tp,
             timetable=msgspec.to_builtins(timetable),
-            options=OPTIONS,
+            options=OPTIONS | options,
             max_small_tokens=SMALL_STEP,
         )
     finally:
         ranks.close()
-    stories = msgspec.convert(played, list[Story], strict=False)
-    tokens: dict[str, list[int]] = {}
-    for story in stories:
-        for update in story.updates:
-            tokens.setdefault(update.request_id, []).extend(update.token_ids)
-    assert tokens == {str(index): reference.greedy(prompt, NUM_TOKENS) for index, prompt in enumerate(prompts)}
+    return updates_of(msgspec.convert(played, list[Story], strict=False))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tokens_of_two_ranks(reference_named: Callable[[str], Reference], tp: int) -> None:
+    """Run two replicas, and one replica of two ranks, whose logits are computed by both."""
+    reference = reference_named("mixtral")
+    prompts = reference.clear_prompts((1, 9), NUM_TOKENS)
+    updates = run(reference, prompts, RequestParams(temperature=0, max_tokens=NUM_TOKENS), tp, 2 // tp)
+    for index, prompt in enumerate(prompts):
+        tokens = [token for update in updates[str(index)] for token in update.token_ids]
+        assert tokens == reference.greedy(prompt, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek-v3-four-heads", marks=pytest.mark.soak)])
+def test_the_same_bytes_with_two_ranks(reference_named: Callable[[str], Reference], name: str) -> None:
+    """Two replicas compute prompts whole; one replica of two ranks computes them together, in chunks of 5 tokens."""
+    reference = reference_named(name)
+    prompts = reference.prompts(1, 13)
+    params = RequestParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=3)
+
+    def played(tp: int, dp: int, **options: Any) -> list[list[tuple[Any, Any]]]:
+        updates = run(reference, prompts, params, tp, dp, batch_invariant=True, **options)
+        return [
+            [(update.token_ids, update.logprobs) for update in updates[str(index)]] for index in range(len(prompts))
+        ]
+
+    assert played(2, 1, max_num_batched_tokens=5) == played(1, 2)

@@ -39,11 +39,14 @@ def with_heads(model: ModelConfig, num_heads: int) -> ModelConfig:
         ({"tensor_parallel_size": 8}, 16, None),
         ({"tensor_parallel_size": 3}, 6, "tensor_parallel_size=3 differ from those of one rank; .* with 1, 2"),
         ({"device": "cuda"}, 8, "device='cuda'"),
+        ({"device": "cuda", "dtype": "float16", "batch_invariant": True}, 8, None),
         ({"dtype": "float16"}, 8, "dtype='float16'"),
     ],
 )
 def test_notes(plain: Reference, change: dict[str, Any], num_heads: int, note: str | None) -> None:
-    config = SimpleNamespace(**dict(device="cpu", dtype="bfloat16", tensor_parallel_size=1) | change)
+    config = SimpleNamespace(
+        **dict(device="cpu", dtype="bfloat16", tensor_parallel_size=1, batch_invariant=False) | change
+    )
     model = with_heads(describe(str(plain.folder)).model, num_heads)
     found = note_on_bytes(cast(Any, config), model, select_kernels(torch.device("cpu")))
     if native_kernels() is None and "device" not in change:

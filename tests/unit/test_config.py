@@ -24,6 +24,7 @@ FACTS = CheckpointFacts(
     vocab_size=100,
     max_position_embeddings=512,
     tensor_parallel_sizes=(1, 2, 4),
+    tensor_parallel_sizes_alike=(1, 2),
     num_layers=7,
     num_sparse_layers=2,
     num_experts=5,
@@ -253,6 +254,30 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
 def test_names_and_values_of_vllm_are_translated(option: str, value: object, ours: dict[str, Any]) -> None:
     config = decide(**{option: value})
     assert {name: getattr(config, name) for name in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(tensor_parallel_size=4), "tensor_parallel_size=4, .* use one of 1, 2"),
+        (dict(dtype="float16"), "dtype='float16'"),
+        (dict(has_kernels=False), "without the C\\+\\+ kernels"),
+        (ON_GPU | dict(has_triton=False), "moeserve\\[cuda\\]"),
+        (ON_GPU | dict(quantization="fp8"), "quantization='fp8'"),
+        (ON_GPU | dict(attention_backend="varlen"), "attention_backend='varlen'"),
+        (ON_GPUS | dict(dispatcher="deepep"), "dispatcher='deepep'"),
+    ],
+)
+def test_batch_invariant_refuses_what_excludes_it(options: dict[str, Any], named: str) -> None:
+    decide(**options)
+    with pytest.raises(SettingsError, match=f"batch_invariant=True does not allow .*{named}"):
+        decide(batch_invariant=True, **options)
+
+
+def test_batch_invariant_uses_no_kernels_with_an_order_of_their_own() -> None:
+    assert decide(batch_invariant=True, tensor_parallel_size=2, executor="mp").batch_invariant
+    assert decide(**ON_GPUS).dispatcher == "deepep"
+    assert decide(batch_invariant=True, dtype="float16", **ON_GPUS).dispatcher == "all_to_all"
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,10 @@ ROWS = torch.arange(12.0).view(4, 3)
         (lambda t: t.begin_all_gather(ROWS[:0], [0, 0])[1](), []),
         (lambda t: t.begin_all_to_all(ROWS, [1, 3], [2, 0])[1](), ["alltoall_base", "wait"]),
         (lambda t: t.begin_all_to_all(ROWS[:0], [0, 0], [0, 0])[1](), ["alltoall_base", "wait"]),
-        (lambda t: t.reduce_scatter(ROWS, [2, 2], ROWS.dtype), ["_reduce_scatter_base here"]),
+        (lambda t: t.reduce_scatter(ROWS, [2, 2]), ["_reduce_scatter_base here"]),
         (lambda t: t.reduce_scatter(ROWS, [2, 2], torch.bfloat16), ["alltoall_base", "wait"]),
-        (lambda t: t.reduce_scatter(ROWS, [3, 1], ROWS.dtype), ["alltoall_base", "wait"]),
-        (lambda t: t.reduce_scatter(ROWS[:0], [0, 0], ROWS.dtype), []),
+        (lambda t: t.reduce_scatter(ROWS, [3, 1]), ["alltoall_base", "wait"]),
+        (lambda t: t.reduce_scatter(ROWS[:0], [0, 0]), []),
         (lambda t: t.all_reduce(ROWS), ["allreduce here"]),
     ],
 )
@@ -118,8 +118,8 @@ def test_small_sums_skip_nccl() -> None:
     one_shot.all_reduce = lambda x: 2 * x
     transport = NcclTransport(through, 5.0, small_all_reduce=one_shot)
     assert transport.all_reduce(ROWS).tolist() == (2 * ROWS).tolist()
-    assert transport.reduce_scatter(ROWS, [3, 1], ROWS.dtype).tolist() == (2 * ROWS[:3]).tolist()
-    assert transport.reduce_scatter(ROWS, [0, 4], ROWS.dtype).shape == (0, 3)
+    assert transport.reduce_scatter(ROWS, [3, 1]).tolist() == (2 * ROWS[:3]).tolist()
+    assert transport.reduce_scatter(ROWS, [0, 4]).shape == (0, 3)
     assert not through.calls
     transport.all_reduce(torch.ones(13))
     assert through.calls == ["allreduce here"]
@@ -144,7 +144,7 @@ def test_errors_are_translated(message: str, cause: str) -> None:
     transport = NcclTransport(RecordedGroup(error=message), 5.0)
     for begin in (
         lambda: transport.all_reduce(ROWS),
-        lambda: transport.reduce_scatter(ROWS, [2, 2], ROWS.dtype),
+        lambda: transport.reduce_scatter(ROWS, [2, 2]),
         lambda: transport.begin_all_gather(ROWS, [4, 4]),
         lambda: transport.begin_all_gather(ROWS, [4, 1]),
         lambda: transport.begin_all_to_all(ROWS, [4, 0], [0, 0]),

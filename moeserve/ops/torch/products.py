@@ -21,8 +21,10 @@ class TorchProduct:
         self.weights = weights
 
     def multiply(self, input_TI: Tensor) -> Tensor:
-        (weight_OI,) = self.weights.weight_eOI
-        return self._product(input_TI, weight_OI, 0)
+        (weight_OI,), chunks = self.weights.weight_eOI, self.weights.chunks
+        output_TO = self._product(input_TI, weight_OI, 0)
+        # A rank may have no inputs, where kernels that keep to chunks leave the product to torch.
+        return output_TO.float() if chunks is not None and chunks.is_partial else output_TO
 
     def multiply_rows(
         self,

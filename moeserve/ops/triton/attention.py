@@ -16,8 +16,13 @@ from moeserve.triton_kernels.rotary import rotary_with_cache_write
 class TritonAttention:
     """See `AttentionBackend`. A row's result does not depend on the other chunks of the step."""
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, *, splits_contexts: bool = True) -> None:
+        """
+        Args:
+            splits_contexts: see `launch_attention`.
+        """
         self._shape = shape
+        self._splits_contexts = splits_contexts
 
     def rotate_and_write(
         self,
@@ -47,15 +52,19 @@ class TritonAttention:
             sinks_N=sinks_N,
             max_rows_per_chunk=step.max_rows_per_chunk,
             max_context=step.block_table.shape[1] * cache.keys.shape[2],
+            splits_contexts=self._splits_contexts,
         )
 
 
 class TritonLatentAttention:
     """See `LatentAttentionBackend`."""
 
-    takes_all_rows = False
-
-    def __init__(self, scale: float, latent_size: int, whole_num_heads: int) -> None:
+    def __init__(self, scale: float, latent_size: int, whole_num_heads: int, *, splits_contexts: bool = True) -> None:
+        """
+        Args:
+            splits_contexts: see `launch_attention`; if not, chunks of any size run here, in one order of sums.
+        """
+        self.takes_all_rows = not splits_contexts
         self._scale = scale
         self._latent_size = latent_size
 
@@ -74,4 +83,5 @@ class TritonLatentAttention:
             max_rows_per_chunk=step.max_rows_per_chunk,
             max_context=step.block_table.shape[1] * cache.shape[1],
             max_rows=max_rows,
+            splits_contexts=not self.takes_all_rows,
         )

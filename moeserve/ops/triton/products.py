@@ -33,7 +33,9 @@ class TritonProduct:
     def multiply(self, input_TI: Tensor) -> Tensor:
         (weight_OI,) = self.weights.weight_eOI
         bias_eO = self.weights.bias_eO
-        output_TO = functional.linear(input_TI, weight_OI, None if bias_eO is None else bias_eO[0])
+        return self.activated(functional.linear(input_TI, weight_OI, None if bias_eO is None else bias_eO[0]))
+
+    def activated(self, output_TO: Tensor) -> Tensor:
         match self.weights.activation:
             case None:
                 return output_TO

@@ -1,0 +1,87 @@
+"""Variants of the Triton kernels whose sums have one order, whatever the batch, the chunks of a prompt, and the ranks.
+
+The other kernels of the table have one order anyway, except the torch products that these replace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+from moeserve.ops.arguments import router_arguments
+from moeserve.ops.interfaces import Gather, Kernels, OpenWeights, RouterConfig
+from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
+from moeserve.ops.triton.products import TritonProduct
+from moeserve.triton_kernels.chunked_matmul import chunked_matmul
+from moeserve.triton_kernels.routing import route
+
+# T tokens, R rows, S slots of each weight, e weights side by side, I inputs, C columns, D model width, E experts
+
+
+class OrderedProduct:
+    """See `Product`. Keeps to `InputChunks`."""
+
+    def __init__(self, weights: OpenWeights) -> None:
+        assert weights.scales_eGB is None, "8-bit floats are refused with batch_invariant"
+        self.weights = weights
+        self.grouped = TritonProduct(weights)
+
+    def multiply(self, input_TI: Tensor) -> Tensor:
+        (weight_OI,), bias_eO, chunks = self.weights.weight_eOI, self.weights.bias_eO, self.weights.chunks
+        output_TO = chunked_matmul(
+            input_TI,
+            weight_OI,
+            chunk_inputs=None if chunks is None else chunks.size,
+            bias_O=None if bias_eO is None else bias_eO[0],
+            out_dtype=torch.float32 if chunks is not None and chunks.is_partial else input_TI.dtype,
+        )
+        return self.grouped.activated(output_TO)
+
+    def multiply_rows(
+        self,
+        rows_RI: Tensor,
+        counts_e: Tensor,
+        has_spare_rows: bool = False,
+        gather: Gather | None = None,
+        expected_rows: int | None = None,
+    ) -> Tensor:
+        return self.grouped.multiply_rows(rows_RI, counts_e, has_spare_rows, gather, expected_rows)
+
+    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
+        return self.grouped.multiply_slots(slots_eSI, counts_e, expected_rows)
+
+    def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
+        slots_eTI = input_TeI.transpose(0, 1).contiguous()
+        counts_e = torch.full(slots_eTI.shape[:1], len(input_TeI), device=input_TeI.device)
+        output_TeC = self.multiply_slots(slots_eTI, counts_e).transpose(0, 1)
+        return output_TeC.contiguous() if out_TeC is None else out_TeC.copy_(output_TeC)
+
+
+class OrderedRouter:
+    """See `RouteTokens`."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._top_k = config.top_k
+        self._rules = router_arguments(config)
+
+    def __call__(
+        self, hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        logits_TE = chunked_matmul(hidden_TD.float(), weight_ED, bias_O=bias_E)
+        return route(logits_TE, correction_E, top_k=self._top_k, **self._rules)
+
+
+def batch_invariant_kernels(table: Kernels) -> Kernels:
+    """Return the table of the Triton kernels with the variants of this file."""
+    assert table.name == "triton"
+    return dataclasses.replace(
+        table,
+        make_product=OrderedProduct,
+        make_router=OrderedRouter,
+        make_attention=functools.partial(TritonAttention, splits_contexts=False),
+        make_latent_attention=functools.partial(TritonLatentAttention, splits_contexts=False),
+        batch_invariant_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    )
