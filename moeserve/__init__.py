@@ -1,5 +1,6 @@
 """An inference engine for mixture-of-experts language models."""
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -53,5 +54,11 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
+        # Torch makes half a million objects, none of them garbage; Python would look for some after every 700.
+        thresholds = gc.get_threshold()
+        gc.set_threshold(thresholds[0] and 50_000, *thresholds[1:])
+        try:
+            return getattr(importlib.import_module(_MODULES[name]), name)
+        finally:
+            gc.set_threshold(*thresholds)
     raise AttributeError(f"module 'moeserve' has no attribute {name!r}")

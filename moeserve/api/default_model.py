@@ -19,7 +19,6 @@ from moeserve.config.resolve import CheckpointFacts
 from moeserve.errors import CheckpointError
 from moeserve.models.config_values import read_json
 from moeserve.models.gguf_file import INSTALL_GGUF
-from moeserve.models.upcycle import upcycle
 
 # Increase the version when the model changes, so that the folder of an older version is not used.
 NAME = "smollm2-135m-instruct-mixtral-4x-v1"
@@ -68,6 +67,8 @@ def default_model(show_progress: bool = True) -> Path:
 
 def _make(weights: Path, model: Path, show_progress: bool) -> None:
     """Build the model in a folder with a fixed name, so that leftovers of a killed process are found and removed."""
+    from moeserve.models.upcycle import upcycle  # used once on a machine
+
     partial = model.with_name(f".{NAME}.partial")
     for leftover in (partial, model):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -19,8 +19,6 @@ from moeserve.config.resolve import CheckpointFacts, MachineFacts, resolve, want
 from moeserve.config.settings import EngineConfig, ParallelSettings, Settings
 from moeserve.engine.base import Engine
 from moeserve.engine.core import EngineCore
-from moeserve.engine.replicas import Replicas
-from moeserve.engine.worker_group import start_local_group
 from moeserve.errors import CheckpointError, EngineError, RequestError, SettingsError, missing_extra, shown
 from moeserve.expert_placement.placement import read_loads, read_placements
 from moeserve.machine import usable_cores
@@ -152,6 +150,9 @@ def _start_engine(config: EngineConfig, cluster: Cluster | None, *, show_progres
         case "uniproc":
             return EngineCore(config, show_progress=show_progress)
         case "mp":
+            from moeserve.engine.replicas import Replicas  # with the processes of ranks, which one rank does not need
+            from moeserve.engine.worker_group import start_local_group
+
             return Replicas(config, lambda: start_local_group(config, show_progress=show_progress))
         case "ray":
             assert cluster is not None

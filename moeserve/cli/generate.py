@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     if settings.get("model") is None:
         sampling = {"temperature": 0.0} | sampling
 
-    from moeserve.api.llm import LLM  # imports torch
+    from moeserve import LLM  # imports torch
 
     with LLM(**settings) as llm:
         params = dataclasses.replace(llm.get_default_sampling_params(), **sampling)

@@ -486,7 +486,7 @@ class Kernels:
     make_step_graph: Callable[[int, int], StepGraph] | None  # (address and bytes of an Arena); None: no CPU graphs
     packing: WeightPacking | None  # None: products read open weights
     allocate_weights: Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
-    skip_expert_products: Callable[[], AbstractContextManager[None]]  # inside, expert outputs may be zeros (profiling)
+    measure_memory_only: Callable[[], AbstractContextManager[None]]  # inside, results may be zeros
 
     products_gather_rows: bool = False  # products take a `Gather`, and the host never reads the counts
     compiles_on_first_use: bool = False  # run every range of sizes once before serving

@@ -11,6 +11,7 @@ from moeserve.sampling_params import RequestParams
 from moeserve.worker.kv_cache import count_blocks
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.request_table import Chunk, RequestState, RequestTable
+from moeserve.worker.sampler import PIECE_SIZE
 from moeserve.worker.step_replay import EagerSteps, StepContext
 
 
@@ -34,7 +35,7 @@ def profile_blocks(config: EngineConfig, probe: ModelRunner, bytes_per_token: in
     Raises:
         CacheTooSmallError: see `count_blocks`.
     """
-    run_largest_step = functools.partial(_run_without_experts, probe, largest_step(config))
+    run_largest_step = functools.partial(_run_for_memory, probe, largest_step(config))
     return count_blocks(config, bytes_per_token, reserved_bytes, run_largest_step)
 
 
@@ -57,7 +58,9 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
     Args:
         max_tokens: a lower limit on its tokens.
     """
-    params = RequestParams(temperature=1.0, top_p=0.9, logprobs=1 if config.device == "cuda" else None)
+    greedy = RequestParams(temperature=0.0)
+    random = RequestParams(temperature=1.0, top_p=0.9, logprobs=1 if config.device == "cuda" else None)
+    num_random = PIECE_SIZE[config.device] // config.vocab_size + 1  # are sampled at once; more take no more memory
     chunks: list[Chunk] = []
     num_left = min(max_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
     num_chunks = min(config.max_num_seqs, num_left)
@@ -71,7 +74,7 @@ def largest_step(config: EngineConfig, max_tokens: int | None = None) -> list[Ch
             token_ids=[0] * context_len,
             num_prompt_tokens=context_len,
             num_blocks=0,
-            params=params,
+            params=random if index < num_random else greedy,
             seed=0,
             end_token_ids=[],
         )
@@ -85,7 +88,7 @@ def _run(probe: ModelRunner, chunks: list[Chunk]) -> None:
     probe.execute(chunks, (num_tokens,) * probe.context.mesh.dp)
 
 
-def _run_without_experts(probe: ModelRunner, chunks: list[Chunk]) -> None:
-    """Run a step without the experts' products, which would be most of an engine's start."""
-    with probe.model.context.kernels.skip_expert_products():
+def _run_for_memory(probe: ModelRunner, chunks: list[Chunk]) -> None:
+    """Run a step without most of its arithmetic, which would be most of an engine's start."""
+    with probe.model.context.kernels.measure_memory_only():
         _run(probe, chunks)

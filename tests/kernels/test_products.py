@@ -321,13 +321,13 @@ def test_each_of_several_weights_has_the_bytes_of_its_own_product(
         assert torch.equal(each[:, weight], one.multiply(input_TeI[:, weight].contiguous()))
 
 
-def test_one_thread_can_skip_expert_products() -> None:
+def test_one_thread_can_skip_products() -> None:
     """The thread that measures the memory of a step skips them while others serve."""
     product = native_product(packed_copy(make(2, 64, 32, torch.float32), "float32"))
     rows_RI, counts_e = rows_and_counts([3, 5], 32, torch.float32)
     expected = product.multiply_rows(rows_RI, counts_e)
     of_another: list[Tensor] = []
-    with KERNELS.skip_expert_products():
+    with KERNELS.measure_memory_only():
         left_out = product.multiply_rows(rows_RI, counts_e)
         other = threading.Thread(target=lambda: of_another.append(product.multiply_rows(rows_RI, counts_e)))
         other.start()

@@ -12,11 +12,7 @@ from moeserve.config.settings import EngineConfig
 from moeserve.distributed.coordinator import GroupCoordinator
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
-from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
-from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher
-from moeserve.moe.dispatch.deepep.communicator import DeepEPShape
-from moeserve.moe.dispatch.deepep.factory import open_deepep
 from moeserve.moe.dispatch.local import LocalDispatcher
 
 
@@ -50,9 +46,13 @@ class TorchDispatchers:
     context: ModelContext
 
     def make(self, placement: Placement) -> Dispatcher[Any]:
+        if self.name == "local":
+            return LocalDispatcher(placement, self.context)
+        # Imported by engines of several ranks only, as DeepEP below.
+        from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
+        from moeserve.moe.dispatch.allgather import AllGatherDispatcher
+
         match self.name:
-            case "local":
-                return LocalDispatcher(placement, self.context)
             case "allgather":
                 return AllGatherDispatcher(self.group, placement, self.context)
             case "all_to_all":
@@ -88,6 +88,9 @@ def open_dispatchers(
     """
     if config.dispatcher != "deepep":
         return TorchDispatchers(config.dispatcher, group, context)
+    from moeserve.moe.dispatch.deepep.communicator import DeepEPShape
+    from moeserve.moe.dispatch.deepep.factory import open_deepep
+
     deepep_shape = DeepEPShape(
         **asdict(shape), low_latency_tokens=config.deepep_low_latency_tokens, is_float8=config.deepep_float8
     )

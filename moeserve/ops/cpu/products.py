@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -12,6 +9,7 @@ from torch import Tensor
 
 from moeserve.memory import new_empty
 from moeserve.ops.arguments import activation_arguments
+from moeserve.ops.cpu.measured_step import is_measured
 from moeserve.ops.cpu.native import NATIVE_DTYPES
 from moeserve.ops.interfaces import Gather, OpenWeights, PackedFormat, PackedWeights
 
@@ -19,21 +17,6 @@ from moeserve.ops.interfaces import Gather, OpenWeights, PackedFormat, PackedWei
 # the outputs, or half as many after an activation
 
 MIN_LARGE_PAGES_BYTES = 2**22
-
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def skip_expert_products() -> Iterator[None]:
-    """Make `multiply_rows` return zeros inside, for this thread.
-
-    The profiling run measures memory only. Nearly all arithmetic of a large step is in these products.
-    """
-    _thread.skips_rows = True
-    try:
-        yield
-    finally:
-        _thread.skips_rows = False
 
 
 class CpuProduct:
@@ -59,6 +42,8 @@ class CpuProduct:
     def multiply(self, input_TI: Tensor) -> Tensor:
         dtype = torch.float32 if self.is_partial else input_TI.dtype
         output_TC = new_empty(input_TI, len(input_TI), self.num_columns, dtype=dtype)
+        if is_measured():
+            return output_TC.zero_()
         self.weights.multiply(input_TI, output_TC)
         return output_TC
 
@@ -72,7 +57,7 @@ class CpuProduct:
     ) -> Tensor:
         assert gather is None, "these kernels take gathered rows"
         output_RC = new_empty(rows_RI, len(rows_RI), self.num_columns)
-        if getattr(_thread, "skips_rows", False):
+        if is_measured():
             return output_RC.zero_()
         self.weights.multiply_rows(rows_RI, counts_e, has_spare_rows, output_RC)
         return output_RC
@@ -86,6 +71,8 @@ class CpuProduct:
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
         if out_TeC is None:
             out_TeC = new_empty(input_TeI, *input_TeI.shape[:2], self.num_columns)
+        if is_measured():
+            return out_TeC.zero_()
         self.weights.multiply_each(input_TeI, out_TeC)
         return out_TeC
 

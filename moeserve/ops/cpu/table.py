@@ -7,9 +7,10 @@ from types import ModuleType
 
 from moeserve.ops.cpu.attention import CpuAttention, CpuLatentAttention
 from moeserve.ops.cpu.elementwise import CpuRouter, RowKernels
+from moeserve.ops.cpu.measured_step import measure_memory_only
 from moeserve.ops.cpu.native import NATIVE_DTYPES
 from moeserve.ops.cpu.pairs import CpuPairs
-from moeserve.ops.cpu.products import CpuPacking, skip_expert_products
+from moeserve.ops.cpu.products import CpuPacking
 from moeserve.ops.interfaces import Kernels
 from moeserve.ops.side_stream import InlineStream
 from moeserve.ops.torch.products import TorchProduct
@@ -37,7 +38,7 @@ def cpu_kernels(native: ModuleType) -> Kernels:
         make_step_graph=native.CpuGraph,
         packing=packing,
         allocate_weights=packing.allocate_weights,
-        skip_expert_products=skip_expert_products,
+        measure_memory_only=measure_memory_only,
         batch_invariant_dtypes=NATIVE_DTYPES,
         instruction_set=native.isa(),
     )

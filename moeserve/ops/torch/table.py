@@ -40,5 +40,5 @@ TORCH_KERNELS = Kernels(
     make_step_graph=None,
     packing=None,
     allocate_weights=allocate_weights,
-    skip_expert_products=contextlib.nullcontext,
+    measure_memory_only=contextlib.nullcontext,
 )
