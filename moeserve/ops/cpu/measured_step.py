@@ -1,4 +1,4 @@
-"""Steps that measure memory: products and attention return zeros, because nearly all of a large step's time is in them."""
+"""Steps that measure memory. Products and attention return zeros: nearly all of a large step's time is in them."""
 
 from __future__ import annotations
 
