@@ -26,7 +26,7 @@ import torch
 from moeserve.bench.limits import LimitProbe, MachineLimits, mean_limits
 from moeserve.machine import installed_version, usable_cores
 
-ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
+ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "asimddp", "bf16", "sve")
 
 Row = dict[str, Any]
 Sample = TypeVar("Sample")  # one measurement: usually a number

@@ -63,7 +63,6 @@ inline int rows_of_tile(int t, int num_tiles, int num_left) { return (num_left +
 template <typename Products>
 MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
   const WeightFormat format = work.format;
-  const int64_t step_inputs = is_quantized(format) ? 4 : Products::kParts;
   const int64_t input_bytes = bytes_per_input(format);
   const int num_tiles = (work.num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
   const int64_t scales_at = row_layout(format, work.num_inputs, Products::kRowBytes == 8).scales_at();
@@ -77,10 +76,10 @@ MOESERVE_INLINE void accumulate(const ProductWork& work, float* sums) {
       const int64_t count = std::min<int64_t>(kBlockInputs, work.num_inputs - first);
       const int64_t num_groups = is_quantized(format) ? count / kInputGroup : 1;
       const int64_t begin = first * input_bytes;
-      const Block block{panel + begin, num_groups, count / num_groups / step_inputs, first == 0};
+      const Block block{panel + begin, num_groups, count / num_groups / Products::kStepInputs, first == 0};
       const char* next = begin + ahead < num_bytes ? panel + begin + ahead : next_panel + begin + ahead - num_bytes;
       Prefetch prefetch{next, next + count * input_bytes, is_at_once};
-      const char* input = work.input + first / step_inputs * Products::kRowBytes;
+      const char* input = work.input + first / Products::kStepInputs * Products::kRowBytes;
       const char* scales = work.input + scales_at + first / kInputGroup * static_cast<int64_t>(sizeof(RowScale));
       for (int t = 0, row = 0; t < num_tiles; ++t) {
         const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "lanes.h"
@@ -14,6 +15,14 @@
 namespace moeserve {
 
 constexpr int kTileOutputs = 2 * kPanel;  // sums of a row side by side: those of two panels
+
+// Vectors of sums that fit in the registers, beside weights and values.
+template <int W>
+constexpr int kMaxSums = W == 16 ? 24 : (W == 8 ? 12 : 20);
+
+// Vectors of outputs that a tile of many rows computes at once.
+template <int W>
+constexpr int kFewVectors = std::max(2, kPanel / W / 2);
 
 // Some inputs of a panel.
 struct Block {
@@ -45,6 +54,7 @@ struct TileRows {
 // Products are described by classes with:
 //   W           lanes of a vector
 //   kMaxRows    rows of a tile whose sums fit in the registers
+//   kStepInputs inputs of a step
 //   kStepBytes  of the panel
 //   kRowBytes   of a row, in one step
 //   kParts      a step consists of this many multiply-adds of vectors
@@ -60,7 +70,7 @@ struct TileRows {
 template <int kWidth>
 struct FloatSums {
   static constexpr int W = kWidth;
-  static constexpr int kMaxRows = W == 16 ? 12 : 6;
+  static constexpr int kMaxRows = kMaxSums<W> / kFewVectors<W>;
   static constexpr int kStepBytes = 4 * kPanel;
   static constexpr int kRowBytes = 4;
   static constexpr int64_t kGroupBytes = 0;
@@ -80,6 +90,7 @@ struct FloatSums {
 // A word is one float32.
 template <int W>
 struct Float32Products : FloatSums<W> {
+  static constexpr int kStepInputs = 1;
   static constexpr int kParts = 1;
 
   template <int kPart>
@@ -107,6 +118,7 @@ MOESERVE_INLINE typename Vector<W>::UInt broadcast_word(const char* word) {
 // A word is two bfloat16, which are widened to float32: the first by a shift, the second by a mask.
 template <int W>
 struct WidenedProducts : FloatSums<W> {
+  static constexpr int kStepInputs = 2;
   static constexpr int kParts = 2;
 
   template <int kPart>
@@ -128,6 +140,7 @@ struct WidenedProducts : FloatSums<W> {
 template <int kWidth>
 struct IntegerSums {
   static constexpr int W = kWidth;
+  static constexpr int kStepInputs = 4;
   static constexpr int kRowBytes = 4;
   static constexpr int kParts = 1;
   using Int = typename Vector<W>::Int;
@@ -135,6 +148,10 @@ struct IntegerSums {
   struct Scales {
     Float<W> scales;
     Float<W> zeros;
+
+    MOESERVE_INLINE Float<W> apply(Float<W> sums, const RowScale& row) const {
+      return (sums - zeros * broadcast<W>(row.sum)) * (scales * broadcast<W>(row.scale));
+    }
   };
 
   template <int kPart>
@@ -142,13 +159,11 @@ struct IntegerSums {
     return broadcast_word<W>(words);
   }
   static MOESERVE_INLINE Int begin(bool, const float*) { return Int{}; }
-  static MOESERVE_INLINE void end(bool is_first, const Scales& group, const TileRows& rows, int row, int64_t index,
+  template <typename GroupScales>
+  static MOESERVE_INLINE void end(bool is_first, const GroupScales& group, const TileRows& rows, int row, int64_t index,
                                   const Int& sums, float* target) {
-    const RowScale& of_row = rows.scale(row, index);
-    const Float<W> excess = group.zeros * broadcast<W>(of_row.sum);
     const Float<W> before = is_first && index == 0 ? Float<W>{} : load<W>(target);
-    const Float<W> exact = __builtin_convertvector(sums, Float<W>) - excess;
-    store<W>(target, before + exact * (group.scales * broadcast<W>(of_row.scale)));
+    store<W>(target, before + group.apply(__builtin_convertvector(sums, Float<W>), rows.scale(row, index)));
   }
 };
 
@@ -186,11 +201,9 @@ struct Int4Weights : IntegerSums<W> {
   static MOESERVE_INLINE Scales scales(const char* group, int v) {
     typename Vector<W>::HalfAsMany halves;
     std::memcpy(&halves, group + kInt4ScalesAt + v * W * 2, sizeof(halves));
-    typedef uint8_t Bytes __attribute__((vector_size(W)));
-    Bytes zeros;
-    std::memcpy(&zeros, group + kInt4ZerosAt + v * W, sizeof(zeros));
+    const Float<W> zeros = load_bytes<W>(group + kInt4ZerosAt + v * W);
     return {reinterpret_cast<Float<W>>(__builtin_convertvector(halves, UInt) << 13) * kFloat16Exponent,
-            (__builtin_convertvector(zeros, Float<W>) - kInt4ZeroOffset) * kInt4ZeroStep};
+            (zeros - kInt4ZeroOffset) * kInt4ZeroStep};
   }
 };
 
@@ -272,7 +285,8 @@ MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, 
 // Return the number of vectors of outputs that a tile computes at once.
 template <typename Products>
 constexpr int vectors_at_once(int num_rows) {
-  return num_rows > 3 ? 2 : kPanel / Products::W;
+  constexpr int kAll = kPanel / Products::W;
+  return num_rows * kAll > kMaxSums<Products::W> ? kFewVectors<Products::W> : kAll;
 }
 
 // Multiply `num_rows` <= kRows rows with the 32 outputs of a panel.

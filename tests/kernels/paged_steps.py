@@ -100,7 +100,7 @@ def within_bfloat16_rounding(actual: Tensor, expected: Tensor, spread: Tensor | 
 
 def rounds_weights() -> bool:
     """Return True if the kernels round the weights of bfloat16 values with the selected instruction set."""
-    return kernels is not None and kernels.isa() in ("amx", "avx512_bf16")
+    return kernels is not None and kernels.isa() in ("amx", "avx512_bf16", "neon_bf16")
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -1,9 +1,10 @@
-// Loads of vectors that compilers make well only with inline assembly: they otherwise assume the target of a function
-// before it is inlined, and fill the lanes one by one.
+// Loads of vectors. Inline assembly, where compilers otherwise assume the target of a function before it is inlined,
+// and fill the lanes one by one.
 
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/vectors.h"
 
@@ -15,6 +16,15 @@ MOESERVE_INLINE Float<W> broadcast(float value) {
   Float<W> lanes;
   asm("vbroadcastss %1, %0" : "=v"(lanes) : "vm"(value));
   return lanes;
+}
+
+// Load W unsigned bytes as floats.
+template <int W>
+MOESERVE_INLINE Float<W> load_bytes(const char* source) {
+  typedef uint8_t Bytes __attribute__((vector_size(W)));
+  Bytes bytes;
+  std::memcpy(&bytes, source, sizeof(bytes));
+  return __builtin_convertvector(bytes, Float<W>);
 }
 
 typedef float Segment __attribute__((vector_size(16), aligned(1), may_alias));

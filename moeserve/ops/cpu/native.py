@@ -14,7 +14,7 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # of activations; float16 runs 
 
 @functools.cache
 def native_kernels() -> ModuleType | None:
-    """Return the module `moeserve._cpu`, or None without a compiler at the installation or without AVX2.
+    """Return the module `moeserve._cpu`, or None without a compiler at the installation or kernels for the processor.
 
     Raises:
         ImportError: the module exists but cannot be loaded. No fallback hides this.

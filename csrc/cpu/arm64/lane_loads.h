@@ -1,0 +1,40 @@
+// Loads of vectors of 4 floats.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/vectors.h"
+
+namespace moeserve {
+
+// Return `value` in all lanes.
+template <int W>
+MOESERVE_INLINE Float<W> broadcast(float value) {
+  static_assert(W == 4);
+  return Float<W>{value, value, value, value};
+}
+
+// Load W unsigned bytes as floats.
+template <int W>
+MOESERVE_INLINE Float<W> load_bytes(const char* source) {
+  float bytes;
+  std::memcpy(&bytes, source, sizeof(bytes));
+  typename Vector<W>::UInt lanes;
+  asm("uxtl %0.8h, %1.8b\n\t"
+      "uxtl %0.4s, %0.4h"
+      : "=w"(lanes)
+      : "w"(bytes));
+  return __builtin_convertvector(lanes, Float<W>);
+}
+
+// Load W lanes from rows[0] + offset.
+template <int W>
+MOESERVE_INLINE Float<W> load_segments(const char* const* rows, int64_t offset) {
+  Float<W> lanes;
+  std::memcpy(&lanes, rows[0] + offset, sizeof(lanes));
+  return lanes;
+}
+
+}  // namespace moeserve

@@ -1,0 +1,81 @@
+// Products with bfloat16 and quantised weights for the instruction sets of 64-bit ARM.
+
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/product_tile.h"
+
+namespace moeserve {
+
+// Add both products of pairs of bfloat16 to sums in float32, with BFDOT, which treats subnormal numbers as zero.
+template <typename Words>
+MOESERVE_INLINE void add_dot_of_pairs(Float<4>& sums, const Words& a, const Words& b) {
+  asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sums) : "w"(a), "w"(b));
+}
+
+// A word is two bfloat16.
+template <int W>
+struct BFloat16DotProducts : FloatSums<W> {
+  static constexpr int kMaxRows = 6;
+  static constexpr int kStepInputs = 2;
+  static constexpr int kParts = 1;
+  using UInt = typename Vector<W>::UInt;
+
+  template <int kPart>
+  static MOESERVE_INLINE UInt weights(const char* words, int v) {
+    return load_words<W>(words + v * W * 4);
+  }
+  template <int kPart>
+  static MOESERVE_INLINE UInt values(const char* words) {
+    return broadcast_word<W>(words);
+  }
+  static MOESERVE_INLINE void add(Float<W>& sums, const UInt& weights, const UInt& values) {
+    add_dot_of_pairs(sums, weights, values);
+  }
+};
+
+// Weights of int8 as signed bytes, so that sums need no correction.
+template <int W>
+struct SignedInt8Weights : Int8Weights<W> {
+  using typename Int8Weights<W>::UInt;
+  struct Scales {
+    MOESERVE_INLINE Float<W> apply(Float<W> sums, const RowScale& row) const { return sums * broadcast<W>(row.scale); }
+  };
+
+  template <int kPart>
+  static MOESERVE_INLINE UInt weights(const char* words, int v) {
+    return Int8Weights<W>::template weights<kPart>(words, v) ^ 0x80808080u;
+  }
+  static MOESERVE_INLINE Scales scales(const char*, int) { return {}; }
+};
+
+// SDOT, which adds four products of signed bytes.
+template <int W, template <int> typename Weights>
+struct ByteDotProducts : Weights<W> {
+  static constexpr int kMaxRows = 5;
+  using Sums = typename Vector<W>::Int;
+  using UInt = typename Vector<W>::UInt;
+
+  static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
+    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(weights), "w"(values));
+  }
+};
+
+// NEON alone: products of signed bytes in 16 bits, where the sums of pairs fit, added to sums in 32 bits.
+template <int W, template <int> typename Weights>
+struct WidenedByteProducts : Weights<W> {
+  static constexpr int kMaxRows = 4;
+  using Sums = typename Vector<W>::Int;
+  using UInt = typename Vector<W>::UInt;
+
+  static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
+    UInt low, high;
+    asm("smull %0.8h, %1.8b, %2.8b" : "=w"(low) : "w"(weights), "w"(values));
+    asm("smull2 %0.8h, %1.16b, %2.16b" : "=w"(high) : "w"(weights), "w"(values));
+    asm("addp %0.8h, %1.8h, %2.8h" : "=w"(low) : "w"(low), "w"(high));
+    asm("sadalp %0.4s, %1.8h" : "+w"(sums) : "w"(low));
+  }
+};
+
+}  // namespace moeserve
