@@ -1,6 +1,6 @@
 """Weights in 8-bit blocks as they are loaded for a GPU: copied from a checkpoint, or quantised.
 
-These tests compare loaded weights. Products with them are tested in tests/triton/test_engine_float8.py.
+These tests compare loaded weights. Products with them are tested in tests/gpu_kernels/test_engine_float8.py.
 """
 
 from __future__ import annotations
