@@ -267,7 +267,7 @@ def test_abort_leaves_the_others_alone(plain: Reference) -> None:
     prompts = plain.prompts(*LENGTHS)
     with LLM(plain.folder, dtype="float32", kv_cache_memory=CACHE) as llm:
         stream = llm.stream(prompts[0], GREEDY)
-        assert len(next(stream).outputs[0].token_ids) == 1
+        assert next(stream).outputs[0].token_ids  # one, or more if the next step has ended already
         stream.close()
         assert tokens_of(llm, prompts) == continuations(plain)
         while llm.session.has_work:  # the engine is a step ahead
