@@ -28,8 +28,8 @@ seen = []
 with LLM(show_progress=False) as llm:
     seen.append(list(sys.modules))
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    for output in llm.stream(llm.chat_prompt([{"role": "user", "content": "Hello"}]), params):
-        if len(output.outputs[0].token_ids) == 1:
+    for _ in llm.stream(llm.chat_prompt([{"role": "user", "content": "Hello"}]), params):
+        if len(seen) == 1:
             seen.append(list(sys.modules))
     llm.generate(["One, two,"] * 4, [SamplingParams(max_tokens=4 * n, ignore_eos=True) for n in range(1, 5)])
     seen.append(list(sys.modules))
