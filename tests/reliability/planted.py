@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -118,7 +118,7 @@ def _plant(fault: Fault, folder: Path) -> None:
 def _wrap(point: str, before: Callable[[], None]) -> None:
     """Call `before` ahead of every call of the function at `point`."""
     module, path = POINTS[point]
-    owner: Any = sys.modules[module]
+    owner: Any = importlib.import_module(module)  # some are imported late
     *classes, name = path.split(".")
     for each in classes:
         owner = getattr(owner, each)
