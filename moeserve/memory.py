@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MIN_REUSED_BYTES = 2**22  # smaller blocks are kept by the C library
+# The C library keeps smaller blocks. Larger ones of varying sizes, such as the rows of experts on several ranks, it
+# returns to the system again and again: page faults took a tenth of a prefill.
+MIN_REUSED_BYTES = 2**19
 PAGE_BYTES = 2**21  # a large page
 ALIGNMENT = 64  # bytes
 REFERENCES_OF_FREE = 2  # to unused memory: its owner's, and the argument of sys.getrefcount
