@@ -6,12 +6,16 @@
 
 #include "cpu/product_tile.h"
 
+// Sums are copied before and after the assembly. Otherwise GCC keeps some sums of an array in memory.
+
 namespace moeserve {
 
 // Add both products of pairs of bfloat16 to sums in float32, with BFDOT, which treats subnormal numbers as zero.
 template <typename Words>
 MOESERVE_INLINE void add_dot_of_pairs(Float<4>& sums, const Words& a, const Words& b) {
-  asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sums) : "w"(a), "w"(b));
+  Float<4> added = sums;
+  asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(added) : "w"(a), "w"(b));
+  sums = added;
 }
 
 // A word is two bfloat16.
@@ -58,7 +62,9 @@ struct ByteDotProducts : Weights<W> {
   using UInt = typename Vector<W>::UInt;
 
   static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
-    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(weights), "w"(values));
+    Sums added = sums;
+    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(added) : "w"(weights), "w"(values));
+    sums = added;
   }
 };
 
@@ -70,11 +76,13 @@ struct WidenedByteProducts : Weights<W> {
   using UInt = typename Vector<W>::UInt;
 
   static MOESERVE_INLINE void add(Sums& sums, const UInt& weights, const UInt& values) {
-    UInt low, high;
+    Sums added = sums;
+    UInt low, high, pairs;
     asm("smull %0.8h, %1.8b, %2.8b" : "=w"(low) : "w"(weights), "w"(values));
     asm("smull2 %0.8h, %1.16b, %2.16b" : "=w"(high) : "w"(weights), "w"(values));
-    asm("addp %0.8h, %1.8h, %2.8h" : "=w"(low) : "w"(low), "w"(high));
-    asm("sadalp %0.4s, %1.8h" : "+w"(sums) : "w"(low));
+    asm("addp %0.8h, %1.8h, %2.8h" : "=w"(pairs) : "w"(low), "w"(high));
+    asm("sadalp %0.4s, %1.8h" : "+w"(added) : "w"(pairs));
+    sums = added;
   }
 };
 
