@@ -28,8 +28,8 @@ FETCH_TOKENIZERS := $(VENV)/bin/python tests/unit/published_tokenizers.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray wheel try-wheel tokenizers test test-avx2 soak check lint types layers documents package \
-	bench bench-gpu clean distclean
+.PHONY: help setup demo demo-ray wheel try-wheel tokenizers test test-avx2 test-arm64 soak check lint types layers \
+	documents package bench bench-gpu clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make wheel   build the wheel and the source distribution in dist/; make try-wheel: also install and run the wheel"
 	@echo "make test    run the tests"
 	@echo "make test-avx2   run the tests of kernels and engine with AVX-512 switched off"
+	@echo "make test-arm64   cross-compile the kernels for 64-bit ARM and run their tests under qemu (Debian on x86-64)"
 	@echo "make soak    long runs, some hours"
 	@echo "make check   lint, formatting, types, import layers, and names in documents"
 	@echo "make bench   measure decoding on the CPU beside transformers"
@@ -97,6 +98,10 @@ test-avx2: setup
 	MOESERVE_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(TWO_WORKERS) \
 		$(addprefix tests/e2e/test_,families.py same_bytes.py cpu_graphs.py quantized.py float8_weights.py packed_start.py) \
 		--ignore-glob='*/test_sm90_*' tests/kernels
+
+# The wheel for 64-bit ARM and its kernel tests. Needs: apt install g++-aarch64-linux-gnu qemu-user-static
+test-arm64: $(INSTALLED)
+	tests/kernels_on_arm64.sh
 
 # Long runs, some hours: the simulator and random traffic on real ranks.
 soak: setup
