@@ -125,10 +125,7 @@ MOESERVE_INLINE Float<W> load_in_order(const float* source) {
 }
 template <int W>
 MOESERVE_INLINE Float<W> load_in_order(const BFloat16* source) {
-  using Halves = typename Vector<W>::HalfAsMany;
-  Halves halves;
-  std::memcpy(&halves, source, sizeof(halves));
-  return reinterpret_cast<Float<W>>(__builtin_convertvector(halves, typename Vector<W>::UInt) << 16);
+  return reinterpret_cast<Float<W>>(load_halves<W>(source) << 16);
 }
 
 // Load the first `count` elements; the other lanes are zero.

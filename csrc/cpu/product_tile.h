@@ -199,11 +199,9 @@ struct Int4Weights : IntegerSums<W> {
     return (v < kVectorsOfHalf ? codes : codes >> 4) & 0x0F0F0F0Fu;
   }
   static MOESERVE_INLINE Scales scales(const char* group, int v) {
-    typename Vector<W>::HalfAsMany halves;
-    std::memcpy(&halves, group + kInt4ScalesAt + v * W * 2, sizeof(halves));
+    const UInt halves = load_halves<W>(group + kInt4ScalesAt + v * W * 2);
     const Float<W> zeros = load_bytes<W>(group + kInt4ZerosAt + v * W);
-    return {reinterpret_cast<Float<W>>(__builtin_convertvector(halves, UInt) << 13) * kFloat16Exponent,
-            (zeros - kInt4ZeroOffset) * kInt4ZeroStep};
+    return {reinterpret_cast<Float<W>>(halves << 13) * kFloat16Exponent, (zeros - kInt4ZeroOffset) * kInt4ZeroStep};
   }
 };
 
@@ -251,7 +249,9 @@ MOESERVE_INLINE void multiply_vectors(const TileRows& rows, const Block& block, 
       }
     }
     const char* words = group_words;
-    for (int64_t step = 0; step < block.group_steps; ++step) {
+    constexpr int64_t kGroupSteps = Products::kGroupBytes > 0 ? kInputGroup / Products::kStepInputs : 0;
+    const int64_t num_steps = kGroupSteps > 0 ? kGroupSteps : block.group_steps;
+    for (int64_t step = 0; step < num_steps; ++step) {
       if (next < prefetch.end) {
         __builtin_prefetch(next);
         if (kStepBytes > 64) __builtin_prefetch(next + second_line);

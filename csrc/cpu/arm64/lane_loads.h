@@ -29,6 +29,16 @@ MOESERVE_INLINE Float<W> load_bytes(const char* source) {
   return __builtin_convertvector(lanes, Float<W>);
 }
 
+// Load W unsigned integers of 16 bits.
+template <int W>
+MOESERVE_INLINE typename Vector<W>::UInt load_halves(const void* source) {
+  double halves;
+  std::memcpy(&halves, source, sizeof(halves));
+  typename Vector<W>::UInt lanes;
+  asm("uxtl %0.4s, %1.4h" : "=w"(lanes) : "w"(halves));
+  return lanes;
+}
+
 // Load W lanes from rows[0] + offset.
 template <int W>
 MOESERVE_INLINE Float<W> load_segments(const char* const* rows, int64_t offset) {

@@ -21,10 +21,19 @@ MOESERVE_INLINE Float<W> broadcast(float value) {
 // Load W unsigned bytes as floats.
 template <int W>
 MOESERVE_INLINE Float<W> load_bytes(const char* source) {
-  typedef uint8_t Bytes __attribute__((vector_size(W)));
-  Bytes bytes;
-  std::memcpy(&bytes, source, sizeof(bytes));
-  return __builtin_convertvector(bytes, Float<W>);
+  typedef uint8_t Bytes __attribute__((vector_size(W), aligned(1), may_alias));
+  typename Vector<W>::Int lanes;
+  asm("vpmovzxbd %1, %0" : "=v"(lanes) : "m"(*reinterpret_cast<const Bytes*>(source)));
+  return __builtin_convertvector(lanes, Float<W>);
+}
+
+// Load W unsigned integers of 16 bits.
+template <int W>
+MOESERVE_INLINE typename Vector<W>::UInt load_halves(const void* source) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * W), aligned(1), may_alias));
+  typename Vector<W>::UInt lanes;
+  asm("vpmovzxwd %1, %0" : "=v"(lanes) : "m"(*static_cast<const Halves*>(source)));
+  return lanes;
 }
 
 typedef float Segment __attribute__((vector_size(16), aligned(1), may_alias));
