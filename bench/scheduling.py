@@ -88,6 +88,7 @@ class ModelTimer:
     def __init__(self, runner: ModelRunner) -> None:
         """Take the place of the runner's replay, and of its model's head."""
         self._replay, self._logits = runner.replay, runner.model.logits
+        self.on_layers = self._replay.on_layers
         self.starts: list[float] = []
         self.seconds: list[float] = []
         runner.replay = self

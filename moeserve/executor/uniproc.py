@@ -80,12 +80,25 @@ def _run(
         return
     loaded.set_result(worker)
     del loaded
+    held: list[Outcome | BaseException] = []  # the outcome of the latest round, unless it was handed over
+
+    def hand_over() -> None:
+        while held:
+            outcomes.add(held.pop())
+
+    # An outcome wakes the engine's thread, and Python runs one thread at a time. So if another round has come already,
+    # its layers begin first, which run without Python.
+    worker.runner.replay.on_layers = hand_over
     while (work := _next_round(rounds, worker)) is not None:
         try:
             ended: Outcome | BaseException = worker.execute(work)
         except BaseException as error:
             ended = error
-        outcomes.add(ended)
+        hand_over()
+        held.append(ended)
+        if rounds.empty():
+            hand_over()
+    hand_over()
 
 
 def _next_round(rounds: SimpleQueue[Round | None], worker: Worker) -> Round | None:

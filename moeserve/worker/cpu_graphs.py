@@ -30,6 +30,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.ops.interfaces import Rotation
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import StepInputs, decode_step
+from moeserve.worker.step_replay import do_nothing
 
 # T tokens of the replica's step, t this tp rank's share of them, D model width
 
@@ -57,9 +58,12 @@ class CapturedStep:
     step: StepInputs
     result: Tensor
 
-    def run(self, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> Tensor:
-        """Return the result of the layers, valid until the next run. Raises DistributedError as the layers do."""
-        self.copy_inputs(hidden_tD, rotation, step)
+    def run(self) -> Tensor:
+        """Return the result of the layers for the copied inputs, valid until the next run.
+
+        Raises:
+            DistributedError: as the layers do.
+        """
         self.replay()
         return self.result
 
@@ -89,6 +93,7 @@ class CpuGraphs:
         self.model = model
         self.groups = groups
         self.caches = caches
+        self.on_layers: Callable[[], None] = do_nothing
         self.memory = Arena(MEMORY_BYTES)
         self.captured: OrderedDict[StepSizes, CapturedStep | None] = OrderedDict()  # LRU; None: cannot be captured
         self._sizes_seen: OrderedDict[StepSizes, None] = OrderedDict()
@@ -122,12 +127,15 @@ class CpuGraphs:
             if sizes in self.captured:
                 self.captured.move_to_end(sizes)
             if (captured := self.captured.get(sizes)) is not None:
-                result = captured.run(hidden_tD, rotation, step)
+                captured.copy_inputs(hidden_tD, rotation, step)
+                self.on_layers()
+                result = captured.run()
                 self.groups.add_replayed(captured.num_collectives)
                 return result
             self._sizes_seen[sizes] = None
             if len(self._sizes_seen) > MAX_SIZES_SEEN:
                 self._sizes_seen.popitem(last=False)
+        self.on_layers()
         return self.model.run_layers(hidden_tD, rotation, self.caches, step)
 
     def _capture(self, sizes: StepSizes, hidden_tD: Tensor, rotation: Rotation, step: StepInputs) -> None:

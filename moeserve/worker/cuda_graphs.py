@@ -23,7 +23,7 @@ from moeserve.models.decoder import Decoder
 from moeserve.scheduling.lockstep import Agreement
 from moeserve.step_inputs import ChunkSpan, StepInputs
 from moeserve.worker.kv_cache import free_gpu_memory
-from moeserve.worker.step_replay import StepContext
+from moeserve.worker.step_replay import StepContext, do_nothing
 
 SMALL_SIZES = (1, 2, 4, 8)
 STEP, LARGE_STEP = 8, 32  # between sizes: up to LARGE_FROM, and beyond
@@ -119,6 +119,7 @@ class CudaGraphs:
         self.model = model
         self.caches = caches
         self.sizes = tuple(sizes)
+        self.on_layers: Callable[[], None] = do_nothing
         device = context.device
         inputs = _empty_inputs(max(sizes, default=0), context.max_blocks, device)
         self._steps: dict[int, StepInputs] = {}
@@ -145,6 +146,7 @@ class CudaGraphs:
 
     def __call__(self, step: StepInputs) -> Tensor:
         if step.padding is None:
+            self.on_layers()
             hidden_TD: Tensor = self.model(step, self.caches)
             return hidden_TD
         size = len(step.token_ids)
@@ -155,6 +157,7 @@ class CudaGraphs:
         self.model.dispatchers.prepare(own.tokens_per_rank)  # collective: all ep ranks
         replay, result_TD = self._captured[size]
         replay()
+        self.on_layers()  # the GPU computes them, while this thread prepares the head
         self.model.groups.add_replayed(self._num_collectives[size])
         return result_TD
 

@@ -29,6 +29,8 @@ class StepContext:
 class StepReplay(Protocol):
     """Runs steps on one rank, replaying a captured graph where one fits."""
 
+    on_layers: Callable[[], None]  # called once in each step, when its inputs are prepared and its layers begin
+
     def padded_size(self, agreement: Agreement) -> int | None:
         """Return the number of rows to which all replicas pad this step, or None for no padding."""
         ...
@@ -46,12 +48,17 @@ class StepReplay(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+def do_nothing() -> None:
+    return
+
+
 class EagerSteps:
     """Runs every step layer by layer."""
 
-    model: Decoder
-    caches: list[Any]
+    def __init__(self, model: Decoder, caches: list[Any]) -> None:
+        self.model = model
+        self.caches = caches
+        self.on_layers: Callable[[], None] = do_nothing
 
     def padded_size(self, agreement: Agreement) -> int | None:
         return None
@@ -60,6 +67,7 @@ class EagerSteps:
         return False
 
     def __call__(self, step: StepInputs) -> Tensor:
+        self.on_layers()
         hidden_TD: Tensor = self.model(step, self.caches)
         return hidden_TD
 

@@ -14,10 +14,12 @@ from reference_models import Reference
 
 from moeserve import LLM, SamplingParams
 from moeserve.executor import uniproc
+from moeserve.executor.outcomes import OutcomeQueue
 from moeserve.memory import Arena
 from moeserve.ops import select
 from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.select import select_kernels
+from moeserve.scheduling.lockstep import Outcome, Round
 from moeserve.worker import cpu_graphs
 from moeserve.worker.cpu_graphs import CapturedStep, CpuGraphs, OnlyKernels, StepSizes
 
@@ -200,3 +202,40 @@ def test_a_graph_misses_all_operations_but_views_and_allocations(
         with OnlyKernels(Arena(4096)) as check, check.reads:
             do(x)
     assert bool(check.missed) == is_missed, check.missed
+
+
+def test_layers_of_the_next_step_begin_before_an_outcome_wakes_the_engine(
+    plain: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def record(owner: type, name: str, event: str) -> None:
+        original = getattr(owner, name)
+
+        def recorded(*arguments: Any) -> Any:
+            events.append(event)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(CapturedStep, "copy_inputs", "inputs")
+    record(CapturedStep, "run", "layers")
+    record(OutcomeQueue, "add", "outcome")
+    num_steps = 10
+    with started(plain, async_scheduling=True) as llm:
+        executor: Any = llm.core.executor  # type: ignore[attr-defined]
+        execute, num_executed = executor.worker.execute, 0
+
+        def execute_until_another_round_has_come(work: Round) -> Outcome:
+            nonlocal num_executed
+            num_executed += 1
+            outcome: Outcome = execute(work)
+            deadline = time.monotonic() + 60
+            while num_executed < num_steps and executor._work.empty() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return outcome
+
+        executor.worker.execute = execute_until_another_round_has_come
+        params = SamplingParams(temperature=0, max_tokens=num_steps, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": plain.prompts(5)[0]}], params)
+    assert "/".join(events).startswith("/".join(["inputs", "outcome", "layers"] * (num_steps - 1)))
