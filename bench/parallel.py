@@ -4,12 +4,12 @@
 
 - *agreement*: what replicas do before every step: each sends what it would run, and all reach the same decision.
 - *dispatch*: the tokens of one layer go to the ranks of their experts and back, without the experts' computation.
-  Random tokens, random experts. *speed-up* is all_to_all over allgather.
+  Random tokens, random experts. *speed-up* is over allgather.
 - *collectives*: each collective through shared memory and over gloo, as called from Python, on float32, sums also on
   bfloat16. *bytes* are those of the tensor for all_reduce, otherwise what each rank sends to each.
-- *serving*: two ranks in each layout and with each dispatcher, with half of the cores each, beside one rank with all of
-  them, through `LLM` on the same model. `decode.py` describes the rates. In each line all engines serve equally many
-  requests at a time. Three engines are loaded at once: one rank and both dispatchers.
+- *serving*: two ranks in each layout, with half of the cores each, beside one rank with all of them, through `LLM` on
+  the same model. `decode.py` describes the rates. In each line all engines serve equally many requests at a time. Three
+  engines are loaded at once: one rank, and two ranks with each of SERVED_DISPATCHERS.
 
 A sample is the median over calls and ranks, and a 99th percentile is over all calls of all rounds. Whatever a table
 compares is measured in alternation, after a round that is not counted. With more ranks than cores, an exchange waits
@@ -62,6 +62,7 @@ OPERATIONS = ("all_to_all", "all_gather", *SUMS)
 NUM_BYTES = (64, 2**11, 2**16, 2**21)
 SAMPLE_SECONDS = 0.2  # length of one sample
 LAYOUTS = ({"tensor_parallel_size": 2}, {"data_parallel_size": 2})
+SERVED_DISPATCHERS = ("all_to_all", "shared_memory")
 REQUESTS_PER_REPLICA = (1, 8)
 PROMPT_TOKENS = 32  # when decoding
 CACHE_MEMORY = "256MiB"
@@ -118,7 +119,9 @@ def measure_agreements(ranks: Ranks, num_rounds: int) -> Iterator[Row]:
 
 def measure_dispatches(ranks: Ranks, num_rounds: int) -> Iterator[Row]:
     for num_tokens in TOKENS_PER_RANK:
-        orders = {name: TimeDispatch(dispatcher=name, num_tokens=num_tokens, **SHAPE) for name in DISPATCHERS}
+        orders: dict[str, Timed] = {
+            name: TimeDispatch(dispatcher=name, num_tokens=num_tokens, **SHAPE) for name in DISPATCHERS
+        }
         facts = {"benchmark": "parallel", "table": "dispatch", "tokens_per_rank": num_tokens, "shape": SHAPE}
         for name, figures in timed(ranks, orders, num_rounds, "allgather"):
             yield {**facts, "dispatcher": name, **figures}
@@ -149,7 +152,7 @@ def measure_serving(model: Path, num_rounds: int, new_tokens: int, prefill_token
         ]
         workloads.append(("prefill", Workload(dp, prefill_tokens, 1, vocab_size)))
         engines: dict[str, dict[str, Any]] = {"one rank": {}}
-        for dispatcher in DISPATCHERS:
+        for dispatcher in SERVED_DISPATCHERS:
             engines[f"tp {tp}, dp {dp}, {dispatcher}"] = layout | {"dispatcher": dispatcher}
         with contextlib.ExitStack() as stack:
             generates = {

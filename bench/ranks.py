@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
@@ -31,9 +31,9 @@ from moeserve.layers.context import ModelContext
 from moeserve.machine import usable_cores
 from moeserve.models.decoder import Decoder
 from moeserve.models.registry import read_facts
-from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
-from moeserve.moe.dispatch.allgather import AllGatherDispatcher
-from moeserve.moe.dispatch.base import Dispatcher, PackedTokens
+from moeserve.moe.dispatch.base import PackedTokens
+from moeserve.moe.dispatch.factory import TorchDispatchers
+from moeserve.moe.dispatch.shared_rows import share_rows
 from moeserve.moe.router import Routing
 from moeserve.ops.select import select_kernels
 from moeserve.ops.threads import set_num_threads
@@ -52,10 +52,8 @@ from moeserve.worker.worker import Worker
 
 # T tokens of this rank, D model width, E experts, K experts per token
 
-DISPATCHERS: dict[str, Callable[..., Dispatcher[Any]]] = {
-    "allgather": AllGatherDispatcher,
-    "all_to_all": AllToAllDispatcher,
-}
+DispatcherName: TypeAlias = Literal["allgather", "all_to_all", "shared_memory"]
+DISPATCHERS: tuple[DispatcherName, ...] = ("allgather", "all_to_all", "shared_memory")
 SUMS = ("reduce_scatter", "all_reduce")
 LEAST_CALLS = 3  # of one sample
 WARM_UP_STEPS = 3
@@ -70,7 +68,7 @@ class TimeAgreements(msgspec.Struct, frozen=True, kw_only=True, tag="agreements"
 class TimeDispatch(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch"):
     """Dispatch random tokens to random experts and combine the unchanged rows, `num_calls` times."""
 
-    dispatcher: str
+    dispatcher: DispatcherName
     num_tokens: int  # of each rank
     hidden_size: int
     num_experts: int
@@ -227,14 +225,19 @@ def time_dispatch(groups: Groups, order: TimeDispatch) -> list[float]:
     placement = Placement.even(order.num_experts, groups.ep.world_size)
     device = torch.device("cpu")
     context = ModelContext(select_kernels(device), groups, torch.bfloat16, device)
-    dispatcher = DISPATCHERS[order.dispatcher](groups.ep, placement, context)
+    max_tokens = order.num_tokens * groups.ep.world_size
+    is_shared = order.dispatcher == "shared_memory"
+    rows = share_rows(groups.ep, max_tokens, order.top_k, order.hidden_size, context.dtype) if is_shared else None
+    dispatcher = TorchDispatchers(order.dispatcher, groups.ep, context, rows).make(placement)
     hidden_TD, routing = random_tokens(order, groups.rank)
     step = _step((order.num_tokens,) * groups.ep.world_size)
 
     def exchange() -> None:
         arrived = dispatcher.dispatch(hidden_TD, routing, step).wait()  # collective: all ep ranks
         assert isinstance(arrived.tokens, PackedTokens)
-        dispatcher.combine(arrived.tokens.rows_RD, arrived.handle).wait()  # collective: all ep ranks
+        output_RD, out_RD = arrived.tokens.rows_RD, arrived.tokens.out_RD
+        output_RD = output_RD if out_RD is None else out_RD.copy_(output_RD)
+        dispatcher.combine(output_RD, arrived.handle).wait()  # collective: all ep ranks
 
     return _timed(groups.world, order.num_calls, exchange)
 

@@ -172,9 +172,9 @@ COLUMNS: dict[str, Columns] = {
         ("99%, µs", "{p99_us:.0f}"),
     ],
     "dispatch": [
-        ("dispatch and combine", "{num_ranks} ranks, {tokens_per_rank} tokens"),
+        ("dispatch and combine", "{num_ranks} ranks, {tokens_per_rank} tokens, {dispatcher}"),
+        ("µs", "{median_us:.0f}"),
         ("allgather, µs", "{base[median_us]:.0f}"),
-        ("all_to_all, µs", "{median_us:.0f}"),
         ("speed-up", "{ratio:.2f}"),
     ],
     "serving": [

@@ -195,6 +195,7 @@ void weighted_sum(const WeightedSum& sum) {
   int64_t* row_of_pair = buffer.data();
   for (int64_t r = 0; r < sum.num_rows; ++r) {
     const int64_t pair = sum.pair_of_row[r];
+    if (pair == -1) continue;
     if (pair < 0 || pair >= sum.num_tokens * sum.top_k) {
       refuse("row " + std::to_string(r) + " belongs to pair " + std::to_string(pair) + ", but there are " +
              std::to_string(sum.num_tokens * sum.top_k));

@@ -243,7 +243,9 @@ def _choose_dispatcher(parallel: ParallelSettings, device: str, *, prefers_deepe
     if wanted == "auto":
         if num_ranks == 1:
             return "local"
-        return "deepep" if device == "cuda" and prefers_deepep else "all_to_all"
+        if device == "cpu":
+            return "shared_memory"
+        return "deepep" if prefers_deepep else "all_to_all"
     if wanted == "deepep" and num_ranks == 1:
         raise SettingsError("dispatcher='deepep' needs several ranks in a stage, and there is 1 rank; use 'auto'")
     if wanted == "deepep" and device != "cuda":

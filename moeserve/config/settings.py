@@ -12,7 +12,7 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 DEFAULT_LOAD_WINDOW = 256  # steps
 DtypeName = Literal["float32", "bfloat16", "float16"]
 QuantizationName = Literal["int8", "int4", "fp8"]
-DispatcherName = Literal["local", "allgather", "all_to_all", "deepep"]
+DispatcherName = Literal["local", "allgather", "all_to_all", "shared_memory", "deepep"]
 AttentionName = Literal["triton", "flashinfer", "varlen"]  # attention kernels on a GPU
 
 
@@ -139,8 +139,9 @@ class ParallelSettings:
     dispatcher: Literal["auto", DispatcherName] = setting(
         "auto",
         "how tokens are dispatched to experts; local: one rank, no exchange; allgather: every rank gets every token; "
-        "all_to_all: every rank gets the tokens of its experts; deepep: the same between GPUs, by DeepEP; auto: on "
-        "GPUs deepep where it can run, else all_to_all",
+        "all_to_all: every rank gets the tokens of its experts; shared_memory: ranks of one host read them where they "
+        "are; deepep: all_to_all between GPUs, by DeepEP; auto: shared_memory on CPUs, deepep on GPUs, or all_to_all "
+        "where these cannot run",
     )
     deepep_low_latency_tokens: Annotated[int, msgspec.Meta(ge=0, le=8192)] = setting(
         128, "with DeepEP: most tokens per rank of a step that uses its low-latency kernels; 0: none"
@@ -263,7 +264,7 @@ class EngineConfig:
     ray_compiled_graph: bool
     network_interface: str | None
     dispatcher: DispatcherName
-    dispatcher_may_change: bool  # from deepep to all_to_all, if ranks find that DeepEP cannot run
+    dispatcher_may_change: bool  # to all_to_all, if ranks find that the chosen one cannot run
     deepep_low_latency_tokens: int
     deepep_float8: bool
     num_redundant_experts: int  # in each layer

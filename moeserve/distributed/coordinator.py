@@ -92,7 +92,7 @@ class GroupCoordinator:
         self.step = NO_STEP  # shown in errors, as is the layer
         self.layer: int | None = None
         self.num_begun = 0  # collectives, including the one under way
-        self.num_bytes_sent = 0  # to other ranks
+        self.num_bytes_sent = 0  # to other ranks; of shared memory, what this rank reads of theirs
         self._connection = connection
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -183,6 +183,18 @@ class GroupCoordinator:
         if self.world_size > 1:
             self._count_and_check("barrier", torch.uint8)
             self._gather_scalars(torch.zeros(1, dtype=torch.uint8), "barrier")
+
+    def share_memory(self, num_bytes: int) -> Tensor | None:
+        """Return memory that all ranks map, uint8, all zeros; None if they cannot. Pages that nobody writes take none.
+
+        Collective. What a rank has written before it joins a collective, others can read after that collective.
+        """
+        if self.world_size == 1:
+            return None
+        try:
+            return self._connected.transport.share_memory(num_bytes)
+        except TransportError as error:
+            self._fail("share_memory", self._position(), error)
 
     def make_torch_group(self) -> Any:
         """Return the ep group between GPUs as a torch.distributed ProcessGroup, for libraries that need one."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import mmap
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NoReturn
@@ -29,6 +30,7 @@ from moeserve.distributed.transport import (
     Pending,
     Transport,
     TransportError,
+    TransportUnavailable,
     all_reduce_by_all_gather,
     all_reduce_by_shares,
     reduce_scatter_by_all_to_all,
@@ -99,23 +101,32 @@ def connect(
             raise
     except RuntimeError as error:  # the store raises it
         raise TransportError(f"not all ranks connected within {timeout_s:g} s") from error
-    return SharedMemoryConnection(memory, peers, ranks, rank_in_group, timeout_s)
+    return SharedMemoryConnection(memory, peers, store, ranks, rank_in_group, timeout_s)
 
 
 class SharedMemoryConnection:
     """One rank's connection with a set of ranks. Transports of groups with equal members share it."""
 
     def __init__(
-        self, memory: Any, peers: PeerConnections, ranks: Sequence[int], rank_in_group: int, timeout_s: float
+        self,
+        memory: Any,
+        peers: PeerConnections,
+        store: Store,
+        ranks: Sequence[int],
+        rank_in_group: int,
+        timeout_s: float,
     ) -> None:
         """
         Args:
             memory: a SharedMemory of the C++ part.
+            store: used by this connection alone.
         """
         self.memory = memory
         self.ranks = ranks
         self.rank_in_group = rank_in_group
         self._peers = peers
+        self._store = store
+        self._num_shared = 0  # calls of `share_memory`
         self._timeout_s = timeout_s
         # By operation: the tensors it reads and writes, kept until it is waited for.
         self._in_use: dict[int, tuple[Tensor, Tensor]] = {}
@@ -131,6 +142,31 @@ class SharedMemoryConnection:
             self._in_use.pop(operation, None)
 
         return wait
+
+    def share_memory(self, num_bytes: int) -> Tensor | None:
+        """Return memory of the first rank that all ranks map, or None if one of them cannot."""
+        store = PrefixStore(f"shared/{self._num_shared}", self._store)
+        self._num_shared += 1
+        size = num_bytes if self.rank_in_group == 0 else mmap.PAGESIZE
+        num_ranks, memory, refusal = len(self.ranks), None, ""
+        try:
+            make_file = functools.partial(make_memory_file, size)
+            peers = exchange_files(
+                PrefixStore("files", store), self.rank_in_group, num_ranks, make_file, self._timeout_s
+            )
+            try:
+                memory = mmap.mmap(peers.files[0], num_bytes)
+            except OSError as error:
+                refusal = str(error)
+            finally:
+                peers.close()
+            agree(PrefixStore("maps", store), self.rank_in_group, num_ranks, refusal, self._timeout_s)
+        except TransportUnavailable:
+            return None
+        except RuntimeError as error:  # the store raises it
+            raise TransportError(f"not all ranks shared memory within {self._timeout_s:g} s") from error
+        assert memory is not None
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def cause_of(self, outcome: int) -> str:
         """Describe the outcome of a wait that failed, naming the ranks of the world."""
@@ -205,6 +241,9 @@ class SharedMemoryTransport(Transport):
         operation = self._memory.begin_sum(x, out, x.nbytes)
         self._waiter(operation, x, out)()
         return out
+
+    def share_memory(self, num_bytes: int) -> Tensor | None:
+        return self._connection.share_memory(num_bytes)
 
     def begin_step(self) -> None:
         self._memory.begin_step()

@@ -45,6 +45,10 @@ class Transport(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
+    def share_memory(self, num_bytes: int) -> Tensor | None:
+        """See `GroupCoordinator.share_memory`. Raises TransportError if a rank does not come in time."""
+        return None
+
     def close(self) -> None:
         """Drop the connections, so that ranks waiting for this one fail at once. May be called twice."""
         ...

@@ -46,7 +46,9 @@ class Experts(nn.Module):
             case PackedTokens():
                 has_spare_rows, expected_rows = tokens.has_spare_rows, tokens.expected_rows
                 middle = gate_up.multiply_rows(tokens.rows_RD, counts_e, has_spare_rows, tokens.gather, expected_rows)
-                return down.multiply_rows(middle, counts_e, has_spare_rows, expected_rows=expected_rows)
+                return down.multiply_rows(
+                    middle, counts_e, has_spare_rows, expected_rows=expected_rows, out_RC=tokens.out_RD
+                )
             case SlottedTokens():
                 middle = gate_up.multiply_slots(tokens.slots_eSD, counts_e, tokens.expected_rows)
                 return down.multiply_slots(middle, counts_e, tokens.expected_rows)

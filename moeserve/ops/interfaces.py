@@ -185,7 +185,7 @@ class PairKernels(Protocol):
     def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         """Return each token's outputs times their weights, summed in float32 in the order of k: [T, D] of `dtype`.
 
-        A pair without a row adds nothing. `weights_TK` is float32.
+        A pair without a row adds nothing, and neither does a row with pair -1. `weights_TK` is float32.
         """
         ...
 
@@ -257,6 +257,7 @@ class Product(Protocol):
         has_spare_rows: bool = False,
         gather: Gather | None = None,
         expected_rows: int | None = None,
+        out_RC: Tensor | None = None,
     ) -> Tensor:
         """Return [R, C]: the first counts_e[0] rows with the first weight, and so on.
 
@@ -265,6 +266,7 @@ class Product(Protocol):
             counts_e: int64, R in all; with spare rows R or less, and results of the spare rows are undefined.
             gather: only where `Kernels.products_gather_rows`.
             expected_rows: about how many rows count, where most are spare; None: all. Affects speed alone.
+            out_RC: memory for the results, on CPUs; None: new memory.
         """
         ...
 

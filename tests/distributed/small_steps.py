@@ -35,15 +35,22 @@ def border(max_small_bytes: int | None, note: Callable[[bool], None]) -> ExitSta
     """
     from unittest import mock
 
-    from moeserve.moe.dispatch import allgather
+    from moeserve.moe.dispatch import allgather, shared_rows
 
-    combine = allgather.AllGatherDispatcher.combine  # both dispatchers end here
+    combine = allgather.AllGatherDispatcher.combine  # all small steps end here, and large ones except in shared memory
+    combine_shared = shared_rows.SharedRowsDispatcher.combine
 
     def noted(self: Any, output: Any, handle: Any) -> Any:
         note(isinstance(handle, allgather.SmallHandle))
         return combine(self, output, handle)
 
+    def noted_if_large(self: Any, output: Any, handle: Any) -> Any:
+        if not isinstance(handle, allgather.SmallHandle):
+            note(False)
+        return combine_shared(self, output, handle)
+
     stack = ExitStack()
+    stack.enter_context(mock.patch.object(shared_rows.SharedRowsDispatcher, "combine", noted_if_large))
     stack.enter_context(mock.patch.object(allgather.AllGatherDispatcher, "combine", noted))
     if max_small_bytes is not None:
         stack.enter_context(mock.patch.object(allgather, "MAX_SMALL_BYTES", max_small_bytes))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import random
+import time
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -30,7 +32,7 @@ from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
 from moeserve.moe.dispatch.allgather import AllGatherDispatcher
 from moeserve.moe.dispatch.base import Dispatcher, PackedTokens
 from moeserve.moe.dispatch.factory import TorchDispatchers
-from moeserve.moe.dispatch.local import LocalDispatcher
+from moeserve.moe.dispatch.shared_rows import SharedRowsDispatcher, share_rows
 from moeserve.moe.layer import MoEConfig, MoELayer
 from moeserve.moe.router import Routing
 from moeserve.moe.shared import SharedExpertsConfig
@@ -39,7 +41,9 @@ from moeserve.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
 WIDTH = 5
-DISTRIBUTED = ["allgather", "all_to_all"]
+ANYWHERE = ["allgather", "all_to_all"]  # between ranks on any hosts and devices
+DISTRIBUTED = [*ANYWHERE, "shared_memory"]
+MAX_TOKENS, MAX_TOP_K = 64, 8  # of a step here
 
 
 @dataclass(frozen=True)
@@ -88,14 +92,20 @@ def expert_output(rows_RD: Tensor, logical: int) -> Tensor:
     return rows_RD * (1.0 + 0.37 * logical) - 0.11 * (logical + 1) * rows_RD.abs()
 
 
-def make_dispatcher(name: str, group: Any, placement: Placement) -> Dispatcher[Any]:
-    match name:
-        case "local":
-            return LocalDispatcher(placement, cpu_context())
-        case "allgather":
-            return AllGatherDispatcher(group, placement, cpu_context())
-        case _:
-            return AllToAllDispatcher(group, placement, cpu_context())
+def make_dispatchers(name: Any, group: Any, dtype: torch.dtype = torch.float32) -> TorchDispatchers:
+    """Return dispatchers of a group. Shared memory is full of NaN."""
+    rows = None
+    if name == "shared_memory":
+        rows = share_rows(group, MAX_TOKENS, MAX_TOP_K, WIDTH, dtype)
+        assert rows is not None
+        rows.hidden_ND.fill_(torch.nan)
+        rows.output_PD.fill_(torch.nan)
+        group.barrier()
+    return TorchDispatchers(name, group, cpu_context(dtype), rows)
+
+
+def make_dispatcher(name: str, group: Any, case: Case) -> Dispatcher[Any]:
+    return make_dispatchers(name, group, getattr(torch, case.dtype)).make(case.placement)
 
 
 def check_expected_rows(tokens: PackedTokens, case: Case, rank: int) -> None:
@@ -116,6 +126,7 @@ def serve(group: Any, case: Case, dispatcher: Dispatcher[Any]) -> tuple[Tensor, 
     check_expected_rows(tokens, case, group.rank_in_group)
     counts = tokens.counts_e.tolist()
     output = compute(tokens.rows_RD, counts, case.logical_of_slot[group.rank_in_group])
+    output = output if tokens.out_RD is None else tokens.out_RD.copy_(output)
     return dispatcher.combine(output, dispatched.handle).wait(), counts
 
 
@@ -212,23 +223,40 @@ def of_size(is_small: bool) -> Any:
 
 
 def check(case: Case, name: str, is_small: bool) -> None:
-    def serve_rank(group: ThreadGroup) -> tuple[Tensor, list[int], list[Record]]:
-        dispatcher = make_dispatcher(name, group, case.placement)
+    def serve_rank(group: ThreadGroup) -> tuple[Tensor, list[int], list[Record], int]:
+        dispatcher = make_dispatcher(name, group, case)
         output_TD, counts = serve(group, case, dispatcher)
-        return output_TD, counts, group.records
+        return output_TD, counts, group.records, group.num_bytes_sent
 
     with of_size(is_small):
         ranks = run(case.num_ranks, serve_rank)
-    for rank, (output_TD, _, records) in enumerate(ranks):
+    for rank, (output_TD, _, records, _) in enumerate(ranks):
         assert bytes_of(output_TD) == bytes_of(expected(case, rank))
         assert [(r.operation, r.dtype) for r in records] == [(r.operation, r.dtype) for r in ranks[0][2]]
-    check_counts(case, [counts for _, counts, _ in ranks])
-    by_rank = [records for _, _, records in ranks]
+    check_counts(case, [counts for _, counts, _, _ in ranks])
+    by_rank = [records for _, _, records, _ in ranks]
+    if name == "shared_memory" and not is_small:
+        check_bytes_read(case, sum(num_bytes for _, _, _, num_bytes in ranks))
     if is_small:
         assert [record.operation for record in by_rank[0]] == ["all_gather", "reduce_scatter"]
         check_that_each_pair_has_one_term(by_rank)
     else:
         check_traffic(case, name, by_rank)
+
+
+def check_bytes_read(case: Case, num_bytes: int) -> None:
+    """Check that each pair for another rank was read there, and its output back. With copies, at most so."""
+    held = [set(of_one) for of_one in case.logical_of_slot]
+    num_away = sum(
+        expert >= 0 and expert not in held[rank]
+        for rank, tokens in enumerate(case.experts)
+        for experts in tokens
+        for expert in experts
+    )
+    num_pairs = sum(expert >= 0 for tokens in case.experts for experts in tokens for expert in experts)
+    most = num_pairs if sum(case.placement.num_slots) > case.num_logical else num_away
+    row_bytes = WIDTH * getattr(torch, case.dtype).itemsize
+    assert 2 * num_away * row_bytes <= num_bytes <= 2 * most * row_bytes
 
 
 def check_that_each_pair_has_one_term(by_rank: list[list[Record]]) -> None:
@@ -240,6 +268,12 @@ def check_that_each_pair_has_one_term(by_rank: list[list[Record]]) -> None:
 def check_traffic(case: Case, name: str, by_rank: list[list[Record]]) -> None:
     """Check the rows sent: hidden states once to each rank that needs them or to all, outputs once for each pair."""
     operations = [record.operation for record in by_rank[0]]
+    if name == "shared_memory":
+        assert operations == ["all_gather", "all_gather"]
+        for routing, nothing in by_rank:
+            assert routing.dtype == torch.int64
+            assert not any(map(len, nothing.sent))
+        return
     num_pairs = sum(expert >= 0 for tokens in case.experts for experts in tokens for expert in experts)
     assert sum(len(sent) for records in by_rank for sent in records[-1].sent) == num_pairs
     if name == "allgather":
@@ -256,9 +290,37 @@ def check_traffic(case: Case, name: str, by_rank: list[list[Record]]) -> None:
             assert torch.equal(sent, hidden_TD[needed])
 
 
+def test_no_rank_overwrites_shared_rows_that_another_reads() -> None:
+    """Ranks that are late at any place of a layer get the rows of that layer, whatever the others do meanwhile."""
+    cases = [case for case in CASES.values() if case.num_ranks == 2 and case.dtype == "float32"]
+
+    def serve_rank(group: ThreadGroup) -> None:
+        late = random.Random(group.rank_in_group)
+        dispatcher = cast(SharedRowsDispatcher, make_dispatcher("shared_memory", group, cases[0]))
+        pairs = dispatcher.exchange.pairs
+
+        def gather(*arguments: Any) -> Tensor:
+            time.sleep(late.choice([0, 0.01]))
+            return pairs.gather(*arguments)
+
+        def weighted_sum(*arguments: Any) -> Tensor:
+            time.sleep(late.choice([0, 0.01]))
+            return pairs.weighted_sum(*arguments)
+
+        dispatcher.exchange.pairs = cast(
+            PairKernels, SimpleNamespace(sort=pairs.sort, gather=gather, weighted_sum=weighted_sum)
+        )
+        for case in cases * 10:
+            output_TD, _ = serve(group, case, dispatcher)
+            assert bytes_of(output_TD) == bytes_of(expected(case, group.rank_in_group))
+
+    with of_size(False):
+        run(2, serve_rank)
+
+
 def test_local_with_copies_and_padding() -> None:
     case = Case([[0, 1, 0, 2]], 3, [[[0, 1], [-1, -1], [0, 2], [1, -1]]], 2, "bfloat16")
-    output_TD, counts = serve(groups_of_one_rank().ep, case, make_dispatcher("local", None, case.placement))
+    output_TD, counts = serve(groups_of_one_rank().ep, case, make_dispatcher("local", None, case))
     assert bytes_of(output_TD) == bytes_of(expected(case, 0))
     assert counts == [2, 2, 0, 1]  # tokens 0 and 2 use the first copy; token 1 is padding
     assert not output_TD[1].any()
@@ -268,9 +330,7 @@ def test_copies_take_turns() -> None:
     """Copies take turns over all ranks, also if each rank has a single token, as in decode steps."""
     for tokens in ([[[0]] * 8, [], [], []], [[[0]]] * 4, [[[0]] * 3, [[0]], [[0]] * 4, []]):
         case = Case([[0], [0, 1], [0], [0]], 2, tokens, 1)
-        ranks = run(
-            4, lambda group, case=case: serve(group, case, make_dispatcher("all_to_all", group, case.placement))
-        )
+        ranks = run(4, lambda group, case=case: serve(group, case, make_dispatcher("all_to_all", group, case)))
         num_each = sum(map(len, tokens)) // 4
         assert [counts for _, counts in ranks] == [[num_each], [num_each, 0], [num_each], [num_each]]
 
@@ -324,14 +384,14 @@ class PairsOfGpu:
 
 
 @pytest.mark.parametrize("is_small", [False, True])
-@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("name", ANYWHERE)
 @pytest.mark.parametrize("case_name", ["copies", "padding", "a rank without tokens"])
 def test_host_waits_once(case_name: str, name: str, is_small: bool) -> None:
     """The host waits once in the dispatch of a large step, and never in a small one."""
     case = CASES[case_name]
 
     def serve_rank(group: ThreadGroup) -> tuple[list[str], Tensor]:
-        dispatcher = cast(Any, make_dispatcher(name, group, case.placement))
+        dispatcher = cast(Any, make_dispatcher(name, group, case))
         dispatcher.exchange.pairs = PairsOfGpu(dispatcher.exchange.pairs)
         hidden_TD, weights_TK = case.tokens(group.rank_in_group)
         routing = Routing(case.experts_TK(group.rank_in_group), weights_TK)
@@ -372,7 +432,7 @@ def test_tensors_of_captured_steps_stay_alive() -> None:
     assert address(3) == first
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_capturable_steps(name: Any) -> None:
     """A step is captured if the rows of all pairs, which padded steps send, are few enough."""
     config = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), expert_width=6)
@@ -414,7 +474,7 @@ def test_layer(dispatcher: Any, placement: Placement) -> None:
     expected = whole(torch.cat(hidden), cast(Any, StepOf((13,)))).split([5, 0, 1, 7])
 
     def serve_rank(group: Any) -> Tensor:
-        layer = MoELayer(config, WIDTH, placement, TorchDispatchers(dispatcher, group, context), context)
+        layer = MoELayer(config, WIDTH, placement, make_dispatchers(dispatcher, group), context)
         allocate_weights(layer)
         slots = list(placement.logical_of_slot[group.rank_in_group])
         assert layer.experts.gate_up.open.weight_eOI.shape == (len(slots), 12, WIDTH)
@@ -441,7 +501,7 @@ def mismatches_on_this_rank(place: Place, cases: list[dict[str, Any]]) -> list[s
     found = []
     for case in (Case(**fields) for fields in cases):
         for name in DISTRIBUTED:
-            output_TD, _ = serve(groups.ep, case, make_dispatcher(name, groups.ep, case.placement))
+            output_TD, _ = serve(groups.ep, case, make_dispatcher(name, groups.ep, case))
             if bytes_of(output_TD) != bytes_of(expected(case, place.rank)):
                 found.append(f"{name}: {case}")
     groups.leave("done")

@@ -1,4 +1,4 @@
-"""The model divided over ranks: the tokens of transformers in all layouts, with both dispatchers and expert copies.
+"""The model divided over ranks: the tokens of transformers in all layouts, with all dispatchers and expert copies.
 
 Pairs of parameters occur together, not all combinations: see `CASES`.
 """
@@ -46,6 +46,11 @@ CASES = [
     for column, layout in enumerate(LAYOUTS)
 ]
 CASES += [(name, 2, 2, "all_to_all", 2, MIDDLE) for name in ("qwen2-moe", "olmoe", "glm4-moe")]
+CASES += [(name, 2, 2, "shared_memory", 2, MIDDLE) for name in ("mixtral", "gpt-oss")]
+CASES += [
+    ("deepseek-v3-four-heads", 1, 8, "shared_memory", 1, 0),
+    ("qwen3-moe-eight-heads", 4, 1, "shared_memory", 3, 0),
+]
 CASES += [("deepseek-v2-lite", 1, 4, "allgather", 2, MIDDLE)]  # with an odd number of heads
 
 

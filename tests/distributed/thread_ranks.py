@@ -60,6 +60,7 @@ class ThreadGroup:
     table: Table
     rank_in_group: int
     records: list[Record] = field(default_factory=list)
+    num_bytes_sent: int = 0
 
     @property
     def world_size(self) -> int:
@@ -68,6 +69,14 @@ class ThreadGroup:
     @property
     def node_of_rank(self) -> tuple[int, ...]:
         return (0,) * self.world_size
+
+    def barrier(self) -> None:
+        self.table.barrier.wait()
+
+    def share_memory(self, num_bytes: int) -> Tensor:
+        mine = torch.zeros(num_bytes, dtype=torch.uint8)
+        first: Tensor = self.table.exchange(self.rank_in_group, mine)[0]
+        return first
 
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         assert len(x) == sizes[self.rank_in_group], "the rows do not match the sizes"

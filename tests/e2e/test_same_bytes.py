@@ -75,6 +75,7 @@ def test_quantised_weights(quantization: str, reference_named: Callable[[str], R
     ("name", "data_parallel_size", "dispatcher", "max_small_tokens", "dtype"),
     [("mixtral", 2, "all_to_all", MIDDLE, "float32"), ("mixtral", 4, "allgather", MIDDLE, "bfloat16"),
      ("deepseek-v3", 2, "allgather", None, "float32"), ("gpt-oss", 3, "all_to_all", 0, "bfloat16"),
+     ("deepseek-v3", 2, "shared_memory", 0, "bfloat16"), ("mixtral", 3, "shared_memory", MIDDLE, "float32"),
      pytest.param("mixtral", 2, "all_to_all", MIDDLE, "bfloat16", marks=pytest.mark.soak),
      pytest.param("mixtral", 4, "allgather", MIDDLE, "float32", marks=pytest.mark.soak),
      pytest.param("deepseek-v3", 2, "allgather", None, "bfloat16", marks=pytest.mark.soak),

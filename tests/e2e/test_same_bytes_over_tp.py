@@ -58,7 +58,7 @@ def make_case(folder: Path, family: str, seed: int, num_prompts: int) -> Case:
     )
     layout = dict(
         **random_mesh(dice, reference),
-        dispatcher=dice.choice(["allgather", "all_to_all"]),
+        dispatcher=dice.choice(["allgather", "all_to_all", "shared_memory"]),
         max_num_batched_tokens=dice.choice([13, 40, 200]),
         max_num_seqs=dice.choice([4, 16]),
         block_size=dice.choice([4, 16]),

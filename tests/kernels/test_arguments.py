@@ -139,7 +139,7 @@ def test_a_tensor_that_does_not_fit_is_refused(function: str) -> None:
         ("scatter_rows", "indices", lambda t: torch.tensor([4, 0]), "row 0 goes to 4, but there are 4"),
         ("scatter_rows", "indices", lambda t: torch.tensor([0, -2]), "row 1 goes to -2"),
         ("weighted_sum", "pair_of_row", lambda t: torch.tensor([4, 0, 1]), "row 0 belongs to pair 4"),
-        ("weighted_sum", "pair_of_row", lambda t: torch.tensor([3, 0, -1]), "row 2 belongs to pair -1"),
+        ("weighted_sum", "pair_of_row", lambda t: torch.tensor([3, 0, -2]), "row 2 belongs to pair -2"),
         ("write_cache", "slots", lambda t: torch.tensor([3, 4, 160]), "has slot 160"),
         ("write_cache", "slots", lambda t: torch.tensor([3, 4, -2]), "has slot -2"),
         ("write_cache", "value", lambda t: None, "value and value_cache go together"),

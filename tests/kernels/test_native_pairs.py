@@ -115,6 +115,8 @@ def test_weighted_sum(operations: PairKernels, seed: int, dtype: torch.dtype) ->
     rounding = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     assert ((total_TD.double() - expected_TD).abs() <= expected_TD.abs() * rounding * 1.01 + 2e-6).all()
     assert same_bytes(total_TD, TorchPairs().weighted_sum(output_RD, pairs_R, weights_TK, dtype))
+    with_others_RD, with_others_R = output_RD.repeat(2, 1), torch.cat([torch.full_like(pairs_R, -1), pairs_R])
+    assert same_bytes(total_TD, operations.weighted_sum(with_others_RD, with_others_R, weights_TK, dtype))
 
 
 def test_the_sum_is_in_the_order_of_k(operations: PairKernels) -> None:

@@ -167,7 +167,7 @@ def test_layers_are_divided_into_stages() -> None:
     assert (three.pipeline_layers, three.async_scheduling, three.max_concurrent_batches) == ((3, 2, 2), False, 3)
     assert (three.executor, three.num_ranks, three.num_threads, three.dispatcher) == ("mp", 3, 1, "local")
     given = decide(pipeline_parallel_size=2, pipeline_layers=[1, 6], data_parallel_size=2, tensor_parallel_size=2)
-    assert (given.pipeline_layers, given.num_ranks, given.dispatcher) == ((1, 6), 8, "all_to_all")
+    assert (given.pipeline_layers, given.num_ranks, given.dispatcher) == ((1, 6), 8, "shared_memory")
     assert decide(pipeline_parallel_size=2, max_concurrent_batches=1).max_concurrent_batches == 1
 
 
@@ -206,7 +206,7 @@ def test_dispatcher_follows_device_and_ranks() -> None:
     assert not decide(**ON_GPUS, dispatcher="deepep").dispatcher_may_change
     assert decide(**ON_GPUS, dispatcher="all_to_all").dispatcher == "all_to_all"
     assert decide(**ON_GPU).dispatcher == "local"
-    assert decide(data_parallel_size=2).dispatcher == "all_to_all"
+    assert decide(data_parallel_size=2).dispatcher == "shared_memory"
 
 
 def test_threads_wait_passively_if_they_outnumber_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

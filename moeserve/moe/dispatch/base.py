@@ -27,6 +27,7 @@ class PackedTokens:
     has_spare_rows: bool = False  # true if rows may follow the last expert's that are not computed
     gather: Gather | None = None  # for kernels that gather rows as they read them
     expected_rows: int | None = None  # approximate number of computed rows if most are spare; None: nearly all
+    out_RD: Tensor | None = None  # where `combine` reads the outputs; None: wherever they are
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.coordinator import GroupCoordinator
+from moeserve.errors import SettingsError
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
 from moeserve.moe.dispatch.base import Dispatcher
 from moeserve.moe.dispatch.local import LocalDispatcher
+
+if TYPE_CHECKING:
+    from moeserve.moe.dispatch.shared_rows import SharedRows
 
 
 class DispatcherFactory(Protocol):
@@ -41,9 +45,10 @@ class DispatcherFactory(Protocol):
 class TorchDispatchers:
     """Dispatchers on the group's own collectives. They share nothing."""
 
-    name: Literal["local", "allgather", "all_to_all"]
+    name: Literal["local", "allgather", "all_to_all", "shared_memory"]
     group: GroupCoordinator
     context: ModelContext
+    rows: SharedRows | None = None  # of shared_memory
 
     def make(self, placement: Placement) -> Dispatcher[Any]:
         if self.name == "local":
@@ -51,12 +56,16 @@ class TorchDispatchers:
         # Imported by engines of several ranks only, as DeepEP below.
         from moeserve.moe.dispatch.all_to_all import AllToAllDispatcher
         from moeserve.moe.dispatch.allgather import AllGatherDispatcher
+        from moeserve.moe.dispatch.shared_rows import SharedRowsDispatcher
 
         match self.name:
             case "allgather":
                 return AllGatherDispatcher(self.group, placement, self.context)
             case "all_to_all":
                 return AllToAllDispatcher(self.group, placement, self.context)
+            case "shared_memory":
+                assert self.rows is not None
+                return SharedRowsDispatcher(self.group, placement, self.context, self.rows)
 
     def prepare(self, tokens_per_rank: Sequence[int]) -> None:
         """Return at once: any step may follow any other."""
@@ -81,11 +90,20 @@ def open_dispatchers(
 ) -> DispatcherFactory:
     """Open the dispatchers that the config chooses. Collective: all ep ranks.
 
-    With dispatcher="auto", `all_to_all` replaces a library that cannot be used, and a log message gives the reason.
+    With dispatcher="auto", `all_to_all` replaces what cannot be used, and a log message gives the reason.
 
     Raises:
-        SettingsError: the config requires a library that cannot be used.
+        SettingsError: the config requires what cannot be used.
     """
+    if config.dispatcher == "shared_memory":
+        from moeserve.moe.dispatch.shared_rows import share_rows
+
+        max_tokens = shape.max_tokens_per_rank * group.world_size
+        rows = share_rows(group, max_tokens, shape.top_k, shape.hidden_size, shape.dtype)
+        if rows is None and not config.dispatcher_may_change:
+            why = "dispatcher='shared_memory', but the ranks cannot share memory; use 'all_to_all' or 'auto'"
+            raise SettingsError(why)
+        return TorchDispatchers("all_to_all" if rows is None else "shared_memory", group, context, rows)
     if config.dispatcher != "deepep":
         return TorchDispatchers(config.dispatcher, group, context)
     from moeserve.moe.dispatch.deepep.communicator import DeepEPShape

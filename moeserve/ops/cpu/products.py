@@ -54,9 +54,10 @@ class CpuProduct:
         has_spare_rows: bool = False,
         gather: Gather | None = None,
         expected_rows: int | None = None,
+        out_RC: Tensor | None = None,
     ) -> Tensor:
         assert gather is None, "these kernels take gathered rows"
-        output_RC = new_empty(rows_RI, len(rows_RI), self.num_columns)
+        output_RC = new_empty(rows_RI, len(rows_RI), self.num_columns) if out_RC is None else out_RC
         if is_measured():
             return output_RC.zero_()
         self.weights.multiply_rows(rows_RI, counts_e, has_spare_rows, output_RC)

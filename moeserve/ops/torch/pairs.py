@@ -41,7 +41,8 @@ class TorchPairs:
     def weighted_sum(self, output_RD: Tensor, pair_of_row_R: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         num_tokens, top_k = weights_TK.shape
         pairs_PD = output_RD.new_zeros(num_tokens * top_k, output_RD.shape[1])
-        pairs_PD[pair_of_row_R] = output_RD
+        counts_R = pair_of_row_R >= 0
+        pairs_PD[pair_of_row_R[counts_R]] = output_RD[: len(counts_R)][counts_R]
         pairs_TKD = pairs_PD.view(num_tokens, top_k, output_RD.shape[1])
         total_TD = pairs_TKD[:, 0].float() * weights_TK[:, :1]
         for k in range(1, top_k):

@@ -33,10 +33,11 @@ class TorchProduct:
         has_spare_rows: bool = False,
         gather: Gather | None = None,
         expected_rows: int | None = None,
+        out_RC: Tensor | None = None,
     ) -> Tensor:
         if gather is not None:
             rows_RI = rows_RI[gather.indices_R.clamp(min=0) // gather.divisor]
-        output_RC = rows_RI.new_empty(len(rows_RI), self._num_columns)
+        output_RC = rows_RI.new_empty(len(rows_RI), self._num_columns) if out_RC is None else out_RC
         for weight, rows in _rows_of_each(counts_e):
             output_RC[rows] = self._product(rows_RI[rows], self.weights.weight_eOI[weight], weight)
         return output_RC

@@ -47,8 +47,9 @@ class OrderedProduct:
         has_spare_rows: bool = False,
         gather: Gather | None = None,
         expected_rows: int | None = None,
+        out_RC: Tensor | None = None,
     ) -> Tensor:
-        return self.grouped.multiply_rows(rows_RI, counts_e, has_spare_rows, gather, expected_rows)
+        return self.grouped.multiply_rows(rows_RI, counts_e, has_spare_rows, gather, expected_rows, out_RC)
 
     def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
         return self.grouped.multiply_slots(slots_eSI, counts_e, expected_rows)

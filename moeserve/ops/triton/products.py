@@ -53,7 +53,9 @@ class TritonProduct:
         has_spare_rows: bool = False,
         gather: Gather | None = None,
         expected_rows: int | None = None,
+        out_RC: Tensor | None = None,
     ) -> Tensor:
+        assert out_RC is None, "these kernels allocate their results"
         return grouped_matmul(
             rows_RI,
             self.weights.weight_eOI,
@@ -101,7 +103,9 @@ class TritonBlockProduct:
         has_spare_rows: bool = False,
         gather: Gather | None = None,
         expected_rows: int | None = None,
+        out_RC: Tensor | None = None,
     ) -> Tensor:
+        assert out_RC is None, "these kernels allocate their results"
         codes_RI, scales_RB = quantize_blocks(rows_RI)
         return grouped_matmul(
             codes_RI,
