@@ -134,6 +134,7 @@ def resolve(
         max_queued_requests=scheduler.max_queued_requests,
         enforce_eager=scheduler.enforce_eager,
         num_threads=parallel.num_threads or _threads_per_rank(machine.cores_of_nodes or (machine.num_cores,), parallel),
+        numa_binding=parallel.numa_binding and executor == "mp" and device == "cpu",
         executor=executor,
         ray_compiled_graph=parallel.ray_compiled_graph,
         network_interface=parallel.network_interface,

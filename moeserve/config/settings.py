@@ -166,6 +166,9 @@ class ParallelSettings:
     num_threads: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = setting(
         None, "CPU threads of each rank; none: the cores of this process divided by the ranks on this host"
     )
+    numa_binding: bool = setting(
+        True, "on hosts with several NUMA nodes: bind the threads and the memory of each rank to a node"
+    )
     collective_timeout: Annotated[int, msgspec.Meta(ge=5, le=86400)] = (
         setting(  # well above the second that an idle replica sleeps
             300, "seconds that a rank waits for the others in one collective before it reports an error"
@@ -260,6 +263,7 @@ class EngineConfig:
     pipeline_layers: tuple[int, ...]  # by stage
     enforce_eager: bool
     num_threads: int  # of each rank
+    numa_binding: bool  # False unless all ranks are on the CPU of one host
     executor: Literal["uniproc", "mp", "ray"]
     ray_compiled_graph: bool
     network_interface: str | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from moeserve.config.resolve import too_few_gpus
@@ -9,9 +11,12 @@ from moeserve.config.settings import EngineConfig
 from moeserve.distributed.connect import Rendezvous, connect
 from moeserve.distributed.groups import Groups
 from moeserve.errors import SettingsError
+from moeserve.numa import bind_thread, nodes_of_rank, usable_nodes
 from moeserve.processes.child import Parent
 from moeserve.worker.protocol import Leave, Loaded, RankStart, ToRank, mesh_of
 from moeserve.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 def run(parent: Parent) -> None:
@@ -36,16 +41,36 @@ def run(parent: Parent) -> None:
 
 
 def join(start: RankStart) -> Groups:
-    """Return the groups of this rank once all ranks have joined. Its GPU, if any, becomes this thread's current one."""
+    """Return the groups of this rank once all ranks have joined.
+
+    Its GPU, if any, becomes this thread's current one. A rank on the CPU moves to its NUMA node before it has further
+    threads, and after it has compared the cores of this host with the number of ranks.
+    """
     config = start.config
     device = take_device(config, start.rank)
-    return connect(
+    groups = connect(
         mesh_of(config),
         start.rank,
         Rendezvous(start.store, config.collective_timeout),
         check_order=config.debug_collectives,
         device=device,
     )
+    take_nodes(config, start.rank)
+    return groups
+
+
+def take_nodes(config: EngineConfig, rank: int) -> None:
+    """Bind this thread, and those that it starts, to the NUMA nodes of the rank, if the host has several."""
+    nodes = nodes_of_rank(usable_nodes(), rank, config.num_ranks, config.num_threads) if config.numa_binding else []
+    if not nodes:
+        return
+    numbers = ", ".join(str(node.number) for node in nodes)
+    try:
+        bind_thread(nodes)
+    except OSError as error:  # some containers forbid it
+        logger.warning("rank %d is not bound to the memory of NUMA node %s: %s", rank, numbers, error)
+    else:
+        logger.info("rank %d is bound to NUMA node %s", rank, numbers)
 
 
 def take_device(config: EngineConfig, rank: int) -> torch.device:
