@@ -6,7 +6,7 @@
 - *dispatch*: the tokens of one layer go to the ranks of their experts and back, without the experts' computation.
   Random tokens, random experts. *speed-up* is over allgather.
 - *collectives*: each collective through shared memory and over gloo, as called from Python, on float32, sums also on
-  bfloat16. *bytes* are those of the tensor for all_reduce, otherwise what each rank sends to each.
+  bfloat16. *bytes* are what each rank sends to each.
 - *serving*: two ranks in each layout, with half of the cores each, beside one rank with all of them, through `LLM` on
   the same model. `decode.py` describes the rates. In each line all engines serve equally many requests at a time. Three
   engines are loaded at once: one rank, and two ranks with each of SERVED_DISPATCHERS.
@@ -43,7 +43,6 @@ from moeserve.bench.harness import (
 )
 from moeserve.bench.ranks import (
     DISPATCHERS,
-    SUMS,
     Ranks,
     TimeAgreements,
     TimeCollective,
@@ -58,7 +57,7 @@ from moeserve.models.registry import describe
 NUM_RANKS = (2, 4)
 TOKENS_PER_RANK = (1, 16, 128, 1024)
 SHAPE = {"hidden_size": 2048, "num_experts": 64, "top_k": 8}  # close to DeepSeek-V2-Lite and OLMoE
-OPERATIONS = ("all_to_all", "all_gather", *SUMS)
+OPERATIONS = ("all_to_all", "all_gather", "reduce_scatter")
 NUM_BYTES = (64, 2**11, 2**16, 2**21)
 SAMPLE_SECONDS = 0.2  # length of one sample
 LAYOUTS = ({"tensor_parallel_size": 2}, {"data_parallel_size": 2})
@@ -129,7 +128,7 @@ def measure_dispatches(ranks: Ranks, num_rounds: int) -> Iterator[Row]:
 
 def measure_collectives(ranks: Ranks, num_rounds: int) -> Iterator[Row]:
     for operation, dtype, num_bytes in itertools.product(OPERATIONS, ("float32", "bfloat16"), NUM_BYTES):
-        if dtype == "float32" or operation in SUMS:
+        if dtype == "float32" or operation == "reduce_scatter":
             facts: dict[str, Any] = {"operation": operation, "dtype": dtype, "num_bytes": num_bytes}
             orders = {
                 "shared memory": TimeCollective(transport="auto", **facts),

@@ -54,7 +54,6 @@ from moeserve.worker.worker import Worker
 
 DispatcherName: TypeAlias = Literal["allgather", "all_to_all", "shared_memory"]
 DISPATCHERS: tuple[DispatcherName, ...] = ("allgather", "all_to_all", "shared_memory")
-SUMS = ("reduce_scatter", "all_reduce")
 LEAST_CALLS = 3  # of one sample
 WARM_UP_STEPS = 3
 
@@ -82,7 +81,7 @@ class TimeCollective(msgspec.Struct, frozen=True, kw_only=True, tag="collective"
     transport: TransportName
     operation: str
     dtype: str
-    num_bytes: int  # all_reduce: of the tensor; otherwise: from each rank to each rank
+    num_bytes: int  # from each rank to each rank
     num_calls: int = LEAST_CALLS
 
 
@@ -253,7 +252,6 @@ def time_collective(group: GroupCoordinator, order: TimeCollective) -> list[floa
         "all_to_all": lambda: group.all_to_all(parts, sizes, sizes).wait(),
         "all_gather": lambda: group.all_gather(x, sizes),
         "reduce_scatter": lambda: group.reduce_scatter(parts, sizes),
-        "all_reduce": lambda: group.all_reduce(x),
     }
     return _timed(group, order.num_calls, calls[order.operation])
 

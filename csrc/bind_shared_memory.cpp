@@ -124,15 +124,6 @@ void bind_shared_memory(nb::module_& module) {
           },
           "sent"_a, "out"_a, "sizes"_a, "row_bytes"_a,
           "Reduce-scatter of the given number of rows per rank. Return the number of the operation.")
-      .def(
-          "begin_sum",
-          [](SharedMemory& self, const Tensor& sent, const Tensor& out, int64_t num_bytes) {
-            check_float_type("sent", sent);
-            return begin(self, [&self, sent, out, num_bytes] {
-              return self.begin_sum(sent.type, source_of(sent), target_of(out), num_bytes);
-            });
-          },
-          "sent"_a, "out"_a, "num_bytes"_a, "All-reduce. Return the number of the operation.")
       .def("wait", &wait, "number"_a, "timeout_s"_a, "is_measured"_a = true,
            "Wait for an operation. Return 0 on success, otherwise the outcome.")
       .def("begin_step", &SharedMemory::begin_step, "Restart the index of operations that `seconds_waited` uses.")

@@ -181,18 +181,6 @@ uint64_t SharedMemory::begin_sum_of_parts(ElementType element, const char* sent,
   return start(operation, nullptr, nullptr, 0);
 }
 
-uint64_t SharedMemory::begin_sum(ElementType element, const char* sent, char* out, int64_t num_bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Operation& operation = new_operation();
-  operation.sends_same = true;
-  operation.adds = true;
-  operation.element = operation.out_element = element;
-  operation.out = out;
-  operation.own = sent;
-  operation.parts.assign(num_ranks_, {sent, num_bytes, nullptr, num_bytes, 0, true});
-  return start(operation, nullptr, nullptr, 0);
-}
-
 bool SharedMemory::is_done(uint64_t number) const {
   if (!is_sent(number)) return false;
   return number < first_number() || operations_[number - first_number()].num_missing == 0;

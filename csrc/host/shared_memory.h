@@ -70,9 +70,6 @@ class SharedMemory {
   // Reduce-scatter: `out` becomes the sum of the parts for this rank. See `add_in_tree`.
   uint64_t begin_sum_of_parts(ElementType element, const char* sent, ElementType out_element, char* out,
                               const std::vector<int64_t>& bytes_of_rank);
-  // All-reduce. `out` must not be `sent`.
-  uint64_t begin_sum(ElementType element, const char* sent, char* out, int64_t num_bytes);
-
   // Move data until the operation is done. Returns kInterrupted at least every 50 ms. After kTimeout, kLost and
   // kMismatch this rank has left the group, so that the others fail as well. `is_measured`: include the time in
   // `seconds_waited`.

@@ -95,22 +95,6 @@ class GroupCoordinator:
         self.num_bytes_sent = 0  # to other ranks; of shared memory, what this rank reads of theirs
         self._connection = connection
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks, the same bytes on all of them.
-
-        On the CPU it is added in float32 in a tree of ranks (`sum_in_tree`); on a GPU see `nccl.py`.
-        """
-        if self.world_size == 1:
-            return x
-        self._count_and_check("all_reduce", x.dtype, x.shape)
-        self.num_bytes_sent += x.nbytes * (self.world_size - 1)
-        try:
-            reduced = self._connected.transport_of(x).all_reduce(x)
-        except TransportError as error:
-            self._fail("all_reduce", self._position(), error)
-        self._prepare_replay("all_reduce")
-        return reduced
-
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the rows of all ranks in rank order: x [sizes[rank_in_group], ...] -> [sum(sizes), ...]."""
         return self.begin_all_gather(x, sizes).wait()

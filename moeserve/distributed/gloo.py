@@ -22,15 +22,9 @@ from moeserve.distributed.transport import (
     Pending,
     Transport,
     TransportError,
-    all_reduce_by_all_gather,
-    all_reduce_by_shares,
     reduce_scatter_by_all_to_all,
 )
 from moeserve.memory import new_empty
-
-# all_reduce takes one exchange if every rank adds everything, and two if each adds a share. With n ranks the first way
-# receives about n - 2 times the size of x more (nothing with two ranks); up to this many bytes it is the faster way.
-MAX_EXTRA_BYTES = 2**20
 
 TIMER_SLACK_NS = 100_000_000
 PR_SET_TIMERSLACK = 29  # an option of Linux' prctl
@@ -96,11 +90,6 @@ class GlooTransport(Transport):
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         return reduce_scatter_by_all_to_all(self, x, sizes, self._rank, dtype)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if x.nbytes * (self._num_ranks - 2) <= MAX_EXTRA_BYTES:
-            return all_reduce_by_all_gather(self, x, self._num_ranks)
-        return all_reduce_by_shares(self, x, self._num_ranks)
 
     def close(self) -> None:
         self._connection.process_group = None

@@ -18,9 +18,7 @@ from torch.distributed import ProcessGroupGloo
 from moeserve.distributed import gloo
 from moeserve.distributed.transport import TransportError
 
-Operation = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce_minimum", "barrier"
-]
+Operation = Literal["all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce_minimum", "barrier"]
 NO_STEP = -1
 
 

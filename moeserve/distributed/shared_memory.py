@@ -31,8 +31,6 @@ from moeserve.distributed.transport import (
     Transport,
     TransportError,
     TransportUnavailable,
-    all_reduce_by_all_gather,
-    all_reduce_by_shares,
     reduce_scatter_by_all_to_all,
 )
 from moeserve.machine import usable_cores
@@ -45,9 +43,6 @@ SLOT_BYTES = 2**18
 # and next to nothing if the rank it waits for may need this core.
 SPIN_S = 50e-6
 SPIN_WITHOUT_CORE_S = 1e-6
-
-# all_reduce adds the whole tensor on every rank, not a share on each, if that reads at most this many bytes more.
-MAX_EXTRA_BYTES = 2**17
 
 # The dtypes whose sums the C++ part computes where it has kernels for this processor. torch adds all others.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -228,17 +223,6 @@ class SharedMemoryTransport(Transport):
         row_shape = x.shape[1:]
         out = new_empty(x, sizes[self._rank], *row_shape, dtype=dtype)
         operation = self._memory.begin_sum_of_parts(x, out, sizes, x.element_size() * row_shape.numel())
-        self._waiter(operation, x, out)()
-        return out
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if x.nbytes * (self._num_ranks - 2) > MAX_EXTRA_BYTES:
-            return all_reduce_by_shares(self, x, self._num_ranks)
-        if x.dtype not in self._added_natively:
-            return all_reduce_by_all_gather(self, x, self._num_ranks)
-        x = x.contiguous()
-        out = new_empty(x, *x.shape)
-        operation = self._memory.begin_sum(x, out, x.nbytes)
         self._waiter(operation, x, out)()
         return out
 

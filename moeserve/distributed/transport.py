@@ -12,8 +12,6 @@ from typing import NoReturn, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from moeserve.distributed.mesh import share_sizes
-
 # Sums of these dtypes accumulate in float32; sums of all others in their own dtype.
 ACCUMULATED_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,8 +40,6 @@ class Transport(Protocol):
     def begin_all_to_all(self, x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending: ...
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor: ...
-
-    def all_reduce(self, x: Tensor) -> Tensor: ...
 
     def share_memory(self, num_bytes: int) -> Tensor | None:
         """See `GroupCoordinator.share_memory`. Raises TransportError if a rank does not come in time."""
@@ -88,12 +84,6 @@ class Transport(Protocol):
         return
 
 
-def all_gather(transport: Transport, x: Tensor, sizes: Sequence[int]) -> Tensor:
-    gathered, wait = transport.begin_all_gather(x, sizes)
-    wait()
-    return gathered
-
-
 def reduce_scatter_by_all_to_all(
     transport: Transport, x: Tensor, sizes: Sequence[int], rank_in_group: int, dtype: torch.dtype | None
 ) -> Tensor:
@@ -102,18 +92,6 @@ def reduce_scatter_by_all_to_all(
     parts, wait = transport.begin_all_to_all(x, sizes, [num_own] * len(sizes))
     wait()
     return sum_in_tree(parts.view(len(sizes), num_own, *x.shape[1:]), dtype)
-
-
-def all_reduce_by_all_gather(transport: Transport, x: Tensor, num_ranks: int) -> Tensor:
-    """Return the sum: receive all tensors whole, and add them in the tree."""
-    parts = all_gather(transport, x.reshape(-1), [x.numel()] * num_ranks)
-    return sum_in_tree(parts.view(num_ranks, x.numel())).view(x.shape)
-
-
-def all_reduce_by_shares(transport: Transport, x: Tensor, num_ranks: int) -> Tensor:
-    """Return the sum: each rank adds one share, and the shares are gathered."""
-    sizes = share_sizes(x.numel(), num_ranks)
-    return all_gather(transport, transport.reduce_scatter(x.reshape(-1), sizes), sizes).view(x.shape)
 
 
 def sum_in_tree(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -56,7 +56,6 @@ def check_collectives(group: GroupCoordinator, check_sum: CheckSum = check_exact
     for dtype in DTYPES:
         check_gather(group, dtype)
         check_reduce_scatter(group, dtype, check_sum)
-        check_all_reduce(group, dtype, check_sum)
         check_exchange(group, dtype)
         check_broadcast(group, dtype)
     lowest = group.all_reduce_minimum(5 - group.rank_in_group)
@@ -85,15 +84,6 @@ def check_reduce_scatter(group: GroupCoordinator, dtype: str, check_sum: CheckSu
             if dtype == "float32":  # partial sums, rounded once
                 rounded = group.reduce_scatter(strided(terms[rank]), sizes, torch.bfloat16)
                 check_exact(rounded, terms, sum_in_tree(terms)[own].bfloat16())
-
-
-def check_all_reduce(group: GroupCoordinator, dtype: str, check_sum: CheckSum) -> None:
-    # The last shape is large enough to be added in shares, which are uneven on four ranks.
-    for case, shape in enumerate([(), (0,), (1,), (7, 3), (257, 129), (300_003,)]):
-        terms = [random_values(100 * case + rank, *shape, dtype=dtype) for rank in range(group.world_size)]
-        given = strided(terms[group.rank_in_group])
-        check_sum(group.all_reduce(given), terms, sum_in_tree(terms))
-        assert torch.equal(given, terms[group.rank_in_group]), "the input was changed"
 
 
 def check_exchange(group: GroupCoordinator, dtype: str) -> None:

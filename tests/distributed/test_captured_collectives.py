@@ -67,7 +67,7 @@ def collectives(groups: Groups, rows: torch.Tensor, parts: torch.Tensor) -> tupl
     return groups.ep.all_gather(rows, sizes), groups.ep.reduce_scatter(parts, sizes, torch.bfloat16)
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter"])
 def test_a_replay_names_a_rank_that_dies(ranks: Ranks, operation: str) -> None:
     outcomes = ranks.start(3, "test_captured_collectives:error_of_replay", operation=operation).outcomes(60.0)
     for rank in (0, 2):
@@ -91,8 +91,6 @@ def error_of_replay(place: Place, operation: str) -> str:
             groups.ep.all_gather(torch.zeros(sizes[place.rank], 5), sizes)
         case "reduce_scatter":
             groups.ep.reduce_scatter(torch.zeros(sum(sizes), 7), sizes)
-        case "all_reduce":
-            groups.ep.all_reduce(torch.zeros(9))
     graph.end_capture()
     groups.set_layer(None)
     groups.begin_step(7)

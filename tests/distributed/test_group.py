@@ -36,7 +36,6 @@ def run_collectives(place: Place, transport: TransportName) -> None:
 def test_a_group_of_one_returns_its_input() -> None:
     group = groups_of_one_rank().tp
     x = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
-    assert group.all_reduce(x) is x
     assert group.all_gather(x, [3]) is x
     assert group.reduce_scatter(x, [3]) is x
     assert group.all_to_all(x, [3], [3]).wait() is x
@@ -246,11 +245,11 @@ def perform(groups: Groups, operation: str) -> None:
     match operation:
         case "all_to_all":
             groups.ep.all_to_all(torch.ones(4, 3), [1] * 4, [1] * 4).wait()
-        case "all_reduce":
-            groups.ep.all_reduce(torch.ones(100_000))
+        case "reduce_scatter":
+            groups.ep.reduce_scatter(torch.ones(100_000), [25_000] * 4)
 
 
-@pytest.mark.parametrize(("operation", "transport"), [("all_to_all", "auto"), ("all_reduce", "gloo")])
+@pytest.mark.parametrize(("operation", "transport"), [("all_to_all", "auto"), ("reduce_scatter", "gloo")])
 def test_a_rank_that_dies_is_named_at_once(ranks: Ranks, operation: str, transport: str) -> None:
     arguments: dict[str, Any] = dict(how="dies", operation=operation, transport=transport, timeout_s=10.0)
     outcomes = ranks.start(4, "test_group:outlive", victim=2, **arguments).outcomes()
@@ -279,7 +278,7 @@ def test_a_stuck_rank_is_named_at_the_timeout(ranks: Ranks, transport: str) -> N
 
 
 def test_a_slow_rank_is_no_failure(ranks: Ranks) -> None:
-    arguments: dict[str, Any] = dict(operation="all_reduce", timeout_s=2.0, transport="auto")
+    arguments: dict[str, Any] = dict(operation="reduce_scatter", timeout_s=2.0, transport="auto")
     values = ranks.run(4, "test_group:outlive", victim=1, how="is late", **arguments)
     assert [message for _, message in values] == [""] * 4
 
@@ -325,7 +324,7 @@ def make_call(groups: Groups, name: str, operation: str, argument: Any) -> None:
         case "step":
             groups.begin_step(argument)
         case "reduce":
-            group.all_reduce(torch.ones(argument))
+            group.reduce_scatter(torch.ones(group.world_size, *argument), [1] * group.world_size)
         case "gather":
             group.all_gather(torch.ones(argument[group.rank_in_group], 2), argument)
         case "broadcast":
@@ -358,7 +357,7 @@ def make_call(groups: Groups, name: str, operation: str, argument: Any) -> None:
         (
             [["tp", "barrier", 0], ["ep", "reduce", [3]]],
             [["tp", "barrier", 0], ["tp", "barrier", 0], ["ep", "reduce", [3]]],
-            ["all_reduce of group 'ep'", "barrier of group 'tp' (step 3, collective 3"],
+            ["reduce_scatter of group 'ep'", "barrier of group 'tp' (step 3, collective 3"],
         ),
         # one rank is a step ahead
         (
@@ -383,7 +382,7 @@ def test_a_disagreement_among_many_names_the_one(ranks: Ranks) -> None:
     reduce, barrier = [["ep", "reduce", [4]]], [["ep", "barrier", 0]]
     messages = ranks.run(4, "test_group:call_in_order", calls=[reduce, reduce, barrier, reduce], tp=2)
     for rank in (0, 1, 3):
-        assert f"rank {rank} calls all_reduce" in messages[rank]
+        assert f"rank {rank} calls reduce_scatter" in messages[rank]
         assert "rank 2 calls barrier of group 'ep'" in messages[rank]
     assert "rank 2 calls barrier" in messages[2]
 
@@ -403,7 +402,6 @@ def run_checked_collectives(place: Place) -> None:
     groups = join(place, tp=2, check_order=True)
     for step in range(3):
         groups.begin_step(step)
-        groups.tp.all_reduce(torch.ones(3))
         arriving = groups.ep.all_to_all(torch.ones(place.rank * 4, 2), [place.rank] * 4, [0, 1, 2, 3])
         groups.dp.all_gather(torch.ones(groups.dp.rank_in_group, 1), [0, 1])
         assert arriving.wait().shape == (6, 2)

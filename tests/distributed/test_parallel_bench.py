@@ -54,7 +54,7 @@ def test_all_tables_of_several_ranks(
     finally:
         torch.set_num_threads(threads)
     printed = capsys.readouterr().out
-    tables_of = ("| 2 |", "| 2 ranks, 8 tokens, all_to_all |", "| 2 ranks, all_reduce, bfloat16 |")
+    tables_of = ("| 2 |", "| 2 ranks, 8 tokens, all_to_all |", "| 2 ranks, reduce_scatter, bfloat16 |")
     for line in (*tables_of, "tp 1, dp 2, shared_memory |"):
         assert line in printed
     rows = read_jsonl(results)
@@ -70,7 +70,7 @@ def test_all_tables_of_several_ranks(
         assert row["ratio"] == pytest.approx(gathered["median_us"] / row["median_us"])
 
     collectives = [row for row in rows if row["benchmark"] == "collectives"]
-    assert len(collectives) == 2 * (len(parallel.OPERATIONS) + 2)  # sums in two dtypes
+    assert len(collectives) == 2 * (len(parallel.OPERATIONS) + 1)  # sums in two dtypes
     for shared, gloo in zip(collectives[::2], collectives[1::2], strict=True):
         assert (shared["transport"], gloo["transport"]) == ("shared memory", "gloo")
         assert shared["ratio_to_gloo"] == pytest.approx(gloo["median_us"] / shared["median_us"])

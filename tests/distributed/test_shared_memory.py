@@ -30,7 +30,7 @@ from moeserve.errors import DistributedError
 from moeserve.ops.cpu.native import native_kernels
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 USUAL_SLOTS = dict(NUM_SLOTS=shared_memory.NUM_SLOTS, SLOT_BYTES=shared_memory.SLOT_BYTES)
 SMALL_SLOTS = dict(NUM_SLOTS=2, SLOT_BYTES=512)  # nearly all data is longer than all slots together
 
@@ -83,8 +83,6 @@ def compare_with_gloo(place: Place, seed: int, num_calls: int, largest: int, slo
 
 def collective(group: GroupCoordinator, operation: str, x: Tensor, table: list[list[int]], source: int) -> Tensor:
     match operation:
-        case "all_reduce":
-            return group.all_reduce(x)
         case "broadcast":
             return group.broadcast(x, source)
         case "all_gather":
@@ -147,8 +145,10 @@ def overlap(place: Place, seed: int, num_calls: int, slots: dict[str, int], dela
                 sizes = [sum(row) for row in table]
                 under_way.append((call, group.begin_all_gather(given[rank], sizes), torch.cat(given)))
             case 1:
-                x = [random_values([bound], "bfloat16", (seed, call, other)) for other in range(num_ranks)]
-                assert same_bytes(group.all_reduce(x[rank]), sum_in_tree(torch.stack(x), x[0].dtype)), f"sum {call}"
+                sizes = table[0]
+                x = [random_values([sum(sizes)], "bfloat16", (seed, call, other)) for other in range(num_ranks)]
+                expected = sum_in_tree(torch.stack(x)).split(sizes)[rank]
+                assert same_bytes(group.reduce_scatter(x[rank], sizes), expected), f"sum {call}"
             case _:
                 receive_sizes = [table[other][rank] for other in range(num_ranks)]
                 expected = torch.cat([given[other].split(table[other])[rank] for other in range(num_ranks)])
@@ -271,7 +271,7 @@ def send_past_a_sleeping_rank(place: Place, num_bytes: int) -> float:
 # ---- failures
 
 
-@pytest.mark.parametrize(("first", "second"), [("gather 2", "gather 3"), ("sum", "scatter"), ("nothing", "gather 3")])
+@pytest.mark.parametrize(("first", "second"), [("gather 2", "gather 3"), ("sum", "gather 3"), ("nothing", "gather 3")])
 def test_different_collectives_fail(ranks: Ranks, first: str, second: str) -> None:
     """Also without the check of the order."""
     messages = ranks.run(2, "test_shared_memory:call_different", operations=[first, second])
@@ -290,8 +290,6 @@ def call_different(place: Place, operations: list[str]) -> str:
                 case "gather 2":
                     group.all_gather(x[:2], [2, 2])
                 case "sum":
-                    group.all_reduce(x)
-                case "scatter":
                     group.reduce_scatter(x, [4, 4])
                 case "nothing":
                     group.all_to_all(x[:0], [0, 0], [0, 0]).wait()
@@ -380,9 +378,9 @@ def exchange_until_it_fails(place: Place, seed: int, folder: str) -> list[Any]:
         while True:
             if own_dice.random() < 0.05:
                 time.sleep(0.01 * own_dice.random())
-            group.all_reduce(x[:3])
+            group.reduce_scatter(x[: place.num_ranks], [1] * place.num_ranks)
             group.all_to_all(x, [4000] * place.num_ranks, [4000] * place.num_ranks).wait()
-            group.all_reduce(x)
+            group.reduce_scatter(x, [4000] * place.num_ranks)
     except DistributedError as error:
         failed_at, message = time.time(), str(error)
     used = memories_of(os.getpid())

@@ -102,7 +102,6 @@ ROWS = torch.arange(12.0).view(4, 3)
         (lambda t: t.reduce_scatter(ROWS, [2, 2], torch.bfloat16), ["alltoall_base", "wait"]),
         (lambda t: t.reduce_scatter(ROWS, [3, 1]), ["alltoall_base", "wait"]),
         (lambda t: t.reduce_scatter(ROWS[:0], [0, 0]), []),
-        (lambda t: t.all_reduce(ROWS), ["allreduce here"]),
     ],
 )
 def test_nccl_calls(run: Callable[[NcclTransport], object], calls: list[str]) -> None:
@@ -117,12 +116,11 @@ def test_small_sums_skip_nccl() -> None:
     one_shot.supports = lambda x: x.numel() <= 12
     one_shot.all_reduce = lambda x: 2 * x
     transport = NcclTransport(through, 5.0, small_all_reduce=one_shot)
-    assert transport.all_reduce(ROWS).tolist() == (2 * ROWS).tolist()
     assert transport.reduce_scatter(ROWS, [3, 1]).tolist() == (2 * ROWS[:3]).tolist()
     assert transport.reduce_scatter(ROWS, [0, 4]).shape == (0, 3)
     assert not through.calls
-    transport.all_reduce(torch.ones(13))
-    assert through.calls == ["allreduce here"]
+    transport.reduce_scatter(torch.ones(14), [7, 7])
+    assert through.calls == ["_reduce_scatter_base here"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +141,6 @@ def test_small_sums_skip_nccl() -> None:
 def test_errors_are_translated(message: str, cause: str) -> None:
     transport = NcclTransport(RecordedGroup(error=message), 5.0)
     for begin in (
-        lambda: transport.all_reduce(ROWS),
         lambda: transport.reduce_scatter(ROWS, [2, 2]),
         lambda: transport.begin_all_gather(ROWS, [4, 4]),
         lambda: transport.begin_all_gather(ROWS, [4, 1]),
