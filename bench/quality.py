@@ -6,21 +6,30 @@ The bf16 model continues a few openings by sampling. Each format then computes t
 the same texts. Reported are the mean Kullback-Leibler divergence from bf16 over all positions, in nats over the whole
 vocabulary, and the share of positions with the same most likely token. float32 is measured too: it shows how far bf16
 itself is from exact results, and so which divergences matter.
+
+The weights of the default model were in 4 bits once (Q4_1 of GGUF), and int4 finds their values again. So a copy of it
+is measured as well, whose weights are moved at random within the steps of these 4 bits, as if they had never been
+rounded. It is compared with its own bf16 results, on the same texts.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moeserve import LLM, SamplingParams
 from moeserve.api.default_model import default_model
 from moeserve.bench.harness import make_parser
 from moeserve.bench.report import show_and_save
+from moeserve.config.environment import cache_folder
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.distributed.groups import groups_of_one_rank
@@ -51,6 +60,7 @@ OPENINGS = (
     "Scientists have found that",
 )
 BLOCK_SIZE = 16
+MOVED = re.compile(r"(_proj|w[123])\.weight$")
 
 
 @dataclass(frozen=True)
@@ -70,10 +80,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of each text")
     options = parser.parse_args(arguments)
     model = options.model or default_model()
-    differences = compare(model, generated_texts(model, options.tokens))
-    facts = {"benchmark": "quality", "model": model.name}
-    rows = [facts | {"variant": name} | vars(difference) for name, difference in differences.items()]
+    texts = generated_texts(model, options.tokens)
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        models = [model] if options.model else [model, move_weights(model, Path(folder) / f"{model.name}, moved")]
+        rows = [
+            {"benchmark": "quality", "model": each.name, "variant": variant} | vars(difference)
+            for each in models
+            for variant, difference in compare(each, texts).items()
+        ]
     show_and_save(options.json, rows)
+
+
+def move_weights(model: Path, folder: Path) -> Path:
+    """Write a copy of a checkpoint whose matrices are moved by up to half a step of 4 bits. Return its folder.
+
+    A step is a fifteenth of the range of 32 neighbouring inputs. The embedding, which is the head too, stays.
+    """
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    generator = torch.Generator().manual_seed(0)
+    for shard in sorted(model.glob("*.safetensors")):
+        tensors = load_file(shard)
+        for name, weight in tensors.items():
+            if MOVED.search(name):
+                groups = weight.float().unflatten(1, (-1, 32))
+                steps = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
+                moves = torch.rand(groups.shape, generator=generator) - 0.5
+                tensors[name] = (groups + steps * moves).flatten(1).to(weight.dtype)
+        save_file(tensors, folder / shard.name, metadata={"format": "pt"})
+    return folder
 
 
 def generated_texts(model: Path, num_tokens: int) -> list[list[int]]:
