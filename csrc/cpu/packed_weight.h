@@ -47,7 +47,7 @@ int64_t count_panels(int64_t num_outputs);
 // Return the number of inputs, filled up to whole groups.
 int64_t padded_inputs(WeightFormat format, int64_t num_inputs);
 
-// Return the bytes of one panel of a single chunk, a multiple of 64.
+// Return the bytes of one panel of a single chunk, a multiple of 32.
 int64_t panel_bytes(WeightFormat format, int64_t num_inputs);
 
 // The inputs of a weight in chunks of `chunk_inputs`, of which the last one may have fewer.

@@ -46,7 +46,7 @@ def share_inputs(num_inputs: int, num_chunks: int, context: ModelContext) -> Inp
         return InputShare(share_of(num_inputs, rank, num_ranks), None)
     if not keeps_bytes(num_chunks, num_ranks):
         inputs = share_of(num_inputs, rank, num_ranks)
-        return InputShare(inputs, InputChunks(max(1, inputs.stop - inputs.start), is_partial=True))
+        return InputShare(inputs, InputChunks(max(1, inputs.stop - inputs.start), keeps_float32=True))
     size = -(-num_inputs // num_chunks)
     first, last = (min(num_inputs, size * (num_chunks // num_ranks) * n) for n in (rank, rank + 1))
-    return InputShare(slice(first, last), InputChunks(size, is_partial=num_ranks > 1))
+    return InputShare(slice(first, last), InputChunks(size, keeps_float32=num_ranks > 1))

@@ -79,7 +79,7 @@ class OutputHead(nn.Module):
             context,
             limits=QuantizationLimits(min_bits=8, cuts=None),
             # Logits stay float32 where the kernels have them so: in bfloat16, likely tokens often tie.
-            chunks=InputChunks(hidden_size, is_partial=True),
+            chunks=InputChunks(hidden_size, keeps_float32=True),
             borrow=(lambda: tied_to.weight[None]) if tied_to else None,
         )
 

@@ -218,7 +218,7 @@ class InputChunks:
     """
 
     size: int  # inputs of each chunk but the last, which may have fewer
-    is_partial: bool  # True if this rank has some of the chunks: results are float32 sums for the ranks to add
+    keeps_float32: bool  # results are not rounded: logits, or sums of some chunks that the ranks add
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_chunks_have_their_part_of_given_scales() -> None:
     scales_OG = torch.rand(40, 6, generator=generator).half()
     weight_OI = torch.randint(-8, 8, (40, 192), generator=generator) * scales_OG.float().repeat_interleave(32, 1)
     for chunk_size in (32, 64, 96):
-        chunks = InputChunks(chunk_size, is_partial=False)
+        chunks = InputChunks(chunk_size, keeps_float32=False)
         weights = OpenWeights(weight_OI[None], chunks=chunks, int4_scales_eOG=scales_OG[None])
         panels_PB = packed_copy(weights, "int4").panels.view(2, -1)
         parts = [

@@ -203,7 +203,7 @@ def product_of_chunks(
     part = OpenWeights(
         whole.weight_eOI[:, :, inputs].contiguous(),
         whole.bias_eO if chunks.start == 0 else None,
-        chunks=InputChunks(chunk_size, is_partial=True),
+        chunks=InputChunks(chunk_size, keeps_float32=True),
     )
     return inputs, native_product(packed_copy(part, packed_format))
 
@@ -217,7 +217,7 @@ def test_chunks_have_the_bytes_of_their_sums_on_any_number_of_ranks(
     torch.manual_seed(7)
     sizes = [(64, 8 * 256, 256), (70, 8 * 32, 32), (32, 8 * 12, 12), (34, 8 * 13, 13), (96, 7 * 40 + 3, 40)]
     for num_outputs, num_inputs, chunk_size in [*sizes, (32, 5 * 16 + 1, 16), (33, 3 * 96, 96), (64, 70, 70)]:
-        chunks = InputChunks(chunk_size, is_partial=False)
+        chunks = InputChunks(chunk_size, keeps_float32=False)
         whole = make(1, num_outputs, num_inputs, dtype, has_bias=has_bias, chunks=chunks)
         product = native_product(packed_copy(whole, packed_format))
         rows_RI = torch.randn(200, num_inputs + 6).to(dtype)[:, 6:]
@@ -238,7 +238,9 @@ def test_chunks_have_the_bytes_of_their_sums_on_any_number_of_ranks(
 
 
 def test_a_rank_without_inputs_has_partial_sums_of_zero() -> None:
-    product = KERNELS.make_product(OpenWeights(torch.empty(1, 5, 0).bfloat16(), chunks=InputChunks(3, is_partial=True)))
+    product = KERNELS.make_product(
+        OpenWeights(torch.empty(1, 5, 0).bfloat16(), chunks=InputChunks(3, keeps_float32=True))
+    )
     assert torch.equal(product.multiply(torch.empty(2, 0).bfloat16()), torch.zeros(2, 5))
 
 
@@ -246,7 +248,7 @@ def test_a_rank_without_inputs_has_partial_sums_of_zero() -> None:
 def test_chunks_are_packed_as_weights_of_their_own(packed_format: PackedFormat, dtype: torch.dtype) -> None:
     torch.manual_seed(8)
     for num_inputs, chunk_size in ((8 * 64, 64), (8 * 12, 12), (7 * 5, 10)):
-        whole = make(2, 64, num_inputs, dtype, chunks=InputChunks(chunk_size, is_partial=False))
+        whole = make(2, 64, num_inputs, dtype, chunks=InputChunks(chunk_size, keeps_float32=False))
         panels_ePB = packed_copy(whole, packed_format).panels.view(2, 2, -1)
         chunks = [
             packed_copy(OpenWeights(part.contiguous()), packed_format).panels.view(2, 2, -1)

@@ -105,5 +105,5 @@ def test_chunks_are_those_of_one_rank(num_inputs: int) -> None:
 
     for num_ranks in (2, 4, 8):
         assert [cut for rank in range(num_ranks) for cut in cuts(rank, num_ranks)] == cuts(0, 1)
-        assert all(share(rank, num_ranks)[1].is_partial for rank in range(num_ranks))
-    assert not share(0, 1)[1].is_partial
+        assert all(share(rank, num_ranks)[1].keeps_float32 for rank in range(num_ranks))
+    assert not share(0, 1)[1].keeps_float32

@@ -28,7 +28,7 @@ class CpuProduct:
 
     def __init__(self, native: ModuleType, packed: PackedWeights) -> None:
         self.num_columns = packed.num_outputs // packed.num_parts
-        self.is_partial = packed.chunks is not None and packed.chunks.is_partial
+        self.keeps_float32 = packed.chunks is not None and packed.chunks.keeps_float32
         self.weights = native.PackedWeights(
             packed.format,
             packed.panels,
@@ -40,7 +40,7 @@ class CpuProduct:
         )
 
     def multiply(self, input_TI: Tensor) -> Tensor:
-        dtype = torch.float32 if self.is_partial else input_TI.dtype
+        dtype = torch.float32 if self.keeps_float32 else input_TI.dtype
         output_TC = new_empty(input_TI, len(input_TI), self.num_columns, dtype=dtype)
         if is_measured():
             return output_TC.zero_()

@@ -24,7 +24,7 @@ class TorchProduct:
         (weight_OI,), chunks = self.weights.weight_eOI, self.weights.chunks
         output_TO = self._product(input_TI, weight_OI, 0)
         # A rank may have no inputs, where kernels that keep to chunks leave the product to torch.
-        return output_TO.float() if chunks is not None and chunks.is_partial else output_TO
+        return output_TO.float() if chunks is not None and chunks.keeps_float32 else output_TO
 
     def multiply_rows(
         self,

@@ -36,7 +36,7 @@ class OrderedProduct:
             weight_OI,
             chunk_inputs=None if chunks is None else chunks.size,
             bias_O=None if bias_eO is None else bias_eO[0],
-            out_dtype=torch.float32 if chunks is not None and chunks.is_partial else input_TI.dtype,
+            out_dtype=torch.float32 if chunks is not None and chunks.keeps_float32 else input_TI.dtype,
         )
         return self.grouped.activated(output_TO)
 
