@@ -238,9 +238,8 @@ def test_chunks_have_the_bytes_of_their_sums_on_any_number_of_ranks(
 
 
 def test_a_rank_without_inputs_has_partial_sums_of_zero() -> None:
-    product = KERNELS.make_product(
-        OpenWeights(torch.empty(1, 5, 0).bfloat16(), chunks=InputChunks(3, keeps_float32=True))
-    )
+    weights = OpenWeights(torch.empty(1, 5, 0).bfloat16(), chunks=InputChunks(3, keeps_float32=True))
+    product = KERNELS.make_product(weights)
     assert torch.equal(product.multiply(torch.empty(2, 0).bfloat16()), torch.zeros(2, 5))
 
 
