@@ -61,5 +61,5 @@ install --no-deps "$at"/wheel/*.whl
 for cpu in a64fx neoverse-n1 max; do
   export QEMU_CPU=$cpu
   "$at/python" -c 'import moeserve._cpu as kernels; print("instruction sets:", *kernels.usable_isas())'
-  "$at/python" -m pytest -p no:cacheprovider --ignore-glob='*/test_sm90_*' "${@:-tests/kernels}"
+  "$at/python" -m pytest -p no:cacheprovider -o timeout=0 --ignore-glob='*/test_sm90_*' "${@:-tests/kernels}"
 done
