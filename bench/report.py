@@ -150,6 +150,7 @@ COLUMNS: dict[str, Columns] = {
         ("seconds", "{seconds:3}"),
         ("of these loading", "{loading:3}"),
         ("imports before", "{imports:3}"),
+        ("beyond `import torch`", "{beyond_torch:3}"),
     ],
     "quality": [
         ("model", "{model}"),
@@ -238,7 +239,7 @@ def engine_cell(row: Row, name: str) -> str | None:
 
 
 def startup_tables(rows: Sequence[Row]) -> Iterator[str]:
-    shown = [row | {"gigabytes": row["checkpoint_bytes"] / 1e9} for row in rows]
+    shown = [{"beyond_torch": None} | row | {"gigabytes": row["checkpoint_bytes"] / 1e9} for row in rows]
     yield table(shown, COLUMNS["startup"])
 
 

@@ -3,12 +3,14 @@
     moeserve bench startup [--model NAME ...] [--engine NAME ...] [--rounds 5] [--json PATH]
 
 - *start*: a new process for each sample. *seconds* count from making the `LLM` to the first token after a prompt of 32;
-  *imports* is the time from the start of the process until then; *loading* is the part of the seconds until the model
-  is loaded.
+  *loading* is the part of them until the model is loaded. *imports* is the time from the start of the process until
+  moeserve is imported, and *beyond_torch* that from the end of `import torch` to the first token.
 - *source*: the checkpoint, with packed copies switched off, or the packed copy that an earlier start has written to a
   folder of the benchmark.
 - *cold*: the kernel was asked to drop its cached pages of the files; otherwise they are read into memory first. Pages
   that another process has mapped stay.
+- *memory*: the host of a virtual machine may take back memory that was free for seconds. Using it again takes .5 to
+  2.5 s of processor time per GiB instead of .13: starts from a checkpoint vary by that.
 - *peers*: the seconds from making the engine to the first token, in a new process each time.
 
 Sources and peers alternate.
@@ -20,7 +22,6 @@ import functools
 import itertools
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -30,21 +31,19 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeserve import LLM, SamplingParams
 from moeserve.bench.checkpoints import find_checkpoint
 from moeserve.bench.harness import Row, add_choices, add_models, interleave, make_parser
 from moeserve.bench.peers.peers import PEERS, start_peer
 from moeserve.bench.report import show_and_save
 from moeserve.config.environment import cache_folder
 from moeserve.errors import EngineError
-from moeserve.models.packed_cache_writer import wait_for_cache_writers
 from moeserve.ops.threads import set_num_threads
 
 MODELS = ("mixtral-mini",)
-PROMPT_TOKENS = 32
-START_ONCE = "import sys; from moeserve.bench.startup import first_token; first_token(sys.argv[1])"
+START_ONCE = "moeserve.bench.start_once"
+PARTS = ("seconds", "loading", "imports", "beyond_torch")  # of a start of moeserve
 
-Start = dict[str, float]  # seconds from making the engine to the first token; of moeserve also "imports" and "loading"
+Start = dict[str, float]  # PARTS; of another engine only the seconds from making it to the first token
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -92,7 +91,7 @@ def measure(model: Path, names: Sequence[str], own_settings: dict[str, Any], num
             "source": "its own" if name in PEERS else name,
             "quantization": None if name in PEERS else own_settings["quantization"],
             "checkpoint_bytes": sum(path.stat().st_size for path in model.glob("*.safetensors")),
-            **{part: median(start.get(part) for start in each) for part in ("seconds", "imports", "loading")},
+            **{part: median(start.get(part) for start in each) for part in PARTS},
             "rounds": each,
         }
         for name, each in starts.items()
@@ -108,7 +107,7 @@ def start_once(model: Path, cache: Path, own_settings: dict[str, Any], *, is_pac
     files = [*model.glob("*.safetensors"), *cache.glob("packed/*.safetensors")]
     (drop_from_memory if is_cold else read_into_memory)(files)
     settings = own_settings | {"model": str(model), "packed_cache": "16GiB" if is_packed else 0}
-    command = ["env", f"MOESERVE_CACHE={cache}", sys.executable, "-c", START_ONCE, json.dumps(settings)]
+    command = ["env", f"MOESERVE_CACHE={cache}", sys.executable, "-m", START_ONCE, json.dumps(settings)]
     started = time.monotonic()
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
@@ -116,20 +115,10 @@ def start_once(model: Path, cache: Path, own_settings: dict[str, Any], *, is_pac
     clock = json.loads(ended.stdout.splitlines()[-1])
     return {
         "seconds": clock["first_token"] - clock["imported"],
-        "imports": clock["imported"] - started,
         "loading": clock["loaded"] - clock["imported"],
+        "imports": clock["imported"] - started,
+        "beyond_torch": clock["first_token"] - clock["torch"],
     }
-
-
-def first_token(settings: str) -> None:
-    """Start moeserve, generate one token, and print readings of the monotonic clock, which all processes share."""
-    imported = time.monotonic()
-    with LLM(max_model_len=1024, device="cpu", show_progress=False, **json.loads(settings)) as llm:
-        loaded = time.monotonic()
-        prompt = random.Random(0).choices(range(llm.config.vocab_size), k=PROMPT_TOKENS)
-        llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        print(json.dumps({"imported": imported, "loaded": loaded, "first_token": time.monotonic()}), flush=True)
-        wait_for_cache_writers()  # the process would otherwise exit before the packed copy is written
 
 
 def start_peer_once(name: str, model: Path, threads: int) -> Start:

@@ -184,6 +184,7 @@ def test_startup_from_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     for row in rows:
         assert 0 < row["loading"] < row["seconds"]
         assert row["imports"] > row["loading"]  # torch takes longer than this model
+        assert row["seconds"] < row["beyond_torch"] < row["imports"] + row["seconds"]
     assert list((tmp_path / "bench").iterdir()) == []  # its own copies are gone
     assert "checkpoint, cold" in capsys.readouterr().out
     with pytest.raises(startup.EngineError, match="nothing"):
