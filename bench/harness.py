@@ -25,6 +25,7 @@ import torch
 
 from moeserve.bench.limits import LimitProbe, MachineLimits, mean_limits
 from moeserve.machine import installed_version, usable_cores
+from moeserve.ops.cpu.native import native_kernels
 
 ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "asimddp", "bf16", "sve")
 
@@ -98,6 +99,7 @@ def environment() -> Row:
         "commit": commit(),
         "cpu": model,
         "isa": [flag for flag in ISA_FLAGS if flag in flags],
+        "kernels": None if (kernels := native_kernels()) is None else kernels.isa(),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),

@@ -89,6 +89,7 @@ def rows_of(rows: Iterable[Row], benchmark: str) -> list[Row]:
     found: dict[tuple[str, ...], Row] = {}
     for row in rows:
         if row["benchmark"] == benchmark:
+            row = {**row, "kernels": row["environment"].get("kernels")}
             if benchmark == "throughput" and WEIGHT_FORMATS.keys() & row["engines"].keys():
                 row = {**row, "cell": f"{row['cell']}, quantised"}
             found[tuple(str(row.get(key)) for key in KEYS[benchmark])] = row
@@ -97,8 +98,8 @@ def rows_of(rows: Iterable[Row], benchmark: str) -> list[Row]:
 
 # What distinguishes the measurements of a benchmark.
 KEYS: dict[str, tuple[str, ...]] = {
-    "throughput": ("model", "cell"),
-    "moe": ("shape_name", "num_rows"),
+    "throughput": ("model", "kernels", "cell"),
+    "moe": ("shape_name", "kernels", "num_rows"),
     "latency": ("model", "engine", "requests_per_second"),
     "startup": ("model", "engine", "source", "quantization"),
     "attention": ("name", "shape"),
@@ -198,7 +199,7 @@ COLUMNS: dict[str, Columns] = {
 def throughput_tables(rows: Sequence[Row]) -> Iterator[str]:
     """For each model, all cells with all engines and the goals."""
     goals: Columns = [("moeserve / best peer (goal)", "{best}"), ("reached", "{reached:.2f}")]
-    for model, cells in by(rows, "model").items():
+    for model, cells in by_title(rows, "model").items():
         yield f"**{model}**, tokens per second (share of the limit)"
         yield engines_table([row | goal_cells(row) for row in cells], ("cell", "{cell}"), goals)
         yield image("throughput", model)
@@ -218,7 +219,7 @@ def goal_cells(row: Row) -> Row:
 
 def moe_tables(rows: Sequence[Row]) -> Iterator[str]:
     """For each shape: numbers of rows with all engines."""
-    for name, cells in by(rows, "shape_name").items():
+    for name, cells in by_title(rows, "shape_name").items():
         sizes = "{num_experts} x {hidden} x {width}, top-{top_k}".format(**cells[0]["shape"])
         yield f"**{name}**, {sizes}: rows per second (share of the limit)"
         yield engines_table(cells, ("rows", "{num_rows}"), [])
@@ -321,7 +322,7 @@ def plots(rows: Sequence[Row]) -> dict[str, str]:
     """Return images by file name: shares of the limit, one image for each model and each shape."""
     images = {}
     for benchmark, title, cell in (("throughput", "model", "{cell}"), ("moe", "shape_name", "{num_rows} rows")):
-        for name, cells in by(rows_of(rows, benchmark), title).items():
+        for name, cells in by_title(rows_of(rows, benchmark), title).items():
             groups = []
             for row in cells:
                 bars = [
@@ -329,12 +330,16 @@ def plots(rows: Sequence[Row]) -> dict[str, str]:
                     for engine in in_order(row["engines"])
                 ]
                 groups.append(Group(cell.format_map(row), tuple(bars)))
-            images[f"{benchmark}-{name}.svg"] = bar_chart(f"{name}: share of the machine's limit", groups)
+            images[image_name(benchmark, name)] = bar_chart(f"{name}: share of the machine's limit", groups)
     return images
 
 
 def image(benchmark: str, name: str) -> str:
-    return f"![{name}: share of the machine's limit]({PLOTS}/{benchmark}-{name}.svg)"
+    return f"![{name}: share of the machine's limit]({PLOTS}/{image_name(benchmark, name)})"
+
+
+def image_name(benchmark: str, name: str) -> str:
+    return f"{benchmark}-{name.replace(', ', '-')}.svg"
 
 
 def table(rows: Sequence[Row], columns: Columns) -> str:
@@ -367,6 +372,8 @@ def machine_line(rows: Sequence[Row]) -> str:
         figures = [figure for name, figure in row.get("engines", {}).items() if not name.startswith("moeserve")]
         peers = ", ".join(unique(map(peer_facts, figures)))
         isa = ", ".join(machine["isa"])
+        if kernels := machine.get("kernels"):
+            isa += f"; moeserve's kernels: {kernels}"
         commit = f"commit {machine['commit']}" if machine.get("commit") else "commit not recorded"
         facts.append(
             f"{machine['date'][:10]}, {machine['cpu']}, {machine['cores']} cores ({isa}), {machine['threads']} threads"
@@ -388,6 +395,12 @@ def by(rows: Iterable[Row], key: str) -> dict[Any, list[Row]]:
     for row in rows:
         groups.setdefault(row[key], []).append(row)
     return groups
+
+
+def by_title(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
+    """Group rows by a model or shape, and by the instruction set of moeserve's kernels where it was recorded."""
+    facts = ((row, (row[key], row["environment"].get("kernels"))) for row in rows)
+    return by([row | {"title": ", ".join(filter(None, names))} for row, names in facts], "title")
 
 
 def in_order(names: Iterable[str]) -> list[str]:

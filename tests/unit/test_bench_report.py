@@ -88,6 +88,19 @@ def test_tables_are_replaced_and_the_last_row_counts(checkout: Path, capsys: pyt
     assert document.read_text() == text  # again changes nothing
 
 
+def test_each_instruction_set_has_tables_of_its_own(checkout: Path) -> None:
+    row = throughput_row("decode, batch 1", {"vllm": 10.0, "moeserve": 30.0})
+    save(checkout / "results" / "throughput.jsonl", [row | {"environment": MACHINE | {"kernels": "amx"}}])
+    documents = {path.name for path in report.write_report(checkout / "results", checkout / "docs" / "benchmarks.md")}
+    text = (checkout / "docs" / "benchmarks.md").read_text()
+    assert "**some-model**, tokens" in text
+    assert "**some-model, amx**, tokens" in text
+    assert "| 90.0 (90%)" in text
+    assert "| 30.0 (30%)" in text
+    assert "(avx2; moeserve's kernels: amx)" in text
+    assert documents >= {"throughput-some-model.svg", "throughput-some-model-amx.svg"}
+
+
 def test_plots_are_to_scale(checkout: Path) -> None:
     report.write_report(checkout / "results", checkout / "docs" / "benchmarks.md")
     image = ElementTree.parse(checkout / "docs" / "plots" / "throughput-some-model.svg").getroot()
