@@ -247,8 +247,12 @@ def _choose_dispatcher(parallel: ParallelSettings, device: str, *, prefers_deepe
         if device == "cpu":
             return "shared_memory"
         return "deepep" if prefers_deepep else "all_to_all"
-    if wanted == "deepep" and num_ranks == 1:
-        raise SettingsError("dispatcher='deepep' needs several ranks in a stage, and there is 1 rank; use 'auto'")
+    if wanted in ("deepep", "shared_memory") and num_ranks == 1:
+        raise SettingsError(f"dispatcher={wanted!r} needs several ranks in a stage, and there is 1 rank; use 'auto'")
+    if wanted == "shared_memory" and device != "cpu":
+        raise SettingsError(
+            f"dispatcher='shared_memory' is for CPUs, and device={device!r}; use 'all_to_all' or 'auto'"
+        )
     if wanted == "deepep" and device != "cuda":
         raise SettingsError(f"dispatcher='deepep' needs GPUs, and device={device!r}; use 'all_to_all' or 'auto'")
     if wanted == "local" and num_ranks > 1:

@@ -138,6 +138,8 @@ def test_wrong_values_are_refused_by_name(option: str, value: object, named: str
         (dict(data_parallel_size=2, dispatcher="local"), ["dispatcher='local'", "'all_to_all'"]),
         (dict(data_parallel_size=2, dispatcher="deepep"), ["dispatcher='deepep'", "device='cpu'"]),
         (dict(dispatcher="deepep", **ON_GPU), ["dispatcher='deepep'", "1 rank"]),
+        (dict(dispatcher="shared_memory"), ["dispatcher='shared_memory'", "1 rank"]),
+        (dict(dispatcher="shared_memory", **ON_GPUS), ["dispatcher='shared_memory'", "device='cuda'"]),
         (dict(tensor_parallel_size=4, data_parallel_size=4, num_cores=2), ["16 ranks", "2 CPU cores", "at most 8"]),
         (dict(data_parallel_size=3, num_redundant_experts=11), ["num_redundant_experts=11", "at most 10"]),
         (dict(ON_GPUS, num_gpus=1), ["data_parallel_size=2", "2 ranks", "CUDA_VISIBLE_DEVICES"]),

@@ -27,7 +27,7 @@ class PackedTokens:
     has_spare_rows: bool = False  # true if rows may follow the last expert's that are not computed
     gather: Gather | None = None  # for kernels that gather rows as they read them
     expected_rows: int | None = None  # approximate number of computed rows if most are spare; None: nearly all
-    out_RD: Tensor | None = None  # where `combine` reads the outputs; None: wherever they are
+    out_RD: Tensor | None = None  # where experts must write their outputs; None: anywhere
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Dispatcher(Protocol[Handle]):
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingDispatch[Handle]: ...
 
     def combine(self, output: Tensor, handle: Handle) -> PendingOutput:
-        """Send the outputs back. `output` has the layout of the dispatched tokens."""
+        """Send the outputs back. `output` has the layout of the dispatched tokens, and is in `out_RD` if that is given."""
         ...
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:

@@ -104,11 +104,14 @@ class SharedRowsDispatcher:
     """Writes hidden states and outputs into shared memory, and reads those of other ranks there. See `Dispatcher`.
 
     A row is written once and read where it is needed; `all_to_all` copies it three times more. Experts write their
-    outputs to `PackedTokens.out_RD`, which is in shared memory. Each layer has two
-    small all-gathers: of the routing, once hidden states are written, and of nothing, once outputs are written. No rank
-    overwrites rows that another still reads: hidden states are written after the second all-gather of the layer before,
-    which all ranks join when they have read that layer's, and outputs after the first one, which all ranks join when
-    they have read the outputs of the layer before. Small steps use `AllGatherDispatcher`.
+    outputs to `PackedTokens.out_RD`, which is in shared memory.
+
+    Each layer has two small all-gathers: of the routing, once hidden states are written, and of nothing, once outputs
+    are written. No rank overwrites rows that another still reads. A rank writes hidden states after the second
+    all-gather of the layer before, which all ranks join once they have read the hidden states of that layer. It writes
+    outputs after the first all-gather, which all ranks join once they have read the outputs of the layer before.
+
+    Small steps use `AllGatherDispatcher`.
     """
 
     def __init__(self, group: GroupCoordinator, placement: Placement, context: ModelContext, rows: SharedRows) -> None:
