@@ -88,7 +88,7 @@ class Dispatcher(Protocol[Handle]):
     def dispatch(self, hidden_TD: Tensor, routing: Routing, step: StepInputs) -> PendingDispatch[Handle]: ...
 
     def combine(self, output: Tensor, handle: Handle) -> PendingOutput:
-        """Send the outputs back. `output` has the layout of the dispatched tokens, and is in `out_RD` if that is given."""
+        """Send the outputs back. `output` has the layout of the dispatched tokens, in `out_RD` if that is given."""
         ...
 
     def is_capturable(self, tokens_per_rank: Sequence[int], bytes_per_token: int) -> bool:
