@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from moeserve.ops.select import select_kernels
 from moeserve.scheduling.lockstep import Outcome, Round
 from moeserve.worker import cpu_graphs
 from moeserve.worker.cpu_graphs import CapturedStep, CpuGraphs, OnlyKernels, StepSizes
+from moeserve.worker.worker import Worker
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the C++ kernels are not built")
 
@@ -111,6 +114,45 @@ def test_a_size_is_captured_when_it_occurs_again(plain: Reference) -> None:
         for max_tokens, expected in ((2, {1}), (3, {1, 3})):  # the first token of each comes with its prompt
             llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
             assert sizes_of(llm) == expected
+
+
+@pytest.mark.usefixtures("never_idle")
+def test_a_capture_in_traffic_costs_a_few_eager_steps(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in function calls, of Python and of C: a clock would see other processes too. A capture takes 3 times the
+    calls of an eager step without kernels; imports, or a search for reads on the host in each capture, take more.
+    """
+    execute = Worker.execute
+    calls: dict[str, list[int]] = {"eager": [], "captured": [], "replayed": []}
+
+    def counted(worker: Worker, work: Any) -> Any:
+        num_calls = 0
+
+        def count(frame: FrameType, event: str, argument: Any) -> None:
+            nonlocal num_calls
+            num_calls += event in ("call", "c_call")
+
+        graphs = worker.runner.replay
+        assert isinstance(graphs, CpuGraphs)
+        captured_before = set(graphs.captured)
+        sys.setprofile(count)
+        try:
+            outcome = execute(worker, work)
+        finally:
+            sys.setprofile(None)
+        if work.plan is not None and work.plan.is_decode_only:
+            sizes = (work.plan.num_tokens, (work.plan.num_tokens,))
+            has_graph = sizes in graphs.captured
+            kind = "replayed" if sizes in captured_before else "captured" if has_graph else "eager"
+            calls[kind].append(num_calls)
+        return outcome
+
+    monkeypatch.setattr(Worker, "execute", counted)
+    with started(plain) as llm:
+        generate_twice(llm, plain.prompts(*LENGTHS))
+    assert len(calls["eager"]) == len(calls["captured"]) == 4  # of 6, 5, 4 and 2 tokens; 1 is captured at the start
+    for eager, captured in zip(calls["eager"], calls["captured"], strict=True):
+        assert captured < 4 * eager
+    assert max(calls["replayed"]) < min(calls["eager"])
 
 
 def test_a_step_with_other_operations_is_not_captured(
