@@ -118,8 +118,10 @@ def test_a_size_is_captured_when_it_occurs_again(plain: Reference) -> None:
 
 @pytest.mark.usefixtures("never_idle")
 def test_a_capture_in_traffic_costs_a_few_eager_steps(plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in function calls, of Python and of C: a clock would see other processes too. A capture takes 3 times the
-    calls of an eager step without kernels; imports, or a search for reads on the host in each capture, take more.
+    """Function calls of Python and C are counted, because a clock also measures other processes.
+
+    A step that captures makes 3 times the calls of an eager step. It would make more if it imported modules, or if
+    every capture looked for reads on the host.
     """
     execute = Worker.execute
     calls: dict[str, list[int]] = {"eager": [], "captured": [], "replayed": []}
