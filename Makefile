@@ -96,7 +96,8 @@ test: setup
 # The kernels and the engine as on a processor without AVX-512: all tests that depend on the instruction set.
 test-avx2: setup
 	MOESERVE_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(TWO_WORKERS) \
-		$(addprefix tests/e2e/test_,families.py same_bytes.py cpu_graphs.py quantized.py float8_weights.py packed_start.py) \
+		$(addprefix tests/e2e/test_,families.py same_bytes.py same_bytes_over_tp.py cpu_graphs.py \
+			quantized.py int4_weights.py float8_weights.py packed_start.py first_use.py) \
 		--ignore-glob='*/test_sm90_*' tests/kernels
 
 # The wheel for 64-bit ARM and its kernel tests. Needs: apt install g++-aarch64-linux-gnu qemu-user-static

@@ -19,7 +19,10 @@ std::vector<Isa> find_usable() {
   const auto is_named = [highest](Isa isa) { return isa_name(isa) == highest; };
   const auto first = std::find_if(supported.begin(), supported.end(), is_named);
   if (first == supported.end()) {
-    throw std::invalid_argument("MOESERVE_ISA=" + std::string(highest) + " is not supported by this machine");
+    std::string names;
+    for (Isa isa : supported) names += (names.empty() ? "" : ", ") + isa_name(isa);
+    throw std::invalid_argument("MOESERVE_ISA=" + std::string(highest) +
+                                " is no instruction set that this processor has kernels for; it has " + names);
   }
   return {first, supported.end()};
 }

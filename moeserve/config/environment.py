@@ -105,9 +105,16 @@ def environment_of_cluster(address: str, token: str) -> dict[str, str]:
     return environment
 
 
+# Where OpenMP places its threads. It reads them when it is loaded.
+BINDINGS_OF_THREADS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
 def environment_of_rank(config: EngineConfig, num_cores: int) -> dict[str, str]:
     """Return the environment of a process that runs one rank."""
     environment = dict(os.environ)
+    if config.num_ranks > 1 and config.device == "cpu":
+        for name in BINDINGS_OF_THREADS:  # they would bind the threads of all ranks to the same cores
+            environment.pop(name, None)
     if config.num_ranks * config.num_threads > num_cores:
         # Threads that wait actively would take cores from threads that compute.
         environment["OMP_WAIT_POLICY"] = "passive"

@@ -168,13 +168,14 @@ class GroupCoordinator:
             self._count_and_check("barrier", torch.uint8)
             self._gather_scalars(torch.zeros(1, dtype=torch.uint8), "barrier")
 
-    def share_memory(self, num_bytes: int) -> Tensor | None:
-        """Return memory that all ranks map, uint8, all zeros; None if they cannot. Pages that nobody writes take none.
+    def share_memory(self, num_bytes: int) -> Tensor:
+        """Return memory that all ranks map, uint8, all zeros. Pages that nobody writes take none.
 
         Collective. What a rank has written before it joins a collective, others can read after that collective.
+
+        Raises:
+            TransportUnavailable: on all ranks, because one of them cannot map it; says why.
         """
-        if self.world_size == 1:
-            return None
         try:
             return self._connected.transport.share_memory(num_bytes)
         except TransportError as error:

@@ -30,7 +30,6 @@ from moeserve.distributed.transport import (
     Pending,
     Transport,
     TransportError,
-    TransportUnavailable,
     reduce_scatter_by_all_to_all,
 )
 from moeserve.machine import usable_cores
@@ -57,7 +56,7 @@ class Outcome(IntEnum):
     DONE = 0
     TIMEOUT = 2
     LOST = 3
-    DISAGREE = 4
+    MISMATCH = 4
 
 
 def connect(
@@ -138,8 +137,8 @@ class SharedMemoryConnection:
 
         return wait
 
-    def share_memory(self, num_bytes: int) -> Tensor | None:
-        """Return memory of the first rank that all ranks map, or None if one of them cannot."""
+    def share_memory(self, num_bytes: int) -> Tensor:
+        """Return memory of the first rank that all ranks map. See `GroupCoordinator.share_memory`."""
         store = PrefixStore(f"shared/{self._num_shared}", self._store)
         self._num_shared += 1
         size = num_bytes if self.rank_in_group == 0 else mmap.PAGESIZE
@@ -156,8 +155,6 @@ class SharedMemoryConnection:
             finally:
                 peers.close()
             agree(PrefixStore("maps", store), self.rank_in_group, num_ranks, refusal, self._timeout_s)
-        except TransportUnavailable:
-            return None
         except RuntimeError as error:  # the store raises it
             raise TransportError(f"not all ranks shared memory within {self._timeout_s:g} s") from error
         assert memory is not None
@@ -171,7 +168,7 @@ class SharedMemoryConnection:
                 return f"not all ranks joined within {self._timeout_s:g} s, no data from {format_ranks(absent)}"
             case Outcome.LOST:
                 return f"{format_ranks(absent)} closed {'its' if len(absent) == 1 else 'their'} connection"
-            case Outcome.DISAGREE:
+            case Outcome.MISMATCH:
                 return (
                     f"{format_ranks(absent)} sent data of another collective or of another size; "
                     "debug_collectives=True shows where the ranks diverge"
@@ -226,7 +223,7 @@ class SharedMemoryTransport(Transport):
         self._waiter(operation, x, out)()
         return out
 
-    def share_memory(self, num_bytes: int) -> Tensor | None:
+    def share_memory(self, num_bytes: int) -> Tensor:
         return self._connection.share_memory(num_bytes)
 
     def begin_step(self) -> None:

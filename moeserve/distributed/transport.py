@@ -41,9 +41,9 @@ class Transport(Protocol):
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor: ...
 
-    def share_memory(self, num_bytes: int) -> Tensor | None:
+    def share_memory(self, num_bytes: int) -> Tensor:
         """See `GroupCoordinator.share_memory`. Raises TransportError if a rank does not come in time."""
-        return None
+        raise TransportUnavailable(f"{type(self).__name__} shares no memory")
 
     def close(self) -> None:
         """Drop the connections, so that ranks waiting for this one fail at once. May be called twice."""

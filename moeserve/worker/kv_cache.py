@@ -66,10 +66,12 @@ def measure_step_memory(run_largest_step: Callable[[], object], device: str) -> 
         run_largest_step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    before = _resident_bytes("VmRSS")
+    before, shared_before = _resident_bytes("VmRSS"), _resident_bytes("RssShmem")
     _reset_peak()
     run_largest_step()
-    return max(0, _resident_bytes("VmHWM") - before)
+    # Memory that ranks share is resident in each of them, and stays: it is not free any more.
+    shared = _resident_bytes("RssShmem") - shared_before
+    return max(0, _resident_bytes("VmHWM") - before - shared)
 
 
 def free_gpu_memory() -> int:
@@ -80,7 +82,7 @@ def free_gpu_memory() -> int:
 
 
 def _resident_bytes(name: str) -> int:
-    """Return VmRSS or VmHWM (its peak) of this process in bytes; 0 if the system does not report it."""
+    """Return VmRSS, its peak VmHWM, or its shared part RssShmem, of this process in bytes; 0 if not reported."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

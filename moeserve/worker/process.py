@@ -61,14 +61,28 @@ def join(start: RankStart) -> Groups:
 
 def take_nodes(config: EngineConfig, rank: int) -> None:
     """Bind this thread, and those that it starts, to the NUMA nodes of the rank, if the host has several."""
-    nodes = nodes_of_rank(usable_nodes(), rank, config.num_ranks, config.num_threads) if config.numa_binding else []
+    hosts_nodes = usable_nodes() if config.numa_binding else []
+    nodes = nodes_of_rank(hosts_nodes, rank, config.num_ranks, config.num_threads)
     if not nodes:
+        if rank == 0 and len(hosts_nodes) > 1 and config.num_ranks > 1:
+            logger.warning(
+                "%d ranks with num_threads=%d do not fit on NUMA nodes of %s cores, so they are not bound to nodes; "
+                "lower num_threads, or set numa_binding=False",
+                config.num_ranks,
+                config.num_threads,
+                ", ".join(str(len(node.cores)) for node in hosts_nodes),
+            )
         return
     numbers = ", ".join(str(node.number) for node in nodes)
     try:
         bind_thread(nodes)
     except OSError as error:  # some containers forbid it
-        logger.warning("rank %d is not bound to the memory of NUMA node %s: %s", rank, numbers, error)
+        logger.warning(
+            "rank %d is not bound to NUMA node %s, which may cost speed: %s; numa_binding=False does not try it",
+            rank,
+            numbers,
+            error,
+        )
     else:
         logger.info("rank %d is bound to NUMA node %s", rank, numbers)
 

@@ -81,7 +81,7 @@ class Worker:
         self._reports_state = config.debug_rank_state
         logger.info("KV cache: %d blocks, %d tokens", self.num_blocks, self.num_blocks * config.block_size)
         if groups.rank == 0 and (note := note_on_bytes(config, model.config, kernels)):
-            logger.info(note)
+            (logger.warning if config.device == "cpu" else logger.info)(note)
 
     @torch.inference_mode()
     def capture_ahead(self) -> bool:

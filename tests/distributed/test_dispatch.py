@@ -97,7 +97,6 @@ def make_dispatchers(name: Any, group: Any, dtype: torch.dtype = torch.float32) 
     rows = None
     if name == "shared_memory":
         rows = share_rows(group, MAX_TOKENS, MAX_TOP_K, WIDTH, dtype)
-        assert rows is not None
         rows.hidden_ND.fill_(torch.nan)
         rows.output_PD.fill_(torch.nan)
         group.barrier()

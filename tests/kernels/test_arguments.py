@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -170,3 +173,12 @@ def test_unknown_settings_are_refused() -> None:
         kernels.set_isa("mmx")
     with pytest.raises(ValueError, match="num_threads=0"):
         kernels.set_num_threads(0)
+
+def test_an_unknown_limit_of_instruction_sets_is_refused_with_the_names() -> None:
+    command = [sys.executable, "-c", "from moeserve.ops.cpu.native import native_kernels; native_kernels()"]
+    environment = os.environ | {"MOESERVE_ISA": "avx"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode != 0
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("moeserve.errors.SettingsError: MOESERVE_ISA=avx is no instruction set")
+    assert all(name in last for name in kernels.usable_isas())

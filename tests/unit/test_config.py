@@ -218,6 +218,14 @@ def test_threads_wait_passively_if_they_outnumber_the_cores(monkeypatch: pytest.
     assert environment_of_rank(config, num_cores=4) == dict(os.environ)
 
 
+def test_several_ranks_do_not_bind_their_threads_to_the_same_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ)
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "0-3")
+    assert environment_of_rank(decide(data_parallel_size=2, num_threads=1), num_cores=4) == before
+    assert environment_of_rank(decide(num_threads=1), num_cores=4) == dict(os.environ)
+
+
 @pytest.mark.parametrize(
     ("amount", "num_bytes"),
     [(7, 7), ("7", 7), ("2KB", 2000), ("2 KiB", 2048), ("1.5GiB", 3 * 2**29), ("3M", 3_000_000), ("512MiB", 2**29)],

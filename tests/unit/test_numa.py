@@ -159,3 +159,21 @@ def test_ranks_take_their_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     assert [cores_of(rank) for rank in range(2)] == [{cores[0]}, {cores[1]}]
     assert cores_of(0, numa_binding=False) == set(cores)
+
+
+@needs_linux
+def test_ranks_that_do_not_fit_on_the_nodes_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    folder = write_nodes(tmp_path, {0: str(cores[0]), 1: str(cores[1])})
+    monkeypatch.setattr(process, "usable_nodes", lambda: usable_nodes(folder))
+    for rank in range(2):
+        process.take_nodes(cast(Any, SimpleNamespace(num_ranks=2, num_threads=2, numa_binding=True)), rank)
+    assert [record.message for record in caplog.records] == [
+        "2 ranks with num_threads=2 do not fit on NUMA nodes of 1, 1 cores, so they are not bound to nodes; "
+        "lower num_threads, or set numa_binding=False"
+    ]
+    assert os.sched_getaffinity(0) == set(cores)

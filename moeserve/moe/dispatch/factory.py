@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -10,6 +11,7 @@ import torch
 
 from moeserve.config.settings import EngineConfig
 from moeserve.distributed.coordinator import GroupCoordinator
+from moeserve.distributed.transport import TransportUnavailable
 from moeserve.errors import SettingsError
 from moeserve.expert_placement.placement import Placement
 from moeserve.layers.context import ModelContext
@@ -18,6 +20,8 @@ from moeserve.moe.dispatch.local import LocalDispatcher
 
 if TYPE_CHECKING:
     from moeserve.moe.dispatch.shared_rows import SharedRows
+
+logger = logging.getLogger(__name__)
 
 
 class DispatcherFactory(Protocol):
@@ -99,11 +103,17 @@ def open_dispatchers(
         from moeserve.moe.dispatch.shared_rows import share_rows
 
         max_tokens = shape.max_tokens_per_rank * group.world_size
-        rows = share_rows(group, max_tokens, shape.top_k, shape.hidden_size, shape.dtype)
-        if rows is None and not config.dispatcher_may_change:
-            why = "dispatcher='shared_memory', but the ranks cannot share memory; use 'all_to_all' or 'auto'"
-            raise SettingsError(why)
-        return TorchDispatchers("all_to_all" if rows is None else "shared_memory", group, context, rows)
+        try:
+            rows = share_rows(group, max_tokens, shape.top_k, shape.hidden_size, shape.dtype)
+        except TransportUnavailable as error:
+            if not config.dispatcher_may_change:
+                raise SettingsError(
+                    f"dispatcher='shared_memory', but ranks cannot share memory: {error}; use 'all_to_all' or 'auto'"
+                ) from error
+            if group.rank_in_group == 0:
+                logger.info("the dispatcher is all_to_all, because ranks cannot share memory: %s", error)
+            return TorchDispatchers("all_to_all", group, context)
+        return TorchDispatchers("shared_memory", group, context, rows)
     if config.dispatcher != "deepep":
         return TorchDispatchers(config.dispatcher, group, context)
     from moeserve.moe.dispatch.deepep.communicator import DeepEPShape

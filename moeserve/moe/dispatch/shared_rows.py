@@ -38,14 +38,13 @@ class SharedRows:
 
 def share_rows(
     group: GroupCoordinator, max_tokens: int, top_k: int, hidden_size: int, dtype: torch.dtype
-) -> SharedRows | None:
-    """Return memory for steps of up to `max_tokens` tokens of all ranks, or None if the ranks share none.
+) -> SharedRows:
+    """Return memory for steps of up to `max_tokens` tokens of all ranks. Collective: all ep ranks.
 
-    Collective: all ep ranks.
+    Raises:
+        TransportUnavailable: the ranks cannot share memory, for example because they are on several hosts.
     """
     memory = group.share_memory(max_tokens * (1 + top_k) * hidden_size * dtype.itemsize)
-    if memory is None:
-        return None
     rows = memory.view(dtype).view(-1, hidden_size)
     return SharedRows(rows[:max_tokens], rows[max_tokens:])
 
@@ -134,6 +133,8 @@ class SharedRowsDispatcher:
     def combine(self, output: Tensor, handle: SharedHandle | SmallHandle) -> PendingOutput:
         if isinstance(handle, SmallHandle):
             return self.for_small_steps.combine(output, handle)
+        shared = self.rows.output_PD.untyped_storage()
+        assert output.untyped_storage().data_ptr() == shared.data_ptr(), "outputs of experts are not in `out_RD`"
         # collective: all ep ranks
         pending = self.group.begin_all_gather(torch.empty(0, 1), [0] * self.group.world_size)
         output_PD = self.rows.output_PD[: len(handle.pair_of_row_P)]

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import torch
 
+from moeserve.errors import SettingsError
+
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)  # of activations; float16 runs in plain torch
 
 
@@ -18,8 +20,12 @@ def native_kernels() -> ModuleType | None:
 
     Raises:
         ImportError: the module exists but cannot be loaded. No fallback hides this.
+        SettingsError: MOESERVE_ISA names no instruction set of this processor.
     """
     if importlib.util.find_spec("moeserve._cpu") is None:
         return None
     kernels = importlib.import_module("moeserve._cpu")
-    return kernels if kernels.usable_isas() else None
+    try:
+        return kernels if kernels.usable_isas() else None
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
