@@ -21,11 +21,6 @@ int num_threads();
 // number is expected to be `num_threads`.
 void parallel_for(int64_t num_items, const std::function<void(int64_t)>& work);
 
-// Call work() while the other threads wait for the jobs of its calls of parallel_for, without leaving one OpenMP
-// region: such a job begins sooner than a region of its own. If the threads cannot be had, work() is called all the
-// same.
-void with_waiting_threads(const std::function<void()>& work);
-
 // Return true if the OpenMP threads are used.
 bool uses_openmp();
 
