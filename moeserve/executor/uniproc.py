@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import select
 import threading
 import weakref
@@ -113,4 +114,7 @@ def _next_round(rounds: SimpleQueue[Round | None], worker: Worker) -> Round | No
 
 def _end(thread: threading.Thread, rounds: SimpleQueue[Round | None]) -> None:
     rounds.put(None)
-    thread.join()
+    if thread is threading.current_thread():  # the garbage collector ran in it, and has found the executor
+        atexit.register(thread.join)  # Python aborts if it ends while the thread computes
+    else:
+        thread.join()

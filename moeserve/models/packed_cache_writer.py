@@ -25,7 +25,8 @@ class CacheWriter(threading.Thread):
     """
 
     def __init__(self, model: nn.Module, cache: PackedWeightCache, key: str, state: dict[str, Tensor]) -> None:
-        super().__init__(name="packed weight cache")
+        # Python waits for it at exit, also where a daemon thread starts it. It would abort if tensors were freed later.
+        super().__init__(name="packed weight cache", daemon=False)
         self.cancelled = threading.Event()
         weakref.finalize(model, self.cancelled.set)
         self._cache = cache

@@ -150,6 +150,7 @@ def test_caching_does_not_keep_a_deleted_model_in_memory(
     llm = LLM(plain.folder, num_threads=1)
     llm.generate([[3, 1, 4]], GREEDY)
     assert is_writing()
+    assert not any(thread.daemon for thread in threading.enumerate() if isinstance(thread, CacheWriter))
     if is_shut_down:
         llm.shutdown()
         assert not is_writing()

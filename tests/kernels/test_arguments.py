@@ -174,6 +174,7 @@ def test_unknown_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="num_threads=0"):
         kernels.set_num_threads(0)
 
+
 def test_an_unknown_limit_of_instruction_sets_is_refused_with_the_names() -> None:
     command = [sys.executable, "-c", "from moeserve.ops.cpu.native import native_kernels; native_kernels()"]
     environment = os.environ | {"MOESERVE_ISA": "avx"}
