@@ -13,8 +13,7 @@ namespace moeserve {
 
 namespace {
 
-constexpr int kDotBlockInputs = 128;   // inputs of two panels, shared by few tiles of VDPBF16PS
-constexpr int kAmxBlockInputs = 1024;  // inputs of two panels, shared by several tiles of AMX
+constexpr int kFewTilesInputs = 128;  // inputs of two panels that few tiles of rows share
 constexpr int kFewTiles = 4;
 
 MOESERVE_TARGET_AVX2 void accumulate_avx2(const ProductWork& work, float* sums) {
@@ -66,7 +65,7 @@ MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const ProductWork& work, float* s
   const auto* input = reinterpret_cast<const BFloat16*>(work.input);
   const int64_t stride = work.input_bytes / 2;
   const int num_tiles = (work.num_rows + kDotRows - 1) / kDotRows;
-  const int64_t step = num_tiles <= kFewTiles ? kDotBlockInputs : kBlockInputs;
+  const int64_t step = num_tiles <= kFewTiles ? kFewTilesInputs : kBlockInputs;
   for (int64_t first = 0; first < work.num_inputs; first += step) {
     const int64_t last = std::min(first + step, work.num_inputs);
     DotBlock block{{}, last - first, first == 0};
@@ -101,7 +100,7 @@ void accumulate_amx(const ProductWork& work, float* sums) {
   const int64_t input_bytes = bytes_per_input(WeightFormat::kBFloat16);
   const int64_t num_bytes = work.num_inputs * input_bytes;
   const int64_t num_whole = work.num_inputs / kAmxInputs * kAmxInputs;
-  const int64_t step = num_tiles == 1 ? num_whole : kAmxBlockInputs;
+  const int64_t step = num_tiles == 1 ? num_whole : (num_tiles <= kFewTiles ? kFewTilesInputs : kBlockInputs);
   const int64_t ahead = num_tiles == 1 ? kPrefetchBytes : step * input_bytes;
   int sized_rows = 0;
   int64_t sized_inputs = 0;
@@ -110,7 +109,6 @@ void accumulate_amx(const ProductWork& work, float* sums) {
     const int64_t begin = first * input_bytes;
     const char* const panels[2] = {work.panels[0] + begin, work.panels[1] + begin};
     const int64_t skip = begin + ahead < num_bytes ? begin + ahead : work.next_item + begin + ahead - num_bytes;
-    const char* const prefetch[2] = {work.panels[0] + skip, work.panels[1] + skip};
     for (int t = 0, row = 0; t < num_tiles; ++t) {
       const int rows = rows_of_tile(t, num_tiles, work.num_rows - row);
       const int64_t inputs = std::min<int64_t>(count, kAmxInputs);
@@ -119,8 +117,10 @@ void accumulate_amx(const ProductWork& work, float* sums) {
         sized_inputs = inputs;
         TileSizes(rows, inputs).use();
       }
-      const auto run = t == 0 ? amx_tile<true> : amx_tile<false>;
-      run(input + row * stride + first, stride, panels, count, first == 0, prefetch, sums + row * kTileOutputs);
+      // All tiles together prefetch the next block: one alone would wait for memory, and then compute without it.
+      const AmxPrefetch prefetch{
+          {work.panels[0] + skip, work.panels[1] + skip}, kAmxLines * t / num_tiles, kAmxLines * (t + 1) / num_tiles};
+      amx_tile(input + row * stride + first, stride, panels, count, first == 0, prefetch, sums + row * kTileOutputs);
       row += rows;
     }
   }

@@ -47,11 +47,18 @@ struct alignas(64) TileSizes {
 
 inline void release_tiles() { asm volatile("tilerelease" ::); }
 
-// Add the products of some inputs to the sums: a multiple of 32, or fewer as the tile registers have. `prefetch` is
-// memory of each panel to read into the cache meanwhile.
-template <bool kPrefetches>
+constexpr int kAmxLines = kAmxInputs * kTileOutputs * 2 / 64;  // cache lines of two panels in a step
+
+// Memory of two panels to read into the cache meanwhile: of as many lines as each step reads, those from first to last.
+struct AmxPrefetch {
+  const char* panels[2];
+  int first_line;
+  int last_line;
+};
+
+// Add the products of some inputs to the sums: a multiple of 32, or fewer as the tile registers have.
 inline void amx_tile(const BFloat16* input, int64_t stride, const char* const (&panels)[2], int64_t num_inputs,
-                     bool is_first, const char* const (&prefetch)[2], float* targets) {
+                     bool is_first, const AmxPrefetch& prefetch, float* targets) {
   constexpr int64_t kSumBytes = kTileOutputs * sizeof(float);
   constexpr int64_t kPairBytes = 4 * kPanel;
   if (is_first) {
@@ -68,11 +75,8 @@ inline void amx_tile(const BFloat16* input, int64_t stride, const char* const (&
   for (int64_t k = 0; k < num_inputs; k += kAmxInputs) {
     const char* first = panels[0] + k / 2 * kPairBytes;
     const char* second = panels[1] + k / 2 * kPairBytes;
-    if constexpr (kPrefetches) {
-      for (int64_t byte = 0; byte < kAmxInputs / 2 * kPairBytes; byte += 64) {
-        __builtin_prefetch(prefetch[0] + k / 2 * kPairBytes + byte);
-        __builtin_prefetch(prefetch[1] + k / 2 * kPairBytes + byte);
-      }
+    for (int line = prefetch.first_line; line < prefetch.last_line; ++line) {
+      __builtin_prefetch(prefetch.panels[line % 2] + k / 2 * kPairBytes + line / 2 * 64);
     }
     MOESERVE_TILE_LOAD(4, input + k, stride * 2);
     MOESERVE_TILE_LOAD(5, first, kPairBytes);
