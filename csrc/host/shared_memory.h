@@ -54,7 +54,7 @@ class SharedMemory {
   // memory_fds: one per rank, mapped here and not needed afterwards. New memory is zero.
   // sockets: one per other rank, which must stay open while this object lives. A hang-up means that the rank is dead.
   // spin_s: how long to spin before sleeping.
-  // naps: sleep in short naps, as on a system on which processes cannot sleep on a shared word; for tests.
+  // naps: wait in short sleeps, as on systems without a futex between processes; for tests.
   // Throws std::runtime_error if a memory cannot be mapped.
   SharedMemory(int rank, const std::vector<int>& memory_fds, const std::vector<int>& sockets, Slots slots,
                double spin_s, bool naps);

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from moeserve.bench.gpu.costs import DEEPSEEK_V3_ROUTER
 from moeserve.ops.interfaces import RouterConfig
 from moeserve.ops.triton.table import TritonRouter
 from moeserve.triton_kernels.routing import route
@@ -20,17 +21,7 @@ import routing_checks
 from routing_checks import SCORINGS, random_config
 
 KNOWN = [
-    RouterConfig(
-        num_experts=256,
-        top_k=8,
-        scoring="sigmoid",
-        num_groups=8,
-        num_chosen_groups=4,
-        experts_rating_group=2,
-        is_normalized=True,
-        scale=2.5,
-        has_correction=True,
-    ),  # DeepSeek-V3
+    DEEPSEEK_V3_ROUTER,
     RouterConfig(num_experts=160, top_k=6, num_groups=8, num_chosen_groups=3, scale=16.0),  # DeepSeek-V2
     RouterConfig(num_experts=512, top_k=16, scoring="sigmoid"),
 ]

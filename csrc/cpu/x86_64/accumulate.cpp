@@ -13,8 +13,8 @@ namespace moeserve {
 
 namespace {
 
-constexpr int kFewTilesInputs = 128;  // inputs of two panels that few tiles of rows share
-constexpr int kFewTiles = 4;
+// Return the inputs of two panels that stay in the L1 cache while tiles of rows share them.
+constexpr int64_t inputs_of_block(int num_tiles) { return num_tiles <= 4 ? 128 : kBlockInputs; }
 
 MOESERVE_TARGET_AVX2 void accumulate_avx2(const ProductWork& work, float* sums) {
   accumulate<8, WidenedProducts<8>, WidenedByteProducts<8>, NibbleProducts<8>>(work, sums);
@@ -65,7 +65,7 @@ MOESERVE_TARGET_AVX512_BF16 void dot_many_rows(const ProductWork& work, float* s
   const auto* input = reinterpret_cast<const BFloat16*>(work.input);
   const int64_t stride = work.input_bytes / 2;
   const int num_tiles = (work.num_rows + kDotRows - 1) / kDotRows;
-  const int64_t step = num_tiles <= kFewTiles ? kFewTilesInputs : kBlockInputs;
+  const int64_t step = inputs_of_block(num_tiles);
   for (int64_t first = 0; first < work.num_inputs; first += step) {
     const int64_t last = std::min(first + step, work.num_inputs);
     DotBlock block{{}, last - first, first == 0};
@@ -100,7 +100,7 @@ void accumulate_amx(const ProductWork& work, float* sums) {
   const int64_t input_bytes = bytes_per_input(WeightFormat::kBFloat16);
   const int64_t num_bytes = work.num_inputs * input_bytes;
   const int64_t num_whole = work.num_inputs / kAmxInputs * kAmxInputs;
-  const int64_t step = num_tiles == 1 ? num_whole : (num_tiles <= kFewTiles ? kFewTilesInputs : kBlockInputs);
+  const int64_t step = num_tiles == 1 ? num_whole : inputs_of_block(num_tiles);
   const int64_t ahead = num_tiles == 1 ? kPrefetchBytes : step * input_bytes;
   int sized_rows = 0;
   int64_t sized_inputs = 0;

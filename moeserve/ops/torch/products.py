@@ -23,7 +23,7 @@ class TorchProduct:
     def multiply(self, input_TI: Tensor) -> Tensor:
         (weight_OI,), chunks = self.weights.weight_eOI, self.weights.chunks
         output_TO = self._product(input_TI, weight_OI, 0)
-        # A rank may have no inputs, where kernels that keep to chunks leave the product to torch.
+        # Kernels that add in chunks leave a product to torch if this rank has none of the inputs.
         return output_TO.float() if chunks is not None and chunks.keeps_float32 else output_TO
 
     def multiply_rows(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeserve.ops.arguments import router_arguments
-from moeserve.ops.interfaces import Gather, Kernels, OpenWeights, RouterConfig
+from moeserve.ops.interfaces import Kernels, OpenWeights, RouterConfig
 from moeserve.ops.triton.attention import TritonAttention, TritonLatentAttention
 from moeserve.ops.triton.products import TritonProduct
 from moeserve.triton_kernels.chunked_matmul import chunked_matmul
@@ -21,13 +21,12 @@ from moeserve.triton_kernels.routing import route
 # T tokens, R rows, S slots of each weight, e weights side by side, I inputs, C columns, D model width, E experts
 
 
-class OrderedProduct:
-    """See `Product`. Keeps to `InputChunks`."""
+class OrderedProduct(TritonProduct):
+    """A `TritonProduct` that keeps to `InputChunks`, and leaves no product to torch."""
 
     def __init__(self, weights: OpenWeights) -> None:
         assert weights.scales_eGB is None, "8-bit floats are refused with batch_invariant"
-        self.weights = weights
-        self.grouped = TritonProduct(weights)
+        super().__init__(weights)
 
     def multiply(self, input_TI: Tensor) -> Tensor:
         (weight_OI,), bias_eO, chunks = self.weights.weight_eOI, self.weights.bias_eO, self.weights.chunks
@@ -38,21 +37,7 @@ class OrderedProduct:
             bias_O=None if bias_eO is None else bias_eO[0],
             out_dtype=torch.float32 if chunks is not None and chunks.keeps_float32 else input_TI.dtype,
         )
-        return self.grouped.activated(output_TO)
-
-    def multiply_rows(
-        self,
-        rows_RI: Tensor,
-        counts_e: Tensor,
-        has_spare_rows: bool = False,
-        gather: Gather | None = None,
-        expected_rows: int | None = None,
-        out_RC: Tensor | None = None,
-    ) -> Tensor:
-        return self.grouped.multiply_rows(rows_RI, counts_e, has_spare_rows, gather, expected_rows, out_RC)
-
-    def multiply_slots(self, slots_eSI: Tensor, counts_e: Tensor, expected_rows: int | None = None) -> Tensor:
-        return self.grouped.multiply_slots(slots_eSI, counts_e, expected_rows)
+        return self.activated(output_TO)
 
     def multiply_each(self, input_TeI: Tensor, out_TeC: Tensor | None = None) -> Tensor:
         slots_eTI = input_TeI.transpose(0, 1).contiguous()
