@@ -89,7 +89,7 @@ test: SHELL := /bin/bash
 test: setup
 	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
 	@mkdir -p build; rm -f build/test-*.log; set -o pipefail; failed=0; \
-	$(PYTEST) $(TWO_WORKERS) $(addprefix tests/,e2e distributed reliability kernels unit) 2>&1 | tee build/test-1.log || failed=1; \
+	$(PYTEST) $(TWO_WORKERS) $(addprefix tests/,e2e distributed reliability server kernels unit) 2>&1 | tee build/test-1.log || failed=1; \
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/gpu_kernels 2>&1 | tee build/test-2.log || failed=1; \
 	grep -hE '^(FAILED|ERROR) ' build/test-*.log || echo "No test failed."; exit $$failed
 

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from moeserve.api.llm import signature_with_settings
-from moeserve.api.prompts import Prompt
+from moeserve.api.prompts import Prompt, chat_prompt
 from moeserve.api.startup import open_session, tokenizer_of
 from moeserve.config.validation import parse_settings
 from moeserve.errors import EngineError
@@ -46,7 +46,7 @@ class AsyncLLM:
             model, show_progress, settings: as for `LLM`.
         """
         opened = open_session(parse_settings({"model": model, **settings}), show_progress=show_progress)
-        self.session, self._codec, self._default_params = opened.session, opened.codec, opened.default_params
+        self.session, self.codec, self._default_params = opened.session, opened.codec, opened.default_params
         self.config = self.session.engine.config
         self._mailboxes: dict[str, _Mailbox] = {}  # by prompt
         self._has_work = threading.Event()
@@ -72,7 +72,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, and yield its output when it has grown: complete so far, or as `output_kind` says.
 
         A consumer that is slower than the engine gets several tokens at once. Cancelling the task, or closing the
@@ -115,6 +115,26 @@ class AsyncLLM:
             self.session.discard([prompt_id])
             self._has_work.set()
 
+    def chat_prompt(
+        self,
+        messages: Any,
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, list[int]]:
+        """Render a conversation as a prompt for `generate`; see `LLM.chat_prompt`. Long ones take some milliseconds."""
+        return chat_prompt(
+            self.codec,
+            messages,
+            chat_template=chat_template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            check_length=self.session.frontend.check_conversation,
+        )
+
     async def abort(self, request_id: str) -> None:
         """End a request in flight. Its iterator yields the output so far, and ends."""
         self.session.abort(request_id)
@@ -134,7 +154,7 @@ class AsyncLLM:
         Raises:
             SettingsError: there is no tokenizer.
         """
-        return tokenizer_of(self._codec)
+        return tokenizer_of(self.codec)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the sampling parameters of generation_config.json, which `generate` uses by default."""

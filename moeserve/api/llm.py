@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from moeserve.api.prompts import Prompt, Prompts
+from moeserve.api.prompts import Prompt, Prompts, chat_prompt
 from moeserve.api.startup import open_session, tokenizer_of
 from moeserve.config.resolve import shown_layout
 from moeserve.config.settings import Settings
@@ -207,17 +207,15 @@ class LLM:
         Raises:
             RequestError: an argument is malformed, or there is no tokenizer or chat template.
         """
-        if self.codec is None:
-            raise RequestError("there is no tokenizer to render messages with; name the folder of one as tokenizer")
-        token_ids = self.codec.chat_prompt(
+        return chat_prompt(
+            self.codec,
             messages,
             chat_template=chat_template,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
-            template_arguments=chat_template_kwargs,
+            chat_template_kwargs=chat_template_kwargs,
             check_length=self.session.frontend.check_conversation,
         )
-        return {"prompt_token_ids": token_ids}
 
     @property
     def has_chat_template(self) -> bool:

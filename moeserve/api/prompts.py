@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,6 +26,34 @@ class EncodedPrompt:
     text: str | None  # None if it was given as token ids
     token_ids: list[int]
     cache_salt: str
+
+
+def chat_prompt(
+    codec: TextCodec | None,
+    messages: Any,
+    *,
+    chat_template: str | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    check_length: Callable[[str], None],
+) -> dict[str, list[int]]:
+    """Render a conversation as a prompt; see `LLM.chat_prompt`.
+
+    Args:
+        check_length: called with the rendered text; raises an error if it is too long to be tokenized.
+    """
+    if codec is None:
+        raise RequestError("there is no tokenizer to render messages with; name the folder of one as tokenizer")
+    token_ids = codec.chat_prompt(
+        messages,
+        chat_template=chat_template,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        template_arguments=chat_template_kwargs,
+        check_length=check_length,
+    )
+    return {"prompt_token_ids": token_ids}
 
 
 def pair_prompts(

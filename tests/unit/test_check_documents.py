@@ -18,7 +18,7 @@ def tree() -> check_documents.Tree:
     [
         ("`moeserve generate`, `moeserve bench moe --rows 1`, `make test-avx2`, `MOESERVE_ISA=avx2 make test`", []),
         ("`from moeserve import LLM`, `moeserve bench NAME`, `moeserve_steps_total`, `Scheduler`", []),
-        ("`moeserve serve` and `MOESERVE_CACHE=x moeserve bench moed`", ["moeserve serve", "moeserve bench moed"]),
+        ("`moeserve served` and `MOESERVE_CACHE=x moeserve bench moed`", ["moeserve served", "moeserve bench moed"]),
         ("`.venv/bin/moeserve serv` and `python -m moeserve parser`", ["moeserve serv", "moeserve parser"]),
         ("`make everything`", ["target everything"]),
         ("MOESERVE_NOTHING", ["MOESERVE_NOTHING"]),

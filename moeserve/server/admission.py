@@ -1,0 +1,117 @@
+"""Requests that wait for the engine: a bounded queue, shared fairly between clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+
+from moeserve.server.errors import ApiError
+
+MAX_RETRY_AFTER_S = 60
+RATE_WINDOW = 64  # ends of outputs over which their rate is measured
+
+
+class Admission:
+    """Admits as many outputs as the engine can run at once. Others wait, and clients with waiting ones take turns."""
+
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        """
+        Args:
+            max_running: most outputs that are admitted at a time. A request with more is admitted alone.
+            max_waiting: most outputs that wait.
+        """
+        self._max_running, self._max_waiting = max_running, max_waiting
+        self.num_running = 0
+        self.num_waiting = 0
+        # By client, in the order of their next turns. Clients without a waiting request are not listed.
+        self._queues: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+        self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
+        self.is_closed = False
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, client: str, num_outputs: int) -> AsyncIterator[None]:
+        """Wait for room, and hold it within the context.
+
+        Raises:
+            ApiError: too many outputs wait, or the server is shutting down.
+        """
+        self.require_open()
+        if self._queues or not self._has_room(num_outputs):
+            await self._wait(client, num_outputs)
+        else:
+            self.num_running += num_outputs
+        try:
+            yield
+        finally:
+            self.num_running -= num_outputs
+            self._ends.append(time.monotonic())
+            self._admit()
+
+    def require_open(self) -> None:
+        """Raise ApiError if the server is shutting down."""
+        if self.is_closed:
+            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
+
+    def close(self) -> None:
+        """Refuse further requests, and those that wait."""
+        self.is_closed = True
+        for queue in self._queues.values():
+            for _, turn in queue:
+                if not turn.done():
+                    turn.set_exception(ApiError(503, "the server is shutting down", headers={"Retry-After": "10"}))
+
+    async def _wait(self, client: str, num_outputs: int) -> None:
+        if self.num_waiting + num_outputs > self._max_waiting and self.num_waiting:
+            raise ApiError(
+                429,
+                f"{self.num_waiting} outputs wait for the engine, and at most {self._max_waiting} may; try again later",
+                code="queue_full",
+                headers={"Retry-After": str(self._retry_after_s())},
+            )
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = (num_outputs, turn)
+        self._queues.setdefault(client, deque()).append(waiting)
+        self.num_waiting += num_outputs
+        try:
+            await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:  # admitted, and cancelled since
+                self.num_running -= num_outputs
+            else:
+                self._queues[client].remove(waiting)
+                self.num_waiting -= num_outputs
+                if not self._queues[client]:
+                    del self._queues[client]
+            self._admit()
+            raise
+
+    def _admit(self) -> None:
+        """Admit waiting requests, one of each client in turn, while there is room for the next."""
+        while self._queues:
+            client, queue = next(iter(self._queues.items()))
+            num_outputs, turn = queue[0]
+            if turn.done():  # cancelled: its task removes it
+                return
+            if not self._has_room(num_outputs):
+                return
+            queue.popleft()
+            self.num_waiting -= num_outputs
+            self.num_running += num_outputs
+            del self._queues[client]
+            if queue:
+                self._queues[client] = queue  # behind the others
+            turn.set_result(None)
+
+    def _has_room(self, num_outputs: int) -> bool:
+        return not self.num_running or self.num_running + num_outputs <= self._max_running
+
+    def _retry_after_s(self) -> int:
+        """Return the seconds in which about half of the queue is served, at the rate at which outputs ended lately."""
+        if len(self._ends) < 2:
+            return 1
+        rate = (len(self._ends) - 1) / max(time.monotonic() - self._ends[0], 1e-3)
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(self.num_waiting / 2 / rate)))

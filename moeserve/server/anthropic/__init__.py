@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: the forms of its requests and answers."""

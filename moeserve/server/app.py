@@ -1,0 +1,181 @@
+"""The web application: routes, and the form of errors that no endpoint makes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from moeserve import __version__
+from moeserve.errors import MoeserveError
+from moeserve.server import tokens
+from moeserve.server.anthropic import messages
+from moeserve.server.errors import TYPE_OF_STATUS, ApiError, api_error, error_answer
+from moeserve.server.keys import Keys
+from moeserve.server.middleware import Entrance
+from moeserve.server.openai import chat, completions, responses
+from moeserve.server.service import Client, Service
+from moeserve.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorAnswer} for status in TYPE_OF_STATUS}
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": AnthropicErrorAnswer} for status in ERRORS}
+EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+
+
+def _client(request: Request) -> Client:
+    client: Client = request.state.client
+    return client
+
+
+RequestClient = Annotated[Client, Depends(_client)]
+
+
+def build_app(service: Service, settings: ServerSettings, keys: Keys) -> FastAPI:
+    """Return the application that serves one model."""
+    app = FastAPI(title="moeserve", version=__version__, responses=ERRORS, docs_url=None, redoc_url=None)
+    _add_status_routes(app, service)
+    _add_model_routes(app, service)
+    app.add_exception_handler(ApiError, _answer_api_error)
+    app.add_exception_handler(MoeserveError, _answer_moeserve_error)
+    app.add_exception_handler(RequestValidationError, _answer_invalid_body)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_failure)
+    app.add_middleware(Entrance, keys=keys, max_body_bytes=settings.max_body_bytes)
+    if settings.cors_origin:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+def _add_status_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Answer while the server's process lives."""
+        return {"status": "alive"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Answer with status 200 if the engine serves requests."""
+        if not service.is_ready:
+            raise ApiError(503, "the engine serves no requests now", headers={"Retry-After": "10"})
+        return {"status": "ready"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+
+def _add_model_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service, name) for name in service.model_names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return _model_card(service, service.require_model(name))
+
+    @app.post("/v1/completions", response_model=completions.Completion, responses=EVENT_STREAM)
+    async def create_completion(body: completions.CompletionRequest, client: RequestClient) -> Response:
+        return completions.complete(service, client, body)
+
+    @app.post("/v1/chat/completions", response_model=chat.ChatCompletion, responses=EVENT_STREAM)
+    async def create_chat_completion(body: chat.ChatRequest, client: RequestClient) -> Response:
+        return await chat.answer(service, client, body)
+
+    @app.post("/v1/responses", response_model=responses.ResponseAnswer, responses=EVENT_STREAM)
+    async def create_response(body: responses.ResponsesRequest, client: RequestClient) -> Response:
+        return responses.answer(service, client, body)
+
+    @app.post("/v1/messages", response_model=messages.MessageAnswer, responses=ANTHROPIC_ERRORS | EVENT_STREAM)
+    async def create_message(body: messages.MessagesRequest, client: RequestClient) -> Response:
+        return messages.answer(service, client, body)
+
+    @app.post("/v1/messages/count_tokens", responses=ANTHROPIC_ERRORS)
+    async def count_tokens(body: messages.CountRequest) -> messages.TokenCount:
+        return await messages.count_tokens(service, body)
+
+    @app.post("/tokenize")
+    async def tokenize(body: tokens.TokenizeRequest) -> tokens.Tokenized:
+        return await tokens.tokenize(service, body)
+
+    @app.post("/detokenize")
+    async def detokenize(body: tokens.DetokenizeRequest) -> tokens.Detokenized:
+        return await tokens.detokenize(service, body)
+
+
+def _model_card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "moeserve",
+        "max_model_len": service.max_model_len,
+    }
+
+
+async def _answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_answer(error, request.url.path)
+
+
+async def _answer_moeserve_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MoeserveError)
+    return await _answer_api_error(request, api_error(error))
+
+
+async def _answer_invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"][1:]]
+    name = ".".join(path)
+    if first["type"] == "json_invalid":
+        return await _answer_api_error(request, ApiError(400, "the request is no valid JSON"))
+    if first["type"] == "extra_forbidden":
+        message = f"{name[:200]} is not supported here"
+        unsupported = ApiError(400, message, param=path[0][:200], code="unsupported_parameter")
+        return await _answer_api_error(request, unsupported)
+    message = f"{name[:200] or 'the request'}: {first['msg']}"
+    return await _answer_api_error(request, ApiError(400, message, param=path[0][:200] if path else None))
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code if error.status_code in (404, 405) else 400
+    messages = {404: "there is no such path", 405: "this path does not serve this method"}
+    headers = dict(error.headers or {})
+    message = messages.get(status, "the request cannot be read")
+    return await _answer_api_error(request, ApiError(status, message, headers=headers))
+
+
+async def _answer_failure(request: Request, error: Exception) -> Response:
+    logger.error("a request failed", exc_info=error)
+    return await _answer_api_error(request, ApiError(500, "the request failed; the server's log says why"))

@@ -1,0 +1,81 @@
+"""An answer as a sequence of blocks: reasoning, text, and tool calls, each complete before the next begins."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moeserve.server.conversation import TurnDelta
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass
+class Block:
+    """One block, as far as it has been generated."""
+
+    index: int
+    kind: Kind
+    text: str = ""  # of a call: the JSON of its arguments
+    call_id: str = ""
+    name: str = ""  # of the function that is called
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+
+
+@dataclass(frozen=True)
+class BlockEvent:
+    """The begin of a block, a piece of its text, or its end."""
+
+    kind: Literal["begin", "piece", "end"]
+    block: Block
+    piece: str = ""
+
+
+@dataclass
+class Turn:
+    """The single output of a turn, as far as it has been generated."""
+
+    blocks: list[Block] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_prompt: int = 0  # tokens
+    num_cached: int = 0
+    num_output: int = 0
+
+
+async def block_events(deltas: AsyncIterator[TurnDelta], turn: Turn) -> AsyncGenerator[BlockEvent, None]:
+    """Yield the events of a turn, which this updates. An answer without any text has no blocks."""
+    async for delta in deltas:
+        turn.num_prompt, turn.num_cached = delta.num_prompt, delta.num_cached
+        turn.num_output += len(delta.output.token_ids)
+        turn.finish_reason, turn.stop_reason = delta.finish_reason, delta.output.stop_reason
+        pieces: list[tuple[Kind, str]] = [("reasoning", delta.reasoning), ("text", delta.content)]
+        for kind, piece in pieces:
+            if piece:
+                if not turn.blocks or turn.blocks[-1].kind != kind:
+                    for event in _next_block(turn, Block(len(turn.blocks), kind)):
+                        yield event
+                yield _extended(turn, piece)
+        for call in delta.tool_calls:
+            if call.id is not None:
+                new = Block(len(turn.blocks), "call", call_id=call.id, name=call.name or "")
+                for event in _next_block(turn, new):
+                    yield event
+            if call.arguments:
+                yield _extended(turn, call.arguments)
+    if turn.blocks:
+        yield BlockEvent("end", turn.blocks[-1])
+
+
+def _next_block(turn: Turn, block: Block) -> list[BlockEvent]:
+    ended = [BlockEvent("end", turn.blocks[-1])] if turn.blocks else []
+    turn.blocks.append(block)
+    return [*ended, BlockEvent("begin", block)]
+
+
+def _extended(turn: Turn, piece: str) -> BlockEvent:
+    block = turn.blocks[-1]
+    block.text += piece
+    return BlockEvent("piece", block, piece)

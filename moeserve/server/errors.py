@@ -1,0 +1,84 @@
+"""Errors as answers: their status, and their form in OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError
+
+TYPE_OF_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "internal_error",
+    503: "service_unavailable_error",
+}
+ANTHROPIC_TYPES = {500: "api_error", 503: "overloaded_error"}  # where they differ
+ANTHROPIC_PATH = "/v1/messages"
+SECONDS_UNTIL_RESTART = 10
+
+
+class ApiError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            status: HTTP status, one of `TYPE_OF_STATUS`.
+            param: name of the wrong parameter.
+            code: stable name of the error, for programs.
+        """
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        return TYPE_OF_STATUS[self.status]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The answer in OpenAI's form."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Return an error in Anthropic's form."""
+    kind = ANTHROPIC_TYPES.get(error.status, error.type)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_answer(error: ApiError, path: str) -> JSONResponse:
+    """Return the answer to a request for a path, in the form of its API."""
+    body = anthropic_body(error) if path.startswith(ANTHROPIC_PATH) else error.body
+    return JSONResponse(body, error.status, error.headers)
+
+
+def api_error(error: MoeserveError) -> ApiError:
+    """Return the answer to a request that the engine refused or could not finish.
+
+    The text of an engine's failure stays in the server's log: it may name paths and addresses of the host.
+    """
+    match error:
+        case RequestError():
+            return ApiError(400, str(error))
+        case QueueFullError():
+            return ApiError(429, "too many requests are in flight; try again later", headers={"Retry-After": "1"})
+        case EngineError():
+            headers = {"Retry-After": str(SECONDS_UNTIL_RESTART)}
+            return ApiError(503, "the engine failed while it served this request; try again later", headers=headers)
+    return ApiError(500, "the request could not be served")

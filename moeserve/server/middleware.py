@@ -1,0 +1,91 @@
+"""Steps of every request before its endpoint: an id, the API key, the size limit, and the access log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections import deque
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moeserve.server.errors import ApiError, error_answer
+from moeserve.server.keys import Keys
+from moeserve.server.service import Client
+
+access_log = logging.getLogger("moeserve.access")
+
+# Paths that need no key: monitors read them.
+OPEN_PATHS = frozenset(["/health", "/ready", "/version"])
+ALLOWED_ID = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+
+
+class Entrance:
+    """Refuses requests without a key or with a large body, and logs one line for each request."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int) -> None:
+        self._app, self._keys, self._max_body_bytes = app, keys, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given_id = headers.get("x-request-id", "")
+        request_id = given_id if ALLOWED_ID.fullmatch(given_id) else secrets.token_hex(12)
+        began_at, status = time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            name = self._client_name(scope, headers)
+            scope.setdefault("state", {})["client"] = Client(name, request_id)
+            await self._app(scope, await self._received(headers, receive), send_with_id)
+        except ApiError as error:
+            if not status:
+                await error_answer(error, scope["path"])(scope, receive, send_with_id)
+        finally:
+            access_log.info(
+                "%s %s %s %s %.3f s", request_id, scope["method"], scope["path"], status, time.monotonic() - began_at
+            )
+
+    def _client_name(self, scope: Scope, headers: Headers) -> str:
+        name = self._keys.client(headers)
+        if name is None:
+            if scope["path"] not in OPEN_PATHS:
+                raise ApiError(
+                    401,
+                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            name = ""
+        return name
+
+    async def _received(self, headers: Headers, receive: Receive) -> Receive:
+        """Receive the body, and return a function that gives it, and then what comes after it."""
+        length = headers.get("content-length", "")
+        self._require_size(int(length) if length.isdecimal() else 0)
+        body, is_complete = bytearray(), False
+        while not is_complete:
+            message = await receive()
+            body += message.get("body", b"")
+            self._require_size(len(body))
+            is_complete = not message.get("more_body", False)
+        given = deque([{"type": "http.request", "body": bytes(body), "more_body": False}])
+
+        async def next_message() -> Message:
+            return given.popleft() if given else await receive()
+
+        return next_message
+
+    def _require_size(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            raise ApiError(413, f"the request has more than {self._max_body_bytes} bytes, the most that are allowed")

@@ -1,0 +1,1 @@
+"""OpenAI's API: the forms of its requests and answers."""

@@ -1,0 +1,200 @@
+"""`/v1/completions`: continue one or many prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from moeserve.config.settings import LIMITS
+from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
+from moeserve.sampling_params import SamplingParams
+from moeserve.server.errors import ApiError
+from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event, merged
+from moeserve.server.schema import SamplingFields, StreamOptions, TokenId, Usage, usage
+from moeserve.server.service import Client, Service
+
+MAX_PROMPTS = 1024
+MAX_OUTPUTS = 1024  # of all prompts together
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionRequest(SamplingFields):
+    model: str | None = None
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=LIMITS.max_logprobs)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: Literal[""] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=LIMITS.max_logprobs)] | None = None  # as in vLLM
+
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: int | str | None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+def complete(service: Service, client: Client, body: CompletionRequest) -> Reply:
+    """Answer a request.
+
+    Raises:
+        ApiError: a parameter cannot be served.
+    """
+    model = service.require_model(body.model)
+    prompts = body.prompts()
+    if body.best_of not in (None, body.n or 1):
+        raise ApiError(400, f"best_of={body.best_of} is not supported; leave it out, or set n", param="best_of")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+    # An output of no tokens is asked for to score a prompt. The engine generates one, which is left out.
+    params = body.sampling_params(
+        service.llm.get_default_sampling_params(),
+        max_tokens=None if body.max_tokens is None else max(1, body.max_tokens),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
+    )
+    if len(prompts) > MAX_PROMPTS or len(prompts) * params.n > MAX_OUTPUTS:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with {params.n} outputs each are too many for one request: at most {MAX_PROMPTS} "
+            f"prompts and {MAX_OUTPUTS} outputs",
+            param="prompt",
+        )
+    answer = _Answer(service, client, body, params, model)
+    if body.stream:
+        return Reply(answer.events(prompts), EVENTS)
+    return Reply(answer.whole(prompts), JSON)
+
+
+class _Answer:
+    """The answer to one request."""
+
+    def __init__(
+        self, service: Service, client: Client, body: CompletionRequest, params: SamplingParams, model: str
+    ) -> None:
+        self._service, self._client, self._body, self._params = service, client, body, params
+        self._head = {"id": f"cmpl-{client.request_id}", "object": "text_completion", "created": int(time.time())}
+        self._head["model"] = model
+        self._lengths: dict[int, tuple[int, int]] = {}  # by prompt: tokens, and how many of them were cached
+        self._num_output = 0
+        self._text_lengths: dict[int, int] = {}  # by choice
+
+    async def whole(self, prompts: list[str | list[int]]) -> AsyncGenerator[bytes, None]:
+        choices: dict[int, dict[str, Any]] = {}
+        async for piece in self._pieces(prompts):
+            choice = choices.setdefault(piece["index"], piece)
+            if choice is not piece:
+                choice["text"] += piece["text"]
+                choice |= {name: piece[name] for name in ("finish_reason", "stop_reason")}
+                if piece["logprobs"] is not None:
+                    for name, values in piece["logprobs"].items():
+                        choice["logprobs"][name] += values
+        ordered = [choices[index] for index in sorted(choices)]
+        yield encode_json({**self._head, "choices": ordered, "usage": self._usage()})
+
+    async def events(self, prompts: list[str | list[int]]) -> AsyncGenerator[bytes, None]:
+        options = self._body.stream_options or StreamOptions()
+        async for piece in self._pieces(prompts):
+            so_far = {"usage": self._usage()} if options.continuous_usage_stats else {}
+            yield event({**self._head, "choices": [piece]} | so_far)
+        if options.include_usage:
+            yield event({**self._head, "choices": [], "usage": self._usage()})
+        yield b"data: [DONE]\n\n"
+
+    async def _pieces(self, prompts: list[str | list[int]]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield what choices gain, each as a choice of its own."""
+        params = [self._params.copy() for _ in prompts]
+        streams = [
+            self._service.generate(self._client, prompt, each, self._body.cache_salt)
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        async for place, output in merged(streams):
+            self._lengths[place] = (len(output.prompt_token_ids), output.num_cached_tokens)
+            for each in output.outputs:
+                yield self._piece(place * self._params.n + each.index, prompts[place], output, each)
+
+    def _piece(
+        self, index: int, prompt: str | list[int], output: RequestOutput, gained: CompletionOutput
+    ) -> dict[str, Any]:
+        is_first = index not in self._text_lengths
+        text, logprobs = gained.text, gained.logprobs
+        token_ids = gained.token_ids
+        if self._body.max_tokens == 0:
+            text, logprobs, token_ids = "", None if logprobs is None else [], []
+        self._num_output += len(token_ids)
+        positions: list[tuple[int, dict[int, Logprob] | None]] = (
+            [] if logprobs is None else list(zip(token_ids, logprobs, strict=True))
+        )
+        if is_first and self._body.echo:
+            text = self._echo(prompt, output) + text
+            if output.prompt_logprobs is not None and self._body.logprobs is not None:
+                positions = [*zip(output.prompt_token_ids, output.prompt_logprobs, strict=True), *positions]
+        start = self._text_lengths.get(index, 0)
+        self._text_lengths[index] = start + len(text)
+        piece = {
+            "index": index,
+            "text": text,
+            "logprobs": None if self._body.logprobs is None else self._logprobs(positions, start),
+            "finish_reason": "length" if self._body.max_tokens == 0 else gained.finish_reason,
+            "stop_reason": gained.stop_reason,
+        }
+        if is_first and self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            piece["prompt_logprobs"] = [
+                None if position is None else {str(token_id): each for token_id, each in position.items()}
+                for position in output.prompt_logprobs
+            ]
+        return piece
+
+    def _echo(self, prompt: str | list[int], output: RequestOutput) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        codec = self._service.llm.codec
+        return "" if codec is None else codec.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _logprobs(self, positions: list[tuple[int, dict[int, Logprob] | None]], start: int) -> dict[str, Any]:
+        """Return log-probabilities as four lists, by position. The first token of a prompt has none."""
+        tokens, chosen, most_likely, offsets = [], [], [], []
+        for token_id, position in positions:
+            token = self._token(token_id, None if position is None else position[token_id])
+            tokens.append(token)
+            chosen.append(None if position is None else position[token_id].logprob)
+            most_likely.append(
+                None if position is None else {self._token(other, at): at.logprob for other, at in position.items()}
+            )
+            offsets.append(start)
+            start += len(token)
+        return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": most_likely, "text_offset": offsets}
+
+    def _token(self, token_id: int, logprob: Logprob | None) -> str:
+        if logprob is not None and logprob.decoded_token is not None:
+            return logprob.decoded_token
+        codec = self._service.llm.codec
+        return f"token_id:{token_id}" if codec is None else codec.token_text(token_id)
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt = sum(length for length, _ in self._lengths.values())
+        num_cached = sum(cached for _, cached in self._lengths.values())
+        return usage(num_prompt, num_cached, self._num_output)

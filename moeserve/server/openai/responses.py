@@ -1,0 +1,328 @@
+"""`/v1/responses`: answer a conversation in the form of OpenAI's Responses API. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from moeserve.sampling_params import SamplingParams
+from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
+from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
+from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
+from moeserve.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, given_params
+from moeserve.server.service import Client, Service
+
+
+class InputText(Body):
+    model_config = ConfigDict(extra="ignore", strict=True)  # output texts come back with annotations
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+
+class MessageItem(Body):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(Body):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class CallOutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: Annotated[list[InputText], Field(default_factory=list)]
+    content: list[InputText] | None = None
+    encrypted_content: None = None
+    status: str | None = None
+
+
+Item: TypeAlias = MessageItem | CallItem | CallOutputItem | ReasoningItem
+
+
+class FlatTool(Body):
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FlatToolChoice(Body):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(Body):
+    model: str | None = None
+    input: (
+        str
+        | Annotated[
+            list[Item],
+            Field(min_length=1, max_length=MAX_MESSAGES),
+        ]
+    )
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    include: list[str] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    store: bool | None = None  # accepted, although nothing is stored
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    def conversation(self) -> Conversation:
+        """Return the conversation in the form that chat templates take."""
+        items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        messages = _messages(items)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        tools = [FunctionTool(function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools or ()]
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return Conversation(
+            messages=messages,
+            tools=tools or None,
+            tool_choice=self._choice() if tools else None,
+            has_parallel_calls=self.parallel_tool_calls is not False,
+            template_arguments={} if effort is None else {"reasoning_effort": effort},
+        )
+
+    def _choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
+        if isinstance(self.tool_choice, FlatToolChoice):
+            return NamedTool(function=FunctionName(name=self.tool_choice.name))
+        return self.tool_choice
+
+
+class ResponseAnswer(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: float
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+def answer(service: Service, client: Client, body: ResponsesRequest) -> Reply:
+    """Answer a request.
+
+    Raises:
+        ApiError: the conversation or a parameter cannot be served.
+    """
+    model = service.require_model(body.model)
+    sampling = {"temperature": body.temperature, "top_p": body.top_p}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    params = given_params(service.llm.get_default_sampling_params(), given | {"max_tokens": body.max_output_tokens})
+    turn = _Answer(service, client, body, params, model)
+    return Reply(turn.events(), EVENTS) if body.stream else Reply(turn.whole(), JSON)
+
+
+class _Answer:
+    """The answer to one request."""
+
+    def __init__(
+        self, service: Service, client: Client, body: ResponsesRequest, params: SamplingParams, model: str
+    ) -> None:
+        self._turn = Turn()
+        self._events = block_events(turn_deltas(service, client, body.conversation(), params, None), self._turn)
+        self._num_sent = 0
+        self._head = {
+            "id": f"resp_{client.request_id}",
+            "object": "response",
+            "created_at": time.time(),
+            "model": model,
+            "error": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+        }
+
+    async def whole(self) -> AsyncGenerator[bytes, None]:
+        async for _ in self._events:
+            pass
+        yield encode_json(self._response())
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        has_begun = False
+        begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        async for part in self._events:
+            if not has_begun:
+                yield self._sent("response.created", response=begun) + self._sent(
+                    "response.in_progress", response=begun
+                )
+                has_begun = True
+            yield self._event(part)
+        if not has_begun:
+            yield self._sent("response.created", response=begun)
+        response = self._response()
+        yield self._sent(f"response.{response['status']}", response=response)
+
+    def _response(self) -> dict[str, Any]:
+        is_cut = self._turn.finish_reason == "length"
+        return {
+            **self._head,
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [
+                _item(block, is_last and is_cut)
+                for block, is_last in zip(self._turn.blocks, _last_is_true(self._turn.blocks), strict=True)
+            ],
+            "usage": {
+                "input_tokens": self._turn.num_prompt,
+                "input_tokens_details": {"cached_tokens": self._turn.num_cached},
+                "output_tokens": self._turn.num_output,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self._turn.num_prompt + self._turn.num_output,
+            },
+        }
+
+    def _event(self, part: BlockEvent) -> bytes:
+        block = part.block
+        place = {"item_id": _item_id(block), "output_index": block.index}
+        in_part = place if block.kind == "call" else {**place, "content_index": 0}
+        name = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}[block.kind]
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        match part.kind:
+            case "begin":
+                empty = Block(block.index, block.kind, "", block.call_id, block.name, block.id)
+                item = {**_item(empty, False), "status": "in_progress"} | (
+                    {} if block.kind == "call" else {"content": []}
+                )
+                sent = self._sent("response.output_item.added", output_index=block.index, item=item)
+                if block.kind != "call":
+                    sent += self._sent("response.content_part.added", **in_part, part=_content(empty))
+                return sent
+            case "piece":
+                return self._sent(f"response.{name}.delta", **in_part, delta=part.piece, **logprobs)
+            case "end":
+                if block.kind == "call":
+                    sent = self._sent(f"response.{name}.done", **in_part, name=block.name, arguments=block.text)
+                else:
+                    sent = self._sent(f"response.{name}.done", **in_part, text=block.text, **logprobs)
+                    sent += self._sent("response.content_part.done", **in_part, part=_content(block))
+                item = _item(block, False)
+                return sent + self._sent("response.output_item.done", output_index=block.index, item=item)
+
+    def _sent(self, kind: str, **data: Any) -> bytes:
+        number, self._num_sent = self._num_sent, self._num_sent + 1
+        return event({"type": kind, "sequence_number": number, **data}, kind)
+
+
+def _item_id(block: Block) -> str:
+    return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
+
+
+def _content(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _item(block: Block, is_cut: bool) -> dict[str, Any]:
+    """Return a block as an output item."""
+    head = {"id": _item_id(block), "status": "incomplete" if is_cut else "completed"}
+    match block.kind:
+        case "text":
+            return {**head, "type": "message", "role": "assistant", "content": [_content(block)]}
+        case "reasoning":
+            return {**head, "type": "reasoning", "summary": [], "content": [_content(block)]}
+        case "call":
+            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            return {**head, "type": "function_call", **call}
+
+
+def _last_is_true(blocks: list[Block]) -> list[bool]:
+    return [place == len(blocks) - 1 for place in range(len(blocks))]
+
+
+def _plain(choice: str | FlatToolChoice) -> Any:
+    return choice if isinstance(choice, str) else choice.model_dump()
+
+
+def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Return items in the form of chat completions, where reasoning and calls are parts of one assistant message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item:
+            case MessageItem():
+                role = "system" if item.role == "developer" else item.role
+                if role == "assistant":
+                    _assistant(messages, "content")["content"] = _text(item.content)
+                else:
+                    messages.append({"role": role, "content": _text(item.content)})
+            case CallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                _assistant(messages).setdefault("tool_calls", []).append(call)
+            case CallOutputItem():
+                output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                messages.append(output)
+            case ReasoningItem():
+                _assistant(messages, "content")["reasoning_content"] = _text(item.content or item.summary)
+    return messages
+
+
+def _assistant(messages: list[dict[str, Any]], unless: str | None = None) -> dict[str, Any]:
+    """Return the assistant's message at the end, or a new one if there is none or it has the part `unless`."""
+    if not messages or messages[-1]["role"] != "assistant" or (unless is not None and unless in messages[-1]):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -1,0 +1,129 @@
+"""`Reply`: an answer that is generated while it is sent, and whose generation ends when the client hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from moeserve.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+JSON = "application/json"
+EVENTS = "text/event-stream"
+encode_json = msgspec.json.Encoder().encode
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """Return a server-sent event with JSON data."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + encode_json(data) + b"\n\n"
+
+
+class Reply(Response):
+    """An answer made of chunks.
+
+    Headers are sent with the first chunk. So an error before it is answered with its own status; a later one is sent as
+    the last event.
+    """
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        media_type: str,
+        *,
+        error_body: Callable[[ApiError], Any] = lambda error: error.body,
+        error_event: str | None = None,
+    ) -> None:
+        """
+        Args:
+            chunks: closed if the client hangs up.
+            media_type: `JSON` or `EVENTS`.
+            error_body: form of errors.
+            error_event: name of the event that reports an error.
+        """
+        super().__init__(media_type=media_type)
+        self._chunks, self._error_body, self._error_event = chunks, error_body, error_event
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send(scope, receive, send))
+        hang_up = asyncio.create_task(_hang_up(receive))
+        try:
+            await asyncio.wait({sending, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, hang_up):
+                task.cancel()
+            await asyncio.gather(sending, hang_up, return_exceptions=True)
+            await self._chunks.aclose()
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+        try:
+            with contextlib.suppress(OSError):  # the client has hung up
+                async for chunk in self._chunks:
+                    if not has_begun:
+                        await send({"type": "http.response.start", "status": 200, "headers": self._event_headers()})
+                        has_begun = True
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        except ApiError as error:
+            failure = error
+        except Exception:
+            logger.exception("a request failed")
+            failure = ApiError(500, "the request failed; the server's log says why")
+        body = self._error_body(failure)
+        if not has_begun:
+            await Response(encode_json(body), failure.status, failure.headers, JSON)(scope, receive, send)
+        else:
+            await send({"type": "http.response.body", "body": event(body, self._error_event), "more_body": False})
+
+    def _event_headers(self) -> list[tuple[bytes, bytes]]:
+        assert self.media_type is not None
+        no_cache = [(b"cache-control", b"no-cache")] if self.media_type == EVENTS else []
+        return [(b"content-type", self.media_type.encode()), *no_cache]
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def merged(iterators: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield the items of several iterators as they come, each with the index of its iterator.
+
+    The first error ends all of them.
+    """
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+
+    async def forward(index: int, iterator: AsyncIterator[T]) -> None:
+        try:
+            async for item in iterator:
+                queue.put_nowait((index, item))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(forward(index, iterator)) for index, iterator in enumerate(iterators)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,106 @@
+"""Parts that all requests share: strict types, no unknown fields, and sampling parameters with vLLM's additions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from moeserve.config.settings import LIMITS
+from moeserve.errors import RequestError
+from moeserve.sampling_params import SamplingParams
+from moeserve.server.errors import ApiError
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class Body(BaseModel):
+    """A part of a request. Unknown fields are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # usage so far with every event, as in vLLM
+
+
+class SamplingFields(Body):
+    """Sampling parameters, which are those of `SamplingParams`; null: the default of the checkpoint."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Annotated[int, Field(ge=1, le=LIMITS.max_n)] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # As in vLLM.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    # Names of the end user and of caches, and notes, which change nothing here.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    def sampling_params(self, defaults: SamplingParams, **others: Any) -> SamplingParams:
+        """Return the request's parameters; those that it leaves out are the defaults.
+
+        Args:
+            others: parameters that have another form in the request.
+
+        Raises:
+            ApiError: a value is out of its range.
+        """
+        given = {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        return given_params(defaults, given | others)
+
+
+def given_params(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters with some values other than the defaults.
+
+    Raises:
+        ApiError: a value is out of its range.
+    """
+    try:
+        return dataclasses.replace(defaults, **given)
+    except RequestError as error:
+        raise ApiError(400, str(error), param=str(error).partition("=")[0]) from None
+
+
+_SAMPLING_NAMES = SamplingFields.model_fields.keys() & {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+class Usage(BaseModel):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+def usage(num_prompt: int, num_cached: int, num_output: int) -> dict[str, Any]:
+    """Return numbers of tokens in OpenAI's form."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }

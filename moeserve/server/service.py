@@ -1,0 +1,120 @@
+"""`Service`: the engine as the endpoints see it. Each request passes the queue, the engine, and the statistics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeserve.api.async_llm import AsyncLLM
+from moeserve.errors import MoeserveError
+from moeserve.outputs import RequestOutput
+from moeserve.sampling_params import RequestOutputKind, SamplingParams
+from moeserve.server.admission import Admission
+from moeserve.server.errors import ApiError, api_error
+
+# Share of requests beyond those that run, which wait inside the engine so that it always has a next one.
+AHEAD = 0.25
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who sent a request."""
+
+    name: str  # of its key
+    request_id: str
+
+
+class Service:
+    """One model that is served. Endpoints check requests, call `generate`, and write what comes."""
+
+    def __init__(self, llm: AsyncLLM, model_names: list[str], *, max_waiting: int) -> None:
+        """
+        Args:
+            model_names: names that requests may give; answers give the first.
+            max_waiting: as for `Admission`.
+        """
+        self.llm = llm
+        self.model_names = model_names
+        self.created = int(time.time())
+        config = llm.config
+        max_running = config.max_num_seqs * config.data_parallel_size
+        self.admission = Admission(max_running + int(AHEAD * max_running), max_waiting)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.config.max_model_len
+
+    @property
+    def is_ready(self) -> bool:
+        """True if requests are served."""
+        return self.llm.is_running and not self.llm.errored and not self.admission.is_closed
+
+    def require_model(self, name: str | None) -> str:
+        """Return the model's name for the answer.
+
+        Raises:
+            ApiError: another model is requested.
+        """
+        if name is not None and name not in self.model_names:
+            known = ", ".join(map(repr, self.model_names))
+            raise ApiError(
+                404, f"the model {name[:100]!r} is not served here, but {known}", param="model", code="model_not_found"
+            )
+        return self.model_names[0] if name is None else name
+
+    async def chat_prompt(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: Mapping[str, Any]
+    ) -> list[int]:
+        """Render a conversation. Long ones take a while, and must not hold up other requests.
+
+        Raises:
+            ApiError: the chat template refuses the conversation, or there is none.
+        """
+        try:
+            prompt = await asyncio.to_thread(
+                self.llm.chat_prompt, messages, tools=tools, chat_template_kwargs=arguments
+            )
+        except MoeserveError as error:
+            raise api_error(error) from error
+        return prompt["prompt_token_ids"]
+
+    async def generate(
+        self, client: Client, prompt: str | list[int], params: SamplingParams, cache_salt: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield what the outputs of a prompt gain.
+
+        Args:
+            cache_salt: chosen by the client: prefixes are shared between requests of a key with equal salts.
+
+        Raises:
+            ApiError: the request cannot be served, or failed.
+        """
+        params.output_kind = RequestOutputKind.DELTA
+        field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        salt = hashlib.sha256(f"{client.name}/{cache_salt or ''}".encode()).hexdigest()
+        async with self.admission.admitted(client.name, params.n):
+            outputs = self.llm.generate({field: prompt, "cache_salt": salt}, params)
+            try:
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        for each in output.outputs:
+                            if each.finish_reason == "abort":  # the engine ends
+                                raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
+                        yield output
+            except MoeserveError as error:
+                raise api_error(error) from error
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and wait until those that run have ended; after a time, end them with an error."""
+        self.admission.close()
+        ends_at = time.monotonic() + timeout_s
+        while self.admission.num_running and time.monotonic() < ends_at:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(self.llm.shutdown)
+        while self.admission.num_running and time.monotonic() < ends_at + 5.0:  # until they have sent their errors
+            await asyncio.sleep(0.02)

@@ -1,0 +1,33 @@
+"""Settings of the HTTP server, beside those of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from moeserve.config.settings import PositiveInt, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """HTTP server"""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 listens on all interfaces")
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = setting(8000, "port; 0 chooses a free one")
+    served_model_name: list[str] | None = setting(
+        None, "name of the model in requests and answers; none: the name of its folder"
+    )
+    api_key: list[str] | None = setting(None, "key that requests must carry; none: no key is needed")
+    api_key_file: str | None = setting(None, "file with one key per line")
+    max_body_bytes: PositiveInt = setting(8 * 2**20, "most bytes of a request")
+    max_waiting: PositiveInt = setting(
+        1024, "most outputs that wait until the engine has room for them; further requests are answered with status 429"
+    )
+    drain_timeout: Annotated[float, msgspec.Meta(ge=0)] = setting(
+        30.0, "seconds that requests have to finish after SIGTERM or Ctrl-C; then they end with an error"
+    )
+    cors_origin: list[str] | None = setting(None, "origin of web pages that may send requests, or *; none: no others")
+    ssl_certfile: str | None = setting(None, "certificate for TLS, with its chain, as a PEM file")
+    ssl_keyfile: str | None = setting(None, "private key of the certificate, as a PEM file")

@@ -1,0 +1,24 @@
+"""Servers that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running_server import RunningServer, running
+
+from moeserve import AsyncLLM
+
+
+@pytest.fixture(scope="session")
+def llm(default_cache: Path) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(max_model_len=1024, kv_cache_memory="64MiB", max_num_seqs=8, show_progress=False)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="session")
+def server(llm: AsyncLLM) -> Iterator[RunningServer]:
+    with running(llm) as server:
+        yield server

@@ -1,0 +1,233 @@
+"""Keys, sizes, the queue, clients that hang up, and the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2 as httpx
+import openai
+import pytest
+from running_server import MODEL, RunningServer, running
+
+from moeserve import AsyncLLM
+from moeserve.engine.core import EngineCore
+from moeserve.errors import SettingsError
+from moeserve.server.admission import Admission
+from moeserve.server.errors import ApiError
+from moeserve.server.keys import Keys
+
+QUESTION: list[Any] = [{"role": "user", "content": "Count to one hundred."}]
+LONG: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+
+
+def test_keys(llm: AsyncLLM) -> None:
+    with running(llm, api_key=["first", "second"]) as server:
+        for key in ("first", "second"):
+            assert server.openai(api_key=key).models.list().data
+            assert server.anthropic(api_key=key).messages.count_tokens(model=MODEL, messages=QUESTION).input_tokens
+        with pytest.raises(openai.AuthenticationError):
+            server.openai(api_key="third").models.list()
+        with pytest.raises(anthropic.AuthenticationError):
+            server.anthropic(api_key="third").messages.count_tokens(model=MODEL, messages=QUESTION)
+        with server.http() as http:
+            assert http.get("/v1/models").status_code == 401
+            assert [http.get(path).status_code for path in ("/health", "/ready", "/version")] == [200, 200, 200]
+
+
+def test_key_files(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n\n two \n")
+    keys = Keys.read(["zero"], str(tmp_path / "keys"))
+    names = {keys.client({"authorization": f"Bearer {key}"}) for key in ("zero", "one", "two")}
+    assert len(names) == 3
+    assert None not in names
+    assert keys.client({"x-api-key": "one"}) in names
+    assert keys.client({"authorization": "Bearer three"}) is None
+    assert keys.client({}) is None
+    (tmp_path / "keys").write_text("\n")
+    for path in ("keys", "missing"):
+        with pytest.raises(SettingsError, match=path):
+            Keys.read([], str(tmp_path / path))
+    with pytest.raises(SettingsError):
+        Keys.read(["two words"], None)
+
+
+def test_large_and_malformed_bodies(llm: AsyncLLM) -> None:
+    with running(llm, max_body_bytes=10_000) as server, server.http() as http:
+        path = "/v1/completions"
+        assert http.post(path, json={"prompt": "a" * 20_000}).status_code == 413
+        assert http.post(path, content=iter([b" " * 6_000] * 3)).status_code == 413  # without a length
+        for body in (
+            b"{",
+            b"[" * 5_000,
+            b'{"prompt": "a", "max_tokens": ' + b"9" * 5_000 + b"}",
+            b'{"prompt": "a", "temperature": NaN}',
+            b'{"prompt": "\\ud800"}',
+            b'{"prompt": ""}',
+            b'{"prompt": []}',
+            b'{"prompt": [[]]}',
+            b'{"prompt": [99999999]}',
+            b'{"prompt": [-1]}',
+            b'{"prompt": "a", "logit_bias": {"x": 1}}',
+            b'{"prompt": "a", "stop": [""]}',
+            b'{"prompt": "a", "n": 1000000}',
+            b"\xff\xfe",
+            b"null",
+        ):
+            answer = http.post(path, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, (body[:40], answer.text)
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert http.post(path, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_full_queue_is_answered_at_once(llm: AsyncLLM) -> None:
+    with running(llm, max_waiting=4) as server:
+
+        async def run() -> list[int]:  # seconds to wait; 0: an answer
+            async with server.async_openai() as client:
+
+                async def ask() -> int:
+                    try:
+                        await client.chat.completions.create(**LONG | {"max_tokens": 40}, messages=QUESTION)
+                    except openai.RateLimitError as error:
+                        return int(error.response.headers["retry-after"])
+                    return 0
+
+                return await asyncio.gather(*(ask() for _ in range(30)))
+
+        seconds = asyncio.run(run())
+        assert seconds.count(0) == 10 + 4  # max_num_seqs, a quarter more, and those that wait
+        assert all(1 <= each <= 60 for each in seconds if each)
+
+
+def test_clients_take_turns() -> None:
+    order = []
+
+    async def run() -> None:
+        admission = Admission(max_running=1, max_waiting=100)
+
+        async def request(client: str) -> None:
+            async with admission.admitted(client, 1):
+                order.append(client)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(request(client) for client in "aaaaaabbc"))
+        assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+    asyncio.run(run())
+    assert "".join(order) == "aabcabaaa"
+
+
+def test_cancelled_waiting_requests_leave_no_trace() -> None:
+    async def run() -> None:
+        chance = random.Random(7)
+        admission = Admission(max_running=4, max_waiting=10**6)
+        most = 0
+
+        async def request(client: str, num_outputs: int) -> None:
+            nonlocal most
+            async with admission.admitted(client, num_outputs):
+                most = max(most, admission.num_running)
+                for _ in range(chance.randrange(4)):
+                    await asyncio.sleep(0)
+
+        for _ in range(50):
+            tasks = [
+                asyncio.create_task(request(chance.choice("abc"), chance.choice([1, 1, 2, 4, 7]))) for _ in range(40)
+            ]
+            for task in tasks:
+                for _ in range(chance.randrange(3)):
+                    await asyncio.sleep(0)
+                if chance.random() < 0.5:
+                    task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert (admission.num_running, admission.num_waiting) == (0, 0)
+        assert most == 7  # alone: one with more outputs than run at once
+        admission.close()
+        with pytest.raises(ApiError):
+            await request("a", 1)
+
+    asyncio.run(run())
+
+
+def free_blocks(server: RunningServer) -> int:
+    engine = server.llm.session.engine
+    assert isinstance(engine, EngineCore)
+    (num_free,) = engine.num_free_blocks
+    return num_free
+
+
+def wait_for_all_blocks(server: RunningServer, num_free: int) -> None:
+    deadline = time.monotonic() + 20
+    while free_blocks(server) != num_free or server.service.admission.num_running:
+        assert time.monotonic() < deadline, "a request was not ended"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_hangs_up_frees_its_blocks(server: RunningServer, is_stream: bool) -> None:
+    with server.http() as http:
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    num_free = free_blocks(server)
+    chance = random.Random(3)
+
+    async def ask(client: openai.AsyncOpenAI) -> None:
+        answer = await client.chat.completions.create(**LONG, messages=QUESTION, stream=is_stream)
+        async for _ in answer:
+            pass
+
+    async def run() -> None:
+        async with server.async_openai() as client:
+            tasks = [asyncio.create_task(ask(client)) for _ in range(24)]
+            for task in tasks:
+                await asyncio.sleep(chance.choice([0, 0.01, 0.05]))
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    wait_for_all_blocks(server, num_free)
+    assert not server.llm.session.frontend._prompts
+
+
+@pytest.mark.parametrize(("drain_timeout", "is_whole"), [("30", True), ("0", False)])
+def test_sigterm_drains(default_cache: Path, drain_timeout: str, is_whole: bool) -> None:
+    """Requests in flight finish, or end with an error; new ones are refused; the exit status is 0."""
+    command = [sys.executable, "-m", "moeserve", "serve", "--port", "0", "--drain-timeout", drain_timeout]
+    process = subprocess.Popen(
+        [*command, "--max-model-len", "1024", "--kv-cache-memory", "64MiB"], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        address = re.search(r"http://\S+", line)
+        assert address is not None, line
+        client = openai.OpenAI(base_url=address[0], api_key="none", max_retries=0)
+        name = client.models.list().data[0].id
+        request = {**LONG, "model": name, "max_tokens": 100}
+        stream = client.chat.completions.create(**request, messages=QUESTION, stream=True)
+        chunks = [next(stream)]
+        process.send_signal(signal.SIGTERM)
+        ready = address[0].removesuffix("/v1") + "/ready"
+        while httpx.get(ready).status_code != 503:
+            time.sleep(0.01)
+        if is_whole:
+            with pytest.raises(openai.InternalServerError):
+                client.chat.completions.create(**request, messages=QUESTION)
+            chunks += stream
+            assert chunks[-1].choices[0].finish_reason == "length"
+        else:
+            with pytest.raises(openai.APIError):
+                chunks += stream
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
