@@ -193,3 +193,4 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int  # requests
     num_running: int  # requests
     num_rounds: int  # that have ended; grows even while all replicas idle
+    num_preemptions: int = 0  # so far

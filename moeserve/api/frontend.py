@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from moeserve.errors import RequestError
 from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from moeserve.protocol import Request, RequestUpdate, Sample
 from moeserve.sampling_params import RequestOutputKind, SamplingParams
+from moeserve.telemetry.request_stats import RequestStats
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Frontend:
         self._prompts: dict[str, _PromptInFlight] = {}
         self._unfinished_prompts: set[str] = set()
         self._output_of_request: dict[str, tuple[_PromptInFlight, _OutputInFlight]] = {}  # unfinished requests only
+        self.stats = RequestStats()
 
     @property
     def unfinished_prompts(self) -> AbstractSet[str]:
@@ -117,11 +120,24 @@ class Frontend:
         if output.index == 0:
             prompt.update(update, self._codec)
         output.update(update, self._codec)
+        self._note(prompt, output, update)
         if output.finish_reason is not None:
             del self._output_of_request[update.request_id]
             if prompt.finished:
                 self._unfinished_prompts.discard(prompt.prompt_id)
         return output.finish_reason is not None and update.finish_reason is None
+
+    def _note(self, prompt: _PromptInFlight, output: _OutputInFlight, update: RequestUpdate) -> None:
+        """Add an update to the statistics."""
+        now = time.monotonic()
+        if update.token_ids:
+            is_first = output.size[0] == len(update.token_ids)
+            if is_first and output.index == 0:
+                self.stats.note_prompt(prompt.num_tokens, update.num_cached_tokens)
+            self.stats.note_tokens(len(update.token_ids), now - output.last_token_s, is_first=is_first)
+            output.last_token_s = now
+        if output.finish_reason is not None:
+            self.stats.note_end(output.finish_reason, output.size[0], now - prompt.arrival_s)
 
     def output(self, prompt_id: str) -> RequestOutput:
         """Return all outputs of a prompt, complete so far. The object does not change later."""
@@ -191,6 +207,7 @@ class _OutputInFlight:
         self.request_id = request_id
         self.index = index
         self.finish_reason: FinishReason | None = None
+        self.last_token_s = time.monotonic()  # or the arrival
         self._stop_reason: int | str | None = None
         self._token_ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output
@@ -242,12 +259,17 @@ class _PromptInFlight:
     ) -> None:
         self.prompt_id = prompt_id
         self.outputs = outputs
+        self.arrival_s = time.monotonic()
         self._prompt = prompt
         self._output_kind = params.output_kind
         self._sizes_taken = [(0, 0, False)] * len(outputs)  # by `new_output`
         self._needs_logprobs = params.prompt_logprobs is not None
         self._logprobs: PromptLogprobs | None = None
         self._num_cached_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._prompt.token_ids)
 
     @property
     def finished(self) -> bool:

@@ -32,7 +32,7 @@ class Session:
         """
         self.engine = engine
         self.frontend = frontend
-        self._observer = observer
+        self.observer = observer
         self._max_requests = max_requests
         self._engine_lock = _FairLock()
         self._is_polling = False  # the thread that holds the lock may be waiting in the engine
@@ -199,10 +199,10 @@ class Session:
     def shutdown(self) -> None:
         """End all requests and the engine. May be called twice."""
         with self._exclusive_soon():
-            if self._observer.is_enabled:
+            if self.observer.is_enabled:
                 with contextlib.suppress(EngineError):  # the engine has failed, or was shut down before
                     self._collect_load()
-            self._observer.close()
+            self.observer.close()
             self.engine.shutdown()
 
     @contextlib.contextmanager
@@ -361,7 +361,7 @@ class Session:
 
     def _note_loads(self, windows: list[LoadWindow]) -> None:
         for window in windows:
-            self._observer.observe(window)
+            self.observer.observe(window)
             self._load = window if self._load is None else summed([self._load, window])
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import EngineError, RequestError
-from moeserve.protocol import Request, RequestUpdate, Sample
+from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
 from moeserve.scheduling.scheduler import Scheduler, SchedulerConfig
 from moeserve.telemetry.expert_load import LoadWindow
 
@@ -25,6 +25,8 @@ class Engine(Protocol):
     """
 
     config: EngineConfig  # with the max_model_len that the KV cache allows
+    replica_stats: list[ReplicaStats]  # of each replica, as it reported last
+    num_blocks: int  # of the KV cache of each rank
 
     @property
     def refusal(self) -> str:
@@ -111,6 +113,11 @@ def require_new(request_ids: Iterable[str], in_flight: Container[str]) -> None:
     for request_id in request_ids:
         if request_id in in_flight:
             raise RequestError(f"request {request_id!r} is still being served; give each request its own id")
+
+
+def stats_at_start(num_blocks: int) -> ReplicaStats:
+    """Return the load of a replica without requests."""
+    return ReplicaStats(num_free_blocks=num_blocks, num_waiting=0, num_running=0, num_rounds=0)
 
 
 def new_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:

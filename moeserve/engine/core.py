@@ -6,7 +6,7 @@ import select
 from collections.abc import Sequence
 
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, new_scheduler, require_new
+from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, new_scheduler, require_new, stats_at_start
 from moeserve.engine.effects import Driver, StepTimeoutError
 from moeserve.errors import EngineError
 from moeserve.executor.uniproc import UniprocExecutor
@@ -45,14 +45,15 @@ class EngineCore:
         self._undelivered: list[RequestUpdate] = []  # not returned by `step` yet
         self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
         self._awaits_load = False
-        self._num_free_blocks = self.executor.num_blocks
+        self.num_blocks = self.executor.num_blocks
+        self.replica_stats = [stats_at_start(self.num_blocks)]
         self.refusal = ""  # why no requests are accepted
         self._driver = Driver(self._replica, self.executor, self._receive, self.config.step_timeout)
 
     @property
     def num_free_blocks(self) -> list[int]:
         """KV cache blocks that are free, as in `Replicas`."""
-        return [self._num_free_blocks]
+        return [stats.num_free_blocks for stats in self.replica_stats]
 
     @property
     def has_work(self) -> bool:
@@ -136,7 +137,7 @@ class EngineCore:
 
     def _receive(self, delivery: Deliver) -> None:
         self._undelivered += delivery.updates
-        self._num_free_blocks = delivery.stats.num_free_blocks
+        self.replica_stats = [delivery.stats]
         for update in delivery.updates:
             if update.finish_reason is not None:
                 self._in_flight.pop(update.request_id, None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new
+from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new, stats_at_start
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
 from moeserve.errors import EngineError, RequestError
 from moeserve.interrupts import interrupts_allowed
@@ -118,7 +118,7 @@ class Replicas:
     def num_free_blocks(self) -> list[int]:
         """KV cache blocks that each replica has free, as it reported last. A failure is noticed here too."""
         self._receive()
-        return list(self._num_free_blocks)
+        return [stats.num_free_blocks for stats in self.replica_stats]
 
     def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
         self._ownership.require()
@@ -191,7 +191,8 @@ class Replicas:
         except BaseException:
             self._end_group()
             raise
-        self._num_free_blocks = [num_blocks] * len(self._group.engines)
+        self.num_blocks = num_blocks
+        self.replica_stats = [stats_at_start(num_blocks)] * len(self._group.engines)
         self._poll = ProcessPoll(self._group.members, self._wake_up.fd)
         self._index_of = {engine: index for index, engine in enumerate(self._group.engines)}
         self._router = DPRouter(
@@ -344,7 +345,7 @@ class Replicas:
             for message in process.receive():
                 assert isinstance(message, Delivery), message
                 self._last_message_s = time.monotonic()
-                self._num_free_blocks[index] = message.stats.num_free_blocks
+                self.replica_stats[index] = message.stats
                 self._router.note_free_blocks(index, message.stats.num_free_blocks)
                 self._loads += [] if message.load is None else [message.load]
                 self._awaits_load &= not message.answers

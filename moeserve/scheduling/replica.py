@@ -277,5 +277,6 @@ class Replica:
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
             num_rounds=self._num_sent - len(self._rounds),
+            num_preemptions=self._scheduler.num_preemptions,
         )
         return Deliver(updates, stats, load, answers)

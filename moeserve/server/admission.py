@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 
 from moeserve.server.errors import ApiError
+from moeserve.telemetry.request_stats import LONG_S, Histogram
 
 MAX_RETRY_AFTER_S = 60
 RATE_WINDOW = 64  # ends of outputs over which their rate is measured
@@ -31,6 +32,7 @@ class Admission:
         self._queues: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
         self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
         self.is_closed = False
+        self.waits = Histogram(LONG_S)
 
     @contextlib.asynccontextmanager
     async def admitted(self, client: str, num_outputs: int) -> AsyncIterator[None]:
@@ -40,11 +42,13 @@ class Admission:
             ApiError: too many outputs wait, or the server is shutting down.
         """
         self.require_open()
+        arrival_s = time.monotonic()
         if self._queues or not self._has_room(num_outputs):
             await self._wait(client, num_outputs)
         else:
             self.num_running += num_outputs
         try:
+            self.waits.add(time.monotonic() - arrival_s)
             yield
         finally:
             self.num_running -= num_outputs

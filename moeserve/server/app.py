@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -18,6 +19,7 @@ from moeserve.server import tokens
 from moeserve.server.anthropic import messages
 from moeserve.server.errors import TYPE_OF_STATUS, ApiError, api_error, error_answer
 from moeserve.server.keys import Keys
+from moeserve.server.metrics import Metrics
 from moeserve.server.middleware import Entrance
 from moeserve.server.openai import chat, completions, responses
 from moeserve.server.service import Client, Service
@@ -88,6 +90,13 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
         if not service.is_ready:
             raise ApiError(503, "the engine serves no requests now", headers={"Retry-After": "10"})
         return {"status": "ready"}
+
+    metrics = Metrics(service)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def read_metrics() -> Response:
+        """Return what Prometheus reads."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

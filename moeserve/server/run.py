@@ -14,7 +14,9 @@ import uvicorn
 
 from moeserve.api import default_model
 from moeserve.api.async_llm import AsyncLLM
+from moeserve.config.settings import DEFAULT_LOAD_WINDOW
 from moeserve.errors import SettingsError
+from moeserve.models import registry
 from moeserve.server.app import build_app
 from moeserve.server.keys import Keys
 from moeserve.server.service import Service
@@ -34,7 +36,7 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
     keys = Keys.read(settings.api_key or (), settings.api_key_file)
     listener = _listen(settings)  # before the model is loaded: the port may be in use
     with contextlib.closing(listener):
-        llm = AsyncLLM(**_in_own_processes(engine_settings))
+        llm = AsyncLLM(**_with_expert_load(_in_own_processes(engine_settings)))
         try:
             names = settings.served_model_name or [_name(engine_settings.get("model"))]
             service = Service(llm, names, max_waiting=settings.max_waiting)
@@ -99,6 +101,14 @@ def _in_own_processes(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
     if engine_settings.get("executor", "auto") == "auto" and not _has_several_ranks(engine_settings):
         return {**engine_settings, "executor": "mp"}
     return dict(engine_settings)
+
+
+def _with_expert_load(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's settings, by which it reports the load of experts now and then if the model has experts."""
+    folder = engine_settings.get("model")
+    facts = default_model.FACTS if folder is None else registry.read_facts(folder)
+    window = {"expert_load_window": DEFAULT_LOAD_WINDOW} if facts.num_sparse_layers else {}
+    return {**window, **engine_settings}
 
 
 def _has_several_ranks(engine_settings: Mapping[str, Any]) -> bool:

@@ -6,9 +6,13 @@ Series are labelled by layer, never by expert or rank, so their number does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from moeserve.errors import SettingsError, missing_extra, shown
 from moeserve.telemetry.expert_load import LoadWindow, evenness, max_over_mean, padding_share
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 MAX_PORT = 65535
 
@@ -48,8 +52,33 @@ LAYER_GAUGES: dict[str, tuple[str, Callable[[Sequence[int], Sequence[int]], floa
 }
 
 
+class LoadMetrics:
+    """Counters over all windows, and gauges of the last one, in a registry of prometheus_client."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import Counter, Gauge
+
+        self._counters = [(Counter(name, help, registry=registry), value) for name, (help, value) in COUNTERS.items()]
+        self._gauges = [(Gauge(name, help, registry=registry), value) for name, (help, value) in GAUGES.items()]
+        self._layer_gauges = [
+            (Gauge(name, help, ["layer"], registry=registry), value) for name, (help, value) in LAYER_GAUGES.items()
+        ]
+
+    def observe(self, window: LoadWindow) -> None:
+        """Add a window."""
+        for counter, total in self._counters:
+            counter.inc(total(window))
+        for gauge, value in self._gauges:
+            gauge.set(value(window))
+        for gauge, of_layer in self._layer_gauges:
+            for layer, of_experts, of_ranks in zip(
+                window.layers, window.tokens_of_expert, window.tokens_of_rank, strict=True
+            ):
+                gauge.labels(layer).set(of_layer(of_experts, of_ranks))
+
+
 class MetricsServer:
-    """Counters over all windows and gauges of the last one, served over HTTP at /metrics from a thread.
+    """Serves `LoadMetrics` over HTTP at /metrics, from a thread.
 
     A window covers all ranks, so only one process of an engine may observe it.
     """
@@ -64,17 +93,13 @@ class MetricsServer:
             SettingsError: prometheus_client is not installed, or the port or address is invalid or in use.
         """
         try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+            from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
             raise missing_extra("metrics need prometheus_client", "metrics", error) from None
         if not 0 <= port <= MAX_PORT:
             raise SettingsError(f"port {shown(port)} cannot serve metrics; choose from 0 (any) to {MAX_PORT}")
         registry = CollectorRegistry()
-        self._counters = [(Counter(name, help, registry=registry), value) for name, (help, value) in COUNTERS.items()]
-        self._gauges = [(Gauge(name, help, registry=registry), value) for name, (help, value) in GAUGES.items()]
-        self._layer_gauges = [
-            (Gauge(name, help, ["layer"], registry=registry), value) for name, (help, value) in LAYER_GAUGES.items()
-        ]
+        self._metrics = LoadMetrics(registry)
         try:
             self._server, self._thread = start_http_server(port, address, registry)
         except OSError as error:
@@ -83,15 +108,7 @@ class MetricsServer:
 
     def observe(self, window: LoadWindow) -> None:
         """Add a window."""
-        for counter, total in self._counters:
-            counter.inc(total(window))
-        for gauge, value in self._gauges:
-            gauge.set(value(window))
-        for gauge, of_layer in self._layer_gauges:
-            for layer, of_experts, of_ranks in zip(
-                window.layers, window.tokens_of_expert, window.tokens_of_rank, strict=True
-            ):
-                gauge.labels(layer).set(of_layer(of_experts, of_ranks))
+        self._metrics.observe(window)
 
     def stop(self) -> None:
         """Close the port."""

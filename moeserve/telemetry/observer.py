@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +29,7 @@ class LoadObserver:
         """
         self._file: BinaryIO | None = None
         self._metrics: MetricsServer | None = None
+        self.listeners: list[Callable[[LoadWindow], None]] = []  # called with each window
         try:
             if path is not None:
                 self._file = path.open("ab")
@@ -42,7 +44,7 @@ class LoadObserver:
     @property
     def is_enabled(self) -> bool:
         """True if windows are written anywhere."""
-        return self._file is not None or self._metrics is not None
+        return self._file is not None or self._metrics is not None or bool(self.listeners)
 
     def observe(self, window: LoadWindow) -> None:
         """Write a window, unless it has no steps. A file that cannot be written gets no more windows."""
@@ -56,6 +58,8 @@ class LoadObserver:
                 self._close_file()
         if self._metrics is not None:
             self._metrics.observe(window)
+        for listener in self.listeners:
+            listener(window)
 
     def close(self) -> None:
         """Close the file and the server. May be called twice."""
