@@ -1,0 +1,166 @@
+"""How model families write an answer: content with tool calls, after reasoning; and the parser of one answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moeserve.parsers.calls import CallSyntax, JsonCalls
+from moeserve.parsers.deltas import Outlet, ParsedDelta, Trimmed
+from moeserve.parsers.json_text import ParameterTypes
+from moeserve.parsers.reader import Reader, Step
+
+_ANYTHING = re.compile(r"[\s\S]*")
+
+
+@dataclass(frozen=True)
+class ParserOptions:
+    """The needs of a request.
+
+    Attributes:
+        tools: of the request, for the types of their parameters.
+        starts_in_reasoning: the prompt ends with the marker that begins reasoning.
+        parse_tools: if False, tool calls remain in the content as they are written.
+        parse_reasoning: if False, reasoning remains in the content, with its markers.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    starts_in_reasoning: bool = False
+    parse_tools: bool = True
+    parse_reasoning: bool = True
+
+
+class AnswerSyntax(Protocol):
+    """How a family writes an answer."""
+
+    @property
+    def reasoning(self) -> tuple[str, str] | None:
+        """The markers around reasoning, if it is marked this way."""
+
+    def read(self, reader: Reader, outlet: Outlet, options: ParserOptions) -> Step[None]:
+        """Read an answer to its end."""
+
+
+class AnswerParser:
+    """Parser of one answer, whole or in pieces of any size: the sum of the deltas is the same.
+
+    No text raises an error. White space next to a marker belongs to the format and is dropped. Everything else that
+    does not parse as reasoning or a tool call becomes content, markers included. A call is reported as soon as its
+    name is known; if it turns out to be malformed later, it ends there, and the text that follows is content.
+    """
+
+    def __init__(self, syntax: AnswerSyntax, options: ParserOptions, new_id: Callable[[], str]) -> None:
+        self._reader = Reader()
+        self._outlet = Outlet(new_id)
+        self._steps = syntax.read(self._reader, self._outlet, options)
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> ParsedDelta:
+        """Parse the next piece of an answer.
+
+        Args:
+            text: what the last tokens have added to the text.
+            token_ids: these tokens. The present families are parsed from text alone.
+        """
+        self._reader.feed(text)
+        next(self._steps, None)
+        return self._outlet.take()
+
+    def finish(self) -> ParsedDelta:
+        """Return what was held back. No text may follow."""
+        self._reader.has_ended = True
+        next(self._steps, None)
+        return self._outlet.take()
+
+
+@dataclass(frozen=True)
+class MarkedAnswer:
+    """Reasoning between two markers, then content with tool calls, each after a marker of its own.
+
+    Attributes:
+        reasoning: the markers around reasoning, which comes first.
+        call: a tool call.
+        section: the markers around all calls, if there are any.
+        section_ends_reasoning: calls also end the reasoning if its last marker is missing.
+    """
+
+    reasoning: tuple[str, str] | None
+    call: CallSyntax | None = None
+    section: tuple[str, str] | None = None
+    section_ends_reasoning: bool = False
+
+    def read(self, reader: Reader, outlet: Outlet, options: ParserOptions) -> Step[None]:
+        call = self.call if options.parse_tools else None
+        content = Trimmed(outlet.add_content)
+        marker = None
+        if self.reasoning is not None:
+            marker = yield from self._read_reasoning(reader, outlet, options, content)
+        if call is None:
+            yield from reader.run(_ANYTHING, content)
+            content.flush()
+            return
+
+        types = ParameterTypes(options.tools)
+        begins = (call.begin,) if self.section is None else (self.section[0], call.begin)
+        ends: tuple[str, ...] = ()  # last markers of what is open
+        while True:
+            if marker is None:
+                marker = yield from reader.until(begins + ends, content)
+            if marker is None:
+                content.flush()
+                return
+            if marker in ends:
+                ends = tuple(end for end in ends if end != marker)
+                content.after_marker()
+            else:
+                num_calls = outlet.num_calls
+                reader.record(marker)
+                is_complete = yield from self._read_calls(marker, call, reader, outlet, types)
+                if outlet.num_calls > num_calls:
+                    section_end = () if self.section is None else self.section[1:]
+                    ends = section_end if is_complete or not call.end else (*section_end, call.end)
+                    content.after_marker()
+                else:
+                    content.flush()
+                content(reader.stop_record())
+            marker = None
+
+    def _read_reasoning(
+        self, reader: Reader, outlet: Outlet, options: ParserOptions, content: Trimmed
+    ) -> Step[str | None]:
+        """Read the reasoning, if there is any. Return the first marker of a section of calls if that ended it."""
+        assert self.reasoning is not None
+        begin, end = self.reasoning
+        reader.record()
+        has_begun = (yield from reader.accept(begin)) is not None  # also when the prompt has begun it already
+        start = reader.stop_record()
+        if not has_begun and not options.starts_in_reasoning:
+            content(start)
+            return None
+        ends: tuple[str, ...] = (end,)
+        if self.section is not None and self.section_ends_reasoning and options.parse_tools:
+            ends = (end, self.section[0])
+        if options.parse_reasoning:
+            reasoning = Trimmed(outlet.add_reasoning, strips_start=True)
+            marker = yield from reader.until(ends, reasoning)
+            if marker is None:
+                reasoning.flush()
+            content.after_marker()
+        else:
+            content(start)
+            marker = yield from reader.until(ends, content)
+            if marker == end:
+                content(end)
+        return marker if marker != end else None
+
+    def _read_calls(
+        self, marker: str, call: CallSyntax, reader: Reader, outlet: Outlet, types: ParameterTypes
+    ) -> Step[bool]:
+        """Read the calls behind a marker. Return False if they do not go on to their last marker."""
+        if self.section is not None and marker == self.section[0]:
+            if (yield from reader.peek()) == "{":
+                return (yield from JsonCalls(*self.section).read(reader, outlet, types))
+            if not (yield from reader.accept(call.begin)):
+                return False
+        return (yield from call.read(reader, outlet, types))

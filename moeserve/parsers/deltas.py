@@ -1,0 +1,121 @@
+"""Results of a parser, and the `Outlet` that collects them while text is parsed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """New text of one tool call.
+
+    Attributes:
+        index: number of the call in the answer, from 0.
+        id: on the first delta of a call, else None.
+        name: of the function, on the first delta of a call, else None.
+        arguments: next piece of the JSON text of the arguments. All pieces of a call together are one JSON object,
+            unless the answer was cut off or the model made a mistake in it.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ParsedDelta:
+    """The parts of an answer that new text has added to it. Each tool call has at most one delta, in order."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass
+class _Call:
+    index: int
+    id: str | None = None
+    name: str | None = None
+    pieces: list[str] = field(default_factory=list)
+
+
+class Outlet:
+    """Collects the parts of an answer until the next delta is taken."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self.num_calls = 0
+        self._new_id = new_id
+        self._ids: set[str] = set()
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[_Call] = []
+
+    def add_content(self, text: str) -> None:
+        self._content.append(text)
+
+    def add_reasoning(self, text: str) -> None:
+        self._reasoning.append(text)
+
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call. It gets an id of its own if the model wrote none, or one that an earlier call has."""
+        if not call_id or call_id in self._ids:
+            call_id = self._new_id()
+        self._ids.add(call_id)
+        self._calls.append(_Call(self.num_calls, call_id, name))
+        self.num_calls += 1
+
+    def add_arguments(self, text: str) -> None:
+        """Add text to the arguments of the last call."""
+        if not self._calls:
+            self._calls.append(_Call(self.num_calls - 1))
+        self._calls[-1].pieces.append(text)
+
+    def take(self) -> ParsedDelta:
+        """Return what was collected since the last time."""
+        calls = tuple(ToolCallDelta(call.index, call.id, call.name, "".join(call.pieces)) for call in self._calls)
+        delta = ParsedDelta("".join(self._content), "".join(self._reasoning), calls)
+        self._content, self._reasoning, self._calls = [], [], []
+        return delta
+
+
+class Trimmed:
+    """Passes text on without the white space at its end, which may belong to the marker that follows."""
+
+    def __init__(self, write: Callable[[str], None], *, strips_start: bool = False) -> None:
+        """
+        Args:
+            strips_start: also drop white space at the start of the text.
+        """
+        self._write = write
+        self._strips_start = strips_start
+        self._held = ""
+
+    def __call__(self, text: str) -> None:
+        if self._strips_start:
+            text = text.lstrip()
+        if not text:
+            return
+        self._strips_start = False
+        self._held += text
+        end = len(self._held.rstrip())
+        if end:
+            self._write(self._held[:end])
+            self._held = self._held[end:]
+
+    def after_marker(self) -> None:
+        """Drop the white space around a marker that has been read."""
+        self._held = ""
+        self._strips_start = True
+
+    def flush(self) -> None:
+        """Pass on the white space that was held back, because no marker follows."""
+        self._write(self._held)
+        self._held = ""
+
+
+def new_call_id() -> str:
+    """Return a random id in the form of OpenAI's."""
+    return "call_" + secrets.token_hex(12)

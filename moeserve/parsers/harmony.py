@@ -1,0 +1,116 @@
+"""The answers of gpt-oss: messages in channels, a format that OpenAI calls harmony.
+
+Messages are found by the text of their markers. OpenAI's package openai-harmony parses token ids instead. It needs a
+vocabulary file that it does not contain and downloads at its first use, so it cannot be relied on without a network.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moeserve.parsers.answers import ParserOptions
+from moeserve.parsers.deltas import Outlet, Trimmed
+from moeserve.parsers.json_text import read_value
+from moeserve.parsers.reader import Reader, Step, drop
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_RECIPIENT = r"to=(?:functions\.)?(?P<{}>[\w.:/-]+)"
+_HEADER = re.compile(
+    r"(?:<\|start\|>)?\s*(?:assistant)?\s*"
+    rf"(?:{_RECIPIENT.format('first_recipient')})?\s*"
+    r"(?:<\|channel\|>\s*(?P<channel>analysis|commentary|final))?\s*"
+    rf"(?:{_RECIPIENT.format('recipient')})?\s*"
+    r"(?:<\|constrain\|>)?\s*[a-z]*\s*<\|message\|>"
+)
+
+
+@dataclass(frozen=True)
+class HarmonyAnswer:
+    """Messages, each a header and a text. The prompt ends within the header of the first one.
+
+    A message to a recipient is a tool call, one in the channel "analysis" is reasoning, and others are content, as are
+    reasoning and calls that are not parsed. Headers are never shown. A line break separates messages of one kind.
+    """
+
+    reasoning: tuple[str, str] | None = None
+
+    def read(self, reader: Reader, outlet: Outlet, options: ParserOptions) -> Step[None]:
+        content = _Messages(outlet.add_content)
+        reasoning = _Messages(outlet.add_reasoning) if options.parse_reasoning else content
+        outside = Trimmed(content.write)  # text that belongs to no message
+        reader.record()
+        marker = yield from reader.accept(_START, _CHANNEL, _MESSAGE, "to=")
+        while True:
+            if marker is None:
+                outside(reader.stop_record())
+                marker = yield from reader.until((_START, _CHANNEL), outside)
+                if marker is None:
+                    outside.flush()
+                    return
+                reader.record(marker)
+            if marker != _MESSAGE:
+                marker = yield from reader.until((_MESSAGE, _START, *_ENDS), drop)
+            text = reader.stop_record()
+            header = _HEADER.fullmatch(text)
+            if header is not None:
+                outside.after_marker()
+                marker = yield from _read_text(header, reader, outlet, options, content, reasoning)
+            elif marker == _START:
+                outside.flush()
+                outside(text.removesuffix(_START))
+            else:
+                outside.flush()
+                outside(text)
+                marker = None
+            if marker is not None:
+                reader.record(marker)
+
+
+def _read_text(
+    header: re.Match[str],
+    reader: Reader,
+    outlet: Outlet,
+    options: ParserOptions,
+    content: _Messages,
+    reasoning: _Messages,
+) -> Step[str | None]:
+    """Read the text of a message. Return the marker that begins the next one, if it follows at once."""
+    name = header["recipient"] or header["first_recipient"]
+    ends = (*_ENDS, _START, _CHANNEL)
+    if name is None or not options.parse_tools:
+        text = (reasoning if header["channel"] == "analysis" else content).begin()
+        marker = yield from reader.until(ends, text)
+        if marker is None:
+            text.flush()
+        return None if marker in _ENDS else marker
+    outlet.start_call(name)
+    if (yield from reader.peek()) == "{":
+        yield from read_value(reader, outlet.add_arguments)
+        marker = yield from reader.until(ends, content.begin())
+    else:
+        pieces: list[str] = []
+        marker = yield from reader.until(ends, pieces.append)
+        outlet.add_arguments("".join(pieces).strip() or ("" if marker is None else "{}"))
+    return None if marker in _ENDS else marker
+
+
+class _Messages:
+    """Texts of one kind, separated by line breaks."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._has_text = False
+        self._is_new = False
+
+    def begin(self) -> Trimmed:
+        """Return the sink of a message's text."""
+        self._is_new = self._has_text
+        return Trimmed(self.write, strips_start=True)
+
+    def write(self, text: str) -> None:
+        self._write("\n" + text if self._is_new and text else text)
+        self._is_new = self._is_new and not text
+        self._has_text = self._has_text or bool(text)

@@ -1,0 +1,174 @@
+"""Read JSON from an answer, and convert between JSON and the text of parameters.
+
+Only the structure is checked while text is read: strings, and brackets that match. What a model writes between them is
+passed on as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from moeserve.parsers.reader import Reader, Sink, Step
+
+_IN_STRING = re.compile(r'[^"\\]*')
+_OUTSIDE_STRINGS = re.compile(r"[ \t\r\n0-9A-Za-z+.,:-]*")
+_SCALAR = re.compile(r"[0-9A-Za-z+.-]*")
+_CLOSING = {"{": "}", "[": "]"}
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}  # some templates render them this way
+_MAX_SCHEMA_DEPTH = 8
+
+
+def read_value(reader: Reader, sink: Sink) -> Step[bool]:
+    """Pass on the text of one JSON value. Return True if it is complete.
+
+    Otherwise, the text has ended, or its next character cannot be part of the value.
+    """
+    open_brackets: list[str] = []
+    first = yield from reader.peek()
+    if first == '"':
+        return (yield from _read_string(reader, sink))
+    if first not in _CLOSING:
+        pieces: list[str] = []
+        yield from reader.run(_SCALAR, pieces.append)
+        sink("".join(pieces))
+        return bool(pieces)
+    while True:
+        character = yield from reader.run(_OUTSIDE_STRINGS, sink)
+        if character == '"':
+            if not (yield from _read_string(reader, sink)):
+                return False
+        elif character in _CLOSING:
+            open_brackets.append(character)
+            yield from reader.character(sink)
+        elif character and character == _CLOSING[open_brackets[-1]]:
+            open_brackets.pop()
+            yield from reader.character(sink)
+            if not open_brackets:
+                return True
+        else:
+            return False
+
+
+def read_string(reader: Reader) -> Step[str | None]:
+    """Return the JSON string that follows, decoded, or None if none follows."""
+    if (yield from reader.peek()) != '"':
+        return None
+    pieces: list[str] = []
+    is_complete = yield from _read_string(reader, pieces.append)
+    return decoded("".join(pieces)) if is_complete else None
+
+
+def decoded(text: str) -> str | None:
+    """Return the value of a quoted text, or None if it is no JSON string or its value cannot be encoded as UTF-8."""
+    if not text.startswith('"'):
+        return None
+    try:
+        value: str = json.loads(text, strict=False)
+        value.encode()
+    except ValueError:
+        return None
+    return value
+
+
+def quoted(text: str) -> str:
+    """Return a text as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+class ParameterTypes:
+    """The JSON types of tools' parameters, for formats in which values are plain text."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """
+        Args:
+            tools: as in a request: `{"type": "function", "function": {"name": ..., "parameters": JSON schema}}`.
+        """
+        self._schemas = {}
+        for tool in tools or ():
+            function = tool.get("function", tool)
+            if isinstance(function, Mapping):
+                self._schemas[function.get("name")] = function.get("parameters")
+
+    def to_json(self, function: str, parameter: str, text: str) -> str:
+        """Return the JSON text of a parameter's value.
+
+        A text that is valid JSON of another type than string stays as it is, if the schema of the parameter permits
+        that type or no strings. Every other text becomes a string.
+        """
+        types = self._types(function, parameter)
+        if types == {"string"}:
+            return quoted(text)
+        literal = _PYTHON_LITERALS.get(text.strip(), text.strip())
+        try:
+            kinds = _types_of(json.loads(literal, parse_constant=_reject))
+        except (ValueError, RecursionError):
+            return quoted(text)
+        if "string" in kinds or ("string" in types and not kinds & types):
+            return quoted(text)
+        return literal
+
+    def _types(self, function: str, parameter: str) -> set[str]:
+        """Return the types that the schema of a parameter permits; none if it does not say."""
+        root = self._schemas.get(function)
+        properties = root.get("properties") if isinstance(root, Mapping) else None
+        return _types_in(properties.get(parameter), root, 0) if isinstance(properties, Mapping) else set()
+
+
+def _types_in(schema: Any, root: Any, depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
+        return set()
+    types: set[str] = set()
+    declared = schema.get("type")
+    types.update(each for each in (declared if isinstance(declared, list) else [declared]) if isinstance(each, str))
+    if not types:
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+        types.update(*(_types_of(value) for value in values + ([schema["const"]] if "const" in schema else [])))
+    for combination in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(combination)
+        for part in parts if isinstance(parts, list) else ():
+            types |= _types_in(part, root, depth + 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target = root
+        for key in reference[2:].split("/"):
+            target = target.get(key) if isinstance(target, Mapping) else None
+        types |= _types_in(target, root, depth + 1)
+    return types
+
+
+def _types_of(value: Any) -> set[str]:
+    """Return the JSON types of a value: an integer is also a number."""
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number", "integer"} if value.is_integer() else {"number"}
+        case str():
+            return {"string"}
+        case list():
+            return {"array"}
+    return {"object"}
+
+
+def _reject(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _read_string(reader: Reader, sink: Sink) -> Step[bool]:
+    """Pass on a JSON string whose first quotation mark comes next. Return True if it is complete."""
+    yield from reader.character(sink)
+    while True:
+        character = yield from reader.run(_IN_STRING, sink)
+        if not character:
+            return False
+        yield from reader.character(sink)
+        if character == '"':
+            return True
+        yield from reader.character(sink)  # the one after a backslash

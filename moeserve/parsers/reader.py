@@ -1,0 +1,129 @@
+"""`Reader`: text that arrives in pieces, read by generators that pause where more of it is needed."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Step = Generator[None, None, T]  # yields to wait for more text; returns a T
+Sink = Callable[[str], None]
+
+_SPACE = re.compile(r"\s*")
+
+
+def drop(text: str) -> None:
+    """Sink of text that is not needed."""
+
+
+class Reader:
+    """The text of an answer, as far as it has arrived.
+
+    A parser is a generator. It calls the methods below with `yield from`; they pause until they can decide, or until
+    the text has ended. Text is read once, from its start to its end. A method that passes text to a sink does so
+    as soon as possible: it holds back only what may be the start of a marker.
+    """
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self._text = ""
+        self._position = 0
+        self._record: list[str] | None = None
+
+    def feed(self, text: str) -> None:
+        """Add text that has arrived."""
+        self._text = self._text[self._position :] + text
+        self._position = 0
+
+    def record(self, first: str = "") -> None:
+        """Begin to record the text that is read, after some that was read before. Go on if text is being recorded."""
+        if self._record is None:
+            self._record = []
+        self._record.append(first)
+
+    def stop_record(self) -> str:
+        """Stop recording, and return the recorded text."""
+        text = "".join(self._record or ())
+        self._record = None
+        return text
+
+    def until(self, markers: tuple[str, ...], sink: Sink) -> Step[str | None]:
+        """Pass on the text before the first marker, and read the marker. Return it, or None if the text ends first."""
+        while True:
+            start, stop = _find(markers, self._text, self._position)
+            self._read(start, sink)
+            if stop > start:
+                self._read(stop, drop)
+                return self._text[start:stop]
+            if self.has_ended:
+                self._read(len(self._text), sink)
+                return None
+            yield
+
+    def accept(self, *options: str) -> Step[str | None]:
+        """Read white space, and then one of the options if the text goes on with it. Return it, or None."""
+        yield from self.peek()
+        longest = max(map(len, options))
+        while True:
+            text = self._text[self._position : self._position + longest]
+            for option in options:
+                if text.startswith(option):
+                    self._read(self._position + len(option), drop)
+                    return option
+            if self.has_ended or not any(option.startswith(text) for option in options):
+                return None
+            yield
+
+    def peek(self) -> Step[str]:
+        """Read white space. Return the character that follows without reading it, or "" at the end."""
+        return (yield from self.run(_SPACE, drop))
+
+    def run(self, pattern: re.Pattern[str], sink: Sink) -> Step[str]:
+        """Pass on the characters that a pattern matches. Return the next one without reading it, or "" at the end.
+
+        Args:
+            pattern: a set of characters, repeated: wherever the text is divided, it matches the parts.
+        """
+        while True:
+            match = pattern.match(self._text, self._position)
+            assert match is not None, "the pattern matches the empty text"
+            self._read(match.end(), sink)
+            if self._position < len(self._text):
+                return self._text[self._position]
+            if self.has_ended:
+                return ""
+            yield
+
+    def character(self, sink: Sink) -> Step[None]:
+        """Pass on one character, if the text has not ended."""
+        while self._position == len(self._text) and not self.has_ended:
+            yield
+        self._read(min(self._position + 1, len(self._text)), sink)
+
+    def _read(self, end: int, sink: Sink) -> None:
+        if end > self._position:
+            text = self._text[self._position : end]
+            self._position = end
+            if self._record is not None:
+                self._record.append(text)
+            sink(text)
+
+
+def _find(markers: tuple[str, ...], text: str, position: int) -> tuple[int, int]:
+    """Return start and end of the first marker, or twice the position from which on the text may be part of one."""
+    match = _pattern(markers).search(text, position)
+    if match is not None:
+        return match.start(), match.end()
+    longest = max(map(len, markers))
+    for start in range(max(position, len(text) - longest + 1), len(text)):
+        rest = text[start:]
+        if any(marker.startswith(rest) for marker in markers):
+            return start, start
+    return len(text), len(text)
+
+
+@functools.lru_cache(maxsize=256)
+def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
