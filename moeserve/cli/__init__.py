@@ -14,6 +14,7 @@ from moeserve.errors import MoeserveError
 
 COMMANDS = {
     "generate": "Generate text for a prompt and print it as it comes.",
+    "chat": "Talk to a model in the terminal.",
     "serve": "Serve a model over HTTP, with OpenAI's API.",
     "inspect": "Describe a checkpoint and the memory it needs, without loading it.",
     "plan": "List the parallel layouts of a checkpoint, and estimate their performance on given hardware.",

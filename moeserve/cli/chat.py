@@ -1,0 +1,135 @@
+"""`moeserve chat`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from moeserve.cli.chat_models import ChatModel, LocalModel, RemoteModel, ServerError
+from moeserve.cli.parser import Parser, add_flags, given, reader
+from moeserve.config.settings import Settings
+from moeserve.config.vllm_names import VllmSettings
+from moeserve.errors import RequestError
+
+HELP = """\
+/system TEXT   set the system prompt; without TEXT: remove it
+/undo          forget the last question and its answer
+/reset         forget the conversation
+/exit          leave, as does Ctrl-D
+Ctrl-C ends an answer, and keeps what came of it."""
+
+
+def add_arguments(command: Parser) -> None:
+    command.usage = "moeserve chat [MODEL] [flags]\n       moeserve chat --url URL [flags]"
+    command.add_argument("model_folder", nargs="?", metavar="MODEL", help="the same as --model")
+    command.add_argument("--url", metavar="URL", help="a server with OpenAI's API, such as http://127.0.0.1:8000/v1")
+    command.add_argument("--api-key", default="none", metavar="KEY", help="of that server")
+    command.add_argument("--served-model", metavar="NAME", help="model of that server (default: its first)")
+    command.add_argument("--system", metavar="TEXT", help="system prompt")
+    command.add_argument("--temperature", type=reader(float), metavar="TEMPERATURE", help="0: the most likely tokens")
+    command.add_argument(
+        "--max-tokens", type=reader(int), default=1024, metavar="TOKENS", help="of an answer (default: 1024)"
+    )
+    for group in Settings.groups().values():
+        add_flags(command.add_argument_group(group.__doc__), group)
+    add_flags(command.add_argument_group(VllmSettings.__doc__), VllmSettings)
+
+
+def run(options: argparse.Namespace) -> None:
+    settings = given(options, *Settings.groups().values(), VllmSettings)
+    if options.model_folder is not None:
+        if "model" in settings:
+            options.parser.error(f"MODEL={options.model_folder} and --model={options.model} are both given; give one")
+        settings["model"] = options.model_folder
+    if options.url is not None and settings:
+        options.parser.error(f"--url names a server, which has its own model: leave out {', '.join(settings)}")
+    sampling = {"max_tokens": options.max_tokens}
+    if options.temperature is not None or (settings.get("model") is None and options.url is None):
+        sampling["temperature"] = options.temperature or 0.0  # of the default model: it is small, and rambles otherwise
+    model: ChatModel
+    if options.url is not None:
+        model = RemoteModel(options.url, options.api_key, options.served_model)
+    else:
+        model = LocalModel(settings)
+    with contextlib.closing(model):
+        print(f"{model.name}: /help lists commands")
+        converse(model, sampling, options.system, _typed_lines())
+
+
+def converse(
+    model: ChatModel,
+    sampling: dict[str, Any],
+    system: str | None,
+    lines: Iterator[str],
+    write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+) -> None:
+    """Answer lines until they end, or until one is /exit."""
+    conversation = Conversation(system)
+    for line in lines:
+        command, _, text = line.strip().partition(" ")
+        match command:
+            case "":
+                continue
+            case "/exit":
+                return
+            case "/help":
+                write(HELP + "\n")
+            case "/reset":
+                conversation.messages.clear()
+            case "/undo":
+                del conversation.messages[-2:]
+            case "/system":
+                conversation.system = text.strip() or None
+            case _ if command.startswith("/"):
+                write(f"unknown command {command}; /help lists commands\n")
+            case _:
+                _answer(model, sampling, conversation, line.strip(), write)
+
+
+class Conversation:
+    """A system prompt, and questions with their answers."""
+
+    def __init__(self, system: str | None) -> None:
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+
+    def with_question(self, question: str) -> list[dict[str, str]]:
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*first, *self.messages, {"role": "user", "content": question}]
+
+
+def _answer(
+    model: ChatModel, sampling: dict[str, Any], conversation: Conversation, question: str, write: Callable[[str], None]
+) -> None:
+    """Write the answer as it comes. A question whose answer fails is forgotten."""
+    answer = ""
+    try:
+        with contextlib.closing(model.answer(conversation.with_question(question), sampling)) as pieces:
+            for piece in pieces:
+                answer += piece
+                write(piece)
+    except KeyboardInterrupt:
+        write(" [ended]")
+    except (RequestError, ServerError) as error:
+        write(f"{error}\n")
+        return
+    write("\n")
+    conversation.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yield lines of standard input, with a prompt on a terminal. Ctrl-C discards a line that is being typed."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, gives `input` a history and editing
+    while True:
+        try:
+            yield input("\n> " if is_terminal else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print()
