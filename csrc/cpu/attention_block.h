@@ -2,7 +2,8 @@
 // values are given by their addresses, independently of any cache layout.
 //
 // Keys are packed with positions side by side in vectors, and values with the elements of a value side by side. Scores
-// and weighted values are then sums of products as in products.h. Packed operands serve many queries.
+// and weighted values are then sums of products as in products.h, or of AMX's tile registers. Packed operands serve
+// many queries.
 //
 // The state of a query is its largest score so far, the sum of the weights, and the weighted values. Scores are in
 // powers of two: a weight is 2^(score - largest). The order of additions to a state follows from the positions that its
@@ -21,11 +22,6 @@ namespace moeserve {
 
 constexpr int kBlock = 128;  // positions
 constexpr float kNoScore = std::numeric_limits<float>::lowest();
-
-// Numbers of queries that are processed together in registers.
-constexpr int kMaxTile = 6;
-constexpr int kTiles[] = {6, 4, 2, 1};
-constexpr int kNumTiles = 4;
 
 // Positions of a block, relative to its first.
 struct Range {
@@ -48,23 +44,35 @@ struct States {
   float* values;       // [queries, values_stride]
 };
 
-// A number of queries from kTiles, and a block. Keys and values are either packed or read in place.
+// Some queries that are processed together, and a block. Keys and values are either packed or read in place.
 struct Tile {
-  const void* queries;   // [queries, key_steps] words
-  const Range* visible;  // [queries]: positions that each query attends to
-  Range seen;            // positions that at least one query attends to
-  Range range;           // `seen`, extended to whole granules
-  const void* packed_keys;
-  const void* packed_values;
+  int num_queries;
+  const void* queries;      // [queries, key_steps] words
+  const Range* visible;     // [queries]: positions that each query attends to
+  Range seen;               // positions that at least one query attends to
+  Range range;              // `seen`, extended to whole granules
+  void* packed;             // keys or values
   const void* const* keys;  // rows of `range`
   const void* const* values;
   PrefetchRows keys_ahead;
   PrefetchRows values_ahead;
   float factor;   // of scores
-  float* scores;  // [kMaxTile, kBlock], scratch memory of the kernels
+  float* scores;  // [max_queries, kBlock], scratch memory of the kernels
   States states;
   void* weights;   // [queries, kBlock] as words, filled in `range`
   float* factors;  // [queries]: factors of the old values when new ones are added
+};
+
+// The kernels for tiles with one number of queries.
+struct TileKernels {
+  int num_queries;
+  // Compute the weights of a tile, and update its states except for the values.
+  void (*weigh_packed)(const Tile& tile, int head_size);
+  // Add the weighted values of one strip or of all elements to the states.
+  void (*add_packed)(const Tile& tile, int strip, int value_size, int64_t values_stride);
+  // The same with keys and values that are read in place. `add_in_place` is null if values are always packed.
+  void (*weigh_in_place)(const Tile& tile, int head_size);
+  void (*add_in_place)(const Tile& tile, int value_size, int64_t values_stride);
 };
 
 // The kernels of one instruction set for one element type, and the layout of their operands. A word has 32 bits.
@@ -74,6 +82,7 @@ struct BlockKernels {
   int per_word;     // elements of keys, values or weights in a packed word
   int per_load;     // elements in a word of the cache
   int granule;      // positions that are packed together
+  int step_group;   // queries and packed keys are padded with zeros to a multiple of this number of steps
 
   // Writes `key_steps` words.
   void (*copy_query)(const void* query, int head_size, void* words);
@@ -82,20 +91,24 @@ struct BlockKernels {
   void (*pack_values)(const void* const* rows, const PrefetchRows& ahead, Range range, int value_size, void* packed);
   // Returns true if all values in a range are finite, so that a weight of 0 makes a zero of each.
   bool (*all_finite)(const void* const* rows, Range range, int value_size);
-  // Compute the weights of a tile, and update its states except for the values.
-  void (*weigh_packed[kNumTiles])(const Tile& tile, int head_size);
-  // Add the weighted values of one strip or of all elements to the states.
-  void (*add_packed[kNumTiles])(const Tile& tile, int strip, int value_size, int64_t values_stride);
-  void (*weigh_in_place[kNumTiles])(const Tile& tile, int head_size);
-  void (*add_in_place[kNumTiles])(const Tile& tile, int value_size, int64_t values_stride);
   // Merges states into those of earlier positions. Overwrites both.
   void (*merge)(const States& merged, const States& next, int num_queries, int64_t values_stride);
   // Writes the result of one query: its values divided by the sum of the weights, to which the weight of a sink is
   // added if `sink` is not null.
   void (*finish)(const States& state, const float* sink, int value_size, void* out);
+  // By descending number of queries. The last kernels also process tiles with fewer.
+  const TileKernels* tiles = nullptr;
+  int num_tiles = 0;
+  // Configure and release the tile registers of a thread; null without AMX.
+  void (*configure)() = nullptr;
+  void (*release)() = nullptr;
 
+  int max_queries() const { return tiles[0].num_queries; }
   int key_loads(int head_size) const { return (head_size + per_load - 1) / per_load; }
-  int key_steps(int head_size) const { return key_loads(head_size) * (per_load / per_word); }
+  int key_steps(int head_size) const {
+    const int num_steps = key_loads(head_size) * (per_load / per_word);
+    return (num_steps + step_group - 1) / step_group * step_group;
+  }
   int strip_lanes() const { return num_lanes * num_vectors; }
   int num_strips(int value_size) const { return (value_size + strip_lanes() - 1) / strip_lanes(); }
   // Words of packed keys: strips of [key_steps, strip_lanes]. Words of packed values: strips of [kBlock / per_word,

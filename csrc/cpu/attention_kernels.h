@@ -29,7 +29,7 @@ template <typename L, int kRows, int kVectors>
 MOESERVE_INLINE void score_vectors(const Tile& tile, int head_size, int at) {
   constexpr int W = L::W;
   const int num_steps = L::key_steps(head_size);
-  const auto* keys = static_cast<const typename L::Word*>(tile.packed_keys);
+  const auto* keys = static_cast<const typename L::Word*>(tile.packed);
   const auto* strip = keys + at / L::kStrip * int64_t{L::kStrip} * num_steps + at % L::kStrip;
   Float<W> sums[kRows][kVectors];
   multiply<typename L::Products, kRows, kVectors>(static_cast<const typename L::Word*>(tile.queries), num_steps, strip,
@@ -111,17 +111,25 @@ MOESERVE_INLINE void score_in_place(const Tile& tile, int head_size) {
   }
 }
 
+// Return all bits in the first `count` lanes, of which there may be fewer or none, and zeros in the others.
+template <int W>
+MOESERVE_INLINE typename Vector<W>::UInt first_lanes(int count) {
+  // Loaded, because GCC splits comparisons of wide vectors into lanes.
+  static constexpr int32_t kLanes[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+  typename Vector<W>::UInt lanes;
+  std::memcpy(&lanes, kLanes + 16 - std::clamp(count, 0, W), sizeof(lanes));
+  return lanes;
+}
+
 // The scores of a range that a query does not attend to become lower than all others.
 template <int W>
 MOESERVE_INLINE void mask(float* scores, Range range, Range visible) {
-  using Int = typename Vector<W>::Int;
-  Int position;
-  for (int i = 0; i < W; ++i) position[i] = range.begin + i;
-  const Float<W> lowest = broadcast<W>(-std::numeric_limits<float>::infinity());
+  using UInt = typename Vector<W>::UInt;
+  const UInt lowest = reinterpret_cast<UInt>(broadcast<W>(-std::numeric_limits<float>::infinity()));
   for (int at = range.begin; at < range.end; at += W) {
-    const Int is_visible = (position >= visible.begin) & (position < visible.end);
-    store<W>(scores + at, is_visible ? load<W>(scores + at) : lowest);
-    position += W;
+    const UInt is_visible = first_lanes<W>(visible.end - at) & ~first_lanes<W>(visible.begin - at);
+    const UInt bits = reinterpret_cast<UInt>(load<W>(scores + at));
+    store<W>(scores + at, reinterpret_cast<Float<W>>((bits & is_visible) | (lowest & ~is_visible)));
   }
 }
 
@@ -131,12 +139,12 @@ MOESERVE_INLINE float scalar_exp2(float x) {
 }
 
 // Convert the scores of a tile to weights.
-template <typename L, int kRows>
+template <typename L>
 MOESERVE_INLINE void weigh(const Tile& tile) {
   using Products = typename L::Products;
   constexpr int W = L::W;
   const Range range = tile.range;
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < tile.num_queries; ++r) {
     float* scores = tile.scores + r * kBlock;
     const Range visible = tile.visible[r];
     if (visible.begin > range.begin || visible.end < range.end) mask<W>(scores, range, visible);
@@ -202,8 +210,8 @@ MOESERVE_INLINE void add_packed(const Tile& tile, int strip, int value_size, int
   constexpr int W = L::W;
   constexpr int kMost = L::Products::kVectors;
   const Range steps = steps_of<L>(tile.seen);
-  const auto* packed = static_cast<const typename L::Word*>(tile.packed_values) + int64_t{strip} * L::kValueStrip +
-                       steps.begin * L::kStrip;
+  const auto* packed =
+      static_cast<const typename L::Word*>(tile.packed) + int64_t{strip} * L::kValueStrip + steps.begin * L::kStrip;
   float* values = tile.states.values + strip * L::kStrip;
   const int num_vectors = std::min(kMost, (value_size - strip * L::kStrip + W - 1) / W);
   if (num_vectors == kMost) {
@@ -312,6 +320,13 @@ MOESERVE_INLINE void finish(const States& state, const float* sink, int value_si
     assign(out + h, state.values[h] * factor + 0.0f);  // + 0.0f avoids negative zeros
 }
 
+template <int kNumTiles>
+constexpr BlockKernels with_tiles(BlockKernels kernels, const TileKernels (&tiles)[kNumTiles]) {
+  kernels.tiles = tiles;
+  kernels.num_tiles = kNumTiles;
+  return kernels;
+}
+
 // Defines the template Name<Products, Element> with the kernels of an instruction set, which TARGET enables: they are
 // functions of their own because target attributes apply to functions.
 #define MOESERVE_BLOCK_KERNELS(Name, TARGET)                                                                        \
@@ -320,7 +335,8 @@ MOESERVE_INLINE void finish(const States& state, const float* sink, int value_si
     using L = Layout<Products, Element>;                                                                            \
     using Word = typename Products::Word;                                                                           \
     TARGET static void copy_query(const void* query, int head_size, void* words) {                                  \
-      moeserve::copy_query(elements_of<Element>(query), head_size, static_cast<Word*>(words));                      \
+      moeserve::copy_query(elements_of<Element>(query), head_size, L::key_steps(head_size),                         \
+                           static_cast<Word*>(words));                                                              \
     }                                                                                                               \
     TARGET static void pack_keys(const void* const* rows, const PrefetchRows& ahead, Range range, int head_size,    \
                                  void* packed) {                                                                    \
@@ -336,12 +352,12 @@ MOESERVE_INLINE void finish(const States& state, const float* sink, int value_si
     template <int kRows>                                                                                            \
     TARGET static void weigh_packed(const Tile& tile, int head_size) {                                              \
       moeserve::score_packed<L, kRows>(tile, head_size);                                                            \
-      moeserve::weigh<L, kRows>(tile);                                                                              \
+      moeserve::weigh<L>(tile);                                                                                     \
     }                                                                                                               \
     template <int kRows>                                                                                            \
     TARGET static void weigh_in_place(const Tile& tile, int head_size) {                                            \
       moeserve::score_in_place<L, kRows>(tile, head_size);                                                          \
-      moeserve::weigh<L, kRows>(tile);                                                                              \
+      moeserve::weigh<L>(tile);                                                                                     \
     }                                                                                                               \
     template <int kRows>                                                                                            \
     TARGET static void add_packed(const Tile& tile, int strip, int value_size, int64_t values_stride) {             \
@@ -357,22 +373,23 @@ MOESERVE_INLINE void finish(const States& state, const float* sink, int value_si
     TARGET static void finish(const States& state, const float* sink, int value_size, void* out) {                  \
       moeserve::finish<Products::W>(state, sink, value_size, static_cast<Element*>(out));                           \
     }                                                                                                               \
-    static constexpr BlockKernels kernels{                                                                          \
-        Products::W,                                                                                                \
-        Products::kVectors,                                                                                         \
-        Products::kPerWord,                                                                                         \
-        L::kPerLoad,                                                                                                \
-        Products::kPerWord * Products::W,                                                                           \
-        copy_query,                                                                                                 \
-        pack_keys,                                                                                                  \
-        pack_values,                                                                                                \
-        all_finite,                                                                                                 \
-        {weigh_packed<6>, weigh_packed<4>, weigh_packed<2>, weigh_packed<1>},                                       \
-        {add_packed<6>, add_packed<4>, add_packed<2>, add_packed<1>},                                               \
-        {weigh_in_place<6>, weigh_in_place<4>, weigh_in_place<2>, weigh_in_place<1>},                               \
-        {add_in_place<6>, add_in_place<4>, add_in_place<2>, add_in_place<1>},                                       \
-        merge,                                                                                                      \
-        finish};                                                                                                    \
+    template <int kRows>                                                                                            \
+    static constexpr TileKernels tile_kernels{kRows, weigh_packed<kRows>, add_packed<kRows>, weigh_in_place<kRows>, \
+                                              add_in_place<kRows>};                                                 \
+    static constexpr TileKernels tiles[] = {tile_kernels<6>, tile_kernels<4>, tile_kernels<2>, tile_kernels<1>};    \
+    static constexpr BlockKernels without_tiles{Products::W,                                                        \
+                                                Products::kVectors,                                                 \
+                                                Products::kPerWord,                                                 \
+                                                L::kPerLoad,                                                        \
+                                                Products::kPerWord * Products::W,                                   \
+                                                Products::kStepGroup,                                               \
+                                                copy_query,                                                         \
+                                                pack_keys,                                                          \
+                                                pack_values,                                                        \
+                                                all_finite,                                                         \
+                                                merge,                                                              \
+                                                finish};                                                            \
+    static constexpr BlockKernels kernels = with_tiles(without_tiles, tiles);                                       \
   }
 
 }  // namespace moeserve

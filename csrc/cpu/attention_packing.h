@@ -29,7 +29,10 @@ struct Layout {
   static_assert(kBlock % kStrip == 0);
 
   static int key_loads(int head_size) { return (head_size + kPerLoad - 1) / kPerLoad; }
-  static int key_steps(int head_size) { return key_loads(head_size) * kStepsPerLoad; }
+  static int key_steps(int head_size) {
+    const int num_steps = key_loads(head_size) * kStepsPerLoad;
+    return (num_steps + Products::kStepGroup - 1) / Products::kStepGroup * Products::kStepGroup;
+  }
 };
 
 template <typename Element>
@@ -37,17 +40,18 @@ MOESERVE_INLINE const Element* elements_of(const void* row) {
   return static_cast<const Element*>(row);
 }
 
-MOESERVE_INLINE void copy_query(const float* query, int head_size, float* words) {
+// Copy a query as words, and zeros up to `num_steps`.
+MOESERVE_INLINE void copy_query(const float* query, int head_size, int, float* words) {
   std::memcpy(words, query, head_size * sizeof(float));
 }
 
-MOESERVE_INLINE void copy_query(const BFloat16* query, int head_size, float* words) {
+MOESERVE_INLINE void copy_query(const BFloat16* query, int head_size, int num_steps, float* words) {
   for (int h = 0; h < head_size; ++h) words[h] = widen(query[h]);
-  if (head_size % 2 == 1) words[head_size] = 0;
+  for (int step = head_size; step < num_steps; ++step) words[step] = 0;
 }
 
-MOESERVE_INLINE void copy_query(const BFloat16* query, int head_size, uint32_t* words) {
-  if (head_size % 2 == 1) words[head_size / 2] = 0;
+MOESERVE_INLINE void copy_query(const BFloat16* query, int head_size, int num_steps, uint32_t* words) {
+  for (int step = head_size / 2; step < num_steps; ++step) words[step] = 0;
   std::memcpy(words, query, head_size * sizeof(BFloat16));
 }
 
@@ -92,9 +96,13 @@ struct KeyTile {
   MOESERVE_INLINE KeyTile(const void* const* rows, int first_load, int head_size) {
     using Element = typename L::Element;
     constexpr int W = L::W;
+    constexpr int kStepGroup = L::Products::kStepGroup;
+    static_assert(kStepGroup == 1 || kStepGroup == W * L::kStepsPerLoad);
     const int num_loads = L::key_loads(head_size);
     const auto* bytes = reinterpret_cast<const char* const*>(rows);
-    if (num_loads >= W && head_size % L::kPerLoad == 0) {
+    const bool is_whole = (first_load + W) * L::kPerLoad <= head_size;
+    const bool may_overlap = kStepGroup == 1 && num_loads >= W && head_size % L::kPerLoad == 0;
+    if (is_whole || may_overlap) {
       load = std::min(first_load, num_loads - W);  // the last tile may overlap the one before
       begin = first_load - load;
       end = W;
@@ -103,7 +111,7 @@ struct KeyTile {
     }
     load = first_load;
     begin = 0;
-    end = std::min(W, num_loads - load);
+    end = kStepGroup == 1 ? std::min(W, num_loads - load) : W;
     const int num_elements = std::min(W * L::kPerLoad, head_size - load * L::kPerLoad);
     Element elements[W][W * L::kPerLoad] = {};
     const char* copies[W];

@@ -58,8 +58,7 @@ class Buffer {
 // Buffers of each thread.
 struct Scratch {
   Buffer queries;
-  Buffer keys;
-  Buffer values;
+  Buffer packed;
   Buffer scores;
   Buffer weights;
   Buffer factors;
@@ -144,8 +143,7 @@ struct ItemContext {
   const Chunk* next_chunk;
   const void* zeros;  // a row of zeros
   char* queries;
-  void* packed_keys;
-  void* packed_values;
+  void* packed;  // keys, then values of the current block
   char* weights;
   float* scores;
   float* factors;
@@ -155,7 +153,9 @@ struct ItemContext {
 
   int head_size() const { return static_cast<int>(step.head_size); }
   int value_size() const { return static_cast<int>(step.value_size); }
-  bool is_packed() const { return item.num_rows * item.num_heads > kMaxTile; }
+  // Packing pays if it serves several tiles.
+  bool packs_keys() const { return item.num_rows * item.num_heads > kernels.max_queries(); }
+  bool packs_values() const { return packs_keys() || kernels.tiles->add_in_place == nullptr; }
 };
 
 bool has_values(const ItemContext& context) { return context.step.value_cache != context.step.key_cache; }
@@ -194,13 +194,15 @@ Range find_next_rows(const ItemContext& context, int64_t start) {
   return find_item_rows(context, *context.next_chunk, *context.next, next_start, *context.ahead);
 }
 
-// Call use(kind, first) for tiles that cover the queries [first, end). A tile has kTiles[kind] queries.
+// Call use(tile kernels, first query, number of queries) for tiles that cover the queries [first, end).
 template <typename Use>
-void for_tiles(int first, int end, const Use& use) {
-  for (int kind = 0; first < end;) {
-    while (kTiles[kind] > end - first) ++kind;
-    use(kind, first);
-    first += kTiles[kind];
+void for_tiles(const BlockKernels& kernels, int first, int end, const Use& use) {
+  const TileKernels* tile = kernels.tiles;
+  const TileKernels* last = tile + kernels.num_tiles - 1;
+  for (int count; first < end; first += count) {
+    while (tile < last && tile->num_queries > end - first) ++tile;
+    count = std::min(tile->num_queries, end - first);
+    use(*tile, first, count);
   }
 }
 
@@ -218,15 +220,15 @@ void attend_rows(const ItemContext& context, int first_row, int num_rows, int64_
     const Range visible = visible_of(context, row, start);
     for (int head = 0; head < num_heads; ++head) context.visible[query++] = visible;
   }
-  const auto tile_of = [&](int kind, int query) {
-    const Range seen = join(context.visible[query], context.visible[query + kTiles[kind] - 1]);
+  const auto tile_of = [&](int query, int count) {
+    const Range seen = join(context.visible[query], context.visible[query + count - 1]);
     const States tile_states{states.largest + query, states.weight_sums + query, states.values + query * stride};
-    return Tile{context.queries + query * query_bytes,
+    return Tile{count,
+                context.queries + query * query_bytes,
                 context.visible + query,
                 seen,
                 whole_granules(context, seen),
-                context.packed_keys,
-                context.packed_values,
+                context.packed,
                 context.rows->keys,
                 context.rows->values,
                 {context.ahead->keys, ahead},
@@ -238,24 +240,30 @@ void attend_rows(const ItemContext& context, int first_row, int num_rows, int64_
                 context.factors + query};
   };
 
-  if (!context.is_packed()) {
-    for_tiles(begin, end, [&](int kind, int query) {
-      const Tile tile = tile_of(kind, query);
-      if (tile.seen.empty()) return;
-      kernels.weigh_in_place[kind](tile, context.head_size());
-      kernels.add_in_place[kind](tile, context.value_size(), stride);
+  const Range range = whole_granules(context, join(context.visible[begin], context.visible[end - 1]));
+  if (context.packs_keys()) {
+    kernels.pack_keys(context.rows->keys, {context.ahead->keys, ahead}, range, context.head_size(), context.packed);
+  }
+  for_tiles(kernels, begin, end, [&](const TileKernels& of_tile, int query, int count) {
+    const Tile tile = tile_of(query, count);
+    if (tile.seen.empty()) return;
+    (context.packs_keys() ? of_tile.weigh_packed : of_tile.weigh_in_place)(tile, context.head_size());
+  });
+  if (!context.packs_values()) {
+    for_tiles(kernels, begin, end, [&](const TileKernels& of_tile, int query, int count) {
+      const Tile tile = tile_of(query, count);
+      if (!tile.seen.empty()) of_tile.add_in_place(tile, context.value_size(), stride);
     });
     return;
   }
-  for_tiles(begin, end, [&](int kind, int query) {
-    const Tile tile = tile_of(kind, query);
-    if (!tile.seen.empty()) kernels.weigh_packed[kind](tile, context.head_size());
-  });
+  const Range ahead_values = context.packs_keys() && has_values(context) ? ahead : Range{0, 0};
+  kernels.pack_values(context.rows->values, {context.ahead->values, ahead_values}, range, context.value_size(),
+                      context.packed);
   // A strip of values stays in the cache for all tiles.
   for (int strip = 0; strip < kernels.num_strips(context.value_size()); ++strip) {
-    for_tiles(begin, end, [&](int kind, int query) {
-      const Tile tile = tile_of(kind, query);
-      if (!tile.seen.empty()) kernels.add_packed[kind](tile, strip, context.value_size(), stride);
+    for_tiles(kernels, begin, end, [&](const TileKernels& of_tile, int query, int count) {
+      const Tile tile = tile_of(query, count);
+      if (!tile.seen.empty()) of_tile.add_packed(tile, strip, context.value_size(), stride);
     });
   }
 }
@@ -284,14 +292,6 @@ void attend_block(ItemContext& context, int64_t start, const States& states) {
     if (num_rows < context.item.num_rows)
       find_rows(context.step, context.chunk, context.item, start, visible, *context.rows);
     pad_rows(context, visible, *context.rows);
-    if (context.is_packed()) {
-      const Range range = whole_granules(context, visible);
-      const Range ahead_values = has_values(context) ? ahead : Range{0, 0};
-      kernels.pack_keys(context.rows->keys, {context.ahead->keys, ahead}, range, context.head_size(),
-                        context.packed_keys);
-      kernels.pack_values(context.rows->values, {context.ahead->values, ahead_values}, range, context.value_size(),
-                          context.packed_values);
-    }
     attend_rows(context, row, num_rows, start, ahead, states);
     row += num_rows;
   }
@@ -306,6 +306,22 @@ void attend_partition(ItemContext& context, int64_t partition, const States& sta
       std::min((partition + 1) * partition_size(context.step), end_position(context.step, context.chunk, context.item));
   for (int64_t start = begin; start < end; start += kBlock) attend_block(context, start, states);
 }
+
+// The tile registers of this thread, while an item runs.
+class TileRegisters {
+ public:
+  explicit TileRegisters(const BlockKernels& kernels) : release_(kernels.release) {
+    if (kernels.configure != nullptr) kernels.configure();
+  }
+  TileRegisters(const TileRegisters&) = delete;
+  TileRegisters& operator=(const TileRegisters&) = delete;
+  ~TileRegisters() {
+    if (release_ != nullptr) release_();
+  }
+
+ private:
+  void (*release_)();
+};
 
 void run_item(Job& job, size_t index) {
   const PagedAttention& step = job.step;
@@ -331,13 +347,17 @@ void run_item(Job& job, size_t index) {
 
   auto* zeros = room.zeros.at_least<char>(step.head_size * element_bytes(step.type));
   std::memset(zeros, 0, step.head_size * element_bytes(step.type));
-  auto* queries = room.queries.at_least<char>(num_queries * query_bytes);
+  // Tile registers read whole tiles, also if there are fewer queries.
+  const int num_read = num_queries + kernels.max_queries() - 1;
+  auto* queries = room.queries.at_least<char>(num_read * query_bytes);
   for_queries([&](int query, int64_t index) {
     const int64_t place =
         index / step.num_heads * step.query_token_stride + index % step.num_heads * step.query_head_stride;
     const auto* source = static_cast<const char*>(step.query) + place * element_bytes(step.type);
     kernels.copy_query(source, head_size, queries + query * query_bytes);
   });
+  const int64_t packed_size = std::max(kernels.packed_keys_size(head_size), kernels.packed_values_size(value_size));
+  const TileRegisters registers(kernels);
   Rows rows[2];
   ItemContext context{step,
                       kernels,
@@ -347,10 +367,9 @@ void run_item(Job& job, size_t index) {
                       next == nullptr ? nullptr : &job.plan.chunks[next->chunk],
                       zeros,
                       queries,
-                      room.keys.at_least<char>(kernels.packed_keys_size(head_size) * kWordBytes),
-                      room.values.at_least<char>(kernels.packed_values_size(value_size) * kWordBytes),
-                      room.weights.at_least<char>(int64_t{num_queries} * kBlock / kernels.per_word * kWordBytes),
-                      room.scores.at_least<float>(kMaxTile * kBlock),
+                      room.packed.at_least<char>(packed_size * kWordBytes),
+                      room.weights.at_least<char>(int64_t{num_read} * kBlock / kernels.per_word * kWordBytes),
+                      room.scores.at_least<float>(kernels.max_queries() * kBlock),
                       room.factors.at_least<float>(num_queries),
                       room.visible.at_least<Range>(num_queries),
                       &rows[0],

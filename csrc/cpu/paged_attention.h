@@ -43,8 +43,8 @@ struct PagedAttention {
 // on the block size, or on the heads that this rank has. They depend on the query, keys and values of the row, on the
 // sinks, on `whole_group_size`, and on the instruction set.
 //
-// Scores, weights and sums are float32. With bfloat16 elements and AVX-512 BF16, weights are rounded to bfloat16 before
-// they are multiplied with values, and the rounded weights are summed.
+// Scores, weights and sums are float32. With bfloat16 elements and AVX-512 BF16 or AMX, weights are rounded to bfloat16
+// before they are multiplied with values, and the rounded weights are summed.
 //
 // Throws std::invalid_argument for rows or blocks out of range, before anything is read or written.
 void paged_attention(const PagedAttention& step);

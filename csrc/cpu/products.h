@@ -21,6 +21,7 @@ struct FloatProducts {
   static constexpr int kPerWord = 1;
   static constexpr int kVectors = W == 8 ? 2 : 4;  // vectors of sums that fit in the registers: AVX2 has half as many
   static constexpr int kExponentialDegree = 6;
+  static constexpr int kStepGroup = 1;
   using Word = float;
   using Words = Float<W>;
 

@@ -289,6 +289,18 @@ def test_rows_one_at_a_time_have_the_bytes_of_the_whole_chunk(native: Kernels, s
         assert same_bytes(attend(native, alone)[0], expected[row]), f"row {row}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_scores_have_one_order(native: Kernels, dtype: torch.dtype) -> None:
+    """Two elements of each key nearly cancel, so another order of additions changes many weights."""
+    case = make_case([(300, 300)], Shape(2, 1, 160, scale=1.0), dtype=dtype)
+    case.query_TNH[..., [5, 150]] = 2.0**14
+    case.key_cache[..., 150] = -case.key_cache[..., 5]
+    expected = attend(native, case)
+    for row in range(300):
+        alone = with_step(case, [(1, row + 1)], slice(row, row + 1))
+        assert same_bytes(attend(native, alone)[0], expected[row]), f"row {row}"
+
+
 # The cache
 
 

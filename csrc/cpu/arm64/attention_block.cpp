@@ -16,6 +16,7 @@ struct BFloat16Products {
   static constexpr int kPerWord = 2;
   static constexpr int kVectors = 4;
   static constexpr int kExponentialDegree = 4;
+  static constexpr int kStepGroup = 1;
   using Word = uint32_t;
   using Words = Vector<4>::UInt;
 

@@ -2,6 +2,7 @@
 
 #include "cpu/attention_block.h"
 
+#include "attention_amx.h"
 #include "cpu/attention_kernels.h"
 #include "cpu/products.h"
 
@@ -16,6 +17,7 @@ struct BFloat16Products {
   static constexpr int kPerWord = 2;
   static constexpr int kVectors = 4;
   static constexpr int kExponentialDegree = 4;
+  static constexpr int kStepGroup = 1;
   using Word = uint32_t;
   using Words = Vector<16>::UInt;
 
@@ -52,6 +54,38 @@ MOESERVE_BLOCK_KERNELS(Avx512BFloat16, MOESERVE_TARGET_AVX512_BF16);
 MOESERVE_BLOCK_KERNELS(Avx512, MOESERVE_TARGET_AVX512);
 MOESERVE_BLOCK_KERNELS(Avx2, MOESERVE_TARGET_AVX2);
 
+// The same operands, padded to whole tile registers.
+struct AmxProducts : BFloat16Products {
+  static constexpr int kStepGroup = kAmxSteps;
+};
+
+// Values are always packed, because the tile registers take pairs of positions.
+struct Amx {
+  using Common = Avx512BFloat16<AmxProducts, BFloat16>;
+
+  MOESERVE_TARGET_AVX512_BF16 static void weigh_packed(const Tile& tile, int head_size) {
+    score_with_tiles<Common::L>(tile, head_size);
+    weigh<Common::L>(tile);
+  }
+  MOESERVE_TARGET_AVX512_BF16 static void add_packed(const Tile& tile, int strip, int value_size,
+                                                     int64_t values_stride) {
+    add_with_tiles<Common::L>(tile, strip, value_size, values_stride);
+  }
+  MOESERVE_TARGET_AVX512_BF16 static void weigh_in_place(const Tile& tile, int head_size) {
+    score_in_place_with_tiles<Common::L>(tile, head_size);
+    weigh<Common::L>(tile);
+  }
+  static void configure() { TileSizes(kAmxRows, kAmxInputs).use(); }
+
+  static constexpr TileKernels tiles[] = {{kAmxRows, weigh_packed, add_packed, weigh_in_place, nullptr}};
+  static constexpr BlockKernels make() {
+    BlockKernels kernels = with_tiles(Common::without_tiles, tiles);
+    kernels.configure = configure;
+    kernels.release = release_tiles;
+    return kernels;
+  }
+};
+
 template <template <typename, typename> typename Kernels, int W>
 const BlockKernels& choose_of_type(ElementType type) {
   if (type == ElementType::kBFloat16) return Kernels<FloatProducts<W>, BFloat16>::kernels;
@@ -63,7 +97,9 @@ const BlockKernels& choose_of_type(ElementType type) {
 const BlockKernels& choose_block_kernels(Isa isa, ElementType type) {
   if (isa < Isa::kAvx512) return choose_of_type<Avx2, 8>(type);
   if (isa == Isa::kAvx512 || type != ElementType::kBFloat16) return choose_of_type<Avx512, 16>(type);
-  return Avx512BFloat16<BFloat16Products, BFloat16>::kernels;
+  if (isa == Isa::kAvx512Bf16) return Avx512BFloat16<BFloat16Products, BFloat16>::kernels;
+  static constexpr BlockKernels amx = Amx::make();
+  return amx;
 }
 
 }  // namespace moeserve
