@@ -56,7 +56,7 @@ def test_a_refused_question_is_forgotten(server: RunningServer) -> None:
 
 
 def test_a_server_that_cannot_be_reached() -> None:
-    with pytest.raises(ServerError, match="127.0.0.1:9"):
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:9"):
         RemoteModel("http://127.0.0.1:9/v1", "none", None)
 
 
