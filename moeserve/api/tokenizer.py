@@ -113,6 +113,11 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_templates)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's default template."""
+        return self.tokenizer.chat_templates.get("default")
+
     def chat_prompt(
         self,
         messages: Any,
@@ -155,6 +160,11 @@ class TextCodec:
         """Return an entry of the vocabulary; None beyond it (a model may have more rows than its tokenizer)."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
+
+    def id_of_token(self, token: str) -> int | None:
+        """Return the id of an entry of the vocabulary; None if there is none."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     @functools.cached_property
     def _most_characters_per_token(self) -> int | None:

@@ -10,10 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moeserve.outputs import CompletionOutput
+from moeserve.parsers.answers import AnswerParser
+from moeserve.parsers.deltas import ParsedDelta, ToolCallDelta
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import ApiError
 from moeserve.server.schema import Body
 from moeserve.server.service import Client, Service
+
+TOKENS_OF_MARKER = 16  # at the end of a prompt, which hold the marker that begins reasoning
 
 
 class Function(Body):
@@ -62,23 +66,13 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class CallDelta:
-    """A part of a tool call. The first part of each call has its id and name."""
-
-    index: int
-    id: str | None
-    name: str | None
-    arguments: str
-
-
-@dataclass(frozen=True)
 class TurnDelta:
     """New text and tool calls of one output of a turn."""
 
     output: CompletionOutput  # as the engine generated it
     content: str
     reasoning: str
-    tool_calls: tuple[CallDelta, ...]
+    tool_calls: tuple[ToolCallDelta, ...]
     finish_reason: str | None
     num_prompt: int  # tokens
     num_cached: int
@@ -92,20 +86,61 @@ async def turn_deltas(
     Raises:
         ApiError: the conversation cannot be served, or the engine failed.
     """
-    if conversation.tools and conversation.tool_choice not in (None, "none"):
-        raise ApiError(400, "tool_choice is not supported yet, except none", param="tool_choice")
+    if conversation.tools and conversation.tool_choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice may be none or auto here", param="tool_choice")
+    if conversation.tools and conversation.tool_choice != "none" and service.parser is None:
+        raise ApiError(400, "the model's form of tool calls is not known; the server can be started with --parser")
     prompt = await conversation.prompt(service)
+    parsers: dict[int, _OutputParser] = {}  # by output
+    if service.parser is not None:
+        params = service.parsed_params(params)
     async for output in service.generate(client, prompt, params, cache_salt):
         for each in output.outputs:
+            if each.index not in parsers:
+                parsers[each.index] = _OutputParser(service, conversation, output.prompt_token_ids)
+            parsed = parsers[each.index].parsed(each)
             yield TurnDelta(
                 output=each,
-                content=each.text,
-                reasoning="",
-                tool_calls=(),
-                finish_reason=each.finish_reason,
+                content=parsed.content,
+                reasoning=parsed.reasoning if conversation.with_reasoning else "",
+                tool_calls=parsed.tool_calls,
+                finish_reason=parsers[each.index].finish_reason(each),
                 num_prompt=len(output.prompt_token_ids),
                 num_cached=output.num_cached_tokens,
             )
+
+
+class _OutputParser:
+    """Divides one output into content, reasoning and tool calls, as the model's family marks them."""
+
+    def __init__(self, service: Service, conversation: Conversation, prompt_token_ids: list[int]) -> None:
+        self._has_calls = False
+        self._parser: AnswerParser | None = None
+        if service.parser is not None:
+            codec = service.llm.codec
+            assert codec is not None, "a conversation was rendered"
+            end = codec.decode(prompt_token_ids[-TOKENS_OF_MARKER:], skip_special_tokens=False)
+            has_tools = bool(conversation.tools) and conversation.tool_choice != "none"
+            self._parser = service.parser.make(
+                [tool.model_dump(exclude_none=True) for tool in conversation.tools or ()],
+                starts_in_reasoning=service.parser.starts_in_reasoning(end),
+                parse_tools=has_tools,
+                parse_reasoning=True,
+            )
+
+    def parsed(self, output: CompletionOutput) -> ParsedDelta:
+        """Parse what an output has gained."""
+        if self._parser is None:
+            return ParsedDelta(output.text)
+        parts = [self._parser.feed(output.text, output.token_ids)]
+        if output.finish_reason is not None:
+            parts.append(self._parser.finish())
+        calls = tuple(call for part in parts for call in part.tool_calls)
+        self._has_calls |= bool(calls)
+        return ParsedDelta("".join(part.content for part in parts), "".join(part.reasoning for part in parts), calls)
+
+    def finish_reason(self, output: CompletionOutput) -> str | None:
+        return "tool_calls" if output.finish_reason == "stop" and self._has_calls else output.finish_reason
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,14 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moeserve.api.async_llm import AsyncLLM
 from moeserve.errors import MoeserveError
+from moeserve.models.config_values import read_json
 from moeserve.outputs import RequestOutput
+from moeserve.parsers.families import find_parser
 from moeserve.sampling_params import RequestOutputKind, SamplingParams
 from moeserve.server.admission import Admission
 from moeserve.server.errors import ApiError, api_error
@@ -32,15 +35,21 @@ class Client:
 class Service:
     """One model that is served. Endpoints check requests, call `generate`, and write what comes."""
 
-    def __init__(self, llm: AsyncLLM, model_names: list[str], *, max_waiting: int) -> None:
+    def __init__(self, llm: AsyncLLM, model_names: list[str], *, max_waiting: int, parser: str | None = None) -> None:
         """
         Args:
             model_names: names that requests may give; answers give the first.
             max_waiting: as for `Admission`.
+            parser: of tool calls and reasoning; None: that of the checkpoint's family.
+
+        Raises:
+            SettingsError: there is no parser of this name.
         """
         self.llm = llm
         self.model_names = model_names
         self.created = int(time.time())
+        template = None if llm.codec is None else llm.codec.chat_template
+        self.parser = find_parser(parser, model_type=_model_type(llm.config.model_path), chat_template=template)
         config = llm.config
         max_running = config.max_num_seqs * config.data_parallel_size
         self.admission = Admission(max_running + int(AHEAD * max_running), max_waiting)
@@ -83,6 +92,16 @@ class Service:
             raise api_error(error) from error
         return prompt["prompt_token_ids"]
 
+    def parsed_params(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters with which the parser can read the outputs."""
+        if self.parser is None or self.llm.codec is None:
+            return params
+        params = params.copy()
+        params.skip_special_tokens = params.skip_special_tokens and not self.parser.keeps_special_tokens
+        known = [self.llm.codec.id_of_token(token) for token in self.parser.stop_tokens]
+        params.stop_token_ids = [*params.stop_token_ids, *(token_id for token_id in known if token_id is not None)]
+        return params
+
     async def generate(
         self, client: Client, prompt: str | list[int], params: SamplingParams, cache_salt: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -118,3 +137,7 @@ class Service:
         await asyncio.to_thread(self.llm.shutdown)
         while self.admission.num_running and time.monotonic() < ends_at + 5.0:  # until they have sent their errors
             await asyncio.sleep(0.02)
+
+
+def _model_type(folder: str) -> str:
+    return str(read_json(Path(folder) / "config.json").get("model_type", ""))
