@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -24,6 +24,7 @@ from moeserve.server.middleware import Entrance
 from moeserve.server.openai import chat, completions, responses
 from moeserve.server.service import Client, Service
 from moeserve.server.settings import ServerSettings
+from moeserve.server.status import Status, StatusReader
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,18 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(503, "the engine serves no requests now", headers={"Retry-After": "10"})
         return {"status": "ready"}
 
-    metrics = Metrics(service)
+    metrics, status = Metrics(service), StatusReader(service)
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> Response:
+        """Return the status page."""
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        return HTMLResponse(status.page, headers={"Content-Security-Policy": policy})
+
+    @app.get("/status")
+    async def read_status() -> Status:
+        """Return what the status page shows."""
+        return status.read()
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:

@@ -89,7 +89,7 @@ async def turn_deltas(
     if conversation.tools and conversation.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice may be none or auto here", param="tool_choice")
     if conversation.tools and conversation.tool_choice != "none" and service.parser is None:
-        raise ApiError(400, "the model's form of tool calls is not known; the server can be started with --parser")
+        raise ApiError(400, "how this model writes tool calls is not known; start the server with --answer-parser")
     prompt = await conversation.prompt(service)
     parsers: dict[int, _OutputParser] = {}  # by output
     if service.parser is not None:

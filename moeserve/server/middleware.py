@@ -18,7 +18,7 @@ from moeserve.server.service import Client
 access_log = logging.getLogger("moeserve.access")
 
 # Paths that need no key: monitors read them.
-OPEN_PATHS = frozenset(["/health", "/ready", "/version"])
+OPEN_PATHS = frozenset(["/", "/health", "/ready", "/version"])
 ALLOWED_ID = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 

@@ -39,7 +39,7 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
         llm = AsyncLLM(**_with_expert_load(_in_own_processes(engine_settings)))
         try:
             names = settings.served_model_name or [_name(engine_settings.get("model"))]
-            service = Service(llm, names, max_waiting=settings.max_waiting, parser=settings.parser)
+            service = Service(llm, names, max_waiting=settings.max_waiting, parser=settings.answer_parser)
             app = build_app(service, settings, keys)
             config = uvicorn.Config(
                 app,

@@ -19,7 +19,7 @@ class ServerSettings:
     served_model_name: list[str] | None = setting(
         None, "name of the model in requests and answers; none: the name of its folder"
     )
-    parser: str | None = setting(
+    answer_parser: str | None = setting(
         None, "form of the model's tool calls and reasoning, such as hermes; none: found by the chat template"
     )
     api_key: list[str] | None = setting(None, "key that requests must carry; none: no key is needed")

@@ -21,7 +21,7 @@ from tiny_model import save_tiny_model
 from moeserve import AsyncLLM
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-NUM_OPERATIONS = 12
+NUM_OPERATIONS = 15
 CASES = 150  # of each operation, valid ones and invalid ones: more than 2,000 together
 
 

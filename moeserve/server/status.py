@@ -1,0 +1,85 @@
+"""The status page at `/`, and the data that it reads."""
+
+from __future__ import annotations
+
+import importlib.resources
+
+from pydantic import BaseModel
+
+from moeserve import __version__
+from moeserve.config.resolve import shown_layout
+from moeserve.server.service import Service
+from moeserve.telemetry.expert_load import LoadWindow
+
+
+class ReplicaStatus(BaseModel):
+    running: int  # requests
+    waiting: int
+    kv_cache_usage: float  # 0 to 1
+    preemptions: int
+    rounds: int
+
+
+class ExpertLoad(BaseModel):
+    """Tokens of experts and ranks in the last window of steps."""
+
+    layers: tuple[int, ...]
+    tokens_of_expert: tuple[tuple[int, ...], ...]  # by layer, by expert
+    tokens_of_rank: tuple[tuple[int, ...], ...]  # by layer, by rank
+
+
+class Status(BaseModel):
+    version: str
+    model: str
+    layout: str
+    ready: bool
+    queued: int  # outputs that wait for room in the engine
+    admitted: int  # outputs that the engine has
+    prompt_tokens: int  # since the start
+    generated_tokens: int
+    cached_tokens: int
+    replicas: list[ReplicaStatus]
+    expert_load: ExpertLoad | None
+
+
+class StatusReader:
+    """Reads the state of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._load: LoadWindow | None = None
+        service.llm.session.observer.listeners.append(self._note_load)
+        self.page = importlib.resources.files(__package__).joinpath("status.html").read_text(encoding="utf-8")
+
+    def read(self) -> Status:
+        service, load = self._service, self._load
+        engine, stats = service.llm.session.engine, service.llm.session.frontend.stats
+        return Status(
+            version=__version__,
+            model=service.model_names[0],
+            layout=shown_layout(service.llm.config),
+            ready=service.is_ready,
+            queued=service.admission.num_waiting,
+            admitted=service.admission.num_running,
+            prompt_tokens=stats.num_prompt_tokens,
+            generated_tokens=stats.num_generated_tokens,
+            cached_tokens=stats.num_cached_tokens,
+            replicas=[
+                ReplicaStatus(
+                    running=replica.num_running,
+                    waiting=replica.num_waiting,
+                    kv_cache_usage=1 - replica.num_free_blocks / engine.num_blocks,
+                    preemptions=replica.num_preemptions,
+                    rounds=replica.num_rounds,
+                )
+                for replica in engine.replica_stats
+            ],
+            expert_load=None
+            if load is None
+            else ExpertLoad(
+                layers=load.layers, tokens_of_expert=load.tokens_of_expert, tokens_of_rank=load.tokens_of_rank
+            ),
+        )
+
+    def _note_load(self, window: LoadWindow) -> None:
+        self._load = window
