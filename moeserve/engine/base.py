@@ -34,6 +34,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def has_failed(self) -> bool:
+        """True from a failure on, until a restart has ended it."""
+        ...
+
+    @property
     def has_work(self) -> bool:
         """True if a request has not ended, or its end was not returned yet, or a step is in flight for it."""
         ...

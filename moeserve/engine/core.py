@@ -56,6 +56,10 @@ class EngineCore:
         return [stats.num_free_blocks for stats in self.replica_stats]
 
     @property
+    def has_failed(self) -> bool:
+        return bool(self.refusal)
+
+    @property
     def has_work(self) -> bool:
         has_rounds = self._driver.has_rounds and not self.refusal  # those of an engine that has failed never end
         return bool(self._in_flight or self._undelivered or has_rounds)

@@ -109,6 +109,10 @@ class Replicas:
         return bool(self._in_flight or self._undelivered)
 
     @property
+    def has_failed(self) -> bool:
+        return bool(self._failure)
+
+    @property
     def refusal(self) -> str:
         if self._failure and self.config.on_failure == "end":
             return f"the engine has failed and takes no requests; make a new one. The failure: {self._failure}"
@@ -140,6 +144,8 @@ class Replicas:
         self._ownership.require()
         self._wake_sleepers()
         self._receive()
+        if self._failure and self.config.on_failure == "restart" and not self._is_shut_down:
+            self._undelivered += self._resume()  # without requests too: the next one should find an engine
         while not self._undelivered and self._in_flight and not self._wake_up.take():
             self._wait()
             self._receive()

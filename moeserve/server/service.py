@@ -61,7 +61,8 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """True if requests are served."""
-        return self.llm.is_running and not self.llm.errored and not self.admission.is_closed
+        has_failed = self.llm.errored or self.llm.session.engine.has_failed
+        return self.llm.is_running and not has_failed and not self.admission.is_closed
 
     def require_model(self, name: str | None) -> str:
         """Return the model's name for the answer.
