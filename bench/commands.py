@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-CommandName = Literal["throughput", "latency", "moe", "dispatch", "startup", "report"]
+CommandName = Literal["throughput", "latency", "moe", "dispatch", "startup", "serve", "report"]
 COMMAND_NAMES: tuple[CommandName, ...] = get_args(CommandName)
 MODULES = {"dispatch": "parallel"}  # where the module is not named as the command
 

@@ -1,0 +1,277 @@
+"""Load on a server with OpenAI's API, and what its clients wait for.
+
+    moeserve bench serve --url http://127.0.0.1:8000/v1 [--clients 8 | --rate 2] [--traffic FILE | 512:128]
+
+- *traffic*: lengths, arrival times and common prefixes of recorded requests, from files as `moeserve simulate` reads
+  them, or one pair of lengths. Prompts are random token ids, so they need no tokenizer; equal blocks of the record become
+  equal tokens.
+- *--clients*: each client sends its next request when the last one has ended. *--rate*: requests are sent at the
+  recorded times, scaled to this many requests per second, whether or not earlier ones have ended.
+- *first token*: from sending a request to its first text. *between tokens*: from one event with text to the next.
+- *goodput*: requests per second whose first token, and whose mean time between tokens, were within the limits that
+  --first-token-within and --token-within set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moeserve.bench.harness import Row, at_least, environment, make_parser, percentile, save
+from moeserve.bench.plots import Bar, Group, bar_chart
+from moeserve.errors import MoeserveError, missing_extra
+from moeserve.planner.traffic import RecordedRequest, Traffic, choose_traffic
+
+TIMEOUT_S = 3600
+FIRST_TOKEN_ID = 100  # lower ids are often special
+
+
+class ServerUnusableError(MoeserveError, RuntimeError):
+    """The server cannot be reached, or has answered no request."""
+
+
+@dataclass
+class Answer:
+    """What one request has waited for. Times are seconds."""
+
+    num_prompt: int = 0
+    num_output: int = 0
+    event_times: list[float] = field(default_factory=list)  # from sending the request to each event with text
+    whole: float = 0.0
+    error: str | None = None
+
+    @property
+    def first_token(self) -> float:
+        return self.event_times[0]
+
+    @property
+    def per_token(self) -> float:
+        """The mean time between tokens after the first."""
+        return (self.event_times[-1] - self.first_token) / max(1, self.num_output - 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser(
+        "moeserve bench serve", "Load a server, and measure what its clients wait for.", rounds=None, threads=False
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="default: http://127.0.0.1:8000/v1")
+    parser.add_argument("--api-key", default="none")
+    parser.add_argument("--model", help="default: the server's first")
+    parser.add_argument(
+        "--traffic", help="a .jsonl file (Mooncake's), a .csv file (Azure's), or PROMPT:OUTPUT in tokens"
+    )
+    parser.add_argument("--length", type=float, default=1.0, help="multiplies recorded lengths (default: 1)")
+    parser.add_argument("--requests", type=at_least(1), default=64, help="number of requests (default: 64)")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--clients", type=at_least(1), default=8, help="clients without pauses (default: 8)")
+    load.add_argument("--rate", type=float, help="requests per second")
+    parser.add_argument("--vocab-size", type=at_least(1000), default=30000, help="of random tokens (default: 30000)")
+    parser.add_argument("--first-token-within", type=float, default=2.0, help="seconds, for goodput (default: 2)")
+    parser.add_argument("--token-within", type=float, default=0.2, help="seconds, for goodput (default: 0.2)")
+    parser.add_argument("--plot", type=Path, help="write a bar chart of the waiting times, as SVG")
+    options = parser.parse_args(arguments)
+    if options.rate is not None and options.rate <= 0:
+        parser.error("--rate must be more than 0")
+
+    requests = take(choose_traffic(options.traffic).scaled(length=options.length), options.requests)
+    prompts = draw_prompts(requests, options.vocab_size)
+    arrivals = None if options.rate is None else arrivals_at(requests, options.rate)
+    answers, seconds = asyncio.run(_load(options, requests, prompts, arrivals))
+    row = summary(answers, seconds, options.first_token_within, options.token_within)
+    asked = {"clients": options.clients} if options.rate is None else {"requests_per_second": options.rate}
+    facts = {"benchmark": "serve", "url": options.url, "traffic": options.traffic or "sample", "length": options.length}
+    show(row)
+    if options.json is not None:
+        save(options.json, [facts | asked | row | {"environment": environment()}])
+    if options.plot is not None:
+        options.plot.write_text(plot(row), encoding="utf-8")
+
+
+def take(traffic: Traffic, num_requests: int) -> list[RecordedRequest]:
+    """Return the first requests of some traffic, which is repeated if it has fewer."""
+    recorded = traffic.requests
+    period = recorded[-1].arrival_s + 1.0
+    return [
+        RecordedRequest(
+            recorded[index % len(recorded)].arrival_s + index // len(recorded) * period,
+            recorded[index % len(recorded)].prompt_tokens,
+            recorded[index % len(recorded)].output_tokens,
+            recorded[index % len(recorded)].prefix_blocks,
+        )
+        for index in range(num_requests)
+    ]
+
+
+def arrivals_at(requests: Sequence[RecordedRequest], rate: float) -> list[float]:
+    """Return the recorded times, scaled so that `rate` requests come per second on average."""
+    last = requests[-1].arrival_s
+    if not last:
+        return [index / rate for index in range(len(requests))]
+    return [each.arrival_s / last * len(requests) / rate for each in requests]
+
+
+def draw_prompts(requests: Sequence[RecordedRequest], vocab_size: int) -> list[list[int]]:
+    """Return random token ids. Prompts whose records begin with the same blocks begin with the same tokens."""
+    prompts = []
+    for number, request in enumerate(requests):
+        blocks: Iterable[Any] = request.prefix_blocks or (f"prompt {number}",)
+        per_block = -(-request.prompt_tokens // len(request.prefix_blocks or (0,)))
+        tokens: list[int] = []
+        for block in blocks:
+            source = random.Random(f"{block}")
+            tokens += [source.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(per_block)]
+        prompts.append(tokens[: request.prompt_tokens])
+    return prompts
+
+
+async def _load(
+    options: Any,
+    requests: Sequence[RecordedRequest],
+    prompts: Sequence[list[int]],
+    arrivals: Sequence[float] | None,
+) -> tuple[list[Answer], float]:
+    """Send all requests. Return the answers, and the seconds from the first request to the last token."""
+    try:
+        import aiohttp
+    except ImportError as error:
+        raise missing_extra("the benchmark of servers needs aiohttp", "bench", error) from None
+
+    headers = {"Authorization": f"Bearer {options.api_key}"}
+    url = options.url.rstrip("/")
+    answers = [Answer() for _ in requests]
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
+        try:
+            model = options.model
+            if model is None:
+                async with session.get(f"{url}/models") as listed:
+                    model = (await listed.json())["data"][0]["id"]
+
+            async def send(index: int) -> None:
+                body = {
+                    "model": model,
+                    "prompt": prompts[index],
+                    "max_tokens": requests[index].output_tokens,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                }
+                await _send(session, f"{url}/completions", body, answers[index])
+
+            began_at = time.perf_counter()
+            if arrivals is None:
+                waiting = iter(range(len(requests)))
+
+                async def client() -> None:
+                    for index in waiting:
+                        await send(index)
+
+                await asyncio.gather(*(client() for _ in range(options.clients)))
+            else:
+
+                async def send_at(index: int) -> None:
+                    await asyncio.sleep(arrivals[index] - (time.perf_counter() - began_at))
+                    await send(index)
+
+                await asyncio.gather(*map(send_at, range(len(requests))))
+        except (aiohttp.ClientError, OSError, LookupError, ValueError) as error:
+            raise ServerUnusableError(f"{url} does not serve requests: {error}") from None
+    return answers, time.perf_counter() - began_at
+
+
+async def _send(session: Any, url: str, body: Row, answer: Answer) -> None:
+    """Send one request, and note when its parts come. An error is noted too."""
+    sent_at = time.perf_counter()
+    async with session.post(url, json=body) as response:
+        if response.status != 200:
+            answer.error = f"status {response.status}: {(await response.text())[:200]}"
+            return
+        async for line in response.content:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                answer.error = str(event["error"])[:200]
+            if event.get("choices"):
+                answer.event_times.append(time.perf_counter() - sent_at)
+            if event.get("usage"):
+                answer.num_prompt = event["usage"]["prompt_tokens"]
+                answer.num_output = event["usage"]["completion_tokens"]
+    answer.whole = time.perf_counter() - sent_at
+    if answer.error is None and not answer.event_times:
+        answer.error = "the answer has no text"
+
+
+def summary(answers: Sequence[Answer], seconds: float, first_token_within: float, token_within: float) -> Row:
+    """Return the figures of all answers.
+
+    Raises:
+        ServerUnusableError: every request failed.
+    """
+    served = [answer for answer in answers if answer.error is None]
+    failed = [answer.error for answer in answers if answer.error is not None]
+    if not served:
+        raise ServerUnusableError(f"all {len(answers)} requests failed; the first with {failed[0]}")
+    between = [
+        after - before
+        for answer in served
+        for before, after in zip(answer.event_times, answer.event_times[1:], strict=False)
+    ]
+    good = [each for each in served if each.first_token <= first_token_within and each.per_token <= token_within]
+    return {
+        "requests": len(answers),
+        "failed": len(failed),
+        "first_failure": failed[0] if failed else None,
+        "seconds": seconds,
+        "requests_served_per_second": len(served) / seconds,
+        "prompt_tokens_per_second": sum(answer.num_prompt for answer in served) / seconds,
+        "output_tokens_per_second": sum(answer.num_output for answer in served) / seconds,
+        "first_token": _spread([answer.first_token for answer in served]),
+        "between_tokens": _spread(between or [0.0]),
+        "whole": _spread([answer.whole for answer in served]),
+        "goodput": len(good) / seconds,
+        "goodput_limits": {"first_token": first_token_within, "per_token": token_within},
+    }
+
+
+def show(row: Row) -> None:
+    """Print the figures."""
+    print(f"{row['requests']} requests, {row['failed']} failed, in {row['seconds']:.1f} s")
+    if row["first_failure"]:
+        print(f"first failure: {row['first_failure']}")
+    for name in ("output_tokens_per_second", "prompt_tokens_per_second", "requests_served_per_second", "goodput"):
+        print(f"{name.replace('_', ' '):28} {row[name]:10.2f}")
+    print(f"{'milliseconds':28} {'median':>10} {'p90':>10} {'p99':>10}")
+    for name in ("first_token", "between_tokens", "whole"):
+        figures = "".join(f"{1000 * row[name][each]:11.1f}" for each in ("median", "p90", "p99"))
+        print(f"{name.replace('_', ' '):28}{figures}")
+
+
+def plot(row: Row) -> str:
+    """Return a bar chart of the waiting times as SVG."""
+    groups = [
+        Group(
+            name.replace("_", " "),
+            tuple(Bar(each, value, f"{1000 * value:.0f} ms") for each, value in row[name].items()),
+        )
+        for name in ("first_token", "between_tokens")
+    ]
+    return bar_chart(f"{row['output_tokens_per_second']:.0f} output tokens per second", groups)
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(seconds), "p90": percentile(seconds, 0.9), "p99": percentile(seconds, 0.99)}
+
+
+if __name__ == "__main__":
+    main()
