@@ -56,7 +56,7 @@ struct Tile {
   const void* const* values;
   PrefetchRows keys_ahead;
   PrefetchRows values_ahead;
-  float factor;   // of scores
+  float factor;   // of scores, positive
   float* scores;  // [max_queries, kBlock], scratch memory of the kernels
   States states;
   void* weights;   // [queries, kBlock] as words, filled in `range`

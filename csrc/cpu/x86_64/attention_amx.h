@@ -63,13 +63,6 @@ MOESERVE_INLINE void score_with_tiles(const Tile& tile, int head_size) {
       at += L::kStrip / 2;
     }
   }
-  const Float<L::W> factor = broadcast<L::W>(tile.factor * kLog2E);
-  for (int r = 0; r < tile.num_queries; ++r) {
-    for (int at = tile.range.begin; at < tile.range.end; at += L::W) {
-      float* scores = tile.scores + r * kBlock + at;
-      store<L::W>(scores, load<L::W>(scores) * factor);
-    }
-  }
 }
 
 // Return 16 rows that are `stride` bytes apart, with zeros beyond the head size: the keys themselves or a copy.
@@ -121,13 +114,12 @@ MOESERVE_INLINE void score_in_place_with_tiles(const Tile& tile, int head_size) 
     // Reading keys keeps the memory busy, but weights and products do not, so the values are requested here.
     if (has_values) prefetch({tile.values, tile.seen}, at, kAmxRows, 0, head_size * sizeof(BFloat16));
   }
-  const Float<W> factor = broadcast<W>(tile.factor * kLog2E);
   for (int at = tile.range.begin; at < tile.range.end; at += kAmxRows) {
     for (int i = 0; i < kAmxRows; ++i) rows[i] = reinterpret_cast<const char*>(sums[at + i]);
     load_transposed<W>(rows, 0, columns);
     MOESERVE_UNROLL
     for (int r = 0; r < W; ++r) {
-      if (r < tile.num_queries) store<W>(tile.scores + r * kBlock + at, columns[r] * factor);
+      if (r < tile.num_queries) store<W>(tile.scores + r * kBlock + at, columns[r]);
     }
   }
 }

@@ -65,7 +65,7 @@ struct Amx {
 
   MOESERVE_TARGET_AVX512_BF16 static void weigh_packed(const Tile& tile, int head_size) {
     score_with_tiles<Common::L>(tile, head_size);
-    weigh<Common::L>(tile);
+    weigh<Common::L, true>(tile);
   }
   MOESERVE_TARGET_AVX512_BF16 static void add_packed(const Tile& tile, int strip, int value_size,
                                                      int64_t values_stride) {
@@ -73,7 +73,7 @@ struct Amx {
   }
   MOESERVE_TARGET_AVX512_BF16 static void weigh_in_place(const Tile& tile, int head_size) {
     score_in_place_with_tiles<Common::L>(tile, head_size);
-    weigh<Common::L>(tile);
+    weigh<Common::L, true>(tile);
   }
   static void configure() { TileSizes(kAmxRows, kAmxInputs).use(); }
 
