@@ -17,7 +17,7 @@ _ANYTHING = re.compile(r"[\s\S]*")
 
 @dataclass(frozen=True)
 class ParserOptions:
-    """The needs of a request.
+    """Options of the parser of one answer.
 
     Attributes:
         tools: of the request, for the types of their parameters.
@@ -121,8 +121,6 @@ class MarkedAnswer:
                     section_end = () if self.section is None else self.section[1:]
                     ends = section_end if is_complete or not call.end else (*section_end, call.end)
                     content.after_marker()
-                else:
-                    content.flush()
                 content(reader.stop_record())
             marker = None
 

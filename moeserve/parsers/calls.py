@@ -10,7 +10,7 @@ from moeserve.parsers.deltas import Outlet
 from moeserve.parsers.json_text import ParameterTypes, decoded, quoted, read_string, read_value
 from moeserve.parsers.reader import Reader, Step
 
-_NAME = re.compile(r"[\w.:/-]+")  # the name of a function; no call has another text in its place
+_NAME = re.compile(r"[\w.:/-]*")  # of a function; no call has other characters in it
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", *_ARGUMENTS, "id", "type"})
 
@@ -60,36 +60,46 @@ class JsonCalls:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """A header with the function's name, then the arguments as JSON. In place of both, objects as in `JsonCalls`.
+    """The function's name, then the arguments as JSON. In place of both, objects as in `JsonCalls`.
 
     Attributes:
-        header: a regular expression with the groups "name" and, if the model writes ids, "id".
-        arguments_begin: the marker between header and arguments.
-        arguments_end: the marker after the arguments, if they have one of their own.
+        name_begin: a marker before the name; may be missing.
+        id_begin: a marker between the name and the call's id; may be missing with the id.
+        name_in_id: a regular expression whose first group is the name, if the call's id stands in place of the name.
+        arguments_begin: the marker before the arguments.
+        arguments_end: the marker after them, if they have one of their own.
     """
 
     begin: str
-    header: re.Pattern[str]
     arguments_begin: str
+    name_begin: str = ""
+    id_begin: str = ""
+    name_in_id: str = ""
     arguments_end: str = ""
     end: str = ""
 
     def read(self, reader: Reader, outlet: Outlet, types: ParameterTypes) -> Step[bool]:
         if (yield from reader.peek()) in ("{", "["):
             return (yield from JsonCalls(self.begin, self.end).read(reader, outlet, types))
-        pieces: list[str] = []
-        markers = [marker for marker in (self.arguments_begin, self.begin, self.end) if marker]
-        marker = yield from reader.until(tuple(markers), pieces.append)
-        header = self.header.fullmatch("".join(pieces))
-        if marker != self.arguments_begin or header is None:
+        if self.name_begin:
+            yield from reader.accept(self.name_begin)
+        name = yield from _read_name(reader)
+        call_id = None
+        if self.id_begin and (yield from reader.accept(self.id_begin)):
+            call_id = yield from _read_name(reader)
+        if self.name_in_id:
+            match = re.fullmatch(self.name_in_id, name)
+            name, call_id = match[1] if match else "", name
+        if not name or not (yield from reader.accept(self.arguments_begin)):
             return False
-        if (yield from reader.peek()) != "{":  # without arguments
-            if not self.end or not (yield from reader.accept(self.end)):
-                return False
-            start_call(reader, outlet, header)
+        has_arguments = (yield from reader.peek()) == "{"
+        if not has_arguments and not (self.end and (yield from reader.accept(self.end))):
+            return False
+        outlet.start_call(name, call_id)
+        reader.stop_record()
+        if not has_arguments:
             outlet.add_arguments("{}")
             return True
-        start_call(reader, outlet, header)
         if not (yield from read_value(reader, outlet.add_arguments)):
             return False
         for marker in (self.arguments_end, self.end):
@@ -121,16 +131,12 @@ class TaggedCall:
     def read(self, reader: Reader, outlet: Outlet, types: ParameterTypes) -> Step[bool]:
         if (yield from reader.peek()) == "{":
             return (yield from JsonCalls(self.begin, self.end).read(reader, outlet, types))
-        pieces: list[str] = []
-        next_part = (self.key_begin, self.end)
-        marker = yield from reader.until((self.name_end,) if self.name_end else next_part, pieces.append)
-        name = "".join(pieces).strip()
-        if marker is None or not _NAME.fullmatch(name):
+        name = yield from _read_name(reader)
+        if not name or (self.name_end and not (yield from reader.accept(self.name_end))):
             return False
-        if self.name_end:
-            marker = yield from reader.accept(*next_part)
-            if marker is None:
-                return False
+        marker = yield from reader.accept(self.key_begin, self.end)
+        if marker is None:
+            return False
         outlet.start_call(name)
         reader.stop_record()
         separator = "{"
@@ -139,7 +145,7 @@ class TaggedCall:
             separator = ", "
             if not (yield from self._read_parameter(reader, outlet, types, name)):
                 return False
-            marker = yield from reader.accept(*next_part)
+            marker = yield from reader.accept(self.key_begin, self.end)
         if marker is not None or not reader.has_ended:
             outlet.add_arguments("{}" if separator == "{" else "}")
         return marker is not None
@@ -165,10 +171,12 @@ class TaggedCall:
         return found is not None
 
 
-def start_call(reader: Reader, outlet: Outlet, header: re.Match[str]) -> None:
-    """Start the call that a header describes, whose text therefore does not become content."""
-    outlet.start_call(header["name"], header.groupdict().get("id"))
-    reader.stop_record()
+def _read_name(reader: Reader) -> Step[str]:
+    """Return the characters that follow and that a name can have; empty if there are none."""
+    pieces: list[str] = []
+    yield from reader.peek()
+    yield from reader.run(_NAME, pieces.append)
+    return "".join(pieces)
 
 
 def _read_object(reader: Reader, outlet: Outlet) -> Step[bool]:
@@ -196,7 +204,7 @@ def _read_object(reader: Reader, outlet: Outlet) -> Step[bool]:
         texts[key] = "".join(pieces)
         if key == "name":
             name = decoded(texts[key])
-            if name is None or not _NAME.fullmatch(name):
+            if not name or not _NAME.fullmatch(name):
                 return False
         separator = yield from reader.accept(",", "}")
     if separator is None:

@@ -91,29 +91,28 @@ class Trimmed:
         """
         self._write = write
         self._strips_start = strips_start
-        self._held = ""
+        self._space: list[str] = []  # held back
 
     def __call__(self, text: str) -> None:
         if self._strips_start:
             text = text.lstrip()
-        if not text:
-            return
-        self._strips_start = False
-        self._held += text
-        end = len(self._held.rstrip())
+        end = len(text.rstrip())
         if end:
-            self._write(self._held[:end])
-            self._held = self._held[end:]
+            self._strips_start = False
+            self._write("".join(self._space) + text[:end])
+            self._space = []
+        if end < len(text):
+            self._space.append(text[end:])
 
     def after_marker(self) -> None:
         """Drop the white space around a marker that has been read."""
-        self._held = ""
+        self._space = []
         self._strips_start = True
 
     def flush(self) -> None:
         """Pass on the white space that was held back, because no marker follows."""
-        self._write(self._held)
-        self._held = ""
+        self._write("".join(self._space))
+        self._space = []
 
 
 def new_call_id() -> str:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -128,8 +127,6 @@ def _by_name(*families: ParserFamily) -> dict[str, ParserFamily]:
     return {family.name: family for family in families}
 
 
-_NAME = r"(?P<name>[\w.:/-]+)"
-
 # Detection takes the first family whose marks are in the template.
 FAMILIES = _by_name(
     # Qwen3-Coder.
@@ -186,7 +183,7 @@ FAMILIES = _by_name(
             section_ends_reasoning=True,
             call=NamedCall(
                 begin=DEEPSEEK_CALL[0],
-                header=re.compile(rf"\s*(?:function)?<｜tool▁sep｜>{_NAME}\s*"),
+                name_begin="function<｜tool▁sep｜>",
                 arguments_begin="```json",
                 arguments_end="```",
                 end=DEEPSEEK_CALL[1],
@@ -210,7 +207,6 @@ FAMILIES = _by_name(
             section_ends_reasoning=True,
             call=NamedCall(
                 begin=DEEPSEEK_CALL[0],
-                header=re.compile(rf"\s*{_NAME}\s*"),
                 arguments_begin="<｜tool▁sep｜>",
                 end=DEEPSEEK_CALL[1],
             ),
@@ -232,7 +228,7 @@ FAMILIES = _by_name(
             section_ends_reasoning=True,
             call=NamedCall(
                 begin="<|tool_call_begin|>",
-                header=re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[\w./-]+)(?::\d+)?)\s*"),
+                name_in_id=r"(?:functions\.)?([\w./-]+)(?::\d+)?",
                 arguments_begin="<|tool_call_argument_begin|>",
                 end="<|tool_call_end|>",
             ),
@@ -255,7 +251,7 @@ FAMILIES = _by_name(
             reasoning=("[THINK]", "[/THINK]"),
             call=NamedCall(
                 begin="[TOOL_CALLS]",
-                header=re.compile(rf"\s*{_NAME}\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?"),
+                id_begin="[CALL_ID]",
                 arguments_begin="[ARGS]",
             ),
         ),
@@ -294,6 +290,7 @@ FAMILIES = _by_name(
         ),
         template_marks=("<minimax:tool_call>",),
         model_types=("minimax_m2",),
+        keeps_special_tokens=True,
     ),
     ParserFamily(
         name="minimax_m1",

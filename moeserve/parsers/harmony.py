@@ -17,13 +17,15 @@ from moeserve.parsers.reader import Reader, Step, drop
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
-_RECIPIENT = r"to=(?:functions\.)?(?P<{}>[\w.:/-]+)"
+_SPACES = re.compile(r"\s+")
+# Of a header in which each run of white space is one space. Lengths are bounded, so that matching takes bounded time.
+_RECIPIENT = r"(?:to=(?:functions\.)?(?P<{}>[\w.:/-]{{1,256}}))? ?"
 _HEADER = re.compile(
-    r"(?:<\|start\|>)?\s*(?:assistant)?\s*"
-    rf"(?:{_RECIPIENT.format('first_recipient')})?\s*"
-    r"(?:<\|channel\|>\s*(?P<channel>analysis|commentary|final))?\s*"
-    rf"(?:{_RECIPIENT.format('recipient')})?\s*"
-    r"(?:<\|constrain\|>)?\s*[a-z]*\s*<\|message\|>"
+    r"(?:<\|start\|>)? ?(?:assistant)? ?"
+    + _RECIPIENT.format("first_recipient")
+    + r"(?:<\|channel\|> ?(?P<channel>analysis|commentary|final))? ?"
+    + _RECIPIENT.format("recipient")
+    + r"(?:<\|constrain\|>)? ?[a-z]{0,32} ?<\|message\|>"
 )
 
 
@@ -54,15 +56,13 @@ class HarmonyAnswer:
             if marker != _MESSAGE:
                 marker = yield from reader.until((_MESSAGE, _START, *_ENDS), drop)
             text = reader.stop_record()
-            header = _HEADER.fullmatch(text)
+            header = _HEADER.fullmatch(_SPACES.sub(" ", text))
             if header is not None:
                 outside.after_marker()
                 marker = yield from _read_text(header, reader, outlet, options, content, reasoning)
             elif marker == _START:
-                outside.flush()
                 outside(text.removesuffix(_START))
             else:
-                outside.flush()
                 outside(text)
                 marker = None
             if marker is not None:

@@ -113,17 +113,20 @@ class Reader:
 
 def _find(markers: tuple[str, ...], text: str, position: int) -> tuple[int, int]:
     """Return start and end of the first marker, or twice the position from which on the text may be part of one."""
-    match = _pattern(markers).search(text, position)
+    pattern, longest, first_characters = _search_table(markers)
+    match = pattern.search(text, position)
     if match is not None:
         return match.start(), match.end()
-    longest = max(map(len, markers))
     for start in range(max(position, len(text) - longest + 1), len(text)):
-        rest = text[start:]
-        if any(marker.startswith(rest) for marker in markers):
-            return start, start
+        if text[start] in first_characters:
+            rest = text[start:]
+            if any(marker.startswith(rest) for marker in markers):
+                return start, start
     return len(text), len(text)
 
 
 @functools.lru_cache(maxsize=256)
-def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, markers)))
+def _search_table(markers: tuple[str, ...]) -> tuple[re.Pattern[str], int, frozenset[str]]:
+    """Return a pattern for some markers, the length of the longest, and the first characters of all."""
+    pattern = re.compile("|".join(map(re.escape, markers)))
+    return pattern, max(map(len, markers)), frozenset(marker[0] for marker in markers)

@@ -177,7 +177,7 @@ def test_reasoning_that_the_prompt_has_begun(family: str) -> None:
         (f"Hm.\n{end}\n\nYes.", "Yes.", "Hm."),
         (f"{begin}Hm.{end}Yes.", "Yes.", "Hm."),
         (f"{end}Yes.", "Yes.", ""),
-        ("Hm, not yet", "", "Hm, not yet"),
+        ("Hm, not yet \n", "", "Hm, not yet \n"),
     ]:
         parsed = parse(family, list(text), starts_in_reasoning=True)
         assert (parsed.content, parsed.reasoning) == (content, reasoning)
@@ -202,6 +202,39 @@ def test_variants_that_models_write(family: str, text: str, expected: list[tuple
     assert parse(family, list(text)).without_ids == ("", "", expected)
 
 
+@pytest.mark.parametrize("style", ["deepseek_v3", "deepseek_v31", "kimi_k2"])
+def test_calls_end_reasoning_that_lacks_its_end(style: str) -> None:
+    (found,) = [each for each in STYLES if each.render.__name__ == style]
+    text = found.render(Answer(reasoning="Hm.", calls=[Call("f", {}, "{}")])).replace("</think>", "")
+    assert parse(style, list(text)).without_ids == ("", "Hm.", [("f", "{}")])
+
+
+@pytest.mark.parametrize(
+    "style", [style for style in STYLES if style.value_end], ids=lambda style: style.render.__name__
+)
+@pytest.mark.parametrize("value", ["", " ", "\n", "\n\n", "  indented\n\nlines \n", "<", "</", "</par"])
+def test_plain_values_keep_their_white_space(style: Style, value: str) -> None:
+    call = Call("f", {"key": value, "other": value}, "")
+    parsed = parse(style.family, list(style.render(Answer(calls=[call]))), tools=tools_of(Answer(calls=[call])))
+    assert [json.loads(arguments) for _, _, arguments in parsed.calls] == [call.arguments]
+
+
+@pytest.mark.parametrize(
+    ("end", "arguments"),
+    [
+        (">", ""),
+        (">\n<parameter=ke", '{"ke'),
+        (">\n<parameter=key>\nval", '{"key": "val'),
+        (">\n<parameter=key>\nvalue\n</parameter>\n", '{"key": "value"'),
+        (">\n<parameter=key>\nvalue\n</parameter>\n</function>", '{"key": "value"}'),
+    ],
+)
+def test_plain_parameters_that_are_cut_off_are_incomplete_json(end: str, arguments: str) -> None:
+    text = "<tool_call>\n<function=f" + end
+    expected = ("", "", [("f", arguments)]) if arguments else (text, "", [])
+    assert parse("qwen3_coder", list(text)).without_ids == expected
+
+
 @pytest.mark.parametrize(
     ("text", "content", "arguments"),
     [
@@ -213,6 +246,7 @@ def test_variants_that_models_write(family: str, text: str, expected: list[tuple
         ('<tool_call>{"name": "two words", "arguments": {}}</tool_call>', None, None),
         ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', None, None),
         ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', None, None),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>', None, None),
         ('<tool_call>{"name": "f", "name": "g"}</tool_call>', None, None),
         ("<tool_call>f(1)</tool_call>", None, None),
     ],
