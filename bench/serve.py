@@ -3,7 +3,7 @@
     moeserve bench serve --url http://127.0.0.1:8000/v1 [--clients 8 | --rate 2] [--traffic FILE | 512:128]
 
 - *traffic*: lengths, arrival times and common prefixes of recorded requests, from files as `moeserve simulate` reads
-  them, or one pair of lengths. Prompts are random token ids, so they need no tokenizer; equal blocks of the record become
+  them, or one pair of lengths. Prompts are random token ids, which need no tokenizer; equal blocks of the record become
   equal tokens.
 - *--clients*: each client sends its next request when the last one has ended. *--rate*: requests are sent at the
   recorded times, scaled to this many requests per second, whether or not earlier ones have ended.
@@ -39,7 +39,7 @@ class ServerUnusableError(MoeserveError, RuntimeError):
 
 @dataclass
 class Answer:
-    """What one request has waited for. Times are seconds."""
+    """The waiting times of one request, in seconds."""
 
     num_prompt: int = 0
     num_output: int = 0

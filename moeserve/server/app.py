@@ -55,7 +55,7 @@ ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": Anthropic
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
-def _client(request: Request) -> Client:
+async def _client(request: Request) -> Client:  # a plain function would run in a thread
     client: Client = request.state.client
     return client
 

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from running_server import MODEL, RunningServer, running
+from running_server import MODEL, RunningServer
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
-from tiny_model import save_tiny_model
-
-from moeserve import AsyncLLM
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 NUM_OPERATIONS = 15
 CASES = 150  # of each operation, valid ones and invalid ones: more than 2,000 together
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    folder = save_tiny_model(tmp_path_factory.mktemp("tiny"))
-    llm = AsyncLLM(folder, dtype="float32", max_model_len=64, max_num_seqs=128, show_progress=False)
-    with running(llm) as server:
-        yield server
-    llm.shutdown()
 
 
 def check_all(server: RunningServer, num_cases: int) -> int:
@@ -64,17 +50,17 @@ def check_all(server: RunningServer, num_cases: int) -> int:
     return num_sent
 
 
-def test_generated_requests(server: RunningServer) -> None:
-    assert check_all(server, CASES) >= 2_000
+def test_generated_requests(tiny_server: RunningServer) -> None:
+    assert check_all(tiny_server, CASES) >= 2_000
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_many_generated_requests(server: RunningServer) -> None:
-    assert check_all(server, 5 * CASES) >= 10_000
+def test_many_generated_requests(tiny_server: RunningServer) -> None:
+    assert check_all(tiny_server, 5 * CASES) >= 10_000
 
 
-def test_a_tiny_model_answers(server: RunningServer, tmp_path: Path) -> None:
-    answer = server.openai().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
+def test_a_tiny_model_answers(tiny_server: RunningServer) -> None:
+    answer = tiny_server.openai().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
     assert answer.usage is not None
     assert answer.usage.total_tokens <= 64
