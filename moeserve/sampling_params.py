@@ -14,6 +14,7 @@ import msgspec
 
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError, nearest, shown
+from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams, checked
 
 T = TypeVar("T")
 Check = Callable[[str, Any], Any]  # takes a parameter's name and value; returns the normalised value
@@ -44,6 +45,7 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    grammar: OutputGrammar | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -171,9 +173,9 @@ class SamplingParams:
     Attributes may be assigned: the new value is checked at once, and all of them together when a request is submitted.
     A request keeps the values it was submitted with.
 
-    The order of operations on a row of logits: `logit_bias`; stop tokens are excluded while below `min_tokens`;
-    repetition, frequency and presence penalties; temperature; `min_p`; `top_k`; `top_p`. Log-probabilities are
-    those of the model itself, before any of that.
+    The order of operations on a row of logits: `logit_bias`; repetition, frequency and presence penalties; stop tokens
+    are excluded while below `min_tokens`, and tokens that `structured_outputs` does not allow; temperature; `min_p`;
+    `top_k`; `top_p`. Log-probabilities are those of the model itself, before any of that.
 
     Raises:
         RequestError: an unknown parameter, or a value out of its range.
@@ -223,6 +225,9 @@ class SamplingParams:
     repetition_penalty: float = _parameter(
         1.0, _number(0.0, 100.0, above=True), "divides the logits of tokens in prompt or output; 1: off"
     )
+    structured_outputs: StructuredOutputsParams | None = _parameter(
+        None, checked, 'the texts that an output may be, as a dict such as {"choice": ["yes", "no"]}'
+    )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _CHECKS:
@@ -245,10 +250,13 @@ class SamplingParams:
 
     def for_engine(self) -> RequestParams:
         """Return what the engine needs of these parameters."""
-        values = {name: getattr(self, name) for name in RequestParams.__struct_fields__}
-        return RequestParams(
-            **values | {"stop_token_ids": tuple(self.stop_token_ids), "logit_bias": {**self.logit_bias}}
-        )
+        own: dict[str, Any] = {
+            "stop_token_ids": tuple(self.stop_token_ids),
+            "logit_bias": {**self.logit_bias},
+            "grammar": None if self.structured_outputs is None else self.structured_outputs.for_engine(),
+        }
+        names = RequestParams.__struct_fields__
+        return RequestParams(**own, **{name: getattr(self, name) for name in names if name not in own})
 
 
 _CHECKS: dict[str, Check] = {field.name: field.metadata["check"] for field in dataclasses.fields(SamplingParams)}

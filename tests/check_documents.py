@@ -34,6 +34,7 @@ QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 # Names of other programs and packages that documents may use although no code here does.
 EXTERNAL = {
     *("CUDA_VISIBLE_DEVICES", "PIP_EXTRA_INDEX_URL", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT", "OMPProcessManager"),
+    *("maxItems", "maxLength", "oneOf", "uniqueItems", "unevaluatedProperties"),  # keywords of JSON schemas
     *("n_batch", "n_ubatch", "script.py", "sitecustomize.py", "llama.cpp", "ik_llama.cpp"),
 }
 EXTERNAL_FLAGS = {"--extra-index-url", "--local-dir", "--min-nodes", "--no-deps"}

@@ -18,6 +18,7 @@ from moeserve.outputs import CompletionOutput, FinishReason, Logprob, RequestOut
 from moeserve.protocol import Request, RequestUpdate, Sample
 from moeserve.sampling_params import RequestOutputKind, SamplingParams
 from moeserve.telemetry.request_stats import RequestStats
+from moeserve.worker.grammars import Grammars
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Frontend:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         engine_seed: int,
+        grammars: Grammars | None = None,
     ) -> None:
         """
         Args:
@@ -51,10 +53,15 @@ class Frontend:
             max_model_len: most tokens of one request, prompt and output.
             eos_token_ids: tokens that end an output.
             engine_seed: seed for prompts without one; each gets a different seed derived from it.
+            grammars: for structured outputs; None: they are refused.
         """
         self._codec = codec
         self._encoder = PromptEncoder(
-            codec, vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos_token_ids
+            codec,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            grammars=grammars,
         )
         self._eos_token_ids = list(eos_token_ids)
         self._engine_seed = engine_seed

@@ -11,6 +11,8 @@ from moeserve.api.tokenizer import TextCodec
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError, nearest, shown
 from moeserve.sampling_params import SamplingParams
+from moeserve.structured_outputs import StructuredOutputsParams
+from moeserve.worker.grammars import Grammars
 
 # A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the dicts may have a "cache_salt".
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
@@ -90,9 +92,16 @@ class PromptEncoder:
     """Checks prompts and sampling parameters against one model, and encodes texts."""
 
     def __init__(
-        self, codec: TextCodec | None, *, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
+        self,
+        codec: TextCodec | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        grammars: Grammars | None = None,
     ) -> None:
         self._codec = codec
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
@@ -168,6 +177,25 @@ class PromptEncoder:
         for parameter, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if number is not None and number > self._vocab_size:
                 raise RequestError(f"{parameter}={number}, but the vocabulary has only {self._vocab_size} tokens")
+        if params.structured_outputs is not None:
+            self._check_structured_outputs(params, params.structured_outputs)
+
+    def _check_structured_outputs(self, params: SamplingParams, structured_outputs: StructuredOutputsParams) -> None:
+        """Raise RequestError for a grammar that cannot be served. Compiles it."""
+        if self._codec is None or self._grammars is None:
+            raise RequestError("structured_outputs need a tokenizer; name the folder of one as tokenizer")
+        if params.min_tokens:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} contradicts structured_outputs, which may be complete before; leave "
+                "min_tokens out, and let the grammar demand a length"
+            )
+        if not params.stop_token_ids and (params.ignore_eos or not self._eos_token_ids):
+            why = "ignore_eos=True" if params.ignore_eos else "this model has no end-of-sequence token"
+            raise RequestError(
+                f"structured_outputs need a token that ends a complete output, and {why}; "
+                f"{'leave ignore_eos out, or ' if params.ignore_eos else ''}give stop_token_ids"
+            )
+        self._grammars.check(structured_outputs.for_engine())
 
     def _checked(self, name: str, token_ids: Any) -> list[int]:
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):

@@ -27,6 +27,7 @@ from moeserve.ops.cpu.native import native_kernels
 from moeserve.ops.select import has_triton, supports_float8_products
 from moeserve.sampling_params import SamplingParams
 from moeserve.telemetry.observer import LoadObserver
+from moeserve.worker.grammars import grammars_of
 
 if TYPE_CHECKING:
     from moeserve.executor.ray.cluster import Cluster
@@ -96,6 +97,7 @@ def open_session(settings: Settings, *, show_progress: bool) -> OpenedSession:
             max_model_len=engine.config.max_model_len,
             eos_token_ids=sorted({*defaults.eos_token_ids, *(codec.eos_token_ids if codec else [])}),
             engine_seed=engine.config.seed,
+            grammars=None if codec is None else grammars_of(engine.config.tokenizer_path, engine.config.vocab_size),
         )
         cleanup.pop_all()
         return OpenedSession(

@@ -16,8 +16,8 @@ from moeserve.api.detokenizer import (
     StepwiseDetokenizer,
     is_stepwise,
 )
-from moeserve.api.tokenizer_files import LoadedTokenizer, load_tokenizer, load_with_transformers
 from moeserve.errors import CheckpointError, RequestError
+from moeserve.models.tokenizer_files import LoadedTokenizer, load_tokenizer, load_with_transformers
 
 # Characters of a text that Unicode's normal forms compose into one, at most.
 MOST_COMPOSED = 4

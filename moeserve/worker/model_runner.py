@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from moeserve.distributed.mesh import share_of, share_sizes
-from moeserve.errors import EngineError
+from moeserve.errors import EngineError, MoeserveError
 from moeserve.models.decoder import Decoder
 from moeserve.protocol import ChunkResult, LogprobRows
 from moeserve.step_inputs import ChunkSpan, StepInputs
-from moeserve.worker.request_table import Chunk, RequestTable
+from moeserve.worker.grammars import AllowedTokens, Grammars
+from moeserve.worker.request_table import Chunk, RequestState, RequestTable
 from moeserve.worker.sampler import CAUSE_OF_DAMAGE, SampledToken, prompt_logprobs, sample, sample_spec
 from moeserve.worker.step_replay import StepContext, StepReplay
 
@@ -34,17 +35,20 @@ class ModelRunner:
         table: RequestTable,
         *,
         appends_samples: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
         """
         Args:
             table: of the requests whose chunks are executed.
             appends_samples: append sampled tokens to the table, for later plans that do not bring them.
+            grammars: for requests that have one; None: none has.
         """
         self.model = model
         self.context = context
         self.replay = replay
         self.table = table
         self.appends_samples = appends_samples
+        self.grammars = grammars
 
     @torch.inference_mode()
     def execute(
@@ -74,7 +78,9 @@ class ModelRunner:
         ]
         sampled: list[SampledToken] = []
         if samples_here and logits_LV is not None:
-            sampled = sample(logits_LV, [sample_spec(chunk.request) for chunk in sampling], self.model.context.kernels)
+            # A GPU computes the logits meanwhile.
+            specs = [sample_spec(chunk.request, self._allowed_tokens(chunk.request)) for chunk in sampling]
+            sampled = sample(logits_LV, specs, self.model.context.kernels)
         self.model.groups.raise_failure()  # the tokens are on the host, so the GPU has finished the step
         if self.appends_samples and sampling:
             self._append_tokens(chunks, [token.token_id for token in sampled] or [0] * len(sampling))
@@ -91,6 +97,17 @@ class ModelRunner:
         """Make later plans possible after a step that has failed, on a rank without others."""
         if self.appends_samples:
             self.table.append_tokens(chunks, [0] * sum(chunk.samples for chunk in chunks))
+
+    def _allowed_tokens(self, request: RequestState) -> AllowedTokens | None:
+        """Return the tokens that the grammar of a request allows next; None if it has none."""
+        if request.params.grammar is None:
+            return None
+        assert self.grammars is not None, "there is no tokenizer for grammars"
+        try:
+            request.matcher = request.matcher or self.grammars.matcher(request.params.grammar)
+        except MoeserveError as error:  # where requests are submitted, it compiled
+            return AllowedTokens(np.zeros(0, np.uint8), str(error))
+        return request.matcher.allowed_tokens(request.token_ids[request.num_prompt_tokens :], request.end_token_ids)
 
     def _append_tokens(self, chunks: Sequence[Chunk], token_ids: list[int]) -> None:
         """Append the tokens of the first tp rank on all of them."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from moeserve.protocol import Registration, RequestDigest, StepPlan
 from moeserve.sampling_params import RequestParams
 from moeserve.scheduling.rank_state import request_digest
+from moeserve.worker.grammars import Matcher
 
 
 @dataclass(eq=False, slots=True)
@@ -23,6 +24,7 @@ class RequestState:
     params: RequestParams
     seed: int
     end_token_ids: list[int]
+    matcher: Matcher | None = None  # of params.grammar, on the rank that samples, once it has sampled
 
     @property
     def num_output_tokens(self) -> int:

@@ -18,10 +18,11 @@ from moeserve.errors import EngineError
 from moeserve.ops.interfaces import DrawTokens, Kernels
 from moeserve.protocol import LogprobRows, TokenLogprobs
 from moeserve.sampling_params import RequestParams
+from moeserve.worker.grammars import AllowedTokens
 from moeserve.worker.request_table import RequestState
 
 # L rows of logits, R of them processed together, V vocabulary, H most likely tokens of a row, most likely first,
-# N tokens of a row whose log-probabilities are returned
+# N tokens of a row whose log-probabilities are returned, B bytes with a bit for each token
 
 # Scores processed together. This bounds the float64 copies: on a CPU they should stay in its cache.
 PIECE_SIZE = {"cpu": 2**18, "cuda": 2**24}
@@ -44,6 +45,7 @@ class SampleSpec:
     barred_token_ids: Sequence[int] = ()  # stop tokens, while below min_tokens
     prompt_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
     output_token_ids: Sequence[int] = ()  # empty unless params.has_penalties
+    allowed: AllowedTokens | None = None  # by the request's grammar; None: it has none
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class SampledToken:
     error: str | None = None  # why there is no token; `token_id` is then 0
 
 
-def sample_spec(request: RequestState) -> SampleSpec:
+def sample_spec(request: RequestState, allowed: AllowedTokens | None = None) -> SampleSpec:
     """Return how to sample the next token of a request."""
     position, params = request.num_output_tokens, request.params
     num_prompt_tokens = request.num_prompt_tokens if params.has_penalties else len(request.token_ids)
@@ -66,20 +68,22 @@ def sample_spec(request: RequestState) -> SampleSpec:
         barred_token_ids=request.end_token_ids if position < params.min_tokens else (),
         prompt_token_ids=request.token_ids[:num_prompt_tokens] if params.has_penalties else (),
         output_token_ids=request.token_ids[num_prompt_tokens:],
+        allowed=allowed,
     )
 
 
 def sample(logits_LV: Tensor, specs: Sequence[SampleSpec], kernels: Kernels) -> list[SampledToken]:
     """Sample one token per row as `specs[row]` describes; see `SamplingParams` for the order of operations.
 
-    A row that contains NaN or infinity, or all of whose tokens are barred, gets an error.
+    A row that contains NaN or infinity, all of whose tokens are barred, or whose grammar failed, gets an error.
 
     Args:
         logits_LV: [rows, vocabulary], any floating type and device. Not changed.
     """
     assert logits_LV.shape[0] == len(specs), f"{logits_LV.shape[0]} rows of logits for {len(specs)} specs"
     highest_L, most_likely_L = kernels.row_maximum(logits_LV)
-    errors = _errors_of_rows(highest_L, logits_LV.dtype)
+    errors = {row: spec.allowed.error for row, spec in enumerate(specs) if spec.allowed and spec.allowed.error}
+    errors |= _errors_of_rows(highest_L, logits_LV.dtype)
     chosen = most_likely_L.tolist()
     not_greedy = [
         row
@@ -91,8 +95,9 @@ def sample(logits_LV: Tensor, specs: Sequence[SampleSpec], kernels: Kernels) -> 
         for row, token_id in zip(rows, tokens, strict=True):
             chosen[row] = token_id
             if token_id == NO_TOKEN:
-                errors[row] = (
-                    f"all {logits_LV.shape[1]} tokens are barred, so none can be chosen; bar fewer stop tokens"
+                by_grammar = "structured_outputs allow none of them here"
+                errors[row] = f"all {logits_LV.shape[1]} tokens are barred, so none can be chosen; " + (
+                    "bar fewer stop tokens" if specs[row].allowed is None else by_grammar
                 )
 
     logprobs: dict[int, TokenLogprobs] = {}
@@ -160,11 +165,13 @@ def _choose(scores_RV: Tensor, specs: list[SampleSpec], kernels: Kernels) -> lis
 
 
 def _changes_scores(spec: SampleSpec) -> bool:
-    return bool(spec.barred_token_ids or spec.params.logit_bias or spec.params.has_penalties)
+    return bool(spec.barred_token_ids or spec.allowed or spec.params.logit_bias or spec.params.has_penalties)
 
 
 def _adjust_scores(scores_V: Tensor, spec: SampleSpec) -> None:
-    """Apply bias, penalties and barred tokens in place. Barred tokens come last, so that no penalty lifts them."""
+    """Apply bias, penalties, barred tokens and the grammar in place. What bars tokens comes last, so that no penalty
+    lifts them.
+    """
     params, vocabulary = spec.params, len(scores_V)
     bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocabulary}
     if bias:
@@ -181,6 +188,10 @@ def _adjust_scores(scores_V: Tensor, spec: SampleSpec) -> None:
     barred = [token_id for token_id in spec.barred_token_ids if token_id < vocabulary]
     if barred:
         scores_V[_on(scores_V, barred)] = -math.inf
+    if spec.allowed is not None:
+        bits_B = torch.from_numpy(spec.allowed.bits).to(scores_V.device)
+        allowed_B8 = bits_B[:, None] >> torch.arange(8, dtype=torch.uint8, device=scores_V.device) & 1
+        scores_V.masked_fill_(allowed_B8.flatten()[:vocabulary] == 0, -math.inf)
 
 
 def _on(scores_V: Tensor, token_ids: Sequence[int] | np.ndarray) -> Tensor:

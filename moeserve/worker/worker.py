@@ -25,6 +25,7 @@ from moeserve.scheduling.lockstep import Agreement, Outcome, Round, agree
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.cpu_graphs import MEMORY_BYTES, CpuGraphs
 from moeserve.worker.cuda_graphs import CudaGraphs, TorchCapture, graph_sizes, memory_of_graphs
+from moeserve.worker.grammars import grammars_of
 from moeserve.worker.loading import load_model
 from moeserve.worker.model_runner import ModelRunner
 from moeserve.worker.profiling import make_probe, profile_blocks, run_all_sizes
@@ -75,7 +76,14 @@ class Worker:
             for cache in caches:
                 cache.clear()
         table = RequestTable(config.max_num_seqs, context.max_blocks)
-        self.runner = ModelRunner(model, context, replay.make(caches), table, appends_samples=config.async_scheduling)
+        self.runner = ModelRunner(
+            model,
+            context,
+            replay.make(caches),
+            table,
+            appends_samples=config.async_scheduling,
+            grammars=grammars_of(config.tokenizer_path, config.vocab_size),
+        )
         self.capture_ahead()  # the smallest step, which comes first
         self._num_rounds = 0
         self._reports_state = config.debug_rank_state

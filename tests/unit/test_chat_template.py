@@ -15,8 +15,8 @@ from test_text import CHAT_TEMPLATE, byte_level_tokenizer, fast_tokenizer
 from test_tiktoken_file import TEMPLATE as KIMI_TEMPLATE
 
 from moeserve.api.chat_template import choose_template, render
-from moeserve.api.tokenizer_files import load_tokenizer
 from moeserve.errors import RequestError
+from moeserve.models.tokenizer_files import load_tokenizer
 
 # Statements, filters and functions that templates of published models use.
 FEATURES = """

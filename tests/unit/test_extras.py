@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from test_text import byte_level_tokenizer
 
-from moeserve import LLM, SettingsError
+from moeserve import LLM, SettingsError, StructuredOutputsParams
 from moeserve.api.startup import tokenizer_of
 from moeserve.api.tokenizer import TextCodec
 from moeserve.bench.checkpoints import make_checkpoint
+from moeserve.worker.grammars import Grammars
 
 # test_metrics.py, test_load_view.py, test_launch.py and test_default_model.py check further extras.
 NEEDS_TRANSFORMERS = r"needs transformers .*pip install 'moeserve\[transformers\]'"
@@ -22,7 +23,12 @@ NEEDS_TRANSFORMERS = r"needs transformers .*pip install 'moeserve\[transformers\
 
 @pytest.fixture(autouse=True)
 def without_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("transformers", "ray", "moeserve.executor.ray.cluster"):  # the last one may be imported already
+    for name in (
+        "transformers",
+        "ray",
+        "llguidance",
+        "moeserve.executor.ray.cluster",
+    ):  # the last one may be imported already
         monkeypatch.setitem(sys.modules, name, None)
 
 
@@ -74,3 +80,10 @@ def test_checkpoints_of_benchmarks_need_transformers(tmp_path: Path) -> None:
 def test_the_ray_executor_needs_ray() -> None:
     with pytest.raises(SettingsError, match=r"executor='ray' needs Ray .*pip install 'moeserve\[ray\]'"):
         LLM(executor="ray")
+
+
+def test_structured_outputs_need_llguidance(tmp_path: Path) -> None:
+    write_tokenizer_json(tmp_path)
+    params = StructuredOutputsParams(choice=["yes", "no"])
+    with pytest.raises(SettingsError, match=r"need llguidance .*pip install 'moeserve\[structured\]'"):
+        Grammars(str(tmp_path), 400).check(params.for_engine())

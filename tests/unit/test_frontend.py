@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from moeserve.api.frontend import Frontend
 from moeserve.api.prompts import pair_prompts
 from moeserve.api.tokenizer import TextCodec
-from moeserve.api.tokenizer_files import LoadedTokenizer
 from moeserve.errors import RequestError
+from moeserve.models.tokenizer_files import LoadedTokenizer
 from moeserve.outputs import Logprob, RequestOutput
 from moeserve.protocol import AddRequest, Request, RequestUpdate, TokenLogprobs
 from moeserve.sampling_params import SamplingParams

@@ -18,9 +18,9 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from moeserve.api.frontend import Frontend
 from moeserve.api.logprobs import PromptLogprobs
 from moeserve.api.tokenizer import TextCodec
-from moeserve.api.tokenizer_files import LoadedTokenizer
 from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
+from moeserve.models.tokenizer_files import LoadedTokenizer
 from moeserve.outputs import Logprob
 from moeserve.protocol import AddRequest, ChunkResult, RankReport, Request, Sample, StepPlan, StepResult, TokenLogprobs
 from moeserve.sampling_params import RequestParams, SamplingParams

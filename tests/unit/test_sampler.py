@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from moeserve.ops.select import select_kernels
 from moeserve.protocol import TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker import sampler
+from moeserve.worker.grammars import AllowedTokens
 from moeserve.worker.sampler import SampledToken, SampleSpec
 
 # L rows, V vocabulary
@@ -42,6 +44,7 @@ def spec(
     barred: list[int] | None = None,
     prompt: list[int] | None = None,
     output: list[int] | None = None,
+    allowed: list[int] | None = None,
     **params: Any,
 ) -> SampleSpec:
     return SampleSpec(
@@ -51,7 +54,15 @@ def spec(
         barred_token_ids=barred or [],
         prompt_token_ids=prompt or [],
         output_token_ids=output or [],
+        allowed=None if allowed is None else allowed_tokens(allowed),
     )
+
+
+def allowed_tokens(token_ids: list[int], num_bits: int = 2**16) -> AllowedTokens:
+    """Return a mask that is longer than the row, as one of a tokenizer may be."""
+    bits = np.zeros(num_bits, np.uint8)
+    bits[token_ids] = 1
+    return AllowedTokens(np.packbits(bits, bitorder="little"))
 
 
 def sample(logits_LV: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
@@ -88,7 +99,7 @@ def reference_scores(logits: list[float], spec: SampleSpec) -> list[float]:
     params, scores = spec.params, list(logits)
     for token in range(len(scores)):
         scores[token] += params.logit_bias.get(token, 0.0)
-        if token in spec.barred_token_ids:
+        if token in spec.barred_token_ids or not is_allowed(token, spec):
             scores[token] = -math.inf
         if token in spec.prompt_token_ids or token in spec.output_token_ids:
             if scores[token] > 0:
@@ -99,6 +110,10 @@ def reference_scores(logits: list[float], spec: SampleSpec) -> list[float]:
         scores[token] -= params.frequency_penalty * count
         scores[token] -= params.presence_penalty * (count > 0)
     return scores
+
+
+def is_allowed(token: int, spec: SampleSpec) -> bool:
+    return spec.allowed is None or bool(spec.allowed.bits[token // 8] & (1 << token % 8))
 
 
 def reference_kept(scores: list[float], params: RequestParams) -> list[tuple[int, float]]:
@@ -176,6 +191,10 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[Tensor, list[SampleSpec]]:
         )
         for _ in rows
     ]
+    grammars = [draw(st.none() | st.sets(st.integers(0, vocabulary - 1))) for _ in rows]
+    for row, grammar in enumerate(grammars):
+        if grammar is not None and not grammar <= {*specs[row].barred_token_ids}:
+            specs[row] = replace(specs[row], allowed=allowed_tokens(list(grammar)))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     return torch.tensor(rows, dtype=dtype).view(len(rows), vocabulary), specs
 
@@ -335,6 +354,7 @@ def mixed_specs(num: int, vocabulary: int) -> list[SampleSpec]:
             prompt=list(range(i, i + 20)),
             output=[i % vocabulary, 3, 3],
             barred=[i] if i % 4 == 0 else [],
+            allowed=list(range(i, vocabulary, 3)) if i % 5 == 2 else None,
             **kinds[i % len(kinds)],
         )
         for i in range(num)
@@ -400,3 +420,16 @@ def test_a_row_without_any_possible_token_is_an_error() -> None:
         )
         assert "5 tokens" in str(barred.error)
         assert free.error is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_grammar_fails_or_allows_nothing_fails_alone(temperature: float) -> None:
+    specs = [
+        spec(temperature=temperature, allowed=[]),
+        spec(temperature=temperature, allowed=[3]),
+        replace(spec(temperature=temperature), allowed=AllowedTokens(np.zeros(0, np.uint8), "too complex")),
+        spec(temperature=temperature),
+    ]
+    nothing, one, failed, free = sample(torch.zeros(4, 5), specs)
+    assert "structured_outputs" in str(nothing.error)
+    assert (one.token_id, one.error, failed.error, free.error) == (3, None, "too complex", None)

@@ -15,6 +15,7 @@ from moeserve.config.settings import LIMITS
 from moeserve.errors import RequestError
 from moeserve.protocol import Registration, Request, StepPlan
 from moeserve.sampling_params import RequestParams, SamplingParams
+from moeserve.structured_outputs import OutputGrammar, StructuredOutputsParams
 
 EVERYTHING = SamplingParams(
     n=3,
@@ -36,6 +37,7 @@ EVERYTHING = SamplingParams(
     presence_penalty=-0.5,
     frequency_penalty=0.5,
     repetition_penalty=1.5,
+    structured_outputs=StructuredOutputsParams(regex="a|b"),
 )
 
 
@@ -66,6 +68,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "stop": ([5, True, b"end", {"end": 1}], [["a", "b"]]),
     "stop_token_ids": ([5, "ab", b"ab", {1: 2}], [[0, 2**63 - 1]]),
     "logit_bias": ([5, [1], "1"], [{1: 100.0, 2: -100}]),
+    "structured_outputs": ([5, True, "yes|no", ["yes", "no"]], [None, StructuredOutputsParams(choice=["yes", "no"])]),
 }
 
 
@@ -117,6 +120,28 @@ def test_other_forms_of_a_value_are_converted() -> None:
         ({"logit_bias": {5: None}}, "logit_bias[5]=None"),
         ({"logit_bias": dict.fromkeys(range(LIMITS.max_logit_bias + 1), 1.0)}, "logit_bias has 4097 entries"),
         ({"min_tokens": 17}, "min_tokens=17"),
+        ({"structured_outputs": {}}, "structured_outputs has none of"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs has regex and choice"),
+        ({"structured_outputs": {"json_schema": {}}}, "structured_outputs has an unknown key 'json_schema'"),
+        ({"structured_outputs": {"json": '{"type":'}}, "structured_outputs: json='{\"type\":' is no JSON schema"),
+        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs: json=[1] is no JSON schema"),
+        ({"structured_outputs": {"json": {"const": math.nan}}}, "structured_outputs: json={'const': nan}"),
+        ({"structured_outputs": {"json": {"const": {1}}}}, "structured_outputs: json={'const': {1}}"),
+        ({"structured_outputs": {"json": "[" * 10**5}}, "structured_outputs: json='[[["),
+        ({"structured_outputs": {"json": {"const": "\ud800"}}}, "structured_outputs: json has half a surrogate"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs: regex=5"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs: regex=''"),
+        (
+            {"structured_outputs": {"regex": "a" * (LIMITS.max_grammar_length + 1)}},
+            "structured_outputs: regex has 131073",
+        ),
+        ({"structured_outputs": {"grammar": ["a"]}}, "structured_outputs: grammar=['a']"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs: choice=[]"),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs: choice='ab'"),
+        ({"structured_outputs": {"choice": ["a", 5]}}, "structured_outputs: choice=5"),
+        ({"structured_outputs": {"choice": ["a"] * (LIMITS.max_choices + 1)}}, "structured_outputs: choice has 2049"),
+        ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs: json_object='yes'"),
+        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": 1}}, "structured_outputs: disable_any"),
     ],
 )
 def test_values_inside_lists_and_pairs_are_refused(params: dict[str, Any], message: str) -> None:
@@ -163,6 +188,14 @@ def test_parameters_share_nothing_with_what_the_caller_passed() -> None:
     assert (params.stop, params.stop_token_ids, params.logit_bias) == (["a"], [1], {1: 1.0})
 
 
+def test_a_schema_is_kept_as_it_was_given() -> None:
+    schema = {"enum": ["ü"]}
+    params = StructuredOutputsParams(json=schema)
+    schema["enum"].append("b")
+    assert params == StructuredOutputsParams(json='{"enum": ["ü"]}')
+    assert SamplingParams(structured_outputs={"json": {"enum": ["ü"]}}) == SamplingParams(structured_outputs=params)
+
+
 def test_assigned_values_are_checked_and_unknown_names_refused() -> None:
     params = SamplingParams()
     params.stop = "end"
@@ -190,7 +223,8 @@ def test_parameters_of_a_request_are_immutable() -> None:
     params = EVERYTHING.for_engine()
     with pytest.raises(AttributeError):
         params.temperature = 1.0  # type: ignore[misc]
-    given = dataclasses.asdict(EVERYTHING) | {"stop_token_ids": (4, 5)}
+    grammar = OutputGrammar("regex", "a|b", "regex")
+    given = dataclasses.asdict(EVERYTHING) | {"stop_token_ids": (4, 5), "grammar": grammar}
     assert msgspec.structs.asdict(params) == {name: given[name] for name in RequestParams.__struct_fields__}
 
 

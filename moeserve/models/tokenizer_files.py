@@ -14,8 +14,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from moeserve.api.tiktoken_file import load_tiktoken
 from moeserve.errors import CheckpointError, SettingsError, missing_extra
+from moeserve.models.tiktoken_file import load_tiktoken
 
 # transformers reads these vocabularies wrongly: it omits the space that a SentencePiece model puts before a text, and
 # guesses how text is split before it is looked up in a tiktoken file. tiktoken.model is read if tokenizer_config.json

@@ -1,0 +1,231 @@
+"""Grammars of outputs, compiled by llguidance for one tokenizer, and the tokens that they allow next.
+
+llguidance bounds the work of a compilation and of a mask by counts, so a hostile grammar ends with an error, on every
+machine at the same token. See docs/structured_outputs.md.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from moeserve.errors import RequestError, missing_extra
+from moeserve.structured_outputs import OutputGrammar
+
+if TYPE_CHECKING:
+    import llguidance
+
+MAX_COMPILED = 32  # grammars that are kept
+# Limits of llguidance. Its lexer takes up to 2 kB for a state, a step 70 us for 1,000 units of fuel.
+MAX_LEXER_STATES = 10_000
+MAX_GRAMMAR_SYMBOLS = 100_000
+COMPILE_FUEL = 300_000
+STEP_FUEL = 50_000
+STEP_ITEMS = 5_000
+# CPU time that a grammar may take: to be compiled, and for the masks of a request on average.
+COMPILE_SECONDS = 1.0
+SECONDS_PER_REQUEST, SECONDS_PER_TOKEN = 1.0, 0.001
+# Without it, masks of texts that can only go on in one way hold the tokens of its usual spelling alone, and texts that
+# must go on without end are followed forever.
+START = '%llguidance {"no_forcing": true}\nstart: @output'
+
+
+@dataclass(frozen=True)
+class AllowedTokens:
+    """The tokens that may come next, or why none can be chosen."""
+
+    bits: npt.NDArray[np.uint8]  # bit i % 8 of byte i // 8 is set if token i may come
+    error: str | None = None
+
+
+class Grammars:
+    """The grammars of requests with one tokenizer, compiled. Thread-safe.
+
+    The tokenizer is read when the first grammar is compiled, which takes about a second.
+    """
+
+    def __init__(self, tokenizer_folder: str, vocab_size: int) -> None:
+        """
+        Args:
+            vocab_size: tokens of the model. Larger ids of the tokenizer cannot be sampled.
+        """
+        self._tokenizer_folder = tokenizer_folder
+        self._vocab_size = vocab_size
+        self._compiled: OrderedDict[OutputGrammar, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # protects `_compiled`
+        self._loaded: llguidance.LLTokenizer | None = None
+        self._loading = threading.Lock()
+
+    def check(self, grammar: OutputGrammar) -> None:
+        """Compile a grammar, and compute its first masks.
+
+        Raises:
+            RequestError: it is malformed, takes too long, or allows no text.
+            SettingsError: llguidance is not installed.
+        """
+        self._tokens()  # read now, so that the time below is the grammar's alone
+        started = time.thread_time()
+        matcher = self.matcher(grammar)
+        first = matcher.allowed_tokens([], ())
+        possible = np.flatnonzero(np.unpackbits(first.bits, bitorder="little")[: self._vocab_size])
+        error = first.error
+        if error is None and len(possible):
+            error = matcher.allowed_tokens([int(possible[0])], ()).error
+        if error is None and not len(possible) and not matcher.is_complete:
+            error = "no token of this model can begin such an output"
+        if error is None and time.thread_time() - started > COMPILE_SECONDS:
+            error = f"it takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
+        if error is not None:
+            raise _refusal(grammar, error)
+
+    def matcher(self, grammar: OutputGrammar) -> Matcher:
+        """Return a matcher at the start of an output.
+
+        Raises:
+            RequestError: the grammar is malformed or too large.
+        """
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
+            with self._lock:
+                self._compiled[grammar] = compiled
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+        return Matcher(compiled.deep_copy(), self._tokens().eos_tokens)
+
+    def _compile(self, grammar: OutputGrammar) -> llguidance.LLMatcher:
+        import llguidance
+
+        try:
+            text = json.dumps({"grammars": [{"lark_grammar": START}, {"name": "output"} | _rules(grammar)]})
+        except (ValueError, RecursionError) as error:
+            raise _refusal(grammar, str(error)) from None
+        limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=COMPILE_FUEL,
+            step_lexer_fuel=STEP_FUEL,
+            step_max_items=STEP_ITEMS,
+            max_lexer_states=MAX_LEXER_STATES,
+            max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+            verbose_errors=False,
+        )
+        compiled = llguidance.LLMatcher(self._tokens(), text, log_level=0, limits=limits)
+        if compiled.is_error():
+            raise _refusal(grammar, compiled.get_error())
+        return compiled
+
+    def _tokens(self) -> llguidance.LLTokenizer:
+        """Return the tokenizer as llguidance has it, which is read once."""
+        with self._loading:
+            if self._loaded is None:
+                self._loaded = self._load()
+            return self._loaded
+
+    def _load(self) -> llguidance.LLTokenizer:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise missing_extra("structured_outputs need llguidance", "structured", error) from None
+        from moeserve.models.tokenizer_files import load_tokenizer  # imports tokenizers, which ranks need for this only
+
+        tokenizer = load_tokenizer(self._tokenizer_folder)
+        assert tokenizer is not None, f"{self._tokenizer_folder} has no tokenizer"
+        num_tokens = 1 + max(tokenizer.backend.get_vocab().values())
+        try:
+            return llguidance.LLTokenizer(
+                tokenizer.backend.to_str(),
+                n_vocab=max(self._vocab_size, num_tokens),
+                eos_token=tokenizer.token_id("eos_token"),
+            )
+        except ValueError as error:
+            raise RequestError(
+                f"structured_outputs cannot be served with the tokenizer in {self._tokenizer_folder}: {error}"
+            ) from None
+
+
+_SHARED: WeakValueDictionary[tuple[str, int], Grammars] = WeakValueDictionary()
+
+
+def grammars_of(tokenizer_folder: str, vocab_size: int) -> Grammars:
+    """Return the grammars of a tokenizer. A frontend and a rank in one process share them."""
+    return _SHARED.setdefault((tokenizer_folder, vocab_size), Grammars(tokenizer_folder, vocab_size))
+
+
+class Matcher:
+    """The position in its grammar of one output, which follows from the output's tokens alone."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, eos_token_ids: Sequence[int]) -> None:
+        """
+        Args:
+            eos_token_ids: tokens that llguidance takes for ends. Which tokens are ends depends on the request.
+        """
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._num_consumed = 0
+        self._seconds = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the output may end here."""
+        return self._matcher.is_accepting()
+
+    def allowed_tokens(self, output_token_ids: list[int], end_token_ids: Sequence[int]) -> AllowedTokens:
+        """Return the tokens that may come next.
+
+        Args:
+            output_token_ids: all tokens of the output, of which earlier calls had the first.
+            end_token_ids: tokens that end the output. They are allowed where it is complete.
+        """
+        started = time.thread_time()
+        if new := output_token_ids[self._num_consumed :]:
+            self._matcher.consume_tokens(new)
+            self._num_consumed = len(output_token_ids)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8).copy()
+        for token_id in self._eos_token_ids:
+            bits[token_id // 8] &= ~np.uint8(1 << token_id % 8)
+        if self._matcher.is_error():
+            return AllowedTokens(bits, f"structured_outputs: {_reason(self._matcher.get_error())}")
+        if self.is_complete:
+            for token_id in end_token_ids:
+                bits[token_id // 8] |= np.uint8(1 << token_id % 8)
+        self._seconds += time.thread_time() - started
+        if self._seconds > SECONDS_PER_REQUEST + SECONDS_PER_TOKEN * self._num_consumed:
+            return AllowedTokens(bits, "structured_outputs: the grammar takes too long for each token; simplify it")
+        return AllowedTokens(bits)
+
+
+def _rules(grammar: OutputGrammar) -> dict[str, object]:
+    """Return a grammar in the form that llguidance reads.
+
+    Raises:
+        ValueError: it is neither Lark nor GBNF.
+    """
+    import llguidance
+
+    if grammar.notation == "json":
+        return {"json_schema": json.loads(grammar.text)}
+    if grammar.notation == "lark":
+        return {"lark_grammar": llguidance.grammar_from("grammar", grammar.text)}
+    (rules,) = json.loads(llguidance.grammar_from("regex", grammar.text))["grammars"]
+    return {"lark_grammar": rules["lark_grammar"]}
+
+
+def _refusal(grammar: OutputGrammar, reason: str) -> RequestError:
+    return RequestError(f"structured_outputs: {grammar.name} cannot be served: {_reason(reason)}")
+
+
+def _reason(error: str) -> str:
+    """Return what is wrong, without the state and the whole grammar that llguidance appends to it."""
+    lines = error.partition("\n<")[0].splitlines() or [""]
+    return next((line for line in lines if line.startswith("error: ")), lines[0])[:300]
