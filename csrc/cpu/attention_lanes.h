@@ -46,24 +46,30 @@ MOESERVE_INLINE Float<W> interleave(Float<W> a, Float<W> b, std::integer_sequenc
       a, b);
 }
 
-// Load W rows transposed: lane i of columns[j] is the float at rows[i] + offset + 4 * j.
+// Load 4 floats of W rows transposed: lane i of columns[j] is the float at rows[i] + offset + 4 * j.
+template <int W>
+MOESERVE_INLINE void load_four_transposed(const char* const* rows, int64_t offset, Float<W>* columns) {
+  constexpr auto kLanes = std::make_integer_sequence<int, W>{};
+  // Each vector holds 4 floats of every fourth row. The 4 vectors are transposed within their segments.
+  Float<W> four[4];
+  MOESERVE_UNROLL
+  for (int i = 0; i < 4; ++i) four[i] = load_segments<W>(rows + i, offset);
+  const Float<W> low01 = interleave<W, 0, 1>(four[0], four[1], kLanes);
+  const Float<W> high01 = interleave<W, 2, 1>(four[0], four[1], kLanes);
+  const Float<W> low23 = interleave<W, 0, 1>(four[2], four[3], kLanes);
+  const Float<W> high23 = interleave<W, 2, 1>(four[2], four[3], kLanes);
+  columns[0] = interleave<W, 0, 2>(low01, low23, kLanes);
+  columns[1] = interleave<W, 2, 2>(low01, low23, kLanes);
+  columns[2] = interleave<W, 0, 2>(high01, high23, kLanes);
+  columns[3] = interleave<W, 2, 2>(high01, high23, kLanes);
+}
+
+// The same for W floats of each row.
 template <int W>
 MOESERVE_INLINE void load_transposed(const char* const* rows, int64_t offset, Float<W> (&columns)[W]) {
-  constexpr auto kLanes = std::make_integer_sequence<int, W>{};
   MOESERVE_UNROLL
   for (int column = 0; column < W; column += 4) {
-    // Each vector holds 4 floats of every fourth row. The 4 vectors are transposed within their segments.
-    Float<W> four[4];
-    MOESERVE_UNROLL
-    for (int i = 0; i < 4; ++i) four[i] = load_segments<W>(rows + i, offset + 4 * column);
-    const Float<W> low01 = interleave<W, 0, 1>(four[0], four[1], kLanes);
-    const Float<W> high01 = interleave<W, 2, 1>(four[0], four[1], kLanes);
-    const Float<W> low23 = interleave<W, 0, 1>(four[2], four[3], kLanes);
-    const Float<W> high23 = interleave<W, 2, 1>(four[2], four[3], kLanes);
-    columns[column] = interleave<W, 0, 2>(low01, low23, kLanes);
-    columns[column + 1] = interleave<W, 2, 2>(low01, low23, kLanes);
-    columns[column + 2] = interleave<W, 0, 2>(high01, high23, kLanes);
-    columns[column + 3] = interleave<W, 2, 2>(high01, high23, kLanes);
+    load_four_transposed<W>(rows, offset + 4 * column, columns + column);
   }
 }
 

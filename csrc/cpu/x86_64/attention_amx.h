@@ -116,10 +116,10 @@ MOESERVE_INLINE void score_in_place_with_tiles(const Tile& tile, int head_size) 
   }
   for (int at = tile.range.begin; at < tile.range.end; at += kAmxRows) {
     for (int i = 0; i < kAmxRows; ++i) rows[i] = reinterpret_cast<const char*>(sums[at + i]);
-    load_transposed<W>(rows, 0, columns);
-    MOESERVE_UNROLL
-    for (int r = 0; r < W; ++r) {
-      if (r < tile.num_queries) store<W>(tile.scores + r * kBlock + at, columns[r]);
+    for (int first = 0; first < tile.num_queries; first += 4) {
+      load_four_transposed<W>(rows, 4 * first, columns);
+      MOESERVE_UNROLL
+      for (int r = 0; r < 4; ++r) store<W>(tile.scores + (first + r) * kBlock + at, columns[r]);
     }
   }
 }
