@@ -293,6 +293,21 @@ def test_plain_text_becomes_json_by_the_schema(schema: Any, text: str, expected:
     assert parse("glm45", [answer], tools=tools).calls[0][2] == f'{{"key": {expected}}}'
 
 
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Yes.", "Yes.", "Hm."),
+        ("<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Yes.<|return|>", "Yes.", "Hm."),
+        ("<|channel|>final<|start|>assistant<|channel|>final<|message|>Yes.<|end|>", "<|channel|>final\nYes.", ""),
+        ("<|message|>Yes.<|end|>", "Yes.", ""),
+        ("Yes. <|end|>\n", "Yes. <|end|>\n", ""),
+        ("<|channel|>mood<|message|>Yes.", "<|channel|>mood<|message|>Yes.", ""),
+    ],
+)
+def test_messages_without_their_markers(text: str, content: str, reasoning: str) -> None:
+    assert parse("gpt_oss", list(text)).without_ids == (content, reasoning, [])
+
+
 def test_ids_are_those_of_the_model_or_random_and_never_equal() -> None:
     call = Call("f", {}, "{}")
     rendered = {style.render.__name__: style.render(Answer(calls=[call, call])) for style in STYLES}
