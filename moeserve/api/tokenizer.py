@@ -161,6 +161,11 @@ class TextCodec:
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that stand beside the vocabulary that was learned, such as markers, by their texts."""
+        return {token.content: token_id for token_id, token in self._added_tokens.items()}
+
     def id_of_token(self, token: str) -> int | None:
         """Return the id of an entry of the vocabulary; None if there is none."""
         token_id: int | None = self._backend.token_to_id(token)

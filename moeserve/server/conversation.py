@@ -14,8 +14,10 @@ from moeserve.parsers.answers import AnswerParser
 from moeserve.parsers.deltas import ParsedDelta, ToolCallDelta
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import ApiError
-from moeserve.server.schema import Body
+from moeserve.server.output_format import answer_grammar
+from moeserve.server.schema import Body, given_params
 from moeserve.server.service import Client, Service
+from moeserve.structured_outputs import StructuredOutputsParams
 
 TOKENS_OF_MARKER = 16  # at the end of a prompt, which hold the marker that begins reasoning
 
@@ -51,6 +53,26 @@ class Conversation:
     has_parallel_calls: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     with_reasoning: bool = True  # return what the model writes before its answer
+    outputs: StructuredOutputsParams | None = None  # format of the content
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The functions that the model may call.
+
+        Raises:
+            ApiError: the one that it must call is none of the tools.
+        """
+        if self.tool_choice == "none":
+            return []
+        functions = [tool.function.model_dump(exclude_none=True) for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            functions = [function for function in functions if function["name"] == name]
+            if not functions:
+                raise ApiError(
+                    400, f"tool_choice names {name[:100]!r}, which is none of the tools", param="tool_choice"
+                )
+        return functions
 
     async def prompt(self, service: Service) -> list[int]:
         """Render the conversation.
@@ -86,18 +108,33 @@ async def turn_deltas(
     Raises:
         ApiError: the conversation cannot be served, or the engine failed.
     """
-    if conversation.tools and conversation.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice may be none or auto here", param="tool_choice")
-    if conversation.tools and conversation.tool_choice != "none" and service.parser is None:
+    functions = conversation.functions
+    if functions and service.parser is None:
         raise ApiError(400, "how this model writes tool calls is not known; start the server with --answer-parser")
     prompt = await conversation.prompt(service)
+    codec = service.llm.codec
+    assert codec is not None, "a conversation was rendered"
+    end = codec.decode(prompt[-TOKENS_OF_MARKER:], skip_special_tokens=False)
+    starts_in_reasoning = service.parser is not None and service.parser.starts_in_reasoning(end)
+    params = given_params(
+        service.parsed_params(params),
+        {
+            "structured_outputs": answer_grammar(
+                conversation.outputs,
+                functions,
+                must_call=conversation.tool_choice == "required" or isinstance(conversation.tool_choice, NamedTool),
+                has_parallel_calls=conversation.has_parallel_calls,
+                family=service.parser,
+                codec=codec,
+                starts_in_reasoning=starts_in_reasoning,
+            )
+        },
+    )
     parsers: dict[int, _OutputParser] = {}  # by output
-    if service.parser is not None:
-        params = service.parsed_params(params)
     async for output in service.generate(client, prompt, params, cache_salt):
         for each in output.outputs:
             if each.index not in parsers:
-                parsers[each.index] = _OutputParser(service, conversation, output.prompt_token_ids)
+                parsers[each.index] = _OutputParser(service, conversation, functions, starts_in_reasoning)
             parsed = parsers[each.index].parsed(each)
             yield TurnDelta(
                 output=each,
@@ -113,18 +150,20 @@ async def turn_deltas(
 class _OutputParser:
     """Divides one output into content, reasoning and tool calls, as the model's family marks them."""
 
-    def __init__(self, service: Service, conversation: Conversation, prompt_token_ids: list[int]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        conversation: Conversation,
+        functions: Sequence[dict[str, Any]],
+        starts_in_reasoning: bool,
+    ) -> None:
         self._has_calls = False
         self._parser: AnswerParser | None = None
         if service.parser is not None:
-            codec = service.llm.codec
-            assert codec is not None, "a conversation was rendered"
-            end = codec.decode(prompt_token_ids[-TOKENS_OF_MARKER:], skip_special_tokens=False)
-            has_tools = bool(conversation.tools) and conversation.tool_choice != "none"
             self._parser = service.parser.make(
                 [tool.model_dump(exclude_none=True) for tool in conversation.tools or ()],
-                starts_in_reasoning=service.parser.starts_in_reasoning(end),
-                parse_tools=has_tools,
+                starts_in_reasoning=starts_in_reasoning,
+                parse_tools=bool(functions),
                 parse_reasoning=True,
             )
 

@@ -25,6 +25,40 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Body):
+    """As in vLLM: exactly one of the first five."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # usage so far with every event, as in vLLM
@@ -41,6 +75,7 @@ class SamplingFields(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
     # As in vLLM.
     top_k: int | None = None
     min_p: float | None = None
@@ -50,6 +85,7 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     # Names of the end user and of caches, and notes, which change nothing here.
     user: str | None = None
@@ -85,6 +121,7 @@ def given_params(defaults: SamplingParams, given: Mapping[str, Any]) -> Sampling
 
 
 _SAMPLING_NAMES = SamplingFields.model_fields.keys() & {field.name for field in dataclasses.fields(SamplingParams)}
+_SAMPLING_NAMES -= {"structured_outputs"}  # see output_format.py
 
 
 class Usage(BaseModel):

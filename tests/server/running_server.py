@@ -28,7 +28,7 @@ class RunningServer:
     def __init__(self, llm: AsyncLLM, **settings: Any) -> None:
         chosen = ServerSettings(port=0, **settings)
         self.llm = llm
-        self.service = Service(llm, [MODEL], max_waiting=chosen.max_waiting)
+        self.service = Service(llm, [MODEL], max_waiting=chosen.max_waiting, parser=chosen.answer_parser)
         app = build_app(self.service, chosen, Keys(chosen.api_key or ()))
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)

@@ -9,14 +9,15 @@ from reference_models import SHAPES, Shape, make_reference
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 TEMPLATE = (
-    "{% for message in messages %}<|begin|>{{ message['role'] }}: {{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|begin|>assistant: {% endif %}"
+    "{% for message in messages %}<|begin|>{{ message['role'] }}: {{ message['content'] }}"
+    "{{ message['tool_calls'] | tojson if message['tool_calls'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant: {% endif %}{% if begins_reasoning %}<think>{% endif %}"
 )
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """Save a checkpoint whose vocabulary is all bytes and three special tokens."""
-    make_reference(folder, Shape("Mixtral", SHAPES["mixtral"].settings | dict(vocab_size=260), seed=5))
+    """Save a checkpoint whose vocabulary is all bytes, three special tokens, and the marks of reasoning."""
+    make_reference(folder, Shape("Mixtral", SHAPES["mixtral"].settings | dict(vocab_size=264), seed=5))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -25,6 +26,7 @@ def save_tiny_model(folder: Path) -> Path:
         vocab_size=259, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator([], trainer)
+    tokenizer.add_tokens(["<think>", "</think>"])  # not special, as in published tokenizers
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -12,6 +12,7 @@ from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
 from moeserve.server.errors import anthropic_body
+from moeserve.server.output_format import outputs_of_schema
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, given_params
 from moeserve.server.service import Client, Service
@@ -88,6 +89,16 @@ class Thinking(Body):
     display: str | None = None
 
 
+class OutputSchema(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputSchema | None = None
+
+
 class Metadata(Body):
     user_id: str | None = None
 
@@ -101,6 +112,7 @@ class CountRequest(Body):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[AnyToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 
     def conversation(self) -> Conversation:
@@ -112,13 +124,19 @@ class CountRequest(Body):
             FunctionTool(function=Function(name=tool.name, description=tool.description, parameters=tool.input_schema))
             for tool in self.tools or ()
         ]
-        is_thinking = self.thinking is not None and self.thinking.type != "disabled"
+        arguments: dict[str, Any] = {}
+        if self.thinking is not None:
+            arguments["enable_thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None and self.output_config.effort is not None:
+            arguments["reasoning_effort"] = self.output_config.effort
+        schema = None if self.output_config is None else self.output_config.format
         return Conversation(
             messages=messages,
             tools=tools or None,
             tool_choice=self._choice() if tools else None,
             has_parallel_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
-            template_arguments={} if self.thinking is None else {"enable_thinking": is_thinking},
+            template_arguments=arguments,
+            outputs=None if schema is None else outputs_of_schema("output_config", schema.schema_),
         )
 
     def _choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:

@@ -12,6 +12,7 @@ from moeserve.outputs import CompletionOutput, Logprob
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.conversation import Conversation, FunctionTool, NamedTool, TurnDelta, turn_deltas
 from moeserve.server.errors import ApiError
+from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, SamplingFields, StreamOptions, Usage, usage
 from moeserve.server.service import Client, Service
@@ -111,6 +112,7 @@ async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
         has_parallel_calls=body.parallel_tool_calls is not False,
         template_arguments=template_arguments,
         with_reasoning=body.include_reasoning,
+        outputs=requested_outputs(body.response_format, body.structured_outputs),
     )
     turn = _Answer(service, client, conversation, params, body, model)
     return Reply(turn.events(), EVENTS) if body.stream else Reply(turn.whole(), JSON)

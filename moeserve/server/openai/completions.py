@@ -12,6 +12,7 @@ from moeserve.config.settings import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob, RequestOutput
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import ApiError
+from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event, merged
 from moeserve.server.schema import SamplingFields, StreamOptions, TokenId, Usage, usage
 from moeserve.server.service import Client, Service
@@ -74,6 +75,7 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
         service.llm.get_default_sampling_params(),
         max_tokens=None if body.max_tokens is None else max(1, body.max_tokens),
         logprobs=body.logprobs,
+        structured_outputs=requested_outputs(body.response_format, body.structured_outputs),
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     )
     if len(prompts) > MAX_PROMPTS or len(prompts) * params.n > MAX_OUTPUTS:

@@ -11,8 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
+from moeserve.server.output_format import outputs_of_schema, requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, given_params
+from moeserve.server.schema import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    JsonObjectFormat,
+    JsonSchema,
+    TextFormat,
+    given_params,
+)
 from moeserve.server.service import Client, Service
 
 
@@ -74,12 +83,12 @@ class FlatToolChoice(Body):
     name: str
 
 
-class TextFormat(Body):
-    type: Literal["text"]
+class FlatSchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
 
 
 class TextOptions(Body):
-    format: TextFormat | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -124,6 +133,7 @@ class ResponsesRequest(Body):
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         tools = [FunctionTool(function=Function(**tool.model_dump(exclude={"type"}))) for tool in self.tools or ()]
+        wanted = None if self.text is None else self.text.format
         effort = None if self.reasoning is None else self.reasoning.effort
         return Conversation(
             messages=messages,
@@ -131,6 +141,9 @@ class ResponsesRequest(Body):
             tool_choice=self._choice() if tools else None,
             has_parallel_calls=self.parallel_tool_calls is not False,
             template_arguments={} if effort is None else {"reasoning_effort": effort},
+            outputs=outputs_of_schema("text", wanted.schema_)
+            if isinstance(wanted, FlatSchemaFormat)
+            else requested_outputs(wanted),
         )
 
     def _choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
@@ -185,7 +198,7 @@ class _Answer:
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"} if body.text is None else _plain(body.text.format)},
             "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": params.top_p,
@@ -290,8 +303,8 @@ def _last_is_true(blocks: list[Block]) -> list[bool]:
     return [place == len(blocks) - 1 for place in range(len(blocks))]
 
 
-def _plain(choice: str | FlatToolChoice) -> Any:
-    return choice if isinstance(choice, str) else choice.model_dump()
+def _plain(part: str | Body | None) -> Any:
+    return part.model_dump(by_alias=True, exclude_none=True) if isinstance(part, Body) else part
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:

@@ -1,0 +1,169 @@
+"""The grammar of an answer: a requested format, tool calls that must be made, and reasoning before either."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from moeserve.api.tokenizer import TextCodec
+from moeserve.errors import RequestError
+from moeserve.parsers.families import ForcedCalls, ParserFamily
+from moeserve.server.errors import ApiError
+from moeserve.server.schema import JsonSchemaFormat, ResponseFormat, StructuredOutputs, TextFormat
+from moeserve.structured_outputs import StructuredOutputsParams
+
+ANY_OBJECT = {"type": "object"}
+
+
+def requested_outputs(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None = None
+) -> StructuredOutputsParams | None:
+    """Return the restriction of an answer that a request names in either way.
+
+    Raises:
+        ApiError: both are given, or one is malformed.
+    """
+    wanted = None if isinstance(response_format, TextFormat) else response_format
+    if structured is None:
+        match wanted:
+            case None:
+                return None
+            case JsonSchemaFormat(json_schema=described):
+                return _checked("response_format", json=described.schema_ or ANY_OBJECT)
+        return _checked("response_format", json_object=True)
+    if wanted is not None:
+        raise ApiError(400, "give either response_format or structured_outputs", param="structured_outputs")
+    return _checked("structured_outputs", **structured.model_dump(by_alias=True, exclude_none=True))
+
+
+def outputs_of_schema(name: str, schema: dict[str, Any] | None) -> StructuredOutputsParams:
+    """Return the restriction to a JSON schema; None: to any object.
+
+    Args:
+        name: of the parameter, for errors.
+
+    Raises:
+        ApiError: it is malformed.
+    """
+    return _checked(name, json=schema or ANY_OBJECT)
+
+
+def _checked(name: str, **fields: Any) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(**fields)
+    except RequestError as error:
+        raise ApiError(400, str(error), param=name) from None
+
+
+def answer_grammar(
+    wanted: StructuredOutputsParams | None,
+    functions: Sequence[dict[str, Any]],
+    *,
+    must_call: bool,
+    has_parallel_calls: bool,
+    family: ParserFamily | None,
+    codec: TextCodec,
+    starts_in_reasoning: bool,
+) -> StructuredOutputsParams | None:
+    """Return the grammar of an answer that may reason, call functions, or have a format; None: any text.
+
+    Args:
+        wanted: format of the content.
+        functions: that the model may call: {"name": ..., "parameters": JSON schema}.
+        must_call: the answer consists of calls.
+        starts_in_reasoning: the prompt has begun the reasoning, whose end the answer holds.
+
+    Raises:
+        ApiError: the model's family has no tool calls.
+    """
+    calls = None if family is None else family.forced_calls
+    if must_call and calls is None:
+        raise ApiError(400, "how this model writes tool calls is not known", param="tool_choice")
+    if not must_call and wanted is None:
+        return None
+    has_reasoning = starts_in_reasoning and family is not None and family.reasoning is not None
+    if not must_call and not has_reasoning and not (functions and calls):
+        return wanted
+
+    rules: dict[str, str] = {}
+    answers = []
+    if wanted is not None and not must_call:
+        content = _content_rule(wanted)
+        if content is None:  # a grammar of the client cannot be a part of another one
+            return wanted
+        rules["content"] = content
+        answers.append("content")
+    if functions and calls is not None:
+        rules |= _call_rules(calls, functions, codec, has_parallel_calls=has_parallel_calls)
+        answers.append("calls")
+    before = ""
+    if has_reasoning:
+        assert family is not None
+        assert family.reasoning is not None
+        rules |= _reasoning_rules(family.reasoning[1], codec)
+        before = "reasoning SPACE "
+    lines = [f"start: {before}({' | '.join(answers)})", *(f"{name}: {rule}" for name, rule in rules.items())]
+    return StructuredOutputsParams(grammar="\n".join(lines))
+
+
+def _reasoning_rules(end: str, codec: TextCodec) -> dict[str, str]:
+    """Return the rules of reasoning up to its last marker, and of the space behind it."""
+    literal = _literal(end, codec)
+    if literal.startswith("<["):
+        reasoning = {"reasoning": f"/(?s:.*)/ {literal}"}
+    else:  # lazy: up to the first marker
+        reasoning = {"reasoning[lazy]": f"/(?s:.*){_lark_pattern(re.escape(end))}/"}
+    return reasoning | {"SPACE": r"/\s{0,4}/"}
+
+
+def _content_rule(wanted: StructuredOutputsParams) -> str | None:
+    grammar = wanted.for_engine()
+    match grammar.notation:
+        case "json":
+            return f"%json {grammar.text}"
+        case "regex":
+            return f"/{_lark_pattern(grammar.text)}/"
+    return None
+
+
+def _lark_pattern(regex: str) -> str:
+    """Return a regular expression as it stands between slashes."""
+    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", regex).replace("\n", "\\n")
+
+
+def _call_rules(
+    calls: ForcedCalls, functions: Sequence[dict[str, Any]], codec: TextCodec, *, has_parallel_calls: bool
+) -> dict[str, str]:
+    """Return the rules of answers that consist of calls."""
+    each = []
+    for function in functions:
+        parts = [
+            _literal(calls.before_name + function["name"], codec),
+            _with_index(calls.before_arguments, codec),
+            f"%json {json.dumps(function.get('parameters') or ANY_OBJECT, ensure_ascii=False)}",
+            _literal(calls.after_arguments, codec),
+        ]
+        each.append(" ".join(filter(None, parts)))
+    has_several = has_parallel_calls and calls.separator is not None
+    more = f"({' '.join(filter(None, [_literal(calls.separator or '', codec), 'call']))})*" if has_several else ""
+    parts = [_literal(calls.begin, codec), "call", more, _literal(calls.end, codec)]
+    return {"calls": " ".join(filter(None, parts)), "call": "\n    | ".join(each)}
+
+
+def _with_index(text: str, codec: TextCodec) -> str:
+    before, mark, after = text.partition("{index}")
+    number = ["/[0-9]{1,3}/"] if mark else []
+    return " ".join(filter(None, [_literal(before, codec), *number, _literal(after, codec)]))
+
+
+def _literal(text: str, codec: TextCodec) -> str:
+    """Return a text in Lark's notation. What is a token of its own, such as a marker, is only possible as that token.
+
+    llguidance takes some of these tokens for special ones, which no text matches, and others for text.
+    """
+    added = codec.added_tokens
+    names = sorted(map(re.escape, filter(None, added)), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(names)})", text) if names else [text]
+    return " ".join(f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in pieces if piece)
