@@ -40,6 +40,8 @@ def _check_message(name: str, message: Any) -> dict[str, Any]:
     role, content = message["role"], message["content"]
     if not isinstance(role, str) or not role:
         raise RequestError(f"{name}: role={shown(role)} must be a text such as 'user'")
+    if content is None and message.get("tool_calls"):
+        return dict(message)
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, (list, tuple)) or not all(map(_is_text_part, parts)):
         raise RequestError(

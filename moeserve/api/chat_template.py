@@ -95,8 +95,11 @@ def render(
 
 
 def _complete(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without the keys whose value is None, and its reasoning under every name that templates read."""
-    message = {key: value for key, value in message.items() if value is not None}
+    """Return a message without the keys whose value is None, and its reasoning under every name that templates read.
+
+    A content of None remains: some templates write calls only beside it.
+    """
+    message = {key: value for key, value in message.items() if value is not None or key == "content"}
     reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -19,6 +20,7 @@ from moeserve.server.schema import Body, given_params
 from moeserve.server.service import Client, Service
 from moeserve.structured_outputs import StructuredOutputsParams
 
+NULL_CONTENT = re.compile(r"\bcontent['\"]?\]? is (not )?none")  # in a chat template
 TOKENS_OF_MARKER = 16  # at the end of a prompt, which hold the marker that begins reasoning
 
 
@@ -81,10 +83,36 @@ class Conversation:
             ApiError: the chat template refuses it, or there is none.
         """
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        messages = [_for_template(message) for message in self.messages]
-        return await service.chat_prompt(
-            messages, None if self.tool_choice == "none" else tools or None, self.template_arguments
-        )
+        given = None if self.tool_choice == "none" else tools or None
+        template = None if service.llm.codec is None else service.llm.codec.chat_template
+        error: ApiError | None = None
+        for messages in template_messages(self.messages, template or ""):
+            try:
+                return await service.chat_prompt(messages, given, self.template_arguments)
+            except ApiError as refusal:
+                error = error or refusal
+        assert error is not None
+        raise error
+
+
+def template_messages(messages: Sequence[dict[str, Any]], template: str) -> list[list[dict[str, Any]]]:
+    """Return messages in the forms that a chat template may read: the second if it refuses the first.
+
+    Most templates read the arguments of calls as objects, and some, such as DeepSeek's, as JSON. A message without text
+    has an empty one, or null beside calls if the template looks for that.
+
+    Raises:
+        ApiError: the arguments of a call are no JSON.
+    """
+    empty = None if NULL_CONTENT.search(template) else ""
+    forms = []
+    for call_form in (_with_object, dict):
+        form = []
+        for message in messages:
+            calls = [call_form(call) for call in message.get("tool_calls") or ()]
+            form.append({"content": empty, **message, "tool_calls": calls} if calls else {"content": "", **message})
+        forms.append(form)
+    return forms if forms[0] != forms[1] else forms[:1]
 
 
 @dataclass(frozen=True)
@@ -182,13 +210,8 @@ class _OutputParser:
         return "tool_calls" if output.finish_reason == "stop" and self._has_calls else output.finish_reason
 
 
-def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates read it: with a content, and with the arguments of calls as objects."""
-    calls = [_parsed_call(call) for call in message.get("tool_calls") or ()]
-    return {"content": "", **message} | ({"tool_calls": calls} if calls else {})
-
-
-def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object."""
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
