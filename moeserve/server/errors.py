@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError
+from moeserve.errors import EngineError, MoeserveError, QueueFullError, RequestError, SettingsError
 
 TYPE_OF_STATUS = {
     400: "invalid_request_error",
@@ -74,7 +74,7 @@ def api_error(error: MoeserveError) -> ApiError:
     The text of an engine's failure stays in the server's log: it may name paths and addresses of the host.
     """
     match error:
-        case RequestError():
+        case RequestError() | SettingsError():  # settings: a package for what is requested is not installed
             return ApiError(400, str(error))
         case QueueFullError():
             return ApiError(429, "too many requests are in flight; try again later", headers={"Retry-After": "1"})
