@@ -67,7 +67,7 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError):
-                lines = self._answers.read_text().splitlines()
+                lines = self._answers.read_text().split("\n")[:-1]  # the last may be incomplete
                 if len(lines) > self._num_answers:
                     self._num_answers += 1
                     found: dict[str, Any] = json.loads(lines[self._num_answers - 1])
