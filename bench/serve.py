@@ -15,12 +15,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +100,8 @@ def take(traffic: Traffic, num_requests: int) -> list[RecordedRequest]:
     recorded = traffic.requests
     period = recorded[-1].arrival_s + 1.0
     return [
-        RecordedRequest(
-            recorded[index % len(recorded)].arrival_s + index // len(recorded) * period,
-            recorded[index % len(recorded)].prompt_tokens,
-            recorded[index % len(recorded)].output_tokens,
-            recorded[index % len(recorded)].prefix_blocks,
-        )
-        for index in range(num_requests)
+        replace(each, arrival_s=each.arrival_s + index // len(recorded) * period)
+        for index, each in zip(range(num_requests), itertools.cycle(recorded), strict=False)
     ]
 
 

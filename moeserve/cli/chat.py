@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from moeserve.cli.chat_models import ChatModel, LocalModel, RemoteModel, ServerError
-from moeserve.cli.parser import Parser, add_flags, given, reader
-from moeserve.config.settings import Settings
-from moeserve.config.vllm_names import VllmSettings
+from moeserve.cli.parser import Parser, add_engine_flags, engine_settings, reader
 from moeserve.errors import RequestError
 
 HELP = """\
@@ -24,7 +22,6 @@ Ctrl-C ends an answer, and keeps what came of it."""
 
 def add_arguments(command: Parser) -> None:
     command.usage = "moeserve chat [MODEL] [flags]\n       moeserve chat --url URL [flags]"
-    command.add_argument("model_folder", nargs="?", metavar="MODEL", help="the same as --model")
     command.add_argument("--url", metavar="URL", help="a server with OpenAI's API, such as http://127.0.0.1:8000/v1")
     command.add_argument("--api-key", default="none", metavar="KEY", help="of that server")
     command.add_argument("--served-model", metavar="NAME", help="model of that server (default: its first)")
@@ -33,17 +30,11 @@ def add_arguments(command: Parser) -> None:
     command.add_argument(
         "--max-tokens", type=reader(int), default=1024, metavar="TOKENS", help="of an answer (default: 1024)"
     )
-    for group in Settings.groups().values():
-        add_flags(command.add_argument_group(group.__doc__), group)
-    add_flags(command.add_argument_group(VllmSettings.__doc__), VllmSettings)
+    add_engine_flags(command)
 
 
 def run(options: argparse.Namespace) -> None:
-    settings = given(options, *Settings.groups().values(), VllmSettings)
-    if options.model_folder is not None:
-        if "model" in settings:
-            options.parser.error(f"MODEL={options.model_folder} and --model={options.model} are both given; give one")
-        settings["model"] = options.model_folder
+    settings = engine_settings(options)
     if options.url is not None and settings:
         options.parser.error(f"--url names a server, which has its own model: leave out {', '.join(settings)}")
     sampling = {"max_tokens": options.max_tokens}

@@ -6,9 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from moeserve.cli.parser import Parser, add_flags, given, reader
-from moeserve.config.settings import Settings
-from moeserve.config.vllm_names import VllmSettings
+from moeserve.cli.parser import Parser, add_engine_flags, add_flags, engine_settings, given, reader
 from moeserve.sampling_params import SamplingParams
 
 MAX_TOKENS = 256
@@ -16,7 +14,6 @@ MAX_TOKENS = 256
 
 def add_arguments(command: Parser) -> None:
     command.usage = "moeserve generate [MODEL] --prompt TEXT [flags]"
-    command.add_argument("model_folder", nargs="?", metavar="MODEL", help="the same as --model")
     command.add_argument(
         "--prompt", action="append", metavar="TEXT", help="message to the model; may be given several times"
     )
@@ -42,19 +39,13 @@ def add_arguments(command: Parser) -> None:
     # One text is printed, so there is one output. --seed is the engine's.
     without = {"max_tokens", "n", "logprobs", "prompt_logprobs", "seed", "output_kind"}
     add_flags(sampling, SamplingParams, without, shows_defaults=False)
-    for group in Settings.groups().values():
-        add_flags(command.add_argument_group(group.__doc__), group)
-    add_flags(command.add_argument_group(VllmSettings.__doc__), VllmSettings)
+    add_engine_flags(command)
 
 
 def run(options: argparse.Namespace) -> None:
     if not any(options.prompt or []):
         options.parser.error("--prompt is missing")
-    if options.model_folder is not None and "model" in options:
-        options.parser.error(f"MODEL={options.model_folder} and --model={options.model} are both given; give one")
-    settings = given(options, *Settings.groups().values(), VllmSettings)
-    if options.model_folder is not None:
-        settings["model"] = options.model_folder
+    settings = engine_settings(options)
     sampling = given(options, SamplingParams)
     SamplingParams(**sampling)  # refuses wrong values before a model is loaded
     if settings.get("model") is None:

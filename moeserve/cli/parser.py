@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from moeserve.config.settings import PositiveInt
+from moeserve.config.settings import PositiveInt, Settings
 from moeserve.config.validation import convert
+from moeserve.config.vllm_names import VllmSettings
 from moeserve.errors import SettingsError, nearest
 
 GPUS_PER_NODE = 8
@@ -75,6 +76,21 @@ def add_flags(group: Any, settings: type, without: Iterable[str] = (), *, shows_
         options["help"] = options["help"].replace("%", "%%")
         short = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
         group.add_argument(*short, f"--{field.name.replace('_', '-')}", **options)
+
+
+def add_engine_flags(command: Parser) -> None:
+    """Add the model as an argument, and a flag for each setting of the engine, also by its name in vLLM."""
+    command.add_argument("model_folder", nargs="?", metavar="MODEL", help="the same as --model")
+    for group in (*Settings.groups().values(), VllmSettings):
+        add_flags(command.add_argument_group(group.__doc__), group)
+
+
+def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that the command line gave for the flags of `add_engine_flags`."""
+    if options.model_folder is not None and "model" in options:
+        options.parser.error(f"MODEL={options.model_folder} and --model={options.model} are both given; give one")
+    named = {} if options.model_folder is None else {"model": options.model_folder}
+    return given(options, *Settings.groups().values(), VllmSettings) | named
 
 
 def _metavar(name: str) -> str:

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 
-from moeserve.server.errors import ApiError
+from moeserve.server.errors import ApiError, shutting_down
 from moeserve.telemetry.request_stats import LONG_S, Histogram
 
 MAX_RETRY_AFTER_S = 60
@@ -58,7 +58,7 @@ class Admission:
     def require_open(self) -> None:
         """Raise ApiError if the server is shutting down."""
         if self.is_closed:
-            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
+            raise shutting_down()
 
     def close(self) -> None:
         """Refuse further requests, and those that wait."""
@@ -66,7 +66,7 @@ class Admission:
         for queue in self._queues.values():
             for _, turn in queue:
                 if not turn.done():
-                    turn.set_exception(ApiError(503, "the server is shutting down", headers={"Retry-After": "10"}))
+                    turn.set_exception(shutting_down())
 
     async def _wait(self, client: str, num_outputs: int) -> None:
         if self.num_waiting + num_outputs > self._max_waiting and self.num_waiting:

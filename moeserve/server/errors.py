@@ -56,6 +56,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+def shutting_down() -> ApiError:
+    """Return the answer to requests that come, wait or still run when the server ends."""
+    return ApiError(503, "the server is shutting down", headers={"Retry-After": str(SECONDS_UNTIL_RESTART)})
+
+
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Return an error in Anthropic's form."""
     kind = ANTHROPIC_TYPES.get(error.status, error.type)

@@ -1,4 +1,4 @@
-"""API keys: who may send requests, and in whose name requests wait and share cached prefixes."""
+"""API keys. A request needs one if there are any; clients with different keys share no cached prefixes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from moeserve.outputs import RequestOutput
 from moeserve.parsers.families import find_parser
 from moeserve.sampling_params import RequestOutputKind, SamplingParams
 from moeserve.server.admission import Admission
-from moeserve.server.errors import ApiError, api_error
+from moeserve.server.errors import ApiError, api_error, shutting_down
 
 # Share of requests beyond those that run, which wait inside the engine so that it always has a next one.
 AHEAD = 0.25
@@ -124,7 +124,7 @@ class Service:
                     async for output in outputs:
                         for each in output.outputs:
                             if each.finish_reason == "abort":  # the engine ends
-                                raise ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
+                                raise shutting_down()
                         yield output
             except MoeserveError as error:
                 raise api_error(error) from error
