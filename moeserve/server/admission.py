@@ -32,7 +32,7 @@ class Admission:
         self._queues: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
         self._ends: deque[float] = deque(maxlen=RATE_WINDOW)
         self.is_closed = False
-        self.waits = Histogram(LONG_S)
+        self.waits = Histogram.empty(LONG_S)
 
     @contextlib.asynccontextmanager
     async def admitted(self, client: str, num_outputs: int) -> AsyncIterator[None]:

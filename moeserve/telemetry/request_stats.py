@@ -1,46 +1,58 @@
-"""Statistics of requests: how many ended and how, their tokens, and the distribution of their latencies."""
+"""Statistics of requests: how many ended and how, their tokens, and the distribution of their latencies.
+
+They are plain data, so that the statistics of several processes can be sent and added.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKENS = tuple(2.0**power for power in range(20))
 
 
-@dataclass
-class Histogram:
+class Histogram(msgspec.Struct):
     """Counts of values in buckets, each up to a bound that belongs to it. The last bucket has no bound."""
 
-    bounds: Sequence[float]
-    counts: list[int] = field(init=False)
+    bounds: tuple[float, ...]
+    counts: list[int]
     total: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
+    @classmethod
+    def empty(cls, bounds: Sequence[float]) -> Histogram:
+        """Return a histogram without values."""
+        return cls(tuple(bounds), [0] * (len(bounds) + 1))
 
     def add(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    def __add__(self, other: Histogram) -> Histogram:
+        counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        return Histogram(self.bounds, counts, self.total + other.total)
 
-class RequestStats:
+
+class RequestStats(msgspec.Struct):
     """Totals since the start. One thread at a time may add to them; times are in seconds of one monotonic clock."""
 
-    def __init__(self) -> None:
-        self.ends: Counter[str] = Counter()  # outputs by finish reason
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
-        self.first_token = Histogram(SHORT_S + LONG_S[-8:])
-        self.between_tokens = Histogram(SHORT_S)
-        self.whole = Histogram(LONG_S)
-        self.prompt_tokens = Histogram(TOKENS)
-        self.generated_tokens = Histogram(TOKENS)
+    ends: dict[str, int] = {"stop": 0, "length": 0, "abort": 0}  # outputs by finish reason
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    first_token: Histogram = msgspec.field(default_factory=lambda: Histogram.empty(SHORT_S + LONG_S[-8:]))
+    between_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.empty(SHORT_S))
+    whole: Histogram = msgspec.field(default_factory=lambda: Histogram.empty(LONG_S))
+    prompt_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.empty(TOKENS))
+    generated_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram.empty(TOKENS))
+
+    def __add__(self, other: RequestStats) -> RequestStats:
+        ends = {reason: number + other.ends[reason] for reason, number in self.ends.items()}
+        _, *others = self.__struct_fields__
+        return RequestStats(ends, *(getattr(self, name) + getattr(other, name) for name in others))
 
     def note_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Add a prompt whose first token has come."""
