@@ -13,7 +13,6 @@ from moeserve.telemetry.metrics import LoadMetrics
 from moeserve.telemetry.request_stats import Histogram
 
 PREFIX = "moeserve_"
-FINISH_REASONS = ("stop", "length", "abort")
 
 
 class Metrics:
@@ -54,8 +53,8 @@ class _ServiceCollector(Collector):
         ends = CounterMetricFamily(
             f"{PREFIX}request_success", "Outputs that ended.", labels=["model_name", "finished_reason"]
         )
-        for reason in FINISH_REASONS:
-            ends.add_metric([model, reason], stats.ends[reason])
+        for reason, number in stats.ends.items():
+            ends.add_metric([model, reason], number)
         yield ends
         for name, help, histogram in (
             ("time_to_first_token_seconds", "Time from a prompt's arrival to its first token.", stats.first_token),

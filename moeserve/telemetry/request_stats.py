@@ -13,6 +13,7 @@ import msgspec
 SHORT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKENS = tuple(2.0**power for power in range(20))
+FINISH_REASONS = ("stop", "length", "abort")
 
 
 class Histogram(msgspec.Struct):
@@ -39,7 +40,7 @@ class Histogram(msgspec.Struct):
 class RequestStats(msgspec.Struct):
     """Totals since the start. One thread at a time may add to them; times are in seconds of one monotonic clock."""
 
-    ends: dict[str, int] = {"stop": 0, "length": 0, "abort": 0}  # outputs by finish reason
+    ends: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))  # outputs
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
