@@ -12,6 +12,7 @@ import msgspec
 from moeserve.outputs import FinishReason
 from moeserve.sampling_params import RequestParams
 from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.telemetry.step_totals import StepTotals
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -151,6 +152,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | None = None  # the stop token id that ended it; None for the end-of-sequence token
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # why it ended early; finish_reason is then "abort"
+    replica: int = 0  # index of the one that runs the request
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -194,3 +196,4 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int  # requests
     num_rounds: int  # that have ended; grows even while all replicas idle
     num_preemptions: int = 0  # so far
+    steps: StepTotals = msgspec.field(default_factory=StepTotals)

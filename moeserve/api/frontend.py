@@ -44,6 +44,7 @@ class Frontend:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         engine_seed: int,
+        num_replicas: int = 1,
         grammars: Grammars | None = None,
     ) -> None:
         """
@@ -53,6 +54,7 @@ class Frontend:
             max_model_len: most tokens of one request, prompt and output.
             eos_token_ids: tokens that end an output.
             engine_seed: seed for prompts without one; each gets a different seed derived from it.
+            num_replicas: of the engine, for the statistics of each.
             grammars: for structured outputs; None: they are refused.
         """
         self._codec = codec
@@ -69,7 +71,7 @@ class Frontend:
         self._prompts: dict[str, _PromptInFlight] = {}
         self._unfinished_prompts: set[str] = set()
         self._output_of_request: dict[str, tuple[_PromptInFlight, _OutputInFlight]] = {}  # unfinished requests only
-        self.stats = RequestStats()
+        self.stats = [RequestStats() for _ in range(num_replicas)]  # of each replica
 
     @property
     def unfinished_prompts(self) -> AbstractSet[str]:
@@ -135,16 +137,19 @@ class Frontend:
         return output.finish_reason is not None and update.finish_reason is None
 
     def _note(self, prompt: _PromptInFlight, output: _OutputInFlight, update: RequestUpdate) -> None:
-        """Add an update to the statistics."""
+        """Add an update to the statistics of the replica that runs the request, or ran it last."""
         now = time.monotonic()
+        if update.token_ids:
+            output.replica = update.replica
+        stats = self.stats[output.replica]
         if update.token_ids:
             is_first = output.size[0] == len(update.token_ids)
             if is_first and output.index == 0:
-                self.stats.note_prompt(prompt.num_tokens, update.num_cached_tokens)
-            self.stats.note_tokens(len(update.token_ids), now - output.last_token_s, is_first=is_first)
+                stats.note_prompt(prompt.num_tokens, update.num_cached_tokens)
+            stats.note_tokens(len(update.token_ids), now - output.last_token_s, is_first=is_first)
             output.last_token_s = now
         if output.finish_reason is not None:
-            self.stats.note_end(output.finish_reason, output.size[0], now - prompt.arrival_s)
+            stats.note_end(output.finish_reason, output.size[0], now - prompt.arrival_s)
 
     def output(self, prompt_id: str) -> RequestOutput:
         """Return all outputs of a prompt, complete so far. The object does not change later."""
@@ -215,6 +220,7 @@ class _OutputInFlight:
         self.index = index
         self.finish_reason: FinishReason | None = None
         self.last_token_s = time.monotonic()  # or the arrival
+        self.replica = 0  # that sent the last token
         self._stop_reason: int | str | None = None
         self._token_ids: list[int] = []
         self._keeps_stop = params.include_stop_str_in_output

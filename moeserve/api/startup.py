@@ -97,6 +97,7 @@ def open_session(settings: Settings, *, show_progress: bool) -> OpenedSession:
             max_model_len=engine.config.max_model_len,
             eos_token_ids=sorted({*defaults.eos_token_ids, *(codec.eos_token_ids if codec else [])}),
             engine_seed=engine.config.seed,
+            num_replicas=engine.config.data_parallel_size,
             grammars=None if codec is None else grammars_of(engine.config.tokenizer_path, engine.config.vocab_size),
         )
         cleanup.pop_all()

@@ -86,6 +86,7 @@ class User:
         self._num_sleeps_skipped = 0  # of the next ones
         self._is_ending = False
         self._last_load: tuple[int, int, int] | None = None  # as it was delivered last
+        self._last_idle_steps = 0
         self._last_delivery_s = 0.0
 
     def register(self, poll: select.poll) -> None:
@@ -124,13 +125,15 @@ class User:
         """Send a delivery unless it repeats the last one, so that unread messages of idle replicas do not pile up.
 
         While requests run, one is sent now and then all the same: the user's process takes long silence for a failure,
-        and a long prompt has no updates for many steps.
+        and a long prompt has no updates for many steps. So it is while only other replicas have requests, for metrics.
         """
-        load, now = _load_of(delivery.stats), time.monotonic()
-        is_due = delivery.stats.num_running > 0 and now - self._last_delivery_s > HEARTBEAT_S
+        stats, now = delivery.stats, time.monotonic()
+        load, num_idle_steps = _load_of(stats), stats.steps.num_idle_steps
+        takes_part = stats.num_running > 0 or num_idle_steps != self._last_idle_steps
+        is_due = takes_part and now - self._last_delivery_s > HEARTBEAT_S
         if delivery.updates or delivery.load or load != self._last_load or is_due:
             self._channel.send(Delivery(delivery.updates, delivery.stats, delivery.load, delivery.answers))
-            self._last_load, self._last_delivery_s = load, now
+            self._last_load, self._last_idle_steps, self._last_delivery_s = load, num_idle_steps, now
 
 
 def _load_of(stats: ReplicaStats) -> tuple[int, int, int]:

@@ -45,6 +45,7 @@ from moeserve.protocol import (
 from moeserve.scheduling.lockstep import Intent, IntentFlags, Outcome, Round, make_row
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.telemetry.expert_load import LoadWindow
+from moeserve.telemetry.step_totals import StepTotals
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Replica:
         self._num_replicas = num_replicas
         self._max_rounds = max_rounds
         self._num_sent = 0  # rounds
+        self._totals = StepTotals()
         self._rounds: deque[_RoundInFlight] = deque()
         # Prefill budgets of the next rounds, from the agreements of the last `max_rounds` ones.
         self._prefill_budgets: deque[int | None] = deque([None] * max_rounds, maxlen=max_rounds)
@@ -217,7 +219,10 @@ class Replica:
             self._load_answers_request |= self._load_requested and ended.requests_load
             self._load_requested &= not ended.requests_load
             self._steps_since_load = 0
-        self._steps_since_load += any(agreement.num_tokens)
+        if any(agreement.num_tokens):
+            self._steps_since_load += 1
+            num_tokens = agreement.num_tokens[self._index]
+            self._totals.add(num_tokens, outcome.num_padding_tokens, outcome.agreement_seconds)
         if self._index == 0 and result is not None and result.load is not None:
             self._load = result.load
         if ended.plan is None:
@@ -265,7 +270,7 @@ class Replica:
     def _queue_update(self, update: RequestUpdate, *, error: str | None = None) -> None:
         if update.finish_reason is not None:
             self._live_request_ids.pop(update.request_id, None)
-        self._updates.append(update if error is None else msgspec.structs.replace(update, error=error))
+        self._updates.append(msgspec.structs.replace(update, replica=self._index, error=error or update.error))
 
     def _deliver(self) -> Deliver:
         updates, self._updates = self._updates, []
@@ -278,5 +283,6 @@ class Replica:
             num_running=self._scheduler.num_running,
             num_rounds=self._num_sent - len(self._rounds),
             num_preemptions=self._scheduler.num_preemptions,
+            steps=self._totals,
         )
         return Deliver(updates, stats, load, answers)

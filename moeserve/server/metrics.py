@@ -1,18 +1,64 @@
-"""`/metrics`: what Prometheus reads. Names are vLLM's behind the prefix moeserve_; expert load has names of its own."""
+"""`/metrics`: what Prometheus reads. Names are vLLM's behind the prefix moeserve_ where vLLM has the same metric."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moeserve.protocol import ReplicaStats
 from moeserve.server.service import Service
 from moeserve.telemetry.metrics import LoadMetrics
-from moeserve.telemetry.request_stats import Histogram
+from moeserve.telemetry.request_stats import Histogram, RequestStats
 
 PREFIX = "moeserve_"
+LABELS = ["model_name", "engine"]  # the second is the index of the replica
+
+REQUEST_COUNTERS: dict[str, tuple[str, Callable[[RequestStats], float]]] = {
+    "prompt_tokens": ("Tokens of prompts.", lambda stats: stats.num_prompt_tokens),
+    "generation_tokens": ("Tokens generated.", lambda stats: stats.num_generated_tokens),
+    "prefix_cache_queries": (
+        "Prompt tokens that were looked up in the prefix cache.",
+        lambda stats: stats.num_prompt_tokens,
+    ),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda stats: stats.num_cached_tokens),
+}
+REQUEST_HISTOGRAMS: dict[str, tuple[str, Callable[[RequestStats], Histogram]]] = {
+    "time_to_first_token_seconds": (
+        "Time from a prompt's arrival in the engine to its first token.",
+        lambda stats: stats.first_token,
+    ),
+    "inter_token_latency_seconds": ("Time between tokens of an output.", lambda stats: stats.between_tokens),
+    "e2e_request_latency_seconds": (
+        "Time from a prompt's arrival in the engine to the end of an output.",
+        lambda stats: stats.whole,
+    ),
+    "request_prompt_tokens": ("Tokens of a prompt.", lambda stats: stats.prompt_tokens),
+    "request_generation_tokens": ("Tokens of an output.", lambda stats: stats.generated_tokens),
+}
+REPLICA_GAUGES: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
+    "num_requests_running": ("Requests in the steps of a replica.", lambda stats: stats.num_running),
+    "num_requests_waiting": ("Requests that a replica has not begun.", lambda stats: stats.num_waiting),
+}
+REPLICA_COUNTERS: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
+    "num_preemptions": ("Requests that lost their KV cache to older ones.", lambda stats: stats.num_preemptions),
+    "rounds": ("Rounds of a replica, idle ones included.", lambda stats: stats.num_rounds),
+    "replica_idle_steps": (
+        "Steps in which other replicas had tokens, and this one none.",
+        lambda stats: stats.steps.num_idle_steps,
+    ),
+    "replica_padding_tokens": (
+        "Padding rows that a replica computed beside its tokens.",
+        lambda stats: stats.steps.num_padding_tokens,
+    ),
+    "agreement_seconds": (
+        "Time at the start of steps until the replicas had agreed, most of it waiting for slower ones.",
+        lambda stats: stats.steps.agreement_seconds,
+    ),
+}
 
 
 class Metrics:
@@ -36,74 +82,66 @@ class _ServiceCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_requests()
-        yield from self._of_replicas()
+        yield from self._of_queue()
+        yield from self._of_requests(self._service.llm.session.frontend.stats)
+        engine = self._service.llm.session.engine
+        yield from self._of_replicas(engine.replica_stats, engine.num_blocks)
 
-    def _of_requests(self) -> Iterator[Metric]:
-        model = self._service.model_names[0]
-        stats = self._service.llm.session.frontend.stats
-        admission = self._service.admission
-        for name, help, value in (
-            ("prompt_tokens", "Tokens of prompts.", stats.num_prompt_tokens),
-            ("generation_tokens", "Tokens generated.", stats.num_generated_tokens),
-            ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.", stats.num_prompt_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
-        ):
-            yield _labelled(CounterMetricFamily(PREFIX + name, help, labels=["model_name"]), [model], value)
-        ends = CounterMetricFamily(
-            f"{PREFIX}request_success", "Outputs that ended.", labels=["model_name", "finished_reason"]
-        )
-        for reason, number in stats.ends.items():
-            ends.add_metric([model, reason], number)
-        yield ends
-        for name, help, histogram in (
-            ("time_to_first_token_seconds", "Time from a prompt's arrival to its first token.", stats.first_token),
-            ("inter_token_latency_seconds", "Time between tokens of an output.", stats.between_tokens),
-            ("e2e_request_latency_seconds", "Time from a prompt's arrival to the end of an output.", stats.whole),
-            ("request_queue_time_seconds", "Time that requests wait for the engine.", admission.waits),
-            ("request_prompt_tokens", "Tokens of a prompt.", stats.prompt_tokens),
-            ("request_generation_tokens", "Tokens of an output.", stats.generated_tokens),
-        ):
-            yield _of_histogram(name, help, model, histogram)
+    def _of_queue(self) -> Iterator[Metric]:
+        """Yield the metrics of requests before they have a replica."""
+        model, admission = self._service.model_names[0], self._service.admission
         waiting = GaugeMetricFamily(
-            f"{PREFIX}num_requests_queued", "Outputs that wait for room in the engine.", labels=["model_name"]
+            f"{PREFIX}num_requests_queued", "Outputs that wait for room in the engine.", labels=LABELS[:1]
         )
-        yield _labelled(waiting, [model], admission.num_waiting)
+        waiting.add_metric([model], admission.num_waiting)
+        yield waiting
+        times = HistogramMetricFamily(
+            f"{PREFIX}request_queue_time_seconds", "Time that requests wait for room in the engine.", labels=LABELS[:1]
+        )
+        times.add_metric([model], _buckets(admission.waits), admission.waits.total)
+        yield times
 
-    def _of_replicas(self) -> Iterator[Metric]:
-        model, engine = self._service.model_names[0], self._service.llm.session.engine
-        labels = ["model_name", "engine"]
-        gauges = [
-            ("num_requests_running", "Requests in the steps of a replica."),
-            ("num_requests_waiting", "Requests that a replica has not begun."),
-            ("kv_cache_usage_perc", "Share of a replica's KV cache that requests use: 0 to 1."),
-        ]
-        counters = [
-            ("num_preemptions", "Requests that lost their KV cache to older ones."),
-            ("rounds", "Rounds of a replica, idle ones included."),
-        ]
-        families: list[CounterMetricFamily | GaugeMetricFamily] = [
-            *(GaugeMetricFamily(PREFIX + name, help, labels=labels) for name, help in gauges),
-            *(CounterMetricFamily(PREFIX + name, help, labels=labels) for name, help in counters),
-        ]
-        for index, stats in enumerate(engine.replica_stats):
-            share_used = 1 - stats.num_free_blocks / engine.num_blocks
-            values = [stats.num_running, stats.num_waiting, share_used, stats.num_preemptions, stats.num_rounds]
-            for family, value in zip(families, values, strict=True):
-                family.add_metric([model, str(index)], value)
-        yield from families
+    def _of_requests(self, stats: list[RequestStats]) -> Iterator[Metric]:
+        for name, (help, value) in REQUEST_COUNTERS.items():
+            yield self._numbers(CounterMetricFamily(PREFIX + name, help, labels=LABELS), map(value, stats))
+        ends = CounterMetricFamily(
+            f"{PREFIX}request_success", "Outputs that ended.", labels=[*LABELS, "finished_reason"]
+        )
+        for index, each in enumerate(stats):
+            for reason, number in each.ends.items():
+                ends.add_metric([self._service.model_names[0], str(index), reason], number)
+        yield ends
+        for name, (help, histogram) in REQUEST_HISTOGRAMS.items():
+            yield self._histograms(name, help, map(histogram, stats))
+
+    def _of_replicas(self, stats: list[ReplicaStats], num_blocks: int) -> Iterator[Metric]:
+        for name, (help, value) in REPLICA_GAUGES.items():
+            yield self._numbers(GaugeMetricFamily(PREFIX + name, help, labels=LABELS), map(value, stats))
+        usage = GaugeMetricFamily(
+            f"{PREFIX}kv_cache_usage_perc", "Share of a replica's KV cache that requests use: 0 to 1.", labels=LABELS
+        )
+        yield self._numbers(usage, (1 - each.num_free_blocks / num_blocks for each in stats))
+        for name, (help, value) in REPLICA_COUNTERS.items():
+            yield self._numbers(CounterMetricFamily(PREFIX + name, help, labels=LABELS), map(value, stats))
+        # The name is vLLM's, although a histogram's should not end in _total.
+        help = "Tokens of a replica in a step in which it has some."
+        yield self._histograms("iteration_tokens_total", help, (each.steps.sizes for each in stats))
+
+    def _numbers(self, family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[float]) -> Metric:
+        """Add the value of each replica to a metric."""
+        for index, value in enumerate(values):
+            family.add_metric([self._service.model_names[0], str(index)], value)
+        return family
+
+    def _histograms(self, name: str, help: str, histograms: Iterable[Histogram]) -> Metric:
+        """Return a metric with a histogram of each replica."""
+        family = HistogramMetricFamily(PREFIX + name, help, labels=LABELS)
+        for index, each in enumerate(histograms):
+            family.add_metric([self._service.model_names[0], str(index)], _buckets(each), each.total)
+        return family
 
 
-def _labelled(family: CounterMetricFamily | GaugeMetricFamily, labels: list[str], value: float) -> Metric:
-    family.add_metric(labels, value)
-    return family
-
-
-def _of_histogram(name: str, help: str, model: str, histogram: Histogram) -> Metric:
-    family = HistogramMetricFamily(PREFIX + name, help, labels=["model_name"])
-    buckets, num_values = [], 0
-    for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
-        num_values += count
-        buckets.append(("+Inf" if bound == float("inf") else str(bound), float(num_values)))
-    family.add_metric([model], buckets, histogram.total)
-    return family
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Return each upper bound with the number of values up to it."""
+    bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(histogram.counts)), strict=True))

@@ -61,9 +61,9 @@ class StatusReader:
             ready=service.is_ready,
             queued=service.admission.num_waiting,
             admitted=service.admission.num_running,
-            prompt_tokens=stats.num_prompt_tokens,
-            generated_tokens=stats.num_generated_tokens,
-            cached_tokens=stats.num_cached_tokens,
+            prompt_tokens=sum(each.num_prompt_tokens for each in stats),
+            generated_tokens=sum(each.num_generated_tokens for each in stats),
+            cached_tokens=sum(each.num_cached_tokens for each in stats),
             replicas=[
                 ReplicaStatus(
                     running=replica.num_running,

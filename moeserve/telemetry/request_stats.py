@@ -21,7 +21,7 @@ class Histogram(msgspec.Struct):
 
     bounds: tuple[float, ...]
     counts: list[int]
-    total: float = 0.0
+    total: float = 0.0  # of the values
 
     @classmethod
     def empty(cls, bounds: Sequence[float]) -> Histogram:

@@ -109,26 +109,36 @@ class Worker:
             Exception: the step failed while other ranks wait for this one in a collective.
         """
         self.groups.begin_step(self._num_rounds)
+        arrived = time.perf_counter()
         agreement = self._agree(work)
+        started = time.perf_counter()
         if agreement.is_idle or agreement.ends_all:
             return Outcome(agreement=agreement)
-        started = time.perf_counter()
         self._switch_placement()
         self._collect_load(agreement)
         result = StepResult(step=0, chunks=[])
-        error = ""
+        error, num_padding_tokens = "", 0
         if any(agreement.num_tokens):
             padded_to = self.runner.replay.padded_size(agreement)
             moved_piece = self.rebalancer.begin_step() if self.rebalancer else None
             result, error = self._run(work.plan, agreement, padded_to)
             if self.rebalancer:
                 self.rebalancer.finish_step(moved_piece)
+            if padded_to is not None:
+                num_padding_tokens = padded_to - agreement.num_tokens[self.groups.dp.rank_in_group]
             self.load_meter.add_step(agreement.num_tokens, time.perf_counter() - started, padded_to)
         load, self._load = self._load, None
         result = msgspec.structs.replace(result, load=load)
         slots = work.plan.slots if work.plan else []
         reports = [RankReport(self.groups.rank, self.runner.table.digests(slots))] if self._reports_state else []
-        return Outcome(agreement=agreement, result=result, error=error, reports=reports)
+        return Outcome(
+            agreement=agreement,
+            result=result,
+            error=error,
+            num_padding_tokens=num_padding_tokens,
+            agreement_seconds=started - arrived,
+            reports=reports,
+        )
 
     def _run(self, plan: StepPlan | None, agreement: Agreement, padded_to: int | None) -> tuple[StepResult, str]:
         """Run a step with tokens. Return its result, and an error if it failed on a rank without others."""

@@ -14,6 +14,7 @@ from moeserve.errors import EngineError
 from moeserve.processes.channel import Channel
 from moeserve.protocol import ReplicaMessage, ReplicaStats, RequestUpdate, Shutdown, Wake
 from moeserve.scheduling.replica import Deliver
+from moeserve.telemetry.step_totals import StepTotals
 
 
 @pytest.fixture
@@ -59,6 +60,18 @@ def test_a_running_request_without_updates_is_no_silence(
     for step in range(5):
         user.deliver(Deliver([], ReplicaStats(num_free_blocks=7, num_waiting=0, num_running=1, num_rounds=step)))
     assert len(channel.receive(1.0)) == 5
+
+
+def test_the_steps_of_others_are_reported_while_there_are_some(
+    ends: tuple[User, Channel[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, channel = ends
+    monkeypatch.setattr(process, "HEARTBEAT_S", 0.0)
+    for num_steps in (0, 1, 2, 2, 2):
+        steps = StepTotals(num_idle_steps=num_steps)
+        stats = ReplicaStats(num_free_blocks=7, num_waiting=0, num_running=0, num_rounds=9, steps=steps)
+        user.deliver(Deliver([], stats))
+    assert len(channel.receive(1.0)) == 3
 
 
 def test_what_the_socket_does_not_take_at_once_is_sent_later(ends: tuple[User, Channel[object]]) -> None:

@@ -23,7 +23,7 @@ RECORDED = Traffic(
 
 @pytest.mark.parametrize("load", [["--clients", "3"], ["--rate", "40"]])
 def test_it_counts_as_the_server_does(server: RunningServer, tmp_path: Path, load: list[str]) -> None:
-    before = server.service.llm.session.frontend.stats.num_generated_tokens
+    before = server.service.llm.session.frontend.stats[0].num_generated_tokens
     path, picture = tmp_path / "rows.jsonl", tmp_path / "waits.svg"
     arguments = ["--url", f"{server.url}/v1", "--traffic", "40:6", "--requests", "10", *load]
     serve.main([*arguments, "--json", str(path), "--plot", str(picture)])
@@ -31,7 +31,7 @@ def test_it_counts_as_the_server_does(server: RunningServer, tmp_path: Path, loa
     assert (row["requests"], row["failed"]) == (10, 0)
     assert round(row["output_tokens_per_second"] * row["seconds"]) == 10 * 6
     assert round(row["prompt_tokens_per_second"] * row["seconds"]) == 10 * 40
-    assert server.service.llm.session.frontend.stats.num_generated_tokens - before == 10 * 6
+    assert server.service.llm.session.frontend.stats[0].num_generated_tokens - before == 10 * 6
     assert 0 < row["first_token"]["median"] <= row["first_token"]["p99"] <= row["whole"]["p99"]
     assert "<svg" in picture.read_text()
 
