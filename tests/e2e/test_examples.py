@@ -23,8 +23,11 @@ EXPECTED = {
 }
 
 
+ELSEWHERE = {"lm_eval_moeserve.py"}  # in tests/server/test_lm_eval.py
+
+
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED) | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))
