@@ -12,7 +12,8 @@ from typing import Any
 
 from moeserve.api.llm import signature_with_settings
 from moeserve.api.prompts import Prompt, chat_prompt
-from moeserve.api.startup import open_session, tokenizer_of
+from moeserve.api.session import Session
+from moeserve.api.startup import TextParts, start_engine, tokenizer_of
 from moeserve.config.validation import parse_settings
 from moeserve.errors import EngineError
 from moeserve.outputs import RequestOutput
@@ -45,8 +46,18 @@ class AsyncLLM:
         Args:
             model, show_progress, settings: as for `LLM`.
         """
-        opened = open_session(parse_settings({"model": model, **settings}), show_progress=show_progress)
-        self.session, self.codec, self._default_params = opened.session, opened.codec, opened.default_params
+        started = start_engine(parse_settings({"model": model, **settings}), show_progress=show_progress)
+        self._use(started.open_session(), started.texts)
+
+    @classmethod
+    def of_session(cls, session: Session, texts: TextParts) -> AsyncLLM:
+        """Return an `AsyncLLM` that uses a session, and ends it."""
+        llm = cls.__new__(cls)
+        llm._use(session, texts)
+        return llm
+
+    def _use(self, session: Session, texts: TextParts) -> None:
+        self.session, self.codec, self._default_params = session, texts.codec, texts.default_params
         self.config = self.session.engine.config
         self._mailboxes: dict[str, _Mailbox] = {}  # by prompt
         self._has_work = threading.Event()

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from moeserve.api.prompts import Prompt, Prompts, chat_prompt
-from moeserve.api.startup import open_session, tokenizer_of
+from moeserve.api.startup import start_engine, tokenizer_of
 from moeserve.config.resolve import shown_layout
 from moeserve.config.settings import Settings
 from moeserve.config.validation import parse_settings
@@ -54,9 +54,10 @@ class LLM:
             show_progress: draw progress bars, on a terminal, while making the default model and loading weights.
             settings: see the class.
         """
-        opened = open_session(parse_settings({"model": model, **settings}), show_progress=show_progress)
-        self.session, self.codec, self._default_params = opened.session, opened.codec, opened.default_params
-        self._has_experts = opened.has_experts
+        started = start_engine(parse_settings({"model": model, **settings}), show_progress=show_progress)
+        self.session, self.codec = started.open_session(), started.texts.codec
+        self._default_params = started.texts.default_params
+        self._has_experts = started.has_experts
         self.core = self.session.engine
         self.config = self.core.config
 

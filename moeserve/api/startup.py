@@ -35,14 +35,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenedSession:
-    """A session with a running engine, and the parts of the checkpoint that stay outside it."""
+@dataclass(frozen=True)
+class TextParts:
+    """The parts of a checkpoint that stay outside the engine."""
 
-    session: Session
     codec: TextCodec | None  # None: the checkpoint has no tokenizer
     default_params: SamplingParams
+    eos_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class StartedEngine:
+    """A running engine, what observes its expert loads, and the other parts of the checkpoint."""
+
+    engine: Engine
+    observer: LoadObserver
+    texts: TextParts
     has_experts: bool
+
+    def open_session(self) -> Session:
+        """Return a session, which owns the engine from now on."""
+        return open_session(self.engine, self.observer, self.texts)
 
 
 def tokenizer_of(codec: TextCodec | None) -> Any:
@@ -56,8 +69,8 @@ def tokenizer_of(codec: TextCodec | None) -> Any:
     return codec.of_transformers
 
 
-def open_session(settings: Settings, *, show_progress: bool) -> OpenedSession:
-    """Start the engine that settings describe, and a session with it.
+def start_engine(settings: Settings, *, show_progress: bool) -> StartedEngine:
+    """Start the engine that settings describe.
 
     Everything that can be checked without weights is checked first, also before the default model is made.
 
@@ -81,32 +94,44 @@ def open_session(settings: Settings, *, show_progress: bool) -> OpenedSession:
         if folder is None:
             folder = str(default_model.default_model(show_progress))
             config = dataclasses.replace(config, model_path=folder, tokenizer_path=config.tokenizer_path or folder)
-        codec = codec or TextCodec.load(config.tokenizer_path)
-        defaults = registry.read_generation_defaults(folder)
-        try:
-            default_params = SamplingParams(**defaults.sampling)
-        except RequestError as error:
-            raise CheckpointError(f"{folder}: generation_config.json: {error}") from None
+        texts = read_texts(config, codec)
         load_file = config.expert_load_file
         observer = LoadObserver(None if load_file is None else Path(load_file), config.metrics_port)
         cleanup.callback(observer.close)
         engine = _start_engine(config, cluster, show_progress=show_progress)
-        frontend = Frontend(
-            codec,
-            vocab_size=engine.config.vocab_size,
-            max_model_len=engine.config.max_model_len,
-            eos_token_ids=sorted({*defaults.eos_token_ids, *(codec.eos_token_ids if codec else [])}),
-            engine_seed=engine.config.seed,
-            num_replicas=engine.config.data_parallel_size,
-            grammars=None if codec is None else grammars_of(engine.config.tokenizer_path, engine.config.vocab_size),
-        )
         cleanup.pop_all()
-        return OpenedSession(
-            session=Session(engine, frontend, observer, max_requests=engine.config.max_requests_in_flight),
-            codec=codec,
-            default_params=default_params,
-            has_experts=facts.num_sparse_layers > 0,
-        )
+        return StartedEngine(engine, observer, texts, has_experts=facts.num_sparse_layers > 0)
+
+
+def read_texts(config: EngineConfig, codec: TextCodec | None = None) -> TextParts:
+    """Read the tokenizer of a checkpoint, unless it is given, and how outputs are sampled and end by default.
+
+    Raises:
+        CheckpointError: they cannot be used.
+    """
+    codec = codec or TextCodec.load(config.tokenizer_path)
+    defaults = registry.read_generation_defaults(config.model_path)
+    try:
+        default_params = SamplingParams(**defaults.sampling)
+    except RequestError as error:
+        raise CheckpointError(f"{config.model_path}: generation_config.json: {error}") from None
+    eos_token_ids = sorted({*defaults.eos_token_ids, *(codec.eos_token_ids if codec else [])})
+    return TextParts(codec, default_params, eos_token_ids)
+
+
+def open_session(engine: Engine, observer: LoadObserver, texts: TextParts) -> Session:
+    """Return a session, which owns the engine from now on."""
+    config = engine.config
+    frontend = Frontend(
+        texts.codec,
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=texts.eos_token_ids,
+        engine_seed=config.seed,
+        num_replicas=config.data_parallel_size,
+        grammars=None if texts.codec is None else grammars_of(config.tokenizer_path, config.vocab_size),
+    )
+    return Session(engine, frontend, observer, max_requests=config.max_requests_in_flight)
 
 
 def _machine_facts(cluster: Cluster | None) -> MachineFacts:

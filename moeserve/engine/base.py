@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from moeserve.config.settings import EngineConfig
 from moeserve.errors import EngineError, RequestError
 from moeserve.protocol import ReplicaStats, Request, RequestUpdate, Sample
@@ -118,6 +120,14 @@ def require_new(request_ids: Iterable[str], in_flight: Container[str]) -> None:
     for request_id in request_ids:
         if request_id in in_flight:
             raise RequestError(f"request {request_id!r} is still being served; give each request its own id")
+
+
+def require_encodable(request: Request) -> None:
+    """Raise RequestError if a request cannot be sent to another process."""
+    try:
+        msgspec.msgpack.encode(msgspec.structs.replace(request, prompt_token_ids=[]))
+    except UnicodeEncodeError as error:
+        raise RequestError(f"request {request.request_id!r} has a text that is not valid Unicode: {error}") from None
 
 
 def stats_at_start(num_blocks: int) -> ReplicaStats:

@@ -1,4 +1,7 @@
-"""Messages between the user's process and the engine process of a replica, beside `protocol.ReplicaMessage`."""
+"""Messages of engine processes to the user's process, and between processes that share an engine.
+
+Others are in `protocol.ReplicaMessage`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from moeserve.protocol import ReplicaStats, RequestUpdate
+from moeserve.config.settings import EngineConfig
+from moeserve.protocol import AbortRequest, AddRequest, ReplicaStats, RequestUpdate
 from moeserve.telemetry.expert_load import LoadWindow
 from moeserve.worker.protocol import RankStart
 
@@ -33,3 +37,50 @@ class Delivery(msgspec.Struct, frozen=True, tag="delivery"):
 
 
 EngineMessage: TypeAlias = Ready | Delivery
+
+
+class SharedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine as it is described to one of several processes that share it."""
+
+    index: int  # of the process
+    config: EngineConfig
+    num_blocks: int  # of KV cache of each rank
+
+
+class Updates(msgspec.Struct, frozen=True, tag="updates"):
+    """Sent to a process that shares an engine: updates of its requests."""
+
+    updates: list[RequestUpdate]
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
+    """Sent to all processes that share an engine, when it has changed."""
+
+    refusal: str  # as in `Engine`
+    has_failed: bool
+    replica_stats: list[ReplicaStats]
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Sent to all processes that share an engine."""
+
+    window: LoadWindow
+
+
+class Note(msgspec.Struct, frozen=True, tag="note"):
+    """Sent by a process that shares an engine, for all others. It replaces the sender's last one."""
+
+    sender: int
+    body: bytes
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Sent to all processes that share an engine: end soon."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """The last message of a process that shares an engine."""
+
+
+FromHub: TypeAlias = Updates | EngineState | Load | Note | Drain
+ToHub: TypeAlias = AddRequest | AbortRequest | Note | Leave

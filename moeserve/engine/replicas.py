@@ -12,9 +12,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from moeserve.config.settings import EngineConfig
-from moeserve.engine.base import Ownership, fit_to_cache, log_lowered_length, require_new, stats_at_start
+from moeserve.engine.base import (
+    Ownership,
+    fit_to_cache,
+    log_lowered_length,
+    require_encodable,
+    require_new,
+    stats_at_start,
+)
 from moeserve.engine.protocol import Delivery, EngineMessage, Ready
-from moeserve.errors import EngineError, RequestError
+from moeserve.errors import EngineError
 from moeserve.interrupts import interrupts_allowed
 from moeserve.processes.channel import frame
 from moeserve.processes.failures import FailureReport, as_error, root_cause
@@ -263,12 +270,7 @@ class Replicas:
         Raises:
             RequestError: it cannot be encoded. Nothing has changed.
         """
-        try:
-            msgspec.msgpack.encode(msgspec.structs.replace(request, prompt_token_ids=[]))
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"request {request.request_id!r} has a text that is not valid Unicode: {error}"
-            ) from None
+        require_encodable(request)
         if not self._in_flight:
             self._last_message_s = time.monotonic()
             self._must_wake = True

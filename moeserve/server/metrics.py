@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from moeserve.protocol import ReplicaStats
 from moeserve.server.service import Service
+from moeserve.server.totals import Totals
 from moeserve.telemetry.metrics import LoadMetrics
 from moeserve.telemetry.request_stats import Histogram, RequestStats
 
@@ -82,23 +83,24 @@ class _ServiceCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_queue()
-        yield from self._of_requests(self._service.llm.session.frontend.stats)
+        totals = self._service.totals
+        yield from self._of_queue(totals)
+        yield from self._of_requests(totals.requests)
         engine = self._service.llm.session.engine
         yield from self._of_replicas(engine.replica_stats, engine.num_blocks)
 
-    def _of_queue(self) -> Iterator[Metric]:
+    def _of_queue(self, totals: Totals) -> Iterator[Metric]:
         """Yield the metrics of requests before they have a replica."""
-        model, admission = self._service.model_names[0], self._service.admission
+        model = self._service.model_names[0]
         waiting = GaugeMetricFamily(
             f"{PREFIX}num_requests_queued", "Outputs that wait for room in the engine.", labels=LABELS[:1]
         )
-        waiting.add_metric([model], admission.num_waiting)
+        waiting.add_metric([model], totals.num_queued)
         yield waiting
         times = HistogramMetricFamily(
             f"{PREFIX}request_queue_time_seconds", "Time that requests wait for room in the engine.", labels=LABELS[:1]
         )
-        times.add_metric([model], _buckets(admission.waits), admission.waits.total)
+        times.add_metric([model], _buckets(totals.waits), totals.waits.total)
         yield times
 
     def _of_requests(self, stats: list[RequestStats]) -> Iterator[Metric]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from moeserve.parsers.families import find_parser
 from moeserve.sampling_params import RequestOutputKind, SamplingParams
 from moeserve.server.admission import Admission
 from moeserve.server.errors import ApiError, api_error, shutting_down
+from moeserve.server.totals import Totals
 
 # Share of requests beyond those that run, which wait inside the engine so that it always has a next one.
 AHEAD = 0.25
@@ -35,12 +36,21 @@ class Client:
 class Service:
     """One model that is served. Endpoints check requests, call `generate`, and write what comes."""
 
-    def __init__(self, llm: AsyncLLM, model_names: list[str], *, max_waiting: int, parser: str | None = None) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        model_names: list[str],
+        *,
+        max_waiting: int,
+        parser: str | None = None,
+        others: Callable[[], Iterable[Totals]] = tuple,
+    ) -> None:
         """
         Args:
             model_names: names that requests may give; answers give the first.
             max_waiting: as for `Admission`.
             parser: of tool calls and reasoning; None: that of the checkpoint's family.
+            others: returns the totals of each other process of the server.
 
         Raises:
             SettingsError: there is no parser of this name.
@@ -53,10 +63,22 @@ class Service:
         config = llm.config
         max_running = config.max_num_seqs * config.data_parallel_size
         self.admission = Admission(max_running + int(AHEAD * max_running), max_waiting)
+        self._others = others
 
     @property
     def max_model_len(self) -> int:
         return self.llm.config.max_model_len
+
+    @property
+    def own_totals(self) -> Totals:
+        """Totals of the requests to this process."""
+        admission = self.admission
+        return Totals(self.llm.session.frontend.stats, admission.waits, admission.num_waiting, admission.num_running)
+
+    @property
+    def totals(self) -> Totals:
+        """Totals of the requests to all processes. Those of others are up to a second old."""
+        return sum(self._others(), self.own_totals)
 
     @property
     def is_ready(self) -> bool:

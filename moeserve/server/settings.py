@@ -16,6 +16,9 @@ class ServerSettings:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 listens on all interfaces")
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = setting(8000, "port; 0 chooses a free one")
+    api_server_count: PositiveInt = setting(
+        1, "processes that speak HTTP, all on one port, for an engine in a process of its own"
+    )
     served_model_name: list[str] | None = setting(
         None, "name of the model in requests and answers; none: the name of its folder"
     )

@@ -53,17 +53,17 @@ class StatusReader:
 
     def read(self) -> Status:
         service, load = self._service, self._load
-        engine, stats = service.llm.session.engine, service.llm.session.frontend.stats
+        engine, totals = service.llm.session.engine, service.totals
         return Status(
             version=__version__,
             model=service.model_names[0],
             layout=shown_layout(service.llm.config),
             ready=service.is_ready,
-            queued=service.admission.num_waiting,
-            admitted=service.admission.num_running,
-            prompt_tokens=sum(each.num_prompt_tokens for each in stats),
-            generated_tokens=sum(each.num_generated_tokens for each in stats),
-            cached_tokens=sum(each.num_cached_tokens for each in stats),
+            queued=totals.num_queued,
+            admitted=totals.num_admitted,
+            prompt_tokens=sum(each.num_prompt_tokens for each in totals.requests),
+            generated_tokens=sum(each.num_generated_tokens for each in totals.requests),
+            cached_tokens=sum(each.num_cached_tokens for each in totals.requests),
             replicas=[
                 ReplicaStatus(
                     running=replica.num_running,

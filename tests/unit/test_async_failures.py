@@ -7,7 +7,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from moeserve import AsyncLLM, EngineError, SamplingParams
 from moeserve.api import async_llm
 from moeserve.api.frontend import Frontend
 from moeserve.api.session import Session
+from moeserve.api.startup import TextParts
 from moeserve.config.resolve import MachineFacts, resolve
 from moeserve.config.validation import parse_settings
 from moeserve.protocol import Request, RequestUpdate
@@ -81,9 +81,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[AsyncLLM, En
         engine: Any = Engine(on_failure)
         frontend = Frontend(None, vocab_size=10, max_model_len=100, eos_token_ids=[], engine_seed=0)
         session = Session(engine, frontend, LoadObserver(None, None), max_requests=4)
-        opened = SimpleNamespace(session=session, codec=None, default_params=SamplingParams())
-        monkeypatch.setattr(async_llm, "open_session", lambda *_, **__: opened)
-        return AsyncLLM(), engine
+        texts = TextParts(None, SamplingParams(), eos_token_ids=[])
+        return AsyncLLM.of_session(session, texts), engine
 
     monkeypatch.setattr(async_llm, "SECONDS_BETWEEN_CHECKS", 0.01)
     return start

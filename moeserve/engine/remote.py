@@ -1,0 +1,133 @@
+"""`RemoteEngine`: an engine in another process, for one of several processes that share it. See `engine/hub.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import select
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from moeserve.engine.base import require_encodable, require_new, stats_at_start
+from moeserve.engine.protocol import Drain, EngineState, FromHub, Leave, Load, Note, SharedEngine, Updates
+from moeserve.errors import EngineError
+from moeserve.interrupts import interrupts_allowed
+from moeserve.processes.channel import Channel
+from moeserve.processes.wake_up import WakeUp
+from moeserve.protocol import AbortRequest, AddRequest, ReplicaStats, Request, RequestUpdate, Sample
+from moeserve.telemetry.expert_load import LoadWindow
+
+
+class RemoteEngine:
+    """See `Engine`. A failure of the hub's process ends this process too."""
+
+    def __init__(self, channel: Channel[FromHub], engine: SharedEngine, on_drain: Callable[[], None]) -> None:
+        """
+        Args:
+            channel: to the hub.
+            on_drain: called, in the thread that uses the engine, when the hub wants this process to end.
+        """
+        # With a seed of its own: requests without a seed must not get the random numbers of another process's.
+        self.config = dataclasses.replace(engine.config, seed=(engine.config.seed + engine.index) % 2**64)
+        self.num_blocks = engine.num_blocks
+        self.replica_stats: list[ReplicaStats] = [stats_at_start(engine.num_blocks)] * self.config.data_parallel_size
+        self.has_failed = False
+        self.notes: dict[int, bytes] = {}  # the last one of each other process
+        self._refusal = ""
+        self._index = engine.index
+        self._channel = channel
+        self._on_drain = on_drain
+        self._wake_up = WakeUp()
+        self._in_flight: set[str] = set()
+        self._undelivered: list[RequestUpdate] = []  # received, and not returned by `step` yet
+        self._loads: list[LoadWindow] = []  # not returned by `take_loads` yet
+        self._is_shut_down = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight or self._undelivered)
+
+    @property
+    def refusal(self) -> str:
+        return "the engine was shut down; make a new one" if self._is_shut_down else self._refusal
+
+    def add(self, request: Request, samples: Sequence[Sample] = ()) -> None:
+        if self.refusal:
+            raise EngineError(self.refusal)
+        request_ids = [request.request_id, *(sample.request_id for sample in samples)]
+        require_new(request_ids, self._in_flight)
+        require_encodable(request)
+        named = msgspec.structs.replace(request, request_id=self._global_id(request.request_id))
+        self._channel.send(AddRequest(named, [Sample(self._global_id(each.request_id), each.seed) for each in samples]))
+        self._in_flight.update(request_ids)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._in_flight:
+            self._channel.send(AbortRequest(self._global_id(request_id)))
+
+    def step(self) -> list[RequestUpdate]:
+        self._receive()
+        while not self._undelivered and self._in_flight and not self._wake_up.take():
+            self._wait()
+            self._receive()
+        updates, self._undelivered = self._undelivered, []
+        if not updates and not self._in_flight and self.refusal:
+            raise EngineError(self.refusal)
+        return updates
+
+    def wake(self) -> None:
+        self._wake_up.wake()
+
+    def collect_load(self) -> None:
+        """Refused: the process of the hub collects expert loads, for all."""
+        raise EngineError("expert loads are collected by the process that runs the engine")
+
+    def take_loads(self, *, wait: bool = False) -> list[LoadWindow]:
+        loads, self._loads = self._loads, []
+        return loads
+
+    def send_note(self, body: bytes) -> None:
+        """Send a note to all other processes. Any thread may call this."""
+        self._channel.send(Note(self._index, body))
+
+    def shutdown(self) -> None:
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            for request_id in self._in_flight:
+                self._channel.send(AbortRequest(self._global_id(request_id)))
+                self._undelivered.append(RequestUpdate(request_id=request_id, finish_reason="abort"))
+            self._in_flight.clear()
+            self._channel.send(Leave())
+            self._channel.flush()
+
+    def _global_id(self, request_id: str) -> str:
+        """Return the id of a request among those of all processes: begins with the number of this process."""
+        return f"{self._index}/{request_id}"
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0))
+        poll.register(self._wake_up.fd, select.POLLIN)
+        with interrupts_allowed():
+            poll.poll()
+
+    def _receive(self) -> None:
+        for message in [] if self._is_shut_down else self._channel.receive():
+            match message:
+                case Updates():
+                    self._undelivered += map(self._own, message.updates)
+                case EngineState():
+                    self._refusal, self.has_failed = message.refusal, message.has_failed
+                    self.replica_stats = message.replica_stats
+                case Load():
+                    self._loads.append(message.window)
+                case Note():
+                    self.notes[message.sender] = message.body
+                case Drain():
+                    self._on_drain()
+
+    def _own(self, update: RequestUpdate) -> RequestUpdate:
+        _, _, request_id = update.request_id.partition("/")
+        if update.finish_reason is not None:
+            self._in_flight.discard(request_id)
+        return msgspec.structs.replace(update, request_id=request_id)

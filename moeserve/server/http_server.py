@@ -1,0 +1,103 @@
+"""The HTTP server of one process: its socket, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from moeserve.api.async_llm import AsyncLLM
+from moeserve.errors import SettingsError
+from moeserve.server.app import build_app
+from moeserve.server.keys import Keys
+from moeserve.server.service import Service
+from moeserve.server.settings import ServerSettings
+from moeserve.server.totals import Totals
+
+
+class DrainingServer(uvicorn.Server):
+    """Answers requests in flight before it closes connections."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, others: Callable[[], Iterable[Totals]] = tuple) -> None:
+        """
+        Args:
+            others: as for `Service`.
+
+        Raises:
+            SettingsError: a setting cannot be used.
+        """
+        assert settings.served_model_name is not None
+        self.service = Service(
+            llm,
+            settings.served_model_name,
+            max_waiting=math.ceil(settings.max_waiting / settings.api_server_count),
+            parser=settings.answer_parser,
+            others=others,
+        )
+        self._drain_timeout_s = settings.drain_timeout
+        app = build_app(self.service, settings, Keys.read(settings.api_key or (), settings.api_key_file))
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+            )
+        )
+
+    def answer(self, listener: socket.socket) -> None:
+        """Serve until SIGTERM, Ctrl-C, or `should_exit`."""
+        with _ends_without_error():
+            self.run(sockets=[listener])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.service.drain(self._drain_timeout_s)
+        await super().shutdown(sockets)
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        SettingsError: the address or the files for TLS cannot be used.
+    """
+    if (settings.ssl_certfile is None) != (settings.ssl_keyfile is None):
+        raise SettingsError("TLS needs both ssl_certfile and ssl_keyfile")
+    for name in ("ssl_certfile", "ssl_keyfile"):
+        path = getattr(settings, name)
+        if path is not None and not Path(path).is_file():
+            raise SettingsError(f"{name}={path!r} is no file")
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise SettingsError(f"cannot listen on {settings.host}, port {settings.port}: {error}") from None
+
+
+def announce(settings: ServerSettings, listener: socket.socket) -> None:
+    """Print where the server is."""
+    assert settings.served_model_name is not None
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    host, port = listener.getsockname()[:2]
+    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    print(f"serving {settings.served_model_name[0]} at {address}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _ends_without_error() -> Iterator[None]:
+    """Ignore the signals that uvicorn raises again after it has handled them, so that the process exits with 0."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
