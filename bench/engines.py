@@ -33,6 +33,7 @@ WEIGHT_FORMATS: dict[str, str] = {  # of the engines whose weights are not bf16
 }
 
 Call = TypeVar("Call", bound=Callable[..., Any])
+Started = TypeVar("Started")
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def start_engine(
 
 
 def start_all(
-    names: Sequence[str] | None, known: Sequence[str], start: Callable[[str], Engine[Call]]
-) -> tuple[dict[str, Engine[Call]], dict[str, str]]:
+    names: Sequence[str] | None, known: Sequence[str], start: Callable[[str], Started]
+) -> tuple[dict[str, Started], dict[str, str]]:
     """Start the engines in `names`; without names, all known ones except peers that cannot start.
 
     Returns:
@@ -89,7 +90,7 @@ def start_all(
     Raises:
         PeerError: a peer in `names` cannot start.
     """
-    started: dict[str, Engine[Call]] = {}
+    started: dict[str, Started] = {}
     left_out: dict[str, str] = {}
     for name in names or known:
         try:

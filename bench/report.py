@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -102,6 +103,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "moe": ("shape_name", "kernels", "num_rows"),
     "latency": ("model", "engine", "requests_per_second"),
     "startup": ("model", "engine", "source", "quantization"),
+    "servers": ("model", "kernels", "workload", "clients"),
     "attention": ("name", "shape"),
     "quality": ("model", "variant"),
     "collectives": ("transport", "num_ranks", "operation", "dtype", "num_bytes"),
@@ -143,6 +145,15 @@ COLUMNS: dict[str, Columns] = {
         ("between tokens, ms", "{between_tokens[median]:ms}"),
         ("99%", "{between_tokens[p99]:ms}"),
         ("tokens/s", "{tokens_per_second:3}"),
+    ],
+    "servers": [
+        ("clients", "{clients}, {name}"),
+        ("tokens/s", "{rate:3}"),
+        ("moeserve's over its", "{over:.2f}"),
+        ("first token, ms", "{first_token[median]:ms}"),
+        ("99%", "{first_token[p99]:ms}"),
+        ("between tokens, ms", "{between_tokens[median]:ms}"),
+        ("99%", "{between_tokens[p99]:ms}"),
     ],
     "startup": [
         ("model", "{model}, {gigabytes:.1f} GB"),
@@ -239,6 +250,24 @@ def engine_cell(row: Row, name: str) -> str | None:
     return f"{number(figure['rate'])} ({figure['fraction_of_limit']:.0%})" if figure else None
 
 
+def servers_tables(rows: Sequence[Row]) -> Iterator[str]:
+    """For each model: all servers with each number of clients, and moeserve's rate over theirs, a median of rounds."""
+    for model, cells in by_title(rows, "model").items():
+        yield f"**{model}**"
+        yield table(
+            [row | {"name": name, "over": None} | each for row in cells for name, each in servers(row)],
+            COLUMNS["servers"],
+        )
+
+
+def servers(row: Row) -> Iterator[tuple[str, Row]]:
+    own = row["engines"].get("moeserve")
+    for name, figure in row["engines"].items():
+        rates = [] if own is None or name == "moeserve" else zip(own["rounds"], figure["rounds"], strict=True)
+        over = [mine["rate"] / other["rate"] for mine, other in rates]
+        yield name, figure | ({"over": statistics.median(over)} if over else {})
+
+
 def startup_tables(rows: Sequence[Row]) -> Iterator[str]:
     shown = [{"beyond_torch": None} | row | {"gigabytes": row["checkpoint_bytes"] / 1e9} for row in rows]
     yield table(shown, COLUMNS["startup"])
@@ -308,6 +337,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], Iterable[str]]] = {
     "moe": moe_tables,
     "latency": lambda rows: [table(rows, COLUMNS["latency"])],
     "startup": startup_tables,
+    "servers": servers_tables,
     "attention": attention_tables,
     "quality": lambda rows: [table(rows, COLUMNS["quality"])],
     "collectives": collectives_tables,
@@ -369,7 +399,9 @@ def machine_line(rows: Sequence[Row]) -> str:
     for row in rows:
         machine = row["environment"]
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
-        figures = [figure for name, figure in row.get("engines", {}).items() if not name.startswith("moeserve")]
+        figures = [
+            figure for name, figure in row.get("engines", {}).items() if not name.startswith(("moeserve", "asyncllm"))
+        ]
         peers = ", ".join(unique(map(peer_facts, figures)))
         isa = ", ".join(machine["isa"])
         if kernels := machine.get("kernels"):

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from moeserve.bench.harness import Row, at_least, environment, make_parser, percentile, save
 from moeserve.bench.plots import Bar, Group, bar_chart
@@ -38,6 +39,25 @@ class ServerUnusableError(MoeserveError, RuntimeError):
     """The server cannot be reached, or has answered no request."""
 
 
+class _Choice(msgspec.Struct):
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
 @dataclass
 class Answer:
     """The waiting times of one request, in seconds."""
@@ -47,6 +67,16 @@ class Answer:
     event_times: list[float] = field(default_factory=list)  # from sending the request to each event with text
     whole: float = 0.0
     error: str | None = None
+
+    def note(self, event: _Event, now: float) -> None:
+        """Add an event that came so many seconds after the request was sent."""
+        if event.error is not None:
+            self.error = str(event.error)[:200]
+        # Some servers report the end in an event without text.
+        if event.choices and (event.choices[0].text or event.choices[0].finish_reason is None):
+            self.event_times.append(now)
+        if event.usage is not None:
+            self.num_prompt, self.num_output = event.usage.prompt_tokens, event.usage.completion_tokens
 
     @property
     def first_token(self) -> float:
@@ -70,9 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--length", type=float, default=1.0, help="multiplies recorded lengths (default: 1)")
     parser.add_argument("--requests", type=at_least(1), default=64, help="number of requests (default: 64)")
-    load = parser.add_mutually_exclusive_group()
-    load.add_argument("--clients", type=at_least(1), default=8, help="clients without pauses (default: 8)")
-    load.add_argument("--rate", type=float, help="requests per second")
+    clients = parser.add_mutually_exclusive_group()
+    clients.add_argument("--clients", type=at_least(1), default=8, help="clients without pauses (default: 8)")
+    clients.add_argument("--rate", type=float, help="requests per second")
     parser.add_argument("--vocab-size", type=at_least(1000), default=30000, help="of random tokens (default: 30000)")
     parser.add_argument("--first-token-within", type=float, default=2.0, help="seconds, for goodput (default: 2)")
     parser.add_argument("--token-within", type=float, default=0.2, help="seconds, for goodput (default: 0.2)")
@@ -84,7 +114,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     requests = take(choose_traffic(options.traffic).scaled(length=options.length), options.requests)
     prompts = draw_prompts(requests, options.vocab_size)
     arrivals = None if options.rate is None else arrivals_at(requests, options.rate)
-    answers, seconds = asyncio.run(_load(options, requests, prompts, arrivals))
+    answers, seconds = asyncio.run(
+        load(
+            options.url,
+            requests,
+            prompts,
+            num_clients=options.clients,
+            arrivals=arrivals,
+            model=options.model,
+            api_key=options.api_key,
+        )
+    )
     row = summary(answers, seconds, options.first_token_within, options.token_within)
     asked = {"clients": options.clients} if options.rate is None else {"requests_per_second": options.rate}
     facts = {"benchmark": "serve", "url": options.url, "traffic": options.traffic or "sample", "length": options.length}
@@ -127,27 +167,41 @@ def draw_prompts(requests: Sequence[RecordedRequest], vocab_size: int) -> list[l
     return prompts
 
 
-async def _load(
-    options: Any,
+async def load(
+    url: str,
     requests: Sequence[RecordedRequest],
     prompts: Sequence[list[int]],
-    arrivals: Sequence[float] | None,
+    *,
+    num_clients: int = 1,
+    arrivals: Sequence[float] | None = None,
+    model: str | None = None,
+    api_key: str = "none",
 ) -> tuple[list[Answer], float]:
-    """Send all requests. Return the answers, and the seconds from the first request to the last token."""
+    """Send all requests to a server.
+
+    Args:
+        arrivals: seconds after the begin; None: clients without pauses.
+        model: None: the server's first.
+
+    Returns:
+        The answers, and the seconds from the first request to the last token.
+
+    Raises:
+        ServerUnusableError: the server cannot be reached.
+    """
     try:
         import aiohttp
     except ImportError as error:
         raise missing_extra("the benchmark of servers needs aiohttp", "bench", error) from None
 
-    headers = {"Authorization": f"Bearer {options.api_key}"}
-    url = options.url.rstrip("/")
+    url = url.rstrip("/")
     answers = [Answer() for _ in requests]
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(
-        headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        headers={"Authorization": f"Bearer {api_key}"},
+        timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),  # some servers close connections without notice
     ) as session:
         try:
-            model = options.model
             if model is None:
                 async with session.get(f"{url}/models") as listed:
                     model = (await listed.json())["data"][0]["id"]
@@ -164,25 +218,31 @@ async def _load(
                 }
                 await _send(session, f"{url}/completions", body, answers[index])
 
-            began_at = time.perf_counter()
             if arrivals is None:
-                waiting = iter(range(len(requests)))
+                return answers, await closed_loop(send, len(requests), num_clients)
+            began_at = time.perf_counter()
 
-                async def client() -> None:
-                    for index in waiting:
-                        await send(index)
+            async def send_at(index: int, arrival_s: float) -> None:
+                await asyncio.sleep(arrival_s - (time.perf_counter() - began_at))
+                await send(index)
 
-                await asyncio.gather(*(client() for _ in range(options.clients)))
-            else:
-
-                async def send_at(index: int) -> None:
-                    await asyncio.sleep(arrivals[index] - (time.perf_counter() - began_at))
-                    await send(index)
-
-                await asyncio.gather(*map(send_at, range(len(requests))))
+            await asyncio.gather(*(send_at(index, arrival_s) for index, arrival_s in enumerate(arrivals)))
+            return answers, time.perf_counter() - began_at
         except (aiohttp.ClientError, OSError, LookupError, ValueError) as error:
             raise ServerUnusableError(f"{url} does not serve requests: {error}") from None
-    return answers, time.perf_counter() - began_at
+
+
+async def closed_loop(send: Callable[[int], Awaitable[None]], num_requests: int, num_clients: int) -> float:
+    """Send requests by their numbers. Each client sends its next one when the last has ended. Return the seconds."""
+    waiting = iter(range(num_requests))
+
+    async def client() -> None:
+        for index in waiting:
+            await send(index)
+
+    began_at = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(num_clients)))
+    return time.perf_counter() - began_at
 
 
 async def _send(session: Any, url: str, body: Row, answer: Answer) -> None:
@@ -192,17 +252,13 @@ async def _send(session: Any, url: str, body: Row, answer: Answer) -> None:
         if response.status != 200:
             answer.error = f"status {response.status}: {(await response.text())[:200]}"
             return
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                answer.error = str(event["error"])[:200]
-            if event.get("choices"):
-                answer.event_times.append(time.perf_counter() - sent_at)
-            if event.get("usage"):
-                answer.num_prompt = event["usage"]["prompt_tokens"]
-                answer.num_output = event["usage"]["completion_tokens"]
+        line = b""
+        async for received in response.content.iter_any():
+            now = time.perf_counter() - sent_at
+            *lines, line = (line + received).split(b"\n")
+            for each in lines:
+                if each.startswith(b"data: ") and not each.startswith(b"data: [DONE]"):
+                    answer.note(_EVENT.decode(each[6:]), now)
     answer.whole = time.perf_counter() - sent_at
     if answer.error is None and not answer.event_times:
         answer.error = "the answer has no text"

@@ -13,6 +13,7 @@ moeserve itself needs.
 from __future__ import annotations
 
 import ctypes.util
+import re
 from pathlib import Path
 
 from moeserve.config.environment import cache_folder
@@ -41,6 +42,13 @@ class PeerError(MoeserveError, RuntimeError):
 
 def requirements(name: str) -> Path:
     return REQUIREMENTS / f"{name}.txt"
+
+
+def pinned_version(name: str, package: str) -> str:
+    """Return the version of a package in an environment."""
+    found = re.search(rf"^{package}==(\S+)", requirements(name).read_text(), re.MULTILINE)
+    assert found is not None, package
+    return found[1]
 
 
 def peers_folder() -> Path:

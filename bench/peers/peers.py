@@ -159,7 +159,7 @@ class Peer:
             self._process = subprocess.Popen(
                 [str(python), "-m", f"adapters.{recipe.adapter}"],
                 cwd=FOLDER,
-                env=_variables(recipe.environment, python, preloaded),
+                env=peer_variables(recipe.environment, python, preloaded),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -263,7 +263,7 @@ class Peer:
         return self._process.stdin, self._process.stdout
 
 
-def _variables(environment: str, python: Path, preloaded: Sequence[str]) -> dict[str, str]:
+def peer_variables(environment: str, python: Path, preloaded: Sequence[str]) -> dict[str, str]:
     """Return the peer's environment: ours, without variables for OpenMP, Python and moeserve, plus its own."""
     ours = {
         name: value

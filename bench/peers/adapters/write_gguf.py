@@ -3,8 +3,8 @@
     python -m adapters.write_gguf CHECKPOINT FILE.gguf
     python -m adapters.write_gguf BF16.gguf FILE.gguf q8_0
 
-Runs in llama.cpp's environment. The file has no tokenizer, as synthetic checkpoints have none. Weights stay bf16;
-norms and routers become float32, which llama.cpp requires. llama.cpp itself quantises.
+Runs in llama.cpp's environment. The file has a tokenizer if the checkpoint has one, which must be a byte-level BPE.
+Weights stay bf16; norms and routers become float32, which llama.cpp requires. llama.cpp itself quantises.
 """
 
 # D model width, H heads, P size of a head
@@ -48,7 +48,7 @@ def write(checkpoint: Path, target: Path) -> None:
         raise SystemExit(f"{checkpoint}: model_type {config['model_type']!r} is none of {', '.join(ARCHITECTURES)}")
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=True)
     writer.add_file_type(MOSTLY_BF16)
-    writer.add_tokenizer_model("no_vocab")
+    _add_tokenizer(writer, checkpoint / "tokenizer.json")
     _add_settings(writer, config, architecture)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     for name, weights in _tensors(checkpoint, config, architecture):
@@ -73,6 +73,22 @@ def quantise(source: Path, target: Path, kind: str) -> None:
     params.ftype = QUANTISED_TYPES[kind]
     if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params) != 0:
         raise SystemExit(f"llama.cpp could not quantise {source} to {kind}; see its messages above")
+
+
+def _add_tokenizer(writer: Any, path: Path) -> None:
+    if not path.exists():
+        writer.add_tokenizer_model("no_vocab")
+        return
+    content = json.loads(path.read_text())
+    vocabulary, special = content["model"]["vocab"], {token["content"] for token in content["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if name in special else gguf.TokenType.NORMAL for name in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+    writer.add_bos_token_id(vocabulary["<s>"])
+    writer.add_eos_token_id(vocabulary["</s>"])
 
 
 def _add_settings(writer: Any, config: dict[str, Any], architecture: Any) -> None:
