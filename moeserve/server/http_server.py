@@ -19,6 +19,7 @@ from moeserve.server.keys import Keys
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
 from moeserve.server.totals import Totals
+from moeserve.server.tracing import open_tracing
 
 
 class DrainingServer(uvicorn.Server):
@@ -39,6 +40,7 @@ class DrainingServer(uvicorn.Server):
             max_waiting=math.ceil(settings.max_waiting / settings.api_server_count),
             parser=settings.answer_parser,
             others=others,
+            tracing=open_tracing(settings.otlp_traces_endpoint),
         )
         self._drain_timeout_s = settings.drain_timeout
         app = build_app(self.service, settings, Keys.read(settings.api_key or (), settings.api_key_file))

@@ -46,7 +46,7 @@ class Entrance:
 
         try:
             name = self._client_name(scope, headers)
-            scope.setdefault("state", {})["client"] = Client(name, request_id)
+            scope.setdefault("state", {})["client"] = Client(name, request_id, scope["path"], headers)
             await self._app(scope, await self._received(headers, receive), send_with_id)
         except ApiError as error:
             if not status:

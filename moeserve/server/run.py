@@ -17,6 +17,7 @@ from moeserve.server.api_processes import serve_from_processes
 from moeserve.server.http_server import DrainingServer, announce, listen
 from moeserve.server.keys import Keys
 from moeserve.server.settings import ServerSettings
+from moeserve.server.tracing import check_tracing
 
 
 def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
@@ -30,6 +31,7 @@ def serve(settings: ServerSettings, engine_settings: Mapping[str, Any]) -> None:
         CheckpointError, EngineError: as `LLM`.
     """
     Keys.read(settings.api_key or (), settings.api_key_file)
+    check_tracing(settings.otlp_traces_endpoint)
     with contextlib.closing(listen(settings)) as listener:  # before the model is loaded: the port may be in use
         engine_settings = _with_expert_load(_in_own_processes(engine_settings))
         if settings.served_model_name is None:

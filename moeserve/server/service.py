@@ -20,6 +20,7 @@ from moeserve.sampling_params import RequestOutputKind, SamplingParams
 from moeserve.server.admission import Admission
 from moeserve.server.errors import ApiError, api_error, shutting_down
 from moeserve.server.totals import Totals
+from moeserve.server.tracing import Tracing
 
 # Share of requests beyond those that run, which wait inside the engine so that it always has a next one.
 AHEAD = 0.25
@@ -27,10 +28,12 @@ AHEAD = 0.25
 
 @dataclass(frozen=True)
 class Client:
-    """Who sent a request."""
+    """Who sent a request, and how."""
 
     name: str  # of its key
     request_id: str
+    path: str
+    headers: Mapping[str, str]
 
 
 class Service:
@@ -44,6 +47,7 @@ class Service:
         max_waiting: int,
         parser: str | None = None,
         others: Callable[[], Iterable[Totals]] = tuple,
+        tracing: Tracing | None = None,
     ) -> None:
         """
         Args:
@@ -51,12 +55,14 @@ class Service:
             max_waiting: as for `Admission`.
             parser: of tool calls and reasoning; None: that of the checkpoint's family.
             others: returns the totals of each other process of the server.
+            tracing: sends a span for each prompt; None: no spans are made. It is closed by `drain`.
 
         Raises:
             SettingsError: there is no parser of this name.
         """
         self.llm = llm
         self.model_names = model_names
+        self._tracing = tracing
         self.created = int(time.time())
         template = None if llm.codec is None else llm.codec.chat_template
         self.parser = find_parser(parser, model_type=_model_type(llm.config.model_path), chat_template=template)
@@ -125,7 +131,7 @@ class Service:
         params.stop_token_ids = [*params.stop_token_ids, *(token_id for token_id in known if token_id is not None)]
         return params
 
-    async def generate(
+    def generate(
         self, client: Client, prompt: str | list[int], params: SamplingParams, cache_salt: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield what the outputs of a prompt gain.
@@ -136,10 +142,28 @@ class Service:
         Raises:
             ApiError: the request cannot be served, or failed.
         """
+        if self._tracing is None:
+            return self._generate(client, prompt, params, cache_salt)
+
+        def generate(note_admitted: Callable[[], None]) -> AsyncGenerator[RequestOutput, None]:
+            return self._generate(client, prompt, params, cache_salt, note_admitted)
+
+        return self._tracing.traced(client, self.model_names[0], params, generate)
+
+    async def _generate(
+        self,
+        client: Client,
+        prompt: str | list[int],
+        params: SamplingParams,
+        cache_salt: str | None,
+        note_admitted: Callable[[], None] = lambda: None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """See `generate`."""
         params.output_kind = RequestOutputKind.DELTA
         field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         salt = hashlib.sha256(f"{client.name}/{cache_salt or ''}".encode()).hexdigest()
         async with self.admission.admitted(client.name, params.n):
+            note_admitted()
             outputs = self.llm.generate({field: prompt, "cache_salt": salt}, params)
             try:
                 async with contextlib.aclosing(outputs):
@@ -160,6 +184,8 @@ class Service:
         await asyncio.to_thread(self.llm.shutdown)
         while self.admission.num_running and time.monotonic() < ends_at + 5.0:  # until they have sent their errors
             await asyncio.sleep(0.02)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
 
 def _model_type(folder: str) -> str:

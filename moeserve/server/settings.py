@@ -34,6 +34,10 @@ class ServerSettings:
     drain_timeout: Annotated[float, msgspec.Meta(ge=0)] = setting(
         30.0, "seconds that requests have to finish after SIGTERM or Ctrl-C; then they end with an error"
     )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "URL to which traces are sent with OTLP over HTTP, such as http://localhost:4318/v1/traces; none: no traces",
+    )
     cors_origin: list[str] | None = setting(None, "origin of web pages that may send requests, or *; none: no others")
     ssl_certfile: str | None = setting(None, "certificate for TLS, with its chain, as a PEM file")
     ssl_keyfile: str | None = setting(None, "private key of the certificate, as a PEM file")

@@ -18,6 +18,7 @@ from moeserve.server.app import build_app
 from moeserve.server.keys import Keys
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
+from moeserve.server.tracing import open_tracing
 
 MODEL = "small"
 
@@ -28,7 +29,10 @@ class RunningServer:
     def __init__(self, llm: AsyncLLM, **settings: Any) -> None:
         chosen = ServerSettings(port=0, **settings)
         self.llm = llm
-        self.service = Service(llm, [MODEL], max_waiting=chosen.max_waiting, parser=chosen.answer_parser)
+        self.tracing = open_tracing(chosen.otlp_traces_endpoint)
+        self.service = Service(
+            llm, [MODEL], max_waiting=chosen.max_waiting, parser=chosen.answer_parser, tracing=self.tracing
+        )
         app = build_app(self.service, chosen, Keys(chosen.api_key or ()))
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
