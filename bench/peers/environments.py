@@ -1,5 +1,7 @@
 """The environments of peers, and what is installed in each.
 
+The environment of clients is for tests of the server: litellm and langchain-openai need an older openai.
+
     peers/ in moeserve's cache folder
         llama.cpp/      one virtual environment per name
         vllm/
@@ -25,6 +27,7 @@ ENVIRONMENTS = {  # the module that must be importable after the installation
     "vllm": "vllm._custom_ops",
     "kt-kernel": "kt_kernel",
     "transformers": "transformers",
+    "clients": "langchain_openai",
 }
 STAMP = "installed.txt"  # written last: the requirements
 

@@ -68,13 +68,14 @@ class TextCodec:
         tokenizer = load_tokenizer(folder)
         return None if tokenizer is None else cls(tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, with the special tokens that the tokenizer adds.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, by default with the special tokens that the tokenizer adds.
 
         Raises:
             RequestError: the text is not valid Unicode.
         """
-        return self._first_ids + self._ids(text, add_special_tokens=True)
+        first_ids = self._first_ids if add_special_tokens else []
+        return first_ids + self._ids(text, add_special_tokens=add_special_tokens)
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of a text, from its length and the longest token."""

@@ -54,6 +54,7 @@ class Conversation:
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     has_parallel_calls: bool = True
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True  # end with the tokens that begin an answer
     with_reasoning: bool = True  # return what the model writes before its answer
     outputs: StructuredOutputsParams | None = None  # format of the content
 
@@ -88,7 +89,9 @@ class Conversation:
         error: ApiError | None = None
         for messages in template_messages(self.messages, template or ""):
             try:
-                return await service.chat_prompt(messages, given, self.template_arguments)
+                return await service.chat_prompt(
+                    messages, given, self.template_arguments, add_generation_prompt=self.add_generation_prompt
+                )
             except ApiError as refusal:
                 error = error or refusal
         assert error is not None

@@ -106,7 +106,12 @@ class Service:
         return self.model_names[0] if name is None else name
 
     async def chat_prompt(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: Mapping[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        arguments: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
     ) -> list[int]:
         """Render a conversation. Long ones take a while, and must not hold up other requests.
 
@@ -115,7 +120,11 @@ class Service:
         """
         try:
             prompt = await asyncio.to_thread(
-                self.llm.chat_prompt, messages, tools=tools, chat_template_kwargs=arguments
+                self.llm.chat_prompt,
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                chat_template_kwargs=arguments,
             )
         except MoeserveError as error:
             raise api_error(error) from error

@@ -23,6 +23,8 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None  # by default to a prompt, and not to messages, whose template writes them
+    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
 
@@ -53,14 +55,19 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Tokenized:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
+        if body.add_special_tokens:
+            raise ApiError(400, "the chat template adds special tokens to messages", param="add_special_tokens")
         conversation = Conversation(
             messages=[message.model_dump(exclude_none=True) for message in body.messages],
             tools=body.tools,
             template_arguments=body.chat_template_kwargs or {},
+            add_generation_prompt=body.add_generation_prompt,
         )
         token_ids = await conversation.prompt(service)
     else:
-        token_ids = await asyncio.to_thread(codec.encode, body.prompt or "")
+        token_ids = await asyncio.to_thread(
+            codec.encode, body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+        )
     texts = [codec.token(token_id) for token_id in token_ids] if body.return_token_strs else None
     return Tokenized(count=len(token_ids), max_model_len=service.max_model_len, tokens=token_ids, token_strs=texts)
 

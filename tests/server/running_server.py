@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -48,6 +49,16 @@ class RunningServer:
 
     def anthropic(self, **options: Any) -> anthropic.Anthropic:
         return anthropic.Anthropic(base_url=self.url, **{"api_key": "none", "max_retries": 0} | options)
+
+    def token_totals(self) -> tuple[int, int]:
+        """Return the tokens of prompts and the generated ones so far, as /metrics counts them."""
+        with self.http() as http:
+            text = http.get("/metrics").text
+        prompt, generated = (
+            sum(float(value) for value in re.findall(rf"^moeserve_{name}_tokens_total{{.*}} (.*)$", text, re.MULTILINE))
+            for name in ("prompt", "generation")
+        )
+        return int(prompt), int(generated)
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60.0)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from running_server import MODEL, RunningServer
+from running_server import MODEL, RunningServer, running
+from tiny_model import save_tiny_model
 
+from moeserve import AsyncLLM
 from moeserve.outputs import RequestOutput
 
 QUESTION: list[dict[str, str]] = [{"role": "user", "content": "What is the capital of England?"}]
@@ -180,8 +184,70 @@ def test_models_and_tokens(server: RunningServer) -> None:
         assert tokens["tokens"] == codec.encode("Hello, world")
         assert len(tokens["token_strs"]) == tokens["count"]
         assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "Hello, world"}
-        chat = http.post("/tokenize", json={"messages": QUESTION}).json()
-        assert chat["tokens"] == server.llm.chat_prompt(QUESTION)["prompt_token_ids"]
+        for is_begun in (True, False):
+            begun = {"messages": QUESTION, "add_generation_prompt": is_begun}
+            token_ids = server.llm.chat_prompt(QUESTION, add_generation_prompt=is_begun)["prompt_token_ids"]
+            assert http.post("/tokenize", json=begun).json()["tokens"] == token_ids
+            answer = http.post("/v1/chat/completions", json={**begun, "max_tokens": 1}).json()
+            assert answer["usage"]["prompt_tokens"] == len(token_ids)
+
+
+def test_a_prompt_is_tokenized_with_and_without_special_tokens(tmp_path: Path) -> None:
+    """As lm-eval and vLLM's benchmark do it."""
+    folder = save_tiny_model(tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<|begin|>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    known = {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}}
+    tokenizer["post_processor"] = dict(
+        type="TemplateProcessing", single=[begin, text], pair=[begin, text], special_tokens=known
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    llm = AsyncLLM(folder, dtype="float32", max_model_len=64, show_progress=False)
+    with running(llm) as server, server.http() as http:
+        tokens = {
+            given: http.post("/tokenize", json={"prompt": "Hi", "add_special_tokens": given}).json()["tokens"]
+            for given in (True, False)
+        }
+        refused = http.post("/tokenize", json={"messages": QUESTION, "add_special_tokens": True})
+    llm.shutdown()
+    assert tokens[True] == [0, *tokens[False]]
+    assert len(tokens[False]) == 2
+    assert refused.status_code == 400
+
+
+def test_token_counts_of_clients_equal_the_metrics(server: RunningServer) -> None:
+    """Whole and streamed answers in each API, several outputs, and outputs that a stop text ends."""
+    client, anthropic = server.openai(), server.anthropic()
+    chat: dict[str, Any] = {**GREEDY, "messages": QUESTION, "max_tokens": 16}
+    respond: dict[str, Any] = {**GREEDY, "input": QUESTION, "max_output_tokens": 16}
+    messages: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 16}
+    text: dict[str, Any] = {"model": MODEL, "prompt": ["One, two,", "Three, four,"], "max_tokens": 7}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    before = server.token_totals()
+    usages: list[Any] = [
+        client.chat.completions.create(**chat).usage,
+        client.chat.completions.create(**chat, stop=" England").usage,
+        client.chat.completions.create(**chat | {"temperature": 1.0}, n=3).usage,
+        list(client.chat.completions.create(**chat, **streamed))[-1].usage,
+        client.completions.create(**text, n=2).usage,
+        client.completions.create(**text, echo=True, logprobs=1).usage,
+        list(client.completions.create(**text, **streamed))[-1].usage,
+        client.responses.create(**respond).usage,
+        list(client.responses.create(**respond, stream=True))[-1].response.usage,
+        anthropic.messages.create(**messages).usage,
+    ]
+    with anthropic.messages.stream(**messages, stop_sequences=[" of"]) as stream:
+        usages.append(stream.get_final_message().usage)
+    counts = [0, 0]
+    for usage in usages:
+        named = usage.model_dump()
+        cached = named.get("cache_read_input_tokens") or 0  # of Anthropic, whose input tokens are the others
+        counts[0] += named.get("prompt_tokens") or named.get("input_tokens") or 0
+        counts[0] += cached
+        counts[1] += named.get("completion_tokens") or named.get("output_tokens") or 0
+    after = server.token_totals()
+    assert counts == [after[0] - before[0], after[1] - before[1]]
 
 
 def test_errors_name_the_parameter(server: RunningServer) -> None:

@@ -111,6 +111,7 @@ async def answer(service: Service, client: Client, body: ChatRequest) -> Reply:
         tool_choice=body.tool_choice,
         has_parallel_calls=body.parallel_tool_calls is not False,
         template_arguments=template_arguments,
+        add_generation_prompt=body.add_generation_prompt,
         with_reasoning=body.include_reasoning,
         outputs=requested_outputs(body.response_format, body.structured_outputs),
     )
