@@ -220,7 +220,9 @@ def moeserve_command(model: Path, sizes: Sizes, port: int) -> Command:
 
 def vllm_command(model: Path, sizes: Sizes, port: int) -> Command:
     python = python_of("vllm")
-    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(usable_cores()))
+    cores = list(range(usable_cores()))
+    if sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
     preloaded = recommended_libraries(python)
     settings = {
         # By default it leaves one of two cores to its front end.
