@@ -16,7 +16,7 @@ namespace {
 // Torch objects and attribute names, looked up once and never released. The module does not link against torch.
 struct TorchNames {
   PyTypeObject* tensor;
-  std::array<std::pair<PyObject*, ElementType>, 7> dtypes;
+  std::array<std::pair<PyObject*, ElementType>, 8> dtypes;
   PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
@@ -29,6 +29,7 @@ struct TorchNames {
     dtypes = {{{attribute("bfloat16"), ElementType::kBFloat16},
                {attribute("float32"), ElementType::kFloat32},
                {attribute("float16"), ElementType::kFloat16},
+               {attribute("float64"), ElementType::kFloat64},
                {attribute("int64"), ElementType::kInt64},
                {attribute("int32"), ElementType::kInt32},
                {attribute("int8"), ElementType::kInt8},

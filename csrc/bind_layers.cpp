@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "bindings.h"
+#include "cpu/draw_tokens.h"
 #include "cpu/elementwise.h"
 #include "cpu/pairs.h"
 #include "cpu/rms_norm.h"
@@ -333,6 +334,34 @@ void find_maximum(const Tensor& rows, const Tensor& largest, const Tensor& indic
   run_kernel([maximum] { find_row_maximum(maximum); });
 }
 
+void draw(const Tensor& scores, const Tensor& temperatures, const Tensor& top_k, const Tensor& top_p,
+          const Tensor& min_p, const Tensor& uniform, const Tensor& tokens) {
+  check_dims("scores", scores, 2);
+  check_type("scores", scores, ElementType::kFloat32, "float32");
+  check_contiguous("scores", scores, 1);
+  if (scores.size(1) == 0) refuse("rows of shape " + shape_text(scores) + " have no tokens");
+  const int64_t num_rows = scores.size(0);
+  check_array("temperatures", temperatures, {num_rows}, ElementType::kFloat32, "float32");
+  check_array("top_k", top_k, {num_rows}, ElementType::kInt64, "int64");
+  check_array("top_p", top_p, {num_rows}, ElementType::kFloat32, "float32");
+  check_array("min_p", min_p, {num_rows}, ElementType::kFloat32, "float32");
+  check_array("uniform", uniform, {num_rows}, ElementType::kFloat64, "float64");
+  check_array("tokens", tokens, {num_rows}, ElementType::kInt64, "int64");
+
+  DrawTokens step{};
+  step.scores = numbers<float>(scores);
+  step.row_stride = scores.strides[0];
+  step.num_rows = num_rows;
+  step.width = scores.size(1);
+  step.temperatures = numbers<float>(temperatures);
+  step.top_k = numbers<int64_t>(top_k);
+  step.top_p = numbers<float>(top_p);
+  step.min_p = numbers<float>(min_p);
+  step.uniform = numbers<double>(uniform);
+  step.tokens = static_cast<int64_t*>(tokens.data);
+  run_kernel([step] { draw_tokens(step); });
+}
+
 void add(const Tensor& a, const Tensor& b, const Tensor& out) {
   check_dims("a", a, 2);
   check_float_type("a", a);
@@ -388,6 +417,8 @@ void bind_layers(nb::module_& module) {
   module.def("gate_rows", &gate, "gates"_a, "rows"_a, "out"_a, "Write sigmoid(gate) * row.");
   module.def("row_maximum", &find_maximum, "rows"_a, "largest"_a, "indices"_a,
              "Write the largest number of each row and its first index.");
+  module.def("draw_tokens", &draw, "scores"_a, "temperatures"_a, "top_k"_a, "top_p"_a, "min_p"_a, "uniform"_a,
+             "tokens"_a, "Write a random token of each row.");
 }
 
 }  // namespace moeserve

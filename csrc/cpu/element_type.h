@@ -7,11 +7,12 @@
 
 namespace moeserve {
 
-enum class ElementType { kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kInt8, kUInt8, kOther };
+enum class ElementType { kFloat64, kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kInt8, kUInt8, kOther };
 
 // Return the size of an element. Throws std::invalid_argument for an unsupported type.
 inline int64_t element_bytes(ElementType type) {
   switch (type) {
+    case ElementType::kFloat64:
     case ElementType::kInt64:
       return 8;
     case ElementType::kFloat32:

@@ -25,8 +25,10 @@ from moeserve.worker.request_table import RequestState
 # L rows of logits, R of them processed together, V vocabulary, H most likely tokens of a row, most likely first,
 # N tokens of a row whose log-probabilities are returned, B bytes with a bit for each token
 
-# Scores processed together. This bounds the float64 copies: on a CPU they should stay in its cache.
+# Scores processed together by torch. This bounds the float64 copies: on a CPU they should stay in its cache.
 PIECE_SIZE = {"cpu": 2**18, "cuda": 2**24}
+# Scores processed together by a kernel, which bounds float32 copies.
+KERNEL_PIECE_SIZE = 2**24
 # Almost every random choice falls on one of this many most likely tokens. Only otherwise is the whole row sorted.
 HEAD_SIZE = 256
 # Penalties must not make a score infinite, because the difference of two infinities is NaN.
@@ -86,12 +88,15 @@ def sample(logits_LV: Tensor, specs: Sequence[SampleSpec], kernels: Kernels) -> 
     errors = {row: spec.allowed.error for row, spec in enumerate(specs) if spec.allowed and spec.allowed.error}
     errors |= _errors_of_rows(highest_L, logits_LV.dtype)
     chosen = most_likely_L.tolist()
-    not_greedy = [
-        row
-        for row, spec in enumerate(specs)
-        if row not in errors and (spec.params.temperature > 0 or _changes_scores(spec))
-    ]
-    for rows in _pieces(not_greedy, logits_LV):
+    changed = [row for row, spec in enumerate(specs) if row not in errors and _changes_scores(spec)]
+    others = set(range(len(specs))).difference(errors, changed)
+    drawn = [row for row in sorted(others) if specs[row].params.temperature > 0]
+    piece_size = None if kernels.draw_tokens is None else KERNEL_PIECE_SIZE
+    for rows in _pieces(drawn, logits_LV, piece_size):
+        tokens = _draw(_rows(logits_LV, rows).float(), highest_L[rows], [specs[row] for row in rows], kernels)
+        for row, token_id in zip(rows, tokens, strict=True):
+            chosen[row] = token_id
+    for rows in _pieces(changed, logits_LV, piece_size):
         tokens = _choose(logits_LV[rows].float(), [specs[row] for row in rows], kernels)
         for row, token_id in zip(rows, tokens, strict=True):
             chosen[row] = token_id
@@ -159,7 +164,7 @@ def _choose(scores_RV: Tensor, specs: list[SampleSpec], kernels: Kernels) -> lis
         chosen[row] = NO_TOKEN
     random = [row for row, spec in enumerate(specs) if spec.params.temperature > 0 and chosen[row] != NO_TOKEN]
     if random:
-        drawn = _draw(scores_RV[random], highest_R[random], [specs[row] for row in random], kernels)
+        drawn = _draw(_rows(scores_RV, random), highest_R[random], [specs[row] for row in random], kernels)
         for row, token_id in zip(random, drawn, strict=True):
             chosen[row] = token_id
     return chosen
@@ -316,7 +321,13 @@ def _logprob_columns(logits_RV: Tensor, targets: list[int], num_top: int) -> tup
     return tokens_RN, logprobs_RN, torch.cat([target_ranks_R1, top_ranks_RH], dim=1)
 
 
-def _pieces(rows: list[int], logits_LV: Tensor) -> Iterator[list[int]]:
-    size = max(1, PIECE_SIZE[logits_LV.device.type] // logits_LV.shape[1])
+def _rows(scores_LV: Tensor, rows: list[int]) -> Tensor:
+    """Return some rows in ascending order, without a copy if they are all."""
+    return scores_LV if len(rows) == len(scores_LV) else scores_LV[rows]
+
+
+def _pieces(rows: list[int], logits_LV: Tensor, num_scores: int | None = None) -> Iterator[list[int]]:
+    """Yield the rows in pieces of at most `num_scores` scores, but of one row at least."""
+    size = max(1, (num_scores or PIECE_SIZE[logits_LV.device.type]) // logits_LV.shape[1])
     for first in range(0, len(rows), size):
         yield rows[first : first + size]

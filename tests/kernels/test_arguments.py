@@ -26,6 +26,15 @@ VALID: dict[str, dict[str, Any]] = dict(
     add=dict(a=torch.randn(3, 5), b=torch.randn(3, 5), out=torch.empty(3, 5)),
     gate_rows=dict(gates=torch.randn(3, 1), rows=torch.randn(3, 5), out=torch.empty(3, 5)),
     row_maximum=dict(rows=torch.randn(3, 5), largest=torch.empty(3), indices=torch.empty(3).long()),
+    draw_tokens=dict(
+        scores=torch.randn(3, 5),
+        temperatures=torch.ones(3),
+        top_k=torch.zeros(3).long(),
+        top_p=torch.ones(3),
+        min_p=torch.zeros(3),
+        uniform=torch.rand(3).double(),
+        tokens=torch.empty(3).long(),
+    ),
     rms_norm=NORM,
     add_rms_norm=NORM | dict(update=torch.randn(4, 40), sum=torch.randn(4, 40)),
     apply_rope=dict(
@@ -81,6 +90,7 @@ VALID: dict[str, dict[str, Any]] = dict(
 )
 HARMLESS = {
     ("row_maximum", "rows", "narrower in 1"),
+    ("draw_tokens", "scores", "narrower in 1"),
     ("scatter_rows", "out", "narrower in 0"),
     *((sort, "keys", "one more dimension") for sort in ("sort_pairs", "order_pairs")),
     *((sort, "counts", "narrower in 0") for sort in ("sort_pairs", "order_pairs")),
@@ -124,6 +134,7 @@ def test_a_tensor_that_does_not_fit_is_refused(function: str) -> None:
     ("function", "argument", "wrong", "message"),
     [
         ("row_maximum", "rows", lambda t: t[:, :0], "no largest number"),
+        ("draw_tokens", "scores", lambda t: t[:, :0], "have no tokens"),
         ("route", "num_groups", lambda n: 4, "num_groups=4 does not divide 6"),
         ("route", "num_groups", lambda n: 0, "num_groups=0"),
         ("route", "num_chosen_groups", lambda n: 3, "num_chosen_groups=3, but there are 2"),

@@ -25,6 +25,7 @@ from transformers.generation.logits_process import (
 
 from moeserve.errors import EngineError
 from moeserve.ops.select import select_kernels
+from moeserve.ops.torch.table import TORCH_KERNELS
 from moeserve.protocol import TokenLogprobs
 from moeserve.sampling_params import RequestParams
 from moeserve.worker import sampler
@@ -65,12 +66,23 @@ def allowed_tokens(token_ids: list[int], num_bits: int = 2**16) -> AllowedTokens
     return AllowedTokens(np.packbits(bits, bitorder="little"))
 
 
+KERNELS = {"best": select_kernels(torch.device("cpu")), "torch": TORCH_KERNELS}  # the same without C++
+chosen_kernels = "best"
+
+
+@pytest.fixture(autouse=True, params=KERNELS, scope="module")
+def choose_kernels(request: pytest.FixtureRequest) -> None:
+    """Run each test with C++ kernels and without."""
+    global chosen_kernels
+    chosen_kernels = request.param
+
+
 def sample(logits_LV: Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
-    return sampler.sample(logits_LV, specs, select_kernels(logits_LV.device))
+    return sampler.sample(logits_LV, specs, KERNELS[chosen_kernels])
 
 
 def prompt_logprobs(logits_RV: Tensor, targets: list[int], num_top: int) -> list[TokenLogprobs]:
-    return unpacked([sampler.prompt_logprobs(logits_RV, targets, num_top, select_kernels(logits_RV.device))])
+    return unpacked([sampler.prompt_logprobs(logits_RV, targets, num_top, KERNELS[chosen_kernels])])
 
 
 def tokens(logits_LV: Tensor, specs: list[SampleSpec]) -> list[int]:
@@ -88,6 +100,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     def set_sizes(head_size: int, piece_size: int) -> None:
         monkeypatch.setattr(sampler, "HEAD_SIZE", head_size)
         monkeypatch.setattr(sampler, "PIECE_SIZE", {"cpu": piece_size, "cuda": piece_size})
+        monkeypatch.setattr(sampler, "KERNEL_PIECE_SIZE", piece_size)
 
     return set_sizes
 
@@ -208,6 +221,7 @@ def test_tokens_equal_the_reference(batch: tuple[Tensor, list[SampleSpec]], head
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "HEAD_SIZE", head_size)
         patch.setattr(sampler, "PIECE_SIZE", {"cpu": piece_size})
+        patch.setattr(sampler, "KERNEL_PIECE_SIZE", piece_size)
         assert tokens(logits_LV, specs) == expected
     assert torch.equal(logits_LV, before_LV), "the caller's logits were changed"
 
@@ -288,6 +302,18 @@ def test_kept_tokens_and_probabilities_equal_transformers(
     assert wide.all() or params == {"temperature": 0.3}
     for numbers in (bounds[:-1] + 0.01 * width, bounds[1:] - 0.01 * width):
         assert chosen_at(row_V, numbers[wide].tolist(), monkeypatch, **params) == np.array(kept)[wide].tolist()
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0, 60.0])
+def test_large_vocabularies_give_the_same_tokens_with_all_kernels(spread: float) -> None:
+    """The choice falls on the likeliest tokens or far behind them, among equal or impossible ones."""
+    logits_LV = random_logits(64, 50_021) * spread / 3
+    logits_LV[::4] = logits_LV[::4].bfloat16().float()  # many are equal
+    logits_LV[1::4, ::3] = -math.inf
+    kinds = [{}, {"top_k": 7000}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.95}, {"temperature": 0.1}]
+    specs = [spec(seed=row, **kinds[row % len(kinds)]) for row in range(64)]
+    drawn = [[each.token_id for each in sampler.sample(logits_LV, specs, table)] for table in KERNELS.values()]
+    assert drawn[0] == drawn[1]
 
 
 # ---- Log-probabilities.

@@ -1,4 +1,4 @@
-"""Operations on single rows: norms, rotary embedding, gating, row maximum, routing, and the choice of expert copies.
+"""Operations on single rows: norms, rotary embedding, gating, sampling, routing, and the choice of expert copies.
 
 Dtypes outside `NATIVE_DTYPES` run in plain torch.
 """
@@ -74,6 +74,20 @@ class RowKernels:
         indices_R = torch.empty(len(rows_RV), dtype=torch.int64)
         self._native.row_maximum(rows_RV, largest_R, indices_R)
         return largest_R, indices_R
+
+    def draw_tokens(
+        self,
+        scores_RV: Tensor,
+        temperature_R: Tensor,
+        top_k_R: Tensor,
+        top_p_R: Tensor,
+        min_p_R: Tensor,
+        uniform_R: Tensor,
+    ) -> Tensor:
+        scores_RV = scores_RV if scores_RV.stride(1) == 1 else scores_RV.contiguous()
+        tokens_R = torch.empty(len(scores_RV), dtype=torch.int64)
+        self._native.draw_tokens(scores_RV, temperature_R, top_k_R, top_p_R, min_p_R, uniform_R, tokens_R)
+        return tokens_R
 
     def choose_expert_copies(
         self, experts_TK: Tensor, copies_EW: Tensor, num_copies_E: Tensor, first_token: int
