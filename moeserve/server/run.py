@@ -12,6 +12,7 @@ from typing import Any
 from moeserve.api import default_model
 from moeserve.api.async_llm import AsyncLLM
 from moeserve.config.settings import DEFAULT_LOAD_WINDOW
+from moeserve.config.validation import parse_settings
 from moeserve.models import registry
 from moeserve.server.api_processes import serve_from_processes
 from moeserve.server.http_server import DrainingServer, announce, listen
@@ -54,9 +55,9 @@ def _serve_here(llm: AsyncLLM, settings: ServerSettings, listener: socket.socket
 
 def _in_own_processes(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's settings, with a single rank in a process too: it then shares no interpreter with HTTP."""
-    if engine_settings.get("executor", "auto") == "auto" and not _has_several_ranks(engine_settings):
-        return {**engine_settings, "executor": "mp"}
-    return dict(engine_settings)
+    parallel = parse_settings(engine_settings).parallel
+    chooses_mp = parallel.executor == "auto" and parallel.num_ranks == 1
+    return {**engine_settings, "executor": "mp"} if chooses_mp else dict(engine_settings)
 
 
 def _with_expert_load(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,11 +66,6 @@ def _with_expert_load(engine_settings: Mapping[str, Any]) -> dict[str, Any]:
     facts = default_model.FACTS if folder is None else registry.read_facts(folder)
     window = {"expert_load_window": DEFAULT_LOAD_WINDOW} if facts.num_sparse_layers else {}
     return {**window, **engine_settings}
-
-
-def _has_several_ranks(engine_settings: Mapping[str, Any]) -> bool:
-    names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
-    return any(engine_settings.get(name, 1) != 1 for name in names)
 
 
 def _name(model: str | None) -> str:
