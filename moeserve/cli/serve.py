@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 
 from moeserve.cli.parser import Parser, add_engine_flags, add_flags, engine_settings, given
 from moeserve.errors import missing_extra
@@ -22,5 +21,4 @@ def run(options: argparse.Namespace) -> None:
         from moeserve.server.run import serve
     except ImportError as error:
         raise missing_extra("the server needs FastAPI and uvicorn", "server", error) from None
-    logging.getLogger("moeserve.access").setLevel(logging.INFO)
     serve(ServerSettings(**given(options, ServerSettings)), settings)

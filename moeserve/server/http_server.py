@@ -16,6 +16,7 @@ from moeserve.api.async_llm import AsyncLLM
 from moeserve.errors import SettingsError
 from moeserve.server.app import build_app
 from moeserve.server.keys import Keys
+from moeserve.server.middleware import start_access_log
 from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
 from moeserve.server.totals import Totals
@@ -42,6 +43,7 @@ class DrainingServer(uvicorn.Server):
             others=others,
             tracing=open_tracing(settings.otlp_traces_endpoint),
         )
+        start_access_log()
         self._drain_timeout_s = settings.drain_timeout
         app = build_app(self.service, settings, Keys.read(settings.api_key or (), settings.api_key_file))
         super().__init__(

@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections import deque
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,9 +18,20 @@ from moeserve.server.service import Client
 
 access_log = logging.getLogger("moeserve.access")
 
+ACCESS_FORMAT, TIME_FORMAT = "%(asctime)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"
+
 # Paths that need no key: monitors read them.
 OPEN_PATHS = frozenset(["/", "/health", "/ready", "/version"])
 ALLOWED_ID = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+
+
+def start_access_log() -> None:
+    """Write the access log to the standard error output, in its own format and at any log level of the process."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(ACCESS_FORMAT, TIME_FORMAT))
+    access_log.handlers = [handler]
+    access_log.propagate = False
+    access_log.setLevel(logging.INFO)
 
 
 class Entrance:
@@ -52,8 +64,11 @@ class Entrance:
             if not status:
                 await error_answer(error, scope["path"])(scope, receive, send_with_id)
         finally:
+            address = (scope.get("client") or ["-"])[0]
+            path = quote(scope["path"])  # a line feed in it must not begin a line of the log
+            seconds = time.monotonic() - began_at
             access_log.info(
-                "%s %s %s %s %.3f s", request_id, scope["method"], scope["path"], status, time.monotonic() - began_at
+                '%s "%s %s" %s %.3f s %s', address, scope["method"], path, status or "-", seconds, request_id
             )
 
     def _client_name(self, scope: Scope, headers: Headers) -> str:
