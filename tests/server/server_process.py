@@ -1,0 +1,81 @@
+"""`moeserve serve` in processes of its own, and the memory, files and threads that these hold."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx2 as httpx
+import psutil
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The memory, files and threads of all processes of a server together."""
+
+    num_bytes: int  # of memory that no other process shares
+    num_files: int
+    num_threads: int
+    num_processes: int
+
+
+class ServerProcess:
+    """`moeserve serve`, started with some flags."""
+
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-m", "moeserve", "serve", "--port", "0", *flags]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        lines = iter(self._process.stderr.readline, "")
+        address = next((found[1] for line in lines if (found := re.search(r" at (http://\S+)/v1", line))), None)
+        assert address is not None
+        self.url = address
+        self.pid = self._process.pid
+        self._reader = threading.Thread(target=self._process.stderr.read)  # or a full pipe would hold up the server
+        self._reader.start()
+
+    def holdings(self) -> Holdings:
+        """Return what the processes hold. Some end, and are started again, when a rank has died."""
+        processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        return Holdings(
+            sum(each.memory_full_info().uss for each in processes),
+            sum(each.num_fds() for each in processes),
+            sum(each.num_threads() for each in processes),
+            len(processes),
+        )
+
+    def status_of(self, path: str) -> int:
+        return int(httpx.get(f"{self.url}{path}", timeout=60.0).status_code)
+
+    def wait_for_readiness(self, status: int, seconds: float) -> float:
+        """Wait until /ready answers with this status. Return the seconds that this took."""
+        began_at = time.monotonic()
+        while self.status_of("/ready") != status:
+            assert time.monotonic() < began_at + seconds, f"/ready is not {status} after {seconds} s"
+            time.sleep(0.02)
+        return time.monotonic() - began_at
+
+    def end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+            self._reader.join()
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(*flags)
+    try:
+        yield server
+    finally:
+        server.end()
