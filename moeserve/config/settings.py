@@ -327,6 +327,12 @@ class Limits:
     max_logit_bias: int = 4096
     max_grammar_length: int = 2**17  # characters of a schema, regular expression or grammar
     max_choices: int = 2048
+    max_nesting: int = 128  # of arrays and objects in the JSON of a request
+    max_prompts: int = 1024  # of one call
+    max_outputs: int = 1024  # of all prompts of a call together
+    max_messages: int = 4096
+    max_tools: int = 512
+    max_token_ids: int = 2**20  # to be turned into text
 
 
 LIMITS = Limits()

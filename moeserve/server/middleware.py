@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeserve.server.errors import ApiError, error_answer
 from moeserve.server.keys import Keys
+from moeserve.server.nesting import require_nesting
 from moeserve.server.service import Client
 
 access_log = logging.getLogger("moeserve.access")
@@ -35,7 +36,7 @@ def start_access_log() -> None:
 
 
 class Entrance:
-    """Refuses requests without a key or with a large body, and logs one line for each request."""
+    """Refuses requests without a key or with a large or deep body, and logs one line for each request."""
 
     def __init__(self, app: ASGIApp, keys: Keys, max_body_bytes: int) -> None:
         self._app, self._keys, self._max_body_bytes = app, keys, max_body_bytes
@@ -94,6 +95,7 @@ class Entrance:
             body += message.get("body", b"")
             self._require_size(len(body))
             is_complete = not message.get("more_body", False)
+        require_nesting(body)
         given = deque([{"type": "http.request", "body": bytes(body), "more_body": False}])
 
         async def next_message() -> Message:

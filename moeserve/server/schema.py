@@ -13,8 +13,6 @@ from moeserve.errors import RequestError
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.errors import ApiError
 
-MAX_MESSAGES = 4096
-MAX_TOOLS = 512
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 

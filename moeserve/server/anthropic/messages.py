@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
 from moeserve.server.errors import anthropic_body
 from moeserve.server.output_format import outputs_of_schema
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, given_params
+from moeserve.server.schema import Body, given_params
 from moeserve.server.service import Client, Service
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -107,9 +108,9 @@ class CountRequest(Body):
     """A conversation, without the parameters of its answer."""
 
     model: str
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=LIMITS.max_messages)]
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=LIMITS.max_tools)] | None = None
     tool_choice: Annotated[AnyToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -8,16 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moeserve.config.settings import LIMITS
 from moeserve.outputs import CompletionOutput, Logprob
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.conversation import Conversation, FunctionTool, NamedTool, TurnDelta, turn_deltas
 from moeserve.server.errors import ApiError
 from moeserve.server.output_format import requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
-from moeserve.server.schema import MAX_MESSAGES, MAX_TOOLS, Body, SamplingFields, StreamOptions, Usage, usage
+from moeserve.server.schema import Body, SamplingFields, StreamOptions, Usage, usage
 from moeserve.server.service import Client, Service
-
-MAX_TOP_LOGPROBS = 20
 
 
 class TextPart(Body):
@@ -50,14 +49,14 @@ class Message(Body):
 
 class ChatRequest(SamplingFields):
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=LIMITS.max_messages)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # the older name
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.max_logprobs)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=LIMITS.max_tools)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None

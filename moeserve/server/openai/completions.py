@@ -17,8 +17,6 @@ from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event, merge
 from moeserve.server.schema import SamplingFields, StreamOptions, TokenId, Usage, usage
 from moeserve.server.service import Client, Service
 
-MAX_PROMPTS = 1024
-MAX_OUTPUTS = 1024  # of all prompts together
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -78,11 +76,11 @@ def complete(service: Service, client: Client, body: CompletionRequest) -> Reply
         structured_outputs=requested_outputs(body.response_format, body.structured_outputs),
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
     )
-    if len(prompts) > MAX_PROMPTS or len(prompts) * params.n > MAX_OUTPUTS:
+    if len(prompts) > LIMITS.max_prompts or len(prompts) * params.n > LIMITS.max_outputs:
         raise ApiError(
             400,
-            f"{len(prompts)} prompts with {params.n} outputs each are too many for one request: at most {MAX_PROMPTS} "
-            f"prompts and {MAX_OUTPUTS} outputs",
+            f"{len(prompts)} prompts with {params.n} outputs each are too many for one request: at most "
+            f"{LIMITS.max_prompts} prompts and {LIMITS.max_outputs} outputs",
             param="prompt",
         )
     answer = _Answer(service, client, body, params, model)

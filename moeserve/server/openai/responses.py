@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from moeserve.config.settings import LIMITS
 from moeserve.sampling_params import SamplingParams
 from moeserve.server.blocks import Block, BlockEvent, Turn, block_events
 from moeserve.server.conversation import Conversation, Function, FunctionName, FunctionTool, NamedTool, turn_deltas
 from moeserve.server.output_format import outputs_of_schema, requested_outputs
 from moeserve.server.reply import EVENTS, JSON, Reply, encode_json, event
 from moeserve.server.schema import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
     Body,
     JsonObjectFormat,
     JsonSchema,
@@ -103,7 +102,7 @@ class ResponsesRequest(Body):
         str
         | Annotated[
             list[Item],
-            Field(min_length=1, max_length=MAX_MESSAGES),
+            Field(min_length=1, max_length=LIMITS.max_messages),
         ]
     )
     instructions: str | None = None
@@ -111,7 +110,7 @@ class ResponsesRequest(Body):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=LIMITS.max_tools)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None

@@ -1,0 +1,25 @@
+"""The limit on the nesting of JSON, which is checked before anything parses it."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from moeserve.config.settings import LIMITS
+from moeserve.server.errors import ApiError
+
+# A string, which may be cut off. Each byte is read once: a match never begins in the middle of a string.
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+_STEPS = np.zeros(256, np.int8)  # by byte: one level deeper, or one less deep
+_STEPS[list(b"[{")] = 1
+_STEPS[list(b"]}")] = -1
+
+
+def require_nesting(body: bytearray) -> None:
+    """Raise ApiError for JSON with more levels than parsers, templates and grammars should follow."""
+    if body.count(b"[") + body.count(b"{") <= LIMITS.max_nesting:
+        return
+    brackets = np.frombuffer(_STRING.sub(b"", body), np.uint8)
+    if np.cumsum(_STEPS[brackets], dtype=np.int32).max(initial=0) > LIMITS.max_nesting:
+        raise ApiError(400, f"the JSON of the request has more than {LIMITS.max_nesting} levels")
