@@ -168,7 +168,8 @@ class Tree:
                 if match[1] not in self.parameters | EXTERNAL and not match[1].isupper():
                     yield f"the setting {match[1]}"
             elif IDENTIFIER.fullmatch(quoted):
-                words = quoted.removesuffix("()").removesuffix("_total").split(".")  # Prometheus adds _total
+                name = quoted.removesuffix("()")
+                words = (name if name in self.words else name.removesuffix("_total")).split(".")  # added by Prometheus
                 unknown = [word for word in words if word not in self.words]
                 if (unknown or not self.is_member(words)) and not PATH.fullmatch(quoted):
                     yield f"`{quoted}`"

@@ -15,47 +15,49 @@ from moeserve.server.totals import Totals
 from moeserve.telemetry.metrics import LoadMetrics
 from moeserve.telemetry.request_stats import Histogram, RequestStats
 
-PREFIX = "moeserve_"
 LABELS = ["model_name", "engine"]  # the second is the index of the replica
 
 REQUEST_COUNTERS: dict[str, tuple[str, Callable[[RequestStats], float]]] = {
-    "prompt_tokens": ("Tokens of prompts.", lambda stats: stats.num_prompt_tokens),
-    "generation_tokens": ("Tokens generated.", lambda stats: stats.num_generated_tokens),
-    "prefix_cache_queries": (
+    "moeserve_prompt_tokens": ("Tokens of prompts.", lambda stats: stats.num_prompt_tokens),
+    "moeserve_generation_tokens": ("Tokens generated.", lambda stats: stats.num_generated_tokens),
+    "moeserve_prefix_cache_queries": (
         "Prompt tokens that were looked up in the prefix cache.",
         lambda stats: stats.num_prompt_tokens,
     ),
-    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda stats: stats.num_cached_tokens),
+    "moeserve_prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda stats: stats.num_cached_tokens),
 }
 REQUEST_HISTOGRAMS: dict[str, tuple[str, Callable[[RequestStats], Histogram]]] = {
-    "time_to_first_token_seconds": (
+    "moeserve_time_to_first_token_seconds": (
         "Time from a prompt's arrival in the engine to its first token.",
         lambda stats: stats.first_token,
     ),
-    "inter_token_latency_seconds": ("Time between tokens of an output.", lambda stats: stats.between_tokens),
-    "e2e_request_latency_seconds": (
+    "moeserve_inter_token_latency_seconds": ("Time between tokens of an output.", lambda stats: stats.between_tokens),
+    "moeserve_e2e_request_latency_seconds": (
         "Time from a prompt's arrival in the engine to the end of an output.",
         lambda stats: stats.whole,
     ),
-    "request_prompt_tokens": ("Tokens of a prompt.", lambda stats: stats.prompt_tokens),
-    "request_generation_tokens": ("Tokens of an output.", lambda stats: stats.generated_tokens),
+    "moeserve_request_prompt_tokens": ("Tokens of a prompt.", lambda stats: stats.prompt_tokens),
+    "moeserve_request_generation_tokens": ("Tokens of an output.", lambda stats: stats.generated_tokens),
 }
 REPLICA_GAUGES: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
-    "num_requests_running": ("Requests in the steps of a replica.", lambda stats: stats.num_running),
-    "num_requests_waiting": ("Requests that a replica has not begun.", lambda stats: stats.num_waiting),
+    "moeserve_num_requests_running": ("Requests in the steps of a replica.", lambda stats: stats.num_running),
+    "moeserve_num_requests_waiting": ("Requests that a replica has not begun.", lambda stats: stats.num_waiting),
 }
 REPLICA_COUNTERS: dict[str, tuple[str, Callable[[ReplicaStats], float]]] = {
-    "num_preemptions": ("Requests that lost their KV cache to older ones.", lambda stats: stats.num_preemptions),
-    "rounds": ("Rounds of a replica, idle ones included.", lambda stats: stats.num_rounds),
-    "replica_idle_steps": (
+    "moeserve_num_preemptions": (
+        "Requests that lost their KV cache to older ones.",
+        lambda stats: stats.num_preemptions,
+    ),
+    "moeserve_rounds": ("Rounds of a replica, idle ones included.", lambda stats: stats.num_rounds),
+    "moeserve_replica_idle_steps": (
         "Steps in which other replicas had tokens, and this one none.",
         lambda stats: stats.steps.num_idle_steps,
     ),
-    "replica_padding_tokens": (
+    "moeserve_replica_padding_tokens": (
         "Padding rows that a replica computed beside its tokens.",
         lambda stats: stats.steps.num_padding_tokens,
     ),
-    "agreement_seconds": (
+    "moeserve_agreement_seconds": (
         "Time at the start of steps until the replicas had agreed, most of it waiting for slower ones.",
         lambda stats: stats.steps.agreement_seconds,
     ),
@@ -93,21 +95,21 @@ class _ServiceCollector(Collector):
         """Yield the metrics of requests before they have a replica."""
         model = self._service.model_names[0]
         waiting = GaugeMetricFamily(
-            f"{PREFIX}num_requests_queued", "Outputs that wait for room in the engine.", labels=LABELS[:1]
+            "moeserve_num_requests_queued", "Outputs that wait for room in the engine.", labels=LABELS[:1]
         )
         waiting.add_metric([model], totals.num_queued)
         yield waiting
         times = HistogramMetricFamily(
-            f"{PREFIX}request_queue_time_seconds", "Time that requests wait for room in the engine.", labels=LABELS[:1]
+            "moeserve_request_queue_time_seconds", "Time that requests wait for room in the engine.", labels=LABELS[:1]
         )
         times.add_metric([model], _buckets(totals.waits), totals.waits.total)
         yield times
 
     def _of_requests(self, stats: list[RequestStats]) -> Iterator[Metric]:
         for name, (help, value) in REQUEST_COUNTERS.items():
-            yield self._numbers(CounterMetricFamily(PREFIX + name, help, labels=LABELS), map(value, stats))
+            yield self._numbers(CounterMetricFamily(name, help, labels=LABELS), map(value, stats))
         ends = CounterMetricFamily(
-            f"{PREFIX}request_success", "Outputs that ended.", labels=[*LABELS, "finished_reason"]
+            "moeserve_request_success", "Outputs that ended.", labels=[*LABELS, "finished_reason"]
         )
         for index, each in enumerate(stats):
             for reason, number in each.ends.items():
@@ -118,16 +120,16 @@ class _ServiceCollector(Collector):
 
     def _of_replicas(self, stats: list[ReplicaStats], num_blocks: int) -> Iterator[Metric]:
         for name, (help, value) in REPLICA_GAUGES.items():
-            yield self._numbers(GaugeMetricFamily(PREFIX + name, help, labels=LABELS), map(value, stats))
+            yield self._numbers(GaugeMetricFamily(name, help, labels=LABELS), map(value, stats))
         usage = GaugeMetricFamily(
-            f"{PREFIX}kv_cache_usage_perc", "Share of a replica's KV cache that requests use: 0 to 1.", labels=LABELS
+            "moeserve_kv_cache_usage_perc", "Share of a replica's KV cache that requests use: 0 to 1.", labels=LABELS
         )
         yield self._numbers(usage, (1 - each.num_free_blocks / num_blocks for each in stats))
         for name, (help, value) in REPLICA_COUNTERS.items():
-            yield self._numbers(CounterMetricFamily(PREFIX + name, help, labels=LABELS), map(value, stats))
+            yield self._numbers(CounterMetricFamily(name, help, labels=LABELS), map(value, stats))
         # The name is vLLM's, although a histogram's should not end in _total.
         help = "Tokens of a replica in a step in which it has some."
-        yield self._histograms("iteration_tokens_total", help, (each.steps.sizes for each in stats))
+        yield self._histograms("moeserve_iteration_tokens_total", help, (each.steps.sizes for each in stats))
 
     def _numbers(self, family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[float]) -> Metric:
         """Add the value of each replica to a metric."""
@@ -137,7 +139,7 @@ class _ServiceCollector(Collector):
 
     def _histograms(self, name: str, help: str, histograms: Iterable[Histogram]) -> Metric:
         """Return a metric with a histogram of each replica."""
-        family = HistogramMetricFamily(PREFIX + name, help, labels=LABELS)
+        family = HistogramMetricFamily(name, help, labels=LABELS)
         for index, each in enumerate(histograms):
             family.add_metric([self._service.model_names[0], str(index)], _buckets(each), each.total)
         return family

@@ -53,6 +53,13 @@ def test_every_metric_of_the_dashboard_exists(tiny_server: RunningServer) -> Non
         assert names <= known, query
 
 
+def test_the_documents_name_all_metrics(tiny_server: RunningServer) -> None:
+    pages = [(FOLDER.parents[1] / "docs" / name).read_text() for name in ("server.md", "expert_load.md")]
+    documented = {name for page in pages for name in re.findall(r"`(moeserve_\w+)", page)}
+    exist = set(re.findall(r"^# TYPE (\w+)", metrics(tiny_server), re.MULTILINE))
+    assert documented == {name for name in exist if not name.endswith("_created")}
+
+
 def test_the_dashboard_has_the_form_that_grafana_reads() -> None:
     assert DASHBOARD["schemaVersion"] >= 36  # data sources are objects
     assert {"uid", "title", "time", "templating", "annotations"} <= DASHBOARD.keys()
