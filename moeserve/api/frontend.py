@@ -174,9 +174,11 @@ class Frontend:
         return None if found is None else found[0].prompt_id
 
     def discard(self, prompt_id: str) -> None:
-        """Forget a prompt. The engine must end its unfinished requests."""
+        """Forget a prompt. The engine must end its unfinished requests, which count as aborted."""
         for request_id in self.unfinished(prompt_id):
-            del self._output_of_request[request_id]
+            prompt, output = self._output_of_request.pop(request_id)
+            seconds = time.monotonic() - prompt.arrival_s
+            self.stats[output.replica].note_end("abort", output.size[0], seconds)
         del self._prompts[prompt_id]
         self._unfinished_prompts.discard(prompt_id)
 

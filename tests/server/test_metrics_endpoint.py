@@ -67,6 +67,17 @@ def test_metrics_equal_the_counts_of_clients(server: RunningServer) -> None:
     assert 0 <= after["moeserve_kv_cache_usage_perc", "0"] < 1
 
 
+def test_a_request_whose_client_hangs_up_counts_as_aborted(server: RunningServer) -> None:
+    series = ("moeserve_request_success_total", "0", "abort")
+    before = samples(server)[series]
+    with server.openai().completions.create(model=MODEL, prompt="One", max_tokens=900, stream=True) as stream:
+        next(iter(stream))
+    deadline = time.monotonic() + 20.0
+    while samples(server)[series] == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert samples(server)[series] - before == 1
+
+
 @pytest.mark.ranks
 def test_replicas_have_metrics_of_their_own(two_replicas: RunningServer) -> None:
     """All replicas take part in each step, so their steps with tokens and without add up to the same number."""
