@@ -7,8 +7,10 @@ import math
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -21,6 +23,8 @@ from moeserve.server.service import Service
 from moeserve.server.settings import ServerSettings
 from moeserve.server.totals import Totals
 from moeserve.server.tracing import open_tracing
+
+SECONDS_TO_CLOSE = 1
 
 
 class DrainingServer(uvicorn.Server):
@@ -45,6 +49,7 @@ class DrainingServer(uvicorn.Server):
         )
         start_access_log()
         self._drain_timeout_s = settings.drain_timeout
+        self._has_signal = False
         app = build_app(self.service, settings, Keys.read(settings.api_key or (), settings.api_key_file))
         super().__init__(
             uvicorn.Config(
@@ -63,8 +68,17 @@ class DrainingServer(uvicorn.Server):
         with _ends_without_error():
             self.run(sockets=[listener])
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end the server. The second signal ends requests at once."""
+        self.force_exit = self._has_signal
+        self._has_signal = True
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.service.drain(self._drain_timeout_s)
+        ends_at = time.monotonic() + self._drain_timeout_s
+        await self.service.drain(self._drain_timeout_s, lambda: self.force_exit)
+        # For clients that have yet to read the rest of their answers. Some never do.
+        self.config.timeout_graceful_shutdown = max(SECONDS_TO_CLOSE, math.ceil(ends_at - time.monotonic()))
         await super().shutdown(sockets)
 
 

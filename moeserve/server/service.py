@@ -24,6 +24,8 @@ from moeserve.server.tracing import Tracing
 
 # Share of requests beyond those that run, which wait inside the engine so that it always has a next one.
 AHEAD = 0.25
+# For requests that are ended to send their errors; after the second signal.
+SECONDS_TO_END, SECONDS_TO_END_AT_ONCE = 5.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -184,14 +186,20 @@ class Service:
             except MoeserveError as error:
                 raise api_error(error) from error
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, and wait until those that run have ended; after a time, end them with an error."""
+    async def drain(self, timeout_s: float, is_forced: Callable[[], bool]) -> None:
+        """Refuse new requests, and wait until those that run have ended; after a time, end them with an error.
+
+        Args:
+            is_forced: true once those that run are to end at once.
+        """
         self.admission.close()
         ends_at = time.monotonic() + timeout_s
-        while self.admission.num_running and time.monotonic() < ends_at:
+        while self.admission.num_running and time.monotonic() < ends_at and not is_forced():
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self.llm.shutdown)
-        while self.admission.num_running and time.monotonic() < ends_at + 5.0:  # until they have sent their errors
+        # Until they have sent their errors. Some clients do not read.
+        ends_at = time.monotonic() + (SECONDS_TO_END_AT_ONCE if is_forced() else SECONDS_TO_END)
+        while self.admission.num_running and time.monotonic() < ends_at:
             await asyncio.sleep(0.02)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)

@@ -61,6 +61,13 @@ class ServerProcess:
             time.sleep(0.02)
         return time.monotonic() - began_at
 
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float) -> int:
+        """Wait for the end of the server, and return its exit status."""
+        return self._process.wait(seconds)
+
     def end(self) -> None:
         self._process.terminate()
         try:

@@ -1,19 +1,14 @@
-"""Keys, sizes, the queue, clients that hang up, and the end of the server."""
+"""Keys, the queue, and clients that hang up."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx2 as httpx
 import openai
 import pytest
 from running_server import MODEL, RunningServer, running
@@ -167,39 +162,3 @@ def test_a_client_that_hangs_up_frees_its_blocks(server: RunningServer, is_strea
     asyncio.run(run())
     wait_for_all_blocks(server, num_free)
     assert not server.llm.session.frontend._prompts
-
-
-@pytest.mark.parametrize(("drain_timeout", "is_whole"), [("30", True), ("0", False)])
-def test_sigterm_drains(default_cache: Path, drain_timeout: str, is_whole: bool) -> None:
-    """Requests in flight finish, or end with an error; new ones are refused; the exit status is 0."""
-    command = [sys.executable, "-m", "moeserve", "serve", "--port", "0", "--drain-timeout", drain_timeout]
-    process = subprocess.Popen(
-        [*command, "--max-model-len", "1024", "--kv-cache-memory", "64MiB"], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    try:
-        line = process.stderr.readline()
-        address = re.search(r"http://\S+", line)
-        assert address is not None, line
-        client = openai.OpenAI(base_url=address[0], api_key="none", max_retries=0)
-        name = client.models.list().data[0].id
-        request = {**LONG, "model": name, "max_tokens": 100}
-        stream = client.chat.completions.create(**request, messages=QUESTION, stream=True)
-        chunks = [next(stream)]
-        process.send_signal(signal.SIGTERM)
-        ready = address[0].removesuffix("/v1") + "/ready"
-        while httpx.get(ready).status_code != 503:
-            time.sleep(0.01)
-        if is_whole:
-            with pytest.raises(openai.InternalServerError):
-                client.chat.completions.create(**request, messages=QUESTION)
-            chunks += stream
-            assert chunks[-1].choices[0].finish_reason == "length"
-        else:
-            with pytest.raises(openai.APIError):
-                chunks += stream
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
