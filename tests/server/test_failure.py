@@ -57,12 +57,12 @@ async def ask_all(server: RunningServer, on_first: Callable[[], None] = lambda: 
                 model=MODEL, prompt=prompt, max_tokens=300, temperature=1.0, seed=1, stream=True,
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
-            text = ""
+            texts: list[str] = []
             async for chunk in stream:
-                if not text and prompt is PROMPTS[0]:
+                if not texts and prompt is PROMPTS[0]:
                     await asyncio.to_thread(on_first)
-                text += chunk.choices[0].text
-            return text
+                texts.append(chunk.choices[0].text)  # may be empty
+            return "".join(texts)
 
         return await asyncio.gather(*(ask(prompt) for prompt in PROMPTS))
 
