@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import httpx2 as httpx
 import psutil
+from rank_processes import is_rank
 
 
 @dataclass(frozen=True)
 class Holdings:
     """The memory, files and threads of all processes of a server together."""
 
-    num_bytes: int  # of memory that no other process shares
+    num_bytes: int  # of memory that no other process shares, without the ranks
+    num_rank_bytes: int
     num_files: int
     num_threads: int
     num_processes: int
@@ -44,7 +46,8 @@ class ServerProcess:
         """Return what the processes hold. Some end, and are started again, when a rank has died."""
         processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
         return Holdings(
-            sum(each.memory_full_info().uss for each in processes),
+            sum(each.memory_full_info().uss for each in processes if not is_rank(each)),
+            sum(each.memory_full_info().uss for each in processes if is_rank(each)),
             sum(each.num_fds() for each in processes),
             sum(each.num_threads() for each in processes),
             len(processes),
