@@ -39,7 +39,9 @@ class ServerProcess:
         assert address is not None
         self.url = address
         self.pid = self._process.pid
-        self._reader = threading.Thread(target=self._process.stderr.read)  # or a full pipe would hold up the server
+        self._lines: list[str] = []
+        # In a thread, or a full pipe would hold up the server.
+        self._reader = threading.Thread(target=self._lines.extend, args=(lines,))
         self._reader.start()
 
     def holdings(self) -> Holdings:
@@ -70,6 +72,11 @@ class ServerProcess:
     def wait(self, seconds: float) -> int:
         """Wait for the end of the server, and return its exit status."""
         return self._process.wait(seconds)
+
+    def errors(self) -> str:
+        """Return what the server has written to its standard error output, once it has ended."""
+        self._reader.join()
+        return "".join(self._lines)
 
     def end(self) -> None:
         self._process.terminate()
