@@ -149,6 +149,6 @@ BUGS: Sequence[type[Scheduler]] = [
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.__name__ for bug in BUGS])
 def test_planted_bug_is_found(bug: type[Scheduler]) -> None:
     machine = type("Machine", (SchedulerMachine,), {"scheduler_class": bug})
-    generated = settings(max_examples=600, stateful_step_count=50, phases=[Phase.generate])
+    generated = settings(max_examples=2000, stateful_step_count=50, phases=[Phase.generate])
     with pytest.raises((AssertionError, LookupError, StopIteration)):
         run_state_machine_as_test(machine, settings=generated)
